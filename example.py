@@ -1,0 +1,64 @@
+"""Generate text: three chat prompts, or one of yours.
+
+    python example.py                                   # the embedded SmolLM2-135M-Instruct, on a GPU or a CPU
+    python example.py --model ~/models/Qwen3-0.6B --prompt "Why is the sky blue?" --max-tokens 200
+"""
+
+import argparse
+import sys
+import time
+
+from nanovllm import LLM, SamplingParams
+
+PROMPTS = [
+    "What is the capital of France, and what is it known for?",
+    "Explain in two sentences what a GPU does.",
+    "Write a short poem about the sea.",
+]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Hugging Face directory, a hub id or a .gguf file (default: the embedded SmolLM2)")
+    parser.add_argument("--prompt", action="append", help="may be given several times (default: three of ours)")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.6, help="0 for always the most likely token")
+    parser.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
+    started = time.perf_counter()
+    if args.model is None:
+        from nanovllm.models.embedded import embedded_model_path
+
+        args.model = embedded_model_path()
+    llm = LLM(args.model, use_custom_kernels=args.use_custom_kernels)
+    print(f"Loaded {args.model} in {time.perf_counter() - started:.1f} s")
+
+    prompts = args.prompt or PROMPTS
+    started = time.perf_counter()
+    if llm.tokenizer is not None and llm.tokenizer.chat_template:
+        outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params)
+    else:
+        outputs = llm.generate(prompts, params)
+    elapsed = time.perf_counter() - started
+
+    for prompt, output in zip(prompts, outputs):
+        print(f"\n> {prompt}\n{output['text']}")
+    num_prompt = sum(len(o.prompt_token_ids) for o in outputs)
+    num_output = sum(len(o["token_ids"]) for o in outputs)
+    first = min(o.metrics.time_to_first_token for o in outputs)
+    print(
+        f"\n{num_prompt} prompt tokens, {num_output} output tokens, first token after {first:.2f} s,"
+        f" {num_output / elapsed:.0f} output tokens/s; device: {llm.device_name}; kernels: {llm.engine.kernels.summary()}"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, FileNotFoundError) as e:
+        sys.exit(f"example.py: {e}")

@@ -1,0 +1,20 @@
+"""nanovllm: a small, fast LLM inference engine whose kernels you can swap."""
+
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+__all__ = ["LLM", "SamplingParams"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # PyTorch takes seconds to import, and `nanovllm --help` does without it.
+    if name == "LLM":
+        from nanovllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

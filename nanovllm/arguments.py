@@ -1,0 +1,45 @@
+"""Unknown keyword arguments are errors that name the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import TypeVar
+
+T = TypeVar("T", bound=type)
+
+
+def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a TypeError that names the first of `given` that is not in `known`, and what was probably meant.
+
+    Args:
+        kind: what takes the arguments, as the user wrote it ("LLM", "SamplingParams").
+        given: the names that were passed.
+        known: the names that are taken.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+            remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
+            raise TypeError(f"{kind} got an unknown argument {name!r}; {remedy}")
+
+
+def rejects_unknown(cls: T) -> T:
+    """Class decorator, above `@dataclass`: unknown keywords of the constructor raise as `reject_unknown` says.
+
+    The generated `__init__` is wrapped rather than a `__new__` or a metaclass added, so that `help()`, editors and
+    `inspect.signature` go on showing the fields.
+    """
+    init = cls.__init__
+    known = [f.name for f in fields(cls) if f.init]
+
+    @functools.wraps(init)
+    def __init__(self, *args, **kwargs):
+        reject_unknown(cls.__name__, kwargs, known)
+        init(self, *args, **kwargs)
+
+    cls.__init__ = __init__
+    return cls

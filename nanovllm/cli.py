@@ -1,0 +1,103 @@
+"""The console command `nanovllm`, also `python -m nanovllm`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="A small, fast LLM inference engine whose kernels you can swap.")
+
+_Model = Annotated[
+    Optional[str],
+    typer.Option(help="A Hugging Face directory, a hub id or a .gguf file; by default the embedded SmolLM2-135M-Instruct."),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from nanovllm import __version__
+
+        print(f"nanovllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def chat(
+    model: _Model = None,
+    system: Annotated[Optional[str], typer.Option(help="A system message to begin with.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 for always the most likely token.")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling: keep the likeliest tokens up to this probability.")] = 0.95,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    seed: Annotated[Optional[int], typer.Option(help="Makes the answers repeatable.")] = None,
+    use_custom_kernels: Annotated[Optional[bool], typer.Option(help="Custom kernels on or off; by default as the model says.")] = None,
+) -> None:
+    """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.models.embedded import embedded_model_path
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels)
+    messages = [{"role": "system", "content": system}] if system else []
+    print("Say something. An empty line ends the conversation.")
+    while True:
+        try:
+            question = input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            question = ""
+        if not question:
+            return
+        messages.append({"role": "user", "content": question})
+        answer = ""
+        try:
+            for piece in llm.stream(llm.chat_prompt(messages), params):
+                print(piece, end="", flush=True)
+                answer += piece
+            print()
+        except KeyboardInterrupt:
+            print(" [cut short]")
+        except ValueError as e:  # the conversation has outgrown the model
+            print(f"\n{e}")
+            return
+        messages.append({"role": "assistant", "content": answer})
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="One or more prompts, completed together.")],
+    model: _Model = None,
+    temperature: Annotated[float, typer.Option(help="0 for always the most likely token.")] = 0.6,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 128,
+    seed: Annotated[Optional[int], typer.Option(help="Makes the completions repeatable.")] = None,
+    use_custom_kernels: Annotated[Optional[bool], typer.Option(help="Custom kernels on or off; by default as the model says.")] = None,
+) -> None:
+    """Complete prompts as they stand, without a chat template."""
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.models.embedded import embedded_model_path
+
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels)
+    for output in llm.generate(prompts, params):
+        print(f"\n> {output.prompt}\n{output['text']}")
+
+
+def main() -> None:
+    import logging
+    import sys
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except (ValueError, TypeError, FileNotFoundError, RuntimeError) as e:
+        # What a user can mend is said in one line; anything else keeps its traceback.
+        if isinstance(e, RuntimeError) and not type(e).__module__.startswith("nanovllm"):
+            raise
+        print(f"nanovllm: {e}", file=sys.stderr)
+        sys.exit(1)

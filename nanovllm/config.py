@@ -1,0 +1,220 @@
+"""What an engine is built from: one validated record for the engine, one for the model's architecture.
+
+Both are frozen: everything downstream may keep a reference and rely on it never changing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+from nanovllm.arguments import rejects_unknown
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@rejects_unknown
+@dataclass(frozen=True)
+class EngineConfig:
+    """Arguments of `LLM(model, ...)`. Names follow vLLM and nano-vLLM.
+
+    Raises:
+        ValueError: a value out of range; the message names the argument, the value and what is allowed.
+        TypeError: an unknown argument; the message names the nearest known one.
+    """
+
+    model: str
+    """A Hugging Face directory, a hub id, a .gguf file, or (with `load_format="dummy"`) a preset's name."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not beside the model."""
+    skip_tokenizer_init: bool = False
+    """Serve token ids only; outputs have an empty `text`."""
+    load_format: str = "auto"
+    """"auto" (by what the path holds), "safetensors", "gguf", or "dummy" (random weights)."""
+    dtype: str = "auto"
+    """Weights, activations and KV cache. "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU."""
+    device: str = "auto"
+    """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
+    max_model_len: int = 4096
+    """Longest prompt plus output, in tokens; lowered to what the model and the KV cache allow."""
+    max_num_seqs: int = 512
+    """Most sequences that run in one step."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens of one step; longer prompts are split over steps. None: 16384 on a GPU, 2048 on a CPU."""
+    gpu_memory_utilization: float = 0.9
+    """The share of the device's memory that weights, activations and KV cache may take together."""
+    kvcache_block_size: int = 256
+    """Tokens a KV cache block. Small blocks share more prefixes; large blocks make shorter block tables."""
+    num_kvcache_blocks: int | None = None
+    """Fixes the KV cache's size in blocks. None: what memory is left after a profiled forward pass."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of full blocks that begin alike."""
+    enforce_eager: bool = False
+    """Do not capture CUDA graphs."""
+    async_scheduling: bool | None = None
+    """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the model; only 1 for now."""
+    use_custom_kernels: bool | None = None
+    """False: the `native` (PyTorch) provider of every op. None: as the model's config.json says, else True."""
+    kernel_priority: Mapping[str, Sequence[str]] | None = None
+    """Providers to use for an op, best first, for example `{"rms_norm": ["triton"]}`."""
+    seed: int | None = None
+    """Seeds the draws of requests that bring no seed of their own, and dummy weights. None: from the system, and 0."""
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, remedy: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
+
+        def positive_int(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+        need(bool(self.model), "model", "pass a model directory, a hub id, a .gguf file or a preset's name")
+        need(self.load_format in LOAD_FORMATS, "load_format", f"must be one of {', '.join(LOAD_FORMATS)}")
+        need(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
+        for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "tensor_parallel_size"):
+            need(positive_int(getattr(self, name)), name, "must be a positive integer")
+        for name in ("max_num_batched_tokens", "num_kvcache_blocks"):
+            value = getattr(self, name)
+            # nano-vLLM spells "decide for me" as -1.
+            if value == -1 and name == "num_kvcache_blocks":
+                object.__setattr__(self, name, None)
+                continue
+            need(value is None or positive_int(value), name, "must be a positive integer, or None to decide from the device")
+        need(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "must be above 0 and at most 1")
+        block = self.kvcache_block_size
+        need(16 <= block <= 1024 and block & (block - 1) == 0, "kvcache_block_size", "must be a power of two from 16 to 1024")
+        need(self.tensor_parallel_size == 1, "tensor_parallel_size", "only 1 is supported for now; run one engine per GPU instead")
+        need(
+            self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63), "seed", "must be an integer in [0, 2**63)"
+        )
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: base frequency and, for context extension, how the frequencies are scaled."""
+
+    theta: float = 10000.0
+    scaling_type: str = "default"
+    scaling: tuple[tuple[str, Any], ...] = ()
+    """The scaling's own parameters, as (name, value) pairs of the checkpoint's config.json."""
+
+    SUPPORTED = ("default", "linear", "llama3", "yarn", "freq_factors")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of a decoder-only model, read from a Hugging Face style config.json."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    dtype: str | None
+    """The checkpoint's dtype, or None if it does not say."""
+    eos_token_ids: tuple[int, ...]
+    use_custom_kernels: bool | None
+    raw: Mapping[str, Any]
+    """The whole config.json, for what a single model needs beyond the fields above."""
+
+    @property
+    def num_queries_per_kv(self) -> int:
+        return self.num_attention_heads // self.num_kv_heads
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ModelConfig":
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{path} is not valid JSON ({e}); download the model again") from e
+
+    @classmethod
+    def from_dict(cls, c: Mapping[str, Any]) -> "ModelConfig":
+        """Parse a config.json; missing entries take the architecture's defaults in transformers.
+
+        Raises:
+            ValueError: an entry that is missing or has a value this engine does not support.
+        """
+
+        def get(name: str, default: Any = None) -> Any:
+            value = c.get(name)
+            value = default if value is None else value
+            if value is None:
+                raise ValueError(f"config.json has no {name!r}; is it the configuration of a decoder-only language model?")
+            return value
+
+        architectures = c.get("architectures") or []
+        if len(architectures) != 1:
+            raise ValueError(f"config.json: architectures={architectures!r}; exactly one is expected")
+        qwen3 = architectures[0].startswith("Qwen3")
+        heads = get("num_attention_heads")
+        kv_heads = get("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+        hidden_act = c.get("hidden_act", "silu")
+        if hidden_act != "silu":
+            raise ValueError(f"config.json: hidden_act={hidden_act!r} is not supported; only 'silu' is")
+        if c.get("use_sliding_window"):
+            raise ValueError("config.json: use_sliding_window=true is not supported; set it to false for full attention")
+        eos = c.get("eos_token_id")
+        return cls(
+            architecture=architectures[0],
+            vocab_size=get("vocab_size"),
+            hidden_size=get("hidden_size"),
+            intermediate_size=get("intermediate_size"),
+            num_hidden_layers=get("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=get("head_dim", 128 if qwen3 else get("hidden_size") // heads),
+            rms_norm_eps=get("rms_norm_eps", 1e-6),
+            max_position_embeddings=get("max_position_embeddings", 32768 if qwen3 else 2048),
+            rope=_rope(c),
+            tie_word_embeddings=bool(c.get("tie_word_embeddings", False)),
+            attention_bias=bool(c.get("attention_bias", False)),
+            mlp_bias=bool(c.get("mlp_bias", False)),
+            dtype=_dtype(c),
+            eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+            use_custom_kernels=c.get("use_custom_kernels"),
+            raw=dict(c),
+        )
+
+
+def _dtype(c: Mapping[str, Any]) -> str | None:
+    value = c.get("dtype") or c.get("torch_dtype")
+    if value is None:
+        return None
+    value = str(value).removeprefix("torch.")
+    if value not in DTYPES[1:]:
+        raise ValueError(f"config.json: dtype={value!r} is not supported; pass dtype= one of {', '.join(DTYPES[1:])}")
+    return value
+
+
+def _rope(c: Mapping[str, Any]) -> RopeConfig:
+    # transformers 5 writes one `rope_parameters`; 4 wrote `rope_theta` and an optional `rope_scaling`.
+    scaling = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", None) or c.get("rope_theta") or 10000.0
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    if kind not in RopeConfig.SUPPORTED:
+        raise ValueError(f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(RopeConfig.SUPPORTED)}")
+    if kind in ("yarn",) and "original_max_position_embeddings" not in scaling:
+        scaling["original_max_position_embeddings"] = c.get("max_position_embeddings")
+    return RopeConfig(
+        theta=float(theta),
+        scaling_type=kind,
+        scaling=tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in scaling.items())),
+    )

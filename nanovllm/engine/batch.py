@@ -1,0 +1,175 @@
+"""From a scheduled step to the tensors of one forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
+from nanovllm.layers.attention import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The host side of a forward pass: one row a token, decodes first, then the runs of tokens of the others.
+
+    A token that was sampled in a step whose result the host has not read yet is written as -1 - slot; `resolve_tokens`
+    replaces it on the device by the last token sampled in that slot.
+    """
+
+    tokens: np.ndarray
+    """[3, num_tokens] int64: token ids, positions, cache slots."""
+    context_lens: np.ndarray
+    """[num_decodes] int32."""
+    block_table: np.ndarray
+    """[num_seqs, max_blocks] int32."""
+    max_context_len: int
+    prefill_query_lens: tuple[int, ...]
+    prefill_context_lens: tuple[int, ...]
+    logits_rows: np.ndarray
+    """int64: the rows whose logits are needed, in order."""
+    sample_rows: np.ndarray
+    """int64: for each part that samples, its row among the logits."""
+    prompt_rows: tuple[tuple[ScheduledSequence, int, int], ...]
+    """(part, first row among the logits, number of rows) for the parts whose prompt log-probabilities are wanted."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def decode_only(self) -> bool:
+        return not self.prefill_query_lens
+
+    @classmethod
+    def build(cls, step: ScheduledStep, block_size: int) -> "Batch":
+        parts = step.parts
+        num_decodes = step.num_decodes
+        tokens = np.empty((3, step.num_tokens), np.int64)
+        max_blocks = max(-(-(p.start + p.num_tokens) // block_size) for p in parts)
+        block_table = np.zeros((len(parts), max_blocks), np.int32)
+        context_lens = np.empty(num_decodes, np.int32)
+        logits_rows: list[int] = []
+        sample_rows: list[int] = []
+        prompt_rows = []
+        row = 0
+        for i, part in enumerate(parts):
+            seq, start, n = part.seq, part.start, part.num_tokens
+            table = seq.block_table[: -(-(start + n) // block_size)]
+            block_table[i, : len(table)] = table
+            if n == 1:
+                pending = start >= len(seq.token_ids)
+                tokens[0, row] = -1 - part.slot if pending else seq.token_ids[start]
+                tokens[1, row] = start
+                tokens[2, row] = table[-1] * block_size + start % block_size
+                context_lens[i] = start + 1
+            else:
+                positions = np.arange(start, start + n)
+                tokens[0, row : row + n] = seq.token_ids[start : start + n]
+                tokens[1, row : row + n] = positions
+                tokens[2, row : row + n] = block_table[i, positions // block_size] * block_size + positions % block_size
+            row += n
+            if seq.params.prompt_logprobs is not None and start < seq.prompt_len:
+                # Row j predicts token start + j + 1, of which those inside the prompt are wanted.
+                prompt_rows.append((part, len(logits_rows), min(n, seq.prompt_len - 1 - start)))
+                logits_rows.extend(range(row - n, row - 1))
+                if not part.samples:
+                    logits_rows.append(row - 1)
+            if part.samples:
+                sample_rows.append(len(logits_rows))
+                logits_rows.append(row - 1)
+        prefills = parts[num_decodes:]
+        return cls(
+            tokens=tokens,
+            context_lens=context_lens,
+            block_table=block_table,
+            max_context_len=int(context_lens.max()) if num_decodes else 0,
+            prefill_query_lens=tuple(p.num_tokens for p in prefills),
+            prefill_context_lens=tuple(p.start + p.num_tokens for p in prefills),
+            logits_rows=np.asarray(logits_rows, np.int64),
+            sample_rows=np.asarray(sample_rows, np.int64),
+            prompt_rows=tuple(prompt_rows),
+        )
+
+    def padded(self, num_rows: int, max_context_len: int, block_size: int, padding_block: int) -> "Batch":
+        """A decode-only batch grown to `num_rows`, with rows that read and write the padding block only."""
+        assert self.decode_only
+        extra = num_rows - self.num_tokens
+        num_blocks = -(-max_context_len // block_size)
+        tokens = np.zeros((3, num_rows), np.int64)
+        tokens[:, : self.num_tokens] = self.tokens
+        tokens[2, self.num_tokens :] = padding_block * block_size
+        block_table = np.full((num_rows, num_blocks), padding_block, np.int32)
+        block_table[: self.num_tokens, : self.block_table.shape[1]] = self.block_table
+        return Batch(
+            tokens=tokens,
+            context_lens=np.concatenate((self.context_lens, np.ones(extra, np.int32))),
+            block_table=block_table,
+            max_context_len=max_context_len,
+            prefill_query_lens=(),
+            prefill_context_lens=(),
+            logits_rows=self.logits_rows,
+            sample_rows=self.sample_rows,
+            prompt_rows=self.prompt_rows,
+        )
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """The device side: what the model's forward takes."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    metadata: AttentionMetadata
+
+    @classmethod
+    def from_host(cls, batch: Batch, device: torch.device) -> "DeviceBatch":
+        tokens = to_device(batch.tokens, device)
+        return cls.from_tensors(
+            tokens, to_device(batch.context_lens, device), to_device(batch.block_table, device), batch.max_context_len,
+            batch.prefill_query_lens, batch.prefill_context_lens,
+        )  # fmt: skip
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tokens: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        max_context_len: int,
+        prefill_query_lens: tuple[int, ...] = (),
+        prefill_context_lens: tuple[int, ...] = (),
+    ) -> "DeviceBatch":
+        return cls(
+            token_ids=tokens[0],
+            positions=tokens[1],
+            metadata=AttentionMetadata(
+                num_decodes=context_lens.shape[0],
+                slot_mapping=tokens[2],
+                block_table=block_table,
+                context_lens=context_lens,
+                max_context_len=max_context_len,
+                prefill_query_lens=prefill_query_lens,
+                prefill_context_lens=prefill_context_lens,
+            ),
+        )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device; on CUDA from pinned memory, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    # The caching allocator does not hand pinned memory out again before the copy has run.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def resolve_tokens(token_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
+    """Replace -1 - slot by `last_tokens[slot]`: token_ids [num_tokens] int64, last_tokens [max_num_seqs] int64."""
+    return torch.where(token_ids < 0, last_tokens[(-1 - token_ids).clamp(min=0)], token_ids)

@@ -1,0 +1,147 @@
+"""The paged KV cache's bookkeeping: which blocks are free, which are shared, and which hold a known prefix.
+
+A *full* block of known tokens is registered under a hash chained over all tokens up to its end, so equal hashes mean
+equal prefixes. A registered block stays findable after its last user frees it, until it is handed out again: free
+blocks are reused least recently used first, and a sequence's last blocks before its first ones.
+
+Registering happens when the step that computes a block is *scheduled*. That is early enough for a request of the same
+step to share the block: in every layer all of a step's keys and values are stored before any attention reads them, and
+later steps run after it on the same stream.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Iterable
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+class BlockManager:
+    """Hands out blocks 0 .. num_blocks - 1 of block_size tokens each, with reference counts."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._ref_counts = [0] * num_blocks
+        # Free blocks in the order of reuse.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, seq: Sequence) -> list[int]:
+        """Blocks that already hold the beginning of the sequence; at least its last token is left to compute.
+
+        Nothing changes: `admit` takes them.
+        """
+        if not self.enable_prefix_caching or seq.params.prompt_logprobs is not None:
+            return []  # the logits of every prompt token are wanted, so all of them are computed
+        self._extend_hashes(seq, len(seq.token_ids))
+        found = []
+        for digest in seq.block_hashes[: (seq.num_tokens - 1) // self.block_size]:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def admit(self, seq: Sequence, prefix: list[int], num_tokens: int) -> bool:
+        """Give a waiting sequence `prefix` (from `match_prefix`) and blocks for `num_tokens` in all; False if too few are free."""
+        assert not seq.block_table
+        revived = sum(self._ref_counts[b] == 0 for b in prefix)
+        if self.blocks_needed(num_tokens) - len(prefix) > len(self._free) - revived:
+            return False
+        for block in prefix:
+            if self._ref_counts[block] == 0:
+                del self._free[block]
+            self._ref_counts[block] += 1
+        seq.block_table = list(prefix)
+        return self.grow(seq, num_tokens)
+
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Extend the sequence's blocks to hold `num_tokens`; False, with nothing changed, if too few are free."""
+        missing = self.blocks_needed(num_tokens) - len(seq.block_table)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._ref_counts[block] = 1
+            seq.block_table.append(block)
+        return True
+
+    def register(self, seq: Sequence) -> None:
+        """Make the sequence's full blocks of computed, known tokens findable."""
+        if not self.enable_prefix_caching:
+            return
+        full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        if full == seq.num_registered_blocks:
+            return
+        self._extend_hashes(seq, full * self.block_size)
+        for i in range(seq.num_registered_blocks, full):
+            block, digest = seq.block_table[i], seq.block_hashes[i]
+            # Where another block holds the same tokens already, this one stays private.
+            if self._hash_of[block] is None and digest not in self._block_of:
+                self._hash_of[block] = digest
+                self._block_of[digest] = block
+        seq.num_registered_blocks = full
+
+    def free(self, seq: Sequence) -> None:
+        """Take back the sequence's references. Its registered blocks stay findable until they are reused."""
+        for block in reversed(seq.block_table):
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)  # nothing to find in it: reuse it first
+        seq.block_table = []
+        seq.num_registered_blocks = 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every registered block, because what the cache holds can no longer be trusted."""
+        for block in range(self.num_blocks):
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        digest = self._hash_of[block]
+        if digest is not None:
+            del self._block_of[digest]
+            self._hash_of[block] = None
+
+    def _extend_hashes(self, seq: Sequence, num_tokens: int) -> None:
+        hashes = seq.block_hashes
+        for i in range(len(hashes), num_tokens // self.block_size):
+            # 128 bits, so that a chance collision is out of the question.
+            h = xxhash.xxh3_128(hashes[-1] if hashes else b"")
+            h.update(np.asarray(seq.token_ids[i * self.block_size : (i + 1) * self.block_size], np.int64).tobytes())
+            hashes.append(h.digest())
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Assert the invariants, given every sequence that may hold blocks."""
+        held: dict[int, int] = {}
+        for seq in sequences:
+            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} holds a block twice: {seq.block_table}"
+            for i, block in enumerate(seq.block_table):
+                held[block] = held.get(block, 0) + 1
+                digest = self._hash_of[block]
+                assert digest is None or seq.block_hashes[i] == digest, f"block {block} of {seq} is registered for other tokens"
+        for block in range(self.num_blocks):
+            count = self._ref_counts[block]
+            assert count == held.get(block, 0), f"block {block}: reference count {count}, held by {held.get(block, 0)}"
+            assert (block in self._free) == (count == 0), f"block {block}: reference count {count}, free: {block in self._free}"
+            assert count <= 1 or self._hash_of[block] is not None, f"block {block} is shared but not registered"
+        assert len(self._free) + len(held) == self.num_blocks
+        for digest, block in self._block_of.items():
+            assert self._hash_of[block] == digest, f"block {block} is found under a hash that is not its own"
+        assert len(self._block_of) == sum(h is not None for h in self._hash_of)

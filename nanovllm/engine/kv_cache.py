@@ -1,0 +1,73 @@
+"""The paged KV cache's memory: how much there is room for, and the tensors themselves."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from nanovllm.config import ModelConfig
+from nanovllm.layers.attention import LayerCache
+
+# Where nobody says how large the cache should be on a CPU, it takes at most this share of the free memory.
+_CPU_SHARE = 0.25
+_MIB = 2**20
+
+
+class OutOfCacheMemory(ValueError):
+    """The device has no room for the KV cache that is needed."""
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
+    """Bytes that one block of `block_size` tokens takes, over all layers, K and V."""
+    num_kv_heads = max(1, config.num_kv_heads // tp_size)
+    return 2 * config.num_hidden_layers * block_size * num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def allocate(config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
+    """Zeroed caches for `num_blocks` blocks and one more, the padding block, whose number is `num_blocks`."""
+    shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+    return [
+        LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))) for _ in range(config.num_hidden_layers)
+    ]
+
+
+def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, useful: int, remedy: str) -> int:
+    """How many blocks to allocate.
+
+    Args:
+        available: bytes that the cache may take.
+        per_block: bytes a block.
+        wanted: the user's number of blocks, or None.
+        useful: more blocks than this could never be used.
+        remedy: what to change if there is not enough, for the error.
+
+    Raises:
+        OutOfCacheMemory: not even one block fits, or not the `wanted` ones; the message says how much is missing.
+    """
+    needed = 1 if wanted is None else wanted
+    fits = available // per_block - 1  # one is the padding block
+    if fits < needed:
+        missing = (needed + 1) * per_block - available
+        raise OutOfCacheMemory(
+            f"the KV cache needs {(needed + 1) * per_block / _MIB:.1f} MiB for {needed} block(s) and a padding block, but only"
+            f" {max(available, 0) / _MIB:.1f} MiB are left beside weights and activations: {missing / _MIB:.1f} MiB are missing; {remedy}"
+        )
+    return wanted if wanted is not None else min(fits, useful)
+
+
+def available_bytes_cpu() -> int:
+    """The share of this machine's free memory that a cache may take without being asked."""
+    return int(_CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if hasattr(os, "sysconf") else 4 << 30
+
+
+def available_bytes_cuda(device: torch.device, utilization: float, peak_allocated: int) -> int:
+    """What is left of `utilization` of the GPU's memory.
+
+    Args:
+        peak_allocated: PyTorch's peak of allocated bytes over a forward pass of the largest batch, weights included.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    return int(total * utilization) - outside - peak_allocated

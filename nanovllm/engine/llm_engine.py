@@ -1,0 +1,206 @@
+"""The engine: requests come in, steps are scheduled, launched and read, tokens go to their requests."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import ModelRunner, StepResult
+from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.kernels import Kernels, resolve_kernels
+from nanovllm.models.loader import locate
+from nanovllm.models.tokenizer import eos_token_ids, load_tokenizer
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Continuous batching over one model.
+
+    `add_request` and `abort` may be called between any two `step`s. With asynchronous scheduling a step is launched
+    before the one before it is read: the device never waits for the host, and a sequence that turns out to have ended
+    had one token too many computed, which is dropped.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        checkpoint = locate(config)
+        self.model_config = checkpoint.config
+        self.kernels = _resolve_kernels(config, checkpoint.config.use_custom_kernels)
+        logger.info("kernels: %s", self.kernels.summary())
+        self.tokenizer: Any = None
+        source = config.tokenizer or checkpoint.path
+        if not config.skip_tokenizer_init and source is not None:
+            self.tokenizer = load_tokenizer(source)
+            if self.tokenizer is None:
+                if checkpoint.format != "dummy" or config.tokenizer:
+                    raise ValueError(
+                        f"{source} holds no tokenizer; pass tokenizer= a directory that does, or skip_tokenizer_init=True to serve token ids"
+                    )
+        self.eos_token_ids = eos_token_ids(
+            checkpoint.path if checkpoint.path is not None and checkpoint.path.is_dir() else dict(checkpoint.config.raw), self.tokenizer
+        )
+        self.runner = ModelRunner(config, checkpoint, self.kernels, self.eos_token_ids)
+        self.scheduler = Scheduler(
+            BlockManager(self.runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching),
+            config.max_num_seqs,
+            self.runner.max_num_batched_tokens,
+            self.runner.max_model_len,
+            self.eos_token_ids,
+        )
+        on_gpu = self.runner.device.type == "cuda"
+        asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
+        self._steps_ahead = 1 if asynchronous else 0
+        self._in_flight: deque[StepResult] = deque()
+        self._completions: dict[tuple[int, int], tuple[Request, Completion]] = {}
+        self._num_requests = 0
+        self._seeds = random.Random(config.seed)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    def add_request(self, prompt: Any, params: SamplingParams | None = None, incremental: bool = False) -> Request:
+        """Queue a prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids".
+
+        Raises:
+            ValueError, TypeError: the prompt cannot be served; nothing has changed.
+        """
+        request = self.make_request(prompt, params, incremental)
+        self.queue(request)
+        return request
+
+    def make_request(self, prompt: Any, params: SamplingParams | None = None, incremental: bool = False) -> Request:
+        """Check a prompt and its parameters, without queueing them yet."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        text, token_ids = self._tokenize(prompt)
+        self._check(token_ids, params)
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        request = Request(self._num_requests, text, token_ids, params, seed, self.tokenizer, incremental)
+        self._num_requests += 1
+        return request
+
+    def queue(self, request: Request) -> None:
+        for completion in request.completions:
+            self._completions[completion.seq.seq_id, completion.seq.index] = request, completion
+            self.scheduler.add(completion.seq)
+
+    def abort(self, request: Request) -> None:
+        """End a request wherever it is; its outputs keep the tokens they have. Does nothing to a finished one."""
+        for completion in request.completions:
+            self.scheduler.finish(completion.seq, "abort")
+            self._drop(completion)
+
+    def step(self) -> list[Request]:
+        """Launch the next step and read the oldest one that is due; returns the requests that got tokens.
+
+        Raises:
+            Whatever the forward pass raised. The requests that ran are ended with "abort"; the engine goes on.
+        """
+        try:
+            step = self.scheduler.schedule()
+            if step is not None:
+                self._in_flight.append(self.runner.execute(step))
+            if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
+                result = self._in_flight.popleft()
+                return self._read(result, result.token_ids())
+            return []
+        except BaseException:
+            self._abandon_running()
+            raise
+
+    def _read(self, result: StepResult, token_ids: list[int]) -> list[Request]:
+        sampling = [p.seq for p in result.step.parts if p.samples]
+        alive = [not seq.finished for seq in sampling]
+        for prompt in result.prompt_logprobs:
+            self._read_prompt_logprobs(prompt)
+        self.scheduler.update(result.step, token_ids)
+        requests: dict[int, Request] = {}
+        for row, (seq, token_id) in enumerate(zip(sampling, token_ids)):
+            if not alive[row]:
+                continue
+            request, completion = self._completions[seq.seq_id, seq.index]
+            if completion.logprobs is not None:
+                completion.logprobs.append(result.logprobs.row(row, seq.params.logprobs))
+            stop = completion.append(token_id)
+            if stop is not None:
+                self.scheduler.finish(seq, "stop", stop)
+            request.note_token()
+            if seq.finished:
+                self._drop(completion)
+            requests[request.request_id] = request
+        return list(requests.values())
+
+    def _read_prompt_logprobs(self, prompt: Any) -> None:
+        found = self._completions.get((prompt.seq.seq_id, prompt.seq.index))
+        if found is None:
+            return
+        for i in range(len(prompt.tensors.ranks)):
+            found[0].prompt_logprobs[prompt.start + i] = prompt.tensors.row(i, prompt.seq.params.prompt_logprobs)
+
+    def _drop(self, completion: Completion) -> None:
+        self._completions.pop((completion.seq.seq_id, completion.seq.index), None)
+
+    def _abandon_running(self) -> None:
+        """After a failure: nothing that ran, or was to run on what ran, can be trusted."""
+        self._in_flight.clear()
+        lost = [*self.scheduler.running, *(seq for seq in self.scheduler.waiting if seq.num_pending)]
+        for seq in lost:
+            self.scheduler.finish(seq, "abort")
+            self._completions.pop((seq.seq_id, seq.index), None)
+        self.scheduler.blocks.reset_prefix_cache()
+
+    def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise ValueError(f'a prompt dict has "prompt" or "prompt_token_ids", not {sorted(prompt)}')
+            text = prompt.get("prompt")
+            if "prompt_token_ids" in prompt:
+                return text, self._token_ids(prompt["prompt_token_ids"])
+            prompt = text
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this engine has no tokenizer, so it serves token ids: pass a list of integers, or tokenizer= to LLM")
+            return prompt, self.tokenizer.encode(prompt)
+        return None, self._token_ids(prompt)
+
+    @staticmethod
+    def _token_ids(prompt: Any) -> list[int]:
+        try:
+            return [int(t.__index__()) for t in prompt]
+        except (TypeError, AttributeError):
+            raise TypeError(f"a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}") from None
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        limit = self.runner.max_model_len
+        if len(token_ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, but max_model_len={limit} allows {limit - 1} and one of output;"
+                " shorten the prompt or raise max_model_len"
+            )
+        vocab_size = self.model_config.vocab_size
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})")
+        for token_id in params.stop_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+
+
+def _resolve_kernels(config: EngineConfig, model_choice: bool | None) -> Kernels:
+    """The argument wins over the model's config.json; the default is on."""
+    choice = next((c for c in (config.use_custom_kernels, model_choice) if c is not None), True)
+    return resolve_kernels(choice, config.kernel_priority)

@@ -1,0 +1,265 @@
+"""From logits to token ids for one step, with what that needs per row (metadata) and per sequence (penalty state)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.kernels.ops.sample import apply_penalties, rows_per_chunk
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.outputs import Logprob
+
+
+class SamplingRow(NamedTuple):
+    """What the engine says about one row that samples in this step."""
+
+    params: SamplingParams
+    seed: int
+    """The key of the sequence's random numbers; its low 64 bits count."""
+    position: int
+    """Which draw this is: the new token's position in the sequence, so that a recomputed sequence draws the same."""
+    slot: int
+    """The sequence's row in the sampler's penalty state; no two rows of a step share one."""
+    banned_token_ids: Sequence[int] = ()
+    """Tokens that must not be sampled now: end and stop tokens before `min_tokens` is reached."""
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """Device tensors, one entry for each of the R rows that sample in a step. None: no row needs it."""
+
+    temperature: torch.Tensor
+    """[R] float32"""
+    top_k: torch.Tensor | None
+    """[R] int32"""
+    top_p: torch.Tensor | None
+    """[R] float32"""
+    min_p: torch.Tensor | None
+    """[R] float32"""
+    seeds: torch.Tensor
+    """[R] int64"""
+    positions: torch.Tensor
+    """[R] int64"""
+    slots: torch.Tensor
+    """[R] int64"""
+    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    """Repetition, presence and frequency penalty, [R] float32 each."""
+    banned: tuple[torch.Tensor, torch.Tensor] | None
+    """Row indices and token ids, int64, of what must not be sampled."""
+    all_greedy: bool
+    """On the host: every row takes its largest logit, so no randomness or filter is computed."""
+    max_logprobs: int | None
+    """On the host: the most log-probabilities that any row wants besides the sampled token's; None: none wants any."""
+
+    @classmethod
+    def build(cls, rows: Sequence[SamplingRow], device: torch.device | str, pin: bool = False) -> SamplingMetadata:
+        """Everything in one buffer and one copy to the device, which is asynchronous with `pin` (CUDA only)."""
+        params = [row.params for row in rows]
+        banned = [(i, token) for i, row in enumerate(rows) for token in row.banned_token_ids]
+        num_rows, num_banned = len(rows), len(banned)
+
+        def fields(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            ints, banned, floats, top_k = buffer.split([3 * num_rows, 2 * num_banned, 3 * num_rows, (num_rows + 1) // 2])
+            return (
+                ints.view(3, num_rows),
+                banned.view(2, num_banned),
+                floats.view(torch.float32).view(6, num_rows),
+                top_k.view(torch.int32)[:num_rows],
+            )
+
+        host = torch.empty(6 * num_rows + 2 * num_banned + (num_rows + 1) // 2, dtype=torch.int64, pin_memory=pin)
+        ints, bans, floats, top_k = (t.numpy() for t in fields(host))
+        ints.view(np.uint64)[:] = np.array(
+            [(row.seed % 2**64, row.position, row.slot) for row in rows], dtype=np.uint64
+        ).reshape(num_rows, 3).T
+        bans[:] = np.array(banned, dtype=np.int64).reshape(num_banned, 2).T
+        wide = np.array(
+            [
+                (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+                for p in params
+            ],
+            dtype=np.float64,
+        ).reshape(num_rows, 6)
+        # A temperature beyond float32 stays finite: logit / inf would be NaN for a logit of -inf.
+        floats[:] = wide.clip(max=np.finfo(np.float32).max).T
+        top_k[:] = np.array([p.top_k for p in params], dtype=np.int64).clip(max=np.iinfo(np.int32).max)
+
+        dev_ints, dev_bans, dev_floats, dev_top_k = fields(host.to(device, non_blocking=pin))
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        return cls(
+            temperature=dev_floats[0],
+            top_k=dev_top_k if any(p.uses_filters and p.top_k > 0 for p in params) else None,
+            top_p=dev_floats[1] if any(p.uses_filters and p.top_p < 1 for p in params) else None,
+            min_p=dev_floats[2] if any(p.uses_filters and p.min_p > 0 for p in params) else None,
+            seeds=dev_ints[0],
+            positions=dev_ints[1],
+            slots=dev_ints[2],
+            penalties=(dev_floats[3], dev_floats[4], dev_floats[5]) if any(p.uses_penalties for p in params) else None,
+            banned=(dev_bans[0], dev_bans[1]) if banned else None,
+            all_greedy=all(p.greedy for p in params),
+            max_logprobs=max(wanted) if wanted else None,
+        )
+
+
+class LogprobsTensors(NamedTuple):
+    """Log-probabilities of R positions under the raw logits. Column 0 is the position's own token, then the k best."""
+
+    token_ids: torch.Tensor
+    """[R, 1 + k] int64"""
+    logprobs: torch.Tensor
+    """[R, 1 + k] float32, natural logarithm"""
+    ranks: torch.Tensor
+    """[R] int64: 1 + the number of tokens more likely than the position's own"""
+
+    def cpu(self, non_blocking: bool = False) -> LogprobsTensors:
+        """A copy on the host. With `non_blocking` it may be read only after the stream has been waited for."""
+        return LogprobsTensors(*(t.to("cpu", non_blocking=non_blocking) for t in self))
+
+    def row(self, index: int, num_logprobs: int) -> dict[int, Logprob]:
+        """Position `index` as a request sees it: its own token first, then up to `num_logprobs` of the most likely.
+
+        Call it on a copy on the host. Equally likely tokens have equal ranks.
+        """
+        from nanovllm.outputs import Logprob
+
+        token_ids = self.token_ids[index, : 1 + num_logprobs].tolist()
+        logprobs = self.logprobs[index, : 1 + num_logprobs].tolist()
+        record = {token_ids[0]: Logprob(logprobs[0], int(self.ranks[index]), None)}
+        best = logprobs[1:]
+        for token_id, logprob in zip(token_ids[1:], best):
+            record.setdefault(token_id, Logprob(logprob, 1 + best.index(logprob), None))
+        return record
+
+
+class SamplerOutput(NamedTuple):
+    token_ids: torch.Tensor
+    """[R] int64, on the device"""
+    logprobs: LogprobsTensors | None
+    """None if no row asked"""
+
+
+class Sampler:
+    """Turns logits into token ids on the device; nothing in it waits for the device.
+
+    It owns the penalty state: for each of `max_num_seqs` slots which tokens the prompt holds and how often each token
+    is in the output. The state is 5 bytes * max_num_seqs * vocab_size, and exists from the first request that uses a
+    penalty on. A slot belongs to the sequence last admitted to it; the rows of sequences without penalties hold
+    rubbish, which their penalties (1, 0 and 0) ignore.
+
+    Args:
+        max_num_seqs: number of slots.
+        vocab_size: columns of the logits.
+        device: where the logits are.
+        sample_op: a provider of the op `sample`.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device | str, sample_op: Callable[..., torch.Tensor]
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.sample_op = sample_op
+        self._prompt_mask: torch.Tensor | None = None
+        self._output_counts: torch.Tensor | None = None
+
+    def admit(
+        self, slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Give `slot` to a sequence, before its first sampling step and again whenever it resumes with new tokens.
+
+        Args:
+            slot: in [0, max_num_seqs).
+            prompt_token_ids, output_token_ids: what the sequence holds so far, each in [0, vocab_size).
+            params: nothing is done unless they use a penalty.
+        """
+        if not params.uses_penalties:
+            return
+        if self._prompt_mask is None:
+            shape = (self.max_num_seqs, self.vocab_size)
+            self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self._prompt_mask[slot].zero_().index_fill_(0, self._to_device(prompt_token_ids), True)
+        output = self._to_device(output_token_ids)
+        self._output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def __call__(self, logits: torch.Tensor, meta: SamplingMetadata) -> SamplerOutput:
+        """Sample one token per row, and count it in the penalty state of rows with penalties.
+
+        Args:
+            logits: [R, V], any float dtype; not modified.
+            meta: of the same R rows; no slot twice.
+        """
+        # Log-probabilities are of the model's own distribution, before penalties, bans and temperature, as in vLLM.
+        raw = logits
+        if meta.penalties is not None:
+            logits = self._penalize(logits, meta)
+        if meta.banned is not None:
+            logits = logits.clone() if logits is raw else logits
+            logits.index_put_(meta.banned, logits.new_full((), -torch.inf))
+        if meta.all_greedy:
+            token_ids = logits.argmax(-1)
+        else:
+            token_ids = self.sample_op(
+                logits, meta.temperature, meta.top_k, meta.top_p, meta.min_p, meta.seeds, meta.positions
+            )
+        if meta.penalties is not None:
+            ones = torch.ones_like(token_ids, dtype=torch.int32)
+            self._output_counts.view(-1).scatter_add_(0, meta.slots * self.vocab_size + token_ids, ones)
+        if meta.max_logprobs is None:
+            return SamplerOutput(token_ids, None)
+        return SamplerOutput(token_ids, compute_logprobs(raw, token_ids, meta.max_logprobs))
+
+    def _penalize(self, logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
+        if self._prompt_mask is None or self._output_counts is None:
+            raise RuntimeError("a row uses penalties, but no such sequence was admitted; call Sampler.admit first")
+        penalized = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        n = rows_per_chunk(self.vocab_size)
+        for start in range(0, len(logits), n):
+            rows = slice(start, start + n)
+            slots = meta.slots[rows]
+            penalized[rows] = apply_penalties(
+                logits[rows],
+                self._prompt_mask[slots],
+                self._output_counts[slots],
+                *(penalty[rows] for penalty in meta.penalties),
+            )
+        return penalized
+
+    def _to_device(self, token_ids: Sequence[int]) -> torch.Tensor:
+        pin = self.device.type == "cuda"  # a copy from pageable memory would wait for the device
+        return torch.tensor(token_ids, dtype=torch.int64, pin_memory=pin).to(self.device, non_blocking=pin)
+
+
+def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobsTensors:
+    """The log-probability and rank of each row's token, and its k most likely tokens (all of them if k > V).
+
+    Also what `prompt_logprobs` needs: pass the logits at T prompt positions and the T tokens that follow them.
+
+    Args:
+        logits: [R, V], any float dtype; the softmax is float32.
+        token_ids: [R] int64.
+        k: how many of the most likely tokens to add, at least 0.
+    """
+    k = min(k, logits.shape[-1])
+    n = rows_per_chunk(logits.shape[-1])  # a long prompt's [T, V] float32 would be gigabytes
+    parts: list[Any] = []
+    for start in range(0, max(len(logits), 1), n):
+        logprobs = logits[start : start + n].log_softmax(-1, dtype=torch.float32)
+        own_ids = token_ids[start : start + n, None]
+        own = logprobs.gather(-1, own_ids)
+        best, best_ids = logprobs.topk(k, dim=-1)
+        ranks = (logprobs > own).sum(-1) + 1
+        parts.append((torch.cat((own_ids, best_ids), -1), torch.cat((own, best), -1), ranks))
+    return LogprobsTensors(*(torch.cat(columns) for columns in zip(*parts)))
+
+
+def prompt_logprobs(logits: torch.Tensor, next_token_ids: torch.Tensor, k: int) -> LogprobsTensors:
+    """Log-probabilities of a prompt's tokens: logits [T, V] at T positions, [T] int64 tokens that follow; as above."""
+    return compute_logprobs(logits, next_token_ids, k)

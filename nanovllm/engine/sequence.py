@@ -1,0 +1,73 @@
+"""One completion in the making: its tokens, what of them is computed, and the cache blocks it holds."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Token ids and progress of one completion.
+
+    Tokens come to be in two moments: a step that will sample one is *scheduled* (`num_pending` grows), and later that
+    step's result is *read* (`token_ids` grows, `num_pending` shrinks). With asynchronous scheduling the next step is
+    scheduled between the two, so a sequence has a length (`num_tokens`) that can exceed the tokens the host knows.
+
+    Invariant: num_computed_tokens <= num_tokens, and while running, block_table covers num_computed_tokens.
+    """
+
+    __slots__ = (
+        "seq_id", "index", "params", "seed", "prompt_len", "token_ids", "num_pending", "num_computed_tokens",
+        "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "slot", "status", "finish_reason", "stop_reason",
+    )  # fmt: skip
+
+    def __init__(self, seq_id: int, prompt_token_ids: list[int], params: SamplingParams, seed: int, index: int = 0) -> None:
+        self.seq_id = seq_id
+        self.index = index
+        self.params = params
+        self.seed = seed
+        self.prompt_len = len(prompt_token_ids)
+        self.token_ids = list(prompt_token_ids)
+        self.num_pending = 0
+        self.num_computed_tokens = 0
+        """Tokens whose keys and values are in the cache or will be once the steps in flight have run."""
+        self.num_cached_tokens = 0
+        """Of those, the ones found in the prefix cache at admission."""
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []
+        """Chained hashes of the leading full blocks of known tokens; kept over preemption."""
+        self.num_registered_blocks = 0
+        """Leading blocks of the block table that were offered to the prefix cache."""
+        self.slot = -1
+        """This sequence's row in the per-sequence device buffers, while it runs."""
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known and pending tokens."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens computed)"

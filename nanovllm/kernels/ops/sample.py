@@ -1,0 +1,210 @@
+"""Sampling one token per row: temperature, top-k, top-p, min-p, then Gumbel-max with counter-based random numbers.
+
+A row's token is a function of that row alone, to the bit: its logits, its parameters, its seed and its position. What
+else is in the batch, how the batch is cut into chunks and where a row lies in memory must not matter, or a seeded
+request would not repeat. Hence the random numbers come from a counter (seed, position, column) instead of a shared
+stream, and no float is ever summed over the vocabulary: how a float sum rounds depends on the order of its additions,
+which GPU reductions and scans choose by batch size and alignment. Integer sums and maxima have no such freedom.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels.registry import op
+
+# Philox4x32: multipliers and Weyl constants (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+_MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+_LOW_32 = 0xFFFFFFFF
+
+# Elements of a [rows, vocab] chunk. Philox has eight or so int64 temporaries of that size alive at once: chunks keep the
+# workspace of 256 rows over a vocabulary of 151,936 at 170 MiB instead of 3 GiB, memory that the KV cache would miss.
+# Smaller chunks are slower on a large GPU (more launches); larger ones are hardly faster.
+CHUNK_ELEMENTS = 1 << 21
+
+_FIXED_POINT = 2.0**40
+
+
+def rows_per_chunk(vocab_size: int) -> int:
+    """How many rows of [rows, vocab_size] temporaries to process at a time (a matter of memory, not of results)."""
+    return max(1, CHUNK_ELEMENTS // vocab_size)
+
+
+@op
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Draw one token id per row.
+
+    Row r takes the largest logit if `temperature[r]` is 0, else the argmax of `filter_logits(...) + gumbel_noise(...)`,
+    which is a draw from the softmax of what the filters keep (the Gumbel-max trick). Ties go to the lowest id.
+    Pure; launches no host synchronisation and has no data-dependent shape, so a CUDA graph can capture it.
+
+    Args:
+        logits: [R, V], float32, float16 or bfloat16. -inf bars a token; other non-finite values give some valid id.
+        temperature: [R] float32, at least 0; 0 is greedy.
+        top_k: [R] int32, at most 0 where off; None: off for all rows, which spares the sort if top_p is None too.
+        top_p: [R] float32 in (0, 1], 1 where off; None: off for all rows.
+        min_p: [R] float32 in [0, 1], 0 where off; None: off for all rows.
+        seeds: [R] int64, all 64 bits of it the key of the row's random numbers.
+        positions: [R] int64, which draw of that key this is; its low 32 bits count.
+
+    Returns:
+        [R] int64 token ids.
+    """
+    n = rows_per_chunk(logits.shape[-1])
+    tokens = []
+    for start in range(0, max(logits.shape[0], 1), n):
+        rows = slice(start, start + n)
+        log_weights = filter_logits(
+            logits[rows],
+            temperature[rows],
+            None if top_k is None else top_k[rows],
+            None if top_p is None else top_p[rows],
+            None if min_p is None else min_p[rows],
+        )
+        noise = gumbel_noise(seeds[rows], positions[rows], logits.shape[-1])
+        tokens.append(noise.add_(log_weights).argmax(-1))
+    return torch.where(temperature == 0, logits.argmax(-1), torch.cat(tokens))
+
+
+def filter_logits(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+) -> torch.Tensor:
+    """Temperature, then top-k, top-p and min-p, each on what the one before it keeps, as in vLLM and transformers.
+
+    top-k keeps every token that ties with the k-th. top-p keeps a token if the tokens before it, in order of falling
+    probability and rising id, hold less than p of the mass: the smallest set that reaches p, and always one token.
+    min-p keeps tokens whose probability is at least min_p times the largest.
+
+    Args: as `sample`. A temperature of 0 counts as 1.
+
+    Returns:
+        [R, V] float32: (logit - the row's largest) / temperature, -inf where removed. Largest is 0, which keeps what
+        is added to the likely tokens accurate however large the logits or small the temperature.
+    """
+    x = logits.float()
+    temperature = torch.where(temperature == 0, 1.0, temperature)[:, None]
+    # The clamp keeps a row of nothing but -inf from turning into NaN.
+    best = x.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    log_weights = (x - best) / temperature
+    if top_k is not None or top_p is not None:
+        # Stable, so that which of several equal tokens top-p keeps is defined: the lowest ids.
+        ordered, order = x.sort(dim=-1, descending=True, stable=True)
+        keep = torch.ones_like(ordered, dtype=torch.bool)
+        if top_k is not None:
+            k = torch.where(top_k <= 0, x.shape[-1], top_k).clamp_max(x.shape[-1]).long()
+            keep = ordered >= ordered.gather(-1, k[:, None] - 1)
+        if top_p is not None:
+            # Probabilities as integers in units of 2^-40 of the largest: sums are exact, thus the same in any order
+            # (see the module's docstring), and a vocabulary of 2^23 cannot overflow them.
+            weights = ((ordered - best) / temperature).exp_().mul_(_FIXED_POINT).long().mul_(keep)
+            mass_before = weights.cumsum(-1) - weights
+            total = weights.sum(-1, keepdim=True)
+            p = top_p[:, None]
+            keep &= (mass_before.double() < p.double() * total.double()) | (p >= 1)
+            keep[:, :1] = True  # a p that underflowed to 0
+        keep = torch.empty_like(keep).scatter_(-1, order, keep)
+        log_weights.masked_fill_(~keep, -torch.inf)
+    if min_p is not None:
+        log_weights.masked_fill_(log_weights.exp() < min_p[:, None], -torch.inf)
+    return log_weights
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Independent standard Gumbel variates, one per row and vocabulary column.
+
+    Column c of row r is -log(-log1p(-u)) in float32, u = uniform(w), with w the first output word of Philox4x32-10
+    under key (low, high half of seeds[r]) and counter (c, low half of positions[r], 0, 0): what
+    `tl.philox(seed, c, position, 0, 0)` returns first in Triton.
+
+    It is -log1p(-u) rather than -log(u) because a float32 is dense near 0 and coarse (2^-24) near 1, and the argmax
+    is decided where the exponential variate is near 0: with -log(u) tokens of probability below 1e-7 would hardly ever
+    be drawn, and 1 % of the draws over 150,000 equal logits would be ties.
+
+    Args:
+        seeds, positions: [R] int64.
+
+    Returns:
+        [R, vocab_size] float32, finite.
+    """
+    columns = torch.arange(vocab_size, device=seeds.device)[None, :]
+    zero = torch.zeros_like(columns[:, :1])
+    words = philox(columns, (positions & _LOW_32)[:, None], zero, zero, seeds[:, None])[0]
+    return uniform(words).neg_().log1p_().neg_().log_().neg_()
+
+
+def uniform(words: torch.Tensor) -> torch.Tensor:
+    """Random 32-bit words to float32 in (0, 1): min(max(float32(word), 0.5), 2^32 - 256) * 2^-32.
+
+    float32() rounds to nearest, ties to even; the rest is exact. The extremes are 2^-33 and 1 - 2^-24, never 0 or 1.
+    All 32 bits count for small values, unlike in Triton's `uint_to_uniform_float`, which also yields 0.
+    """
+    return words.float().clamp_(0.5, 2.0**32 - 256).mul_(2.0**-32)
+
+
+def philox(
+    c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Philox4x32-10: a random function of a 128-bit counter and a 64-bit key (Salmon et al., SC 2011).
+
+    Args:
+        c0, c1, c2, c3: the counter's words, int64 tensors in [0, 2^32), that broadcast against each other and the key.
+        key: int64, its low half the first key word and its high half the second.
+
+    Returns:
+        The four output words, int64 in [0, 2^32).
+    """
+    k0, k1 = key & _LOW_32, (key >> 32) & _LOW_32
+    for _ in range(_ROUNDS):
+        # The product of two 32-bit words wraps around int64 as it does around uint64, so its bits are right; the
+        # arithmetic shift then fills the high half with sign bits, which the mask removes. The low half is masked
+        # where it is used.
+        p0, p1 = c0 * _MUL_0, c2 * _MUL_1
+        c0, c2 = ((p1 >> 32) ^ (c1 ^ k0)) & _LOW_32, ((p0 >> 32) ^ (c3 ^ k1)) & _LOW_32
+        c1, c3 = p1, p0
+        k0, k1 = (k0 + _WEYL_0) & _LOW_32, (k1 + _WEYL_1) & _LOW_32
+    return c0, c1 & _LOW_32, c2, c3 & _LOW_32
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    output_counts: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """Penalise tokens for having occurred.
+
+    Repetition, over prompt and output: divide a positive logit, multiply a negative one (Keskar et al., "CTRL", 2019;
+    transformers). Then frequency * count and presence, over the output alone, are subtracted (OpenAI, vLLM).
+
+    Args:
+        logits: [R, V], any float dtype; not modified.
+        prompt_mask: [R, V] bool, the tokens of the prompt.
+        output_counts: [R, V] int, how often each token is in the output.
+        repetition, presence, frequency: [R] float32; 1, 0 and 0 leave a row as it is.
+
+    Returns:
+        [R, V] float32.
+    """
+    x = logits.float()
+    in_output = output_counts > 0
+    factor = torch.where(prompt_mask | in_output, repetition[:, None], 1.0)
+    x = torch.where(x > 0, x / factor, x * factor)
+    x -= frequency[:, None] * output_counts
+    x -= presence[:, None] * in_output
+    return x

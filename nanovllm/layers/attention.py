@@ -1,0 +1,74 @@
+"""Attention over the paged KV cache, and the record that says what a batch attends to."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels import Kernels
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where a batch's tokens go in the KV cache, and what each attends to.
+
+    A batch is laid out as `num_decodes` sequences with one query token each, then the runs of tokens of the others.
+    Rows of `block_table` are in the same order. Host values are Python integers; tensors are on the model's device.
+    """
+
+    num_decodes: int
+    slot_mapping: torch.Tensor
+    """[num_tokens] int64: the cache slot of each token."""
+    block_table: torch.Tensor
+    """[num_seqs, max_blocks] int32."""
+    context_lens: torch.Tensor
+    """[num_decodes] int32: tokens each decode attends to, its own included."""
+    max_context_len: int
+    """A bound on context_lens."""
+    prefill_query_lens: tuple[int, ...] = ()
+    prefill_context_lens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim] each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Attention:
+    """Stores new keys and values, then attends. Holds no parameters and no cache: both come as arguments."""
+
+    def __init__(self, scale: float, kernels: Kernels) -> None:
+        self.scale = scale
+        self._store_kvcache = kernels.store_kvcache
+        self._attention_decode = kernels.attention_decode
+        self._attention_prefill = kernels.attention_prefill
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim] -> the shape of q."""
+        m = metadata
+        self._store_kvcache(k, v, cache.k, cache.v, m.slot_mapping)
+        num_decodes = m.num_decodes
+        parts = []
+        if num_decodes:
+            parts.append(
+                self._attention_decode(
+                    q[:num_decodes], cache.k, cache.v, m.block_table[:num_decodes], m.context_lens, m.max_context_len, self.scale
+                )
+            )
+        if m.prefill_query_lens:
+            parts.append(
+                self._attention_prefill(
+                    q[num_decodes:],
+                    cache.k,
+                    cache.v,
+                    m.block_table[num_decodes:],
+                    m.prefill_query_lens,
+                    m.prefill_context_lens,
+                    self.scale,
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,45 @@
+"""The token embedding and the language-model head, split over the vocabulary."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from nanovllm.kernels import Kernels
+from nanovllm.layers.linear import ShardedParameters
+from nanovllm.layers.parallel import SINGLE, TensorParallel
+
+
+class VocabParallelEmbedding(ShardedParameters):
+    """Token ids [num_tokens] -> [num_tokens, hidden_size]; each rank holds an equal run of the (padded) vocabulary."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels, tp: TensorParallel = SINGLE) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        rows = -(-vocab_size // tp.size)
+        self.start = tp.rank * rows
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
+        self._embedding = kernels.embedding
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return self._embedding(token_ids, self.weight)
+        local = token_ids - self.start
+        mine = (local >= 0) & (local < self.weight.shape[0])
+        rows = self._embedding(torch.where(mine, local, 0), self.weight)
+        return self.tp.all_reduce(rows.masked_fill_(~mine.unsqueeze(-1), 0))
+
+    def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
+        return (self.vocab_size, self.weight.shape[1])
+
+    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> None:
+        mine = tensor[self.start : self.start + self.weight.shape[0]]
+        self.weight.data[: mine.shape[0]].copy_(mine)
+        self.weight.data[mine.shape[0] :].zero_()
+
+
+class LMHead(VocabParallelEmbedding):
+    """Hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size], in the model's dtype."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.tp.gather_last(F.linear(hidden, self.weight))[:, : self.vocab_size]

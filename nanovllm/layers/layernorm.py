@@ -1,0 +1,27 @@
+"""RMS normalisation, with or without the residual addition before it."""
+
+import torch
+import torch.nn as nn
+
+from nanovllm.kernels import Kernels
+from nanovllm.layers.linear import ShardedParameters
+
+
+class RMSNorm(ShardedParameters):
+    """norm(x), or with a residual: (norm(x + residual), x + residual). See the ops `rms_norm` and `add_rms_norm`."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+        self._rms_norm = kernels.rms_norm
+        self._add_rms_norm = kernels.add_rms_norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual); without a residual yet, (norm(x), x)."""
+        if residual is None:
+            return self._rms_norm(x, self.weight, self.eps), x
+        return self._add_rms_norm(x, residual, self.weight, self.eps)

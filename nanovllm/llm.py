@@ -1,0 +1,185 @@
+"""`LLM`: the engine behind a few lines of Python."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Sequence
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Args:
+        model: a Hugging Face directory, a hub id, a .gguf file, or with `load_format="dummy"` a preset's name.
+        **kwargs: see `nanovllm.config.EngineConfig`.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: an argument or the model is not as it should be; the message says what.
+
+    Example:
+        llm = LLM("path/to/Qwen3-0.6B")
+        outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=32))
+        print(outputs[0]["text"])
+    """
+
+    def __init__(self, model: str | Path, **kwargs: Any) -> None:
+        self.engine = LLMEngine(EngineConfig(model=str(model), **kwargs))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, or None."""
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """As in vLLM: the same as `tokenizer`."""
+        return self.engine.tokenizer
+
+    @property
+    def device_name(self) -> str:
+        """For example "NVIDIA H200, bfloat16" or "cpu, float32"."""
+        return self.engine.runner.device_name
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete the prompts, batched together.
+
+        Args:
+            prompts: one prompt or a list of them; a prompt is a string, a list of token ids, or a dict with "prompt" or
+                "prompt_token_ids".
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: show a progress bar with prompt and output tokens a second.
+
+        Returns:
+            One output a prompt, in the prompts' order.
+
+        Raises:
+            ValueError, TypeError: a prompt or parameter that cannot be served; then none of them was started.
+        """
+        prompts = _as_list(prompts)
+        params = list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling_params; pass one for all, or one for each")
+        requests = [self.engine.make_request(prompt, p) for prompt, p in zip(prompts, params)]
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's own chat template.
+
+        Args:
+            messages: dicts with "role" and "content"; or a list of such lists.
+            chat_template_kwargs: further variables for the template, for example `{"enable_thinking": False}`.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [self.chat_prompt(c, **(chat_template_kwargs or {})) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_kwargs: Any) -> dict[str, Any]:
+        """A conversation as a prompt: the template's text, and its token ids."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise ValueError("this model has no chat template; use generate with a plain prompt")
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs)
+        # The template writes the special tokens itself.
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Complete one prompt, yielding its text piece by piece, never half a character.
+
+        Leaving the iterator early aborts the request. Several streams may be open at once: they share the batch.
+        """
+        if self.tokenizer is None:
+            raise ValueError("streaming text needs a tokenizer, and this engine has none; use generate")
+        if sampling_params is not None and sampling_params.n != 1:
+            raise ValueError(f"n={sampling_params.n}: a stream has one completion; use generate for more")
+        return self._stream(self.engine.add_request(prompt, sampling_params, incremental=True))
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        shown = 0
+        try:
+            while True:
+                finished = request.finished
+                text = request.completions[0].settled_text
+                if len(text) > shown:
+                    yield text[shown:]
+                    shown = len(text)
+                elif finished:
+                    return
+                elif not request.finished:
+                    self.engine.step()
+        finally:
+            self.engine.abort(request)
+
+    def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
+        for request in requests:
+            self.engine.queue(request)
+        unfinished = set(requests)
+        try:
+            with _Progress(requests) if show_progress else nullcontext() as progress:
+                while unfinished:
+                    for request in self.engine.step():
+                        if request.finished:
+                            unfinished.discard(request)
+                    if progress is not None:
+                        progress.update(len(requests) - len(unfinished))
+        finally:
+            for request in unfinished:
+                self.engine.abort(request)
+        return [request.output() for request in requests]
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompts = list(prompts)
+    # A flat list of integers is one prompt of token ids.
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+class _Progress:
+    """A progress bar over requests, with prompt and output tokens a second."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._requests = requests
+        self._bar = Progress(
+            TextColumn("Generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}")
+        )
+        self._task = self._bar.add_task("", total=len(requests), rate="")
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.refresh()
+        self._bar.stop()
+
+    def update(self, num_finished: int) -> None:
+        elapsed = self._bar.tasks[0].elapsed or 0.0
+        if elapsed <= 0:
+            return
+        prompt = sum(len(r.prompt_token_ids) for r in self._requests if r.first_token_time is not None)
+        output = sum(r.num_output_tokens for r in self._requests)
+        rate = f"prompt {prompt / elapsed:.0f} tok/s, output {output / elapsed:.0f} tok/s"
+        self._bar.update(self._task, completed=num_finished, rate=rate)

@@ -1,0 +1,127 @@
+"""The pre-norm decoder that Qwen3 and Llama share; `qwen3.py` and `llama.py` say only what differs."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+import torch.nn as nn
+
+from nanovllm.config import ModelConfig
+from nanovllm.kernels import Kernels
+from nanovllm.layers.attention import Attention, AttentionMetadata, LayerCache
+from nanovllm.layers.custom_mlp import GatedMLP
+from nanovllm.layers.embed_head import LMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+
+
+class DecoderAttention(nn.Module):
+    """QKV projection, optional norm of each query and key head, rotation, attention, output projection."""
+
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool) -> None:
+        super().__init__()
+        c = config
+        self.qkv_proj = QKVParallelLinear(
+            c.hidden_size, c.num_attention_heads, c.num_kv_heads, c.head_dim, c.attention_bias, tp
+        )
+        self.o_proj = RowParallelLinear(c.num_attention_heads * c.head_dim, c.hidden_size, c.attention_bias, tp)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, kernels) if qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, kernels) if qk_norm else None
+        self._rotary = rotary
+        self._attention = Attention(c.head_dim**-0.5, kernels)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._rotary(positions, q, k)
+        return self.o_proj(self._attention(q, k, v, cache, metadata).flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); each sum is fused into the norm that follows it."""
+
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.self_attn = DecoderAttention(config, rotary, kernels, tp, qk_norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, kernels, config.mlp_bias, tp)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this block's output, the residual stream it is still to be added to)."""
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, positions, cache, metadata)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, max_position: int, kernels: Kernels, tp: TensorParallel, qk_norm: bool) -> None:
+        super().__init__()
+        rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, kernels)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, kernels, tp)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, rotary, kernels, tp, qk_norm) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        x, residual = self.embed_tokens(token_ids), None
+        for layer, cache in zip(self.layers, caches):
+            x, residual = layer(x, residual, positions, cache, metadata)
+        return self.norm.add(x, residual)[0]
+
+
+class DecoderForCausalLM(nn.Module):
+    """A decoder and its language-model head.
+
+    Args:
+        config: the architecture.
+        max_position: positions below this are served; sizes the rotary table.
+        kernels: the provider of every op.
+        tp: this process's share of the model.
+    """
+
+    qk_norm = False
+
+    # Checkpoint module -> (the module it is fused into, the shard of that module).
+    FUSED = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", "gate"),
+        "up_proj": ("gate_up_proj", "up"),
+    }
+
+    def __init__(self, config: ModelConfig, max_position: int, kernels: Kernels, tp: TensorParallel = SINGLE) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, max_position, kernels, tp, self.qk_norm)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, kernels, tp)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size]; stores K and V in `caches`."""
+        return self.model(token_ids, positions, caches, metadata)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        return self.lm_head(hidden)

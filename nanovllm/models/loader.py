@@ -1,0 +1,220 @@
+"""From a checkpoint to a model in device memory: where it is, how it is configured, and its weights, strictly.
+
+Formats: safetensors (one file or sharded; memory-mapped), GGUF, and random weights. Pickle files are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterable, Iterator
+
+import torch
+import torch.nn as nn
+
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.kernels import Kernels
+from nanovllm.layers.linear import ShardedParameters
+from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.models import gguf
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.presets import PRESETS, preset
+from nanovllm.models.registry import model_class
+
+
+class WeightError(ValueError):
+    """A checkpoint tensor that is missing, unexpected, of the wrong shape, or unreadable."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A located model: its configuration, and where its weights are (None for a preset)."""
+
+    config: ModelConfig
+    path: Path | None
+    format: str
+    """"safetensors", "gguf" or "dummy"."""
+
+
+def locate(config: EngineConfig) -> Checkpoint:
+    """Find the model that `config.model` names and read its configuration.
+
+    Raises:
+        ValueError, FileNotFoundError: nothing is there, or something is missing or unsupported; the message says what.
+    """
+    path = Path(config.model).expanduser()
+    dummy = config.load_format == "dummy"
+    if path.suffix == ".gguf" or path.is_file():
+        if not path.is_file():
+            raise FileNotFoundError(f"model={config.model!r}: no such file")
+        if path.suffix != ".gguf":
+            raise ValueError(f"model={config.model!r} is a file but no .gguf; pass the directory that holds config.json")
+        if config.load_format == "safetensors":
+            raise ValueError(f'load_format="safetensors", but {path} is a GGUF file; use load_format="auto"')
+        model_config = ModelConfig.from_dict(gguf.read_config(path))
+        return _checked(Checkpoint(model_config, path, "dummy" if dummy else "gguf"))
+    if config.load_format == "gguf":
+        raise ValueError(f'load_format="gguf", but model={config.model!r} is no .gguf file')
+    if not path.is_dir():
+        if dummy and (config.model.lower() in PRESETS or "/" not in config.model):
+            return _checked(Checkpoint(ModelConfig.from_dict(preset(config.model)), None, "dummy"))
+        path = _from_hub(config.model)
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise FileNotFoundError(f"{path} holds no config.json; pass a Hugging Face model directory or a .gguf file")
+    return _checked(Checkpoint(ModelConfig.from_file(config_file), path, "dummy" if dummy else "safetensors"))
+
+
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    model_class(checkpoint.config.architecture)
+    return checkpoint
+
+
+def _from_hub(model_id: str) -> Path:
+    """A hub id's directory in the local cache, downloaded if it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if model_id.lower() in PRESETS:
+        raise ValueError(f'model={model_id!r} is a preset, which has no weights of its own; add load_format="dummy"')
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        try:
+            return Path(snapshot_download(model_id, allow_patterns=patterns, local_files_only=True))
+        except LocalEntryNotFoundError:
+            return Path(snapshot_download(model_id, allow_patterns=patterns))
+    except HFValidationError as e:
+        raise FileNotFoundError(f"model={model_id!r} is neither a directory, nor a .gguf file, nor a hub id") from e
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
+        raise FileNotFoundError(
+            f"model={model_id!r} is no local directory, is not in the hub's local cache, and could not be downloaded"
+            f" ({type(e).__name__}); pass a directory or a .gguf file, or download it first"
+        ) from e
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_position: int,
+    tp: TensorParallel = SINGLE,
+    seed: int = 0,
+) -> DecoderForCausalLM:
+    """Build the model on `device` and fill every parameter.
+
+    Raises:
+        WeightError: a tensor is missing, left over, of the wrong shape, or unreadable; the message names it.
+    """
+    with torch.device(device), _default_dtype(dtype):
+        model = model_class(checkpoint.config.architecture)(checkpoint.config, max_position, kernels, tp)
+    model.eval()
+    if checkpoint.format == "dummy":
+        fill_random(model, seed)
+    else:
+        read = gguf.iter_weights if checkpoint.format == "gguf" else iter_safetensors
+        load_weights(model, read(checkpoint.path))
+    return model
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def fill_random(model: nn.Module, seed: int) -> None:
+    """Random weights of a usual scale (norms 1, biases 0, all else normal with deviation 0.02)."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1)
+        else:
+            parameter.normal_(0, 0.02, generator=generator)
+
+
+def iter_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) for every tensor of a checkpoint directory; tensors are memory-mapped, one at a time."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in _safetensors_files(path):
+        try:
+            with safe_open(file, framework="pt") as f:
+                for name in f.keys():
+                    yield name, f.get_tensor(name)
+        except SafetensorError as e:
+            raise WeightError(f"{file} is corrupt or truncated ({e}); download it again") from e
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        missing = [f.name for f in files if not f.is_file()]
+        if missing:
+            raise WeightError(f"{index} names {', '.join(missing)}, not found in {path}; download the model again")
+        return files
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        pickled = [f.name for f in sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))]
+        hint = f" ({', '.join(pickled)} are pickle files, which are never opened; convert them to safetensors)" if pickled else ""
+        raise WeightError(f'{path} holds no .safetensors file{hint}; for random weights pass load_format="dummy"')
+    return files
+
+
+def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy checkpoint tensors into the model's fused, split parameters; every shard must be filled exactly once."""
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, ShardedParameters)}
+    missing = {
+        (module_name, parameter, shard)
+        for module_name, module in modules.items()
+        for parameter, _ in module.named_parameters(recurse=False)
+        for shard in module.shards
+    }
+    tied = model.config.tie_word_embeddings
+    if tied:
+        missing.discard(("lm_head", "weight", ""))
+    for name, tensor in weights:
+        if name.endswith("rotary_emb.inv_freq"):
+            continue  # a buffer that old Llama checkpoints carry; it is computed
+        module_name, _, parameter = name.rpartition(".")
+        parent, _, leaf = module_name.rpartition(".")
+        fused, shard = model.FUSED.get(leaf, (leaf, ""))
+        module_name = f"{parent}.{fused}" if parent else fused
+        module = modules.get(module_name)
+        if module is None or getattr(module, parameter, None) is None:
+            raise WeightError(f"unexpected tensor {name!r}: this {model.config.architecture} has no such weight")
+        expected = module.source_shape(parameter, shard)
+        if tuple(tensor.shape) != expected:
+            raise WeightError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(expected)}")
+        if tied and module_name == "lm_head":
+            continue  # the same matrix as the embedding, stored twice
+        if (module_name, parameter, shard) not in missing:
+            raise WeightError(f"tensor {name!r} occurs twice in the checkpoint")
+        missing.remove((module_name, parameter, shard))
+        module.load_shard(parameter, shard, tensor)
+    if missing:
+        names = sorted(_checkpoint_name(model, *key) for key in missing)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise WeightError(f"the checkpoint lacks {', '.join(names[:3])}{more}")
+
+
+def _checkpoint_name(model: DecoderForCausalLM, module_name: str, parameter: str, shard: str) -> str:
+    parent, _, leaf = module_name.rpartition(".")
+    original = {value: key for key, value in model.FUSED.items()}.get((leaf, shard), leaf)
+    return ".".join(part for part in (parent, original, parameter) if part)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all distinct parameters."""
+    return sum(math.prod(p.shape) * p.element_size() for p in {id(p): p for p in model.parameters()}.values())

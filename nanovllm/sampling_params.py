@@ -1,0 +1,153 @@
+"""How one request's tokens are chosen and when it stops: validated once, never mutated."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.arguments import rejects_unknown
+
+
+@rejects_unknown
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of one request. Names and meanings are vLLM's.
+
+    The filters apply in the order temperature, top-k, top-p, min-p, each to what the one before it left over;
+    the penalties apply to the logits before all of them.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range; the message names the argument, the value, the remedy.
+        TypeError: an unknown keyword; the message names the nearest known one.
+    """
+
+    n: int = 1
+    """Completions to generate for the prompt."""
+    temperature: float = 1.0
+    """Divides the logits. 0 is greedy: always the most likely token, the lowest id among equals."""
+    top_k: int = 0
+    """Keep the k most likely tokens, and any that tie with the k-th. 0 or -1: keep all."""
+    top_p: float = 1.0
+    """Keep the fewest most likely tokens whose probabilities add up to at least this (nucleus sampling)."""
+    min_p: float = 0.0
+    """Keep tokens at least this probable relative to the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL). 1: none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output so far (OpenAI)."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it is in the output so far (OpenAI)."""
+    max_tokens: int = 64
+    """Most tokens to generate."""
+    min_tokens: int = 0
+    """Tokens to generate before an end token or a stop token may be sampled."""
+    stop: tuple[str, ...] | list[str] | str | None = None
+    """Strings that end the text where they appear. Kept as a tuple."""
+    stop_token_ids: tuple[int, ...] | list[int] | None = None
+    """Token ids that end the text besides the model's own end tokens. Kept as a tuple."""
+    ignore_eos: bool = False
+    """Go on after the model's end token."""
+    seed: int | None = None
+    """Makes the draws repeatable, whatever else runs in the batch. None: the engine picks one."""
+    logprobs: int | None = None
+    """Report this many most likely tokens, and the sampled one, with their log-probabilities. None: none at all."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the text's end."""
+
+    def __post_init__(self) -> None:
+        self._int("n", 1)
+        self._float("temperature", 0, math.inf, "; pass 0 for greedy decoding")
+        self._int("top_k", -1, remedy="; pass 0 to keep all tokens")
+        self._float("top_p", 0, 1, "; pass 1 to keep all tokens", above=True)
+        self._float("min_p", 0, 1, "; pass 0 to keep all tokens")
+        self._float("repetition_penalty", 0, math.inf, "; pass 1 for none", above=True)
+        self._float("presence_penalty", -2, 2, "; pass 0 for none")
+        self._float("frequency_penalty", -2, 2, "; pass 0 for none")
+        self._int("max_tokens", 1)
+        self._int("min_tokens", 0)
+        self._int("seed", 0, 2**63 - 1, none_is="the engine to pick one")
+        self._int("logprobs", 0, none_is="no log-probabilities")
+        self._int("prompt_logprobs", 0, none_is="no log-probabilities")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                self._fail(name, "must be True or False")
+        self._stop()
+        self._stop_token_ids()
+        if self.min_tokens > self.max_tokens:
+            self._fail("min_tokens", f"is above max_tokens={self.max_tokens}; lower it or raise max_tokens")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken (after penalties); the filters are then irrelevant."""
+        return self.temperature == 0
+
+    @property
+    def uses_penalties(self) -> bool:
+        """Whether sampling needs to know which tokens the prompt and the output hold."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def uses_filters(self) -> bool:
+        """Whether top-k, top-p or min-p removes anything."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    def _fail(self, name: str, remedy: str) -> None:
+        raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # only here, from __post_init__: the record is frozen afterwards
+
+    def _int(self, name: str, low: int, high: int | None = None, *, remedy: str = "", none_is: str | None = None) -> None:
+        value = getattr(self, name)
+        if value is None and none_is is not None:
+            return
+        remedy += f", or None for {none_is}" if none_is else ""
+        if not _is_int(value):
+            self._fail(name, f"must be an integer, not {type(value).__name__}{remedy}")
+        if value < low or (high is not None and value > high):
+            self._fail(name, f"must be at least {low}{'' if high is None else f' and at most {high}'}{remedy}")
+        self._set(name, int(value))  # numpy integers become plain ones
+
+    def _float(self, name: str, low: float, high: float, remedy: str, *, above: bool = False) -> None:
+        value = getattr(self, name)
+        # bool is a number to Python, but `top_p=True` is a mistake.
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            self._fail(name, f"must be a number, not {type(value).__name__}{remedy}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            self._fail(name, f"must be finite{remedy}")
+        if number < low or number > high or (above and number == low):
+            bounds = f"must be {'above' if above else 'at least'} {low}" + (f" and at most {high}" if high < math.inf else "")
+            self._fail(name, bounds + remedy)
+        self._set(name, number)
+
+    def _stop(self) -> None:
+        stop = self.stop
+        if stop is None or isinstance(stop, str):
+            stop = () if stop is None else (stop,)
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(s, str) for s in stop):
+            self._fail("stop", "must be a string, a list of strings, or None")
+        if "" in stop:
+            self._fail("stop", "an empty stop string would end every text at once; leave it out")
+        self._set("stop", tuple(stop))
+
+    def _stop_token_ids(self) -> None:
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        if not isinstance(ids, (list, tuple)) or not all(_is_int(i) for i in ids):
+            self._fail("stop_token_ids", "must be a list of integers, or None")
+        if any(i < 0 for i in ids):
+            self._fail("stop_token_ids", "token ids must be at least 0; leave the negative ones out")
+        self._set("stop_token_ids", tuple(int(i) for i in ids))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

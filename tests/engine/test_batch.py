@@ -1,0 +1,208 @@
+"""From a scheduled step to arrays: small cases by hand, and every step of random load against the simulated device."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens
+from nanovllm.engine.cuda_graph import DecodeBuckets, batch_buckets, context_buckets
+from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from tests.engine.simulation import Device, Simulation
+
+
+def make(token_ids, blocks, prompt_len=None, **params):
+    seq = Sequence(0, list(token_ids), SamplingParams(**params), seed=0)
+    seq.prompt_len = len(token_ids) if prompt_len is None else prompt_len
+    seq.block_table = list(blocks)
+    return seq
+
+
+def build(*parts, block_size=4):
+    """parts: (sequence, start, number of tokens, samples), in slots 0, 1, ..."""
+    return Batch.build(
+        ScheduledStep(tuple(ScheduledSequence(seq, s, n, samples, slot, False) for slot, (seq, s, n, samples) in enumerate(parts))),
+        block_size,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ by hand
+
+
+def test_decodes_come_first_then_runs_of_tokens():
+    decode = make([10, 11, 12, 13, 14, 15], [3, 1])
+    pending = make([20, 21], [5])
+    chunk = make([30, 31, 32, 33, 34, 35, 36, 37, 38, 39], [7, 2, 9])
+    batch = build((decode, 5, 1, True), (pending, 2, 1, True), (chunk, 3, 4, False))
+    assert batch.tokens.tolist() == [
+        [15, -2, 33, 34, 35, 36],
+        [5, 2, 3, 4, 5, 6],
+        [1 * 4 + 1, 5 * 4 + 2, 7 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2],
+    ]
+    assert batch.context_lens.tolist() == [6, 3] and batch.max_context_len == 6
+    assert batch.block_table.tolist() == [[3, 1], [5, 0], [7, 2]]
+    assert batch.prefill_query_lens == (4,) and batch.prefill_context_lens == (7,)
+    assert batch.logits_rows.tolist() == [0, 1] and batch.sample_rows.tolist() == [0, 1]
+    assert (batch.num_tokens, batch.num_decodes, batch.decode_only) == (6, 2, False)
+    assert batch.tokens.dtype == batch.logits_rows.dtype == np.int64
+    assert batch.block_table.dtype == batch.context_lens.dtype == np.int32
+
+
+def test_a_lone_prompt_token_that_does_not_sample_needs_no_logits():
+    batch = build((make([10, 11, 12], [0]), 1, 1, False), (make([20, 21], [1]), 1, 1, True))
+    assert batch.decode_only and batch.context_lens.tolist() == [2, 2]
+    assert batch.logits_rows.tolist() == [1] and batch.sample_rows.tolist() == [0]
+
+
+def test_a_whole_prompt():
+    batch = build((make([10, 11, 12, 13, 14], [4, 6]), 0, 5, True))
+    assert batch.tokens[2].tolist() == [16, 17, 18, 19, 24]
+    assert batch.max_context_len == 0 and batch.num_decodes == 0
+    assert batch.logits_rows.tolist() == [4] and batch.sample_rows.tolist() == [0]
+
+
+def test_rows_of_prompt_logprobs_over_chunks():
+    seq = make([10, 11, 12, 13, 14], [0, 1], prompt_logprobs=1)
+    other = make([20, 21], [2])
+    # Row j predicts token j + 1, so that three rows of the first chunk predict tokens 1, 2 and 3 ...
+    batch = build((other, 1, 1, True), (seq, 0, 3, False))
+    assert batch.logits_rows.tolist() == [0, 1, 2, 3] and batch.sample_rows.tolist() == [0]
+    assert [(p.seq, first, n) for p, first, n in batch.prompt_rows] == [(seq, 1, 3)]
+    # ... and of the last chunk's two rows one predicts token 4, the other is sampled from.
+    batch = build((seq, 3, 2, True))
+    assert batch.logits_rows.tolist() == [0, 1] and batch.sample_rows.tolist() == [1]
+    assert [(first, n) for _, first, n in batch.prompt_rows] == [(0, 1)]
+    # A last chunk of one token predicts nothing of the prompt.
+    batch = build((seq, 4, 1, True))
+    assert batch.logits_rows.tolist() == [0] and batch.sample_rows.tolist() == [0]
+    assert [(first, n) for _, first, n in batch.prompt_rows] == [(0, 0)]
+
+
+def test_rows_of_prompt_logprobs_where_output_is_computed_again():
+    seq = make([10, 11, 12, 13, 14], [0, 1], prompt_len=3, prompt_logprobs=1)
+    batch = build((seq, 0, 5, True))
+    assert [(first, n) for _, first, n in batch.prompt_rows] == [(0, 2)]
+    assert batch.logits_rows[:2].tolist() == [0, 1]
+    assert batch.logits_rows[batch.sample_rows].tolist() == [4]
+    assert build((seq, 3, 2, True)).prompt_rows == ()
+
+
+def test_padding_reads_and_writes_the_padding_block_only():
+    batch = build((make(range(6), [3, 1]), 5, 1, True), (make(range(3), [5]), 2, 1, True))
+    padded = batch.padded(4, max_context_len=16, block_size=4, padding_block=8)
+    assert padded.tokens[:, :2].tolist() == batch.tokens.tolist()
+    assert padded.tokens[2, 2:].tolist() == [32, 32] and padded.context_lens.tolist() == [6, 3, 1, 1]
+    assert padded.block_table.tolist() == [[3, 1, 8, 8], [5, 0, 8, 8], [8] * 4, [8] * 4]
+    assert padded.max_context_len == 16 and padded.decode_only
+    assert padded.logits_rows.tolist() == batch.logits_rows.tolist() and padded.sample_rows.tolist() == [0, 1]
+    assert padded.block_table.dtype == padded.context_lens.dtype == np.int32
+
+
+def test_padding_to_the_same_size_changes_nothing():
+    batch = build((make(range(6), [3, 1]), 5, 1, True))
+    padded = batch.padded(1, 8, 4, 9)
+    assert padded.tokens.tolist() == batch.tokens.tolist() and padded.block_table.tolist() == batch.block_table.tolist()
+
+
+def test_a_step_with_prompts_is_not_padded():
+    with pytest.raises(AssertionError):
+        build((make(range(6), [3, 1]), 0, 6, True)).padded(8, 16, 4, 9)
+
+
+def test_tokens_of_the_step_before_are_resolved_by_slot():
+    last = torch.tensor([100, 101, 102])
+    assert resolve_tokens(torch.tensor([5, -1, 0, -3, -2]), last).tolist() == [5, 100, 0, 102, 101]
+
+
+def test_on_the_device():
+    batch = build((make(range(6), [3, 1]), 5, 1, True), (make(range(3), [5]), 0, 3, True))
+    device = DeviceBatch.from_host(batch, torch.device("cpu"))
+    assert device.token_ids.tolist() == batch.tokens[0].tolist() and device.positions.tolist() == batch.tokens[1].tolist()
+    m = device.metadata
+    assert m.slot_mapping.tolist() == batch.tokens[2].tolist() and m.block_table.tolist() == batch.block_table.tolist()
+    assert m.context_lens.tolist() == [6] and m.num_decodes == 1 and m.max_context_len == 6
+    assert m.prefill_query_lens == (3,) and m.prefill_context_lens == (3,)
+
+
+# ------------------------------------------------------------------------------------------------ under load
+
+
+class BatchDevice(Device):
+    """Takes tokens, positions, cache cells and contexts from `Batch`, and compares them with what the step means."""
+
+    def execute(self, step):
+        batch = Batch.build(step, self.block_size)
+        last_tokens = torch.tensor([self.last_tokens.get(slot, -(10**6)) for slot in range(8)])
+        tokens = resolve_tokens(torch.from_numpy(batch.tokens[0]), last_tokens).tolist()
+        row = 0
+        logits_rows = batch.logits_rows.tolist()
+        sampled_from = [logits_rows[i] for i in batch.sample_rows]
+        for i, part in enumerate(step.parts):
+            positions = range(part.start, part.start + part.num_tokens)
+            truth = self._truth(part.seq).upto(positions.stop).tokens
+            rows = slice(row, row + part.num_tokens)
+            row += part.num_tokens
+            assert tokens[rows] == truth[part.start : positions.stop]
+            assert batch.tokens[1, rows].tolist() == list(positions)
+            assert batch.tokens[2, rows].tolist() == [self._cell(part.seq, p) for p in positions]
+            num_blocks = -(-positions.stop // self.block_size)
+            assert batch.block_table[i, :num_blocks].tolist() == part.seq.block_table[:num_blocks]
+            if i < batch.num_decodes:
+                assert part.num_tokens == 1 and batch.context_lens[i] == positions.stop <= batch.max_context_len
+            else:
+                j = i - batch.num_decodes
+                assert (batch.prefill_query_lens[j], batch.prefill_context_lens[j]) == (part.num_tokens, positions.stop)
+            if part.samples:
+                assert sampled_from.pop(0) == row - 1
+            wanted = [(first, n) for p, first, n in batch.prompt_rows if p is part]
+            if part.seq.params.prompt_logprobs is None:
+                assert not wanted
+            elif part.start < part.seq.prompt_len:
+                ((first, n),) = wanted
+                assert logits_rows[first : first + n] == list(range(rows.start, rows.start + n))
+                assert n == min(positions.stop, part.seq.prompt_len - 1) - part.start
+        assert not sampled_from and row == batch.num_tokens == step.num_tokens
+        return super().execute(step)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_step_of_random_load(seed):
+    rng = random.Random(seed)
+    block_size = rng.randint(1, 4)
+    sim = Simulation(
+        block_size=block_size, max_model_len=20, num_blocks=-(-20 // block_size) + rng.randint(0, 4), max_num_seqs=rng.randint(1, 5),
+        budget=rng.randint(2, 12), steps_ahead=rng.randint(0, 1),
+    )  # fmt: skip
+    sim.device = BatchDevice(block_size)
+    for i in range(8):
+        prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6][: rng.randint(1, 12)]
+        params = SamplingParams(max_tokens=rng.randint(1, 12), prompt_logprobs=rng.choice((None, 1)))
+        sim.add(prompt, params, seed=i)
+        for _ in range(rng.randint(0, 3)):
+            sim.step()
+    sim.drain()
+
+
+# ------------------------------------------------------------------------------------------------ sizes of decode batches
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 16, 17, 100, 256, 300, 512, 1000])
+def test_every_batch_size_has_a_bucket_that_wastes_little(max_num_seqs):
+    sizes = batch_buckets(max_num_seqs)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
+    buckets = DecodeBuckets(max_num_seqs, 4096)
+    for n in range(1, max_num_seqs + 1):
+        rows, _ = buckets.fit(n, 1)
+        assert n <= rows <= max(n + 15, n * 1.25)
+
+
+@pytest.mark.parametrize("max_model_len", [1, 100, 512, 513, 4096, 5000])
+def test_every_context_length_has_a_bucket(max_model_len):
+    assert context_buckets(max_model_len)[-1] == max_model_len
+    buckets = DecodeBuckets(8, max_model_len)
+    for n in {1, max_model_len // 2 or 1, max_model_len - 1 or 1, max_model_len}:
+        _, context = buckets.fit(1, n)
+        assert n <= context <= max(512, 2 * n) and context <= max_model_len

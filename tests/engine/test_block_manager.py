@@ -1,0 +1,320 @@
+"""The block manager: reference counts, prefix sharing, and the order in which blocks are used again."""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+BLOCK = 4
+
+
+def make(token_ids, **params):
+    return Sequence(0, list(token_ids), SamplingParams(**params), seed=0)
+
+
+def compute(manager, seq, num_tokens=None):
+    """Admit, if it holds nothing yet, and compute up to `num_tokens`: what the scheduler does with a sequence."""
+    num_tokens = seq.num_tokens if num_tokens is None else num_tokens
+    if not seq.block_table:
+        prefix = manager.match_prefix(seq)
+        assert manager.admit(seq, prefix, num_tokens)
+    else:
+        assert manager.grow(seq, num_tokens)
+    seq.num_computed_tokens = num_tokens
+    manager.register(seq)
+    return seq
+
+
+def run_and_free(manager, token_ids):
+    seq = compute(manager, make(token_ids))
+    blocks = list(seq.block_table)
+    manager.free(seq)
+    manager.check([])
+    return blocks
+
+
+def test_blocks_needed():
+    manager = BlockManager(8, BLOCK)
+    assert [manager.blocks_needed(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+
+
+def test_fresh_blocks_come_in_order_and_go_back():
+    manager = BlockManager(4, BLOCK)
+    seq = compute(manager, make(range(9)))
+    assert seq.block_table == [0, 1, 2] and manager.num_free_blocks == 1
+    manager.check([seq])
+    manager.free(seq)
+    assert seq.block_table == [] and manager.num_free_blocks == 4
+    manager.check([])
+
+
+def test_grow_is_all_or_nothing():
+    manager = BlockManager(3, BLOCK)
+    seq = compute(manager, make(range(4)))
+    assert not manager.grow(seq, 13)
+    assert len(seq.block_table) == 1 and manager.num_free_blocks == 2
+    assert manager.grow(seq, 12) and manager.grow(seq, 5)  # the second needs nothing
+    assert len(seq.block_table) == 3
+    manager.check([seq])
+
+
+def test_admit_is_all_or_nothing():
+    manager = BlockManager(3, BLOCK)
+    first = compute(manager, make(range(9)))
+    manager.free(first)
+    other = compute(manager, make(range(100, 105)))  # takes two of the three
+    seq = make([*range(4), *range(50, 58)])
+    prefix = manager.match_prefix(seq)
+    assert len(prefix) == 1
+    # One block is free, and it is the prefix itself: it must not be counted twice.
+    assert not manager.admit(seq, prefix, 12)
+    assert seq.block_table == [] and manager.match_prefix(seq) == prefix
+    manager.check([other, seq])
+    manager.free(other)
+    assert manager.admit(seq, prefix, 12)
+    manager.check([seq])
+
+
+def test_equal_prefixes_share_full_blocks_only():
+    manager = BlockManager(16, BLOCK)
+    first = compute(manager, make(range(10)))
+    second = compute(manager, make([*range(10), 99]))
+    assert second.block_table[:2] == first.block_table[:2]
+    assert not set(second.block_table[2:]) & set(first.block_table)
+    manager.check([first, second])
+    manager.free(first)
+    manager.check([second])
+    manager.free(second)
+    manager.check([])
+
+
+def test_a_block_is_shared_only_behind_the_same_past():
+    manager = BlockManager(16, BLOCK)
+    first = compute(manager, make([1, 1, 1, 1, 7, 7, 7, 7, 0]))
+    assert manager.match_prefix(make([1, 1, 1, 1, 7, 7, 7, 7, 0])) == first.block_table[:2]
+    assert manager.match_prefix(make([2, 1, 1, 1, 7, 7, 7, 7, 0])) == []
+    assert manager.match_prefix(make([7, 7, 7, 7, 7, 7, 7, 7, 0])) == []
+
+
+def test_tokens_that_differ_far_up_differ_in_hash():
+    manager = BlockManager(16, BLOCK)
+    compute(manager, make([1, 2, 3, 4, 5]))
+    for token in (1 + 2**8, 1 + 2**16, 1 + 2**32):
+        assert manager.match_prefix(make([token, 2, 3, 4, 5])) == []
+
+
+def test_the_last_token_is_always_left_to_compute():
+    manager = BlockManager(16, BLOCK)
+    first = compute(manager, make(range(8)))
+    assert manager.match_prefix(make(range(8))) == first.block_table[:1]
+    assert manager.match_prefix(make(range(9))) == first.block_table[:2]
+
+
+def test_only_computed_and_known_tokens_are_registered():
+    manager = BlockManager(16, BLOCK)
+    seq = compute(manager, make(range(8)), 7)
+    assert manager.match_prefix(make(range(9))) == seq.block_table[:1]
+    seq.num_pending = 4  # computed, but the host does not know what they are
+    compute(manager, seq, 12)
+    assert manager.match_prefix(make(range(12))) == seq.block_table[:2]
+    seq.token_ids += [8, 9, 10, 11]
+    seq.num_pending = 0
+    manager.register(seq)
+    assert manager.match_prefix(make(range(13))) == seq.block_table[:3]
+    manager.check([seq])
+
+
+def test_blocks_computed_twice_stay_private():
+    manager = BlockManager(16, BLOCK)
+    first, second = make(range(8)), make(range(8))
+    prefix = manager.match_prefix(first)
+    assert manager.admit(first, prefix, 8) and manager.admit(second, prefix, 8)  # before either is registered
+    for seq in (first, second):
+        seq.num_computed_tokens = 8
+        manager.register(seq)
+    manager.check([first, second])
+    assert manager.match_prefix(make(range(9))) == first.block_table
+    manager.free(first)
+    manager.free(second)
+    manager.check([])
+
+
+def test_freed_blocks_are_revived():
+    manager = BlockManager(4, BLOCK)
+    blocks = run_and_free(manager, range(9))
+    assert manager.num_free_blocks == 4
+    again = compute(manager, make(range(9)))
+    assert again.block_table[:2] == blocks[:2]
+    assert manager.num_free_blocks == 1
+    manager.check([again])
+
+
+def test_a_reused_block_is_forgotten():
+    manager = BlockManager(3, BLOCK)
+    run_and_free(manager, range(12))
+    other = compute(manager, make(range(100, 112)))
+    assert manager.match_prefix(make(range(13))) == []
+    manager.check([other])
+
+
+def test_least_recently_used_first():
+    manager = BlockManager(6, BLOCK)
+    a = run_and_free(manager, range(0, 8))
+    b = run_and_free(manager, range(20, 28))
+    run_and_free(manager, range(0, 9))  # uses a's again, so that b's are the older ones; and one block of its own
+    fresh = compute(manager, make(range(40, 48)))
+    assert not set(fresh.block_table) & set(a + b)  # what holds nothing findable goes first
+    older = compute(manager, make(range(60, 68)))
+    assert older.block_table == b[::-1]  # and a sequence's last blocks before its first
+    assert manager.match_prefix(make(range(9))) == a
+
+
+def test_the_beginning_of_a_prefix_outlives_its_end():
+    manager = BlockManager(4, BLOCK)
+    blocks = run_and_free(manager, range(16))
+    compute(manager, make(range(100, 105)))  # takes two
+    assert manager.match_prefix(make(range(17))) == blocks[:2]
+
+
+def test_a_sequence_that_comes_back_is_registered_again():
+    manager = BlockManager(3, BLOCK)
+    seq = compute(manager, make(range(9)))
+    manager.free(seq)
+    manager.free(compute(manager, make(range(100, 112))))
+    compute(manager, seq)
+    assert manager.match_prefix(make(range(9))) == seq.block_table[:2]
+
+
+def test_nothing_is_shared_where_prompt_logprobs_are_wanted():
+    manager = BlockManager(16, BLOCK)
+    first = compute(manager, make(range(9)))
+    second = make(range(9), prompt_logprobs=0)
+    assert manager.match_prefix(second) == []
+    compute(manager, second)
+    assert not set(first.block_table) & set(second.block_table)
+    manager.check([first, second])
+
+
+def test_nothing_is_shared_without_prefix_caching():
+    manager = BlockManager(16, BLOCK, enable_prefix_caching=False)
+    first, second = (compute(manager, make(range(9))) for _ in range(2))
+    assert not set(first.block_table) & set(second.block_table)
+    manager.check([first, second])
+
+
+def test_reset_forgets_everything_and_takes_nothing_away():
+    manager = BlockManager(8, BLOCK)
+    run_and_free(manager, range(8))
+    seq = compute(manager, make(range(20, 29)))
+    manager.reset_prefix_cache()
+    manager.check([seq])
+    assert manager.match_prefix(make(range(9))) == manager.match_prefix(make(range(20, 29))) == []
+    manager.free(seq)
+    manager.check([])
+    assert manager.num_free_blocks == 8
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda m, s: s.block_table.append(s.block_table[0]),
+        lambda m, s: m.free(s) or s.block_table.append(0),
+        lambda m, s: s.block_table.pop(),
+        lambda m, s: m._ref_counts.__setitem__(3, 1),
+        lambda m, s: m._free.pop(3),
+        lambda m, s: m._hash_of.__setitem__(s.block_table[0], b"other"),
+        lambda m, s: m._block_of.clear(),
+    ],
+)
+def test_check_notices(spoil):
+    manager = BlockManager(4, BLOCK)
+    seq = compute(manager, make(range(9)))
+    manager.check([seq])
+    spoil(manager, seq)
+    with pytest.raises(AssertionError):
+        manager.check([seq])
+
+
+class Model(RuleBasedStateMachine):
+    """Random admissions, growth, frees and resets against what the tokens of each block are known to be."""
+
+    @initialize(num_blocks=st.integers(4, 12), caching=st.booleans())
+    def start(self, num_blocks, caching):
+        self.manager = BlockManager(num_blocks, BLOCK, caching)
+        self.live = []
+        self.content = {}  # block -> all tokens up to its end, when last written full
+        self.rng = random.Random(0)
+
+    @rule(document=st.integers(0, 2), length=st.integers(1, 20), private_end=st.booleans(), part=st.integers(1, 20))
+    def admit(self, document, length, private_end, part):
+        tokens = [(i * i + document) % 5 for i in range(length)]
+        if private_end:
+            tokens[-1] = self.rng.randrange(1000, 2000)
+        seq = make(tokens)
+        prefix = self.manager.match_prefix(seq)
+        start = len(prefix) * BLOCK
+        assert start < length
+        for i, block in enumerate(prefix):
+            assert self.content[block] == tokens[: (i + 1) * BLOCK]
+        free, missing = self.manager.num_free_blocks, self.manager.blocks_needed(min(length, start + part)) - len(prefix)
+        revived = len(set(prefix) - {b for s in self.live for b in s.block_table})
+        admitted = self.manager.admit(seq, prefix, min(length, start + part))
+        assert admitted == (missing <= free - revived)
+        if admitted:
+            self.live.append(seq)
+            self.write(seq, start, min(length, start + part))
+
+    def write(self, seq, start, end):
+        # What is shared is never written.
+        for block in seq.block_table[start // BLOCK :]:
+            assert sum(block in s.block_table for s in self.live) == 1
+        seq.num_computed_tokens = end
+        for i in range(start // BLOCK, -(-end // BLOCK)):
+            self.content[seq.block_table[i]] = seq.token_ids[: min(end, (i + 1) * BLOCK)]
+        self.manager.register(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100), tokens=st.integers(1, 9))
+    def grow(self, which, tokens):
+        seq = self.live[which % len(self.live)]
+        start = seq.num_computed_tokens
+        end = start + tokens
+        seq.token_ids += [self.rng.randrange(3) for _ in range(end - len(seq.token_ids))]
+        if self.manager.grow(seq, end):
+            self.write(seq, start, end)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100))
+    def free(self, which):
+        self.manager.free(self.live.pop(which % len(self.live)))
+
+    # The engine resets after it has ended all that ran; a shared block must be a registered one.
+    @precondition(lambda self: not any(n > 1 for n in self.manager._ref_counts))
+    @rule()
+    def reset(self):
+        self.manager.reset_prefix_cache()
+
+    @invariant()
+    def consistent(self):
+        if hasattr(self, "manager"):
+            self.manager.check(self.live)
+            for seq in self.live:
+                for i, block in enumerate(seq.block_table[: seq.num_computed_tokens // BLOCK]):
+                    assert self.content[block] == seq.token_ids[: (i + 1) * BLOCK]
+
+    def teardown(self):
+        if hasattr(self, "manager"):
+            for seq in self.live:
+                self.manager.free(seq)
+            self.manager.check([])
+            assert self.manager.num_free_blocks == self.manager.num_blocks
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

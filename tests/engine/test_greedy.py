@@ -1,0 +1,140 @@
+"""Tiny random Qwen3 and Llama models: our greedy tokens equal transformers', whatever the engine does to the batch.
+
+Runs on the GPU, with CUDA graphs and without, where there is one; else on the CPU.
+"""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tests import tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUM_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+MODELS = {
+    "qwen3-gqa1": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=4, head_dim=32, tie_word_embeddings=True)),
+    "qwen3-gqa2": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)),
+    "qwen3-gqa7": ("qwen3", dict(num_attention_heads=7, num_key_value_heads=1, head_dim=16, vocab_size=331)),
+    "qwen3-yarn": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_parameters=YARN_ROPE)),
+    "llama-gqa1": ("llama", dict(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False)),
+    "llama-gqa3": ("llama", dict(hidden_size=144, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)),
+    "llama-gqa4": ("llama", dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=517)),
+    "llama-rope3": ("llama", dict(num_attention_heads=4, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE)),
+    "llama-bias": ("llama", dict(num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True)),
+}
+
+
+def make_prompts(vocab_size: int) -> list[list[int]]:
+    """Lengths around the block size of 16 and beyond, and two groups that share a prefix."""
+    rng = random.Random(7)
+    draw = lambda n: [rng.randrange(vocab_size) for _ in range(n)]  # noqa: E731
+    shared = draw(40)
+    lengths = [1, 2, 15, 16, 17, 31, 48, 90]
+    return [*(draw(n) for n in lengths), *(shared + draw(n) for n in (1, 5, 20)), shared[:32], shared[:33]]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    """(directory, transformers model, prompts, their expected continuations)"""
+    architecture, overrides = MODELS[request.param]
+    directory = tmp_path_factory.mktemp(request.param)
+    reference = tiny.save(directory, architecture=architecture, **overrides).to(DEVICE)
+    prompts = make_prompts(reference.config.vocab_size)
+    reference.generation_config.eos_token_id = None
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=DEVICE)
+        out = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    return directory, reference, prompts, expected
+
+
+def engine(directory, **kwargs) -> LLM:
+    defaults = dict(
+        dtype="float32", device=DEVICE, skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=200, max_num_seqs=16,
+        max_model_len=256,
+    )  # fmt: skip
+    return LLM(directory, **{**defaults, **kwargs})
+
+
+def tokens(llm: LLM, prompts) -> list[list[int]]:
+    outputs = [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.blocks.num_free_blocks == llm.engine.scheduler.blocks.num_blocks
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        pytest.param(dict(enforce_eager=True), id="eager"),
+        pytest.param(dict(async_scheduling=True), id="async"),
+        pytest.param(dict(async_scheduling=False, max_num_batched_tokens=7), id="chunked"),
+        pytest.param(dict(async_scheduling=True, max_num_batched_tokens=19, max_num_seqs=5), id="chunked-async"),
+        pytest.param(dict(enable_prefix_caching=False, max_num_seqs=3), id="three-at-a-time"),
+        pytest.param(dict(num_kvcache_blocks=9, max_model_len=140), id="preempted"),
+        pytest.param(dict(num_kvcache_blocks=9, max_model_len=140, async_scheduling=True), id="preempted-async"),
+    ],
+)
+def test_greedy_equals_transformers(model, kwargs):
+    directory, _, prompts, expected = model
+    llm = engine(directory, **kwargs)
+    assert tokens(llm, prompts) == expected
+    if "num_kvcache_blocks" in kwargs:
+        assert llm.engine.scheduler.num_preemptions > 0
+    assert tokens(llm, list(reversed(prompts))) == list(reversed(expected))  # now with a warm prefix cache
+
+
+def test_greedy_one_at_a_time(model):
+    directory, _, prompts, expected = model
+    llm = engine(directory)
+    assert [tokens(llm, [p])[0] for p in prompts] == expected
+
+
+def test_abort_leaves_the_others_alone(model):
+    directory, _, prompts, expected = model
+    llm = engine(directory, async_scheduling=True, max_num_batched_tokens=64)
+    requests = [llm.engine.add_request(p, GREEDY) for p in prompts]
+    for step in range(1000):
+        if step == 9:
+            llm.engine.abort(requests[1])
+            llm.engine.abort(requests[-1])
+        llm.engine.step()
+        llm.engine.scheduler.check()
+        if not llm.engine.has_unfinished:
+            break
+    for i, request in enumerate(requests):
+        got = request.output()["token_ids"]
+        if i in (1, len(requests) - 1):
+            assert request.output()["finish_reason"] == "abort"
+            assert got == expected[i][: len(got)]
+        else:
+            assert got == expected[i]
+
+
+def test_logits_equal_transformers(model, monkeypatch):
+    directory, reference, prompts, _ = model
+    llm = engine(directory)
+    seen = []
+    sample = llm.engine.runner._sample
+    monkeypatch.setattr(llm.engine.runner, "_sample", lambda step, batch, logits: seen.append(logits) or sample(step, batch, logits))
+    for prompt in prompts:
+        if len(prompt) == 1:
+            continue  # served by the decode path, whose logits are padded
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        with torch.inference_mode():
+            want = reference(torch.tensor([prompt], device=DEVICE)).logits[0]
+        got = seen.pop()
+        assert got.shape == want.shape
+        assert (got - want).norm() / want.norm() < 1e-4

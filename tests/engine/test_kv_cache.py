@@ -1,0 +1,66 @@
+"""How large the KV cache is, and what is said where there is no room for it."""
+
+import pytest
+import torch
+
+from nanovllm.config import ModelConfig
+from nanovllm.engine import kv_cache
+from nanovllm.engine.kv_cache import OutOfCacheMemory, num_blocks_that_fit
+from nanovllm.models.presets import preset
+
+MIB = 2**20
+
+
+def test_bytes_of_a_block():
+    qwen = ModelConfig.from_dict(preset("qwen3-0.6b"))
+    assert kv_cache.block_bytes(qwen, 1, torch.bfloat16) == 114_688
+    assert kv_cache.block_bytes(qwen, 256, torch.float32) == 2 * 256 * 114_688
+    assert kv_cache.block_bytes(qwen, 1, torch.bfloat16, tp_size=8) == 114_688 // 8
+    assert kv_cache.block_bytes(qwen, 1, torch.bfloat16, tp_size=16) == 114_688 // 8  # KV heads are repeated, not cut
+
+
+def test_allocated_bytes_are_those_of_the_blocks_and_the_padding_block():
+    config = ModelConfig.from_dict(preset("smollm2-135m"))
+    caches = kv_cache.allocate(config, 3, 16, torch.float16, torch.device("cpu"))
+    assert len(caches) == 30
+    for cache in caches:
+        assert cache.k.shape == cache.v.shape == (4, 16, 3, 64) and cache.k.dtype == torch.float16
+        assert not cache.k.any() and cache.k.data_ptr() != cache.v.data_ptr()
+    allocated = sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
+    assert allocated == 4 * kv_cache.block_bytes(config, 16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "available, wanted, useful, expected",
+    [
+        (11 * MIB, None, 100, 10),  # one of the eleven is the padding block
+        (11 * MIB + 5, None, 100, 10),
+        (11 * MIB, None, 4, 4),
+        (2 * MIB, None, 100, 1),
+        (11 * MIB, 3, 100, 3),
+        (11 * MIB, 10, 4, 10),  # what the user asks for is not bounded by what is useful
+    ],
+)
+def test_blocks_that_fit(available, wanted, useful, expected):
+    assert num_blocks_that_fit(available, MIB, wanted, useful, "") == expected
+
+
+@pytest.mark.parametrize(
+    "available, wanted, said",
+    [
+        (2 * MIB - 1, None, ["2.0 MiB for 1 block(s)"]),
+        (MIB // 2, None, ["0.5 MiB are left", "1.5 MiB are missing"]),
+        (0, None, ["0.0 MiB are left", "2.0 MiB are missing"]),
+        (-3 * MIB, None, ["0.0 MiB are left", "5.0 MiB are missing"]),
+        (5 * MIB, 5, ["6.0 MiB for 5 block(s)", "1.0 MiB are missing"]),
+    ],
+)
+def test_too_little_memory_says_how_much_is_missing_and_what_helps(available, wanted, said):
+    with pytest.raises(OutOfCacheMemory) as error:
+        num_blocks_that_fit(available, MIB, wanted, 100, "raise gpu_memory_utilization")
+    for words in [*said, "raise gpu_memory_utilization"]:
+        assert words in str(error.value)
+
+
+def test_free_memory_of_a_cpu_is_positive():
+    assert kv_cache.available_bytes_cpu() > 0

@@ -1,0 +1,299 @@
+"""The sampler: metadata from rows, the penalty state over several steps, bans, and log-probabilities."""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, compute_logprobs, prompt_logprobs
+from nanovllm.kernels.ops.sample import sample
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB = 40
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def build(rows, device):
+    return SamplingMetadata.build(rows, device, pin=device == "cuda")
+
+
+def make_sampler(device, max_num_seqs=8, vocab=VOCAB, op=sample):
+    return Sampler(max_num_seqs, vocab, device, op)
+
+
+def random_logits(rows, device, vocab=VOCAB, seed=0):
+    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3).to(device)
+
+
+def forbidden_op(*_):
+    raise AssertionError("a greedy batch needs no sampling kernel")
+
+
+# ------------------------------------------------------------------------------------------------ metadata
+
+
+def test_metadata_carries_every_row(device):
+    rows = [
+        SamplingRow(SamplingParams(temperature=0.5, top_k=3), seed=7, position=10, slot=2, banned_token_ids=(1, 5)),
+        SamplingRow(SamplingParams(top_p=0.9, repetition_penalty=1.2), seed=2**64 - 1, position=2**40, slot=0),
+        SamplingRow(SamplingParams(min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5, logprobs=2), -5, 0, 7, [3]),
+    ]
+    meta = build(rows, device)
+    expected = {
+        "temperature": (torch.float32, [0.5, 1, 1]),
+        "top_k": (torch.int32, [3, 0, 0]),
+        "top_p": (torch.float32, [1, 0.9, 1]),
+        "min_p": (torch.float32, [0, 0, 0.1]),
+        "seeds": (torch.int64, [7, -1, -5]),
+        "positions": (torch.int64, [10, 2**40, 0]),
+        "slots": (torch.int64, [2, 0, 7]),
+    }
+    for name, (dtype, values) in expected.items():
+        got = getattr(meta, name)
+        assert got.device.type == device and torch.equal(got.cpu(), torch.tensor(values, dtype=dtype)), name
+    assert [p.tolist() for p in meta.penalties] == [[1, pytest.approx(1.2), 1], [0, 0, 0.5], [0, 0, -0.5]]
+    assert [t.tolist() for t in meta.banned] == [[0, 0, 2], [1, 5, 3]]
+    assert not meta.all_greedy and meta.max_logprobs == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_what_no_row_needs_is_none(count, device):
+    plain = build([SamplingRow(SamplingParams(), i, i, i) for i in range(count)], device)
+    assert plain.top_k is plain.top_p is plain.min_p is plain.penalties is plain.banned is plain.max_logprobs is None
+    assert len(plain.seeds) == count and plain.all_greedy == (count == 0)
+    greedy = build([SamplingRow(SamplingParams(temperature=0, top_k=5, top_p=0.1, min_p=0.5), 0, 0, 0)] * count, device)
+    assert greedy.top_k is greedy.top_p is greedy.min_p is None and greedy.all_greedy
+
+
+def test_extreme_values_fit_the_device_types(device):
+    params = SamplingParams(temperature=1e300, top_k=10**15, logprobs=0)
+    meta = build([SamplingRow(params, 0, 0, 0)], device)
+    assert meta.temperature.isfinite().all() and meta.top_k.item() == 2**31 - 1 and meta.max_logprobs == 0
+
+
+# ------------------------------------------------------------------------------------------------ sampling
+
+
+def test_greedy_batches_need_no_kernel_and_take_the_lowest_tie(device):
+    logits = random_logits(3, device)
+    logits[1, [4, 9, 30]] = 50.0
+    out = make_sampler(device, op=forbidden_op)(logits, build([SamplingRow(GREEDY, 0, 0, i) for i in range(3)], device))
+    assert torch.equal(out.token_ids, logits.argmax(-1)) and out.token_ids[1] == 4 and out.logprobs is None
+    assert out.token_ids.dtype == torch.int64 and out.token_ids.device.type == device
+
+
+def test_a_mixed_batch_calls_the_op_and_keeps_greedy_rows_greedy(device):
+    logits = random_logits(4, device)
+    params = [GREEDY, SamplingParams(temperature=2.0), SamplingParams(top_k=2), GREEDY]
+    meta = build([SamplingRow(p, 11, i, i) for i, p in enumerate(params)], device)
+    out = make_sampler(device)(logits, meta)
+    expected = sample(logits, meta.temperature, meta.top_k, meta.top_p, meta.min_p, meta.seeds, meta.positions)
+    assert torch.equal(out.token_ids, expected)
+    assert out.token_ids[[0, 3]].tolist() == logits[[0, 3]].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(repetition_penalty=1.5)])
+def test_banned_tokens_are_never_sampled_and_logits_are_left_alone(params, device):
+    sampler = make_sampler(device, max_num_seqs=64)
+    logits = random_logits(64, device)
+    best_two = logits.topk(2).indices.tolist()
+    for slot in range(64):
+        sampler.admit(slot, [1], [], params)
+    before = logits.clone()
+    rows = [SamplingRow(params, i, 0, i, best_two[i] if i % 2 else ()) for i in range(64)]
+    tokens = sampler(logits, build(rows, device)).token_ids.tolist()
+    assert torch.equal(logits, before)
+    assert all(tokens[i] not in best_two[i] for i in range(1, 64, 2))
+    assert any(tokens[i] in best_two[i] for i in range(0, 64, 2))
+
+
+# ------------------------------------------------------------------------------------------------ penalty state
+
+
+def penalised(logits, prompt, output, params):
+    """A slow reference in Python floats."""
+    result = []
+    for token, x in enumerate(logits):
+        if token in prompt or token in output:
+            x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        result.append(x - params.frequency_penalty * output.count(token) - params.presence_penalty * (token in output))
+    return result
+
+
+def test_penalty_state_follows_sequences_over_steps_and_slots(device):
+    """Sequences come, go, are preempted and resumed in other slots; greedy tokens equal the reference's."""
+    rng = random.Random(0)
+    choices = [
+        GREEDY,
+        SamplingParams(temperature=0, repetition_penalty=1.4),
+        SamplingParams(temperature=0, presence_penalty=1.5),
+        SamplingParams(temperature=0, frequency_penalty=0.7),
+        SamplingParams(temperature=0, repetition_penalty=0.8, presence_penalty=-0.5, frequency_penalty=1.1),
+    ]
+    sampler = make_sampler(device, max_num_seqs=6)
+    running = {}  # slot -> (prompt, output, params)
+    repeats = 0
+    for step in range(60):
+        for slot in range(6):
+            if slot not in running and rng.random() < 0.5:
+                sequence = ([rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6))], [], rng.choice(choices))
+                running[slot] = sequence
+                sampler.admit(slot, *sequence)
+            elif slot in running and rng.random() < 0.1:
+                sequence = running.pop(slot)
+                if rng.random() < 0.5:  # preempted: it resumes, with its output, in any free slot
+                    slot = rng.choice([s for s in range(6) if s not in running])
+                    running[slot] = sequence
+                    sampler.admit(slot, *sequence)
+        slots = [s for s in running if rng.random() < 0.8]
+        rng.shuffle(slots)
+        if not slots:
+            continue
+        # Nearly the same logits at every step, so that penalties decide.
+        logits = random_logits(1, device).expand(len(slots), VOCAB) + random_logits(len(slots), device, seed=step) / 10
+        meta = build([SamplingRow(running[s][2], 0, step, s) for s in slots], device)
+        tokens = sampler(logits, meta).token_ids.tolist()
+        for slot, row, token in zip(slots, logits.tolist(), tokens):
+            prompt, output, params = running[slot]
+            expected = penalised(row, prompt, output, params)
+            assert expected[token] == pytest.approx(max(expected), abs=1e-5)
+            repeats += token in output
+            output.append(token)
+    assert repeats  # or the counts would not have mattered
+
+
+def test_the_state_counts_the_sampled_tokens(device):
+    params = SamplingParams(frequency_penalty=0.5)
+    sampler = make_sampler(device)
+    sampler.admit(3, [1, 1, 2], [4, 4], params)
+    counts = torch.zeros(VOCAB, dtype=torch.int32)
+    counts[4] = 2
+    for step in range(20):
+        meta = build([SamplingRow(GREEDY, 1, step, 5), SamplingRow(params, 1, step, 3)], device)
+        counts[sampler(random_logits(2, device, seed=step), meta).token_ids[1]] += 1
+    assert torch.equal(sampler._output_counts[3].cpu(), counts) and counts.sum() == 22
+    assert sampler._prompt_mask[3].nonzero().flatten().tolist() == [1, 2]
+    sampler.admit(3, [9], [], params)
+    assert sampler._output_counts[3].sum() == 0 and sampler._prompt_mask[3].nonzero().tolist() == [[9]]
+
+
+def test_state_is_allocated_only_when_a_penalty_is_used(device):
+    sampler = make_sampler(device)
+    sampler.admit(0, [1], [], SamplingParams(top_k=5))
+    sampler(random_logits(1, device), build([SamplingRow(SamplingParams(top_k=5), 0, 0, 0)], device))
+    assert sampler._prompt_mask is None
+    with pytest.raises(RuntimeError, match="admit"):
+        sampler(random_logits(1, device), build([SamplingRow(SamplingParams(presence_penalty=1), 0, 0, 0)], device))
+
+
+def test_penalties_are_chunked_by_memory_only(monkeypatch):
+    import sys
+
+    params = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.4)
+    results = []
+    for elements in (VOCAB, 3 * VOCAB, 1 << 21):
+        monkeypatch.setattr(sys.modules["nanovllm.kernels.ops.sample"], "CHUNK_ELEMENTS", elements)
+        sampler = make_sampler("cpu")
+        for slot in range(8):
+            sampler.admit(slot, [slot, 20], [slot + 1] * slot, params)
+        meta = build([SamplingRow(params, 0, 0, 7 - i) for i in range(8)], "cpu")
+        results.append(sampler._penalize(random_logits(8, "cpu"), meta))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+# ------------------------------------------------------------------------------------------------ log-probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [0, 1, 5, VOCAB, VOCAB + 9])
+def test_logprobs_match_float64(k, dtype, device):
+    logits = (random_logits(7, device) * 5 + 100).to(dtype)
+    tokens = torch.tensor([0, 5, 39, 7, 7, 1, 2], device=device)
+    got = compute_logprobs(logits, tokens, k)
+    expected = logits.double().log_softmax(-1)
+    k = min(k, VOCAB)
+    assert got.token_ids.shape == got.logprobs.shape == (7, 1 + k) and got.ranks.shape == (7,)
+    assert (got.token_ids.dtype, got.logprobs.dtype, got.ranks.dtype) == (torch.int64, torch.float32, torch.int64)
+    assert torch.equal(got.token_ids[:, 0], tokens)
+    torch.testing.assert_close(got.logprobs.double(), expected.gather(-1, got.token_ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.logprobs[:, 1:].double(), expected.topk(k).values, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got.ranks, (logits > logits.gather(-1, tokens[:, None])).sum(-1) + 1)
+
+
+def test_logprobs_are_of_the_raw_logits(device):
+    params = SamplingParams(temperature=0.1, top_k=1, repetition_penalty=5.0, logprobs=3)
+    sampler = make_sampler(device)
+    sampler.admit(0, list(range(20)), [], params)
+    logits = random_logits(1, device)
+    out = sampler(logits, build([SamplingRow(params, 0, 0, 0, [2])], device))
+    expected = compute_logprobs(logits, out.token_ids, 3)
+    assert all(torch.equal(a, b) for a, b in zip(out.logprobs, expected))
+
+
+def test_prompt_logprobs_of_a_long_prompt_are_chunked(monkeypatch, device):
+    import sys
+
+    logits, tokens = random_logits(50, device), torch.arange(50, device=device) % VOCAB
+    whole = prompt_logprobs(logits, tokens, 4)
+    monkeypatch.setattr(sys.modules["nanovllm.kernels.ops.sample"], "CHUNK_ELEMENTS", 7 * VOCAB)
+    for a, b in zip(prompt_logprobs(logits, tokens, 4), whole):
+        torch.testing.assert_close(a, b)
+    assert prompt_logprobs(logits[:0], tokens[:0], 4).logprobs.shape == (0, 5)
+
+
+def test_a_row_becomes_a_dict_with_the_own_token_first():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0]])
+    expected = logits.double().log_softmax(-1)[0].tolist()
+    rare = compute_logprobs(logits, torch.tensor([0]), 3).cpu().row(0, 3)
+    assert list(rare)[0] == 0 and set(rare) == {0, 1, 3, 4}
+    assert {i: r.rank for i, r in rare.items()} == {0: 5, 1: 1, 3: 1, 4: 3}
+    assert all(r.logprob == pytest.approx(expected[i], abs=1e-6) and r.decoded_token is None for i, r in rare.items())
+    common = compute_logprobs(logits, torch.tensor([4]), 3)
+    assert {i: r.rank for i, r in common.row(0, 3).items()} == {4: 3, 1: 1, 3: 1}
+    # A request that wants fewer than the batch's most, down to its own token alone.
+    assert len(common.row(0, 1)) == 2 and list(common.row(0, 0)) == [4]
+
+
+# ------------------------------------------------------------------------------------------------ on the device
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_never_waits_for_the_device_and_can_be_captured():
+    params = [
+        SamplingParams(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=5),
+        SamplingParams(min_p=0.1, frequency_penalty=0.3),
+        GREEDY,
+    ]
+    rows = [SamplingRow(p, 3, 8, i, [0, 1]) for i, p in enumerate(params)]
+    sampler = make_sampler("cuda", vocab=32_000)
+    logits = random_logits(3, "cuda", 32_000)
+
+    def step():
+        for slot, p in enumerate(params):
+            sampler.admit(slot, [1, 2, 3], [4, 4], p)
+        meta = build(rows, "cuda")
+        return meta, sampler(logits, meta)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        meta, eager = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for slot, p in enumerate(params):
+        sampler.admit(slot, [1, 2, 3], [4, 4], p)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sampler(logits, meta)
+    graph.replay()
+    assert torch.equal(captured.token_ids, eager.token_ids)
+    assert torch.equal(sampler._output_counts[0].sum(), torch.tensor(3, device="cuda"))
+    assert all(torch.equal(a, b) for a, b in zip(captured.logprobs, eager.logprobs))

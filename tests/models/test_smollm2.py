@@ -1,0 +1,131 @@
+"""The embedded SmolLM2 through our engine is the same function as through transformers, in float32."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.embedded import embedded_model_path
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUM_TOKENS = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+BLOCK_SIZE = 16
+
+TEXT = """The lighthouse keeper counted 1,024 ships in 1873, and wrote each one down in a book bound with blue cloth.
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+Água mole em pedra dura, tanto bate até que fura. 水滴石穿。 "What," she asked, "is the difference between heat & temperature?"
+"""
+
+
+@pytest.fixture(scope="module")
+def path():
+    return embedded_model_path(progress=False)
+
+
+@pytest.fixture(scope="module")
+def prompts(path):
+    """23 prompts of 1 to 1,500 tokens: prefixes of one text, and others that share nothing with it."""
+    from nanovllm.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    long = tokenizer.encode(TEXT * 20)
+    lengths = [1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 64, 100, 150, 255, 256, 400, 700, 1500]
+    assert len(long) > max(lengths)
+    chat = [{"role": "user", "content": "Name three colours."}]
+    template = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return [
+        *(long[:n] for n in lengths),
+        tokenizer.encode(template, add_special_tokens=False),
+        tokenizer.encode("Once upon a time"),
+        tokenizer.encode("import numpy as np\n\n\ndef"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(path):
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval().to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def expected(reference, prompts):
+    """What transformers' own generate writes, prompt by prompt."""
+    reference.generation_config.eos_token_id = None
+    out = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=DEVICE)
+        tokens = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0
+        )
+        out.append(tokens[0, len(prompt) :].tolist())
+    return out
+
+
+def engine(path, **kwargs) -> LLM:
+    return LLM(path, device=DEVICE, dtype="float32", kvcache_block_size=BLOCK_SIZE, **{"num_kvcache_blocks": 1024, **kwargs})
+
+
+def tokens(llm: LLM, prompts) -> list[list[int]]:
+    outputs = [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    llm.engine.scheduler.check()
+    return outputs
+
+
+def test_logits(path, reference, prompts, monkeypatch):
+    llm = engine(path)
+    seen = []
+    sample = llm.engine.runner._sample
+    monkeypatch.setattr(llm.engine.runner, "_sample", lambda step, batch, logits: seen.append(logits) or sample(step, batch, logits))
+    for prompt in (prompts[0], prompts[9], prompts[-3]):
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        with torch.inference_mode():
+            want = reference(torch.tensor([prompt], device=DEVICE)).logits[0]
+        got = seen.pop()
+        assert got.shape == want.shape
+        assert (got - want).norm() / want.norm() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"max_num_batched_tokens": 200, "async_scheduling": True}, id="chunked-async"),
+        pytest.param({"num_kvcache_blocks": 110, "max_model_len": 1600}, id="preempted"),
+    ],
+)
+def test_greedy_equals_transformers(path, prompts, expected, kwargs):
+    llm = engine(path, **kwargs)
+    assert tokens(llm, prompts) == expected
+    if "num_kvcache_blocks" in kwargs:
+        assert llm.engine.scheduler.num_preemptions > 0
+    # Once more: now the prompts' blocks are found in the prefix cache.
+    outputs = llm.generate(prompts[-5:], GREEDY, use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == expected[-5:]
+    assert kwargs.get("num_kvcache_blocks") or outputs[0].metrics.num_cached_tokens > 0
+
+
+def test_greedy_one_at_a_time(path, prompts, expected):
+    llm = engine(path, enable_prefix_caching=False)
+    for i in (0, 5, 13, 20, 21, 22):
+        assert tokens(llm, [prompts[i]]) == [expected[i]]
+
+
+def test_abort_leaves_the_others_alone(path, prompts, expected):
+    llm = engine(path, async_scheduling=True)
+    requests = [llm.engine.add_request(p, GREEDY) for p in prompts[:16]]
+    for step in range(200):
+        if step == 10:
+            llm.engine.abort(requests[3])
+            llm.engine.abort(requests[15])
+        llm.engine.step()
+        if not llm.engine.has_unfinished:
+            break
+    llm.engine.scheduler.check()
+    for i, request in enumerate(requests):
+        got = request.output()["token_ids"]
+        if i in (3, 15):
+            assert request.output()["finish_reason"] == "abort"
+            assert 0 < len(got) < NUM_TOKENS and got == expected[i][: len(got)]
+        else:
+            assert got == expected[i]
