@@ -15,8 +15,9 @@ CPU_TORCH := torch==2.13.0+cpu
 HAS_GPU := $(shell command -v nvidia-smi 2>/dev/null)
 WANT_CPU_TORCH := $(if $(TORCH)$(HAS_GPU)$(filter Darwin,$(shell uname)),,yes)
 
-# Without a GPU two processes with a thread each. With one, a single process: two would size their caches for the same memory.
-PYTEST_ARGS ?= $(if $(HAS_GPU),,-n 2)
+# Without a GPU two processes with a thread each; a test file stays in one of them, since its fixtures are costly.
+# With a GPU a single process: two would size their caches for the same memory.
+PYTEST_ARGS ?= $(if $(HAS_GPU),,-n 2 --dist loadfile)
 ifndef HAS_GPU
 test: export OMP_NUM_THREADS := 1
 endif

@@ -53,8 +53,9 @@ class DecodeGraphs:
     """Captured decode forward passes over static input buffers.
 
     Args:
-        forward: the pass to capture: DeviceBatch -> logits [batch size, vocab_size]. It may read and write other
-            static device state; it must not depend on host values that change.
+        forward: the pass to capture: DeviceBatch -> hidden states [batch size, hidden_size]. It may read and write
+            other static device state; it must not depend on host values that change.
+        hidden: [max batch size, hidden_size], the buffer that all graphs write their result to.
         buckets: which sizes to capture.
         max_blocks: columns of the widest block table.
         padding_block: a block that no sequence owns.
@@ -63,18 +64,20 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Callable[[DeviceBatch], torch.Tensor],
+        hidden: torch.Tensor,
         buckets: DecodeBuckets,
         max_blocks: int,
         block_size: int,
         padding_block: int,
-        device: torch.device,
     ) -> None:
+        device = hidden.device
         max_rows = buckets.batch_sizes[-1]
         self._tokens = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
         self._tokens[2] = padding_block * block_size
         self._context_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
         self._block_table = torch.full((max_rows, max_blocks), padding_block, dtype=torch.int32, device=device)
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._hidden = hidden
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         pool = None
         stream = torch.cuda.Stream(device)
         # Largest first, so that the smaller ones fit into the memory that the pool already has.
@@ -93,16 +96,16 @@ class DecodeGraphs:
                     torch.cuda.current_stream(device).wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    logits = forward(batch)
+                    hidden[:rows] = forward(batch)
                 pool = pool or graph.pool()
-                self._graphs[rows, context_len] = graph, logits
+                self._graphs[rows, context_len] = graph
         torch.cuda.synchronize(device)
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def replay(self, batch: Batch) -> torch.Tensor:
-        """Run a padded batch; returns logits [num_tokens, vocab_size], valid until the next replay."""
+        """Run a padded batch; returns hidden states [num_tokens, hidden_size], valid until the next replay."""
         rows = batch.num_tokens
         for buffer, array in (
             (self._tokens[:, :rows], batch.tokens),
@@ -110,6 +113,5 @@ class DecodeGraphs:
             (self._block_table[:rows, : batch.block_table.shape[1]], batch.block_table),
         ):
             buffer.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
-        graph, logits = self._graphs[rows, batch.max_context_len]
-        graph.replay()
-        return logits
+        self._graphs[rows, batch.max_context_len].replay()
+        return self._hidden[:rows]

@@ -91,9 +91,12 @@ class ModelRunner:
             self.buckets = DecodeBuckets(config.max_num_seqs, self.max_model_len)
             self._graphs: DecodeGraphs | None = None
             if self.device.type == "cuda" and not config.enforce_eager:
+                hidden = torch.zeros(
+                    config.max_num_seqs, self.model_config.hidden_size, dtype=self.dtype, device=self.device
+                )
                 max_blocks = -(-self.max_model_len // self.block_size)
                 self._graphs = DecodeGraphs(
-                    self._decode_logits, self.buckets, max_blocks, self.block_size, self.num_kvcache_blocks, self.device
+                    self._forward, hidden, self.buckets, max_blocks, self.block_size, self.num_kvcache_blocks
                 )
 
     @property
@@ -109,31 +112,26 @@ class ModelRunner:
                 seq = part.seq
                 self.sampler.admit(part.slot, seq.token_ids[: seq.prompt_len], seq.output_token_ids, seq.params)
         batch = Batch.build(step, self.block_size)
-        if batch.decode_only:
-            logits = self._run_decode(batch)
-            rows = batch.logits_rows
-            logits = logits[: len(rows)] if len(rows) == batch.num_tokens else logits[to_device(rows, self.device)]
-        else:
-            hidden = self._forward(DeviceBatch.from_host(batch, self.device))
-            logits = self.model.compute_logits(hidden[to_device(batch.logits_rows, self.device)])
+        hidden = self._run_decode(batch) if batch.decode_only else self._forward(DeviceBatch.from_host(batch, self.device))
+        if len(batch.logits_rows) < batch.num_tokens:
+            hidden = hidden[to_device(batch.logits_rows, self.device)]
+        logits = self.model.compute_logits(hidden)[: len(batch.logits_rows)]
         return self._sample(step, batch, logits)
 
     def _run_decode(self, batch: Batch) -> torch.Tensor:
+        """Hidden states of a decode-only batch; on CUDA of a padded one."""
         if self.device.type != "cuda":
-            return self._decode_logits(DeviceBatch.from_host(batch, self.device))
+            return self._forward(DeviceBatch.from_host(batch, self.device))
         # Eager steps are padded like captured ones, so that both give the same tokens.
         rows, context_len = self.buckets.fit(batch.num_tokens, batch.max_context_len)
         batch = batch.padded(rows, context_len, self.block_size, self.num_kvcache_blocks)
         if self._graphs is not None:
             return self._graphs.replay(batch)
-        return self._decode_logits(DeviceBatch.from_host(batch, self.device))
+        return self._forward(DeviceBatch.from_host(batch, self.device))
 
     def _forward(self, batch: DeviceBatch) -> torch.Tensor:
         token_ids = resolve_tokens(batch.token_ids, self._last_tokens)
         return self.model(token_ids, batch.positions, self._caches, batch.metadata)
-
-    def _decode_logits(self, batch: DeviceBatch) -> torch.Tensor:
-        return self.model.compute_logits(self._forward(batch))
 
     def _sample(self, step: ScheduledStep, batch: Batch, logits: torch.Tensor) -> StepResult:
         prompt = [self._prompt_logprobs(part, logits[first : first + n]) for part, first, n in batch.prompt_rows if n > 0]
@@ -179,29 +177,35 @@ class ModelRunner:
         return kv_cache.num_blocks_that_fit(available, per_block, config.num_kvcache_blocks, useful, remedy)
 
     def _profile_peak(self) -> int:
-        """PyTorch's peak memory in bytes over the largest prefill and the largest sampling, weights included."""
+        """PyTorch's peak memory in bytes over the largest prefill, decode and sampling, weights included."""
         torch.cuda.reset_peak_memory_stats(self.device)
         length = min(self.max_model_len, self.max_num_batched_tokens)
         num_seqs = max(1, min(self.max_num_batched_tokens // length, self.config.max_num_seqs))
-        num_blocks = -(-length // self.block_size)
+        max_num_seqs = self.config.max_num_seqs
+        num_blocks = -(-self.max_model_len // self.block_size)
         self._caches = kv_cache.allocate(self.model_config, num_blocks, self.block_size, self.dtype, self.device)
         # Every sequence uses the same blocks: only the memory matters here.
+        blocks = torch.arange(num_blocks, dtype=torch.int32, device=self.device)
         positions = torch.arange(length, device=self.device).repeat(num_seqs)
-        batch = DeviceBatch.from_tensors(
+        prefill = DeviceBatch.from_tensors(
             torch.stack((torch.zeros_like(positions), positions, positions)),
             torch.empty(0, dtype=torch.int32, device=self.device),
-            torch.arange(num_blocks, dtype=torch.int32, device=self.device).expand(num_seqs, -1),
+            blocks.expand(num_seqs, -1),
             0,
             (length,) * num_seqs,
             (length,) * num_seqs,
         )
-        hidden = self._forward(batch)
-        rows = torch.zeros(self.config.max_num_seqs, dtype=torch.int64, device=self.device)
-        params = SamplingParams(top_k=10, top_p=0.5, logprobs=1)
-        metadata = SamplingMetadata.build(
-            [SamplingRow(params, seed=0, position=0, slot=i, banned_token_ids=()) for i in range(self.config.max_num_seqs)], self.device
+        decode = DeviceBatch.from_tensors(
+            torch.zeros(3, max_num_seqs, dtype=torch.int64, device=self.device),
+            torch.ones(max_num_seqs, dtype=torch.int32, device=self.device),
+            blocks.expand(max_num_seqs, -1),
+            self.max_model_len,
         )
-        self.sampler(self.model.compute_logits(hidden[rows]), metadata)
+        self._forward(prefill)
+        logits = self.model.compute_logits(self._forward(decode))
+        params = SamplingParams(top_k=10, top_p=0.5, logprobs=1)
+        rows = [SamplingRow(params, seed=0, position=0, slot=i) for i in range(max_num_seqs)]
+        self.sampler(logits, SamplingMetadata.build(rows, self.device))
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         own = kv_cache.block_bytes(self.model_config, self.block_size, self.dtype) * (num_blocks + 1)

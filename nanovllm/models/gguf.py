@@ -52,8 +52,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     arch = _architecture(file)
     meta = file.metadata
 
-    def value(key: str, default: Any = None) -> Any:
-        return _number(file, key, default)
+    def value(key: str, default: Any = None, kind: type = int) -> Any:
+        return _number(file, key, default, kind)
 
     hidden_size, num_heads = value("embedding_length"), value("attention.head_count")
     if num_heads <= 0:
@@ -76,8 +76,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": value("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
-        "rope_theta": value("rope.freq_base", 10000.0),
+        "rms_norm_eps": value("attention.layer_norm_rms_epsilon", kind=float),
+        "rope_theta": value("rope.freq_base", 10000.0, float),
         "max_position_embeddings": value("context_length"),
         # The embedding's rows, not llama.vocab_size: files padded after training disagree, and the rows are what is there.
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
@@ -132,23 +132,25 @@ def _architecture(file: GGUFFile) -> str:
         raise file.error(
             f"general.architecture is {arch!r}, which is not supported", f"supported: {', '.join(sorted(ARCHITECTURES))}"
         )
-    if file.metadata.get("split.count", 1) > 1:
-        raise file.error(
-            f"is one of {file.metadata['split.count']} parts", "join them first with `llama-gguf-split --merge`"
-        )
+    parts = file.metadata.get("split.count", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise file.error(f"is one of {parts} parts", "join them first with `llama-gguf-split --merge`")
     return arch
 
 
-def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
-    """The number under `key` of the file's architecture. Raises GGUFError if it is missing and has no default."""
+def _number(file: GGUFFile, key: str, default: Any = None, kind: type = int) -> Any:
+    """The number under `key` of the file's architecture: an int, or with `kind=float` either. Raises GGUFError if it is
+    something else, or missing without a default."""
     key = f"{file.metadata['general.architecture']}.{key}"
     found = file.metadata.get(key, default)
     if isinstance(found, list):  # some files give a number per layer
         if len(set(found)) != 1:
             raise file.error(f"{key} differs between layers: {found}", "such models are not supported")
         found = found[0]
-    if isinstance(found, (str, type(None))):
-        raise file.error(f"metadata key {key!r} is missing or not a number", "convert the model again")
+    if found is None:
+        raise file.error(f"metadata key {key!r} is missing", "convert the model again")
+    if isinstance(found, bool) or not isinstance(found, (int, kind)):
+        raise file.error(f"metadata key {key!r} is {found!r}, which is no {kind.__name__}", "convert the model again")
     # Stored in float32: take the shortest decimal that float32 cannot tell from it (1e-05, not 9.99999974e-06).
     return float(str(np.float32(found))) if isinstance(found, float) else found
 
@@ -163,7 +165,7 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     """The scaling of rotary frequencies (yarn: https://arxiv.org/abs/2309.00071), None if there is none."""
     prefix = f"{file.metadata['general.architecture']}.rope.scaling."
     kind = file.metadata.get(prefix + "type", "linear")  # llama.cpp's own default, with a factor of 1
-    factor = _number(file, "rope.scaling.factor", _number(file, "rope.scale_linear", 0.0)) or 1.0
+    factor = _number(file, "rope.scaling.factor", _number(file, "rope.scale_linear", 0.0, float), float) or 1.0
     scaling: dict[str, Any] | None = None
     if kind == "linear" and factor != 1.0:
         scaling = {"rope_type": "linear", "factor": factor}
@@ -172,7 +174,7 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         for name in ("beta_fast", "beta_slow"):
             if f"{prefix}yarn_{name}" in file.metadata:
-                scaling[name] = _number(file, f"rope.scaling.yarn_{name}")
+                scaling[name] = _number(file, f"rope.scaling.yarn_{name}", kind=float)
         # Converters and versions of llama.cpp disagree on what these scale: better no answer than a wrong one.
         for name, neutral in (("attn_factor", 1), ("yarn_attn_factor", 1), ("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
             if file.metadata.get(prefix + name, neutral) != neutral:

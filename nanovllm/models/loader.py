@@ -159,7 +159,10 @@ def iter_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _safetensors_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise WeightError(f"{index} does not say which file holds which tensor ({e!r}); download it again") from e
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             raise WeightError(f"{index} names {', '.join(missing)}, not found in {path}; download the model again")
@@ -192,7 +195,7 @@ def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.T
         fused, shard = model.FUSED.get(leaf, (leaf, ""))
         module_name = f"{parent}.{fused}" if parent else fused
         module = modules.get(module_name)
-        if module is None or getattr(module, parameter, None) is None:
+        if module is None or module._parameters.get(parameter) is None or shard not in module.shards:
             raise WeightError(f"unexpected tensor {name!r}: this {model.config.architecture} has no such weight")
         expected = module.source_shape(parameter, shard)
         if tuple(tensor.shape) != expected:

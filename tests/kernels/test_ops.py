@@ -136,7 +136,7 @@ def test_rotary_embedding_is_that_of_transformers(dtype, device):
 
     positions, q, k, table = rotary_inputs(dtype, device)
     config = LlamaConfig(hidden_size=96, num_attention_heads=6, head_dim=16, max_position_embeddings=300)
-    cos, sin = LlamaRotaryEmbedding(config, device=device)(q, positions[None])
+    cos, sin = LlamaRotaryEmbedding(config).to(device)(q, positions[None])
     expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     for got, want in zip(NATIVE.rotary_embedding(positions, q, k, table), expected):
         torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=0, atol=TOLERANCE[dtype])

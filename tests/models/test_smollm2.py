@@ -26,12 +26,12 @@ def path():
 
 @pytest.fixture(scope="module")
 def prompts(path):
-    """23 prompts of 1 to 1,500 tokens: prefixes of one text, and others that share nothing with it."""
+    """20 prompts of 1 to 1,500 tokens: prefixes of one text, and others that share nothing with it."""
     from nanovllm.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     long = tokenizer.encode(TEXT * 20)
-    lengths = [1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 64, 100, 150, 255, 256, 400, 700, 1500]
+    lengths = [1, 2, 5, 8, 13, 16, 17, 31, 32, 64, 100, 150, 255, 256, 400, 700, 1500]
     assert len(long) > max(lengths)
     chat = [{"role": "user", "content": "Name three colours."}]
     template = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -77,7 +77,7 @@ def test_logits(path, reference, prompts, monkeypatch):
     seen = []
     sample = llm.engine.runner._sample
     monkeypatch.setattr(llm.engine.runner, "_sample", lambda step, batch, logits: seen.append(logits) or sample(step, batch, logits))
-    for prompt in (prompts[0], prompts[9], prompts[-3]):
+    for prompt in (prompts[0], prompts[8], prompts[-3]):
         llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
         with torch.inference_mode():
             want = reference(torch.tensor([prompt], device=DEVICE)).logits[0]
@@ -107,7 +107,7 @@ def test_greedy_equals_transformers(path, prompts, expected, kwargs):
 
 def test_greedy_one_at_a_time(path, prompts, expected):
     llm = engine(path, enable_prefix_caching=False)
-    for i in (0, 5, 13, 20, 21, 22):
+    for i in (0, 5, 13, 17, 18, 19):
         assert tokens(llm, [prompts[i]]) == [expected[i]]
 
 

@@ -43,19 +43,17 @@ def attention_decode(
         return _decode_one_by_one(q, k_cache, v_cache, block_table, context_lens.tolist(), scale)
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
-    num_blocks = -(-max_context_len // block_size)
-    length = num_blocks * block_size
-    positions = torch.arange(length, device=q.device)
+    positions = torch.arange(max_context_len, device=q.device)
     out = torch.empty_like(q)
-    rows = max(1, _PIECE_BYTES // (length * num_kv_heads * head_dim * q.element_size()))
+    rows = max(1, _PIECE_BYTES // (max_context_len * num_kv_heads * head_dim * q.element_size()))
     for start in range(0, num_seqs, rows):
         piece = slice(start, start + rows)
-        blocks = block_table[piece, :num_blocks]
-        valid = positions < context_lens[piece, None]  # [rows, length]
-        dead = ~valid[:, None, :, None]
-        # [rows, num_kv_heads, length, head_dim]; dead slots are zeroed because 0 * NaN would be NaN.
-        k = k_cache[blocks].flatten(1, 2).transpose(1, 2).masked_fill(dead, 0)
-        v = v_cache[blocks].flatten(1, 2).transpose(1, 2).masked_fill(dead, 0)
+        valid = positions < context_lens[piece, None]  # [rows, max_context_len]
+        slots = block_table[piece][:, positions // block_size].long() * block_size + positions % block_size
+        # Masked scores do not keep a NaN out (0 * NaN is NaN), so dead positions read the sequence's first token instead.
+        slots = torch.where(valid, slots, slots[:, :1])
+        # [rows, num_kv_heads, max_context_len, head_dim]
+        k, v = (cache.flatten(0, 1)[slots].transpose(1, 2) for cache in (k_cache, v_cache))
         # The query heads that share a KV head are treated as that head's query tokens: K and V are not repeated.
         grouped = q[piece].reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=valid[:, None, None, :], scale=scale)

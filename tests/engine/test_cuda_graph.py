@@ -1,0 +1,40 @@
+"""Decode buckets on any machine; captured against eager steps on a GPU."""
+
+import random
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.cuda_graph import DecodeBuckets, batch_buckets, context_buckets
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 9, 16, 17, 100, 256, 511, 512, 513, 1000])
+def test_every_batch_size_has_a_bucket(max_num_seqs):
+    sizes = batch_buckets(max_num_seqs)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
+    buckets = DecodeBuckets(max_num_seqs, 4096)
+    for n in range(1, max_num_seqs + 1):
+        rows, _ = buckets.fit(n, 1)
+        assert n <= rows <= max(n + 31, n * 9 // 8 + 8)
+
+
+@pytest.mark.parametrize("max_model_len", [1, 100, 512, 513, 4096, 5000])
+def test_every_context_length_has_a_bucket(max_model_len):
+    lengths = context_buckets(max_model_len)
+    assert lengths == sorted(set(lengths)) and lengths[-1] == max_model_len
+    buckets = DecodeBuckets(4, max_model_len)
+    for length in range(1, max_model_len + 1):
+        assert length <= buckets.fit(1, length)[1] <= max(512, 2 * length)
+
+
+@pytest.mark.gpu
+def test_captured_steps_equal_eager_ones():
+    """All batch sizes from 40 sequences down to one, in bfloat16, as sequences of many lengths end."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(151936) for _ in range(rng.randint(1, 600))] for _ in range(40)]
+    params = [SamplingParams(temperature=t, ignore_eos=True, max_tokens=rng.randint(1, 80), seed=i) for i, t in enumerate([0, 0.8] * 20)]
+    outputs = []
+    for enforce_eager in (False, True):
+        llm = LLM("qwen3-0.6b", load_format="dummy", enforce_eager=enforce_eager, max_num_seqs=40, max_model_len=1024, num_kvcache_blocks=200)
+        outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,105 @@
+"""Rotary frequencies of every scaling against transformers', and the table of angles."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.kernels import resolve_kernels
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+SCALINGS = {
+    "default": dict(rope_type="default"),
+    "linear": dict(rope_type="linear", factor=2.5),
+    "llama3": LLAMA3,
+    "llama3-32": LLAMA3 | dict(factor=32.0),
+    "llama3-short": LLAMA3 | dict(original_max_position_embeddings=64, high_freq_factor=2.0),
+    "yarn": YARN,
+    "yarn-betas": YARN | dict(beta_fast=16, beta_slow=2, original_max_position_embeddings=512),
+    "yarn-not-truncated": YARN | dict(truncate=False),
+    "yarn-attention-factor": YARN | dict(attention_factor=0.7),
+    "yarn-mscale": YARN | dict(mscale=0.8, mscale_all_dim=1.2),
+    "yarn-below-one": YARN | dict(factor=1.0),
+    "yarn-original-length-unsaid": dict(rope_type="yarn", factor=2.0),
+}
+
+
+def configurations(scaling, theta, head_dim):
+    """transformers' configuration, and config.json in the form of transformers 5 and of transformers 4."""
+    theirs = LlamaConfig(
+        hidden_size=8 * head_dim, num_attention_heads=8, head_dim=head_dim, num_hidden_layers=1, max_position_embeddings=4096,
+        rope_parameters=dict(scaling, rope_theta=theta),
+    )  # fmt: skip
+    common = theirs.to_dict() | dict(architectures=["LlamaForCausalLM"])
+    common.pop("rope_parameters")
+    new = common | dict(rope_parameters=dict(scaling, rope_theta=theta))
+    old = common | dict(rope_theta=theta, rope_scaling=None if scaling["rope_type"] == "default" else dict(scaling))
+    return theirs, ModelConfig.from_dict(new), ModelConfig.from_dict(old)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("theta, head_dim", [(10000.0, 64), (500000.0, 128), (1e6, 80)])
+def test_frequencies_are_those_of_transformers(scaling, theta, head_dim):
+    theirs, *ours = configurations(SCALINGS[scaling], theta, head_dim)
+    kind = SCALINGS[scaling]["rope_type"]
+    init = LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    expected, expected_factor = init(theirs, device=torch.device("cpu"))
+    for config in ours:
+        assert config.rope.scaling_type == kind and config.rope.theta == theta
+        inv_freq, factor = inverse_frequencies(config.rope, head_dim)
+        assert inv_freq.dtype == torch.float32 and inv_freq.shape == (head_dim // 2,)
+        torch.testing.assert_close(inv_freq, expected, rtol=1e-6, atol=0)
+        assert factor == pytest.approx(expected_factor, rel=1e-9)
+
+
+def test_the_scalings_differ():
+    """So that the comparison above cannot pass by ignoring them."""
+    results = set()
+    for scaling in SCALINGS.values():
+        inv_freq, factor = inverse_frequencies(configurations(scaling, 10000.0, 64)[1].rope, 64)
+        results.add((tuple(inv_freq.tolist()), factor))
+    assert len(results) == len(SCALINGS)
+
+
+def test_old_name_of_the_type():
+    config = ModelConfig.from_dict(
+        configurations(SCALINGS["default"], 10000.0, 64)[1].raw
+        | dict(rope_parameters=None, rope_theta=10000.0, rope_scaling={"type": "linear", "factor": 3.0})
+    )
+    assert config.rope == RopeConfig(10000.0, "linear", (("factor", 3.0),))
+
+
+def test_divisors_of_a_gguf_file():
+    factors = (1.0, 2.0, 4.0, 8.0)
+    plain, _ = inverse_frequencies(RopeConfig(10000.0), 8)
+    scaled, factor = inverse_frequencies(RopeConfig(10000.0, "freq_factors", (("factors", factors),)), 8)
+    assert torch.equal(scaled, plain / torch.tensor(factors)) and factor == 1.0
+
+
+@pytest.mark.parametrize("scaling", ["default", "llama3", "yarn"])
+def test_the_table_is_cosines_then_sines_of_every_position(scaling):
+    _, config, _ = configurations(SCALINGS[scaling], 10000.0, 32)
+    rotary = RotaryEmbedding(config.rope, 32, 500, resolve_kernels(False))
+    table = rotary.cos_sin_cache
+    assert table.shape == (500, 32) and table.dtype == torch.float32 and not rotary.state_dict()
+    inv_freq, factor = inverse_frequencies(config.rope, 32)
+    for position in (0, 1, 17, 499):
+        angles = [position * f for f in inv_freq.double().tolist()]
+        expected = [math.cos(a) * factor for a in angles] + [math.sin(a) * factor for a in angles]
+        assert table[position].tolist() == pytest.approx(expected, abs=5e-5)
+
+
+def test_the_table_is_float32_whatever_the_default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        table = RotaryEmbedding(RopeConfig(10000.0), 16, 100, resolve_kernels(False)).cos_sin_cache
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(table, RotaryEmbedding(RopeConfig(10000.0), 16, 100, resolve_kernels(False)).cos_sin_cache)

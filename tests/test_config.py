@@ -1,0 +1,160 @@
+"""Configuration: what is accepted, what is refused and how that is said."""
+
+import dataclasses
+import json
+
+import pytest
+
+from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
+
+QWEN3 = dict(
+    architectures=["Qwen3ForCausalLM"], vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
+LLAMA = QWEN3 | dict(architectures=["LlamaForCausalLM"])
+
+
+# ------------------------------------------------------------------------------------------------ the engine's
+
+
+def test_arguments_of_nano_vllm_are_taken():
+    config = EngineConfig(
+        "some/model", enforce_eager=True, tensor_parallel_size=1, max_model_len=4096, max_num_seqs=256,
+        max_num_batched_tokens=16384, gpu_memory_utilization=0.9, kvcache_block_size=256, num_kvcache_blocks=-1,
+    )  # fmt: skip
+    assert config.model == "some/model" and config.num_kvcache_blocks is None
+
+
+def test_is_never_mutated():
+    config = EngineConfig("m")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (dict(model=""), "model=''"),
+        (dict(load_format="pickle"), "load_format='pickle': must be one of auto, safetensors, gguf, dummy"),
+        (dict(dtype="int8"), "dtype='int8': must be one of auto, float32, float16, bfloat16"),
+        (dict(max_model_len=0), "max_model_len=0: must be a positive integer"),
+        (dict(max_model_len=True), "max_model_len=True"),
+        (dict(max_num_seqs=2.0), "max_num_seqs=2.0"),
+        (dict(max_num_seqs=-1), "max_num_seqs=-1"),
+        (dict(max_num_batched_tokens=0), "max_num_batched_tokens=0"),
+        (dict(num_kvcache_blocks=0), "num_kvcache_blocks=0"),
+        (dict(num_kvcache_blocks=-2), "num_kvcache_blocks=-2"),
+        (dict(gpu_memory_utilization=0), "gpu_memory_utilization=0: must be above 0 and at most 1"),
+        (dict(gpu_memory_utilization=90), "gpu_memory_utilization=90"),
+        (dict(kvcache_block_size=8), "kvcache_block_size=8: must be a power of two from 16 to 1024"),
+        (dict(kvcache_block_size=100), "kvcache_block_size=100"),
+        (dict(kvcache_block_size=2048), "kvcache_block_size=2048"),
+        (dict(tensor_parallel_size=2), "tensor_parallel_size=2: only 1 is supported for now; run one engine per GPU"),
+        (dict(tensor_parallel_size=0), "tensor_parallel_size=0"),
+        (dict(seed=-1), "seed=-1"),
+        (dict(seed=2**63), f"seed={2**63}"),
+        (dict(seed="1"), "seed='1'"),
+    ],
+)
+def test_bad_values_are_named_with_what_is_allowed(arguments, said):
+    with pytest.raises(ValueError) as error:
+        EngineConfig(**dict(model="m") | arguments)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "unknown, nearest",
+    [
+        ("max_model_length", "max_model_len"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("kv_cache_block_size", "kvcache_block_size"),
+        ("Tensor_Parallel_Size", "tensor_parallel_size"),
+        ("use_custom_kernel", "use_custom_kernels"),
+    ],
+)
+def test_unknown_arguments_name_the_nearest(unknown, nearest):
+    with pytest.raises(TypeError) as error:
+        EngineConfig("m", **{unknown: 1})
+    assert repr(unknown) in str(error.value) and f"did you mean {nearest!r}?" in str(error.value)
+
+
+def test_unknown_arguments_far_from_all_list_the_known():
+    with pytest.raises(TypeError, match="'zzz'; known are model, tokenizer, "):
+        EngineConfig("m", zzz=1)
+
+
+# ------------------------------------------------------------------------------------------------ the model's
+
+
+def test_fields_of_a_config():
+    config = ModelConfig.from_dict(
+        QWEN3 | dict(
+            head_dim=24, rms_norm_eps=1e-5, max_position_embeddings=777, rope_parameters=dict(rope_type="default", rope_theta=1e6),
+            tie_word_embeddings=True, attention_bias=True, eos_token_id=[7, 8], dtype="bfloat16", use_custom_kernels=False, more=1,
+        )
+    )  # fmt: skip
+    assert (config.architecture, config.vocab_size, config.hidden_size) == ("Qwen3ForCausalLM", 100, 64)
+    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim, config.num_queries_per_kv) == (4, 2, 24, 2)
+    assert (config.rms_norm_eps, config.max_position_embeddings, config.rope) == (1e-5, 777, RopeConfig(1e6))
+    assert config.tie_word_embeddings and config.attention_bias and not config.mlp_bias
+    assert (config.eos_token_ids, config.dtype, config.use_custom_kernels) == ((7, 8), "bfloat16", False)
+    assert config.raw["more"] == 1
+
+
+@pytest.mark.parametrize("entries, architecture", [(QWEN3, "Qwen3Config"), (LLAMA, "LlamaConfig")])
+def test_missing_entries_take_the_defaults_of_transformers(entries, architecture):
+    import transformers
+
+    given = {k: v for k, v in entries.items() if k != "architectures"}
+    theirs = getattr(transformers, architecture)(**given)
+    ours = ModelConfig.from_dict(entries)
+    for name in ("head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"] and ours.rope.scaling_type == "default"
+
+
+@pytest.mark.parametrize("eos, expected", [(None, ()), (0, (0,)), (2, (2,)), ([1, 2], (1, 2))])
+def test_end_tokens(eos, expected):
+    assert ModelConfig.from_dict(LLAMA | dict(eos_token_id=eos)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "entry, expected",
+    [(dict(torch_dtype="float16"), "float16"), (dict(dtype="torch.bfloat16"), "bfloat16"), (dict(dtype=None), None), ({}, None)],
+)
+def test_dtype(entry, expected):
+    assert ModelConfig.from_dict(LLAMA | entry).dtype == expected
+
+
+def test_multi_head_attention_where_key_value_heads_are_unsaid():
+    assert ModelConfig.from_dict(LLAMA | dict(num_key_value_heads=None)).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "entries, said",
+    [
+        (dict(hidden_size=None), "no 'hidden_size'"),
+        (dict(vocab_size=None), "no 'vocab_size'"),
+        (dict(architectures=None), "architectures=[]"),
+        (dict(architectures=["A", "B"]), "exactly one is expected"),
+        (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; only 'silu' is"),
+        (dict(use_sliding_window=True), "use_sliding_window=true is not supported"),
+        (dict(dtype="int4"), "dtype='int4' is not supported"),
+        (dict(rope_scaling=dict(rope_type="longrope")), "rope_type='longrope' is not supported; supported are default, linear"),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type='dynamic' is not supported"),
+    ],
+)
+def test_unsupported_models_say_what_is_wrong(entries, said):
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(LLAMA | entries)
+    assert said in str(error.value)
+
+
+def test_a_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_file(path) == ModelConfig.from_dict(LLAMA)
+    path.write_text(json.dumps(LLAMA)[:50])
+    with pytest.raises(ValueError, match="config.json is not valid JSON.*download the model again"):
+        ModelConfig.from_file(path)

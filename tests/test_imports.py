@@ -1,0 +1,131 @@
+"""Who may import whom, as docs and design have it; read from the source, so that imports inside functions count too."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
+# These know nothing of ours but each other's plain helpers; everybody may import them.
+LEAVES = {"config", "arguments", "sampling_params", "outputs"}
+ALLOWED = {
+    "kernels": set(),
+    "layers": {"kernels"},
+    "models": {"kernels", "layers"},
+    "engine": {"kernels", "layers", "models"},
+    "llm": {"engine"},
+    "server": {"engine", "llm"},
+    "perf": {"kernels"},
+    "cli": {"engine", "llm", "models", "server", "perf", "kernels"},
+    "__main__": {"cli"},
+    "__init__": {"llm"},
+}
+# A second or more to import, and not needed by whoever serves token ids or only asks for help.
+HEAVY = {"transformers", "rich", "tokenizers", "huggingface_hub", "gguf"}
+WITHOUT_TORCH = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.detokenizer"}
+
+
+def module_name(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def imports(name):
+    """(imported module, whether it is at the top level) for every import of a module; those of TYPE_CHECKING do not count."""
+    path = MODULES[name]
+    package = ["nanovllm", *path.relative_to(PACKAGE).parts[:-1]]
+
+    def walk(node, top):
+        for child in ast.iter_child_nodes(node):
+            if is_type_checking(child):
+                continue
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else []
+                module = ".".join([*base, *([child.module] if child.module else [])])
+                # `from package import module` imports the module; `from module import name` the module that has the name.
+                for alias in child.names:
+                    full = f"{module}.{alias.name}"
+                    yield (full if full.removeprefix("nanovllm.") in MODULES else module), top
+            yield from walk(child, top and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+    return list(walk(ast.parse(path.read_text()), True))
+
+
+def part(name):
+    """The part of the package that a module belongs to: "engine" for nanovllm.engine.batch, "llm" for nanovllm.llm."""
+    return name.removeprefix("nanovllm").lstrip(".").split(".")[0] or "__init__"
+
+
+def ours(name):
+    return [imported for imported, _ in imports(name) if imported.split(".")[0] == "nanovllm"]
+
+
+def test_the_modules_are_found():
+    assert set(MODULES) >= {"llm", "config", "engine", "engine.scheduler", "models.qwen3", "kernels.ops.norm", "__main__"}
+    assert "nanovllm.kernels.registry" in ours("kernels.ops.norm") and ("torch", True) in imports("engine.batch")
+    assert ("nanovllm.outputs", False) in [i for m in MODULES for i in imports(m)]  # imports in functions are seen
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_who_imports_whom(name):
+    own = part(name)
+    if own in LEAVES:
+        allowed = LEAVES
+    else:
+        assert own in ALLOWED, f"{own} is new: say here and in the design what it may import"
+        allowed = LEAVES | ALLOWED[own] | {own}
+        if own in ("cli", "__main__"):
+            allowed = allowed | {"__init__"}  # LLM and the version
+    for imported in ours(name):
+        assert part(imported) in allowed, f"nanovllm.{name} imports {imported}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_slow_packages_are_imported_where_they_are_used(name):
+    heavy = [imported for imported, top in imports(name) if top and imported.split(".")[0] in HEAVY]
+    assert not heavy, f"nanovllm.{name} imports {heavy} at its top"
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_TORCH))
+def test_no_torch_in_what_decides(name):
+    seen, todo = set(), [name]
+    while todo:
+        module = todo.pop()
+        if module in seen or module not in MODULES:
+            continue
+        seen.add(module)
+        assert "torch" not in {imported.split(".")[0] for imported, _ in imports(module)}, f"nanovllm.{module} imports torch"
+        todo += [imported.removeprefix("nanovllm").lstrip(".") or "__init__" for imported in ours(module)]
+
+
+@pytest.mark.parametrize(
+    "statement, absent",
+    [
+        ("import nanovllm", ["torch", "transformers", "rich", "typer"]),
+        ("import nanovllm.engine.scheduler", ["torch", "transformers"]),
+        ("from nanovllm import SamplingParams", ["torch", "transformers"]),
+        ("from nanovllm import LLM", ["transformers", "rich", "typer"]),
+    ],
+)
+def test_what_an_import_brings_along(statement, absent):
+    code = f"import sys; {statement}; print([m for m in {absent} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_pickle_anywhere():
+    for name in MODULES:
+        names = {imported.split(".")[0] for imported, _ in imports(name)}
+        assert not names & {"pickle", "dill", "joblib", "shelve"}, name
+        assert "torch.load" not in MODULES[name].read_text(), name

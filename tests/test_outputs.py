@@ -1,0 +1,49 @@
+"""Outputs: vLLM's attributes and nano-vLLM's keys are the same values."""
+
+import dataclasses
+
+import pytest
+
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+
+LOGPROBS = [{7: Logprob(-0.1, 1)}, {8: Logprob(-0.2, 1)}]
+OUTPUT = RequestOutput(
+    request_id=3,
+    prompt="Hi",
+    prompt_token_ids=[1, 2],
+    outputs=[CompletionOutput(0, " there", [7, 8], "stop", "x", LOGPROBS), CompletionOutput(1, " you", [9], "length")],
+    finished=True,
+)
+
+
+def test_keys_are_the_first_completion_and_the_request():
+    assert OUTPUT["text"] == OUTPUT.outputs[0].text == " there"
+    assert OUTPUT["token_ids"] == OUTPUT.outputs[0].token_ids == [7, 8]
+    assert OUTPUT["finish_reason"] == "stop" and OUTPUT["stop_reason"] == "x" and OUTPUT["logprobs"] is LOGPROBS
+    assert OUTPUT["prompt_token_ids"] is OUTPUT.prompt_token_ids and OUTPUT["prompt"] == "Hi" and OUTPUT["request_id"] == 3
+    assert OUTPUT["outputs"][1].text == " you" and OUTPUT["finished"] is True
+
+
+def test_an_output_is_a_mapping():
+    mapping = dict(**OUTPUT)
+    assert mapping["text"] == " there" and mapping["metrics"] == RequestMetrics()
+    names = {f.name for cls in (CompletionOutput, RequestOutput) for f in dataclasses.fields(cls)}
+    assert set(mapping) == set(OUTPUT.keys()) == names
+
+
+def test_an_unknown_key_lists_the_known():
+    with pytest.raises(KeyError, match="'txt'.*text"):
+        OUTPUT["txt"]
+
+
+def test_request_and_completion_have_no_name_in_common():
+    """Otherwise a key would be ambiguous."""
+    request, completion = ({f.name for f in dataclasses.fields(c)} for c in (RequestOutput, CompletionOutput))
+    assert not request & completion
+
+
+def test_defaults():
+    output = RequestOutput(0, None, [1], [CompletionOutput(0, "", [])], False)
+    assert output.prompt_logprobs is None and output["finish_reason"] is None
+    assert output.metrics.time_to_first_token is None and output.metrics.num_cached_tokens == 0
+    assert output.metrics is not RequestOutput(0, None, [1], [], False).metrics
