@@ -1,7 +1,7 @@
 """Generate text: three chat prompts, or one of yours.
 
-    python example.py                                   # the embedded SmolLM2-135M-Instruct, on a GPU or a CPU
-    python example.py --model ~/models/Qwen3-0.6B --prompt "Why is the sky blue?" --max-tokens 200
+python example.py                                   # the embedded SmolLM2-135M-Instruct, on a GPU or a CPU
+python example.py --model ~/models/Qwen3-0.6B --prompt "Why is the sky blue?" --max-tokens 200
 """
 
 import argparse
@@ -13,16 +13,18 @@ from nanovllm import LLM, SamplingParams
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
     "Explain in two sentences what a GPU does.",
-    "Write a short poem about the sea.",
+    "Give three tips for a good night's sleep.",
 ]
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a Hugging Face directory, a hub id or a .gguf file (default: the embedded SmolLM2)")
+    parser.add_argument(
+        "--model", help="a Hugging Face directory, a hub id or a .gguf file (default: the embedded SmolLM2)"
+    )
     parser.add_argument("--prompt", action="append", help="may be given several times (default: three of ours)")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.6, help="0 for always the most likely token")
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for always the most likely token")
     parser.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
     return parser.parse_args()
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="A small, fast LLM inference engine whose kernels you can swap.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="A small, fast LLM inference engine whose kernels you can swap.",
+)
 
 _Model = Annotated[
-    Optional[str],
-    typer.Option(help="A Hugging Face directory, a hub id or a .gguf file; by default the embedded SmolLM2-135M-Instruct."),
+    str | None,
+    typer.Option(
+        help="A Hugging Face directory, a hub id or a .gguf file; by default the embedded SmolLM2-135M-Instruct."
+    ),
 ]
 
 
@@ -24,7 +31,9 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -32,12 +41,16 @@ def _root(
 @app.command()
 def chat(
     model: _Model = None,
-    system: Annotated[Optional[str], typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     temperature: Annotated[float, typer.Option(help="0 for always the most likely token.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling: keep the likeliest tokens up to this probability.")] = 0.95,
+    top_p: Annotated[
+        float, typer.Option(help="Nucleus sampling: keep the likeliest tokens up to this probability.")
+    ] = 0.95,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
-    seed: Annotated[Optional[int], typer.Option(help="Makes the answers repeatable.")] = None,
-    use_custom_kernels: Annotated[Optional[bool], typer.Option(help="Custom kernels on or off; by default as the model says.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the answers repeatable.")] = None,
+    use_custom_kernels: Annotated[
+        bool | None, typer.Option(help="Custom kernels on or off; by default as the model says.")
+    ] = None,
 ) -> None:
     """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
     from nanovllm import LLM, SamplingParams
@@ -75,8 +88,10 @@ def generate(
     model: _Model = None,
     temperature: Annotated[float, typer.Option(help="0 for always the most likely token.")] = 0.6,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 128,
-    seed: Annotated[Optional[int], typer.Option(help="Makes the completions repeatable.")] = None,
-    use_custom_kernels: Annotated[Optional[bool], typer.Option(help="Custom kernels on or off; by default as the model says.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the completions repeatable.")] = None,
+    use_custom_kernels: Annotated[
+        bool | None, typer.Option(help="Custom kernels on or off; by default as the model says.")
+    ] = None,
 ) -> None:
     """Complete prompts as they stand, without a chat template."""
     from nanovllm import LLM, SamplingParams

@@ -6,9 +6,10 @@ Both are frozen: everything downstream may keep a reference and rely on it never
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from nanovllm.arguments import rejects_unknown
 
@@ -84,13 +85,27 @@ class EngineConfig:
             if value == -1 and name == "num_kvcache_blocks":
                 object.__setattr__(self, name, None)
                 continue
-            need(value is None or positive_int(value), name, "must be a positive integer, or None to decide from the device")
+            need(
+                value is None or positive_int(value),
+                name,
+                "must be a positive integer, or None to decide from the device",
+            )
         need(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "must be above 0 and at most 1")
         block = self.kvcache_block_size
-        need(16 <= block <= 1024 and block & (block - 1) == 0, "kvcache_block_size", "must be a power of two from 16 to 1024")
-        need(self.tensor_parallel_size == 1, "tensor_parallel_size", "only 1 is supported for now; run one engine per GPU instead")
         need(
-            self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63), "seed", "must be an integer in [0, 2**63)"
+            16 <= block <= 1024 and block & (block - 1) == 0,
+            "kvcache_block_size",
+            "must be a power of two from 16 to 1024",
+        )
+        need(
+            self.tensor_parallel_size == 1,
+            "tensor_parallel_size",
+            "only 1 is supported for now; run one engine per GPU instead",
+        )
+        need(
+            self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
+            "seed",
+            "must be an integer in [0, 2**63)",
         )
 
 
@@ -136,14 +151,14 @@ class ModelConfig:
         return self.num_attention_heads // self.num_kv_heads
 
     @classmethod
-    def from_file(cls, path: str | Path) -> "ModelConfig":
+    def from_file(cls, path: str | Path) -> ModelConfig:
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except json.JSONDecodeError as e:
             raise ValueError(f"{path} is not valid JSON ({e}); download the model again") from e
 
     @classmethod
-    def from_dict(cls, c: Mapping[str, Any]) -> "ModelConfig":
+    def from_dict(cls, c: Mapping[str, Any]) -> ModelConfig:
         """Parse a config.json; missing entries take the architecture's defaults in transformers.
 
         Raises:
@@ -154,7 +169,9 @@ class ModelConfig:
             value = c.get(name)
             value = default if value is None else value
             if value is None:
-                raise ValueError(f"config.json has no {name!r}; is it the configuration of a decoder-only language model?")
+                raise ValueError(
+                    f"config.json has no {name!r}; is it the configuration of a decoder-only language model?"
+                )
             return value
 
         architectures = c.get("architectures") or []
@@ -164,12 +181,16 @@ class ModelConfig:
         heads = get("num_attention_heads")
         kv_heads = get("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise ValueError(f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+            raise ValueError(
+                f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+            )
         hidden_act = c.get("hidden_act", "silu")
         if hidden_act != "silu":
             raise ValueError(f"config.json: hidden_act={hidden_act!r} is not supported; only 'silu' is")
         if c.get("use_sliding_window"):
-            raise ValueError("config.json: use_sliding_window=true is not supported; set it to false for full attention")
+            raise ValueError(
+                "config.json: use_sliding_window=true is not supported; set it to false for full attention"
+            )
         eos = c.get("eos_token_id")
         return cls(
             architecture=architectures[0],
@@ -210,7 +231,9 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if kind not in RopeConfig.SUPPORTED:
-        raise ValueError(f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(RopeConfig.SUPPORTED)}")
+        raise ValueError(
+            f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(RopeConfig.SUPPORTED)}"
+        )
     if kind in ("yarn",) and "original_max_position_embeddings" not in scaling:
         scaling["original_max_position_embeddings"] = c.get("max_position_embeddings")
     return RopeConfig(

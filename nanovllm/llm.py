@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
@@ -70,9 +71,13 @@ class LLM:
             ValueError, TypeError: a prompt or parameter that cannot be served; then none of them was started.
         """
         prompts = _as_list(prompts)
-        params = list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
+        params = (
+            list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
+        )
         if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling_params; pass one for all, or one for each")
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(params)} sampling_params; pass one for all, or one for each"
+            )
         requests = [self.engine.make_request(prompt, p) for prompt, p in zip(prompts, params)]
         return self._run(requests, use_tqdm)
 
@@ -98,7 +103,9 @@ class LLM:
         tokenizer = self.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("this model has no chat template; use generate with a plain prompt")
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs)
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
+        )
         # The template writes the special tokens itself.
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
@@ -109,13 +116,15 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer, and this engine has none; use generate")
-        if sampling_params is not None and sampling_params.n != 1:
-            raise ValueError(f"n={sampling_params.n}: a stream has one completion; use generate for more")
-        return self._stream(self.engine.add_request(prompt, sampling_params, incremental=True))
+        request = self.engine.make_request(prompt, sampling_params, incremental=True)
+        if request.params.n != 1:
+            raise ValueError(f"n={request.params.n}: a stream has one completion; use generate for more")
+        return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[str]:
         shown = 0
         try:
+            self.engine.queue(request)  # here, since an iterator that is never started cannot clean up
             while True:
                 finished = request.finished
                 text = request.completions[0].settled_text
@@ -159,15 +168,21 @@ class _Progress:
     """A progress bar over requests, with prompt and output tokens a second."""
 
     def __init__(self, requests: list[Request]) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._requests = requests
         self._bar = Progress(
-            TextColumn("Generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}")
+            TextColumn("Generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}"),
+            console=Console(stderr=True),
         )
         self._task = self._bar.add_task("", total=len(requests), rate="")
 
-    def __enter__(self) -> "_Progress":
+    def __enter__(self) -> _Progress:
         self._bar.start()
         return self
 

@@ -103,7 +103,9 @@ class SamplingParams:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # only here, from __post_init__: the record is frozen afterwards
 
-    def _int(self, name: str, low: int, high: int | None = None, *, remedy: str = "", none_is: str | None = None) -> None:
+    def _int(
+        self, name: str, low: int, high: int | None = None, *, remedy: str = "", none_is: str | None = None
+    ) -> None:
         value = getattr(self, name)
         if value is None and none_is is not None:
             return
@@ -126,7 +128,9 @@ class SamplingParams:
         if not math.isfinite(number):
             self._fail(name, f"must be finite{remedy}")
         if number < low or number > high or (above and number == low):
-            bounds = f"must be {'above' if above else 'at least'} {low}" + (f" and at most {high}" if high < math.inf else "")
+            bounds = f"must be {'above' if above else 'at least'} {low}" + (
+                f" and at most {high}" if high < math.inf else ""
+            )
             self._fail(name, bounds + remedy)
         self._set(name, number)
 

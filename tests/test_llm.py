@@ -53,7 +53,6 @@ def llm(shared):
 
 
 def assert_clean(llm):
-    gc.collect()
     engine = llm.engine
     assert not engine.scheduler.has_unfinished and not engine._completions
     while engine.has_unfinished:  # a token too many may still be in flight
@@ -155,8 +154,9 @@ def test_more_completions_than_sequences_that_run(llm):
 # ------------------------------------------------------------------------------------------------ how it ends
 
 
-def prompt_with_varied_text(reference):
-    """A prompt whose greedy text has at least eight tokens that are whole characters in a row, and that text's tokens."""
+@pytest.fixture(scope="module")
+def varied(reference):
+    """A prompt, its greedy tokens, of which the first twelve differ and are whole characters, and their text."""
     for i in range(200):
         prompt = f"try {i}"
         token_ids, text = greedy_text(reference, prompt)
@@ -167,8 +167,8 @@ def prompt_with_varied_text(reference):
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("tokens", [(4, 5), (3, 6), (0, 1), (5, 8)])
-def test_stop_strings(llm, reference, tokens, include):
-    prompt, token_ids, text = prompt_with_varied_text(reference)
+def test_stop_strings(llm, varied, tokens, include):
+    prompt, token_ids, text = varied
     start, end = (len(TOKENIZER.decode(token_ids[:n], skip_special_tokens=True)) for n in tokens)
     # From the middle of a token, where it has one, to the middle of another.
     stop = text[start + (tokens[1] - tokens[0] > 1) : end]
@@ -186,8 +186,8 @@ def test_stop_strings(llm, reference, tokens, include):
     assert "".join(llm.stream(prompt, params)) == out["text"]
 
 
-def test_a_stop_string_completed_by_the_last_token_is_a_stop(llm, reference):
-    prompt, token_ids, text = prompt_with_varied_text(reference)
+def test_a_stop_string_completed_by_the_last_token_is_a_stop(llm, varied):
+    prompt, token_ids, text = varied
     upto = [TOKENIZER.decode(token_ids[:n], skip_special_tokens=True) for n in (5, 6)]
     stop = upto[1][len(upto[0]) :]
     assert text.index(stop) == len(upto[0])
@@ -197,8 +197,8 @@ def test_a_stop_string_completed_by_the_last_token_is_a_stop(llm, reference):
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stop", [None, "never said"])
-def test_stop_token_ids(llm, reference, stop, include):
-    prompt, token_ids, _ = prompt_with_varied_text(reference)
+def test_stop_token_ids(llm, varied, stop, include):
+    prompt, token_ids, _ = varied
     params = SamplingParams(
         temperature=0, max_tokens=24, stop_token_ids=[token_ids[7], 3], include_stop_str_in_output=include, stop=stop
     )
@@ -210,8 +210,8 @@ def test_stop_token_ids(llm, reference, stop, include):
 
 
 @pytest.mark.parametrize("source", ["config.json", "generation_config.json", "several"])
-def test_end_tokens_of_the_model(tmp_path, reference, source):
-    prompt, token_ids, _ = prompt_with_varied_text(reference)
+def test_end_tokens_of_the_model(tmp_path, varied, source):
+    prompt, token_ids, _ = varied
     end = token_ids[5]
     tiny.save_with_tokenizer(tmp_path, "llama", seed=3)
     path = tmp_path / ("config.json" if source == "several" else source)
@@ -234,19 +234,29 @@ def test_the_longest_sequence(llm, reference, length):
     assert out["finish_reason"] == "length" and out["token_ids"] == tiny.greedy(reference, prompt, MAX_LEN - length)
 
 
-def test_special_tokens_in_the_text(llm):
-    special = TOKENIZER.convert_tokens_to_ids("<|user|>")
-    completion = SamplingParams(temperature=0, max_tokens=3, stop_token_ids=[special], skip_special_tokens=False)
-    assert completion.skip_special_tokens is False
-    text = {}
-    for skip in (True, False):
-        for seed in range(300):
-            params = SamplingParams(temperature=5.0, seed=seed, max_tokens=60, ignore_eos=True, skip_special_tokens=skip)
-            (out,) = llm.generate("x", params, use_tqdm=False)
-            if special in out["token_ids"]:
-                text[skip] = out["text"]
-                break
-    assert "<|user|>" not in text[True] and "<|user|>" in text[False]
+def test_special_tokens_in_the_text(llm, monkeypatch):
+    say(llm, monkeypatch, "a<|user|>b<|end|>c")
+    params = dict(max_tokens=5, ignore_eos=True)
+    assert llm.generate("x", SamplingParams(**params), use_tqdm=False)[0]["text"] == "abc"
+    say(llm, monkeypatch, "a<|user|>b<|end|>c")
+    out = llm.generate("x", SamplingParams(**params, skip_special_tokens=False), use_tqdm=False)[0]
+    assert out["text"] == "a<|user|>b<|end|>c"
+
+
+def say(llm, monkeypatch, text):
+    """Let the model say `text`, and zeros after it, to a single request; returns its tokens."""
+    token_ids = TOKENIZER.encode(text)
+    rest = iter(token_ids)
+    execute = type(llm.engine.runner).execute
+
+    def scripted(step):
+        result = execute(llm.engine.runner, step)
+        said = [next(rest, 0) for part in step.parts if part.samples]
+        result.token_ids = lambda: said
+        return result
+
+    monkeypatch.setattr(llm.engine.runner, "execute", scripted)
+    return token_ids
 
 
 # ------------------------------------------------------------------------------------------------ chat
@@ -287,26 +297,12 @@ def test_a_stream_is_the_text_in_whole_characters(llm, seed):
     assert "".join(pieces) == out["text"] and len(pieces) > 10 and all(pieces)
 
 
-def test_real_characters_are_never_cut(llm, monkeypatch):
-    """A model that says what we want: characters of up to four tokens."""
+def test_characters_are_never_cut(llm, monkeypatch):
     text = "naïve 日本 🤦 ok"
-    token_ids = TOKENIZER.encode(text)
-    banned = [t for t in token_ids if t == TOKENIZER.eos_token_id]
-    assert not banned and len(token_ids) > len(text)
-    said = iter(token_ids)
-    result = type(llm.engine.runner.execute.__self__)  # noqa: F841
-    execute = llm.engine.runner.execute
-
-    def scripted(step):
-        done = execute(step)
-        n = sum(p.samples for p in step.parts)
-        values = [next(said, 0) for _ in range(n)]
-        done.token_ids = lambda: values
-        return done
-
-    monkeypatch.setattr(llm.engine.runner, "execute", scripted)
+    token_ids = say(llm, monkeypatch, text)
+    assert len(token_ids) > len(text)
     pieces = list(llm.stream("x", SamplingParams(max_tokens=len(token_ids), ignore_eos=True)))
-    assert "".join(pieces) == text and not any("\ufffd" in p for p in pieces)
+    assert "".join(pieces) == text and not any("\ufffd" in p for p in pieces) and len(pieces) == 10
 
 
 def test_streams_share_the_batch_and_end_alone(llm, reference):
@@ -486,7 +482,12 @@ def test_who_decides_about_custom_kernels(tmp_path, monkeypatch, in_config, argu
         path.write_text(json.dumps(json.loads(path.read_text()) | {"use_custom_kernels": in_config}))
     asked = []
     resolve = llm_engine.resolve_kernels
-    monkeypatch.setattr(llm_engine, "resolve_kernels", lambda use, priority: asked.append(use) or resolve(use, priority))
+
+    def recorded(*arguments):
+        asked.extend(a for a in arguments if isinstance(a, bool))
+        return resolve(*arguments)
+
+    monkeypatch.setattr(llm_engine, "resolve_kernels", recorded)
     llm = make(tmp_path, skip_tokenizer_init=True, use_custom_kernels=argument)
     assert asked == [custom]
     if not custom:

@@ -48,7 +48,7 @@ class Batch:
         return not self.prefill_query_lens
 
     @classmethod
-    def build(cls, step: ScheduledStep, block_size: int) -> "Batch":
+    def build(cls, step: ScheduledStep, block_size: int) -> Batch:
         parts = step.parts
         num_decodes = step.num_decodes
         tokens = np.empty((3, step.num_tokens), np.int64)
@@ -97,7 +97,7 @@ class Batch:
             prompt_rows=tuple(prompt_rows),
         )
 
-    def padded(self, num_rows: int, max_context_len: int, block_size: int, padding_block: int) -> "Batch":
+    def padded(self, num_rows: int, max_context_len: int, block_size: int, padding_block: int) -> Batch:
         """A decode-only batch grown to `num_rows`, with rows that read and write the padding block only."""
         assert self.decode_only
         extra = num_rows - self.num_tokens
@@ -129,7 +129,7 @@ class DeviceBatch:
     metadata: AttentionMetadata
 
     @classmethod
-    def from_host(cls, batch: Batch, device: torch.device) -> "DeviceBatch":
+    def from_host(cls, batch: Batch, device: torch.device) -> DeviceBatch:
         tokens = to_device(batch.tokens, device)
         return cls.from_tensors(
             tokens, to_device(batch.context_lens, device), to_device(batch.block_table, device), batch.max_context_len,
@@ -145,7 +145,7 @@ class DeviceBatch:
         max_context_len: int,
         prefill_query_lens: tuple[int, ...] = (),
         prefill_context_lens: tuple[int, ...] = (),
-    ) -> "DeviceBatch":
+    ) -> DeviceBatch:
         return cls(
             token_ids=tokens[0],
             positions=tokens[1],

@@ -12,7 +12,7 @@ later steps run after it on the same stream.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import xxhash
@@ -135,11 +135,15 @@ class BlockManager:
             for i, block in enumerate(seq.block_table):
                 held[block] = held.get(block, 0) + 1
                 digest = self._hash_of[block]
-                assert digest is None or seq.block_hashes[i] == digest, f"block {block} of {seq} is registered for other tokens"
+                assert digest is None or seq.block_hashes[i] == digest, (
+                    f"block {block} of {seq} is registered for other tokens"
+                )
         for block in range(self.num_blocks):
             count = self._ref_counts[block]
             assert count == held.get(block, 0), f"block {block}: reference count {count}, held by {held.get(block, 0)}"
-            assert (block in self._free) == (count == 0), f"block {block}: reference count {count}, free: {block in self._free}"
+            assert (block in self._free) == (count == 0), (
+                f"block {block}: reference count {count}, free: {block in self._free}"
+            )
             assert count <= 1 or self._hash_of[block] is not None, f"block {block} is shared but not registered"
         assert len(self._free) + len(held) == self.num_blocks
         for digest, block in self._block_of.items():

@@ -7,7 +7,7 @@ padded to the next larger of both. The pairs are few enough to be captured when 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
 
@@ -23,7 +24,12 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, skip_special_tokens: bool = True, stop: Sequence[str] = (), min_tokens: int = 0, include_stop: bool = False
+        self,
+        tokenizer: Any,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -82,4 +88,6 @@ class Detokenizer:
 
 def decode(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
     """The text of token ids, exactly as they stand: no clean-up of spaces before punctuation."""
-    return tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(
+        list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )

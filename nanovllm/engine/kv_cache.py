@@ -24,11 +24,14 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_siz
     return 2 * config.num_hidden_layers * block_size * num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def allocate(config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
+def allocate(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
     """Zeroed caches for `num_blocks` blocks and one more, the padding block, whose number is `num_blocks`."""
     shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
     return [
-        LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))) for _ in range(config.num_hidden_layers)
+        LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        for _ in range(config.num_hidden_layers)
     ]
 
 
@@ -58,7 +61,11 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, usef
 
 def available_bytes_cpu() -> int:
     """The share of this machine's free memory that a cache may take without being asked."""
-    return int(_CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if hasattr(os, "sysconf") else 4 << 30
+    return (
+        int(_CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        if hasattr(os, "sysconf")
+        else 4 << 30
+    )
 
 
 def available_bytes_cuda(device: torch.device, utilization: float, peak_allocated: int) -> int:

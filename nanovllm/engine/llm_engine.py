@@ -7,9 +7,11 @@ import random
 from collections import deque
 from typing import Any
 
+import torch
+
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import ModelRunner, StepResult
+from nanovllm.engine.model_runner import ModelRunner, StepResult, select_device
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.kernels import Kernels, resolve_kernels
@@ -32,7 +34,8 @@ class LLMEngine:
         self.config = config
         checkpoint = locate(config)
         self.model_config = checkpoint.config
-        self.kernels = _resolve_kernels(config, checkpoint.config.use_custom_kernels)
+        device = select_device(config.device)
+        self.kernels = _resolve_kernels(config, device, checkpoint.config.use_custom_kernels)
         logger.info("kernels: %s", self.kernels.summary())
         self.tokenizer: Any = None
         source = config.tokenizer or checkpoint.path
@@ -44,9 +47,12 @@ class LLMEngine:
                         f"{source} holds no tokenizer; pass tokenizer= a directory that does, or skip_tokenizer_init=True to serve token ids"
                     )
         self.eos_token_ids = eos_token_ids(
-            checkpoint.path if checkpoint.path is not None and checkpoint.path.is_dir() else dict(checkpoint.config.raw), self.tokenizer
+            checkpoint.path
+            if checkpoint.path is not None and checkpoint.path.is_dir()
+            else dict(checkpoint.config.raw),
+            self.tokenizer,
         )
-        self.runner = ModelRunner(config, checkpoint, self.kernels, self.eos_token_ids)
+        self.runner = ModelRunner(config, checkpoint, device, self.kernels, self.eos_token_ids)
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching),
             config.max_num_seqs,
@@ -133,6 +139,8 @@ class LLMEngine:
             stop = completion.append(token_id)
             if stop is not None:
                 self.scheduler.finish(seq, "stop", stop)
+                if seq.finish_reason == "length":  # the last token allowed completed the stop string
+                    seq.finish_reason, seq.stop_reason = "stop", stop
             request.note_token()
             if seq.finished:
                 self._drop(completion)
@@ -169,7 +177,9 @@ class LLMEngine:
             prompt = text
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("this engine has no tokenizer, so it serves token ids: pass a list of integers, or tokenizer= to LLM")
+                raise ValueError(
+                    "this engine has no tokenizer, so it serves token ids: pass a list of integers, or tokenizer= to LLM"
+                )
             return prompt, self.tokenizer.encode(prompt)
         return None, self._token_ids(prompt)
 
@@ -178,7 +188,9 @@ class LLMEngine:
         try:
             return [int(t.__index__()) for t in prompt]
         except (TypeError, AttributeError):
-            raise TypeError(f"a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}") from None
+            raise TypeError(
+                f"a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}"
+            ) from None
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         if not token_ids:
@@ -192,7 +204,9 @@ class LLMEngine:
         vocab_size = self.model_config.vocab_size
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= vocab_size:
-            raise ValueError(f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})")
+            raise ValueError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+            )
         for token_id in params.stop_token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}")
@@ -200,7 +214,7 @@ class LLMEngine:
             raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
 
 
-def _resolve_kernels(config: EngineConfig, model_choice: bool | None) -> Kernels:
+def _resolve_kernels(config: EngineConfig, device: torch.device, model_choice: bool | None) -> Kernels:
     """The argument wins over the model's config.json; the default is on."""
     choice = next((c for c in (config.use_custom_kernels, model_choice) if c is not None), True)
-    return resolve_kernels(choice, config.kernel_priority)
+    return resolve_kernels(device, choice, config.kernel_priority)

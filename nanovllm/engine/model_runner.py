@@ -35,7 +35,11 @@ class StepResult:
     """What a step computed, on its way to the host."""
 
     def __init__(
-        self, step: ScheduledStep, token_ids: torch.Tensor, logprobs: LogprobsTensors | None, prompt: list[PromptLogprobs]
+        self,
+        step: ScheduledStep,
+        token_ids: torch.Tensor,
+        logprobs: LogprobsTensors | None,
+        prompt: list[PromptLogprobs],
     ) -> None:
         self.step = step
         self._ready: torch.cuda.Event | None = None
@@ -65,16 +69,24 @@ class ModelRunner:
         num_kvcache_blocks: blocks in the KV cache.
     """
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        kernels: Kernels,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
         self.config = config
         self.model_config: ModelConfig = checkpoint.config
-        self.device = select_device(config.device)
+        self.device = device
         self.dtype = select_dtype(config.dtype, checkpoint, self.device)
         self.block_size = config.kvcache_block_size
-        self.kernels = kernels
         self._eos_token_ids = eos_token_ids
         self.max_num_batched_tokens = config.max_num_batched_tokens or (16384 if self.device.type == "cuda" else 2048)
-        self.max_model_len = self._bounded_len(config.max_model_len, self.model_config.max_position_embeddings, "the model's limit")
+        self.max_model_len = self._bounded_len(
+            config.max_model_len, self.model_config.max_position_embeddings, "the model's limit"
+        )
         with torch.inference_mode():
             self.model = load_model(
                 checkpoint, kernels, self.dtype, self.device, self.max_model_len, seed=config.seed or 0
@@ -112,7 +124,9 @@ class ModelRunner:
                 seq = part.seq
                 self.sampler.admit(part.slot, seq.token_ids[: seq.prompt_len], seq.output_token_ids, seq.params)
         batch = Batch.build(step, self.block_size)
-        hidden = self._run_decode(batch) if batch.decode_only else self._forward(DeviceBatch.from_host(batch, self.device))
+        hidden = (
+            self._run_decode(batch) if batch.decode_only else self._forward(DeviceBatch.from_host(batch, self.device))
+        )
         if len(batch.logits_rows) < batch.num_tokens:
             hidden = hidden[to_device(batch.logits_rows, self.device)]
         logits = self.model.compute_logits(hidden)[: len(batch.logits_rows)]
@@ -134,13 +148,17 @@ class ModelRunner:
         return self.model(token_ids, batch.positions, self._caches, batch.metadata)
 
     def _sample(self, step: ScheduledStep, batch: Batch, logits: torch.Tensor) -> StepResult:
-        prompt = [self._prompt_logprobs(part, logits[first : first + n]) for part, first, n in batch.prompt_rows if n > 0]
+        prompt = [
+            self._prompt_logprobs(part, logits[first : first + n]) for part, first, n in batch.prompt_rows if n > 0
+        ]
         sampling = [p for p in step.parts if p.samples]
         if not sampling:
             return StepResult(step, torch.empty(0, dtype=torch.int64), None, prompt)
         if len(batch.sample_rows) < len(logits):
             logits = logits[to_device(batch.sample_rows, self.device)]
-        metadata = SamplingMetadata.build([self._sampling_row(p) for p in sampling], self.device, pin=self.device.type == "cuda")
+        metadata = SamplingMetadata.build(
+            [self._sampling_row(p) for p in sampling], self.device, pin=self.device.type == "cuda"
+        )
         output = self.sampler(logits, metadata)
         self._last_tokens[metadata.slots] = output.token_ids
         return StepResult(step, output.token_ids, output.logprobs, prompt)

@@ -134,6 +134,6 @@ class Request:
             metrics=RequestMetrics(
                 time_to_first_token=since(self.first_token_time),
                 total_time=since(self.finish_time),
-                num_cached_tokens=self.completions[0].seq.num_cached_tokens,
+                num_cached_tokens=self.completions[0].seq.num_cached_tokens or 0,
             ),
         )

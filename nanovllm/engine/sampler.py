@@ -65,7 +65,9 @@ class SamplingMetadata:
         num_rows, num_banned = len(rows), len(banned)
 
         def fields(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-            ints, banned, floats, top_k = buffer.split([3 * num_rows, 2 * num_banned, 3 * num_rows, (num_rows + 1) // 2])
+            ints, banned, floats, top_k = buffer.split(
+                [3 * num_rows, 2 * num_banned, 3 * num_rows, (num_rows + 1) // 2]
+            )
             return (
                 ints.view(3, num_rows),
                 banned.view(2, num_banned),
@@ -75,9 +77,11 @@ class SamplingMetadata:
 
         host = torch.empty(6 * num_rows + 2 * num_banned + (num_rows + 1) // 2, dtype=torch.int64, pin_memory=pin)
         ints, bans, floats, top_k = (t.numpy() for t in fields(host))
-        ints.view(np.uint64)[:] = np.array(
-            [(row.seed % 2**64, row.position, row.slot) for row in rows], dtype=np.uint64
-        ).reshape(num_rows, 3).T
+        ints.view(np.uint64)[:] = (
+            np.array([(row.seed % 2**64, row.position, row.slot) for row in rows], dtype=np.uint64)
+            .reshape(num_rows, 3)
+            .T
+        )
         bans[:] = np.array(banned, dtype=np.int64).reshape(num_banned, 2).T
         wide = np.array(
             [

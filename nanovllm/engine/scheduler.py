@@ -12,8 +12,8 @@ writes to it after the step in flight has.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -117,7 +117,8 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             seq.slot = self._free_slots.pop()
             seq.num_computed_tokens = start
-            seq.num_cached_tokens = start
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = start
             admitted.append(seq)
             parts.append(self._take(seq, num_tokens, admitted=True))
             budget -= num_tokens

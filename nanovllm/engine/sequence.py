@@ -28,7 +28,9 @@ class Sequence:
         "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "slot", "status", "finish_reason", "stop_reason",
     )  # fmt: skip
 
-    def __init__(self, seq_id: int, prompt_token_ids: list[int], params: SamplingParams, seed: int, index: int = 0) -> None:
+    def __init__(
+        self, seq_id: int, prompt_token_ids: list[int], params: SamplingParams, seed: int, index: int = 0
+    ) -> None:
         self.seq_id = seq_id
         self.index = index
         self.params = params
@@ -38,8 +40,8 @@ class Sequence:
         self.num_pending = 0
         self.num_computed_tokens = 0
         """Tokens whose keys and values are in the cache or will be once the steps in flight have run."""
-        self.num_cached_tokens = 0
-        """Of those, the ones found in the prefix cache at admission."""
+        self.num_cached_tokens: int | None = None
+        """Of those, the ones found in the prefix cache at the first admission; None before it."""
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
         """Chained hashes of the leading full blocks of known tokens; kept over preemption."""

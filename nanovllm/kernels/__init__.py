@@ -1,5 +1,6 @@
 """The ops of a decoder layer and their swappable providers."""
 
-from nanovllm.kernels.registry import Kernels, Op, all_ops, op, resolve_kernels
+from nanovllm.kernels.registry import Op, Provider, all_ops, op
+from nanovllm.kernels.selection import Kernels, resolve_kernels
 
-__all__ = ["Kernels", "Op", "all_ops", "op", "resolve_kernels"]
+__all__ = ["Kernels", "Op", "Provider", "all_ops", "op", "resolve_kernels"]

@@ -1,53 +1,113 @@
-"""Ops and their providers: one declaration per op, and the choice of who computes it.
+"""Ops and their providers: one declaration per op, and who may compute it.
 
-An *op* is a function with a readable PyTorch reference, which is its provider `native`. Other *providers* of the
-same op (Triton, CUDA C++, a library) register beside it. `resolve_kernels` picks one provider for every op, once,
-when an engine starts; layers then call the picked function directly, with no dispatch on the way.
+An *op* is a function with a readable PyTorch reference, which is its provider `native`. Other *providers* of the same
+op (Triton, CUDA C++, a library) register beside it. Which one runs is decided in `selection.py`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 NATIVE = "native"
+
+Support = Callable[[torch.device], "str | None"]
+
+
+def anywhere(device: torch.device) -> str | None:
+    """The support of a provider that runs on every device."""
+    return None
 
 
 @dataclass(frozen=True)
 class Provider:
     """One implementation of an op.
 
-    `support` is static: it returns None where this machine can run the provider, else the reason why not.
+    Attributes:
+        target: the function, or "module:function", which is imported when it is first wanted.
+        support: static. Given a device, None if the provider can run there at all, else the reason and what to do.
+        accepts: dynamic and pure. Given a call's arguments, None if the provider can take them, else the reason.
+            None: it takes whatever the op's documentation allows.
     """
 
     name: str
-    fn: Callable[..., Any]
-    support: Callable[[], str | None]
+    target: Callable[..., Any] | str
+    support: Support = anywhere
+    accepts: Callable[..., str | None] | None = None
+
+    @cached_property
+    def fn(self) -> Callable[..., Any]:
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, function = self.target.partition(":")
+        return getattr(importlib.import_module(module), function)
 
 
 class Op:
-    """A named operation; calling it runs the reference."""
+    """A named operation. Calling it runs the provider that is chosen for the device of its first tensor."""
 
     def __init__(self, native: Callable[..., Any]) -> None:
         functools.update_wrapper(self, native)
         self.name = native.__name__
-        self.providers: dict[str, Provider] = {NATIVE: Provider(NATIVE, native, lambda: None)}
+        self.native = native
+        """The reference."""
+        self.providers: dict[str, Provider] = {NATIVE: Provider(NATIVE, native)}
+        self._forced: ContextVar[str | None] = ContextVar(f"provider of {self.name}", default=None)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.providers[NATIVE].fn(*args, **kwargs)
-
-    def provider(self, name: str, support: Callable[[], str | None] = lambda: None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: register `fn` as the provider `name` of this op."""
+    def provider(
+        self, name: str, support: Support = anywhere, accepts: Callable[..., str | None] | None = None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator: register a function as the provider `name` of this op."""
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-            if name in self.providers:
-                raise ValueError(f"op {self.name!r} already has a provider {name!r}")
-            self.providers[name] = Provider(name, fn, support)
+            self.add(Provider(name, fn, support, accepts))
             return fn
 
         return register
+
+    def add(self, provider: Provider) -> None:
+        if provider.name in self.providers:
+            raise ValueError(f"op {self.name!r} already has a provider {provider.name!r}")
+        self.providers[provider.name] = provider
+
+    def require(self, name: str, device: torch.device, who: str) -> Provider:
+        """The provider `name`, which `who` asked for by name; a ValueError if it is unknown or cannot run on `device`."""
+        provider = self.providers.get(name)
+        if provider is None:
+            raise ValueError(f"{who} names {name!r}, but the providers of {self.name!r} are {', '.join(self.providers)}")
+        reason = provider.support(device)
+        if reason is not None:
+            raise ValueError(f"{who} names {name!r}, which is not available for {self.name!r}: {reason}")
+        return provider
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        """Within the block, calls of this op run the provider `name`, in this thread or task."""
+        if name not in self.providers:
+            raise ValueError(f"op {self.name!r} has no provider {name!r}; it has {', '.join(self.providers)}")
+        token = self._forced.set(name)
+        try:
+            yield
+        finally:
+            self._forced.reset(token)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from nanovllm.kernels.selection import default_function
+
+        device = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), torch.device("cpu"))
+        forced = self._forced.get()
+        if forced is not None:
+            return self.require(forced, device, f"use({forced!r})").fn(*args, **kwargs)
+        return default_function(self, device)(*args, **kwargs)
 
 
 _OPS: dict[str, Op] = {}
@@ -63,59 +123,8 @@ def op(native: Callable[..., Any]) -> Op:
 
 
 def all_ops() -> Mapping[str, Op]:
-    """Every declared op by name."""
-    import nanovllm.kernels.ops  # noqa: F401  (declares them)
+    """Every declared op by name, with the providers that come with the package."""
+    import nanovllm.kernels.ops
+    import nanovllm.kernels.providers  # noqa: F401
 
     return MappingProxyType(_OPS)
-
-
-class Kernels:
-    """The resolved choice: `kernels.rms_norm` is the function of the provider chosen for that op."""
-
-    def __init__(self, chosen: Mapping[str, Provider]) -> None:
-        self.providers: Mapping[str, str] = MappingProxyType({name: p.name for name, p in chosen.items()})
-        self._functions = {name: p.fn for name, p in chosen.items()}
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        try:
-            return self.__dict__["_functions"][name]
-        except KeyError:
-            raise AttributeError(f"no op {name!r}; ops are {', '.join(sorted(self.__dict__.get('_functions', ())))}") from None
-
-    def summary(self) -> str:
-        """The providers in use, most used first, for example "native (9 ops)"."""
-        counts: dict[str, int] = {}
-        for provider in self.providers.values():
-            counts[provider] = counts.get(provider, 0) + 1
-        return ", ".join(f"{p} ({n} ops)" for p, n in sorted(counts.items(), key=lambda item: -item[1]))
-
-
-def resolve_kernels(use_custom_kernels: bool = True, priority: Mapping[str, Sequence[str]] | None = None) -> Kernels:
-    """Pick a provider for every op; `native` is always the last resort.
-
-    Args:
-        use_custom_kernels: False picks `native` everywhere.
-        priority: providers to use for an op, best first. A provider named here must exist and be available.
-
-    Raises:
-        ValueError: `priority` names an unknown op, or a provider that is unknown or not available here.
-    """
-    ops = all_ops()
-    priority = dict(priority or {})
-    for name in priority:
-        if name not in ops:
-            raise ValueError(f"kernel_priority names the op {name!r}; ops are {', '.join(sorted(ops))}")
-    chosen: dict[str, Provider] = {}
-    for name, declared in ops.items():
-        wanted = priority.get(name, ()) if use_custom_kernels else ()
-        for provider_name in wanted:
-            provider = declared.providers.get(provider_name)
-            if provider is None:
-                raise ValueError(
-                    f"kernel_priority[{name!r}] names {provider_name!r}; this op's providers are {', '.join(declared.providers)}"
-                )
-            reason = provider.support()
-            if reason is not None:
-                raise ValueError(f"kernel_priority[{name!r}] names {provider_name!r}, which is not available: {reason}")
-        chosen[name] = declared.providers[wanted[0] if wanted else NATIVE]
-    return Kernels(chosen)

@@ -56,7 +56,13 @@ class Attention:
         if num_decodes:
             parts.append(
                 self._attention_decode(
-                    q[:num_decodes], cache.k, cache.v, m.block_table[:num_decodes], m.context_lens, m.max_context_len, self.scale
+                    q[:num_decodes],
+                    cache.k,
+                    cache.v,
+                    m.block_table[:num_decodes],
+                    m.context_lens,
+                    m.max_context_len,
+                    self.scale,
                 )
             )
         if m.prefill_query_lens:

@@ -12,10 +12,17 @@ class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with gate and up fused into one projection."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, kernels: Kernels, bias: bool = False, tp: TensorParallel = SINGLE
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        kernels: Kernels,
+        bias: bool = False,
+        tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias, tp)
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias, tp
+        )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, tp)
         self._silu_and_mul = kernels.silu_and_mul
 

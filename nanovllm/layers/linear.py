@@ -33,7 +33,9 @@ class ColumnParallelLinear(ShardedParameters):
         out_features: total output features of each shard, by shard name.
     """
 
-    def __init__(self, in_features: int, out_features: dict[str, int], bias: bool = False, tp: TensorParallel = SINGLE) -> None:
+    def __init__(
+        self, in_features: int, out_features: dict[str, int], bias: bool = False, tp: TensorParallel = SINGLE
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.shards = tuple(out_features)
@@ -68,12 +70,21 @@ class QKVParallelLinear(ColumnParallelLinear):
     """The fused query, key and value projections, split by heads; KV heads are repeated on ranks beyond their number."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool = False, tp: TensorParallel = SINGLE
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        tp: TensorParallel = SINGLE,
     ) -> None:
         self.kv_replicas = max(1, tp.size // num_kv_heads)
         self.head_dim = head_dim
         super().__init__(
-            hidden_size, {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}, bias, tp
+            hidden_size,
+            {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim},
+            bias,
+            tp,
         )
         self.num_heads = self.sizes["q"] // head_dim
         self.num_kv_heads = self.sizes["k"] // head_dim
@@ -98,7 +109,9 @@ class RowParallelLinear(ShardedParameters):
         super().__init__()
         self.tp = tp
         self.full_in = in_features
-        self.weight = nn.Parameter(torch.empty(out_features, tp.divide(in_features, "input features")), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(out_features, tp.divide(in_features, "input features")), requires_grad=False
+        )
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

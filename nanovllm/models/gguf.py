@@ -130,7 +130,8 @@ def _architecture(file: GGUFFile) -> str:
     arch = file.metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise file.error(
-            f"general.architecture is {arch!r}, which is not supported", f"supported: {', '.join(sorted(ARCHITECTURES))}"
+            f"general.architecture is {arch!r}, which is not supported",
+            f"supported: {', '.join(sorted(ARCHITECTURES))}",
         )
     parts = file.metadata.get("split.count", 1)
     if isinstance(parts, int) and parts > 1:
@@ -176,7 +177,12 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
             if f"{prefix}yarn_{name}" in file.metadata:
                 scaling[name] = _number(file, f"rope.scaling.yarn_{name}", kind=float)
         # Converters and versions of llama.cpp disagree on what these scale: better no answer than a wrong one.
-        for name, neutral in (("attn_factor", 1), ("yarn_attn_factor", 1), ("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
+        for name, neutral in (
+            ("attn_factor", 1),
+            ("yarn_attn_factor", 1),
+            ("yarn_ext_factor", 1),
+            ("yarn_log_multiplier", 0),
+        ):
             if file.metadata.get(prefix + name, neutral) != neutral:
                 raise file.error(f"{prefix}{name} is {file.metadata[prefix + name]}", f"only {neutral} is supported")
     elif kind not in ("linear", "none"):

@@ -57,7 +57,9 @@ class GGUFFile:
         self.tensors: dict[str, TensorInfo] = {}
         with open(self.path, "rb") as file:
             if file.read(4) != b"GGUF":
-                raise self.error("does not start with the magic bytes 'GGUF'", "pass a .gguf file, or download it again")
+                raise self.error(
+                    "does not start with the magic bytes 'GGUF'", "pass a .gguf file, or download it again"
+                )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 self._parse(_Cursor(self, view))
 
@@ -107,7 +109,9 @@ class GGUFFile:
             )
         type_name, block, block_bytes = TENSOR_TYPES[type_id]
         if not shape or shape[-1] % block:
-            raise self.error(f"tensor {name!r} of shape {list(shape)} cannot be {type_name}, whose blocks are {block} long")
+            raise self.error(
+                f"tensor {name!r} of shape {list(shape)} cannot be {type_name}, whose blocks are {block} long"
+            )
         nbytes = math.prod(shape) // block * block_bytes
         if offset + nbytes > file_size:
             raise self.error(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Iterator
 
 import torch
 import torch.nn as nn
@@ -51,7 +51,9 @@ def locate(config: EngineConfig) -> Checkpoint:
         if not path.is_file():
             raise FileNotFoundError(f"model={config.model!r}: no such file")
         if path.suffix != ".gguf":
-            raise ValueError(f"model={config.model!r} is a file but no .gguf; pass the directory that holds config.json")
+            raise ValueError(
+                f"model={config.model!r} is a file but no .gguf; pass the directory that holds config.json"
+            )
         if config.load_format == "safetensors":
             raise ValueError(f'load_format="safetensors", but {path} is a GGUF file; use load_format="auto"')
         model_config = ModelConfig.from_dict(gguf.read_config(path))
@@ -170,7 +172,11 @@ def _safetensors_files(path: Path) -> list[Path]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         pickled = [f.name for f in sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))]
-        hint = f" ({', '.join(pickled)} are pickle files, which are never opened; convert them to safetensors)" if pickled else ""
+        hint = (
+            f" ({', '.join(pickled)} are pickle files, which are never opened; convert them to safetensors)"
+            if pickled
+            else ""
+        )
         raise WeightError(f'{path} holds no .safetensors file{hint}; for random weights pass load_format="dummy"')
     return files
 

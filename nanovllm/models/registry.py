@@ -15,4 +15,6 @@ def model_class(architecture: str) -> type[DecoderForCausalLM]:
     try:
         return MODELS[architecture]
     except KeyError:
-        raise ValueError(f"architecture {architecture!r} is not supported; supported are {', '.join(sorted(MODELS))}") from None
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; supported are {', '.join(sorted(MODELS))}"
+        ) from None

@@ -100,7 +100,9 @@ def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase | None:
     if model is None:
         return None
     if model not in ("gpt2", "llama"):
-        raise file.error(f"tokenizer.ggml.model is {model!r}", "supported: gpt2, llama; or set skip_tokenizer_init=True")
+        raise file.error(
+            f"tokenizer.ggml.model is {model!r}", "supported: gpt2, llama; or set skip_tokenizer_init=True"
+        )
     from transformers import PreTrainedTokenizerFast
 
     # Built here, not by transformers' own GGUF loader, which in some of the versions we support drops Llama 2's first

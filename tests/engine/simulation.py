@@ -197,7 +197,7 @@ class Simulation:
             seq = part.seq
             before = seq.num_tokens - part.samples
             assert part.samples == (part.start + part.num_tokens == before) and part.slot == seq.slot
-            if part.admitted and seq.num_cached_tokens:
+            if part.admitted and part.start:
                 self.seen.add("prefix hit")
             if part.admitted and seq.num_output_tokens:
                 self.seen.add("resumed")

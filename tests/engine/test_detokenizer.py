@@ -117,6 +117,8 @@ def stopped(text, stop, **options):
         ("hello world", ["rld", "or"], ("hello w", "or")),
         ("hello world", ["world", "wor"], ("hello ", "wor")),  # complete first
         ("ab", ["b", "ab"], ("", "ab")),  # complete with one token: the earlier one
+        ("ab", ["a", "ab"], ("", "a")),  # at the same place too: the user's order
+        ("ab", ["ab", "a"], ("", "ab")),
         ("xyxyxz", ["xyxz"], ("xy", "xyxz")),
         ("naïve 🤦 ok", ["🤦"], ("naïve ", "🤦")),
         ("one\n\ntwo", ["\n\n"], ("one", "\n\n")),

@@ -26,7 +26,10 @@ MODELS = {
     "qwen3-gqa7": ("qwen3", dict(num_attention_heads=7, num_key_value_heads=1, head_dim=16, vocab_size=331)),
     "qwen3-yarn": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_parameters=YARN_ROPE)),
     "llama-gqa1": ("llama", dict(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False)),
-    "llama-gqa3": ("llama", dict(hidden_size=144, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)),
+    "llama-gqa3": (
+        "llama",
+        dict(hidden_size=144, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True),
+    ),
     "llama-gqa4": ("llama", dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=517)),
     "llama-rope3": ("llama", dict(num_attention_heads=4, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE)),
     "llama-bias": ("llama", dict(num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True)),
@@ -128,7 +131,9 @@ def test_logits_equal_transformers(model, monkeypatch):
     llm = engine(directory)
     seen = []
     sample = llm.engine.runner._sample
-    monkeypatch.setattr(llm.engine.runner, "_sample", lambda step, batch, logits: seen.append(logits) or sample(step, batch, logits))
+    monkeypatch.setattr(
+        llm.engine.runner, "_sample", lambda step, batch, logits: seen.append(logits) or sample(step, batch, logits)
+    )
     for prompt in prompts:
         llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
         with torch.inference_mode():

@@ -182,23 +182,46 @@ def test_a_failure_ends_what_ran_and_nothing_else(monkeypatch, when, asynchronou
     assert_clean(engine)
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch):
-    for asynchronous, launched_at_first_result in ((False, 1), (True, 2)):
-        engine = simulated_engine(monkeypatch, asynchronous=asynchronous)
-        launched = []
-        execute = engine.runner.execute
-        monkeypatch.setattr(engine.runner, "execute", lambda step: launched.append(step) or execute(step))
-        request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
-        while not request.num_output_tokens:
-            engine.step()
-        assert len(launched) == launched_at_first_result
-        drain(engine)
-        assert len(launched) == 5
+@pytest.mark.parametrize("asynchronous, launched_at_first_result", [(False, 1), (True, 2)])
+def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch, asynchronous, launched_at_first_result):
+    engine = simulated_engine(monkeypatch, asynchronous=asynchronous)
+    launched = []
+    execute = engine.runner.execute
+    monkeypatch.setattr(engine.runner, "execute", lambda step: launched.append(step) or execute(step))
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+    while not request.num_output_tokens:
+        engine.step()
+    assert len(launched) == launched_at_first_result
+    drain(engine)
+    assert len(launched) == 5
 
 
 def test_a_step_with_nothing_to_do(monkeypatch):
     engine = simulated_engine(monkeypatch)
     assert engine.step() == [] and not engine.has_unfinished
+
+
+def test_a_failure_while_a_preempted_sequence_waits_for_its_token(monkeypatch):
+    """That token is lost: the sequence would wait for it for ever, and everybody behind it."""
+    engine = simulated_engine(monkeypatch, num_blocks=4, asynchronous=True, caching=False)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+    requests = [engine.add_request(documents()[0][:n], params) for n in (20, 21, 22)]
+    execute = engine.runner.execute
+
+    def failing(step):
+        if any(seq.num_pending for seq in engine.scheduler.waiting):
+            monkeypatch.setattr(engine.runner, "execute", execute)
+            raise Broken
+        return execute(step)
+
+    monkeypatch.setattr(engine.runner, "execute", failing)
+    with pytest.raises(Broken):
+        while engine.has_unfinished:
+            engine.step()
+    assert [r.finished for r in requests] == [True, True, False]
+    drain(engine)
+    assert requests[2].output()["token_ids"] == expected_output(documents()[0][:22], 1, params, 64)[0]
+    assert_clean(engine)
 
 
 def test_abort_of_a_finished_request_changes_nothing(monkeypatch):
@@ -409,6 +432,8 @@ def test_prompt_logprobs_of_several_completions_are_computed_once(llm):
     (out,) = llm.generate([prompt], SamplingParams(n=3, prompt_logprobs=0, logprobs=0, max_tokens=4), use_tqdm=False)
     assert len(out.prompt_logprobs) == 40 and all(r is not None for r in out.prompt_logprobs[1:])
     assert [len(c.logprobs) for c in out.outputs] == [4, 4, 4]
+    request = llm.engine.make_request(prompt, SamplingParams(n=3, prompt_logprobs=0))
+    assert [c.seq.params.prompt_logprobs for c in request.completions] == [0, None, None]
 
 
 # ------------------------------------------------------------------------------------------------ failures
@@ -440,7 +465,8 @@ def test_the_engine_survives_a_forward_pass_that_raises(directory, reference, mo
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("where", ["execute", "scheduler.update", "scheduler.schedule"])
-def test_an_interrupt_leaves_the_engine_clean(directory, reference, monkeypatch, where, asynchronous):
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_an_interrupt_leaves_the_engine_clean(directory, reference, monkeypatch, where, call, asynchronous):
     llm = make(directory, async_scheduling=asynchronous)
     prompts = random_prompts(LENGTHS)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -449,7 +475,7 @@ def test_an_interrupt_leaves_the_engine_clean(directory, reference, monkeypatch,
 
     def interrupted(*args):
         calls.append(args)
-        if len(calls) == 5:
+        if len(calls) == call:
             raise KeyboardInterrupt
         return original(*args)
 

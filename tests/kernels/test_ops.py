@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.config import RopeConfig
-from nanovllm.kernels import resolve_kernels
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from tests.native import NATIVE
 
-NATIVE = resolve_kernels(False)
 ATTENTION = importlib.import_module("nanovllm.kernels.ops.attention")
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import resolve_kernels
 from nanovllm.layers.embed_head import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import SINGLE, TensorParallel
+from tests.native import NATIVE
 
-KERNELS = resolve_kernels(False)
 HIDDEN = 12
 
 
@@ -115,8 +114,8 @@ def test_embedding_and_head_over_an_odd_vocabulary(vocab, size):
     ids = torch.arange(vocab)
     embedded, logits = 0, []
     for tp in ranks(size):
-        embedded = embedded + load(VocabParallelEmbedding(vocab, HIDDEN, KERNELS, tp), "weight", whole=weight)(ids)
-        logits.append(load(LMHead(vocab, HIDDEN, KERNELS, tp), "weight", whole=weight)(hidden))
+        embedded = embedded + load(VocabParallelEmbedding(vocab, HIDDEN, NATIVE, tp), "weight", whole=weight)(ids)
+        logits.append(load(LMHead(vocab, HIDDEN, NATIVE, tp), "weight", whole=weight)(hidden))
     torch.testing.assert_close(embedded, weight)
     # Ranks pad to equal rows; what is cut off after gathering is the padding.
     torch.testing.assert_close(torch.cat(logits, -1)[:, :vocab], hidden @ weight.T)

@@ -9,8 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanovllm.config import ModelConfig, RopeConfig
-from nanovllm.kernels import resolve_kernels
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from tests.native import NATIVE
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
@@ -85,7 +85,7 @@ def test_divisors_of_a_gguf_file():
 @pytest.mark.parametrize("scaling", ["default", "llama3", "yarn"])
 def test_the_table_is_cosines_then_sines_of_every_position(scaling):
     _, config, _ = configurations(SCALINGS[scaling], 10000.0, 32)
-    rotary = RotaryEmbedding(config.rope, 32, 500, resolve_kernels(False))
+    rotary = RotaryEmbedding(config.rope, 32, 500, NATIVE)
     table = rotary.cos_sin_cache
     assert table.shape == (500, 32) and table.dtype == torch.float32 and not rotary.state_dict()
     inv_freq, factor = inverse_frequencies(config.rope, 32)
@@ -99,7 +99,7 @@ def test_the_table_is_float32_whatever_the_default_dtype():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        table = RotaryEmbedding(RopeConfig(10000.0), 16, 100, resolve_kernels(False)).cos_sin_cache
+        table = RotaryEmbedding(RopeConfig(10000.0), 16, 100, NATIVE).cos_sin_cache
     finally:
         torch.set_default_dtype(before)
-    assert torch.equal(table, RotaryEmbedding(RopeConfig(10000.0), 16, 100, resolve_kernels(False)).cos_sin_cache)
+    assert torch.equal(table, RotaryEmbedding(RopeConfig(10000.0), 16, 100, NATIVE).cos_sin_cache)

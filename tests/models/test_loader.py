@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.kernels import resolve_kernels
 from nanovllm.models.loader import WeightError, iter_safetensors, load_model, locate, parameter_bytes
 from nanovllm.models.presets import PRESETS
 from tests import tiny
+from tests.native import NATIVE
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def load(model, dtype=torch.float32, **arguments):
     checkpoint = locate(EngineConfig(str(model), **arguments))
     with torch.inference_mode():
-        return load_model(checkpoint, resolve_kernels(False), dtype, CPU, max_position=16)
+        return load_model(checkpoint, NATIVE, dtype, CPU, max_position=16)
 
 
 @pytest.fixture(autouse=True)
@@ -370,7 +370,8 @@ def test_a_network_that_fails_is_not_a_traceback(monkeypatch):
     not_found(FileNotFoundError, "someone/model", "'someone/model'", "could not be downloaded", "ConnectionError")
 
 
-def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatch, checkpoint):
+@pytest.mark.parametrize("cached, expected", [(True, [True]), (False, [True, False])])
+def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatch, checkpoint, cached, expected):
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -379,14 +380,12 @@ def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatc
     def snapshot_download(model_id, allow_patterns, local_files_only=False):
         assert model_id == "someone/model" and not [p for p in allow_patterns if Path(p).suffix in (".bin", ".pt", ".py", "")]
         calls.append(local_files_only)
-        if local_files_only and cached is False:
+        if local_files_only and not cached:
             raise LocalEntryNotFoundError("nothing cached")
         return str(checkpoint)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    for cached, expected in ((True, [True]), (False, [True, False])):
-        calls.clear()
-        assert locate(EngineConfig("someone/model")).path == checkpoint and calls == expected
+    assert locate(EngineConfig("someone/model")).path == checkpoint and calls == expected
 
 
 def test_tensors_are_read_one_at_a_time(checkpoint):
@@ -400,5 +399,5 @@ def test_bytes_of_parameters_count_tied_weights_once(name):
     from nanovllm.models.registry import model_class
 
     with torch.device("meta"):
-        model = model_class(config.architecture)(config, 8, resolve_kernels(False)).to(torch.bfloat16)
+        model = model_class(config.architecture)(config, 8, NATIVE).to(torch.bfloat16)
     assert parameter_bytes(model) == 2 * sum(math.prod(p.shape) for p in model.parameters())

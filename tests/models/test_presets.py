@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels import resolve_kernels
 from nanovllm.models.loader import parameter_bytes
 from nanovllm.models.presets import PRESETS, preset
 from nanovllm.models.registry import model_class
+from tests.native import NATIVE
 
 # Millions of parameters, as the model cards give them; tied embeddings count once.
 MILLIONS = {
@@ -25,7 +25,7 @@ def test_every_preset_has_its_number_here():
 def test_shape(name):
     config = ModelConfig.from_dict(preset(name))
     with torch.device("meta"):
-        model = model_class(config.architecture)(config, 8, resolve_kernels(False))
+        model = model_class(config.architecture)(config, 8, NATIVE)
     assert parameter_bytes(model) / 4e6 == pytest.approx(MILLIONS[name], rel=2e-3)
     assert config.dtype in ("bfloat16", "float16") and config.max_position_embeddings >= 4096
 

@@ -63,7 +63,9 @@ def expected(reference, prompts):
 
 
 def engine(path, **kwargs) -> LLM:
-    return LLM(path, device=DEVICE, dtype="float32", kvcache_block_size=BLOCK_SIZE, **{"num_kvcache_blocks": 1024, **kwargs})
+    return LLM(
+        path, device=DEVICE, dtype="float32", kvcache_block_size=BLOCK_SIZE, **{"num_kvcache_blocks": 1024, **kwargs}
+    )
 
 
 def tokens(llm: LLM, prompts) -> list[list[int]]:
@@ -76,7 +78,9 @@ def test_logits(path, reference, prompts, monkeypatch):
     llm = engine(path)
     seen = []
     sample = llm.engine.runner._sample
-    monkeypatch.setattr(llm.engine.runner, "_sample", lambda step, batch, logits: seen.append(logits) or sample(step, batch, logits))
+    monkeypatch.setattr(
+        llm.engine.runner, "_sample", lambda step, batch, logits: seen.append(logits) or sample(step, batch, logits)
+    )
     for prompt in (prompts[0], prompts[8], prompts[-3]):
         llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
         with torch.inference_mode():

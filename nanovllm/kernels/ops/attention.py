@@ -4,7 +4,7 @@ The cache layout is [num_blocks, block_size, num_kv_heads, head_dim] for K and f
 block `block_table[t // block_size]` at offset `t % block_size`. Query head h reads KV head h // (num_heads / num_kv_heads).
 """
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,12 @@ def attention_decode(
 
 
 def _decode_one_by_one(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, context_lens: list[int], scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: list[int],
+    scale: float,
 ) -> torch.Tensor:
     # On a CPU lengths cost nothing to read, so no sequence is padded to the longest one.
     num_seqs, num_heads, head_dim = q.shape
@@ -72,7 +77,9 @@ def _decode_one_by_one(
     for i, length in enumerate(context_lens):
         blocks = block_table[i, : -(-length // block_size)]
         k, v = (cache.index_select(0, blocks).flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache))
-        out[i] = F.scaled_dot_product_attention(grouped[i : i + 1], k[None], v[None], scale=scale).view(num_heads, head_dim)
+        out[i] = F.scaled_dot_product_attention(grouped[i : i + 1], k[None], v[None], scale=scale).view(
+            num_heads, head_dim
+        )
     return out
 
 
@@ -106,7 +113,10 @@ def attention_prefill(
         blocks = block_table[i, : -(-length // block_size)]
         # [num_heads, length, head_dim]
         k, v = (
-            cache.index_select(0, blocks).flatten(0, 1)[:length].transpose(0, 1).repeat_interleave(num_heads // num_kv_heads, 0)
+            cache.index_select(0, blocks)
+            .flatten(0, 1)[:length]
+            .transpose(0, 1)
+            .repeat_interleave(num_heads // num_kv_heads, 0)
             for cache in (k_cache, v_cache)
         )
         queries = q[start : start + num_new].transpose(0, 1)
