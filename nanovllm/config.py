@@ -5,10 +5,9 @@ Both are frozen: everything downstream may keep a reference and rely on it never
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.arguments import rejects_unknown
@@ -118,7 +117,16 @@ class RopeConfig:
     scaling: tuple[tuple[str, Any], ...] = ()
     """The scaling's own parameters, as (name, value) pairs of the checkpoint's config.json."""
 
-    SUPPORTED = ("default", "linear", "llama3", "yarn", "freq_factors")
+    REQUIRED = MappingProxyType(
+        {
+            "default": (),
+            "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            "yarn": ("factor", "original_max_position_embeddings"),
+            "freq_factors": ("factors",),
+        }
+    )
+    """The supported types of scaling, and the parameters that each needs."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +157,6 @@ class ModelConfig:
     @property
     def num_queries_per_kv(self) -> int:
         return self.num_attention_heads // self.num_kv_heads
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> ModelConfig:
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{path} is not valid JSON ({e}); download the model again") from e
 
     @classmethod
     def from_dict(cls, c: Mapping[str, Any]) -> ModelConfig:
@@ -230,12 +231,17 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
     theta = scaling.pop("rope_theta", None) or c.get("rope_theta") or 10000.0
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
-    if kind not in RopeConfig.SUPPORTED:
+    if kind not in RopeConfig.REQUIRED:
         raise ValueError(
-            f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(RopeConfig.SUPPORTED)}"
+            f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(RopeConfig.REQUIRED)}"
         )
-    if kind in ("yarn",) and "original_max_position_embeddings" not in scaling:
-        scaling["original_max_position_embeddings"] = c.get("max_position_embeddings")
+    if scaling.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
+        raise ValueError("config.json: a partial_rotary_factor other than 1 is not supported")
+    if kind in ("yarn", "llama3"):
+        scaling.setdefault("original_max_position_embeddings", c.get("max_position_embeddings"))
+    missing = [name for name in RopeConfig.REQUIRED[kind] if scaling.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json: rope_type={kind!r} needs {', '.join(missing)} beside it")
     return RopeConfig(
         theta=float(theta),
         scaling_type=kind,

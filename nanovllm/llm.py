@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -161,7 +162,7 @@ def _as_list(prompts: Any) -> list[Any]:
         return [prompts]
     prompts = list(prompts)
     # A flat list of integers is one prompt of token ids.
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+    return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts
 
 
 class _Progress:

@@ -1,7 +1,6 @@
 """Configuration: what is accepted, what is refused and how that is said."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -94,7 +93,12 @@ def test_fields_of_a_config():
         )
     )  # fmt: skip
     assert (config.architecture, config.vocab_size, config.hidden_size) == ("Qwen3ForCausalLM", 100, 64)
-    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim, config.num_queries_per_kv) == (4, 2, 24, 2)
+    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim, config.num_queries_per_kv) == (
+        4,
+        2,
+        24,
+        2,
+    )
     assert (config.rms_norm_eps, config.max_position_embeddings, config.rope) == (1e-5, 777, RopeConfig(1e6))
     assert config.tie_word_embeddings and config.attention_bias and not config.mlp_bias
     assert (config.eos_token_ids, config.dtype, config.use_custom_kernels) == ((7, 8), "bfloat16", False)
@@ -120,7 +124,12 @@ def test_end_tokens(eos, expected):
 
 @pytest.mark.parametrize(
     "entry, expected",
-    [(dict(torch_dtype="float16"), "float16"), (dict(dtype="torch.bfloat16"), "bfloat16"), (dict(dtype=None), None), ({}, None)],
+    [
+        (dict(torch_dtype="float16"), "float16"),
+        (dict(dtype="torch.bfloat16"), "bfloat16"),
+        (dict(dtype=None), None),
+        ({}, None),
+    ],
 )
 def test_dtype(entry, expected):
     assert ModelConfig.from_dict(LLAMA | entry).dtype == expected
@@ -141,7 +150,10 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; only 'silu' is"),
         (dict(use_sliding_window=True), "use_sliding_window=true is not supported"),
         (dict(dtype="int4"), "dtype='int4' is not supported"),
-        (dict(rope_scaling=dict(rope_type="longrope")), "rope_type='longrope' is not supported; supported are default, linear"),
+        (
+            dict(rope_scaling=dict(rope_type="longrope")),
+            "rope_type='longrope' is not supported; supported are default, linear",
+        ),
         (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type='dynamic' is not supported"),
     ],
 )
@@ -151,10 +163,17 @@ def test_unsupported_models_say_what_is_wrong(entries, said):
     assert said in str(error.value)
 
 
-def test_a_file(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    assert ModelConfig.from_file(path) == ModelConfig.from_dict(LLAMA)
-    path.write_text(json.dumps(LLAMA)[:50])
-    with pytest.raises(ValueError, match="config.json is not valid JSON.*download the model again"):
-        ModelConfig.from_file(path)
+@pytest.mark.parametrize(
+    "rope, said",
+    [
+        (dict(rope_type="linear"), "'linear' needs factor"),
+        (dict(rope_type="llama3", factor=8.0), "'llama3' needs low_freq_factor, high_freq_factor"),
+        (dict(rope_type="yarn"), "'yarn' needs factor"),
+        (dict(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_an_incomplete_rope_scaling_says_what_is_missing(rope, said):
+    config = LLAMA | {"rope_scaling": rope}
+    with pytest.raises(ValueError, match=said):
+        ModelConfig.from_dict(config)

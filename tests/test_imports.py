@@ -72,7 +72,15 @@ def ours(name):
 
 
 def test_the_modules_are_found():
-    assert set(MODULES) >= {"llm", "config", "engine", "engine.scheduler", "models.qwen3", "kernels.ops.norm", "__main__"}
+    assert set(MODULES) >= {
+        "llm",
+        "config",
+        "engine",
+        "engine.scheduler",
+        "models.qwen3",
+        "kernels.ops.norm",
+        "__main__",
+    }
     assert "nanovllm.kernels.registry" in ours("kernels.ops.norm") and ("torch", True) in imports("engine.batch")
     assert ("nanovllm.outputs", False) in [i for m in MODULES for i in imports(m)]  # imports in functions are seen
 
@@ -105,7 +113,9 @@ def test_no_torch_in_what_decides(name):
         if module in seen or module not in MODULES:
             continue
         seen.add(module)
-        assert "torch" not in {imported.split(".")[0] for imported, _ in imports(module)}, f"nanovllm.{module} imports torch"
+        assert "torch" not in {imported.split(".")[0] for imported, _ in imports(module)}, (
+            f"nanovllm.{module} imports torch"
+        )
         todo += [imported.removeprefix("nanovllm").lstrip(".") or "__init__" for imported in ours(module)]
 
 

@@ -142,7 +142,9 @@ def test_several_completions(llm, reference):
     assert all(c.text == TOKENIZER.decode(c.token_ids, skip_special_tokens=True) for c in out.outputs)
     (again,) = llm.generate("hello", SamplingParams(n=2, seed=5, max_tokens=10), use_tqdm=False)
     assert [c.token_ids for c in again.outputs] == [c.token_ids for c in out.outputs[:2]]
-    (greedy,) = llm.generate("hello", SamplingParams(n=3, temperature=0, max_tokens=10, ignore_eos=True), use_tqdm=False)
+    (greedy,) = llm.generate(
+        "hello", SamplingParams(n=3, temperature=0, max_tokens=10, ignore_eos=True), use_tqdm=False
+    )
     assert [c.token_ids for c in greedy.outputs] == [greedy_text(reference, "hello", 10)[0]] * 3
 
 
@@ -191,7 +193,9 @@ def test_a_stop_string_completed_by_the_last_token_is_a_stop(llm, varied):
     upto = [TOKENIZER.decode(token_ids[:n], skip_special_tokens=True) for n in (5, 6)]
     stop = upto[1][len(upto[0]) :]
     assert text.index(stop) == len(upto[0])
-    (out,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop=stop), use_tqdm=False)
+    (out,) = llm.generate(
+        prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, stop=stop), use_tqdm=False
+    )
     assert out["text"] == upto[0] and (out["finish_reason"], out["stop_reason"]) == ("stop", stop)
 
 
@@ -215,7 +219,9 @@ def test_end_tokens_of_the_model(tmp_path, varied, source):
     end = token_ids[5]
     tiny.save_with_tokenizer(tmp_path, "llama", seed=3)
     path = tmp_path / ("config.json" if source == "several" else source)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [3, end] if source == "several" else end}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"eos_token_id": [3, end] if source == "several" else end})
+    )
     llm = make(tmp_path)
     assert end in llm.engine.eos_token_ids and TOKENIZER.eos_token_id in llm.engine.eos_token_ids
     (out,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
@@ -271,7 +277,9 @@ def test_chat_goes_through_the_template(llm, reference):
     assert out.prompt == text and out.prompt_token_ids == TOKENIZER.encode(text)
     assert out["token_ids"] == greedy_text(reference, text)[0]
     two = llm.chat([MESSAGES, [*MESSAGES, {"role": "user", "content": "more"}]], GREEDY, use_tqdm=False)
-    assert two[0]["token_ids"] == out["token_ids"] and two[1].prompt == "<|user|>hi<|end|><|user|>more<|end|><|assistant|>"
+    assert (
+        two[0]["token_ids"] == out["token_ids"] and two[1].prompt == "<|user|>hi<|end|><|user|>more<|end|><|assistant|>"
+    )
 
 
 def test_variables_of_the_chat_template(directory):
@@ -453,7 +461,9 @@ def refused(error, directory, *words, **arguments):
 
 def test_unknown_arguments_name_the_nearest(directory):
     refused(TypeError, directory, "'max_model_length'", "did you mean 'max_model_len'?", max_model_length=10)
-    refused(TypeError, directory, "'tensor_paralel_size'", "did you mean 'tensor_parallel_size'?", tensor_paralel_size=1)
+    refused(
+        TypeError, directory, "'tensor_paralel_size'", "did you mean 'tensor_parallel_size'?", tensor_paralel_size=1
+    )
     with pytest.raises(TypeError, match="'temprature'; did you mean 'temperature'?"):
         SamplingParams(temprature=0)
 
@@ -462,7 +472,9 @@ def test_tensor_parallelism_is_not_there_yet(directory):
     refused(ValueError, directory, "tensor_parallel_size=2", "only 1 is supported for now", tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("device, words", [("tpu", ["device='tpu'"]), ("cuda:77", ["device='cuda:77'", "CUDA device"]), ("", ["device=''"])])
+@pytest.mark.parametrize(
+    "device, words", [("tpu", ["device='tpu'"]), ("cuda:77", ["device='cuda:77'", "CUDA device"]), ("", ["device=''"])]
+)
 def test_devices_that_are_not_there(directory, device, words):
     refused(ValueError, directory, *words, "'auto'", "'cpu'", device=device)
 
@@ -472,7 +484,9 @@ def test_kernels_that_are_not_there(directory):
     refused(ValueError, directory, "'no-such'", "native", kernel_priority={"rms_norm": ["no-such"]})
 
 
-@pytest.mark.parametrize("in_config, argument, custom", [(None, None, True), (False, None, False), (False, True, True), (None, False, False)])
+@pytest.mark.parametrize(
+    "in_config, argument, custom", [(None, None, True), (False, None, False), (False, True, True), (None, False, False)]
+)
 def test_who_decides_about_custom_kernels(tmp_path, monkeypatch, in_config, argument, custom):
     from nanovllm.engine import llm_engine
 
@@ -562,7 +576,7 @@ def test_the_model_bounds_the_length(tmp_path, caplog):
 def test_too_little_memory_for_the_cache(directory, monkeypatch, num_blocks):
     from nanovllm.engine import kv_cache
 
-    monkeypatch.setattr(kv_cache, "available_bytes_cpu", lambda: 10_000)
+    monkeypatch.setattr(kv_cache, "available_bytes_cpu", lambda asked: 10_000)
     refused(
         OutOfCacheMemory, directory, "MiB are missing", f"for {num_blocks or 1} block(s)", "kvcache_block_size",
         device="cpu", num_kvcache_blocks=num_blocks,
@@ -578,7 +592,9 @@ def test_the_cache_is_no_larger_than_useful(directory):
 def test_dtypes(directory, dtype):
     llm = make(directory, dtype=dtype)
     assert llm.device_name.endswith("float32" if dtype == "auto" else dtype)
-    assert {p.dtype for p in llm.engine.runner.model.parameters()} == {getattr(torch, "float32" if dtype == "auto" else dtype)}
+    assert {p.dtype for p in llm.engine.runner.model.parameters()} == {
+        getattr(torch, "float32" if dtype == "auto" else dtype)
+    }
     (out,) = llm.generate("hello", GREEDY, use_tqdm=False)
     assert len(out["token_ids"]) == 24
 

@@ -20,7 +20,9 @@ def test_keys_are_the_first_completion_and_the_request():
     assert OUTPUT["text"] == OUTPUT.outputs[0].text == " there"
     assert OUTPUT["token_ids"] == OUTPUT.outputs[0].token_ids == [7, 8]
     assert OUTPUT["finish_reason"] == "stop" and OUTPUT["stop_reason"] == "x" and OUTPUT["logprobs"] is LOGPROBS
-    assert OUTPUT["prompt_token_ids"] is OUTPUT.prompt_token_ids and OUTPUT["prompt"] == "Hi" and OUTPUT["request_id"] == 3
+    assert (
+        OUTPUT["prompt_token_ids"] is OUTPUT.prompt_token_ids and OUTPUT["prompt"] == "Hi" and OUTPUT["request_id"] == 3
+    )
     assert OUTPUT["outputs"][1].text == " you" and OUTPUT["finished"] is True
 
 

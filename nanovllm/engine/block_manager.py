@@ -109,7 +109,10 @@ class BlockManager:
         seq.num_registered_blocks = 0
 
     def reset_prefix_cache(self) -> None:
-        """Forget every registered block, because what the cache holds can no longer be trusted."""
+        """Forget every registered block, because what the cache holds can no longer be trusted.
+
+        Only while no two sequences share one.
+        """
         for block in range(self.num_blocks):
             self._forget(block)
 

@@ -59,13 +59,10 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, usef
     return wanted if wanted is not None else min(fits, useful)
 
 
-def available_bytes_cpu() -> int:
-    """The share of this machine's free memory that a cache may take without being asked."""
-    return (
-        int(_CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        if hasattr(os, "sysconf")
-        else 4 << 30
-    )
+def available_bytes_cpu(asked: bool) -> int:
+    """This machine's free memory, or the share of it that a cache may take where nobody `asked` for a size."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free if asked else int(_CPU_SHARE * free)
 
 
 def available_bytes_cuda(device: torch.device, utilization: float, peak_allocated: int) -> int:

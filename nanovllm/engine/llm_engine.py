@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.detokenizer import decode
 from nanovllm.engine.model_runner import ModelRunner, StepResult, select_device
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
@@ -135,7 +136,7 @@ class LLMEngine:
                 continue
             request, completion = self._completions[seq.seq_id, seq.index]
             if completion.logprobs is not None:
-                completion.logprobs.append(result.logprobs.row(row, seq.params.logprobs))
+                completion.logprobs.append(result.logprobs.row(row, seq.params.logprobs, self._decode_token))
             stop = completion.append(token_id)
             if stop is not None:
                 self.scheduler.finish(seq, "stop", stop)
@@ -152,7 +153,12 @@ class LLMEngine:
         if found is None:
             return
         for i in range(len(prompt.tensors.ranks)):
-            found[0].prompt_logprobs[prompt.start + i] = prompt.tensors.row(i, prompt.seq.params.prompt_logprobs)
+            found[0].prompt_logprobs[prompt.start + i] = prompt.tensors.row(
+                i, prompt.seq.params.prompt_logprobs, self._decode_token
+            )
+
+    def _decode_token(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else decode(self.tokenizer, [token_id], skip_special_tokens=False)
 
     def _drop(self, completion: Completion) -> None:
         self._completions.pop((completion.seq.seq_id, completion.seq.index), None)

@@ -190,7 +190,7 @@ class ModelRunner:
             available = kv_cache.available_bytes_cuda(self.device, config.gpu_memory_utilization, self._profile_peak())
             remedy = "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or use a smaller kvcache_block_size"
         else:
-            available = kv_cache.available_bytes_cpu()
+            available = kv_cache.available_bytes_cpu(asked=config.num_kvcache_blocks is not None)
             remedy = "free memory, or set num_kvcache_blocks and kvcache_block_size lower"
         return kv_cache.num_blocks_that_fit(available, per_block, config.num_kvcache_blocks, useful, remedy)
 

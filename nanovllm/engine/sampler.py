@@ -125,19 +125,20 @@ class LogprobsTensors(NamedTuple):
         """A copy on the host. With `non_blocking` it may be read only after the stream has been waited for."""
         return LogprobsTensors(*(t.to("cpu", non_blocking=non_blocking) for t in self))
 
-    def row(self, index: int, num_logprobs: int) -> dict[int, Logprob]:
+    def row(self, index: int, num_logprobs: int, decode: Callable[[int], str] | None = None) -> dict[int, Logprob]:
         """Position `index` as a request sees it: its own token first, then up to `num_logprobs` of the most likely.
 
-        Call it on a copy on the host. Equally likely tokens have equal ranks.
+        Call it on a copy on the host. Equally likely tokens have equal ranks. `decode` gives a token's text.
         """
         from nanovllm.outputs import Logprob
 
         token_ids = self.token_ids[index, : 1 + num_logprobs].tolist()
         logprobs = self.logprobs[index, : 1 + num_logprobs].tolist()
-        record = {token_ids[0]: Logprob(logprobs[0], int(self.ranks[index]), None)}
+        text = decode or (lambda token_id: None)
+        record = {token_ids[0]: Logprob(logprobs[0], int(self.ranks[index]), text(token_ids[0]))}
         best = logprobs[1:]
         for token_id, logprob in zip(token_ids[1:], best):
-            record.setdefault(token_id, Logprob(logprob, 1 + best.index(logprob), None))
+            record.setdefault(token_id, Logprob(logprob, 1 + best.index(logprob), text(token_id)))
         return record
 
 

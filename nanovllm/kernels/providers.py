@@ -5,19 +5,13 @@ Triton is imported when a kernel is first wanted, so that a machine without it, 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import cache
 
 import torch
 
-from nanovllm.kernels import ops
-from nanovllm.kernels.registry import Op
 
-
-@lru_cache(maxsize=None)
+@cache
 def triton_support(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None."""
     if importlib.util.find_spec("triton") is None:

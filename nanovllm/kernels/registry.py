@@ -83,7 +83,9 @@ class Op:
         """The provider `name`, which `who` asked for by name; a ValueError if it is unknown or cannot run on `device`."""
         provider = self.providers.get(name)
         if provider is None:
-            raise ValueError(f"{who} names {name!r}, but the providers of {self.name!r} are {', '.join(self.providers)}")
+            raise ValueError(
+                f"{who} names {name!r}, but the providers of {self.name!r} are {', '.join(self.providers)}"
+            )
         reason = provider.support(device)
         if reason is not None:
             raise ValueError(f"{who} names {name!r}, which is not available for {self.name!r}: {reason}")

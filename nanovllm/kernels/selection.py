@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -63,10 +63,10 @@ def resolve_kernels(
     ops = all_ops()
     if not use_custom_kernels:
         return Kernels({name: (NATIVE, declared.native) for name, declared in ops.items()})
-    named = {**_environment(), **_checked(priority or {}, "kernel_priority", ops)}
+    sources = [_checked(priority or {}, "kernel_priority", ops), _environment()]
     chosen = {}
     for name, declared in ops.items():
-        provider = _choose(declared, device, named)
+        provider = _choose(declared, device, sources)
         chosen[name] = provider.name, _function(declared, provider, device)
     return Kernels(chosen)
 
@@ -78,7 +78,9 @@ def parse_priority(text: str) -> dict[str, list[str]]:
         name, equals, providers = entry.partition("=")
         names = [p.strip() for p in providers.split(",") if p.strip()]
         if not equals or not name.strip() or not names:
-            raise ValueError(f"{entry!r} is not of the form op=provider or op=provider,provider; separate entries with ';'")
+            raise ValueError(
+                f"{entry!r} is not of the form op=provider or op=provider,provider; separate entries with ';'"
+            )
         priority[name.strip()] = names
     return priority
 
@@ -88,10 +90,10 @@ def default_function(declared: Op, device: torch.device) -> Callable[..., Any]:
     return _default_function(declared, device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _default_function(declared: Op, kind: str, index: int | None, environment: str) -> Callable[..., Any]:
     device = torch.device(kind, index) if index is not None else torch.device(kind)
-    return _function(declared, _choose(declared, device, _environment()), device)
+    return _function(declared, _choose(declared, device, [_environment()]), device)
 
 
 def _environment() -> dict[str, list[str]]:
@@ -110,15 +112,28 @@ def _checked(priority: Mapping[str, Sequence[str]], who: str, ops: Mapping[str, 
         except TypeError as e:
             raise ValueError(str(e)) from None
         checked[name] = [providers] if isinstance(providers, str) else list(providers)
+        if name == "*":
+            known = {p for declared in ops.values() for p in declared.providers}
+            unknown = [p for p in checked[name] if p not in known]
+            if unknown:
+                raise ValueError(f"{who} names {unknown[0]!r}; providers are {', '.join(sorted(known))}")
     return checked
 
 
-def _choose(declared: Op, device: torch.device, named: Mapping[str, Sequence[str]]) -> Provider:
-    wanted = named.get(declared.name)
-    if wanted is None:
-        wanted = [p for p in named.get("*", ()) if p in declared.providers]
+def _wanted(declared: Op, sources: Sequence[Mapping[str, Sequence[str]]]) -> Sequence[str]:
+    """What the first source that speaks of this op names for it, best first."""
+    for named in sources:
+        if declared.name in named:
+            return named[declared.name]
+        everywhere = [p for p in named.get("*", ()) if p in declared.providers]
+        if everywhere:
+            return everywhere
+    return ()
+
+
+def _choose(declared: Op, device: torch.device, sources: Sequence[Mapping[str, Sequence[str]]]) -> Provider:
     errors = []
-    for name in wanted:
+    for name in _wanted(declared, sources):
         try:
             return declared.require(name, device, f"the choice of kernels for {declared.name!r}")
         except ValueError as e:
@@ -150,7 +165,9 @@ def _function(declared: Op, provider: Provider, device: torch.device) -> Callabl
             return fn(*args, **kwargs)
         if not warned:
             warned = True
-            logger.warning("%s: %s does not take these arguments (%s); using native", declared.name, provider.name, reason)
+            logger.warning(
+                "%s: %s does not take these arguments (%s); using native", declared.name, provider.name, reason
+            )
         return native(*args, **kwargs)
 
     return call

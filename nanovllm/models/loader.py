@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -56,23 +57,34 @@ def locate(config: EngineConfig) -> Checkpoint:
             )
         if config.load_format == "safetensors":
             raise ValueError(f'load_format="safetensors", but {path} is a GGUF file; use load_format="auto"')
-        model_config = ModelConfig.from_dict(gguf.read_config(path))
-        return _checked(Checkpoint(model_config, path, "dummy" if dummy else "gguf"))
+        return Checkpoint(_parse(gguf.read_config(path)), path, "dummy" if dummy else "gguf")
     if config.load_format == "gguf":
         raise ValueError(f'load_format="gguf", but model={config.model!r} is no .gguf file')
     if not path.is_dir():
         if dummy and (config.model.lower() in PRESETS or "/" not in config.model):
-            return _checked(Checkpoint(ModelConfig.from_dict(preset(config.model)), None, "dummy"))
+            return Checkpoint(_parse(preset(config.model)), None, "dummy")
         path = _from_hub(config.model)
     config_file = path / "config.json"
     if not config_file.is_file():
         raise FileNotFoundError(f"{path} holds no config.json; pass a Hugging Face model directory or a .gguf file")
-    return _checked(Checkpoint(ModelConfig.from_file(config_file), path, "dummy" if dummy else "safetensors"))
+    return Checkpoint(_parse(_read_config(config_file)), path, "dummy" if dummy else "safetensors")
 
 
-def _checked(checkpoint: Checkpoint) -> Checkpoint:
-    model_class(checkpoint.config.architecture)
-    return checkpoint
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as e:
+        raise ValueError(f"{file} is not valid JSON ({e}); download the model again") from e
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no JSON object; is it the configuration of a model?")
+    return config
+
+
+def _parse(config: Mapping[str, Any]) -> ModelConfig:
+    # The architecture first: what else a config.json holds depends on it.
+    for architecture in config.get("architectures") or ():
+        model_class(architecture)
+    return ModelConfig.from_dict(config)
 
 
 def _from_hub(model_id: str) -> Path:

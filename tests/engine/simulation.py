@@ -43,7 +43,9 @@ def next_token(chain: int, seed: int) -> int:
     return hash((chain, seed)) // 11 % VOCAB
 
 
-def expected_output(prompt: list[int], seed: int, params: SamplingParams, max_model_len: int, stop_at: int | None = None):
+def expected_output(
+    prompt: list[int], seed: int, params: SamplingParams, max_model_len: int, stop_at: int | None = None
+):
     """(output tokens, finish reason, stop reason) of a request that nothing disturbs; `stop_at` stands for a stop string."""
     truth = Truth(prompt, seed)
     for n in range(1, params.max_tokens + 1):
@@ -92,7 +94,9 @@ class Device:
                 seen = self.cache.get(self._cell(part.seq, position))
                 assert seen == truth.chain[position], f"{part} sees at {position} what is not its own past"
             if part.samples:
-                assert self.penalty_state[part.slot] == truth.tokens[:end], f"{part}: the slot's token counts are of others"
+                assert self.penalty_state[part.slot] == truth.tokens[:end], (
+                    f"{part}: the slot's token counts are of others"
+                )
                 sampled.append((part.slot, next_token(self.cache[self._cell(part.seq, end - 1)], part.seq.seed)))
         for slot, token in sampled:
             self.last_tokens[slot] = token
@@ -129,7 +133,9 @@ class Simulation:
         self.added: list[tuple[Sequence, list[int], int | None]] = []
         self.seen: set[str] = set()  # which situations came about, to know that the tests are not blind to them
 
-    def add(self, prompt: list[int], params: SamplingParams | None = None, seed: int = 0, stop_at: int | None = None) -> Sequence:
+    def add(
+        self, prompt: list[int], params: SamplingParams | None = None, seed: int = 0, stop_at: int | None = None
+    ) -> Sequence:
         seq = Sequence(len(self.added), prompt, params or SamplingParams(max_tokens=4, ignore_eos=True), seed)
         self.added.append((seq, list(prompt), stop_at))
         self.scheduler.add(seq)
@@ -181,7 +187,9 @@ class Simulation:
             raise AssertionError(f"no end: {list(self.scheduler.running)}, {list(self.scheduler.waiting)}")
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
         for seq, prompt, stop_at in self.added:
-            output, reason, stop_reason = expected_output(prompt, seq.seed, seq.params, self.scheduler.max_model_len, stop_at)
+            output, reason, stop_reason = expected_output(
+                prompt, seq.seed, seq.params, self.scheduler.max_model_len, stop_at
+            )
             assert seq.finished and seq.token_ids[: seq.prompt_len] == prompt and not seq.block_table
             if seq.finish_reason == "abort":
                 assert seq.output_token_ids == output[: seq.num_output_tokens]

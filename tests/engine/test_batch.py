@@ -120,7 +120,9 @@ def test_tokens_of_the_step_before_are_resolved_by_slot():
 def test_on_the_device():
     batch = build((make(range(6), [3, 1]), 5, 1, True), (make(range(3), [5]), 0, 3, True))
     device = DeviceBatch.from_host(batch, torch.device("cpu"))
-    assert device.token_ids.tolist() == batch.tokens[0].tolist() and device.positions.tolist() == batch.tokens[1].tolist()
+    assert (
+        device.token_ids.tolist() == batch.tokens[0].tolist() and device.positions.tolist() == batch.tokens[1].tolist()
+    )
     m = device.metadata
     assert m.slot_mapping.tolist() == batch.tokens[2].tolist() and m.block_table.tolist() == batch.block_table.tolist()
     assert m.context_lens.tolist() == [6] and m.num_decodes == 1 and m.max_context_len == 6

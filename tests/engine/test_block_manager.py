@@ -262,7 +262,10 @@ class Model(RuleBasedStateMachine):
         assert start < length
         for i, block in enumerate(prefix):
             assert self.content[block] == tokens[: (i + 1) * BLOCK]
-        free, missing = self.manager.num_free_blocks, self.manager.blocks_needed(min(length, start + part)) - len(prefix)
+        free, missing = (
+            self.manager.num_free_blocks,
+            self.manager.blocks_needed(min(length, start + part)) - len(prefix),
+        )
         revived = len(set(prefix) - {b for s in self.live for b in s.block_table})
         admitted = self.manager.admit(seq, prefix, min(length, start + part))
         assert admitted == (missing <= free - revived)

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from nanovllm.engine.detokenizer import Detokenizer, decode
 from tests import tiny
 
-TEXTS = ["hello world", "naïve café", "日本語とEnglish", "🤦🏽‍♂️👩‍👩‍👧‍👦 ok", " \n\t  spaces ", "a\u0301\u0302e", "<|user|>hi<|end|>there"]
+TEXTS = [
+    "hello world",
+    "naïve café",
+    "日本語とEnglish",
+    "🤦🏽‍♂️👩‍👩‍👧‍👦 ok",
+    " \n\t  spaces ",
+    "a\u0301\u0302e",
+    "<|user|>hi<|end|>there",
+]
 
 
 def sentencepiece():
@@ -110,7 +118,11 @@ def stopped(text, stop, **options):
     "text, stop, expected",
     [
         ("hello world", ["wo"], ("hello ", "wo")),
-        ("hello world", ["o w"], ("hell", "o w")),  # over several tokens, from the middle of one to the middle of another
+        (
+            "hello world",
+            ["o w"],
+            ("hell", "o w"),
+        ),  # over several tokens, from the middle of one to the middle of another
         ("hello world", ["hello"], ("", "hello")),
         ("hello world", ["d"], ("hello worl", "d")),
         ("hello world", ["x"], ("hello world", None)),

@@ -62,5 +62,5 @@ def test_too_little_memory_says_how_much_is_missing_and_what_helps(available, wa
         assert words in str(error.value)
 
 
-def test_free_memory_of_a_cpu_is_positive():
-    assert kv_cache.available_bytes_cpu() > 0
+def test_a_cpu_cache_takes_a_share_of_the_free_memory_unless_its_size_is_asked_for():
+    assert 0 < kv_cache.available_bytes_cpu(asked=False) < kv_cache.available_bytes_cpu(asked=True) / 2

@@ -69,7 +69,9 @@ class SimulatedRunner:
         return SimulatedResult(step, token_ids, self, fails)
 
 
-def simulated_engine(monkeypatch, *, num_blocks=8, budget=40, max_model_len=64, max_num_seqs=4, asynchronous=False, caching=True):
+def simulated_engine(
+    monkeypatch, *, num_blocks=8, budget=40, max_model_len=64, max_num_seqs=4, asynchronous=False, caching=True
+):
     runner = SimulatedRunner(num_blocks, budget, max_model_len)
     monkeypatch.setattr(llm_engine, "ModelRunner", lambda *_: runner)
     engine = LLMEngine(
@@ -293,7 +295,9 @@ LENGTHS = [1, 5, 16, 17, 40, 70, 33, 2]
 def test_sampled_tokens_do_not_depend_on_scheduling(directory, llm, arguments):
     prompts = random_prompts(LENGTHS)
     params = [
-        SamplingParams(temperature=t, seed=i, max_tokens=30, top_k=k, repetition_penalty=r, frequency_penalty=f, n=1 + i % 2)
+        SamplingParams(
+            temperature=t, seed=i, max_tokens=30, top_k=k, repetition_penalty=r, frequency_penalty=f, n=1 + i % 2
+        )
         for i, (t, k, r, f) in enumerate([(0, 0, 1, 0), (1, 0, 1, 0), (0.8, 5, 1, 0), (1, 0, 1.3, 0.5)] * 2)
     ]
     outputs = [[c.token_ids for c in o.outputs] for o in llm.generate(prompts, params, use_tqdm=False)]
@@ -314,7 +318,9 @@ def test_a_seeded_request_draws_the_same_alone_and_in_any_company(llm):
 
 
 def test_an_engine_with_a_seed_repeats_itself(directory):
-    first, second, other = (generate(make(directory, seed=s), random_prompts([3, 3]), SamplingParams()) for s in (1, 1, 2))
+    first, second, other = (
+        generate(make(directory, seed=s), random_prompts([3, 3]), SamplingParams()) for s in (1, 1, 2)
+    )
     assert first == second != other and first[0] != first[1]
 
 
@@ -333,7 +339,10 @@ def test_greedy_tokens_while_others_are_aborted(llm, reference):
         expected = tiny.greedy(reference, prompt, 20)
         output = request.output()
         if i in (1, 4):
-            assert output["finish_reason"] == "abort" and output["token_ids"] == expected[: len(output["token_ids"])] != expected
+            assert (
+                output["finish_reason"] == "abort"
+                and output["token_ids"] == expected[: len(output["token_ids"])] != expected
+            )
         else:
             assert output["token_ids"] == expected
 
@@ -343,7 +352,10 @@ def test_no_extra_token_of_a_finished_request_is_seen(directory, reference):
     llm = make(directory, async_scheduling=True, max_num_seqs=2, num_kvcache_blocks=10)
     prompts = random_prompts([20, 18, 30, 25, 16])
     expected = [tiny.greedy(reference, p, 12) for p in prompts]
-    params = [SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[tokens[i + 1]]) for i, tokens in enumerate(expected)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[tokens[i + 1]])
+        for i, tokens in enumerate(expected)
+    ]
     for tokens, out, p in zip(expected, llm.generate(prompts, params, use_tqdm=False), params):
         first = tokens.index(p.stop_token_ids[0])
         assert out["token_ids"] == tokens[: first + 1]
@@ -357,7 +369,9 @@ def test_min_tokens_bans_end_tokens_until_then(llm, reference):
     tokens = tiny.greedy(reference, prompt, 12)
     ends = sorted(set(tokens[:6]))
     for min_tokens in (0, 1, 4):
-        params = SamplingParams(temperature=0, max_tokens=12, min_tokens=min_tokens, stop_token_ids=ends, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0, max_tokens=12, min_tokens=min_tokens, stop_token_ids=ends, ignore_eos=True
+        )
         (out,) = generate(llm, [prompt], params)
         banned, expected = torch.zeros(len(tiny.tokenizer())), []
         banned[ends] = -torch.inf
@@ -388,6 +402,7 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(llm, reference, k):
         assert len(out["logprobs"]) == len(out["token_ids"]) == 8 and out.prompt_logprobs is None
         for i, (token, record) in enumerate(zip(out["token_ids"], out["logprobs"])):
             close(record, token, rows[len(prompt) + i - 1], k)
+            assert all(entry.decoded_token == llm.tokenizer.decode([t]) for t, entry in record.items())
 
 
 def test_logprobs_of_different_widths_in_one_batch(llm):
@@ -403,7 +418,11 @@ def test_prompt_logprobs_over_chunks_and_cached_prefixes(llm, reference, length)
     generate(llm, [prompt], SamplingParams(max_tokens=1))  # its prefix is in the cache now
     out = llm.generate(
         [*random_prompts([60]), prompt, prompt[: length // 2 + 1]],
-        [SamplingParams(max_tokens=20), SamplingParams(max_tokens=5, prompt_logprobs=2, temperature=0), SamplingParams(max_tokens=20)],
+        [
+            SamplingParams(max_tokens=20),
+            SamplingParams(max_tokens=5, prompt_logprobs=2, temperature=0),
+            SamplingParams(max_tokens=20),
+        ],
         use_tqdm=False,
     )[1]
     rows = tiny.logprobs(reference, prompt)

@@ -20,7 +20,7 @@ ATTENTION = importlib.import_module("nanovllm.kernels.ops.attention")
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of a value of about 1, after a few roundings in the dtype.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.fixture(params=DEVICES)
@@ -211,9 +211,10 @@ def attention_float64(case):
 
 def decode(case, context_lens=None, max_context_len=None):
     lens = torch.tensor(case.context_lens, dtype=torch.int32, device=case.q.device)
-    return NATIVE.attention_decode(
-        case.q, case.k_cache, case.v_cache, case.table, lens, max_context_len or max(case.context_lens), case.scale
-    )
+    args = case.q, case.k_cache, case.v_cache, case.table, lens, max_context_len or max(case.context_lens), case.scale
+    # What CUDA graphs capture runs on a CPU as well, so it is held to the same here.
+    attention_close(ATTENTION._decode_padded(*args), case)
+    return NATIVE.attention_decode(*args)
 
 
 def prefill(case):
@@ -278,12 +279,12 @@ def test_prefill_in_chunks_equals_prefill_at_once(device):
         for start, end in zip(cuts, cuts[1:]):
             chunk = SimpleNamespace(**vars(whole))
             chunk.q, chunk.query_lens, chunk.context_lens = whole.q[start:end], (end - start,), (end,)
-            torch.testing.assert_close(prefill(chunk), at_once[start:end], rtol=0, atol=2e-6)
+            torch.testing.assert_close(prefill(chunk), at_once[start:end], rtol=0, atol=1e-5)
 
 
 def test_a_run_of_one_token_equals_decode(device):
     case = paged([9, 4, 17], 6, 3, 16, 4, [1, 1, 1], torch.float32, device)
-    torch.testing.assert_close(prefill(case), decode(case), rtol=0, atol=2e-6)
+    torch.testing.assert_close(prefill(case), decode(case), rtol=0, atol=1e-5)
 
 
 def test_scale_is_applied(device):

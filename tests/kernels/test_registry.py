@@ -114,3 +114,41 @@ def test_unknown_names_list_the_known(rms_norm):
 def test_summary(rms_norm):
     assert resolve_kernels(CPU, False).summary() == f"native ({len(all_ops())} ops)"
     assert "fast (1 op" in resolve_kernels(CPU, True, {"rms_norm": ["fast"]}).summary()
+
+
+def test_an_argument_wins_over_the_environment_even_with_a_star(rms_norm, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=fast;*=native")
+    assert resolve_kernels(CPU).providers["rms_norm"] == "fast"
+    assert resolve_kernels(CPU, True, {"silu_and_mul": ["native"]}).providers["rms_norm"] == "fast"
+    assert resolve_kernels(CPU, True, {"*": ["native"]}).providers["rms_norm"] == "native"
+
+
+@pytest.mark.parametrize("text", ["rms_norm", "rms_norm=", "=fast", "rms_nrom=fast", "*=tritno", "rms_norm=elsewhere"])
+def test_a_bad_environment_variable_is_named(rms_norm, monkeypatch, text):
+    monkeypatch.setenv("NANOVLLM_KERNELS", text)
+    with pytest.raises(ValueError, match="rms_norm|op=provider|tritno"):
+        resolve_kernels(CPU)
+
+
+def test_the_first_available_of_those_named_is_taken(rms_norm):
+    assert resolve_kernels(CPU, True, {"rms_norm": ["elsewhere", "fast"]}).providers["rms_norm"] == "fast"
+
+
+def test_use_holds_within_its_block(rms_norm):
+    with rms_norm.use("fast"):
+        assert rms_norm(21) == 42
+    with pytest.raises(ValueError, match="not available.*it needs a GPU"), rms_norm.use("elsewhere"):
+        rms_norm(21)
+    with pytest.raises(ValueError, match="no provider 'tritno'"), rms_norm.use("tritno"):
+        pass
+
+
+def test_what_a_provider_does_not_accept_goes_to_native_with_one_warning(rms_norm, monkeypatch, caplog):
+    choosy = Provider("choosy", double, accepts=lambda x, *_: None if x > 0 else "x must be positive")
+    monkeypatch.setitem(rms_norm.providers, "choosy", choosy)
+    monkeypatch.setattr(rms_norm, "native", lambda x: -x)
+    fn = resolve_kernels(CPU, True, {"rms_norm": ["choosy"]}).rms_norm
+    assert fn(2) == 4 and fn(-2) == 2 and fn(-3) == 3
+    assert [r.message for r in caplog.records].count(
+        "rms_norm: choosy does not take these arguments (x must be positive); using native"
+    ) == 1

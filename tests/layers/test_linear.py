@@ -71,12 +71,16 @@ def test_gate_and_up(size, bias):
         torch.testing.assert_close(torch.cat(got, -1), want)
 
 
-@pytest.mark.parametrize("heads, kv_heads, size", [(4, 4, 1), (4, 2, 1), (7, 1, 1), (9, 3, 1), (8, 4, 2), (8, 2, 4), (8, 1, 4)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, size", [(4, 4, 1), (4, 2, 1), (7, 1, 1), (9, 3, 1), (8, 4, 2), (8, 2, 4), (8, 1, 4)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_queries_keys_and_values(heads, kv_heads, size, bias):
     head_dim = 5
     x = randn(3, HIDDEN, seed=9)
-    weights = {s: randn(n * head_dim, HIDDEN, seed=i) for i, (s, n) in enumerate(zip("qkv", (heads, kv_heads, kv_heads)))}
+    weights = {
+        s: randn(n * head_dim, HIDDEN, seed=i) for i, (s, n) in enumerate(zip("qkv", (heads, kv_heads, kv_heads)))
+    }
     biases = {s: randn(n * head_dim, seed=5 + i) for i, (s, n) in enumerate(zip("qkv", (heads, kv_heads, kv_heads)))}
     parts = []
     for tp in ranks(size):

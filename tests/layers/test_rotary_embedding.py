@@ -12,7 +12,9 @@ from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from tests.native import NATIVE
 
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
 SCALINGS = {
     "default": dict(rope_type="default"),

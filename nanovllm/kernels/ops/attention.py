@@ -41,6 +41,19 @@ def attention_decode(
     """
     if q.device.type == "cpu":
         return _decode_one_by_one(q, k_cache, v_cache, block_table, context_lens.tolist(), scale)
+    return _decode_padded(q, k_cache, v_cache, block_table, context_lens, max_context_len, scale)
+
+
+def _decode_padded(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+) -> torch.Tensor:
+    # Every shape follows from shapes and host values, so that a CUDA graph can be captured.
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     positions = torch.arange(max_context_len, device=q.device)

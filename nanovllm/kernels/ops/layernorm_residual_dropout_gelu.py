@@ -1,0 +1,52 @@
+"""A chain of four operations that post-norm transformers run over every activation, as one op."""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.ops.sample import philox, uniform
+from nanovllm.kernels.registry import op
+
+
+@op
+def layernorm_residual_dropout_gelu(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float = 1e-5,
+    p: float = 0.0,
+    seed: int = 0,
+    approximate: str = "none",
+) -> torch.Tensor:
+    """gelu(dropout(layer_norm(x) + residual)).
+
+    Dropout zeroes an element with probability p and divides the others by 1 - p. Which ones depends on the seed and on
+    the element's place alone: column c of row r (of x seen as a matrix) stays if uniform(w) >= p, w being the first word
+    of Philox4x32-10 under the key `seed` and the counter (c, r, 0, 0). p = 0 draws nothing and changes nothing.
+
+    Args:
+        x, residual: [..., size], any float dtype; weight, bias: [size], same dtype.
+        p: in [0, 1].
+        seed: an integer; its low 64 bits count.
+        approximate: "none" or "tanh", as in `fused_add_gelu`.
+
+    Returns:
+        [..., size], the dtype of x. Every one of the four results is rounded to that dtype.
+
+    Raises:
+        ValueError: p or `approximate` is none of these.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate: expected 'none' or 'tanh', not {approximate!r}")
+    if not 0 <= p <= 1:
+        raise ValueError(f"p: expected a probability in [0, 1], not {p}")
+    y = F.layer_norm(x, x.shape[-1:], weight, bias, eps) + residual
+    if p > 0:
+        size = x.shape[-1]
+        rows, columns = (torch.arange(n, device=x.device) for n in (x.numel() // size if size else 0, size))
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
+        key = torch.full((1, 1), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=x.device)
+        words = philox(columns[None, :], rows[:, None] & 0xFFFFFFFF, zero, zero, key)[0]
+        keep = (uniform(words) >= p).view(x.shape)
+        y = torch.where(keep, y * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+    return F.gelu(y, approximate=approximate)

@@ -1,0 +1,32 @@
+"""What lies between Qwen3's query-key projection and attention: the norm of every head, then its rotation."""
+
+import torch
+
+from nanovllm.kernels.ops.norm import rms_norm
+from nanovllm.kernels.ops.rotary import rotary_embedding
+from nanovllm.kernels.registry import op
+
+
+@op
+def qk_norm_rope(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin_cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rotary_embedding(positions, rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos_sin_cache).
+
+    Args:
+        positions: [num_tokens] int64.
+        q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim].
+        q_weight, k_weight: [head_dim], the dtype of q and k.
+        cos_sin_cache: [max_position, head_dim] float32, as in `rotary_embedding`.
+
+    Returns:
+        Rotated q and k, same shapes and dtypes, rounded wherever the two ops round.
+    """
+    q, k = rms_norm.native(q, q_weight, eps), rms_norm.native(k, k_weight, eps)
+    return rotary_embedding.native(positions, q, k, cos_sin_cache)
