@@ -55,7 +55,7 @@ def main() -> None:
     first = min(o.metrics.time_to_first_token for o in outputs)
     print(
         f"\n{num_prompt} prompt tokens, {num_output} output tokens, first token after {first:.2f} s,"
-        f" {num_output / elapsed:.0f} output tokens/s; device: {llm.device_name}; kernels: {llm.engine.kernels.summary()}"
+        f" {num_output / elapsed:.0f} output tokens/s; device: {llm.device_name}; kernels: {llm.kernels.summary()}"
     )
 
 

@@ -13,6 +13,9 @@ app = typer.Typer(
     help="A small, fast LLM inference engine whose kernels you can swap.",
 )
 
+kernels_app = typer.Typer(no_args_is_help=True, help="The ops and who computes them.")
+app.add_typer(kernels_app, name="kernels")
+
 _Model = Annotated[
     str | None,
     typer.Option(
@@ -101,6 +104,41 @@ def generate(
     llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels)
     for output in llm.generate(prompts, params):
         print(f"\n> {output.prompt}\n{output['text']}")
+
+
+@kernels_app.command("list")
+def list_kernels(
+    device: Annotated[str, typer.Option(help="The device to choose for: auto, cpu, cuda, cuda:N.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Every op and its providers: which can run here, why not, and which one is chosen."""
+    import json
+
+    from nanovllm.engine.model_runner import select_device
+    from nanovllm.kernels import all_ops, resolve_kernels
+
+    where = select_device(device)
+    chosen = resolve_kernels(where).providers
+    rows = [
+        {
+            "op": name,
+            "provider": provider.name,
+            "chosen": chosen[name] == provider.name,
+            "reason": provider.support(where),
+        }
+        for name, declared in sorted(all_ops().items())
+        for provider in declared.providers.values()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("op", "provider", "chosen", "available", title=f"kernels on {where}")
+    for row in rows:
+        table.add_row(row["op"], row["provider"], "yes" if row["chosen"] else "", row["reason"] or "yes")
+    Console().print(table)
 
 
 def main() -> None:

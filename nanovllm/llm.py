@@ -47,6 +47,11 @@ class LLM:
         return self.engine.tokenizer
 
     @property
+    def kernels(self) -> Any:
+        """The provider that serves each op: `print(llm.kernels)` shows them, `llm.kernels.providers` is the mapping."""
+        return self.engine.kernels
+
+    @property
     def device_name(self) -> str:
         """For example "NVIDIA H200, bfloat16" or "cpu, float32"."""
         return self.engine.runner.device_name

@@ -130,11 +130,18 @@ class DeviceBatch:
 
     @classmethod
     def from_host(cls, batch: Batch, device: torch.device) -> DeviceBatch:
-        tokens = to_device(batch.tokens, device)
+        context_lens, cu_seqlens_q = batch.context_lens, None
+        if not batch.decode_only:
+            context_lens = np.concatenate((context_lens, np.asarray(batch.prefill_context_lens, np.int32)))
+            cu_seqlens_q = to_device(np.cumsum((0, *batch.prefill_query_lens), dtype=np.int32), device)
         return cls.from_tensors(
-            tokens, to_device(batch.context_lens, device), to_device(batch.block_table, device), batch.max_context_len,
-            batch.prefill_query_lens, batch.prefill_context_lens,
-        )  # fmt: skip
+            to_device(batch.tokens, device),
+            to_device(context_lens, device),
+            to_device(batch.block_table, device),
+            batch.max_context_len,
+            cu_seqlens_q,
+            max(batch.prefill_query_lens, default=0),
+        )
 
     @classmethod
     def from_tensors(
@@ -143,20 +150,22 @@ class DeviceBatch:
         context_lens: torch.Tensor,
         block_table: torch.Tensor,
         max_context_len: int,
-        prefill_query_lens: tuple[int, ...] = (),
-        prefill_context_lens: tuple[int, ...] = (),
+        cu_seqlens_q: torch.Tensor | None = None,
+        max_query_len: int = 0,
     ) -> DeviceBatch:
+        """tokens: [3, num_tokens] int64, as in `Batch`; the others as in `AttentionMetadata`."""
+        num_runs = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         return cls(
             token_ids=tokens[0],
             positions=tokens[1],
             metadata=AttentionMetadata(
-                num_decodes=context_lens.shape[0],
+                num_decodes=context_lens.shape[0] - num_runs,
                 slot_mapping=tokens[2],
                 block_table=block_table,
                 context_lens=context_lens,
                 max_context_len=max_context_len,
-                prefill_query_lens=prefill_query_lens,
-                prefill_context_lens=prefill_context_lens,
+                cu_seqlens_q=cu_seqlens_q,
+                max_query_len=max_query_len,
             ),
         )
 

@@ -1,7 +1,9 @@
 """Decode steps as CUDA graphs: one launch instead of one for each kernel.
 
-A graph has fixed shapes, so there is one for each pair of a batch size and a bound on the context length, and a batch is
-padded to the next larger of both. The pairs are few enough to be captured when the engine starts, in one memory pool.
+A graph has fixed shapes, so there is one for each of a few batch sizes, and a batch is padded to the next larger one. The
+reference's attention does work in proportion to the bound on the context length, so for it there are a few of these
+bounds as well; a kernel that reads the lengths on the device needs only the largest. All graphs are captured when the
+engine starts, in one memory pool.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ def context_buckets(max_model_len: int) -> list[int]:
 
 
 class DecodeBuckets:
-    """The sizes that decode batches are padded to, with or without graphs, so that both compute the same thing."""
+    """The sizes that decode batches are padded to, with or without graphs, so that both compute the same thing.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+    Args:
+        by_context: whether attention costs what the bound on the context length says, not what the lengths are.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, by_context: bool = True) -> None:
         self.batch_sizes = batch_buckets(max_num_seqs)
-        self.context_lens = context_buckets(max_model_len)
+        self.context_lens = context_buckets(max_model_len) if by_context else [max_model_len]
 
     def fit(self, num_seqs: int, max_context_len: int) -> tuple[int, int]:
         """The smallest (batch size, context length) that holds a batch."""

@@ -100,7 +100,8 @@ class ModelRunner:
             self._caches = kv_cache.allocate(
                 self.model_config, self.num_kvcache_blocks, self.block_size, self.dtype, self.device
             )
-            self.buckets = DecodeBuckets(config.max_num_seqs, self.max_model_len)
+            by_context = kernels.providers["attention_decode"] == "native"
+            self.buckets = DecodeBuckets(config.max_num_seqs, self.max_model_len, by_context)
             self._graphs: DecodeGraphs | None = None
             if self.device.type == "cuda" and not config.enforce_eager:
                 hidden = torch.zeros(
@@ -207,11 +208,11 @@ class ModelRunner:
         positions = torch.arange(length, device=self.device).repeat(num_seqs)
         prefill = DeviceBatch.from_tensors(
             torch.stack((torch.zeros_like(positions), positions, positions)),
-            torch.empty(0, dtype=torch.int32, device=self.device),
+            torch.full((num_seqs,), length, dtype=torch.int32, device=self.device),
             blocks.expand(num_seqs, -1),
             0,
-            (length,) * num_seqs,
-            (length,) * num_seqs,
+            torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * length,
+            length,
         )
         decode = DeviceBatch.from_tensors(
             torch.zeros(3, max_num_seqs, dtype=torch.int64, device=self.device),

@@ -1,6 +1,6 @@
 """The providers that come with the package, beside each op's reference. Importing this module registers them.
 
-Triton is imported when a kernel is first wanted, so that a machine without it, or without a GPU, loads none of it.
+They are named, not imported: a machine that cannot run a provider loads none of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from functools import cache
 
 import torch
 
+from nanovllm.kernels import ops
+from nanovllm.kernels.registry import Op, Provider
+
 
 @cache
 def triton_support(device: torch.device) -> str | None:
@@ -18,7 +21,30 @@ def triton_support(device: torch.device) -> str | None:
         return "Triton is not installed; pip install triton (Linux)"
     if device.type != "cuda":
         return f"Triton kernels need a CUDA device, this is {device}; use native"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"Triton kernels need compute capability 8.0 or later, this GPU has {capability[0]}.{capability[1]}; use native"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"Triton kernels need compute capability 8.0 or later, this GPU has {major}.{minor}; use native"
     return None
+
+
+for _op in (
+    ops.add_rms_norm,
+    ops.element_wise_mul_add,
+    ops.embedding,
+    ops.fused_activation,
+    ops.fused_add_gelu,
+    ops.gelu_and_mul,
+    ops.layer_norm,
+    ops.layernorm_residual_dropout_gelu,
+    ops.qk_norm_rope,
+    ops.rms_norm,
+    ops.rotary_embedding,
+    ops.sample,
+    ops.silu_and_mul,
+    ops.softmax,
+    ops.store_kvcache,
+):
+    assert isinstance(_op, Op)
+    _op.add(Provider("triton", f"nanovllm.kernels.triton_ops:{_op.name}", triton_support))
+for _op, _module in ((ops.attention_decode, "decode"), (ops.attention_prefill, "prefill")):
+    _op.add(Provider("triton", f"nanovllm.kernels.triton_attention.{_module}:{_op.name}", triton_support))

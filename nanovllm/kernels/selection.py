@@ -39,6 +39,11 @@ class Kernels:
             raise AttributeError(f"no op {name!r}; ops are {', '.join(sorted(functions))}")
         return functions[name]
 
+    def __str__(self) -> str:
+        """One line an op: its name and its provider."""
+        width = max(map(len, self.providers))
+        return "\n".join(f"{name:{width}}  {provider}" for name, provider in sorted(self.providers.items()))
+
     def summary(self) -> str:
         """The providers in use, most used first, for example "triton (8 ops), native (2 ops)"."""
         counts: dict[str, int] = {}

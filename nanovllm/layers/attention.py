@@ -21,11 +21,13 @@ class AttentionMetadata:
     block_table: torch.Tensor
     """[num_seqs, max_blocks] int32."""
     context_lens: torch.Tensor
-    """[num_decodes] int32: tokens each decode attends to, its own included."""
+    """[num_seqs] int32: tokens of each sequence up to its last one of this batch, which it attends to."""
     max_context_len: int
-    """A bound on context_lens."""
-    prefill_query_lens: tuple[int, ...] = ()
-    prefill_context_lens: tuple[int, ...] = ()
+    """A bound on the decodes' context_lens."""
+    cu_seqlens_q: torch.Tensor | None = None
+    """[num_seqs - num_decodes + 1] int32: where each run of tokens starts, counted from the first run's start."""
+    max_query_len: int = 0
+    """The longest run."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +62,21 @@ class Attention:
                     cache.k,
                     cache.v,
                     m.block_table[:num_decodes],
-                    m.context_lens,
+                    m.context_lens[:num_decodes],
                     m.max_context_len,
                     self.scale,
                 )
             )
-        if m.prefill_query_lens:
+        if m.cu_seqlens_q is not None:
             parts.append(
                 self._attention_prefill(
                     q[num_decodes:],
                     cache.k,
                     cache.v,
                     m.block_table[num_decodes:],
-                    m.prefill_query_lens,
-                    m.prefill_context_lens,
+                    m.cu_seqlens_q,
+                    m.context_lens[num_decodes:],
+                    m.max_query_len,
                     self.scale,
                 )
             )

@@ -7,6 +7,7 @@ import torch.nn as nn
 
 from nanovllm.config import RopeConfig
 from nanovllm.kernels import Kernels
+from nanovllm.layers.layernorm import RMSNorm
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
@@ -83,6 +84,13 @@ class RotaryEmbedding(nn.Module):
             table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
         self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
         self._rotary_embedding = kernels.rotary_embedding
+        self._qk_norm_rope = kernels.qk_norm_rope
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._rotary_embedding(positions, q, k, self.cos_sin_cache)
+
+    def after_norm(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of every query and key head, then the rotation, in one op."""
+        return self._qk_norm_rope(positions, q, k, q_norm.weight, k_norm.weight, q_norm.eps, self.cos_sin_cache)

@@ -39,9 +39,10 @@ class DecoderAttention(nn.Module):
         self, x: torch.Tensor, positions: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._rotary(positions, q, k)
+        if self.q_norm is None:
+            q, k = self._rotary(positions, q, k)
+        else:
+            q, k = self._rotary.after_norm(positions, q, k, self.q_norm, self.k_norm)
         return self.o_proj(self._attention(q, k, v, cache, metadata).flatten(1))
 
 

@@ -125,8 +125,8 @@ def test_on_the_device():
     )
     m = device.metadata
     assert m.slot_mapping.tolist() == batch.tokens[2].tolist() and m.block_table.tolist() == batch.block_table.tolist()
-    assert m.context_lens.tolist() == [6] and m.num_decodes == 1 and m.max_context_len == 6
-    assert m.prefill_query_lens == (3,) and m.prefill_context_lens == (3,)
+    assert m.context_lens.tolist() == [6, 3] and m.num_decodes == 1 and m.max_context_len == 6
+    assert m.cu_seqlens_q.tolist() == [0, 3] and m.max_query_len == 3
 
 
 # ------------------------------------------------------------------------------------------------ under load

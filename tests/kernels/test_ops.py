@@ -3,6 +3,7 @@
 The op `sample` has a file of its own.
 """
 
+import itertools
 import importlib
 import math
 from types import SimpleNamespace
@@ -218,8 +219,10 @@ def decode(case, context_lens=None, max_context_len=None):
 
 
 def prefill(case):
+    lens = torch.tensor(case.context_lens, dtype=torch.int32, device=case.q.device)
+    starts = torch.tensor((0, *itertools.accumulate(case.query_lens)), dtype=torch.int32, device=case.q.device)
     return NATIVE.attention_prefill(
-        case.q, case.k_cache, case.v_cache, case.table, case.query_lens, case.context_lens, case.scale
+        case.q, case.k_cache, case.v_cache, case.table, starts, lens, max(case.query_lens), case.scale
     )
 
 

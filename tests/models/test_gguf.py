@@ -21,7 +21,9 @@ NOT_QUANTISABLE = sorted({name for name, _, _ in TENSOR_TYPES.values()} - {"F32"
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """What llama.cpp's convert_hf_to_gguf.py does to q and k of a Llama."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
 
 
 def hf_weights(arch: str, tied: bool = True) -> dict[str, np.ndarray]:
@@ -212,7 +214,11 @@ def test_config(tmp_path: Path, arch: str) -> None:
     assert config["architectures"] == [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[arch]]
     assert config["model_type"] == arch
     assert (config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]) == (HIDDEN, INTER, LAYERS)
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (HEADS, KV_HEADS, HEAD_DIM)
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+    )
     assert (config["rms_norm_eps"], config["rope_theta"]) == (1e-5, 50000.0)
     assert (config["vocab_size"], config["max_position_embeddings"]) == (VOCAB, 128)
     assert "rope_scaling" not in config and config["attention_bias"] is False
@@ -323,7 +329,9 @@ def test_unsupported_quantisation(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(GGUFError, match=r"'token_embd.weight' has ggml type 34 \(TQ1_0\).*use a file quantised as one of F32"):
+    with pytest.raises(
+        GGUFError, match=r"'token_embd.weight' has ggml type 34 \(TQ1_0\).*use a file quantised as one of F32"
+    ):
         ours.read_config(tmp_path / "x.gguf")
 
 
@@ -391,7 +399,9 @@ def test_truncation_names_tensor_and_sizes(tmp_path: Path) -> None:
 def test_no_damaged_byte_escapes_as_another_error(tmp_path: Path, mask: int) -> None:
     """Whatever a single wrong byte does, it is either harmless or a GGUFError: no crash, no hang, no huge allocation."""
     weights = {"token_embd.weight": np.ones((4, 8), np.float32), "blk.0.attn_q.weight": np.ones((256, 2), np.float32)}
-    content = write(tmp_path / "x.gguf", "llama", weights, **{"rope.scaling.type": "linear", "split.count": 1}).read_bytes()
+    content = write(
+        tmp_path / "x.gguf", "llama", weights, **{"rope.scaling.type": "linear", "split.count": 1}
+    ).read_bytes()
     path = tmp_path / "d.gguf"
     refused = 0
     for position in range(4, len(content) - 2048):
@@ -416,5 +426,7 @@ def test_blocks_that_do_not_divide_the_row(tmp_path: Path) -> None:
     assert struct.unpack_from("<QQ", content, at) == (HIDDEN, VOCAB)
     struct.pack_into("<Q", content, at, 100)
     path.write_bytes(content)
-    with pytest.raises(GGUFError, match=r"'token_embd.weight' of shape \[96, 100\] cannot be Q8_0, whose blocks are 32"):
+    with pytest.raises(
+        GGUFError, match=r"'token_embd.weight' of shape \[96, 100\] cannot be Q8_0, whose blocks are 32"
+    ):
         GGUFFile(path)

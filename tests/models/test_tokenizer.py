@@ -84,7 +84,26 @@ def byte_level(
 
 
 def sentencepiece(path: Path, **keys: Any) -> Path:
-    words = ["▁t", "er", "he", "▁the", "in", "▁a", "re", "▁h", "▁he", "ll", "llo", "▁hello", "▁▁", "▁w", "or", "▁wor", "ld", "▁world"]
+    words = [
+        "▁t",
+        "er",
+        "he",
+        "▁the",
+        "in",
+        "▁a",
+        "re",
+        "▁h",
+        "▁he",
+        "ll",
+        "llo",
+        "▁hello",
+        "▁▁",
+        "▁w",
+        "or",
+        "▁wor",
+        "ld",
+        "▁world",
+    ]
     chars = sorted(set("".join(words)) | set("abcdefghijklmnopqrstuvwxyz.,!é"))
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *chars, "<|u|>"]
     types = [2, 3, 3] + [6] * 256 + [1] * (len(words) + len(chars)) + [4]
@@ -115,7 +134,29 @@ def test_smollm2_chat_prompt(smollm2: Any) -> None:
     """The ids that the model's own tokenizer.json gives for its template, known from published logs."""
     chat = [{"role": "user", "content": "hello"}]
     ids = smollm2.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    system = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198]
+    system = [
+        1,
+        9690,
+        198,
+        2683,
+        359,
+        253,
+        5356,
+        5646,
+        11173,
+        3365,
+        3511,
+        308,
+        34519,
+        28,
+        7018,
+        411,
+        407,
+        19712,
+        8182,
+        2,
+        198,
+    ]
     assert ids == [*system, 1, 4093, 198, 28120, 2, 198, 1, 520, 9531, 198]
     text = smollm2.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert smollm2.encode(text) == ids  # the special tokens are found in text, and nothing is put before it
@@ -240,12 +281,19 @@ def test_framing(tmp_path: Path, pre: str, keys: dict[str, bool], expected: list
 
 def test_control_and_user_defined_tokens(tmp_path: Path) -> None:
     """Both stay whole, whatever characters they are spelled with; only control tokens are left out of decoded text."""
-    path = byte_level(tmp_path, special=("<s>", "</s>", "<｜end▁of▁turn｜>"), user=("<think>", "   "), padding_token_id=258)
+    path = byte_level(
+        tmp_path, special=("<s>", "</s>", "<｜end▁of▁turn｜>"), user=("<think>", "   "), padding_token_id=258
+    )
     tokenizer = load_tokenizer(path)
     ids = tokenizer.encode("a<｜end▁of▁turn｜><think>   b")
     assert ids == [ord("a"), 259, 260, 261, ord("b")]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<think>   b"
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) == ("<s>", "</s>", "</s>", None)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) == (
+        "<s>",
+        "</s>",
+        "</s>",
+        None,
+    )
     assert len(tokenizer) == 262
 
 

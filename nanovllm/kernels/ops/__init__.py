@@ -2,20 +2,36 @@
 
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
+from nanovllm.kernels.ops.element_wise_mul_add import element_wise_mul_add
 from nanovllm.kernels.ops.embedding import embedding
+from nanovllm.kernels.ops.fused_activation import fused_activation
+from nanovllm.kernels.ops.fused_add_gelu import fused_add_gelu
+from nanovllm.kernels.ops.gelu_and_mul import gelu_and_mul
+from nanovllm.kernels.ops.layer_norm import layer_norm
+from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import layernorm_residual_dropout_gelu
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
 from nanovllm.kernels.ops.rotary import rotary_embedding
 from nanovllm.kernels.ops.sample import sample
+from nanovllm.kernels.ops.softmax import softmax
 from nanovllm.kernels.ops.store_kvcache import store_kvcache
 
 __all__ = [
     "add_rms_norm",
     "attention_decode",
     "attention_prefill",
+    "element_wise_mul_add",
     "embedding",
+    "fused_activation",
+    "fused_add_gelu",
+    "gelu_and_mul",
+    "layer_norm",
+    "layernorm_residual_dropout_gelu",
+    "qk_norm_rope",
     "rms_norm",
     "rotary_embedding",
     "sample",
     "silu_and_mul",
+    "softmax",
     "store_kvcache",
 ]

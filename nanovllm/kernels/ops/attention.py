@@ -4,8 +4,6 @@ The cache layout is [num_blocks, block_size, num_kv_heads, head_dim] for K and f
 block `block_table[t // block_size]` at offset `t % block_size`. Query head h reads KV head h // (num_heads / num_kv_heads).
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
@@ -102,27 +100,32 @@ def attention_prefill(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query_len: int,
     scale: float,
 ) -> torch.Tensor:
     """Runs of query tokens, each causal over its own sequence: new prompts, cached prefixes, chunks of long prompts.
 
     Args:
-        q: [sum(query_lens), num_heads, head_dim]: the sequences' last `query_lens[i]` tokens, one run after the other.
+        q: [num_tokens, num_heads, head_dim]: the last tokens of each sequence, one run after the other.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the new tokens already stored.
         block_table: [num_seqs, max_blocks] int32.
-        query_lens, context_lens: host integers; context_lens[i] counts all tokens of sequence i up to its last query.
+        cu_seqlens_q: [num_seqs + 1] int32: where each run starts in q, and where the last one ends.
+        context_lens: [num_seqs] int32: all tokens of each sequence up to its last query.
+        max_query_len: a host-side bound on the runs' lengths, from which tile sizes may follow.
         scale: multiplies q @ k.
 
     Returns:
-        [sum(query_lens), num_heads, head_dim], the dtype of q.
+        [num_tokens, num_heads, head_dim], the dtype of q. The reference reads the lengths on the host, and on CUDA waits
+        for them.
     """
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     out = torch.empty_like(q)
-    start = 0
-    for i, (num_new, length) in enumerate(zip(query_lens, context_lens)):
+    starts = cu_seqlens_q.tolist()
+    for i, length in enumerate(context_lens.tolist()):
+        start, num_new = starts[i], starts[i + 1] - starts[i]
         blocks = block_table[i, : -(-length // block_size)]
         # [num_heads, length, head_dim]
         k, v = (
@@ -146,5 +149,4 @@ def attention_prefill(
                 o[:, j : j + rows] = F.scaled_dot_product_attention(
                     piece[None], k[None, :, :end], v[None, :, :end], attn_mask=mask, scale=scale
                 )[0]
-        start += num_new
     return out

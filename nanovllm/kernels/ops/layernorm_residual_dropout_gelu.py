@@ -21,8 +21,8 @@ def layernorm_residual_dropout_gelu(
     """gelu(dropout(layer_norm(x) + residual)).
 
     Dropout zeroes an element with probability p and divides the others by 1 - p. Which ones depends on the seed and on
-    the element's place alone: column c of row r (of x seen as a matrix) stays if uniform(w) >= p, w being the first word
-    of Philox4x32-10 under the key `seed` and the counter (c, r, 0, 0). p = 0 draws nothing and changes nothing.
+    the element's place alone: column c of row r (of x seen as a matrix) stays if uniform(w) >= p, w being word c % 4 of
+    Philox4x32-10 under the key `seed` and the counter (c // 4, r, 0, 0). p = 0 draws nothing and changes nothing.
 
     Args:
         x, residual: [..., size], any float dtype; weight, bias: [size], same dtype.
@@ -43,10 +43,10 @@ def layernorm_residual_dropout_gelu(
     y = F.layer_norm(x, x.shape[-1:], weight, bias, eps) + residual
     if p > 0:
         size = x.shape[-1]
-        rows, columns = (torch.arange(n, device=x.device) for n in (x.numel() // size if size else 0, size))
+        rows, fours = (torch.arange(n, device=x.device) for n in (x.numel() // max(size, 1), -(-size // 4)))
         zero = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
         key = torch.full((1, 1), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=x.device)
-        words = philox(columns[None, :], rows[:, None] & 0xFFFFFFFF, zero, zero, key)[0]
-        keep = (uniform(words) >= p).view(x.shape)
+        words = torch.stack(philox(fours[None, :], rows[:, None] & 0xFFFFFFFF, zero, zero, key), -1)
+        keep = (uniform(words.flatten(1)[:, :size]) >= p).view(x.shape)
         y = torch.where(keep, y * (1 / (1 - p) if p < 1 else 0.0), 0.0)
     return F.gelu(y, approximate=approximate)

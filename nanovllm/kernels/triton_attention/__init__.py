@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache in Triton. The modules import triton: import them only where it is there."""

@@ -1,0 +1,132 @@
+"""Decode attention: one kernel that plans, attends, and merges.
+
+Each sequence is cut into pieces of about the same size over the whole batch, so that a long sequence beside short ones
+leaves no multiprocessor idle; the programs are far more than the multiprocessors, or all resident at once, and the hardware
+deals them out. Every program derives the whole plan from context_lens, on the device: a captured graph replays with any lengths.
+The program that arrives last at a sequence's counter merges its pieces, in order, and zeroes the counter for the next launch.
+"""
+
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton_attention.common import attend, load_queries, merge_partials, store_partial, store_rows
+
+
+@triton.jit
+def find_piece(piece, lens_ptr, num_seqs, PIECES: tl.constexpr, SEQS_PAD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """-> (seq, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
+
+    No piece has more than `share` tiles, total / PIECES rounded up, so there are fewer than num_seqs + PIECES of them.
+    The pieces of the sequences that are cut come first, since they are the largest.
+    """
+    if SEQS_PAD == 1:
+        share = tl.cdiv(num_tiles(tl.load(lens_ptr), TILE, WINDOW), PIECES)
+        seq = 0
+        first_piece = 0
+    else:
+        offs = tl.arange(0, SEQS_PAD)
+        tiles = num_tiles(tl.load(lens_ptr + offs, mask=offs < num_seqs, other=0), TILE, WINDOW)
+        share = tl.cdiv(tl.sum(tiles, 0), PIECES)
+        pieces = tl.cdiv(tiles, share)
+        cut = tl.where(pieces > 1, pieces, 0)
+        whole = tl.where(pieces == 1, 1, 0)
+        starts = tl.where(pieces > 1, tl.cumsum(cut, 0) - cut, tl.sum(cut, 0) + tl.cumsum(whole, 0) - whole)
+        mine = (starts <= piece) & (piece < starts + pieces)
+        found = tl.sum(tl.where(mine, (starts.to(tl.int64) << 32) | (offs + 1), 0), 0)
+        seq = (found & 0xFFFFFFFF).to(tl.int32) - 1
+        first_piece = (found >> 32).to(tl.int32)
+    return seq, first_piece, share
+
+
+@triton.jit
+def num_tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Tiles that hold a token to attend to."""
+    tiles = tl.cdiv(length, TILE)
+    if WINDOW > 0:
+        tiles -= tl.maximum(length - WINDOW, 0) // TILE
+    return tiles
+
+
+@triton.jit
+def decode_kernel(
+    out_ptr,  # [num_seqs, num_kv_heads, GROUP, HEAD_DIM]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    lens_ptr,
+    acc_ptr,  # [pieces, num_kv_heads, GROUP, HEAD_DIM] float32
+    ml_ptr,  # [pieces, num_kv_heads, 2, GROUP] float32
+    counters_ptr,  # [num_seqs, num_kv_heads] int32, zero before and after
+    num_seqs,
+    q_stride_seq,
+    q_stride_head,
+    stride_block,
+    stride_slot,
+    stride_head,
+    table_stride,
+    scale,
+    PIECES: tl.constexpr,
+    SEQS_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid [num_kv_heads, pieces]: the heads of a piece, whose keys lie side by side, run at the same time."""
+    head = tl.program_id(0)
+    num_heads = tl.num_programs(0)
+    piece = tl.program_id(1)
+    seq, first_piece, share = find_piece(piece, lens_ptr, num_seqs, PIECES, SEQS_PAD, TILE, WINDOW)
+    if seq >= 0:
+        length = tl.load(lens_ptr + seq)
+        first_token = 0
+        if WINDOW > 0:
+            first_token = tl.maximum(length - WINDOW, 0)
+        tiles = num_tiles(length, TILE, WINDOW)
+        pieces = tl.cdiv(tiles, share)
+        index = piece - first_piece
+        if index < pieces:
+            first_tile = first_token // TILE
+            row = tl.cast(seq, tl.int64)
+            q_ptr += row * q_stride_seq + head * GROUP * q_stride_head
+            acc, m, l = attend(
+                load_queries(q_ptr, q_stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD),
+                k_ptr + head * stride_head,
+                v_ptr + head * stride_head,
+                table_ptr + row * table_stride,
+                first_tile + index * tiles // pieces,
+                first_tile + (index + 1) * tiles // pieces,
+                first_token,
+                length,
+                stride_block,
+                stride_slot,
+                scale,
+                BLOCK_SIZE,
+                TILE,
+                HEAD_DIM,
+                SOFT_CAP,
+                STAGES,
+            )
+            out_ptr += (row * num_heads + head) * GROUP * HEAD_DIM
+            if pieces == 1:
+                store_rows(out_ptr, acc / l[:, None], HEAD_DIM, GROUP, HEAD_DIM)
+            else:
+                store_partial(acc_ptr, ml_ptr, piece * num_heads + head, acc, m, l, GROUP, HEAD_DIM)
+                # Every thread's stores come before the arrival, which one thread makes.
+                tl.debug_barrier()
+                counter = counters_ptr + seq * num_heads + head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
+                    tl.store(counter, 0)
+                    first = first_piece * num_heads + head
+                    merged = merge_partials(
+                        acc_ptr, ml_ptr, first, num_heads, pieces, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, CHUNK
+                    )
+                    store_rows(out_ptr, merged, HEAD_DIM, GROUP, HEAD_DIM)

@@ -1,0 +1,119 @@
+"""What the kernels share: rounding to a dtype, and elementary functions that neither overflow nor cancel.
+
+Arithmetic is float32; a function that ends in another dtype says where it rounds.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+if INTERPRETED:
+    # The interpreter has no libdevice, and it truncates to bfloat16 where the hardware rounds.
+    @triton.jit
+    def to_dtype(x, dtype: tl.constexpr):
+        if dtype == tl.bfloat16 and x.dtype == tl.float32:
+            bits = x.to(tl.uint32, bitcast=True)
+            nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
+            return (nearest >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        else:
+            return x.to(dtype)
+
+    @triton.jit
+    def exp(x):
+        return tl.exp(x.to(tl.float64)).to(tl.float32)
+
+    @triton.jit
+    def log(x):
+        return tl.log(x.to(tl.float64)).to(tl.float32)
+
+    @triton.jit
+    def log1p(x):
+        # log(1 + x) * x / ((1 + x) - 1) undoes the rounding of 1 + x (Kahan).
+        wide = x.to(tl.float64)
+        one_plus = wide + 1.0
+        change = one_plus - 1.0
+        exact = tl.log(one_plus) * (wide / tl.where(change == 0.0, 1.0, change))
+        return tl.where(change == 0.0, wide, exact).to(tl.float32)
+else:
+
+    @triton.jit
+    def to_dtype(x, dtype: tl.constexpr):
+        """x rounded to nearest, ties to even."""
+        return x.to(dtype)
+
+    # tl.exp and tl.log are the fast approximations in some versions of Triton; these are PyTorch's functions.
+    @triton.jit
+    def exp(x):
+        return libdevice.exp(x)
+
+    @triton.jit
+    def log(x):
+        return libdevice.log(x)
+
+    @triton.jit
+    def log1p(x):
+        return libdevice.log1p(x)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """x as float32, but with the precision of dtype: what storing and loading it again gives."""
+    return to_dtype(x, dtype).to(tl.float32)
+
+
+@triton.jit
+def sigmoid_product(x, z, dtype: tl.constexpr):
+    """x / (1 + exp(-z)). exp(-z) may become infinite: the quotient is then 0, its limit.
+
+    The quotient is exact to rounding for float32 results; for narrower ones the fast exponential and division are.
+    """
+    if dtype == tl.float32:
+        return tl.div_rn(x, 1.0 + exp(-z))
+    else:
+        return x / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def fast_exp(x, dtype: tl.constexpr):
+    """e^x, to a relative 2^-23 |x| where the result will be rounded to 16 bits."""
+    if dtype == tl.float32:
+        return exp(x)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
+def _gelu(x, dtype: tl.constexpr):
+    """x times the normal distribution function."""
+    if dtype == tl.float32:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        # The upper tail to 1e-7, in half the instructions (Abramowitz and Stegun, 7.1.26, coefficients halved).
+        z = tl.abs(x) * 0.7071067811865476
+        t = 1.0 / (1.0 + 0.3275911 * z)
+        tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+        tail = tail * tl.exp(-z * z)
+        return x * tl.where(x < 0.0, tail, 1.0 - tail)
+
+
+@triton.jit
+def activation(x, KIND: tl.constexpr, dtype: tl.constexpr):
+    """The activation KIND of float32 x; `dtype` is what the result will be rounded to, and decides how exact it is."""
+    if KIND == "silu":
+        return sigmoid_product(x, x, dtype)
+    elif KIND == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is the logistic function of 2 z, which needs no tanh and does not cancel for negative z.
+        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        return sigmoid_product(x, z, dtype)
+    elif KIND == "gelu":
+        return _gelu(x, dtype)
+    elif KIND == "mish":
+        # tanh(log(1 + n)) = n (n + 2) / (n (n + 2) + 2) with n = e^x; from x = 20 on it is 1 in float32.
+        n = fast_exp(tl.minimum(x, 20.0), dtype)
+        t = n * (n + 2.0)
+        return x * (t / (t + 2.0))
+    else:
+        tl.static_assert(KIND == "relu", "kind must be gelu, gelu_tanh, silu, mish or relu")
+        return tl.where(x <= 0.0, 0.0, x)  # keeps NaN, as torch.relu does

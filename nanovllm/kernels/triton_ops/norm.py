@@ -1,0 +1,185 @@
+"""RMS normalisation, alone and with the residual addition before it; layer normalisation.
+
+A row is held in registers, so that it is read once. Rows of more than `_MAX_BLOCK` elements are read twice.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2, rows_of, warps_for
+from nanovllm.kernels.triton_ops._math import rounded, to_dtype
+
+_MAX_BLOCK = 32768
+_LONG_BLOCK = 8192
+_SHORT_TILE = 1024  # elements of a tile that holds several short rows (the heads of q and k)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, weight, y, rows, inner, outer_stride, inner_stride, size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    dtype = y.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    in_row = col < size
+    mask = (row < rows)[:, None] & in_row[None, :]
+    start = (row // inner) * outer_stride + (row % inner) * inner_stride
+    v = tl.load(x + start[:, None] + col[None, :], mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + col, in_row, other=0.0).to(tl.float32)  # before the reduction, whose latency hides it
+    scale = tl.rsqrt(tl.sum(v * v, 1) / size + eps)
+    v = rounded(v * scale[:, None], dtype) * w[None, :]
+    tl.store(y + row[:, None] * size + col[None, :], to_dtype(v, dtype), mask)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, BLOCK: tl.constexpr
+):
+    dtype = y.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    mask = col < size
+    v = tl.load(x + row * x_stride + col, mask, other=0.0).to(tl.float32)
+    r = tl.load(residual + row * residual_stride + col, mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + col, mask, other=0.0).to(tl.float32)
+    v = rounded(v + r, dtype)
+    tl.store(new_residual + row * size + col, to_dtype(v, dtype), mask)
+    scale = tl.rsqrt(tl.sum(v * v, 0) / size + eps)
+    tl.store(y + row * size + col, to_dtype(rounded(v * scale, dtype) * w, dtype), mask)
+
+
+@triton.jit
+def _long_rms_norm_kernel(
+    x, residual, weight, y, new_residual, inner, outer_stride, inner_stride, residual_stride, size, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    dtype = y.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    x += (row // inner) * outer_stride + (row % inner) * inner_stride
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        v = tl.load(x + col, col < size, other=0.0).to(tl.float32)
+        if ADD:
+            v = rounded(v + tl.load(residual + row * residual_stride + col, col < size, other=0.0).to(tl.float32), dtype)
+            tl.store(new_residual + row * size + col, to_dtype(v, dtype), col < size)
+        squares += v * v
+    scale = tl.rsqrt(tl.sum(squares, 0) / size + eps)
+    if ADD:
+        x = new_residual + row * size
+        tl.debug_barrier()  # what one thread stored, another may load
+    for start in range(0, size, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        v = tl.load(x + col, col < size, other=0.0).to(tl.float32)
+        w = tl.load(weight + col, col < size, other=0.0).to(tl.float32)
+        tl.store(y + row * size + col, to_dtype(rounded(v * scale, dtype) * w, dtype), col < size)
+
+
+def _row_warps(block: int, rows: int) -> int:
+    # Few rows: all of a row's loads at once, since latency is all there is. Many rows: other rows hide it.
+    return warps_for(block, 8 if rows <= 1024 else 16)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The op `rms_norm`. Takes views of a fused projection as they are; other non-contiguous tensors are copied."""
+    size = x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, rows, inner, outer_stride, inner_stride = rows_of(x)
+    if not rows:
+        return y
+    block = next_power_of_2(size)
+    if block > _MAX_BLOCK:
+        _long_rms_norm_kernel[(rows,)](
+            x, x, weight, y, y, inner, outer_stride, inner_stride, size, size, eps, False, _LONG_BLOCK, num_warps=16
+        )
+        return y
+    per_program = max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
+    _rms_norm_kernel[(cdiv(rows, per_program),)](
+        x, weight, y, rows, inner, outer_stride, inner_stride, size, eps, per_program, block,
+        num_warps=_row_warps(block * per_program, rows),
+    )  # fmt: skip
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `add_rms_norm`. In place where x and residual are contiguous: both results reuse their arguments' memory."""
+    if x.is_contiguous() and residual.is_contiguous():
+        return add_rms_norm_out(x, residual, weight, eps, x, residual)
+    y, new_residual = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    return add_rms_norm_out(x, residual, weight, eps, y, new_residual)
+
+
+def add_rms_norm_out(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor, new_residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` into given contiguous tensors, each of which may be x or residual themselves."""
+    size = x.shape[-1]
+    x, rows, x_stride = matrix_of(x)
+    residual, _, residual_stride = matrix_of(residual)
+    if not rows:
+        return y, new_residual
+    block = next_power_of_2(size)
+    if block > _MAX_BLOCK:
+        _long_rms_norm_kernel[(rows,)](
+            x, residual, weight, y, new_residual, 1, x_stride, x_stride, residual_stride, size, eps, True, _LONG_BLOCK,
+            num_warps=16,
+        )  # fmt: skip
+    else:
+        _add_rms_norm_kernel[(rows,)](
+            x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, block,
+            num_warps=_row_warps(block, rows),
+        )  # fmt: skip
+    return y, new_residual
+
+
+@triton.jit
+def _layer_norm_kernel(x, weight, bias, y, stride, size, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    mask = col < size
+    v = tl.load(x + row * stride + col, mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + col, mask, other=0.0).to(tl.float32)
+    b = tl.load(bias + col, mask, other=0.0).to(tl.float32)
+    # Two passes over registers: E[x^2] - E[x]^2 would cancel for a mean far from zero.
+    v = tl.where(mask, v - tl.sum(v, 0) / size, 0.0)
+    v = v * tl.rsqrt(tl.sum(v * v, 0) / size + eps) * w + b
+    tl.store(y + row * size + col, to_dtype(v, y.dtype.element_ty), mask)
+
+
+@triton.jit
+def _long_layer_norm_kernel(x, weight, bias, y, stride, size, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        total += tl.load(x + col, col < size, other=0.0).to(tl.float32)
+    mean = tl.sum(total, 0) / size
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        v = tl.where(col < size, tl.load(x + col, col < size, other=0.0).to(tl.float32) - mean, 0.0)
+        squares += v * v
+    scale = tl.rsqrt(tl.sum(squares, 0) / size + eps)
+    for start in range(0, size, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        v = tl.load(x + col, col < size, other=0.0).to(tl.float32) - mean
+        w = tl.load(weight + col, col < size, other=0.0).to(tl.float32)
+        b = tl.load(bias + col, col < size, other=0.0).to(tl.float32)
+        tl.store(y + row * size + col, to_dtype(v * scale * w + b, y.dtype.element_ty), col < size)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """The op `layer_norm`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
+    size = x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, rows, stride = matrix_of(x)
+    block = next_power_of_2(size)
+    if rows and block > _MAX_BLOCK:
+        _long_layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, _LONG_BLOCK, num_warps=16)
+    elif rows:
+        _layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, block, num_warps=_row_warps(block, rows))
+    return y

@@ -1,0 +1,111 @@
+"""Rotary position embedding of q and k, alone and with the RMS norm of each head before it.
+
+A program takes one token and a few heads of q or of k. It loads the two halves of the heads as two tiles, since an
+element is rotated with its partner in the other half.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, num_sms
+from nanovllm.kernels.triton_ops._math import rounded, to_dtype
+
+
+@triton.jit
+def _rotate_heads(
+    x, y, weight, cos, sin, first_head, num_heads, head_stride, half_dim, eps,
+    NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Heads first_head .. first_head + HEADS - 1 of one token: x and y point to that token's heads."""
+    dtype = y.dtype.element_ty
+    head = first_head + tl.arange(0, HEADS)
+    col = tl.arange(0, BLOCK)
+    in_row = col < half_dim
+    mask = (head < num_heads)[:, None] & in_row[None, :]
+    source = x + head[:, None] * head_stride + col[None, :]
+    x1 = tl.load(source, mask, other=0.0).to(tl.float32)
+    x2 = tl.load(source + half_dim, mask, other=0.0).to(tl.float32)
+    if NORM:
+        w1 = tl.load(weight + col, in_row, other=0.0).to(tl.float32)[None, :]
+        w2 = tl.load(weight + half_dim + col, in_row, other=0.0).to(tl.float32)[None, :]
+        scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / (2 * half_dim) + eps)[:, None]
+        x1 = rounded(rounded(x1 * scale, dtype) * w1, dtype)
+        x2 = rounded(rounded(x2 * scale, dtype) * w2, dtype)
+    # Every product is rounded, as in the reference; launched without contraction to FMA for the same reason.
+    y1 = rounded(x1 * cos, dtype) - rounded(x2 * sin, dtype)
+    y2 = rounded(x2 * cos, dtype) + rounded(x1 * sin, dtype)
+    target = y + head[:, None] * (2 * half_dim) + col[None, :]
+    tl.store(target, to_dtype(y1, dtype), mask)
+    tl.store(target + half_dim, to_dtype(y2, dtype), mask)
+
+
+@triton.jit
+def _rotary_kernel(
+    positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out,
+    num_q_heads, num_k_heads, half_dim, q_stride, q_head_stride, k_stride, k_head_stride, cache_stride, eps,
+    NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    col = tl.arange(0, BLOCK)
+    table = cos_sin_cache + tl.load(positions + token).to(tl.int64) * cache_stride
+    dtype: tl.constexpr = q_out.dtype.element_ty
+    cos = rounded(tl.load(table + col, col < half_dim, other=0.0), dtype)[None, :]
+    sin = rounded(tl.load(table + half_dim + col, col < half_dim, other=0.0), dtype)[None, :]
+    q_pieces = tl.cdiv(num_q_heads, HEADS)
+    if piece < q_pieces:
+        _rotate_heads(
+            q + token * q_stride, q_out + token * num_q_heads * (2 * half_dim), q_weight, cos, sin, piece * HEADS,
+            num_q_heads, q_head_stride, half_dim, eps, NORM, HEADS, BLOCK,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            k + token * k_stride, k_out + token * num_k_heads * (2 * half_dim), k_weight, cos, sin,
+            (piece - q_pieces) * HEADS, num_k_heads, k_head_stride, half_dim, eps, NORM, HEADS, BLOCK,
+        )  # fmt: skip
+
+
+def _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, norm):
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_k_heads = k.shape[1]
+    if head_dim % 2:
+        raise ValueError(f"q: head_dim must be even, not {head_dim}")
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    if not num_tokens:
+        return q_out, k_out
+    q = q if q.stride(2) == 1 else q.contiguous()
+    k = k if k.stride(2) == 1 else k.contiguous()
+    block = next_power_of_2(head_dim // 2)
+    # A warp's 16-byte loads cover 256 elements: 4 heads of 128. A program has one warp for few tokens, so that many SMs
+    # share the work, and four for many.
+    warp_heads = max(1, 256 // block)
+    warps = 1 if num_tokens * (num_q_heads + num_k_heads) <= 8 * num_sms(q) * warp_heads else 4
+    heads = min(warp_heads * warps, next_power_of_2(max(num_q_heads, num_k_heads)))
+    _rotary_kernel[(num_tokens, cdiv(num_q_heads, heads) + cdiv(num_k_heads, heads))](
+        positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out,
+        num_q_heads, num_k_heads, head_dim // 2, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        cos_sin_cache.stride(0), eps, norm, heads, block, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q_out, k_out
+
+
+def rotary_embedding(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cos_sin_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `rotary_embedding`. q and k may have any token and head strides; results are contiguous."""
+    return _launch(positions, q, k, q, k, 0.0, cos_sin_cache, False)
+
+
+def qk_norm_rope(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos_sin_cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `qk_norm_rope`. q and k may have any token and head strides; results are contiguous."""
+    return _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, True)

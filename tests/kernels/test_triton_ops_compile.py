@@ -1,0 +1,181 @@
+"""Every launch that the wrappers make, compiled for sm_80, sm_90 and sm_100 without a GPU.
+
+The wrappers run on CPU tensors with the launch replaced by a recorder, so what is compiled is what would be launched: the
+same constants, warps and argument properties (a tensor's alignment, an integer's divisibility by 16).
+"""
+
+import re
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
+
+import nanovllm.kernels.triton_ops as ops  # noqa: E402
+
+CAPABILITIES = [80, 90, 100]
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
+}  # fmt: skip
+
+
+@contextmanager
+def recorded(launches):
+    """Within the block every launch of a kernel is appended to `launches` as (kernel, arguments, options)."""
+    original = JITFunction.run
+
+    def run(self, *args, grid, warmup, **options):
+        launches.append((self, args, options))
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = original
+
+
+def compiled(kernel, args, options, capability):
+    """What Triton would compile for this launch."""
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
+        fixed = parameter.is_constexpr or (type(value) is int and value == 1 and not parameter.do_not_specialize)
+        if fixed:
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(binary, tmp_path):
+    """(registers, bytes of stack, bytes of local memory) a thread, as the assembler allotted them."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(binary.asm["cubin"])
+    done = subprocess.run([TOOLS / "cuobjdump", "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", done.stdout)
+    assert found, done.stdout
+    return tuple(int(n) for n in found.groups())
+
+
+def wide(ptx, what):
+    """How many 16-byte accesses of device memory there are; `what` is "ld" or "st"."""
+    return len(re.findall(rf"{what}\.global[a-zA-Z0-9_.:]*\.(?:v4\.b32|v2\.b64|v4\.f32|v8\.b16)", ptx))
+
+
+def tensors(dtype):
+    def make(*shape):
+        return torch.empty(shape, dtype=dtype)
+
+    return make
+
+
+def norm_cases(t):
+    yield "rms_norm", lambda: ops.rms_norm(t(8, 4096), t(4096), 1e-6)
+    yield "rms_norm of 5120", lambda: ops.rms_norm(t(2048, 5120), t(5120), 1e-6)
+    yield "rms_norm of heads", lambda: ops.rms_norm(t(64, 32, 128)[:, :16], t(128), 1e-6)
+    yield "rms_norm of a long row", lambda: ops.rms_norm(t(2, 65536), t(65536), 1e-6)
+    yield "add_rms_norm", lambda: ops.add_rms_norm(t(8, 1024), t(8, 1024), t(1024), 1e-6)
+    yield "add_rms_norm of many", lambda: ops.add_rms_norm(t(4096, 4096), t(4096, 4096), t(4096), 1e-6)
+    yield "layer_norm", lambda: ops.layer_norm(t(64, 4096), t(4096), t(4096), 1e-5)
+    yield "softmax", lambda: ops.softmax(t(64, 16384))
+    yield "long softmax", lambda: ops.softmax(t(2, 151936))
+    for p in (0.0, 0.1):
+        yield (
+            f"chain, p={p}",
+            lambda p=p: ops.layernorm_residual_dropout_gelu(t(64, 4096), t(64, 4096), t(4096), t(4096), 1e-5, p, 3),
+        )
+
+
+def elementwise_cases(t):
+    yield "silu_and_mul", lambda: ops.silu_and_mul(t(8, 6144))
+    yield "silu_and_mul of many", lambda: ops.silu_and_mul(t(4096, 2 * 12288))
+    yield "gelu_and_mul", lambda: ops.gelu_and_mul(t(8, 6144), "tanh")
+    for kind in ("gelu", "gelu_tanh", "silu", "mish", "relu"):
+        yield kind, lambda kind=kind: ops.fused_activation(t(4096, 4096), kind)
+    for approximate in ("none", "tanh"):
+        yield f"fused_add_gelu, {approximate}", lambda a=approximate: ops.fused_add_gelu(t(16, 128, 4096), t(4096), a)
+    yield "fused_add_gelu, full", lambda: ops.fused_add_gelu(t(16, 128, 4096), t(16, 128, 4096))
+    yield "mul_add", lambda: ops.element_wise_mul_add(t(16, 128, 4096), t(16, 128, 4096), t(16, 128, 4096))
+    yield "mul_add of rows", lambda: ops.element_wise_mul_add(t(16, 128, 4096), t(4096), t(4096))
+
+
+def attention_cases(t):
+    def qkv(tokens):
+        return t(tokens, 32, 128).split((16, 8, 8), 1)
+
+    def rotary(tokens, norm):
+        q, k, _ = qkv(tokens)
+        positions, table = torch.zeros(tokens, dtype=torch.int64), torch.empty(4096, 128)
+        return ops.qk_norm_rope(positions, q, k, t(128), t(128), 1e-6, table) if norm else ops.rotary_embedding(positions, q, k, table)
+
+    for tokens in (1, 4096):
+        yield f"rotary_embedding of {tokens}", lambda n=tokens: rotary(n, False)
+        yield f"qk_norm_rope of {tokens}", lambda n=tokens: rotary(n, True)
+    slots = torch.zeros(64, dtype=torch.int64)
+    yield "store_kvcache", lambda: ops.store_kvcache(*qkv(64)[1:], t(9, 16, 8, 128), t(9, 16, 8, 128), slots)
+    yield "embedding", lambda: ops.embedding(slots, t(1000, 1024))
+
+
+def launches_of(cases):
+    launches = []
+    with recorded(launches):
+        for name, call in cases:
+            before = len(launches)
+            call()
+            assert len(launches) > before, f"{name} launched nothing"
+            launches[before:] = [(name, *launch) for launch in launches[before:]]
+    return launches
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cases", [norm_cases, elementwise_cases, attention_cases])
+def test_no_spills_and_wide_accesses(cases, dtype, capability, tmp_path):
+    for name, kernel, args, options in launches_of(cases(tensors(dtype))):
+        binary = compiled(kernel, args, options, capability)
+        registers, stack, local = resources(binary, tmp_path)
+        assert stack == local == 0 and registers <= 255, f"{name}: {registers} registers, {stack} stack, {local} local"
+        ptx = binary.asm["ptx"]
+        assert wide(ptx, "ld") and wide(ptx, "st"), f"{name}: no 16-byte access"
+
+
+def sampling_arguments(rows, dtype, top_k, top_p, min_p):
+    def full(kind, on=True):
+        return torch.ones(rows, dtype=kind) if on else None
+
+    return (
+        torch.empty(rows, 151936, dtype=dtype), full(torch.float32), full(torch.int32, top_k), full(torch.float32, top_p),
+        full(torch.float32, min_p), full(torch.int64), full(torch.int64),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("filters", [(0, 0, 0), (1, 1, 1), (0, 1, 0)], ids=str)
+def test_sampling_does_not_spill(filters, dtype, capability, tmp_path):
+    for rows in (1, 256):
+        call = sampling_arguments(rows, dtype, *filters)
+        for name, kernel, args, options in launches_of([("sample", lambda call=call: ops.sample(*call))]):
+            binary = compiled(kernel, args, options, capability)
+            registers, stack, local = resources(binary, tmp_path)
+            assert stack == local == 0, f"{name} {kernel.__name__}: {registers} registers, {stack} stack, {local} local"
+            if "resolve" not in kernel.__name__:  # its candidates are few
+                assert wide(binary.asm["ptx"], "ld"), f"{name} {kernel.__name__}: no 16-byte load"

@@ -1,0 +1,152 @@
+"""The Triton kernel of `sample` draws the reference's tokens. Where and how it runs: see test_triton_ops.py."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+INTERPRETED = triton.knobs.runtime.interpret
+RUNS_HERE = INTERPRETED or torch.cuda.is_available()
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+from nanovllm.kernels.ops.sample import gumbel_noise  # noqa: E402
+from nanovllm.kernels.ops.sample import sample as sample_op  # noqa: E402
+from nanovllm.kernels.triton_ops import sample, sampling_filters  # noqa: E402
+
+ROWS = 256 if DEVICE == "cuda" else 8
+VOCABULARIES = [1, 5, 1000, 1024, 2600] + ([32003, 49152, 151936] if DEVICE == "cuda" else [])
+FILTERS = {
+    "none": "", "top-k": "k", "top-p": "p", "min-p": "m", "top-k and top-p": "kp", "all": "kpm",
+}  # fmt: skip
+
+
+def column(values, dtype):
+    return torch.as_tensor(values, dtype=dtype).to(DEVICE)
+
+
+def pick(generator, rows, choices, dtype):
+    return column([choices[i] for i in torch.randint(len(choices), (rows,), generator=generator).tolist()], dtype)
+
+
+def arguments(rows, vocab_size, filters, seed=0):
+    """Parameters of `sample` after the logits: every extreme of each, mixed at random over the rows."""
+    g = torch.Generator().manual_seed(seed)
+    return (
+        pick(g, rows, [0.0, 1e-3, 0.6, 1.0, 1.0, 1.7, 50.0], torch.float32),
+        pick(g, rows, [-1, 0, 1, 2, 20, 50, 700, vocab_size - 1, vocab_size, 2**31 - 1], torch.int32) if "k" in filters else None,
+        pick(g, rows, [1e-30, 1e-3, 0.3, 0.9, 0.95, 0.999, 1 - 2**-24, 1.0], torch.float32) if "p" in filters else None,
+        pick(g, rows, [0.0, 1e-8, 0.05, 0.5, 1.0], torch.float32) if "m" in filters else None,
+        torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g).to(DEVICE),
+        torch.randint(0, 2**40, (rows,), generator=g).to(DEVICE),
+    )
+
+
+def randn(rows, vocab_size, dtype, scale=3.0, seed=0):
+    return (torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype).to(DEVICE)
+
+
+def agree(logits, args):
+    """The kernel's tokens are the reference's, except where a last bit of the noise decides (in no more than one row)."""
+    got, expected = sample(logits, *args), sample_op.native(logits, *args)
+    assert got.dtype == torch.int64 and got.shape == expected.shape
+    wrong = (got != expected).nonzero().flatten().tolist()
+    assert not wrong, f"rows {wrong}: {got[wrong].tolist()} instead of {expected[wrong].tolist()}"
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_tokens_are_the_references(dtype, vocab_size, filters):
+    for rows in (1, ROWS):
+        for scale in (3.0, 0.02):  # 0.02: nearly flat, so that most tokens are candidates
+            logits = randn(rows, vocab_size, dtype, scale, seed=rows)
+            agree(logits, arguments(rows, vocab_size, FILTERS[filters], seed=vocab_size))
+
+
+@pytest.mark.parametrize("filters", ["k", "p", "kp"])
+def test_equal_logits(filters):
+    # Few values, so that both thresholds fall on ties, whose lowest ids top-p keeps.
+    for vocab_size in (1000, 6000 if DEVICE == "cpu" else 100_000):
+        for levels in (1, 3, 40):
+            g = torch.Generator().manual_seed(levels)
+            logits = (torch.randint(levels, (ROWS, vocab_size), generator=g).float() / 8 - 2).to(DEVICE)
+            logits[:, ::7] = -0.0  # equals 0
+            agree(logits, arguments(ROWS, vocab_size, filters, seed=levels))
+
+
+@pytest.mark.parametrize("filters", ["", "k", "p", "kpm"])
+def test_barred_tokens(filters):
+    logits = randn(ROWS, 3000, torch.float32)
+    logits[:, ::2] = -torch.inf
+    logits[1] = -torch.inf
+    logits[2, 5:] = -torch.inf
+    logits[3, :] = -1e30
+    logits[4, 7] = 3e38
+    agree(logits, arguments(ROWS, 3000, filters))
+
+
+@pytest.mark.parametrize("filters", ["", "k", "p", "kpm"])
+def test_other_non_finite_values_give_a_valid_id(filters):
+    logits = randn(ROWS, 3000, torch.float32)
+    logits[0] = torch.nan
+    logits[1, ::3] = torch.nan
+    logits[2, 5] = torch.inf
+    logits[3, :] = torch.inf
+    for seed in range(4):
+        tokens = sample(logits, *arguments(ROWS, 3000, filters, seed=seed))
+        assert ((tokens >= 0) & (tokens < 3000)).all()
+
+
+@pytest.mark.parametrize("filters", ["", "kpm"])
+def test_a_row_does_not_depend_on_the_batch_or_its_memory(filters):
+    vocab_size = 151936 if DEVICE == "cuda" else 2500
+    logits = randn(ROWS, vocab_size, torch.bfloat16)
+    args = arguments(ROWS, vocab_size, filters)
+    together = sample(logits, *args)
+    wide = torch.zeros(ROWS, vocab_size + 3, dtype=logits.dtype, device=DEVICE)
+    wide[:, :vocab_size] = logits
+    assert torch.equal(sample(wide[:, :vocab_size], *args), together)
+    for row in (0, 1, ROWS - 1):
+        alone = sample(logits[row : row + 1], *(None if a is None else a[row : row + 1] for a in args))
+        assert alone.item() == together[row].item()
+
+
+def test_no_rows():
+    args = (None if a is None else a[:0] for a in arguments(1, 50, "kpm"))
+    assert sample(torch.empty(0, 50, device=DEVICE), *args).shape == (0,)
+
+
+def test_more_candidates_than_fit_is_among_the_cases():
+    # The flat rows above must reach the search in memory.
+    assert 6000 > sampling_filters.CAPACITY
+
+
+if DEVICE == "cuda":
+
+    def test_the_noise_is_the_references_to_the_bit():
+        # With equal logits and every filter off the score is the noise; two tokens that differ by a bit would swap.
+        vocab_size, rows = 151936, 64
+        seeds, positions = torch.arange(rows, device=DEVICE) * 977, torch.arange(rows, device=DEVICE)
+        one = torch.ones(rows, device=DEVICE)
+        got = sample(torch.zeros(rows, vocab_size, device=DEVICE), one, None, None, None, seeds, positions)
+        assert torch.equal(got, gumbel_noise(seeds, positions, vocab_size).argmax(-1))
+
+    @pytest.mark.parametrize("filters", ["", "kpm"])
+    def test_a_graph_replays_with_new_data(filters):
+        vocab_size = 151936
+        logits = randn(4, vocab_size, torch.bfloat16)
+        args = arguments(4, vocab_size, filters)
+        sample(logits, *args)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tokens = sample(logits, *args)
+        for seed in range(5):
+            logits.copy_(randn(4, vocab_size, torch.bfloat16, seed=seed))
+            args[-1].add_(1)
+            graph.replay()
+            assert torch.equal(tokens, sample_op.native(logits, *args))
+
+
+# Only what can run here is collected; without a GPU test_triton_ops.py starts the interpreter.
+if not RUNS_HERE:
+    for _name in [name for name in globals() if name.startswith("test_")]:
+        del globals()[_name]
