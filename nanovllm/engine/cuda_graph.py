@@ -44,6 +44,7 @@ class DecodeBuckets:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, by_context: bool = True) -> None:
+        self.by_context = by_context
         self.batch_sizes = batch_buckets(max_num_seqs)
         self.context_lens = context_buckets(max_model_len) if by_context else [max_model_len]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -111,6 +112,8 @@ class ModelRunner:
                 self._graphs = DecodeGraphs(
                     self._forward, hidden, self.buckets, max_blocks, self.block_size, self.num_kvcache_blocks
                 )
+            if self.device.type == "cuda":
+                self._warm_up()
 
     @property
     def device_name(self) -> str:
@@ -125,13 +128,18 @@ class ModelRunner:
                 seq = part.seq
                 self.sampler.admit(part.slot, seq.token_ids[: seq.prompt_len], seq.output_token_ids, seq.params)
         batch = Batch.build(step, self.block_size)
-        hidden = (
-            self._run_decode(batch) if batch.decode_only else self._forward(DeviceBatch.from_host(batch, self.device))
-        )
+        hidden = self._run_decode(batch) if batch.decode_only else self._run_mixed(batch)
         if len(batch.logits_rows) < batch.num_tokens:
             hidden = hidden[to_device(batch.logits_rows, self.device)]
         logits = self.model.compute_logits(hidden)[: len(batch.logits_rows)]
         return self._sample(step, batch, logits)
+
+    def _run_mixed(self, batch: Batch) -> torch.Tensor:
+        """Hidden states of a batch with runs of tokens in it."""
+        if not self.buckets.by_context:
+            # The bound that captured steps have, so that no kernel is compiled for another one.
+            batch = replace(batch, max_context_len=self.max_model_len)
+        return self._forward(DeviceBatch.from_host(batch, self.device))
 
     def _run_decode(self, batch: Batch) -> torch.Tensor:
         """Hidden states of a decode-only batch; on CUDA of a padded one."""
@@ -181,6 +189,37 @@ class ModelRunner:
         if wanted > limit:
             logger.warning("max_model_len=%d is lowered to %d, %s", wanted, limit, what)
         return min(wanted, limit)
+
+    def _warm_up(self) -> None:
+        """Run small batches of every kind, so that kernels are compiled now and not while serving."""
+        vocab_size = self.model_config.vocab_size
+        padding_slot = self.num_kvcache_blocks * self.block_size
+        # One-token and longer runs, alone and beside decodes, in numbers that kernels specialise on (1, 16) and others.
+        for num_decodes, runs in ((0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (0, (1024,))):
+            num_tokens = min(num_decodes + sum(runs), self.max_num_batched_tokens)
+            if num_decodes + sum(runs) > num_tokens or max(runs) > self.max_model_len:
+                continue
+            tokens = torch.zeros(3, num_tokens, dtype=torch.int64, device=self.device)
+            tokens[2] = padding_slot
+            lens = torch.tensor((*(1 for _ in range(num_decodes)), *runs), dtype=torch.int32, device=self.device)
+            num_blocks = -(-max(runs) // self.block_size)
+            table = torch.full((len(lens), num_blocks), self.num_kvcache_blocks, dtype=torch.int32, device=self.device)
+            starts = torch.tensor((0, *itertools.accumulate(runs)), dtype=torch.int32, device=self.device)
+            bound = 1 if self.buckets.by_context else self.max_model_len
+            hidden = self._forward(DeviceBatch.from_tensors(tokens, lens, table, bound, starts, max(runs)))
+        for params in (
+            SamplingParams(temperature=0),
+            SamplingParams(),
+            SamplingParams(top_k=min(10, vocab_size), top_p=0.9, min_p=0.01),
+        ):
+            for num_rows in (1, 3, 16):
+                rows = [
+                    SamplingRow(params, seed=0, position=0, slot=i)
+                    for i in range(min(num_rows, self.config.max_num_seqs))
+                ]
+                logits = self.model.compute_logits(hidden[: len(rows)])
+                self.sampler(logits[: len(rows)], SamplingMetadata.build(rows, self.device))
+        torch.cuda.synchronize(self.device)
 
     def _size_cache(self) -> int:
         """How many blocks the KV cache gets."""

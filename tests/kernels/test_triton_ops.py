@@ -328,6 +328,7 @@ def test_embedding(dtype):
 # ------------------------------------------------------------------------------------------------- where there is no GPU
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     here = Path(__file__)
     files = [here, here.with_name("test_triton_ops_sample.py")]

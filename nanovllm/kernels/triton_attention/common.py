@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
-_COUNTERS = 1 << 18
+_COUNTERS = 1 << 16
 
 
 @functools.cache
@@ -25,8 +25,20 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+def has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def padded_count(count: int) -> int:
+    """The next power of eight: few, since a kernel is compiled for each."""
+    size = 1
+    while size < count:
+        size *= 8
+    return size
+
+
+# The arrival counters of a stream. They outlive a launch: each launch leaves them zero for the next.
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
@@ -35,20 +47,19 @@ def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
     One buffer a stream, since launches on one stream do not overlap. During a graph capture a buffer cannot be created (its
     zeros would be recorded, not written), so a first call inside a capture records a memset with every launch instead.
     """
-    assert count <= _COUNTERS, f"{count} arrival counters, more than {_COUNTERS}"
-    if device.type != "cuda":
-        return _counters(device, 0)
-    if torch.cuda.is_current_stream_capturing():
-        key = device, torch.cuda.current_stream(device).cuda_stream
-        if key not in _created:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-        return _counters(*key)
-    key = device, torch.cuda.current_stream(device).cuda_stream
-    _created.add(key)
-    return _counters(*key)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    buffer = _counters.get((device, stream))
+    if buffer is None or len(buffer) < count:
+        buffer = torch.zeros(max(count, _COUNTERS), dtype=torch.int32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return buffer
+        _kept.append(buffer)
+        _counters[device, stream] = buffer
+    return buffer
 
 
-_created: set[tuple[torch.device, int]] = set()
+# Graphs hold addresses, not references: no buffer that one may have recorded is ever freed.
+_kept: list[torch.Tensor] = []
 
 
 @triton.jit

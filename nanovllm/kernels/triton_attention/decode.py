@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from nanovllm.kernels.triton_attention.common import LOG2E, arrival_counters, num_multiprocessors
+from nanovllm.kernels.triton_attention.common import LOG2E, arrival_counters, num_multiprocessors, padded_count
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
 
 
@@ -26,7 +26,7 @@ class DecodePlan:
     """Registers a thread for the partial results that are merged at a time: few steps for many."""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def plan_decode(
     num_seqs: int, num_kv_heads: int, group: int, head_dim: int, itemsize: int, max_tokens: int, multiprocessors: int
 ) -> DecodePlan:
@@ -35,22 +35,26 @@ def plan_decode(
     Args: max_tokens: the most KV tokens that a sequence reads, its window considered.
     """
     pairs = num_seqs * num_kv_heads
-    bytes_per_token = 2 * itemsize * triton.next_power_of_2(head_dim)
+    dim_pad = triton.next_power_of_2(head_dim)
+    bytes_per_token = 2 * itemsize * dim_pad
     small_tile = max(16, min(32, 16384 // bytes_per_token))
+    large_tile = max(16, min(64, 32768 // bytes_per_token))
     warps = 2 if group <= 16 else 4 if group <= 32 else 8
 
     def pieces(programs_per_multiprocessor: int) -> int:
         return max(1, programs_per_multiprocessor * multiprocessors // num_kv_heads)
 
+    if itemsize == 4:  # no tensor cores: small tiles and many threads, or registers spill
+        return DecodePlan(pieces(2), 16, 4 if group <= 16 else 8, stages=3, merge_registers=16)
     if pairs >= 6 * multiprocessors:
         # Enough sequences to fill several waves: large tiles, since few streams at a time suit DRAM, and cut only what is
         # far longer than the average.
-        return DecodePlan(pieces(3), max(16, min(64, 32768 // bytes_per_token)), warps, stages=3, merge_registers=32)
+        return DecodePlan(pieces(3), large_tile, warps, stages=3, merge_registers=32)
     if pairs >= 2 * multiprocessors:
         # About one wave: all programs resident at once.
         return DecodePlan(pieces(3), small_tile, 2 * warps, stages=4, merge_registers=32)
     # Latency counts: every sequence is cut, two pieces a multiprocessor, or one where that leaves a tile or two each.
-    return DecodePlan(pieces(1 if pairs * max_tokens <= 8192 else 2), small_tile, warps, stages=3, merge_registers=64)
+    return DecodePlan(pieces(1 if pairs * max_tokens <= 8192 else 2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32)
 
 
 def attention_decode(
@@ -112,7 +116,7 @@ def attention_decode(
         block_table.stride(0),
         scale * LOG2E,
         PIECES=plan.pieces,
-        SEQS_PAD=triton.next_power_of_2(num_seqs),
+        SEQS_PAD=padded_count(num_seqs),
         GROUP=group,
         GROUP_PAD=group_pad,
         ROWS=max(16, group_pad),

@@ -47,7 +47,8 @@ def num_tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
     return tiles
 
 
-@triton.jit
+# What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"], do_not_specialize_on_alignment=["table_ptr", "lens_ptr"])
 def decode_kernel(
     out_ptr,  # [num_seqs, num_kv_heads, GROUP, HEAD_DIM]
     q_ptr,

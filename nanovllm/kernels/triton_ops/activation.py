@@ -82,5 +82,5 @@ def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
         size = x.shape[-1]
     block = min(next_power_of_2(size), 1024 if rows * size <= 1 << 21 else 2048)
     blocks = cdiv(size, block)
-    _activation_kernel[(rows * blocks,)](x, y, size, stride, blocks, kind, block, num_warps=warps_for(block))
+    _activation_kernel[(rows * blocks,)](x, y, size, stride, blocks, kind, block, num_warps=warps_for(block, most=4))
     return y

@@ -181,5 +181,6 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     if rows and block > _MAX_BLOCK:
         _long_layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, _LONG_BLOCK, num_warps=16)
     elif rows:
-        _layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, block, num_warps=_row_warps(block, rows))
+        warps = warps_for(block, 8 if rows <= 1024 else 32)
+        _layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, block, num_warps=warps)
     return y

@@ -2,7 +2,8 @@
 
 The vocabulary of every row is split over several programs, so that one row alone occupies the whole GPU:
 
-1. `_row_max_kernel`: maxima of groups of logits, of which every later program takes the row's largest.
+1. `_row_max_kernel`: maxima of groups of logits. Every later program takes the row's largest from them, and they tell
+   which blocks of a row it need not look at.
 2. Only with top-k or top-p: `sampling_filters` turns the filters of a row into a threshold on its logits.
 3. `_draw_kernel`: each program scores its piece of a row, the last program of a row to finish picks the best score.
 
@@ -17,20 +18,11 @@ import triton.language as tl
 from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, num_sms
 from nanovllm.kernels.triton_ops._math import exp, log, log1p
 from nanovllm.kernels.triton_ops.philox import philox_word, uniform
-from nanovllm.kernels.triton_ops.sampling_filters import (
-    BINS,
-    COUNTERS,
-    KEY_SHIFT,
-    filter_thresholds,
-    order_key,
-    row_best,
-)
+from nanovllm.kernels.triton_ops.sampling_filters import filter_thresholds
+from nanovllm.kernels.triton_ops.sampling_keys import BINS, COUNTERS, GROUP, KEY_SHIFT, block_max, order_key, row_best
 
 BLOCK = 1024
 _WARPS = 4
-# With filters, maxima of smaller groups: the k-th largest of them bounds the k-th largest logit from below.
-FILTER_GROUP = 256
-
 # The score of the largest logit is at least -log(-log(2^-24)) > -2.9, and noise is at most 33 log(2) < 22.9: a token
 # whose logarithmic weight is below -26 can never win, and needs no random number. (-26.5 where it is approximate.)
 _LEAST_BEST = tl.constexpr(-2.9)
@@ -40,7 +32,7 @@ _HOPELESS = tl.constexpr(-26.5)
 @triton.jit
 def _row_max_kernel(
     logits, temperature, maxima, counters, bins, vocab_size, stride, groups, blocks_per_program,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, BINS: tl.constexpr,
+    BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     piece = tl.program_id(1)
@@ -96,20 +88,24 @@ def _draw_kernel(
         per_t = 1.0 / tl.maximum(t, 1e-37)  # finite; too small is safe below
         bound = tl.full([], _LEAST_BEST, tl.float32)  # some token's score is at least this
         for i in range(blocks_per_program):
-            col = first + i * BLOCK + lane
-            x = tl.load(logits + col, col < vocab_size, other=-float("inf")).to(tl.float32)
-            # What is exact is slow, so it is computed only for blocks in which an approximation leaves a token a chance.
-            about = (x - best) * per_t
-            keep = about >= _HOPELESS
+            # What is exact is slow, so it is done only where an approximation leaves some token of the block a chance: first
+            # by the block's largest logit, then by each token's random number.
+            block = piece * blocks_per_program + i
+            largest = block_max(maxima, row, block, groups, BLOCK)
+            chance = (largest - best) * per_t >= _HOPELESS
             if THRESHOLDS:
-                key = order_key(x) >> SHIFT
-                keep = keep & ((key > threshold) | ((key == threshold) & (col <= last_id)))
+                chance = chance & ((order_key(largest) >> SHIFT) >= threshold)
             if MIN_P:
-                keep = keep & (tl.exp(about) >= least * 0.999)
-            if tl.max(keep.to(tl.int32), 0) > 0:
+                chance = chance & (tl.exp((largest - best) * per_t) >= least * 0.999)
+            if chance:
+                col = block * BLOCK + lane
+                x = tl.load(logits + col, col < vocab_size, other=-float("inf")).to(tl.float32)
                 u = uniform(philox_word(col.to(tl.uint32), position, k0, k1))
                 # log1p(-u) <= -u, so the score is at most log_weight - log(u).
-                keep = keep & (u <= tl.exp(about - bound) * 1.01)
+                keep = u <= tl.exp((x - best) * per_t - bound) * 1.01
+                if THRESHOLDS:
+                    key = order_key(x) >> SHIFT
+                    keep = keep & ((key > threshold) | ((key == threshold) & (col <= last_id)))
                 if tl.max(keep.to(tl.int32), 0) > 0:
                     log_weight = tl.div_rn(x - best, t)
                     if MIN_P:
@@ -158,19 +154,18 @@ def sample(
     per_program = cdiv(blocks, max(1, 8 * num_sms(logits) // rows))
     pieces = cdiv(blocks, per_program)
     filtered = top_k is not None or top_p is not None
-    group = FILTER_GROUP if filtered else BLOCK
-    groups = cdiv(vocab_size, group)
+    groups = cdiv(vocab_size, GROUP.value)
     maxima = torch.empty((rows, groups), dtype=torch.float32, device=device)
     counters = torch.empty((rows, COUNTERS.value), dtype=torch.int32, device=device)
     bins = counters if top_p is None else torch.empty((rows, BINS), dtype=torch.int64, device=device)
     _row_max_kernel[(rows, pieces)](
         logits, temperature, maxima, counters, bins, vocab_size, logits.stride(0), groups, per_program,
-        BLOCK, group, 0 if top_p is None else BINS, num_warps=_WARPS,
+        BLOCK, 0 if top_p is None else BINS, num_warps=_WARPS,
     )  # fmt: skip
     thresholds = counters
     if filtered:
         thresholds = filter_thresholds(
-            logits, temperature, top_k, top_p, maxima, counters, bins, pieces, per_program * BLOCK
+            logits, temperature, top_k, top_p, maxima, counters, bins, pieces, per_program, BLOCK
         )
     best_scores = torch.empty((rows, pieces), dtype=torch.float32, device=device)
     best_columns = torch.empty((rows, pieces), dtype=torch.int32, device=device)
