@@ -12,8 +12,9 @@ from nanovllm.kernels.ops.sample import gumbel_noise  # noqa: E402
 from nanovllm.kernels.ops.sample import sample as sample_op  # noqa: E402
 from nanovllm.kernels.triton_ops import sample, sampling_resolve  # noqa: E402
 
-ROWS = 256 if DEVICE == "cuda" else 8
+ROWS = 256 if DEVICE == "cuda" else 6
 VOCABULARIES = [1, 5, 1000, 2600] + ([1024, 32003, 49152, 151936] if DEVICE == "cuda" else [])
+DTYPES = [torch.float32, torch.bfloat16] + ([torch.float16] if DEVICE == "cuda" else [])
 FILTERS = {
     "none": "", "top-k": "k", "top-p": "p", "min-p": "m", "top-k and top-p": "kp", "all": "kpm",
 }  # fmt: skip
@@ -54,7 +55,7 @@ def agree(logits, args):
 
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_tokens_are_the_references(dtype, vocab_size, filters):
     for rows, scale in ((1, 3.0), (ROWS, 3.0), (ROWS, 0.02)):  # 0.02: nearly flat
         logits = randn(rows, vocab_size, dtype, scale, seed=rows)
@@ -70,6 +71,18 @@ def test_equal_logits(filters):
             logits = (torch.randint(levels, (ROWS, vocab_size), generator=g).float() / 8 - 2).to(DEVICE)
             logits[:, ::7] = -0.0  # equals 0
             agree(logits, arguments(ROWS, vocab_size, filters, seed=levels))
+
+
+@pytest.mark.parametrize("equal", [3, 700, 5000])  # resolved in each of the three ways
+@pytest.mark.parametrize("kept", [1, 2])
+def test_top_p_keeps_the_lowest_ids_of_equal_logits(equal, kept):
+    ids = torch.randperm(6000, generator=torch.Generator().manual_seed(0))[:equal].sort().values
+    logits = torch.zeros(10, 6000, device=DEVICE)
+    logits[:, ids.to(DEVICE)] = 100.0  # all of the mass, in equal parts
+    _, _, _, _, seeds, positions = arguments(10, 6000, "")
+    one = torch.ones(10, device=DEVICE)
+    tokens = sample(logits, one, None, one * ((kept - 0.5) / equal), None, seeds, positions)
+    assert set(tokens.tolist()) == set(ids[:kept].tolist())
 
 
 @pytest.mark.parametrize("filters", ["", "k", "p", "kpm"])

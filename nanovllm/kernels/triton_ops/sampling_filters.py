@@ -29,6 +29,7 @@ from nanovllm.kernels.triton_ops.sampling_keys import (
 )
 from nanovllm.kernels.triton_ops.sampling_resolve import CAPACITY, SCAN_BLOCK, resolve_kernel
 
+
 @triton.jit
 def _kth_largest(values, k, SHIFT: tl.constexpr):
     """The k-th largest float32 of a block, rounded down to the key's bits above SHIFT; as such a key."""

@@ -14,7 +14,7 @@ from nanovllm.kernels.triton_ops.sampling_keys import COUNTERS, order_key, row_b
 CAPACITY = 4096
 SCAN_BLOCK = 8192
 FEW = tl.constexpr(512)  # candidates that are compared with each other at once
-_PEERS = tl.constexpr(32)
+_PEERS = tl.constexpr(16)
 
 
 @triton.jit
