@@ -1,7 +1,7 @@
 """What the decode kernels share: the walk over a range of KV tiles, and the merge of partial results.
 
 Softmax runs in base 2: scores are multiplied by scale * log2(e), so that exp2, one instruction, replaces exp. A partial
-result is (acc, m, l): the sum of p @ v with p = exp2(score - m), the running maximum m, and the sum of p. Partials merge in
+result is (acc, m, total): the sum of p @ v with p = exp2(score - m), the running maximum m, and the sum of p. Partials merge in
 split order whoever merges them, so the bits do not depend on which program arrives last.
 """
 
@@ -27,6 +27,14 @@ def num_multiprocessors(device: torch.device) -> int:
 @functools.cache
 def has_tma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def padded_count(count: int) -> int:
@@ -94,7 +102,7 @@ def attend(
     offs_d = tl.arange(0, DIM_PAD)
     offsets = (offs_t * stride_slot)[:, None] + offs_d[None, :]
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     # Read a tile ahead: the address of a tile's first load would otherwise wait for the table.
     block = tl.load(table_ptr + first_tile * TILE // BLOCK_SIZE)
@@ -125,10 +133,10 @@ def attend(
         new_m = tl.maximum(m, tl.max(scores, 1))
         p = tl.exp2(scores - new_m[:, None])
         alpha = tl.exp2(m - new_m)
-        l = l * alpha + tl.sum(p, 1)
+        total = total * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = new_m
-    return acc, m, l
+    return acc, m, total
 
 
 @triton.jit
@@ -148,12 +156,12 @@ def store_rows(out_ptr, value, stride_row, GROUP: tl.constexpr, HEAD_DIM: tl.con
 
 
 @triton.jit
-def store_partial(acc_ptr, ml_ptr, index, acc, m, l, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+def store_partial(acc_ptr, ml_ptr, index, acc, m, total, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     """acc_ptr [slots, GROUP, HEAD_DIM] float32, ml_ptr [slots, 2, GROUP] float32."""
     store_rows(acc_ptr + index * GROUP * HEAD_DIM, acc, HEAD_DIM, GROUP, HEAD_DIM)
     rows = tl.arange(0, acc.shape[0])
     tl.store(ml_ptr + index * 2 * GROUP + rows, m, mask=rows < GROUP)
-    tl.store(ml_ptr + index * 2 * GROUP + GROUP + rows, l, mask=rows < GROUP)
+    tl.store(ml_ptr + index * 2 * GROUP + GROUP + rows, total, mask=rows < GROUP)
 
 
 @triton.jit
@@ -173,7 +181,7 @@ def merge_partials(
     groups = tl.minimum(tl.arange(0, GROUP_PAD), GROUP - 1)
     dims = tl.arange(0, DIM_PAD)
     m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    l = tl.zeros([GROUP_PAD], tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     for start in range(0, count, CHUNK):
         i = start + tl.arange(0, CHUNK)
@@ -182,7 +190,7 @@ def merge_partials(
         # Other programs wrote these: the first-level cache, which is not coherent, is passed by.
         ml = ml_ptr + slots[:, None] * (2 * GROUP) + groups[None, :]
         part_m = tl.load(ml, mask=live, other=float("-inf"), cache_modifier=".cg")  # [CHUNK, GROUP_PAD]
-        part_l = tl.load(ml + GROUP, mask=live, other=0.0, cache_modifier=".cg")
+        part_total = tl.load(ml + GROUP, mask=live, other=0.0, cache_modifier=".cg")
         rows = slots[:, None] * GROUP + groups[None, :]
         part_acc = tl.load(
             acc_ptr + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
@@ -193,7 +201,7 @@ def merge_partials(
         new_m = tl.maximum(m, tl.max(part_m, 0))
         alpha = tl.exp2(m - new_m)
         weights = tl.exp2(part_m - new_m[None, :])
-        l = l * alpha + tl.sum(part_l * weights, 0)
+        total = total * alpha + tl.sum(part_total * weights, 0)
         acc = acc * alpha[:, None] + tl.sum(part_acc * weights[:, :, None], 0)
         m = new_m
-    return acc / l[:, None]
+    return acc / total[:, None]

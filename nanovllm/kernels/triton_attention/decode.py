@@ -28,12 +28,9 @@ class DecodePlan:
 
 @functools.cache
 def plan_decode(
-    num_seqs: int, num_kv_heads: int, group: int, head_dim: int, itemsize: int, max_tokens: int, multiprocessors: int
+    num_seqs: int, num_kv_heads: int, group: int, head_dim: int, itemsize: int, multiprocessors: int
 ) -> DecodePlan:
-    """Measured on an H200 with bf16 and head_dim 128; other sizes get tiles of as many bytes.
-
-    Args: max_tokens: the most KV tokens that a sequence reads, its window considered.
-    """
+    """Measured on an H200 with bf16 and head_dim 128; other sizes get tiles of as many bytes."""
     pairs = num_seqs * num_kv_heads
     dim_pad = triton.next_power_of_2(head_dim)
     bytes_per_token = 2 * itemsize * dim_pad
@@ -53,8 +50,8 @@ def plan_decode(
     if pairs >= 2 * multiprocessors:
         # About one wave: all programs resident at once.
         return DecodePlan(pieces(3), small_tile, 2 * warps, stages=4, merge_registers=32)
-    # Latency counts: every sequence is cut, two pieces a multiprocessor, or one where that leaves a tile or two each.
-    return DecodePlan(pieces(1 if pairs * max_tokens <= 8192 else 2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32)
+    # Latency counts: every sequence is cut, into two pieces a multiprocessor in all, or into single tiles.
+    return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32)
 
 
 def attention_decode(
@@ -88,7 +85,7 @@ def attention_decode(
     max_tokens = min(max_context_len, window) if window else max_context_len
     if plan is None:
         plan = plan_decode(
-            num_seqs, num_kv_heads, group, head_dim, k_cache.element_size(), max_tokens, num_multiprocessors(q.device)
+            num_seqs, num_kv_heads, group, head_dim, k_cache.element_size(), num_multiprocessors(q.device)
         )
     dim_pad = triton.next_power_of_2(head_dim)
     group_pad = triton.next_power_of_2(group)

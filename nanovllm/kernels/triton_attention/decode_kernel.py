@@ -98,7 +98,7 @@ def decode_kernel(
             first_tile = first_token // TILE
             row = tl.cast(seq, tl.int64)
             q_ptr += row * q_stride_seq + head * GROUP * q_stride_head
-            acc, m, l = attend(
+            acc, m, total = attend(
                 load_queries(q_ptr, q_stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD),
                 k_ptr + head * stride_head,
                 v_ptr + head * stride_head,
@@ -118,9 +118,9 @@ def decode_kernel(
             )
             out_ptr += (row * num_heads + head) * GROUP * HEAD_DIM
             if pieces == 1:
-                store_rows(out_ptr, acc / l[:, None], HEAD_DIM, GROUP, HEAD_DIM)
+                store_rows(out_ptr, acc / total[:, None], HEAD_DIM, GROUP, HEAD_DIM)
             else:
-                store_partial(acc_ptr, ml_ptr, piece * num_heads + head, acc, m, l, GROUP, HEAD_DIM)
+                store_partial(acc_ptr, ml_ptr, piece * num_heads + head, acc, m, total, GROUP, HEAD_DIM)
                 # Every thread's stores come before the arrival, which one thread makes.
                 tl.debug_barrier()
                 counter = counters_ptr + seq * num_heads + head

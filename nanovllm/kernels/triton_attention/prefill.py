@@ -9,7 +9,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.triton_attention.common import LOG2E, has_tma, padded_count
+from nanovllm.kernels.triton_attention.common import LOG2E, has_tma, padded_count, shared_memory
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
 
 
@@ -26,19 +26,26 @@ class PrefillPlan:
 
 
 @functools.cache
-def plan_prefill(group: int, head_dim: int, itemsize: int, block_size: int, max_query_len: int, tma: bool) -> PrefillPlan:
-    """Measured on an H200 with bf16 and head_dim 128. Args: tma: whether the machine and the layout of the cache allow it."""
+def plan_prefill(
+    group: int, head_dim: int, itemsize: int, block_size: int, max_query_len: int, tma: bool, shared_memory: int
+) -> PrefillPlan:
+    """Measured on an H200 with bf16 and head_dim 128.
+
+    Args:
+        tma: whether the machine and the layout of the cache allow it.
+        shared_memory: bytes that a program may have.
+    """
     dim_pad = triton.next_power_of_2(head_dim)
     if itemsize == 4:  # no tensor cores: small tiles and many threads, or registers spill
-        return PrefillPlan(rows=16, tile=16, warps=4, stages=2)
+        return PrefillPlan(rows=32, tile=16, warps=8, stages=2)
     # TMA reads rectangles: whole rows of one block, and no padding of a row that would reach into the next head.
     tma = tma and dim_pad == head_dim
     if dim_pad > 128:
         plan = PrefillPlan(rows=64, tile=min(32, block_size), warps=4, stages=2, tma=tma)
-    elif max_query_len >= 8192 and tma and block_size >= 128 and 128 % group == 0:
+    elif max_query_len >= 8192 and tma and block_size >= 128 and 128 % group == 0 and shared_memory > 230_000:
         plan = PrefillPlan(rows=128, tile=128, warps=8, stages=3, tma=tma)
     else:
-        plan = PrefillPlan(rows=64, tile=64, warps=4, stages=3, tma=tma)
+        plan = PrefillPlan(rows=64, tile=64, warps=4, stages=3 if shared_memory > 150_000 else 2, tma=tma)
     if max_query_len * group <= 16:
         plan = replace(plan, rows=16)
     if group > 64:
@@ -82,7 +89,7 @@ def attention_prefill(
     assert block_table.stride(1) == 1 and context_lens.is_contiguous() and cu_seqlens_q.is_contiguous()
     if plan is None:
         tma = has_tma(q.device) and k_cache.is_contiguous() and v_cache.is_contiguous()
-        plan = plan_prefill(group, head_dim, q.element_size(), block_size, max_query_len, tma)
+        plan = plan_prefill(group, head_dim, q.element_size(), block_size, max_query_len, tma, shared_memory(q.device))
     rows = max(plan.rows, triton.next_power_of_2(group))
     descriptors = [None, None]
     if plan.tma:

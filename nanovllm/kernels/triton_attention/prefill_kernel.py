@@ -50,7 +50,7 @@ def load_tile(
 def softmax_step(
     scores,
     m,
-    l,
+    total,
     acc,
     scale,
     tile,
@@ -60,7 +60,7 @@ def softmax_step(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Scores of a tile -> (p, m, l, acc), the running values advanced and rescaled; m is in scaled units, base 2."""
+    """Scores of a tile -> (p, m, total, acc), the running values advanced and rescaled; m is in scaled units, base 2."""
     if SOFT_CAP > 0:
         scores = soft_cap_scores(scores * scale, SOFT_CAP)
         scale = 1.0
@@ -77,7 +77,7 @@ def softmax_step(
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
     p = tl.exp2(scores * scale - shift[:, None])
     alpha = tl.exp2(m - shift)
-    return p, new_m, l * alpha + tl.sum(p, 1), acc * alpha[:, None]
+    return p, new_m, total * alpha + tl.sum(p, 1), acc * alpha[:, None]
 
 
 # What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
@@ -151,41 +151,46 @@ def prefill_kernel(
         if WINDOW > 0:
             first_tile = tl.maximum(first_position - WINDOW + 1, 0) // TILE
             first_masked = 0
-        # Tiles whose slots are all written; a sequence's last tile may have others.
-        end_full = tl.minimum(end_tile, length // TILE)
+        # Tiles whose slots are all written; a sequence's last tile may have others, and comes after the loop. In float32
+        # that code would be unrolled into spilling registers, so there every load is masked instead.
+        MASK_LOADS: tl.constexpr = k_ptr.dtype.element_ty == tl.float32
+        end_full = end_tile
+        if not MASK_LOADS:
+            end_full = tl.minimum(end_tile, length // TILE)
         table_ptr += tl.cast(seq, tl.int64) * table_stride
         m = tl.full([ROWS], float("-inf"), tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
         # Read a tile ahead: the address of a tile's first load would otherwise wait for the table.
         block = tl.load(table_ptr + first_tile * TILE // BLOCK_SIZE)
         for tile in tl.range(first_tile, end_full, num_stages=STAGES):
             k = load_tile(
                 k_ptr, k_descriptor, block, table_ptr, tile, head, length, stride_block, stride_slot, stride_head,
-                False, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, TMA,
+                MASK_LOADS, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, TMA,
             )  # fmt: skip
             v = load_tile(
                 v_ptr, v_descriptor, block, table_ptr, tile, head, length, stride_block, stride_slot, stride_head,
-                False, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, TMA,
+                MASK_LOADS, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, TMA,
             )  # fmt: skip
             block = tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) * TILE // BLOCK_SIZE)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            p, m, l, acc = softmax_step(
-                scores, m, l, acc, scale, tile, tile >= first_masked, positions, TILE, SOFT_CAP, WINDOW
+            p, m, total, acc = softmax_step(
+                scores, m, total, acc, scale, tile, tile >= first_masked, positions, TILE, SOFT_CAP, WINDOW
             )
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        if end_full < end_tile:
-            k = load_tile(
-                k_ptr, k_descriptor, block, table_ptr, end_full, head, length, stride_block, stride_slot, stride_head,
-                True, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, TMA,
-            )  # fmt: skip
-            v = load_tile(
-                v_ptr, v_descriptor, block, table_ptr, end_full, head, length, stride_block, stride_slot, stride_head,
-                True, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, TMA,
-            )  # fmt: skip
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            p, m, l, acc = softmax_step(scores, m, l, acc, scale, end_full, True, positions, TILE, SOFT_CAP, WINDOW)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        if not MASK_LOADS:
+            if end_full < end_tile:
+                k = load_tile(
+                    k_ptr, k_descriptor, block, table_ptr, end_full, head, length, stride_block, stride_slot, stride_head,
+                    True, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, TMA,
+                )  # fmt: skip
+                v = load_tile(
+                    v_ptr, v_descriptor, block, table_ptr, end_full, head, length, stride_block, stride_slot, stride_head,
+                    True, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, TMA,
+                )  # fmt: skip
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                p, m, total, acc = softmax_step(scores, m, total, acc, scale, end_full, True, positions, TILE, SOFT_CAP, WINDOW)
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         out_ptr += (begin * heads + head) * GROUP * HEAD_DIM
         out_offsets = ((token * heads * GROUP + rows % GROUP) * HEAD_DIM)[:, None] + dims[None, :]
-        tl.store(out_ptr + out_offsets, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=live)
+        tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live)
