@@ -3,8 +3,8 @@
 The op `sample` has a file of its own.
 """
 
-import itertools
 import importlib
+import itertools
 import math
 from types import SimpleNamespace
 

@@ -21,8 +21,12 @@ DEVICE = "cuda" if GPU else "cpu"
 
 from nanovllm.kernels.triton_attention.decode import DecodePlan, attention_decode, plan_decode  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel  # noqa: E402
-from nanovllm.kernels.triton_attention.prefill import PrefillPlan, attention_prefill, plan_prefill  # noqa: E402
-from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel  # noqa: E402
+from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
+    PrefillPlan,
+    attention_prefill,
+    plan_prefill,
+    prefill_kernel,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 6e-3}
@@ -314,17 +318,15 @@ def test_decode_compiles_without_spills(dtype, dim, group, capability, tmp_path)
 
 @pytest.mark.parametrize("dtype, dim, group, capability", CASES)
 def test_prefill_compiles_without_spills(dtype, dim, group, capability, tmp_path):
-    for longest, block_size in ((700, 256), (10000, 256), (700, 16)):
-        limit = SHARED_MEMORY[capability]
-        plan = plan_prefill(group, dim, 4 if dtype == "fp32" else 2, block_size, longest, capability >= 90, limit)
+    for longest, block_size in ((700, 256), (700, 16)):
+        plan = plan_prefill(group, dim, 4 if dtype == "fp32" else 2, longest)
         constants = dict(
             SEQS_PAD=8, GROUP=group, ROWS=plan.rows, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK_SIZE=block_size,
-            TILE=plan.tile, SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages, TMA=plan.tma,
+            TILE=plan.tile, SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages,
         )  # fmt: skip
-        tma = (plan.tile, dim) if plan.tma else ()
-        binary = compiled(prefill_kernel, constants, dtype, capability, plan.warps, plan.stages, tma)
+        binary = compiled(prefill_kernel, constants, dtype, capability, plan.warps, plan.stages)
         assert stack(binary, tmp_path) <= STACK, (plan, block_size)
-        assert binary.metadata.shared <= limit
+        assert binary.metadata.shared <= SHARED_MEMORY[capability]
 
 
 def test_in_the_interpreter():

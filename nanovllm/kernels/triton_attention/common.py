@@ -24,19 +24,6 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
-def has_tma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
-    if device.type != "cuda":
-        return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
 def padded_count(count: int) -> int:
     """The next power of eight: few, since a kernel is compiled for each."""
     size = 1

@@ -1,16 +1,15 @@
-"""Prefill attention over the paged KV cache: the wrapper, and the choice of tile sizes."""
+"""Prefill attention over the paged KV cache: runs of query tokens, each causal over its own sequence."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
+import triton.language as tl
 
-from nanovllm.kernels.triton_attention.common import LOG2E, has_tma, padded_count, shared_memory
-from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
+from nanovllm.kernels.triton_attention.common import LOG2E, soft_cap_scores
 
 
 @dataclass(frozen=True)
@@ -21,36 +20,188 @@ class PrefillPlan:
     """KV tokens a step."""
     warps: int
     stages: int
-    tma: bool = False
-    """Load keys and values with the tensor memory accelerator."""
 
 
 @functools.cache
-def plan_prefill(
-    group: int, head_dim: int, itemsize: int, block_size: int, max_query_len: int, tma: bool, shared_memory: int
-) -> PrefillPlan:
-    """Measured on an H200 with bf16 and head_dim 128.
-
-    Args:
-        tma: whether the machine and the layout of the cache allow it.
-        shared_memory: bytes that a program may have.
-    """
+def plan_prefill(group: int, head_dim: int, itemsize: int, max_query_len: int) -> PrefillPlan:
     dim_pad = triton.next_power_of_2(head_dim)
-    if itemsize == 4:  # no tensor cores: small tiles and many threads, or registers spill
+    if itemsize == 4:
         return PrefillPlan(rows=32, tile=16, warps=8, stages=2)
-    # TMA reads rectangles: whole rows of one block, and no padding of a row that would reach into the next head.
-    tma = tma and dim_pad == head_dim
-    if dim_pad > 128:
-        plan = PrefillPlan(rows=64, tile=min(32, block_size), warps=4, stages=2, tma=tma)
-    elif max_query_len >= 8192 and tma and block_size >= 128 and 128 % group == 0 and shared_memory > 230_000:
-        plan = PrefillPlan(rows=128, tile=128, warps=8, stages=3, tma=tma)
+    if max_query_len * group <= 64:
+        rows = max(16, triton.next_power_of_2(max_query_len * group))
+        return PrefillPlan(rows, tile=64, warps=4, stages=3 if dim_pad <= 128 else 2)
+    if dim_pad > 128:  # or registers spill
+        return PrefillPlan(rows=64, tile=32, warps=4, stages=2)
+    return PrefillPlan(rows=128, tile=128, warps=8, stages=2)
+
+
+@triton.jit
+def attend_causal(
+    acc,
+    m,
+    total,
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    positions,  # [ROWS]: of the query tokens
+    first_tile,
+    end_tile,
+    end_token,
+    stride_block,
+    stride_slot,
+    scale,
+    MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Advance (acc, m, total) over the tiles [first_tile, end_tile); without MASKED, every query sees all of their tokens."""
+    DIM_PAD: tl.constexpr = q.shape[1]
+    offs_t = tl.arange(0, TILE)
+    offs_d = tl.arange(0, DIM_PAD)
+    offsets = (offs_t * stride_slot)[:, None] + offs_d[None, :]
+    # Read a tile ahead: the address of a tile's first load would otherwise wait for the table.
+    block = tl.load(table_ptr + first_tile * TILE // BLOCK_SIZE, mask=first_tile < end_tile, other=0)
+    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
+        tokens = tile * TILE + offs_t
+        live = tokens < end_token
+        if TILE <= BLOCK_SIZE:
+            base = block.to(tl.int64) * stride_block + (tile * TILE % BLOCK_SIZE) * stride_slot
+            k_tile = (k_ptr + base) + offsets
+            v_tile = (v_ptr + base) + offsets
+            block = tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) * TILE // BLOCK_SIZE)
+        else:
+            blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+            rows = (blocks * stride_block + tokens % BLOCK_SIZE * stride_slot)[:, None] + offs_d[None, :]
+            k_tile = k_ptr + rows
+            v_tile = v_ptr + rows
+        # Dead slots may hold NaN, and 0 * NaN is NaN: they are not read.
+        if MASKED:
+            mask = live[:, None] & (offs_d < HEAD_DIM)[None, :]
+            k = tl.load(k_tile, mask=mask, other=0.0)
+            v = tl.load(v_tile, mask=mask, other=0.0)
+        elif DIM_PAD == HEAD_DIM:
+            k = tl.load(k_tile)
+            v = tl.load(v_tile)
+        else:
+            k = tl.load(k_tile, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(v_tile, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFT_CAP > 0:
+            scores = soft_cap_scores(scores * scale, SOFT_CAP)
+        if MASKED:
+            seen = tokens[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                seen &= tokens[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        # The scale is folded into the exponent, one fused multiply-add an element; m holds scaled values.
+        if SOFT_CAP > 0:
+            new_m = tl.maximum(m, tl.max(scores, 1))
+        else:
+            new_m = tl.maximum(m, tl.max(scores, 1) * scale)
+        if MASKED and WINDOW > 0:
+            # A row may see nothing of a tile that others see, and nothing before it either.
+            shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+        else:
+            shift = new_m
+        if SOFT_CAP > 0:
+            p = tl.exp2(scores - shift[:, None])
+        else:
+            p = tl.exp2(scores * scale - shift[:, None])
+        alpha = tl.exp2(m - shift)
+        total = total * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m = new_m
+    return acc, m, total
+
+
+@triton.jit
+def prefill_kernel(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    starts_ptr,
+    lens_ptr,
+    num_seqs,
+    q_stride_token,
+    q_stride_head,
+    stride_block,
+    stride_slot,
+    stride_head,
+    table_stride,
+    scale,
+    SEQS_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid [num_kv_heads, num_tokens // TOKENS + num_seqs]: program (h, i) has up to TOKENS query tokens of one sequence.
+
+    Row r of its tile is the token r // GROUP under query head r % GROUP of KV head h. Sequence s owns the programs from
+    starts[s] // TOKENS + s on, at least as many as it needs; its last tokens, which see the most, come first.
+    """
+    TOKENS: tl.constexpr = ROWS // GROUP
+    head = tl.program_id(0)
+    program = tl.program_id(1)
+    if SEQS_PAD == 1:
+        seq = 0
     else:
-        plan = PrefillPlan(rows=64, tile=64, warps=4, stages=3 if shared_memory > 150_000 else 2, tma=tma)
-    if max_query_len * group <= 16:
-        plan = replace(plan, rows=16)
-    if group > 64:
-        plan = replace(plan, rows=triton.next_power_of_2(group), warps=8)
-    return replace(plan, tma=plan.tma and plan.tile <= block_size)
+        offs = tl.arange(0, SEQS_PAD)
+        firsts = tl.load(starts_ptr + offs, mask=offs < num_seqs, other=2**30) // TOKENS + offs
+        seq = tl.sum((firsts <= program).to(tl.int32), 0) - 1
+    start = tl.load(starts_ptr + seq)
+    count = tl.load(starts_ptr + seq + 1) - start
+    first_token = (tl.cdiv(count, TOKENS) - 1 - (program - start // TOKENS - seq)) * TOKENS
+    if first_token >= 0:
+        length = tl.load(lens_ptr + seq)
+        num_tokens = tl.minimum(TOKENS, count - first_token)
+        row = tl.arange(0, ROWS)
+        dims = tl.arange(0, DIM_PAD)
+        live = (row < num_tokens * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        token = row // GROUP
+        begin = (start + first_token).to(tl.int64)
+        q_ptr += begin * q_stride_token + head * GROUP * q_stride_head
+        q = tl.load(q_ptr + (token * q_stride_token + row % GROUP * q_stride_head)[:, None] + dims[None, :], mask=live, other=0.0)
+        first_position = length - count + first_token
+        # Rows beyond the run repeat the last token's position, so that every row sees something.
+        positions = first_position + tl.minimum(token, num_tokens - 1)
+        end_token = first_position + num_tokens
+        end_tile = tl.cdiv(end_token, TILE)
+        k_ptr += head * stride_head
+        v_ptr += head * stride_head
+        table_ptr += tl.cast(seq, tl.int64) * table_stride
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+        first_masked = 0
+        if WINDOW > 0:
+            first_masked = tl.maximum(first_position - WINDOW + 1, 0) // TILE
+        else:
+            first_masked = (first_position + 1) // TILE
+            acc, m, total = attend_causal(
+                acc, m, total, q, k_ptr, v_ptr, table_ptr, positions, 0, first_masked, end_token, stride_block, stride_slot, scale,
+                False, BLOCK_SIZE, TILE, HEAD_DIM, SOFT_CAP, WINDOW, STAGES,
+            )  # fmt: skip
+        acc, m, total = attend_causal(
+            acc, m, total, q, k_ptr, v_ptr, table_ptr, positions, first_masked, end_tile, end_token, stride_block, stride_slot, scale,
+            True, BLOCK_SIZE, TILE, HEAD_DIM, SOFT_CAP, WINDOW, STAGES,
+        )  # fmt: skip
+        out_ptr += (begin * tl.num_programs(0) + head) * GROUP * HEAD_DIM
+        offsets = (token * tl.num_programs(0) * GROUP + row % GROUP) * HEAD_DIM
+        o = acc / total[:, None]
+        tl.store(out_ptr + offsets[:, None] + dims[None, :], o.to(out_ptr.dtype.element_ty), mask=live)
 
 
 def attention_prefill(
@@ -72,36 +223,26 @@ def attention_prefill(
     Args:
         cu_seqlens_q: [num_seqs + 1] int32, on the device: where each sequence's run starts in q, and the end of the last.
         context_lens: [num_seqs] int32, on the device: tokens of each sequence up to its last query.
-        max_query_len: the longest run, or a bound; tile sizes follow from it.
+        max_query_len: the longest run; tile sizes follow from it.
         soft_cap: if not 0, scores become soft_cap * tanh(scores / soft_cap).
         window: if not 0, a query sees only the last `window` tokens up to its own.
         plan: instead of the one that `plan_prefill` picks.
-
-    Returns:
-        [sum of the runs, num_heads, head_dim], the dtype of q. Cache slots beyond context_lens never influence it, NaN or
-        not. The same inputs give the same bits, and so does a sequence whatever is beside it.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     num_seqs = context_lens.shape[0]
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1 and q.stride(2) == 1
     assert block_table.stride(1) == 1 and context_lens.is_contiguous() and cu_seqlens_q.is_contiguous()
     if plan is None:
-        tma = has_tma(q.device) and k_cache.is_contiguous() and v_cache.is_contiguous()
-        plan = plan_prefill(group, head_dim, q.element_size(), block_size, max_query_len, tma, shared_memory(q.device))
+        plan = plan_prefill(group, head_dim, q.element_size(), max_query_len)
     rows = max(plan.rows, triton.next_power_of_2(group))
-    descriptors = [None, None]
-    if plan.tma:
-        shape, strides = [num_blocks * block_size, num_kv_heads * head_dim], [num_kv_heads * head_dim, 1]
-        descriptors = [TensorDescriptor(c, shape, strides, [plan.tile, head_dim]) for c in (k_cache, v_cache)]
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    prefill_kernel[num_tokens // (rows // group) + num_seqs, num_kv_heads](
+    prefill_kernel[num_kv_heads, num_tokens // (rows // group) + num_seqs](
         out,
         q,
         k_cache,
         v_cache,
-        *descriptors,
         block_table,
         cu_seqlens_q,
         context_lens,
@@ -113,7 +254,7 @@ def attention_prefill(
         k_cache.stride(2),
         block_table.stride(0),
         scale * LOG2E,
-        SEQS_PAD=padded_count(num_seqs),
+        SEQS_PAD=triton.next_power_of_2(num_seqs),
         GROUP=group,
         ROWS=rows,
         HEAD_DIM=head_dim,
@@ -123,7 +264,6 @@ def attention_prefill(
         SOFT_CAP=soft_cap,
         WINDOW=window,
         STAGES=plan.stages,
-        TMA=plan.tma,
         num_warps=plan.warps,
         num_stages=plan.stages,
     )
