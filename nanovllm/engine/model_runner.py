@@ -192,12 +192,11 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """Run small batches of every kind, so that kernels are compiled now and not while serving."""
-        vocab_size = self.model_config.vocab_size
         padding_slot = self.num_kvcache_blocks * self.block_size
         # One-token and longer runs, alone and beside decodes, in numbers that kernels specialise on (1, 16) and others.
         for num_decodes, runs in ((0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (0, (1024,))):
-            num_tokens = min(num_decodes + sum(runs), self.max_num_batched_tokens)
-            if num_decodes + sum(runs) > num_tokens or max(runs) > self.max_model_len:
+            num_tokens = num_decodes + sum(runs)
+            if num_tokens > self.max_num_batched_tokens or max(runs) > self.max_model_len:
                 continue
             tokens = torch.zeros(3, num_tokens, dtype=torch.int64, device=self.device)
             tokens[2] = padding_slot
@@ -206,19 +205,14 @@ class ModelRunner:
             table = torch.full((len(lens), num_blocks), self.num_kvcache_blocks, dtype=torch.int32, device=self.device)
             starts = torch.tensor((0, *itertools.accumulate(runs)), dtype=torch.int32, device=self.device)
             bound = 1 if self.buckets.by_context else self.max_model_len
-            hidden = self._forward(DeviceBatch.from_tensors(tokens, lens, table, bound, starts, max(runs)))
-        for params in (
-            SamplingParams(temperature=0),
-            SamplingParams(),
-            SamplingParams(top_k=min(10, vocab_size), top_p=0.9, min_p=0.01),
-        ):
-            for num_rows in (1, 3, 16):
-                rows = [
-                    SamplingRow(params, seed=0, position=0, slot=i)
-                    for i in range(min(num_rows, self.config.max_num_seqs))
-                ]
-                logits = self.model.compute_logits(hidden[: len(rows)])
-                self.sampler(logits[: len(rows)], SamplingMetadata.build(rows, self.device))
+            self._forward(DeviceBatch.from_tensors(tokens, lens, table, bound, starts, max(runs)))
+        hidden = torch.zeros(16, self.model_config.hidden_size, dtype=self.dtype, device=self.device)
+        filters = SamplingParams(top_k=min(10, self.model_config.vocab_size), top_p=0.9, min_p=0.01)
+        for params in (SamplingParams(temperature=0), SamplingParams(), filters):
+            for num_rows in {min(n, self.config.max_num_seqs) for n in (1, 3, 16)}:
+                rows = [SamplingRow(params, seed=0, position=0, slot=i) for i in range(num_rows)]
+                logits = self.model.compute_logits(hidden[:num_rows])
+                self.sampler(logits, SamplingMetadata.build(rows, self.device))
         torch.cuda.synchronize(self.device)
 
     def _size_cache(self) -> int:

@@ -3,9 +3,11 @@
 import random
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.cuda_graph import DecodeBuckets, batch_buckets, context_buckets
+from tests import tiny
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 9, 16, 17, 100, 256, 511, 512, 513, 1000])
@@ -48,3 +50,23 @@ def test_captured_steps_equal_eager_ones():
         )
         outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7, 2048])
+def test_the_warm_up_fits_any_budget(budget, tmp_path, monkeypatch):
+    """What a GPU engine runs when it starts, here on the CPU; it must leave the padding block's neighbours alone."""
+    tiny.save(tmp_path)
+    llm = LLM(
+        tmp_path,
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=budget,
+        max_num_seqs=5,
+        num_kvcache_blocks=8,
+    )
+    runner = llm.engine.runner
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with torch.inference_mode():
+        runner._warm_up()
+    assert all(not cache.k[:-1].any() and not cache.v[:-1].any() for cache in runner._caches)
+    assert (budget < 3) != bool(runner._caches[0].k[-1].any())
