@@ -53,3 +53,43 @@ def test_kernels_list(device):
         assert chosen["provider"] == "native" and chosen["reason"] is None
     assert any("need a CUDA device" in (r["reason"] or "") for r in rows if r["provider"] == "triton")
     assert "rms_norm" in run("kernels", "list", "--device", device).stdout
+
+
+def test_kernels_why():
+    done = run("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu")
+    assert "native runs, because on a CPU the reference runs" in done.stdout and "133,120 bytes" in done.stdout
+    for args, said in [
+        (("why", "rms_nrom"), "did you mean 'rms_norm'?"),
+        (("why", "rms_norm", "--shape", "3xa"), "--shape 3xa: expected numbers"),
+        (("bench", "rms_norm", "--shape", "1x2x3"), "rms_norm takes ROWSxSIZE"),
+        (("bench", "rms_norm", "--dtype", "int8"), "expected one of bfloat16, float16, float32"),
+        (("bench", "rms_norm", "--device", "cpu", "--save-table", "x"), "a table of kernels is measured on a GPU"),
+    ]:
+        done = run("kernels", *args)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        "from nanovllm.kernels import softmax\n\n"
+        "@softmax.provider('right')\ndef right(x):\n    return x.softmax(-1)\n\n"
+        "@softmax.provider('wrong')\ndef wrong(x):\n    return x.exp() / x.exp().sum(-1, keepdim=True)\n"
+    )
+    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(plugin), "--json")
+    rows = {r["provider"]: r for r in json.loads(done.stdout)}
+    assert done.returncode == 1 and not rows["right"]["failures"] and rows["native"]["cases"] > 50
+    assert any("scale 50" in f for f in rows["wrong"]["failures"])
+    assert run("kernels", "verify", "softmax", "--provider", "native").returncode == 0
+
+
+def test_kernels_bench_and_table(tmp_path):
+    saved = tmp_path / "sub" / "bench.json"
+    done = run(
+        "kernels", "bench", "rms_norm", "--shape", "4x64", "--dtype", "float32", "--device", "cpu", "--save", str(saved)
+    )
+    assert done.returncode == 0 and "4x64 float32" in done.stdout
+    document = json.loads(saved.read_text())
+    assert document["versions"]["torch"] and document["measurements"][0]["us"] > 0
+    table = run("kernels", "table").stdout
+    assert all(f"| `{name}` |" in table for name in all_ops())

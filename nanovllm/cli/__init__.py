@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from nanovllm.cli.kernels import app as kernels_app
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -13,7 +15,6 @@ app = typer.Typer(
     help="A small, fast LLM inference engine whose kernels you can swap.",
 )
 
-kernels_app = typer.Typer(no_args_is_help=True, help="The ops and who computes them.")
 app.add_typer(kernels_app, name="kernels")
 
 _Model = Annotated[
@@ -21,6 +22,11 @@ _Model = Annotated[
     typer.Option(
         help="A Hugging Face directory, a hub id or a .gguf file; by default the embedded SmolLM2-135M-Instruct."
     ),
+]
+_UseCustomKernels = Annotated[bool | None, typer.Option(help="Custom kernels on or off; by default as the model says.")]
+_KernelPlugins = Annotated[
+    list[str] | None,
+    typer.Option(help="A Python file or module with kernels of your own, preferred to ours; repeatable."),
 ]
 
 
@@ -51,16 +57,15 @@ def chat(
     ] = 0.95,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
     seed: Annotated[int | None, typer.Option(help="Makes the answers repeatable.")] = None,
-    use_custom_kernels: Annotated[
-        bool | None, typer.Option(help="Custom kernels on or off; by default as the model says.")
-    ] = None,
+    use_custom_kernels: _UseCustomKernels = None,
+    kernel_plugin: _KernelPlugins = None,
 ) -> None:
     """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
     from nanovllm import LLM, SamplingParams
     from nanovllm.models.embedded import embedded_model_path
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels)
+    llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
     messages = [{"role": "system", "content": system}] if system else []
     print("Say something. An empty line ends the conversation.")
     while True:
@@ -92,53 +97,17 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 for always the most likely token.")] = 0.6,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 128,
     seed: Annotated[int | None, typer.Option(help="Makes the completions repeatable.")] = None,
-    use_custom_kernels: Annotated[
-        bool | None, typer.Option(help="Custom kernels on or off; by default as the model says.")
-    ] = None,
+    use_custom_kernels: _UseCustomKernels = None,
+    kernel_plugin: _KernelPlugins = None,
 ) -> None:
     """Complete prompts as they stand, without a chat template."""
     from nanovllm import LLM, SamplingParams
     from nanovllm.models.embedded import embedded_model_path
 
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels)
+    llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
     for output in llm.generate(prompts, params):
         print(f"\n> {output.prompt}\n{output['text']}")
-
-
-@kernels_app.command("list")
-def list_kernels(
-    device: Annotated[str, typer.Option(help="The device to choose for: auto, cpu, cuda, cuda:N.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Every op and its providers: which can run here, why not, and which one is chosen."""
-    import json
-
-    from nanovllm.engine.model_runner import select_device
-    from nanovllm.kernels import all_ops, resolve_kernels
-
-    where = select_device(device)
-    chosen = resolve_kernels(where).providers
-    rows = [
-        {
-            "op": name,
-            "provider": provider.name,
-            "chosen": chosen[name] == provider.name,
-            "reason": provider.support(where),
-        }
-        for name, declared in sorted(all_ops().items())
-        for provider in declared.providers.values()
-    ]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("op", "provider", "chosen", "available", title=f"kernels on {where}")
-    for row in rows:
-        table.add_row(row["op"], row["provider"], "yes" if row["chosen"] else "", row["reason"] or "yes")
-    Console().print(table)
 
 
 def main() -> None:

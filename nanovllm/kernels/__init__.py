@@ -1,6 +1,45 @@
-"""The ops of a decoder layer and their swappable providers."""
+"""The ops of a decoder layer and their swappable providers.
 
-from nanovllm.kernels.registry import Op, Provider, all_ops, op
+Every op is a function here: `from nanovllm.kernels import rms_norm`. It runs the provider that is chosen for the device of
+its arguments, which on a machine without CUDA or Triton is its PyTorch reference.
+"""
+
+from typing import TYPE_CHECKING
+
+from nanovllm.kernels import library
+from nanovllm.kernels.availability import unavailable_reason
+from nanovllm.kernels.benchmark import benchmark_kernel
+from nanovllm.kernels.declaration import Cost, Inputs, Tensors
+from nanovllm.kernels.ops import *  # noqa: F403
+from nanovllm.kernels.ops import __all__ as _op_names
+from nanovllm.kernels.registry import KernelError, Op, Provider, all_ops, op
 from nanovllm.kernels.selection import Kernels, resolve_kernels
 
-__all__ = ["Kernels", "Op", "Provider", "all_ops", "op", "resolve_kernels"]
+if TYPE_CHECKING:
+    KERNELS_AVAILABLE: bool
+    """Whether custom kernels run on this machine's GPU; `unavailable_reason()` says why not."""
+
+__all__ = [
+    "KERNELS_AVAILABLE",
+    "Cost",
+    "Inputs",
+    "KernelError",
+    "Kernels",
+    "Op",
+    "Provider",
+    "Tensors",
+    "all_ops",
+    "benchmark_kernel",
+    "library",
+    "op",
+    "resolve_kernels",
+    "unavailable_reason",
+    *_op_names,
+]
+
+
+def __getattr__(name: str) -> bool:
+    # Asked of CUDA when somebody wants to know, not at import: that would start CUDA in every process.
+    if name == "KERNELS_AVAILABLE":
+        return unavailable_reason() is None
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,26 +5,23 @@ They are named, not imported: a machine that cannot run a provider loads none of
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
-import torch
+from typing import Any
 
 from nanovllm.kernels import ops
+from nanovllm.kernels.availability import interpretable_dot, triton_support
+from nanovllm.kernels.cuda.build import cuda_support
 from nanovllm.kernels.registry import Op, Provider
 
 
-@cache
-def triton_support(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on a device, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; pip install triton (Linux)"
-    if device.type != "cuda":
-        return f"Triton kernels need a CUDA device, this is {device}; use native"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"Triton kernels need compute capability 8.0 or later, this GPU has {major}.{minor}; use native"
-    return None
+def _triton(op: Op, module: str = "triton_ops", accepts: Any = None) -> None:
+    """Register nanovllm.kernels.<module>:<op's name>."""
+    target = f"nanovllm.kernels.{module}:{op.name}"
+    op.add(Provider("triton", target, triton_support, accepts, architectures="sm_80+"))
+
+
+def _short_rows(x: Any, *args: Any, **kwargs: Any) -> str | None:
+    """The chain holds a row in registers."""
+    return None if x.shape[-1] <= 32768 else f"rows of {x.shape[-1]} elements; it takes at most 32768"
 
 
 for _op in (
@@ -35,7 +32,6 @@ for _op in (
     ops.fused_add_gelu,
     ops.gelu_and_mul,
     ops.layer_norm,
-    ops.layernorm_residual_dropout_gelu,
     ops.qk_norm_rope,
     ops.rms_norm,
     ops.rotary_embedding,
@@ -44,7 +40,11 @@ for _op in (
     ops.softmax,
     ops.store_kvcache,
 ):
-    assert isinstance(_op, Op)
-    _op.add(Provider("triton", f"nanovllm.kernels.triton_ops:{_op.name}", triton_support))
-for _op, _module in ((ops.attention_decode, "decode"), (ops.attention_prefill, "prefill")):
-    _op.add(Provider("triton", f"nanovllm.kernels.triton_attention.{_module}:{_op.name}", triton_support))
+    _triton(_op)
+_triton(ops.layernorm_residual_dropout_gelu, accepts=_short_rows)
+_triton(ops.gated_mlp, "triton_linear", interpretable_dot)
+_triton(ops.linear_bias_act, "triton_linear", interpretable_dot)
+_triton(ops.attention_decode, "triton_attention.decode", interpretable_dot)
+_triton(ops.attention_prefill, "triton_attention.prefill", interpretable_dot)
+for _op in (ops.fused_activation, ops.fused_add_gelu, ops.silu_and_mul):
+    _op.add(Provider("cuda", f"nanovllm.kernels.cuda:{_op.name}", cuda_support, architectures="sm_75+"))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,9 +19,16 @@ from typing import Any
 
 import torch
 
+from nanovllm.arguments import reject_unknown
+from nanovllm.kernels.declaration import TOLERANCE, ArgumentCheck, Cost, Inputs
+
 NATIVE = "native"
 
 Support = Callable[[torch.device], "str | None"]
+
+
+class KernelError(RuntimeError):
+    """A provider failed while it ran. The message names op, provider and arguments; the cause is attached."""
 
 
 def anywhere(device: torch.device) -> str | None:
@@ -37,12 +45,16 @@ class Provider:
         support: static. Given a device, None if the provider can run there at all, else the reason and what to do.
         accepts: dynamic and pure. Given a call's arguments, None if the provider can take them, else the reason.
             None: it takes whatever the op's documentation allows.
+        origin: the plugin that it comes from; None: this package.
+        architectures: where it runs, for people: "sm_80+".
     """
 
     name: str
     target: Callable[..., Any] | str
     support: Support = anywhere
     accepts: Callable[..., str | None] | None = None
+    origin: str | None = None
+    architectures: str = "any"
 
     @cached_property
     def fn(self) -> Callable[..., Any]:
@@ -53,23 +65,74 @@ class Provider:
 
 
 class Op:
-    """A named operation. Calling it runs the provider that is chosen for the device of its first tensor."""
+    """A named operation. Calling it checks the arguments and runs the provider that is chosen for their device.
 
-    def __init__(self, native: Callable[..., Any]) -> None:
+    Attributes:
+        native: the reference.
+        inputs: realistic inputs, for tests and benchmarks.
+        cost: (arguments as the reference takes them) -> what such a call must do at least.
+        tolerance: relative, per dtype, against the reference in float64.
+        mutates: arguments that the op writes to; they are results like its return value.
+        reuses: arguments whose memory a provider may use for its results: not to be read after the call.
+        compare: (got, arguments, dtype) -> None or what is wrong, where comparing numbers does not decide.
+        fake: the reference on tensors without data, where the reference itself cannot run on such.
+    """
+
+    def __init__(
+        self,
+        native: Callable[..., Any],
+        *,
+        arguments: Mapping[str, str] | None = None,
+        inputs: Inputs | None = None,
+        cost: Callable[..., Cost] | None = None,
+        tolerance: Mapping[torch.dtype, float] | None = None,
+        mutates: Sequence[str] = (),
+        reuses: Sequence[str] = (),
+        compare: Callable[[Any, dict[str, Any], torch.dtype], str | None] | None = None,
+        fake: Callable[..., Any] | None = None,
+    ) -> None:
         functools.update_wrapper(self, native)
         self.name = native.__name__
         self.native = native
-        """The reference."""
+        self.signature = inspect.signature(native)
+        self.inputs = inputs
+        self.cost = cost
+        self.tolerance = {**TOLERANCE, **(tolerance or {})}
+        self.mutates, self.reuses = tuple(mutates), tuple(reuses)
+        self.compare = compare
+        self.fake = fake
+        self.check = ArgumentCheck(self.name, arguments or {})
+        reject_unknown(f"arguments of {self.name}", self.check.patterns, self.signature.parameters)
         self.providers: dict[str, Provider] = {NATIVE: Provider(NATIVE, native)}
         self._forced: ContextVar[str | None] = ContextVar(f"provider of {self.name}", default=None)
 
     def provider(
-        self, name: str, support: Support = anywhere, accepts: Callable[..., str | None] | None = None
+        self,
+        name: str,
+        support: Support = anywhere,
+        accepts: Callable[..., str | None] | None = None,
+        architectures: str = "any",
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: register a function as the provider `name` of this op."""
+        """Decorator: register a function as the provider `name` of this op.
+
+        Args:
+            support: device -> None, or why the provider cannot run there.
+            accepts: the call's arguments -> None, or why the provider does not take them.
+            architectures: where it runs, for people: "sm_80+".
+
+        Raises:
+            ValueError: the op has a provider of that name, or the function does not take the op's parameters.
+        """
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-            self.add(Provider(name, fn, support, accepts))
+            wanted, taken = (list(inspect.signature(f).parameters.values()) for f in (self.native, fn))
+            generic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken)
+            if not generic and [p.name for p in wanted] != [p.name for p in taken]:
+                raise ValueError(
+                    f"provider {name!r} of op {self.name!r}: expected the parameters "
+                    f"({', '.join(p.name for p in wanted)}), not ({', '.join(p.name for p in taken)})"
+                )
+            self.add(Provider(name, fn, support, accepts, _registering.get(), architectures))
             return fn
 
         return register
@@ -103,21 +166,46 @@ class Op:
             self._forced.reset(token)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from nanovllm.kernels.selection import default_function
+        if torch.compiler.is_compiling():
+            return getattr(torch.ops.nanovllm, self.name)(*args, **kwargs)
+        bound = self.signature.bind(*args, **kwargs)
+        self.check(bound.arguments)
+        return self.run(device_of(bound.arguments), *bound.args, **bound.kwargs)
 
-        device = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), torch.device("cpu"))
+    def run(self, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        """Call the provider that is chosen for a device, without checking the arguments first."""
+        from nanovllm.kernels.selection import bind, default_function
+
         forced = self._forced.get()
-        if forced is not None:
-            return self.require(forced, device, f"use({forced!r})").fn(*args, **kwargs)
-        return default_function(self, device)(*args, **kwargs)
+        if forced is None:
+            return default_function(self, device)(*args, **kwargs)
+        provider = self.require(forced, device, f"use({forced!r})")
+        if provider.accepts is not None and (reason := provider.accepts(*args, **kwargs)) is not None:
+            raise ValueError(f"use({forced!r}): {self.name} cannot run there with these arguments: {reason}")
+        return bind(self, provider)(*args, **kwargs)
+
+
+def device_of(arguments: Mapping[str, Any]) -> torch.device:
+    """The device of the first tensor among a call's arguments."""
+    return next((a.device for a in arguments.values() if isinstance(a, torch.Tensor)), torch.device("cpu"))
 
 
 _OPS: dict[str, Op] = {}
+# The plugin that is being loaded, for what it registers.
+_registering: ContextVar[str | None] = ContextVar("the plugin that registers", default=None)
 
 
-def op(native: Callable[..., Any]) -> Op:
-    """Decorator: declare an op by its torch reference, which becomes the provider `native`."""
-    declared = Op(native)
+def op(native: Callable[..., Any] | None = None, **declaration: Any) -> Any:
+    """Decorator: declare an op by its torch reference, which becomes the provider `native`.
+
+    `@op` alone is enough to run; the keyword arguments are those of `Op`, and what is given is tested and benchmarked.
+
+    Raises:
+        ValueError: there is an op of that name already.
+    """
+    if native is None:
+        return functools.partial(op, **declaration)
+    declared = Op(native, **declaration)
     if declared.name in _OPS:
         raise ValueError(f"op {declared.name!r} is declared twice")
     _OPS[declared.name] = declared
@@ -130,3 +218,22 @@ def all_ops() -> Mapping[str, Op]:
     import nanovllm.kernels.providers  # noqa: F401
 
     return MappingProxyType(_OPS)
+
+
+@contextmanager
+def registering(plugin: str) -> Iterator[None]:
+    """Within the block, what is registered belongs to a plugin; if the block raises, it is taken back."""
+    ops, providers = dict(_OPS), {name: dict(o.providers) for name, o in _OPS.items()}
+    token = _registering.set(plugin)
+    try:
+        yield
+    except BaseException:
+        for name in list(_OPS):
+            if name not in ops:
+                del _OPS[name]
+            else:
+                _OPS[name].providers.clear()
+                _OPS[name].providers.update(providers[name])
+        raise
+    finally:
+        _registering.reset(token)

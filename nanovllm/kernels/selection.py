@@ -1,8 +1,8 @@
-"""Which provider runs an op: what the user named, else what is preferred here, else `native`.
+"""Which provider runs an op: what the user named, else what was measured to be fastest here, else `native`.
 
-Highest first: a `with op.use(...)` block; `kernel_priority`; the environment variable `NANOVLLM_KERNELS`; the built-in
-order; `native`. A provider that the user named must be available, or it is an error with the reason; one that is merely
-preferred is passed over where it cannot run.
+Highest first: a `with op.use(...)` block; `kernel_priority`; the environment variable `NANOVLLM_KERNELS`; the plugins
+that were asked for; the table measured on this GPU (`tables.py`); the built-in order; `native`. A provider that the user
+named must be available, or it is an error with the reason; one that is merely preferred is passed over where it cannot run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from typing import Any
 import torch
 
 from nanovllm.arguments import reject_unknown
-from nanovllm.kernels.registry import NATIVE, Op, Provider, all_ops
+from nanovllm.kernels.plugins import failures, load_plugins
+from nanovllm.kernels.registry import NATIVE, KernelError, Op, Provider, all_ops
+from nanovllm.kernels.tables import measured_order
 
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "NANOVLLM_KERNELS"
-# What is tried, in this order, where nobody says otherwise.
+# What is tried, in this order, on a GPU for which nothing was measured.
 PREFERRED = ("triton", NATIVE)
+
+Decorate = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
+"""(op, provider, function) -> the function to call in its place, for example one that records what it is given."""
 
 
 class Kernels:
@@ -53,7 +58,11 @@ class Kernels:
 
 
 def resolve_kernels(
-    device: torch.device, use_custom_kernels: bool = True, priority: Mapping[str, Sequence[str]] | None = None
+    device: torch.device,
+    use_custom_kernels: bool = True,
+    priority: Mapping[str, Sequence[str]] | None = None,
+    plugins: Sequence[str] = (),
+    decorate: Decorate | None = None,
 ) -> Kernels:
     """Pick a provider for every op, once, for everything that runs on `device`.
 
@@ -61,19 +70,48 @@ def resolve_kernels(
         use_custom_kernels: False picks `native` everywhere.
         priority: providers to use for an op, best first; the first that is available is taken. "*" stands for every
             op that has a provider of that name.
+        plugins: files or modules to load (`plugins.py`); what they register is preferred to what comes with the package.
+        decorate: is given every chosen function, and gives what is called in its place.
 
     Raises:
         ValueError: an unknown op or provider is named, or none of those named for an op is available.
     """
+    origins = load_plugins(plugins)
     ops = all_ops()
-    if not use_custom_kernels:
-        return Kernels({name: (NATIVE, declared.native) for name, declared in ops.items()})
     sources = [_checked(priority or {}, "kernel_priority", ops), _environment()]
     chosen = {}
     for name, declared in ops.items():
-        provider = _choose(declared, device, sources)
-        chosen[name] = provider.name, _function(declared, provider, device)
+        provider = declared.providers[NATIVE]
+        if use_custom_kernels:
+            provider = _choose(declared, device, sources, origins)
+        fn = _function(declared, provider)
+        chosen[name] = provider.name, decorate(name, provider.name, fn) if decorate else fn
     return Kernels(chosen)
+
+
+def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
+    """The op's available providers, the one that a plain call would run first."""
+    available = [p for p in declared.providers.values() if p.support(device) is None]
+    first = _choose(declared, device, [_environment()], plugins)
+    preferred = _preferred(declared, device, plugins)
+    return sorted(
+        available,
+        key=lambda p: (p is not first, preferred.index(p.name) if p.name in preferred else len(preferred)),
+    )
+
+
+def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> str:
+    """Why a plain call runs what it runs, as the end of a sentence."""
+    first = _choose(declared, device, [_environment()], plugins)
+    if _wanted(declared, [_environment()]):
+        return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
+    if first.origin is not None:
+        return f"it comes from the plugin {first.origin}"
+    if device.type == "cpu":
+        return "on a CPU the reference runs unless another provider is named"
+    if measured_order(declared.name, device):
+        return "it is the first available in the order measured on this GPU"
+    return f"nothing was measured for it on this GPU, and the built-in order is {', '.join(PREFERRED)}"
 
 
 def parse_priority(text: str) -> dict[str, list[str]]:
@@ -98,7 +136,7 @@ def default_function(declared: Op, device: torch.device) -> Callable[..., Any]:
 @cache
 def _default_function(declared: Op, kind: str, index: int | None, environment: str) -> Callable[..., Any]:
     device = torch.device(kind, index) if index is not None else torch.device(kind)
-    return _function(declared, _choose(declared, device, [_environment()]), device)
+    return _function(declared, _choose(declared, device, [_environment()]))
 
 
 def _environment() -> dict[str, list[str]]:
@@ -136,31 +174,62 @@ def _wanted(declared: Op, sources: Sequence[Mapping[str, Sequence[str]]]) -> Seq
     return ()
 
 
-def _choose(declared: Op, device: torch.device, sources: Sequence[Mapping[str, Sequence[str]]]) -> Provider:
+def _choose(
+    declared: Op, device: torch.device, sources: Sequence[Mapping[str, Sequence[str]]], plugins: Sequence[str] = ()
+) -> Provider:
     errors = []
     for name in _wanted(declared, sources):
         try:
             return declared.require(name, device, f"the choice of kernels for {declared.name!r}")
         except ValueError as e:
             if name not in declared.providers:
-                raise
+                raise ValueError(
+                    "; ".join((str(e), *(f"plugin {p} failed: {r}" for p, r in failures().items())))
+                ) from None
             errors.append(str(e))
     if errors:
         raise ValueError("; ".join(errors))
-    return next(p for p in _available(declared, device))
+    candidates = (declared.providers[name] for name in _preferred(declared, device, plugins))
+    return next((p for p in candidates if p.support(device) is None), declared.providers[NATIVE])
 
 
-def _available(declared: Op, device: torch.device) -> list[Provider]:
-    """The preferred providers that can run on the device, best first; `native` is always among them."""
-    candidates = [declared.providers[name] for name in PREFERRED if name in declared.providers]
-    return [p for p in candidates if p.support(device) is None]
+def _preferred(declared: Op, device: torch.device, plugins: Sequence[str]) -> list[str]:
+    """Names of providers in the order in which they are tried where nobody names one."""
+    asked_for = [p.name for p in declared.providers.values() if p.origin is not None and p.origin in plugins]
+    # On a CPU a Triton kernel runs in Triton's interpreter, which is there to test it.
+    usual = (measured_order(declared.name, device) or PREFERRED) if device.type == "cuda" else (NATIVE,)
+    return asked_for + [name for name in usual if name in declared.providers and name not in asked_for]
 
 
-def _function(declared: Op, provider: Provider, device: torch.device) -> Callable[..., Any]:
+def bind(declared: Op, provider: Provider) -> Callable[..., Any]:
+    """The provider's function; what it raises names op, provider and arguments."""
+    fn, op_name = provider.fn, declared.name
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except (ValueError, TypeError, torch.OutOfMemoryError):
+            raise  # these speak of the arguments, or are for the caller to act on
+        except Exception as e:
+            given = ", ".join([*map(_describe, args), *(f"{k}={_describe(v)}" for k, v in kwargs.items())])
+            raise KernelError(f"op {op_name!r}, provider {provider.name!r}, called with ({given}): {e}") from e
+
+    return call
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        gap = "" if value.is_contiguous() else f" strides {list(value.stride())}"
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{gap}"
+    return f"{value!r:.40}"
+
+
+def _function(declared: Op, provider: Provider) -> Callable[..., Any]:
     """The provider's own function, or, if it is choosy about arguments, one that passes on what it does not accept."""
+    fn = bind(declared, provider)
     if provider.accepts is None:
-        return provider.fn
-    accepts, fn, native = provider.accepts, provider.fn, declared.native
+        return fn
+    accepts, native = provider.accepts, declared.native
     warned = False
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,19 @@
 import pytest
 import torch
 
-from nanovllm.kernels import Op, Provider, all_ops, op, resolve_kernels
+from nanovllm.kernels import (
+    KERNELS_AVAILABLE,
+    KernelError,
+    Op,
+    Provider,
+    all_ops,
+    op,
+    resolve_kernels,
+    selection,
+    unavailable_reason,
+)
 from nanovllm.kernels.registry import NATIVE
+from nanovllm.kernels.selection import explain, rank
 
 CPU = torch.device("cpu")
 
@@ -12,6 +23,14 @@ CPU = torch.device("cpu")
 def double(x):
     """Twice x."""
     return 2 * x
+
+
+def double_rows(x, weight, eps):
+    """In place of rms_norm, and easily told from it."""
+    return 2 * x
+
+
+ROWS = (torch.ones(3, 4), torch.ones(4), 1e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +43,8 @@ def rms_norm(monkeypatch):
     """The op rms_norm with two providers more: "fast" can run here, "elsewhere" cannot."""
     declared = all_ops()["rms_norm"]
     why_not = "it needs a GPU; plug one in"
-    monkeypatch.setitem(declared.providers, "fast", Provider("fast", double))
-    monkeypatch.setitem(declared.providers, "elsewhere", Provider("elsewhere", double, lambda device: why_not))
+    monkeypatch.setitem(declared.providers, "fast", Provider("fast", double_rows))
+    monkeypatch.setitem(declared.providers, "elsewhere", Provider("elsewhere", double_rows, lambda device: why_not))
     return declared
 
 
@@ -42,9 +61,14 @@ def test_providers_register_beside_the_reference():
     def by_adding(x):
         return x + x
 
-    @declared.provider("shift", support=lambda device: f"integers only, not {device}")
+    @declared.provider("shift", support=lambda device: f"integers only, not {device}", architectures="sm_90")
     def by_shifting(x):
         return x << 1
+
+    with pytest.raises(
+        ValueError, match=r"provider 'wrong' of op 'double': expected the parameters \(x\), not \(y, z\)"
+    ):
+        declared.provider("wrong")(lambda y, z: y)
 
     assert by_adding(3) == 6 and list(declared.providers) == [NATIVE, "sum", "shift"]
     assert declared.providers["sum"].fn is by_adding and declared.providers["sum"].support(CPU) is None
@@ -86,14 +110,13 @@ def test_native_is_always_a_provider_and_taken_without_custom_kernels(rms_norm):
     assert all(declared.providers[NATIVE].support(CPU) is None for declared in all_ops().values())
     kernels = resolve_kernels(CPU, False, {"rms_norm": ["fast"]})
     assert set(kernels.providers) == set(all_ops()) and set(kernels.providers.values()) == {NATIVE}
-    for name, declared in all_ops().items():
-        assert getattr(kernels, name) is declared.providers[NATIVE].fn
+    assert torch.equal(kernels.rms_norm(*ROWS), rms_norm.native(*ROWS))
 
 
-def test_a_named_provider_is_taken_and_called_directly(rms_norm):
+def test_a_named_provider_is_taken_for_its_op_alone(rms_norm):
     kernels = resolve_kernels(CPU, True, {"rms_norm": ["fast"]})
-    assert kernels.rms_norm is double and kernels.providers["rms_norm"] == "fast"
-    assert kernels.silu_and_mul is resolve_kernels(CPU, True).silu_and_mul
+    assert torch.equal(kernels.rms_norm(*ROWS), 2 * ROWS[0]) and kernels.providers["rms_norm"] == "fast"
+    assert kernels.providers["silu_and_mul"] == NATIVE
     assert resolve_kernels(CPU, True, {"rms_norm": [NATIVE, "fast"]}).providers["rms_norm"] == NATIVE
 
 
@@ -136,15 +159,24 @@ def test_the_first_available_of_those_named_is_taken(rms_norm):
 
 def test_use_holds_within_its_block(rms_norm):
     with rms_norm.use("fast"):
-        assert rms_norm(21) == 42
+        assert torch.equal(rms_norm(*ROWS), 2 * ROWS[0])
+    assert not torch.equal(rms_norm(*ROWS), 2 * ROWS[0])
     with pytest.raises(ValueError, match="not available.*it needs a GPU"), rms_norm.use("elsewhere"):
-        rms_norm(21)
+        rms_norm(*ROWS)
+    choosy = Provider("choosy", double_rows, accepts=lambda *args: "never")
+    rms_norm.providers["choosy"] = choosy
+    with (
+        pytest.raises(ValueError, match="rms_norm cannot run there with these arguments: never"),
+        rms_norm.use("choosy"),
+    ):
+        rms_norm(*ROWS)
+    del rms_norm.providers["choosy"]
     with pytest.raises(ValueError, match="no provider 'tritno'"), rms_norm.use("tritno"):
         pass
 
 
 def test_what_a_provider_does_not_accept_goes_to_native_with_one_warning(rms_norm, monkeypatch, caplog):
-    choosy = Provider("choosy", double, accepts=lambda x, *_: None if x > 0 else "x must be positive")
+    choosy = Provider("choosy", lambda x: 2 * x, accepts=lambda x, *_: None if x > 0 else "x must be positive")
     monkeypatch.setitem(rms_norm.providers, "choosy", choosy)
     monkeypatch.setattr(rms_norm, "native", lambda x: -x)
     fn = resolve_kernels(CPU, True, {"rms_norm": ["choosy"]}).rms_norm
@@ -152,3 +184,72 @@ def test_what_a_provider_does_not_accept_goes_to_native_with_one_warning(rms_nor
     assert [r.message for r in caplog.records].count(
         "rms_norm: choosy does not take these arguments (x must be positive); using native"
     ) == 1
+
+
+def test_a_kernel_that_fails_says_where_and_is_not_replaced(rms_norm, monkeypatch):
+    def fails(x, weight, eps):
+        raise RuntimeError("misaligned address")
+
+    monkeypatch.setitem(rms_norm.providers, "fails", Provider("fails", fails))
+    for call in (resolve_kernels(CPU, True, {"rms_norm": ["fails"]}).rms_norm, rms_norm):
+        with pytest.raises(KernelError) as error, rms_norm.use("fails"):
+            call(ROWS[0].t(), ROWS[1][:3], 1e-6)
+        assert str(error.value) == (
+            "op 'rms_norm', provider 'fails', called with (float32[4, 3] strides [1, 4], float32[3], 1e-06): "
+            "misaligned address"
+        )
+        assert isinstance(error.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("raised", [ValueError("x: expected"), torch.OutOfMemoryError("no memory")])
+def test_errors_that_callers_act_on_stay_what_they_are(rms_norm, monkeypatch, raised):
+    def fails(x, weight, eps):
+        raise raised
+
+    monkeypatch.setitem(rms_norm.providers, "fails", Provider("fails", fails))
+    with pytest.raises(type(raised)), rms_norm.use("fails"):
+        rms_norm(*ROWS)
+
+
+def test_every_choice_can_be_decorated(rms_norm):
+    seen = []
+
+    def decorate(name, provider, fn):
+        def call(*args):
+            seen.append((name, provider))
+            return fn(*args)
+
+        return call
+
+    kernels = resolve_kernels(CPU, True, {"rms_norm": ["fast"]}, decorate=decorate)
+    assert torch.equal(kernels.rms_norm(*ROWS), 2 * ROWS[0])
+    kernels.softmax(ROWS[0])
+    assert seen == [("rms_norm", "fast"), ("softmax", NATIVE)]
+
+
+def test_the_order_and_its_reason(rms_norm, monkeypatch):
+    def names():
+        return [p.name for p in rank(rms_norm, CPU)]
+
+    assert names()[0] == NATIVE and set(names()) >= {NATIVE, "fast"} and "elsewhere" not in names()
+    assert "on a CPU the reference runs" in explain(rms_norm, CPU)
+    monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=fast")
+    assert names()[0] == "fast" and "NANOVLLM_KERNELS='rms_norm=fast' names it" in explain(rms_norm, CPU)
+
+
+def test_on_a_gpu_the_measured_order_counts_and_then_the_built_in_one(rms_norm, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    for provider in ("triton", "fast"):
+        monkeypatch.setitem(rms_norm.providers, provider, Provider(provider, double_rows))
+    for order, first in [
+        (["fast", "triton", NATIVE], "fast"),
+        (["gone", "elsewhere", NATIVE, "triton"], NATIVE),
+        (None, "triton"),
+    ]:
+        monkeypatch.setattr(selection, "measured_order", lambda op, device, order=order: order)
+        assert rank(rms_norm, gpu)[0].name == first
+
+
+def test_available_or_why_not():
+    assert KERNELS_AVAILABLE == torch.cuda.is_available() == (unavailable_reason() is None)
+    assert torch.cuda.is_available() or "no CUDA device" in unavailable_reason()

@@ -6,9 +6,11 @@ from nanovllm.kernels.ops.element_wise_mul_add import element_wise_mul_add
 from nanovllm.kernels.ops.embedding import embedding
 from nanovllm.kernels.ops.fused_activation import fused_activation
 from nanovllm.kernels.ops.fused_add_gelu import fused_add_gelu
+from nanovllm.kernels.ops.gated_mlp import gated_mlp
 from nanovllm.kernels.ops.gelu_and_mul import gelu_and_mul
 from nanovllm.kernels.ops.layer_norm import layer_norm
 from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import layernorm_residual_dropout_gelu
+from nanovllm.kernels.ops.linear_bias_act import linear_bias_act
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
 from nanovllm.kernels.ops.rotary import rotary_embedding
@@ -24,9 +26,11 @@ __all__ = [
     "embedding",
     "fused_activation",
     "fused_add_gelu",
+    "gated_mlp",
     "gelu_and_mul",
     "layer_norm",
     "layernorm_residual_dropout_gelu",
+    "linear_bias_act",
     "qk_norm_rope",
     "rms_norm",
     "rotary_embedding",

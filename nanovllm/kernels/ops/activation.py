@@ -3,10 +3,31 @@
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.registry import op
 
 
-@op
+def gate_up_inputs(t, rows, intermediate_size):
+    return {"gate_up": t.normal(rows, 2 * intermediate_size)}
+
+
+def gate_up_cost(gate_up, **_):
+    return Cost(nbytes(gate_up) * 3 // 2, 5 * gate_up.numel() // 2)
+
+
+# Intermediate sizes of Qwen3 (0.6B, 8B) and SmolLM2, and odd ones.
+GATE_UP_SHAPES = {
+    "small": [(1, 1), (3, 96), (0, 64), (7, 33), (2, 1536), (1, 17000)],
+    "decode": [(1, 3072), (64, 3072), (256, 3072), (256, 12288)],
+    "large": [(8192, 3072), (8192, 12288)],
+}
+
+
+@op(
+    arguments={"gate_up": "[..., 2*n]"},
+    inputs=Inputs(gate_up_inputs, **GATE_UP_SHAPES),
+    cost=gate_up_cost,
+)
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where gate and up are the two halves of the last dimension.
 

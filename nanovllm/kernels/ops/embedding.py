@@ -3,10 +3,29 @@
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.registry import op
 
 
-@op
+def _inputs(t, num_tokens, vocab_size, hidden_size):
+    return {"token_ids": t.integers(0, vocab_size, num_tokens), "weight": t.normal(vocab_size, hidden_size)}
+
+
+def _cost(token_ids, weight):
+    return Cost(nbytes(token_ids) + 2 * token_ids.numel() * weight.shape[1] * weight.element_size())
+
+
+@op(
+    arguments={"token_ids": "int64[num_tokens]", "weight": "[vocab_size, hidden_size]"},
+    inputs=Inputs(
+        _inputs,
+        small=[(1, 1, 1), (3, 50, 96), (0, 7, 64), (7, 100, 33), (40, 300, 576)],
+        decode=[(1, 151936, 1024), (64, 151936, 1024), (256, 151936, 4096)],
+        large=[(16384, 151936, 1024), (16384, 151936, 4096)],
+        scales=(1.0,),
+    ),
+    cost=_cost,
+)
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Rows of `weight` [vocab_size, hidden_size] at `token_ids` [num_tokens] int64 -> [num_tokens, hidden_size]."""
     return F.embedding(token_ids, weight)

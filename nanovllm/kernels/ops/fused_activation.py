@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.registry import op
 
 _FUNCTIONS = {
@@ -14,7 +15,25 @@ _FUNCTIONS = {
 }
 
 
-@op
+def _inputs(t, rows, size):
+    return {"x": t.normal(rows, size)}
+
+
+def _cost(x, kind):
+    return Cost(2 * nbytes(x), 8 * x.numel())
+
+
+@op(
+    arguments={"x": "[...]"},
+    inputs=Inputs(
+        _inputs,
+        small=[(1, 1), (3, 96), (0, 64), (7, 33), (2, 33000)],
+        decode=[(1, 4096), (64, 4096), (256, 4096)],
+        large=[(8192, 4096), (16384, 16384)],
+        variants=[{"kind": kind} for kind in _FUNCTIONS],
+    ),
+    cost=_cost,
+)
 def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """An activation, computed in float32 and rounded once.
 

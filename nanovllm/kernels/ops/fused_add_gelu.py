@@ -3,10 +3,29 @@
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.registry import op
 
 
-@op
+def _inputs(t, rows, size, full_bias=0):
+    return {"x": t.normal(rows, size), "bias": t.normal(*((rows, size) if full_bias else (size,)))}
+
+
+def _cost(x, bias, approximate="tanh"):
+    return Cost(nbytes(x, bias, x), 10 * x.numel())
+
+
+@op(
+    arguments={"x": "[..., n]", "bias": "[n] | [..., n]"},
+    inputs=Inputs(
+        _inputs,
+        small=[(1, 1), (3, 96), (0, 64), (7, 33), (5, 1025, 1), (2, 33000)],
+        decode=[(1, 3072), (64, 3072), (256, 4096)],
+        large=[(2048, 4096), (8192, 4096), (8192, 4096, 1)],
+        variants=[{"approximate": "tanh"}, {"approximate": "none"}],
+    ),
+    cost=_cost,
+)
 def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """gelu(x + bias) (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016).
 

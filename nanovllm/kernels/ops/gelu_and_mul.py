@@ -3,10 +3,16 @@
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.declaration import Inputs
+from nanovllm.kernels.ops.activation import GATE_UP_SHAPES, gate_up_cost, gate_up_inputs
 from nanovllm.kernels.registry import op
 
 
-@op
+@op(
+    arguments={"gate_up": "[..., 2*n]"},
+    inputs=Inputs(gate_up_inputs, **GATE_UP_SHAPES, variants=[{"approximate": "none"}, {"approximate": "tanh"}]),
+    cost=gate_up_cost,
+)
 def gelu_and_mul(gate_up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(gate) * up, where gate and up are the two halves of the last dimension (Shazeer, "GLU variants", 2020).
 

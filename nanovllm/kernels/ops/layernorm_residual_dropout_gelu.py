@@ -4,10 +4,37 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.ops.sample import philox, uniform
+from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.registry import op
 
 
-@op
+def _inputs(t, rows, size):
+    return {
+        "x": t.normal(rows, size),
+        "residual": t.normal(rows, size),
+        "weight": t.normal(size, scale=1),
+        "bias": t.normal(size, scale=1),
+    }
+
+
+def _cost(x, residual, weight, bias, **_):
+    return Cost(nbytes(x, residual, weight, bias, x), 20 * x.numel())
+
+
+@op(
+    arguments={"x": "[..., size]", "residual": "[..., size]", "weight": "[size]", "bias": "[size]"},
+    inputs=Inputs(
+        _inputs,
+        small=[(1, 2), (3, 96), (0, 64), (7, 33), (2, 1024), (1, 1025), (2, 33000)],
+        decode=[(1, 1024), (64, 1024), (256, 5120)],
+        large=[(8192, 1024), (16384, 4096)],
+        variants=[{}, {"p": 0.1, "seed": 7}, {"approximate": "tanh", "p": 0.5, "seed": -1}],
+        scales=(1.0, 50.0),
+    ),
+    cost=_cost,
+    # Four roundings in a row.
+    tolerance={torch.float16: 3e-3, torch.bfloat16: 2.5e-2},
+)
 def layernorm_residual_dropout_gelu(
     x: torch.Tensor,
     residual: torch.Tensor,

@@ -2,6 +2,7 @@
 
 import torch
 
+from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.registry import op
 
 
@@ -12,7 +13,28 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     return weight * wide.to(x.dtype)
 
 
-@op
+def _rms_norm_inputs(t, rows, size):
+    return {"x": t.normal(rows, size), "weight": t.normal(size, scale=1), "eps": 1e-6}
+
+
+def _rms_norm_cost(x, weight, eps):
+    return Cost(nbytes(x, weight, x), 4 * x.numel())
+
+
+# Hidden sizes of Qwen3 (0.6B to 32B); heads of a fused projection; sizes that are no power of two or too long for registers.
+_SHAPES = {
+    "small": [(1, 1), (3, 96), (0, 64), (7, 33), (2, 1024), (1, 1025), (2, 33000)],
+    "decode": [(1, 1024), (64, 1024), (256, 1024), (256, 4096), (256, 5120)],
+    "large": [(8192, 1024), (16384, 4096), (4096, 5120)],
+    "scales": (1.0, 50.0),
+}
+
+
+@op(
+    arguments={"x": "[..., size]", "weight": "[size]"},
+    inputs=Inputs(_rms_norm_inputs, **_SHAPES),
+    cost=_rms_norm_cost,
+)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32.
 
@@ -25,7 +47,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _rms_norm(x, weight, eps)
 
 
-@op
+def _add_rms_norm_inputs(t, rows, size):
+    return {"x": t.normal(rows, size), "residual": t.normal(rows, size), "weight": t.normal(size, scale=1), "eps": 1e-6}
+
+
+def _add_rms_norm_cost(x, residual, weight, eps):
+    return Cost(2 * nbytes(x, residual) + nbytes(weight), 5 * x.numel())
+
+
+@op(
+    arguments={"x": "[..., size]", "residual": "[..., size]", "weight": "[size]"},
+    inputs=Inputs(_add_rms_norm_inputs, **_SHAPES),
+    cost=_add_rms_norm_cost,
+    reuses=("x", "residual"),
+)
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.registry import op
 
 # Philox4x32: multipliers and Weyl constants (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
@@ -32,7 +33,68 @@ def rows_per_chunk(vocab_size: int) -> int:
     return max(1, CHUNK_ELEMENTS // vocab_size)
 
 
-@op
+def _inputs(t, rows, vocab_size, filtered=0):
+    on = {"top_k": t.integers(0, 50, rows, dtype=torch.int32), "top_p": t.uniform(rows, low=0.1, dtype=torch.float32)}
+    on["min_p"] = t.uniform(rows, high=0.1, dtype=torch.float32)
+    temperature = t.uniform(rows, low=0.2, high=1.5, dtype=torch.float32)
+    temperature[::3] = 0.6
+    temperature[1::4] = 0.0
+    return {
+        "logits": t.normal(rows, vocab_size, scale=3 * t.scale),
+        "temperature": temperature,
+        **(on if filtered else dict.fromkeys(on)),
+        "seeds": t.integers(-(2**62), 2**62, rows),
+        "positions": t.integers(0, 40000, rows),
+    }
+
+
+def _cost(logits, temperature, top_k, top_p, min_p, seeds, positions):
+    # Ten rounds of Philox, of two products and some logic each, and two logarithms for every logit.
+    return Cost(nbytes(logits) + 8 * logits.shape[0], 80 * logits.numel())
+
+
+def _compare(got, arguments, dtype):
+    """Rounding may decide between tokens whose perturbed weights are all but equal; nothing else may."""
+    logits, temperature, top_k, top_p, min_p, seeds, positions = arguments.values()
+    if got.shape != logits.shape[:1] or got.dtype != torch.int64:
+        return f"gave {got.dtype}{list(got.shape)}"
+    if not got.numel():
+        return None
+    if bool(((got < 0) | (got >= logits.shape[1])).any()):
+        return "gave an id outside the vocabulary"
+    keys = filter_logits(logits, temperature, top_k, top_p, min_p)
+    noise = gumbel_noise(seeds, positions, logits.shape[1])
+    keys = torch.where((temperature == 0)[:, None], logits.float(), keys + noise)
+    best, chosen = keys.amax(-1), keys.gather(-1, got[:, None])[:, 0]
+    short = (best - chosen) / best.abs().clamp_min(1)
+    allowed = torch.where(temperature == 0, 0.0, 1e-4)
+    if bool((short > allowed).any() or chosen.isneginf().any()):
+        row = int((short - allowed).argmax())
+        return f"row {row}: token {int(got[row])} lies {float(short[row]):.3g} below the best"
+    return None
+
+
+@op(
+    arguments={
+        "logits": "[rows, vocab_size]",
+        "temperature": "float32[rows]",
+        "top_k": "int32[rows]",
+        "top_p": "float32[rows]",
+        "min_p": "float32[rows]",
+        "seeds": "int64[rows]",
+        "positions": "int64[rows]",
+    },
+    inputs=Inputs(
+        _inputs,
+        small=[(1, 1), (5, 100), (3, 1000, 1), (0, 50), (9, 777, 1)],
+        decode=[(1, 151936), (64, 151936), (256, 151936), (64, 151936, 1)],
+        large=[(512, 151936)],
+        scales=(1.0, 20.0),
+    ),
+    cost=_cost,
+    compare=_compare,
+    fake=lambda logits, *args, **kwargs: logits.new_empty(logits.shape[0], dtype=torch.int64),
+)
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,

@@ -1,0 +1,41 @@
+"""Can custom kernels run on this machine?"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def triton_support(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install triton (Linux)"
+    if device.type != "cuda":
+        import triton
+
+        if device.type == "cpu" and triton.knobs.runtime.interpret:
+            return None
+        return f"Triton kernels need a CUDA device, this is {device}; TRITON_INTERPRET=1 runs them there, slowly"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"Triton kernels need compute capability 8.0 or later, this GPU has {major}.{minor}; use native"
+    return None
+
+
+def interpretable_dot(*args: Any, **kwargs: Any) -> str | None:
+    """For kernels with matrix products: why Triton's interpreter cannot run a call, or None."""
+    first = args[0] if args else next(iter(kwargs.values()))
+    if first.dtype == torch.bfloat16 and first.device.type == "cpu":
+        return "Triton's interpreter computes bfloat16 matrix products wrongly; use float32 or float16 there"
+    return None
+
+
+def unavailable_reason() -> str | None:
+    """Why this machine's first GPU cannot run the custom kernels, and what to do; None if it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device: every op runs its PyTorch reference"
+    return triton_support(torch.device("cuda", torch.cuda.current_device()))

@@ -1,0 +1,193 @@
+"""How fast are an op's providers, beside each other and beside the hardware's limit?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.benchmark import Timing, copy_bandwidth, l2_bytes, matmul_rate, time_in_graph, time_kernel
+from nanovllm.kernels.declaration import Arguments, Shape, nbytes
+from nanovllm.kernels.registry import NATIVE, Op, Provider
+from nanovllm.kernels.verify import Case
+
+COMPILED = "torch.compile"
+_MOST_SETS = 60
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One provider on one case.
+
+    Attributes:
+        method: "graph" (replays of a CUDA graph; device time), "events" (calls from Python) or "host" (a CPU's clock).
+        cold: whether the inputs came from device memory rather than from the L2 cache.
+        share: the least time that the call's cost allows on this device, over the median time. None on a CPU.
+        peak_bytes: device memory above the inputs that the call took at its peak, results included. None on a CPU.
+        reason: why there is no timing.
+    """
+
+    op: str
+    provider: str
+    case: Case
+    timing: Timing | None = None
+    method: str = ""
+    cold: bool = False
+    bytes: int = 0
+    flops: int = 0
+    share: float | None = None
+    peak_bytes: int | None = None
+    reason: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        timing = self.timing
+        return {
+            "op": self.op,
+            "provider": self.provider,
+            "shape": list(self.case.shape),
+            "dtype": str(self.case.dtype).removeprefix("torch."),
+            "variant": dict(self.case.variant),
+            **(
+                {}
+                if timing is None
+                else {"us": 1e6 * timing.median, "p20_us": 1e6 * timing.p20, "p80_us": 1e6 * timing.p80}
+            ),
+            "method": self.method,
+            "l2_cold": self.cold,
+            "bytes": self.bytes,
+            "flops": self.flops,
+            "share_of_limit": self.share,
+            "peak_bytes": self.peak_bytes,
+            "reason": self.reason,
+        }
+
+
+def least_time(declared: Op, arguments: Arguments, dtype: torch.dtype, device: torch.device) -> tuple[int, int, float]:
+    """(bytes, flops, the seconds that they need at this GPU's measured copy bandwidth and matrix rate)."""
+    assert declared.cost is not None
+    cost = declared.cost(**arguments)
+    seconds = cost.bytes / copy_bandwidth(device)
+    if cost.flops > 50 * cost.bytes:  # only matrix products have so many; others do not run on that unit
+        seconds = max(seconds, cost.flops / matmul_rate(device, dtype))
+    return cost.bytes, cost.flops, seconds
+
+
+def measure(declared: Op, provider: Provider, case: Case, device: torch.device) -> Measurement:
+    """Time a provider on one case."""
+    reason = provider.support(device)
+    if reason is not None:
+        return Measurement(declared.name, provider.name, case, reason=reason)
+    sets = _argument_sets(declared, case, device)
+    if provider.accepts is not None and (reason := provider.accepts(**sets[0])) is not None:
+        return Measurement(declared.name, provider.name, case, reason=reason)
+    try:
+        if device.type != "cuda":
+            timing = time_kernel(provider.fn, warmup=2, iters=10, **sets[0])
+            cost = declared.cost(**sets[0])
+            return Measurement(declared.name, provider.name, case, timing, "host", False, cost.bytes, cost.flops)
+        peak = _peak_bytes(provider.fn, sets[0])
+        cold = len(sets) > 1 or nbytes(*_tensors(sets[0])) > 2 * l2_bytes(device)
+        calls = [lambda s=s: provider.fn(**s) for s in sets]
+        try:
+            timing, method = time_in_graph(calls * max(1, 8 // len(calls))), "graph"
+        except RuntimeError:  # the provider waits for the device, which a graph cannot hold
+            torch.cuda.synchronize(device)
+            timing, method, cold = time_kernel(provider.fn, warmup=3, iters=20, **sets[0]), "events", True
+        num_bytes, flops, least = least_time(declared, sets[0], case.dtype, device)
+        return Measurement(
+            declared.name, provider.name, case, timing, method, cold, num_bytes, flops, least / timing.median, peak
+        )
+    except torch.OutOfMemoryError:
+        return Measurement(declared.name, provider.name, case, reason="out of memory")
+    except Exception as e:
+        return Measurement(declared.name, provider.name, case, reason=f"{type(e).__name__}: {e}")
+    finally:
+        del sets
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def compiled(declared: Op) -> Provider:
+    """torch.compile of the reference: what PyTorch makes of it without anyone writing a kernel."""
+    return Provider(COMPILED, torch.compile(declared.native, dynamic=False))
+
+
+def bench_cases(declared: Op, dtype: torch.dtype, shapes: Sequence[Shape] | None = None) -> Iterator[Case]:
+    """The decode and the large shapes (or those given), with the op's first variant."""
+    inputs = declared.inputs
+    assert inputs is not None
+    chosen = [*inputs.decode, *inputs.large] if shapes is None else shapes
+    for shape in chosen:
+        yield Case(shape, dtype, inputs.variants[0])
+
+
+def providers_by_speed(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """Provider -> its time over the fastest's, as the geometric mean over the cases that all of them ran; fastest first."""
+    times: dict[str, dict[Case, float]] = {}
+    for m in measurements:
+        if m.provider != COMPILED:
+            times.setdefault(m.provider, {})
+            if m.timing is not None:
+                times[m.provider][_key(m.case)] = m.timing.median
+    times = {p: t for p, t in times.items() if t}
+    shared = set.intersection(*(set(t) for t in times.values())) if times else set()
+    if not shared:
+        return {}
+    means = {p: math.exp(sum(math.log(t[c]) for c in shared) / len(shared)) for p, t in times.items()}
+    best = min(means.values())
+    return {p: means[p] / best for p in sorted(means, key=means.__getitem__)}
+
+
+def slower_somewhere(measurements: Sequence[Measurement], chosen: str, margin: float = 1.03) -> list[Measurement]:
+    """Cases where another provider beats the chosen one by more than the noise: that provider's measurements."""
+    mine = {_key(m.case): m.timing.median for m in measurements if m.provider == chosen and m.timing is not None}
+    return [
+        m
+        for m in measurements
+        if m.provider not in (chosen, COMPILED)
+        and m.timing is not None
+        and m.timing.median * margin < mine.get(_key(m.case), 0)
+    ]
+
+
+def has_second_provider(declared: Op) -> bool:
+    return any(name != NATIVE for name in declared.providers)
+
+
+def _key(case: Case) -> Any:
+    return (case.shape, case.dtype, tuple(sorted(case.variant.items())))
+
+
+def _argument_sets(declared: Op, case: Case, device: torch.device) -> list[Arguments]:
+    """Enough sets of arguments, as far as they are cheap, that running through them evicts the L2 cache."""
+    first = case.arguments(declared, device)
+    if device.type != "cuda":
+        return [first]
+    wanted = -(-5 * l2_bytes(device) // 2 // max(1, nbytes(*_tensors(first))))
+    more = min(_MOST_SETS, wanted) - 1
+    return [first, *(_copy(first) for _ in range(more))]
+
+
+def _copy(arguments: Mapping[str, Any]) -> Arguments:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+
+
+def _tensors(arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [v for v in arguments.values() if isinstance(v, torch.Tensor)]
+
+
+def _peak_bytes(fn: Callable[..., Any], arguments: Arguments) -> int:
+    """Device memory that a call takes above what was allocated before it; in a second call, when all is compiled."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = fn(**arguments)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del result
+    return peak

@@ -1,0 +1,207 @@
+"""What an op says of itself beside its reference: which arguments it takes, realistic inputs, tolerances and cost.
+
+The tests, the benchmark, the roofline share, the argument checks and the documentation's table all come from these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+# Relative, of the order of vLLM's: a few roundings in the dtype.
+TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
+)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Shape = tuple[int, ...]
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call must do at least: bytes through device memory (each input read once, each output written once), flops."""
+
+    bytes: int
+    flops: int = 0
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of the elements of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+@dataclass
+class Tensors:
+    """Makes the tensors of one call: random, repeatable by the seed, of one dtype and device.
+
+    Attributes:
+        scale: the standard deviation of `normal`.
+        strided: `normal` leaves a gap after every row, as in a slice of a fused projection.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    seed: int = 0
+    scale: float = 1.0
+    strided: bool = False
+    _generator: torch.Generator = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator(self.device).manual_seed(self.seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float | None = None) -> torch.Tensor:
+        """Normally distributed, mean 0."""
+        scale = self.scale if scale is None else scale
+        dtype = dtype or self.dtype
+        drawn = torch.float64 if dtype == torch.float64 else torch.float32
+        x = torch.randn(*shape, generator=self._generator, device=self.device, dtype=drawn).mul_(scale).to(dtype)
+        if not self.strided or len(shape) < 2:
+            return x
+        wide = torch.full((*shape[:-1], shape[-1] + 8), math.nan, dtype=dtype, device=self.device)
+        wide[..., : shape[-1]] = x
+        return wide[..., : shape[-1]]
+
+    def uniform(
+        self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Uniform in [low, high)."""
+        x = torch.rand(*shape, generator=self._generator, device=self.device)
+        return (x * (high - low) + low).to(dtype or self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Uniform in [low, high)."""
+        return torch.randint(low, high, shape, generator=self._generator, device=self.device, dtype=dtype)
+
+    def permutation(self, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """0 .. n - 1, shuffled."""
+        return torch.randperm(n, generator=self._generator, device=self.device, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Realistic inputs of an op.
+
+    Attributes:
+        make: (tensors, *shape) -> the call's arguments by name. The names of the shape's numbers are those of its parameters.
+        small: shapes that every provider is verified on, in the interpreter too: odd sizes, one row, no row.
+        decode: shapes of a decode step: few rows, where latency counts.
+        large: shapes where bandwidth or arithmetic counts.
+        variants: further keyword arguments, each a case of its own.
+        scales: magnitudes of the random numbers to verify with.
+        dtypes: what the op computes in.
+    """
+
+    make: Callable[..., Arguments]
+    small: Sequence[Shape]
+    decode: Sequence[Shape] = ()
+    large: Sequence[Shape] = ()
+    variants: Sequence[Mapping[str, Any]] = (MappingProxyType({}),)
+    scales: Sequence[float] = (1.0, 1e-3, 50.0)
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+
+    @property
+    def dimensions(self) -> list[str]:
+        """The names of a shape's numbers, for example ["rows", "size"]."""
+        return list(inspect.signature(self.make).parameters)[1:]
+
+    def __call__(self, tensors: Tensors, shape: Shape, variant: Mapping[str, Any] | None = None) -> Arguments:
+        signature = inspect.signature(self.make)
+        try:
+            signature.bind(tensors, *shape)
+        except TypeError:
+            wanted = "x".join(name.upper() for name in self.dimensions)
+            raise ValueError(f"shape: expected {wanted}, not {'x'.join(map(str, shape))}") from None
+        return {**self.make(tensors, *shape), **(variant or {})}
+
+
+class ArgumentCheck:
+    """Checks tensors against patterns such as `{"x": "[..., n]", "weight": "[n]", "ids": "int64[rows]"}`.
+
+    A pattern is alternatives separated by " | ". A dimension is a name (the same number wherever it occurs), a number, a
+    multiple of a name ("2*n"), or "..." at the start (the same dimensions wherever it occurs). Without a dtype in front, a
+    tensor has the dtype of the first tensor that has none, and that is a float. All tensors are on one device.
+    """
+
+    def __init__(self, op: str, patterns: Mapping[str, str]) -> None:
+        self._op = op
+        self.patterns = dict(patterns)
+        self._parsed = {name: [_parse(p) for p in pattern.split(" | ")] for name, pattern in patterns.items()}
+
+    def __call__(self, arguments: Mapping[str, Any]) -> None:
+        """Raises ValueError with the argument's name, what was expected and what came."""
+        sizes: dict[str, Any] = {}
+        first: tuple[str, torch.Tensor] | None = None
+        first_float: tuple[str, torch.Tensor] | None = None
+        for name, alternatives in self._parsed.items():
+            value = arguments.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"{self._op}: {name}: expected a tensor {self.patterns[name]}, not {value!r:.80}")
+            first = first or (name, value)
+            if value.device != first[1].device:
+                raise ValueError(
+                    f"{self._op}: {name}: expected a tensor on {first[1].device}, where {first[0]} is, not on {value.device}"
+                )
+            dtypes = {d for d, _ in alternatives}
+            if dtypes == {None}:
+                first_float = first_float or (name, value)
+                if value.dtype not in FLOATS:
+                    raise ValueError(f"{self._op}: {name}: expected float16, bfloat16 or float32, not {value.dtype}")
+                if value.dtype != first_float[1].dtype:
+                    raise ValueError(
+                        f"{self._op}: {name}: expected {first_float[1].dtype}, the dtype of {first_float[0]}, not {value.dtype}"
+                    )
+            elif not any(d is None or d == _name(value.dtype) or d == "any" for d in dtypes):
+                wanted = " or ".join(sorted(d for d in dtypes if d))
+                raise ValueError(f"{self._op}: {name}: expected {wanted}, not {_name(value.dtype)}")
+            if not any(_matches(dims, value.shape, sizes) for _, dims in alternatives):
+                known = ", ".join(f"{k}={v}" for k, v in sizes.items() if k != "...")
+                raise ValueError(
+                    f"{self._op}: {name}: expected the shape {self.patterns[name]}{f' with {known}' if known else ''}, "
+                    f"not {list(value.shape)}"
+                )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _parse(pattern: str) -> tuple[str | None, list[str]]:
+    found = re.fullmatch(r"(\w*)\[(.*)\]", pattern.strip())
+    assert found, f"not a pattern: {pattern!r}"
+    return found[1] or None, [d.strip() for d in found[2].split(",") if d.strip()]
+
+
+def _matches(dims: list[str], shape: torch.Size, sizes: dict[str, Any]) -> bool:
+    """Whether a shape fits, given the sizes known so far; learns the sizes that it fixes."""
+    learned: dict[str, Any] = {}
+
+    def is_or_becomes(name: str, size: Any) -> bool:
+        return learned.setdefault(name, sizes.get(name, size)) == size
+
+    if dims and dims[0] == "...":
+        lead = len(shape) - len(dims) + 1
+        if lead < 0 or not is_or_becomes("...", tuple(shape[:lead])):
+            return False
+        dims, shape = dims[1:], shape[lead:]
+    if len(dims) != len(shape):
+        return False
+    for dim, size in zip(dims, shape):
+        times, star, name = dim.rpartition("*")
+        if star:
+            ok = size % int(times) == 0 and is_or_becomes(name, size // int(times))
+        else:
+            ok = size == int(dim) if dim.isdigit() else is_or_becomes(dim, size)
+        if not ok:
+            return False
+    sizes.update(learned)
+    return True

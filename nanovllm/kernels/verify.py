@@ -1,0 +1,187 @@
+"""Is a provider right? Every case of an op's inputs, against the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.declaration import Arguments, Shape, Tensors
+from nanovllm.kernels.memory_guard import MemoryGuard
+from nanovllm.kernels.registry import Op, Provider
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: its shape, dtype, and how its numbers are drawn and laid out."""
+
+    shape: Shape
+    dtype: torch.dtype
+    variant: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    scale: float = 1.0
+    strided: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        words = ["x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")]
+        words += [f"{k}={v}" for k, v in self.variant.items()]
+        words += [f"scale {self.scale:g}"] if self.scale != 1 else []
+        words += ["strided"] if self.strided else []
+        return " ".join(words)
+
+    def arguments(self, declared: Op, device: torch.device) -> Arguments:
+        """New tensors for the call, by argument name."""
+        assert declared.inputs is not None
+        tensors = Tensors(self.dtype, device, self.seed, self.scale, self.strided)
+        return declared.inputs(tensors, self.shape, self.variant)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a provider did on one case. `error` is its largest error over what the tolerance allows; above 1 it fails."""
+
+    case: Case
+    error: float = 0.0
+    failure: str | None = None
+    skipped: str | None = None
+
+
+def cases(declared: Op, full: bool, seed: int = 0) -> Iterator[Case]:
+    """The cases to verify: all dtypes, shapes, variants, magnitudes and layouts, without every combination of them.
+
+    Args:
+        full: the shapes of decode steps and large ones too, which want a GPU.
+    """
+    inputs = declared.inputs
+    if inputs is None:
+        return
+    shapes = [*inputs.small, *((*inputs.decode, *inputs.large) if full else ())]
+    for dtype in inputs.dtypes:
+        for i, shape in enumerate(shapes):
+            for variant in inputs.variants:
+                yield Case(shape, dtype, variant, seed=seed)
+            # Layout and magnitude with one variant each, in turn.
+            if i < len(inputs.small):
+                variant = inputs.variants[i % len(inputs.variants)]
+                yield Case(shape, dtype, variant, strided=True, seed=seed + 1)
+                for scale in inputs.scales:
+                    if scale != 1:
+                        yield Case(shape, dtype, variant, scale=scale, seed=seed + 2)
+
+
+def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
+    """Run one case and compare results, written arguments and surroundings with what they should be."""
+    arguments = case.arguments(declared, device)
+    bound = declared.signature.bind(**arguments)
+    if provider.accepts is not None and (reason := provider.accepts(*bound.args, **bound.kwargs)) is not None:
+        return Verdict(case, skipped=reason)
+    expected = _reference(declared, arguments)
+    before = {
+        name: value.clone()
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and name not in (*declared.mutates, *declared.reuses)
+    }
+    given = _copied(arguments, (*declared.mutates, *declared.reuses))
+    bound = declared.signature.bind(**given)
+    try:
+        with MemoryGuard() as guard:
+            got = provider.fn(*bound.args, **bound.kwargs)
+        damage = guard.check()
+    except Exception as e:
+        return Verdict(case, failure=f"{type(e).__name__}: {e}")
+    if damage is not None:
+        return Verdict(case, failure=damage)
+    for name, value in before.items():
+        if not _same(value, arguments[name]):
+            return Verdict(case, failure=f"wrote to its argument {name}")
+    if declared.compare is not None:
+        return Verdict(case, failure=declared.compare(got, arguments, case.dtype))
+    results = [*_flat(got), *(given[name] for name in declared.mutates)]
+    if len(results) != len(expected):
+        return Verdict(case, failure=f"gave {len(results)} results instead of {len(expected)}")
+    return _compare(declared, case, results, expected)
+
+
+def verify_op(
+    declared: Op, provider: Provider, device: torch.device, full: bool | None = None, seed: int = 0
+) -> list[Verdict]:
+    """`verify` on every case. full: as in `cases`; None: on a GPU."""
+    full = device.type == "cuda" if full is None else full
+    verdicts = []
+    for case in cases(declared, full, seed):
+        verdicts.append(verify(declared, provider, device, case))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return verdicts
+
+
+def _reference(declared: Op, arguments: Arguments) -> list[torch.Tensor]:
+    """Results of the reference in float64, then the arguments that it wrote to."""
+    wide = {k: v.double() if _is_float(v) and v.element_size() > 1 else v for k, v in arguments.items()}
+    wide = _copied(wide, declared.mutates)
+    if declared.compare is not None:
+        return []
+    bound = declared.signature.bind(**wide)
+    results = _flat(declared.native(*bound.args, **bound.kwargs))
+    return [*results, *(wide[name] for name in declared.mutates)]
+
+
+def _compare(declared: Op, case: Case, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Verdict:
+    worst = 0.0
+    tolerance = declared.tolerance[case.dtype]
+    for i, (got, want) in enumerate(zip(results, expected)):
+        if got.shape != want.shape:
+            return Verdict(case, failure=f"result {i} has shape {list(got.shape)} instead of {list(want.shape)}")
+        if _is_float(want) and got.dtype != case.dtype and got.element_size() > 1:
+            return Verdict(case, failure=f"result {i} is {got.dtype}")
+        if not got.numel():
+            continue
+        if not _is_float(want):
+            if not torch.equal(got, want):
+                return Verdict(case, failure=f"result {i} differs")
+            continue
+        error = _error(got.double(), want.double(), tolerance, torch.finfo(case.dtype))
+        worst = max(worst, error)
+    return Verdict(case, worst, f"error {worst:.3g} times the tolerance" if not worst <= 1 else None)
+
+
+def _error(got: torch.Tensor, want: torch.Tensor, tolerance: float, info: torch.finfo) -> float:
+    """The largest error over what is allowed: the tolerance times the value, or the typical value of its row if larger."""
+    overflows = want.abs() > info.max
+    agree = (got == want) | (got.isnan() & want.isnan()) | (overflows & (got.isinf() | (got.abs() >= 0.99 * info.max)))
+    finite = torch.where(want.isfinite(), want, 0.0)
+    typical = finite.square().mean(-1, keepdim=True).sqrt() if want.dim() else finite.abs()
+    # float16 keeps subnormals, the others may be flushed to zero.
+    smallest = 2.0**-24 if info.bits == 16 and info.max < 1e5 else info.tiny
+    allowed = tolerance * (finite.abs() + typical) + smallest
+    error = torch.where(agree, 0.0, (got - want).abs() / allowed)
+    return float(error.nan_to_num(nan=torch.inf).max())
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _flat(results: Any) -> list[torch.Tensor]:
+    if results is None:
+        return []
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def _copied(arguments: Arguments, names: Sequence[str]) -> Arguments:
+    """The arguments, with copies (same strides) in place of those named."""
+    return {k: _clone(v) if k in names else v for k, v in arguments.items()}
+
+
+def _clone(value: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return copy.copy_(value)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.element_size() == 1 and a.is_floating_point():
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))

@@ -1,0 +1,59 @@
+"""What custom kernels bring to a gated MLP: the same weights with and without them, forward values and time."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+
+from nanovllm.kernels import benchmark_kernel, unavailable_reason
+from nanovllm.kernels.declaration import TOLERANCE
+from nanovllm.layers.custom_mlp import CustomGatedMLP
+
+BATCH_SIZES = (1, 4, 16, 64, 256, 1024, 4096)
+
+
+def compare_mlp(
+    hidden_size: Annotated[int, typer.Option(help="Of the model; Qwen3-0.6B's by default.")] = 1024,
+    intermediate_size: Annotated[int, typer.Option(help="Of the MLP.")] = 3072,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 by default, float32 on a CPU.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="Name the custom provider, such as triton or cuda.")] = None,
+) -> None:
+    """Compare CustomGatedMLP with custom kernels and without, over batch sizes 1 to 4096."""
+    from rich.console import Console
+    from rich.table import Table
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    where = torch.cuda.get_device_name(device) if on_gpu else f"cpu ({unavailable_reason()})"
+    name = dtype or ("bfloat16" if on_gpu else "float32")
+    if name not in ("bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"{name}: expected bfloat16, float16 or float32", param_hint="--dtype")
+    weights = getattr(torch, name)
+    priority = {"silu_and_mul": [kernels]} if kernels else None
+    custom = CustomGatedMLP(hidden_size, intermediate_size, True, device, weights, priority)
+    plain = CustomGatedMLP(hidden_size, intermediate_size, False, device, weights)
+    plain.load_state_dict(custom.state_dict())
+    table = Table(
+        "batch", f"plain us ({plain.providers['silu_and_mul']})", f"custom us ({custom.providers['silu_and_mul']})",
+        "speed-up", "largest difference", "equal within tolerance",
+        title=f"gated MLP {hidden_size} x {intermediate_size}, {name}, {where}",
+    )  # fmt: skip
+    wrong = False
+    for batch in BATCH_SIZES:
+        x = torch.randn(batch, hidden_size, device=device, dtype=weights)
+        with torch.inference_mode():
+            want, got = plain(x), custom(x)
+            # The products before and after round too, in both: a difference of one rounding passes through the second.
+            error = (got.float() - want.float()).abs().max().item()
+            agrees = error <= TOLERANCE[weights] * want.float().abs().max().item()
+            iters = {} if on_gpu else {"warmup": 1, "iters": 5 if batch <= 256 else 2}
+            slow, fast = (1e6 * benchmark_kernel(m, x, **iters) for m in (plain, custom))
+        wrong |= not agrees
+        table.add_row(
+            str(batch), f"{slow:.1f}", f"{fast:.1f}", f"{slow / fast:.2f}", f"{error:.2g}", "yes" if agrees else "NO"
+        )
+    Console().print(table)
+    if wrong:
+        raise typer.Exit(1)

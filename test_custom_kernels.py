@@ -1,0 +1,144 @@
+"""Are the custom kernels right, and faster? Every op and provider on this machine.
+
+    python test_custom_kernels.py              # all ops
+    python test_custom_kernels.py rms_norm     # one, or all whose names begin so
+
+Four sections: correctness against the reference in float64, time, peak memory, and a profile of the kernels that ran; then
+one table with a line for each op and provider. Without a GPU it verifies through Triton's interpreter, on small shapes.
+It is a pytest module as well: `pytest test_custom_kernels.py`.
+"""
+
+import os
+import sys
+
+import torch
+
+if __name__ == "__main__" and not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before the kernels are
+
+import pytest
+
+from nanovllm.kernels import Op, Provider, all_ops, unavailable_reason
+from nanovllm.kernels.compare import Measurement, bench_cases, measure
+from nanovllm.kernels.verify import Case, verify_op
+
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+PAIRS = [(op, provider) for op in all_ops().values() for provider in op.providers.values() if op.inputs]
+
+
+@pytest.mark.parametrize("op, provider", PAIRS, ids=lambda x: x.name)
+def test_provider(op: Op, provider: Provider) -> None:
+    """Right on every case that it takes."""
+    reason = provider.support(DEVICE)
+    if reason is not None:
+        pytest.skip(reason)
+    assert not [f"{v.case}: {v.failure}" for v in verify_op(op, provider, DEVICE) if v.failure]
+
+
+def correctness(pairs: list[tuple[Op, Provider]]) -> dict[tuple[str, str], str]:
+    print("\n1. Correctness: worst error over the tolerance, against the reference in float64")
+    verdicts = {}
+    for op, provider in pairs:
+        results = verify_op(op, provider, DEVICE)
+        failures = [v for v in results if v.failure]
+        worst = max((v.error for v in results), default=0.0)
+        ran = sum(v.skipped is None for v in results)
+        verdicts[op.name, provider.name] = f"{len(failures)} of {ran} WRONG" if failures else f"right ({ran} cases)"
+        print(f"   {op.name:32} {provider.name:12} {worst:5.2f}   {verdicts[op.name, provider.name]}")
+        for v in failures[:3]:
+            print(f"      {v.case}: {v.failure}")
+    return verdicts
+
+
+def benchmark(pairs: list[tuple[Op, Provider]]) -> list[Measurement]:
+    print(f"\n2. Time on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'this CPU, the references only'}")
+    results = []
+    for op, provider in pairs:
+        if DEVICE.type == "cpu" and provider.name != "native":
+            continue  # the interpreter's time says nothing
+        dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+        for case in list(bench_cases(op, dtype))[: None if DEVICE.type == "cuda" else 1]:
+            m = measure(op, provider, case, DEVICE)
+            results.append(m)
+            if m.timing is None:
+                print(f"   {op.name:32} {provider.name:12} {case!s:42} {m.reason}")
+                continue
+            limit = "" if m.share is None else f"{m.share:5.0%} of the limit"
+            print(f"   {op.name:32} {provider.name:12} {case!s:42} {1e6 * m.timing.median:9.2f} us {limit}")
+    return results
+
+
+def peak_memory(results: list[Measurement]) -> None:
+    print("\n3. Peak memory above the inputs, on the largest shape, results included")
+    largest = {(m.op, m.provider): m for m in results if m.peak_bytes is not None}
+    for (op, provider), m in largest.items():
+        native = largest.get((op, "native"))
+        beside = f"   native: {native.peak_bytes / 2**20:.1f} MiB" if native and provider != "native" else ""
+        print(f"   {op:32} {provider:12} {m.case!s:42} {m.peak_bytes / 2**20:8.1f} MiB{beside}")
+    if not largest:
+        print("   not measured without a GPU")
+
+
+def profile(pairs: list[tuple[Op, Provider]]) -> None:
+    print("\n4. Profile: what a call launches on the device")
+    if DEVICE.type != "cuda":
+        print("   no device kernels without a GPU")
+        return
+    for op, provider in pairs:
+        shapes = op.inputs.decode or op.inputs.small
+        case = Case(shapes[0], torch.bfloat16, op.inputs.variants[0])
+        arguments = case.arguments(op, DEVICE)
+        if provider.accepts is not None and provider.accepts(**arguments) is not None:
+            continue
+        provider.fn(**arguments)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+            provider.fn(**arguments)
+            torch.cuda.synchronize()
+        kernels = [e for e in recorded.key_averages() if e.device_time_total > 0]
+        names = ", ".join(f"{e.count} x {e.key[:40]}" for e in kernels[:3]) + (", ..." if len(kernels) > 3 else "")
+        total = sum(e.device_time_total for e in kernels)
+        print(f"   {op.name:32} {provider.name:12} {sum(e.count for e in kernels):3} kernels {total:8.1f} us: {names}")
+
+
+def summary(verdicts: dict[tuple[str, str], str], results: list[Measurement]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("op", "provider", "verdict", "largest shape, us", "of the limit", "speed-up over native")
+    last = {(m.op, m.provider): m for m in results if m.timing is not None}
+    for (op, provider), verdict in verdicts.items():
+        m, native = last.get((op, provider)), last.get((op, "native"))
+        times = ["", "", ""]
+        if m is not None:
+            times = [f"{1e6 * m.timing.median:.1f}", "" if m.share is None else f"{m.share:.0%}", ""]
+            if native is not None and m.case == native.case:
+                times[2] = f"{native.timing.median / m.timing.median:.2f}"
+        table.add_row(op, provider, f"[red]{verdict}[/]" if "WRONG" in verdict else verdict, *times)
+    print()
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def main(prefix: str = "") -> int:
+    reason = unavailable_reason()
+    if reason is not None:
+        print(
+            f"Custom kernels do not run on a device here: {reason}. Triton kernels run in its interpreter, on small shapes."
+        )
+    pairs = [(op, p) for op, p in PAIRS if op.name.startswith(prefix) and p.support(DEVICE) is None]
+    if not pairs:
+        print(f"no op begins with {prefix!r}; ops are {', '.join(all_ops())}")
+        return 2
+    for op, provider in PAIRS:
+        if op.name.startswith(prefix) and (why := provider.support(DEVICE)) is not None:
+            print(f"   {op.name}, {provider.name}: {why}")
+    verdicts = correctness(pairs)
+    results = benchmark(pairs)
+    peak_memory(results)
+    profile(pairs)
+    summary(verdicts, results)
+    return int(any("WRONG" in v for v in verdicts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))

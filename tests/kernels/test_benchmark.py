@@ -1,0 +1,83 @@
+"""Timing, on a CPU's clock here and with events and graphs on a GPU."""
+
+import time
+
+import pytest
+import torch
+
+from nanovllm.kernels import Provider, all_ops, benchmark_kernel
+from nanovllm.kernels.benchmark import Timing, time_kernel
+from nanovllm.kernels.compare import Measurement, bench_cases, measure, providers_by_speed, slower_somewhere
+from nanovllm.kernels.verify import Case
+
+CPU = torch.device("cpu")
+
+
+def test_seconds_per_call(capsys):
+    calls = []
+
+    def sleep(x):
+        calls.append(x)
+        time.sleep(0.002)
+
+    seconds = benchmark_kernel(sleep, torch.zeros(1), warmup=3, iters=7)
+    assert 0.002 <= seconds < 0.02 and len(calls) == 10 and not capsys.readouterr().out
+    benchmark_kernel(sleep, torch.zeros(1), warmup=0, iters=2, verbose=True)
+    assert "sleep: p20 2" in capsys.readouterr().out
+    for wrong in ({"iters": 0}, {"warmup": -1}):
+        with pytest.raises(ValueError, match="expected iters >= 1 and warmup >= 0"):
+            benchmark_kernel(sleep, torch.zeros(1), **wrong)
+
+
+def test_percentiles():
+    timing = Timing.of([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert timing.median == 3 and timing.p20 == pytest.approx(1.8) and timing.p80 == pytest.approx(4.2)
+    assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0)
+
+
+def test_a_measurement_of_a_provider():
+    op = all_ops()["rms_norm"]
+    (case,) = bench_cases(op, torch.float32, [(4, 64)])
+    m = measure(op, op.providers["native"], case, CPU)
+    assert m.timing.median > 0 and m.method == "host" and m.bytes == 4 * (256 + 64 + 256)
+    assert m.as_dict()["us"] == pytest.approx(1e6 * m.timing.median)
+    unavailable = Provider("x", lambda *a: None, lambda device: "not today")
+    assert measure(op, unavailable, case, CPU).reason == "not today"
+    choosy = Provider("x", lambda *a: None, accepts=lambda **a: "not these")
+    assert measure(op, choosy, case, CPU).reason == "not these"
+
+
+def measured(provider, shape, seconds):
+    timing = None if seconds is None else Timing(seconds, seconds, seconds)
+    return Measurement("op", provider, Case(shape, torch.float32), timing)
+
+
+def test_who_is_fastest():
+    results = [
+        measured("native", (1,), 4.0), measured("native", (2,), 4.0), measured("native", (3,), 1.0),
+        measured("triton", (1,), 1.0), measured("triton", (2,), 4.0), measured("triton", (3,), None),
+        measured("torch.compile", (1,), 0.1), measured("absent", (1,), None),
+    ]  # fmt: skip
+    # Over the cases that both ran: native 4, 4; triton 1, 4: a geometric mean of 2.
+    assert providers_by_speed(results) == {"triton": 1.0, "native": 2.0}
+    assert [m.case.shape for m in slower_somewhere(results, "native")] == [(1,)]
+    assert slower_somewhere(results, "triton") == []
+
+
+@pytest.mark.gpu
+def test_device_time():
+    x = torch.randn(1 << 26, device="cuda")
+    y = torch.empty_like(x)
+    seconds = time_kernel(y.copy_, x)
+    moved = 2 * x.numel() * 4 / seconds.median
+    assert 0.2e12 < moved < 20e12 and seconds.p20 <= seconds.median <= seconds.p80
+    warm = benchmark_kernel(torch.neg, x[: 1 << 20], cold_l2=False)
+    assert warm < benchmark_kernel(torch.neg, x)
+
+
+@pytest.mark.gpu
+def test_a_share_of_the_limit_is_a_share():
+    op = all_ops()["rms_norm"]
+    for case in bench_cases(op, torch.bfloat16):
+        m = measure(op, op.providers["triton"], case, torch.device("cuda", 0))
+        assert m.method == "graph" and 0 < m.share < 1.05 and m.peak_bytes > 0

@@ -1,0 +1,58 @@
+"""`torch.ops.nanovllm`: PyTorch's own checks of an operator, and torch.compile without a graph break."""
+
+import pytest
+import torch
+
+from nanovllm import kernels
+from nanovllm.kernels import all_ops
+from nanovllm.kernels.verify import Case
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("name", sorted(all_ops()))
+def test_opcheck(name):
+    declared = all_ops()[name]
+    # PyTorch's check of a schema cannot copy an empty view of a larger tensor; empty shapes are in test_verify.
+    shapes = [s for s in declared.inputs.small if 0 not in s[:1]][:2]
+    for shape, variant in zip(shapes, (*declared.inputs.variants, *declared.inputs.variants)):
+        arguments = Case(shape, torch.float32, variant).arguments(declared, DEVICE)
+        bound = declared.signature.bind(**arguments)
+        torch.library.opcheck(getattr(torch.ops.nanovllm, name).default, bound.args, bound.kwargs)
+
+
+class Block(torch.nn.Module):
+    """Ops as a user's module calls them, both ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, device=DEVICE), requires_grad=False)
+
+    def forward(self, x, residual):
+        y, residual = kernels.add_rms_norm(x, residual, self.weight, 1e-6)
+        y = kernels.fused_add_gelu(y, self.weight, "none")
+        return torch.ops.nanovllm.silu_and_mul(torch.cat((y, y), -1)), kernels.softmax(residual)
+
+
+def test_torch_compile_of_a_module_in_one_graph():
+    block, x, residual = Block(), *(torch.randn(5, 64, device=DEVICE) for _ in range(2))
+    expected = block(x.clone(), residual.clone())
+    compiled = torch.compile(block, fullgraph=True)
+    for got, want in zip(compiled(x, residual), expected):
+        torch.testing.assert_close(got, want)
+
+
+def test_the_operator_leaves_its_arguments_alone_and_checks_them():
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    before = x.clone(), residual.clone()
+    with all_ops()["add_rms_norm"].use("native"):
+        torch.ops.nanovllm.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+    with pytest.raises(ValueError, match="weight: expected the shape"):
+        torch.ops.nanovllm.rms_norm(x, weight[:3], 1e-6)
+
+
+def test_export():
+    block, x = Block(), torch.randn(5, 64, device=DEVICE)
+    program = torch.export.export(block, (x, x.clone()))
+    assert any("nanovllm.silu_and_mul" in str(node.target) for node in program.graph.nodes)

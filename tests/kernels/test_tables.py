@@ -1,0 +1,79 @@
+"""Tables of who is fastest: names of GPUs, versions, precedence."""
+
+import json
+
+import pytest
+import torch
+
+from nanovllm.kernels import tables
+from nanovllm.kernels.registry import all_ops
+from nanovllm.kernels.tables import SHIPPED, canonical_gpu_name, save_table, table_path
+from nanovllm.kernels.versions import versions
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "product, chip",
+    [
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100"),
+        ("NVIDIA H100 PCIe", "nvidia-h100-pcie"),
+        ("NVIDIA H200", "nvidia-h200"),
+        ("NVIDIA A100-SXM4-80GB", "nvidia-a100"),
+        ("NVIDIA A100-PCIE-40GB", "nvidia-a100-pcie"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-rtx-4090"),
+    ],
+)
+def test_canonical_names(product, chip):
+    assert canonical_gpu_name(product) == chip
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 9")
+    monkeypatch.setenv(tables.DIRECTORY_VARIABLE, str(tmp_path))
+    tables._orders.cache_clear()
+    yield tmp_path
+    tables._orders.cache_clear()
+
+
+def test_an_order_is_written_and_read(gpu):
+    assert tables.measured_order("rms_norm", GPU) is None
+    path = save_table("nvidia-test-9", {"rms_norm": {"order": ["native", "triton"], "relative": {}}}, "2020-01-02", gpu)
+    assert path == gpu / "nvidia-test-9.json" == table_path("nvidia-test-9", gpu)
+    tables._orders.cache_clear()
+    assert tables.measured_order("rms_norm", GPU) == ["native", "triton"] and tables.measured_order("x", GPU) is None
+
+
+def test_the_entry_of_these_versions_counts_else_the_newest(gpu):
+    def entry(order, date, **differ):
+        return {"versions": {**versions(), **differ}, "date": date, "ops": {"rms_norm": {"order": order}}}
+
+    old, here, new = entry(["old"], "2020", torch="1"), entry(["here"], "2021"), entry(["new"], "2022", torch="2")
+    for entries, expected in [([old, here, new], ["here"]), ([old, new], ["new"]), ([new, old], ["new"])]:
+        (gpu / "nvidia-test-9.json").write_text(json.dumps({"gpu": "nvidia-test-9", "entries": entries}))
+        tables._orders.cache_clear()
+        assert tables.measured_order("rms_norm", GPU) == expected
+
+
+def test_saving_keeps_other_versions(gpu):
+    for order in (["a"], ["b"]):
+        path = save_table("g", {"op": {"order": order, "relative": {}}}, "2020-01-01", gpu)
+    entries = json.loads(path.read_text())["entries"]
+    assert len(entries) == 1 and entries[0]["ops"]["op"]["order"] == ["b"]
+
+
+def test_a_broken_table_is_named(gpu):
+    (gpu / "nvidia-test-9.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"nvidia-test-9.json is not a kernel table .*--save-table"):
+        tables.measured_order("rms_norm", GPU)
+
+
+def test_the_shipped_tables_speak_of_ops_and_providers_that_exist():
+    for path in SHIPPED.glob("*.json"):
+        document = json.loads(path.read_text())
+        assert document["gpu"] == path.stem
+        for entry in document["entries"]:
+            assert set(entry["versions"]) == set(versions()) and entry["date"]
+            for name, op in entry["ops"].items():
+                assert name in all_ops() and set(op["order"]) == set(op["relative"]) <= set(all_ops()[name].providers)

@@ -1,0 +1,186 @@
+"""The harness that verifies providers: it must find what is wrong, and every provider here must pass."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nanovllm.kernels import Op, Provider, all_ops
+from nanovllm.kernels.declaration import Cost, Inputs
+from nanovllm.kernels.verify import Case, _flat, cases, verify, verify_op
+
+CPU = torch.device("cpu")
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Twice x."""
+    return 2 * x
+
+
+def declared(native=double, **more):
+    inputs = Inputs(
+        lambda t, rows, size: {"x": t.normal(rows, size)}, small=[(1, 1), (3, 40), (0, 5)], decode=[(9, 64)]
+    )
+    return Op(native, arguments={"x": "[..., n]"}, inputs=inputs, cost=lambda x: Cost(2 * x.numel()), **more)
+
+
+def failures(fn, op=None):
+    return [f"{v.case}: {v.failure}" for v in verify_op(op or declared(), Provider("it", fn), CPU) if v.failure]
+
+
+def test_what_is_right_passes_within_the_tolerance():
+    verdicts = verify_op(declared(), Provider("it", lambda x: x + x), CPU)
+    assert len(verdicts) == 3 * 3 * 4 and not [v for v in verdicts if v.failure or v.skipped]  # dtypes, shapes, kinds
+    assert max(v.error for v in verdicts) < 0.2
+
+
+def test_small_errors_and_wrong_elements_fail():
+    assert any("times the tolerance" in f for f in failures(lambda x: 2 * x * (1 + 1e-3)))
+
+    def last_is_wrong(x):
+        y = 2 * x
+        y[..., -1:] = 0
+        return y
+
+    assert failures(last_is_wrong)
+
+
+def test_unwritten_memory_fails():
+    def leaves_a_column(x):
+        y = torch.empty_like(x)
+        y[..., :-1] = 2 * x[..., :-1]
+        return y
+
+    assert all("error inf" in f for f in failures(leaves_a_column)) and len(failures(leaves_a_column)) > 10
+
+
+def test_writing_past_the_end_fails():
+    def one_more(x):
+        y = torch.empty(x.shape, dtype=x.dtype)
+        y.copy_(2 * x)
+        if x.numel():
+            torch.as_strided(y, (x.numel() + 1,), (1,)).data[-1:] = 3
+        return y
+
+    assert all("past the end" in f for f in failures(one_more)) and failures(one_more)
+
+
+def test_writing_to_an_argument_fails_unless_it_is_declared():
+    def in_place(x):
+        return x.mul_(2)
+
+    assert any("wrote to its argument x" in f for f in failures(in_place))
+    assert not failures(in_place, declared(reuses=("x",)))
+
+
+def test_other_results_fail():
+    assert any("has shape" in f for f in failures(lambda x: 2 * x[:, :1]))
+    assert any("is torch.float32" in f for f in failures(lambda x: 2 * x.float()))
+    assert any("2 results instead of 1" in f for f in failures(lambda x: (x, x)))
+    assert all(
+        "NotImplementedError: no" in f for f in failures(lambda x: (_ for _ in ()).throw(NotImplementedError("no")))
+    )
+
+
+def test_overflow_must_be_overflow():
+    op = declared()
+    big = Case((3, 40), torch.float16, scale=6e4)
+    assert not verify(op, Provider("it", double), CPU, big).failure
+    assert verify(op, Provider("it", lambda x: (2 * x).nan_to_num(0, 0, 0)), CPU, big).failure
+
+
+def test_written_arguments_are_results():
+    def fill(x: torch.Tensor, y: torch.Tensor) -> None:
+        """y = x, in place."""
+        y.copy_(x)
+
+    inputs = Inputs(lambda t, n: {"x": t.normal(n), "y": t.normal(n)}, small=[(5,)])
+    op = Op(fill, inputs=inputs, mutates=("y",))
+    assert not failures(fill, op)
+    assert failures(lambda x, y: None, op) and failures(lambda x, y: y[1:].copy_(x[1:]) and None, op)
+
+
+def test_what_is_not_accepted_is_skipped():
+    provider = Provider("it", lambda x: math.nan, accepts=lambda x: "never")
+    assert {v.skipped for v in verify_op(declared(), provider, CPU)} == {"never"}
+
+
+def test_cases_cover_dtypes_layouts_magnitudes_and_shapes():
+    op = declared()
+    few, many = list(cases(op, full=False)), list(cases(op, full=True))
+    assert {c.dtype for c in few} == {torch.float32, torch.float16, torch.bfloat16}
+    assert any(c.strided for c in few) and {c.scale for c in few} == {1.0, 1e-3, 50.0}
+    assert {c.shape for c in many} - {c.shape for c in few} == {(9, 64)}
+
+
+@pytest.mark.parametrize("name", sorted(all_ops()))
+def test_the_references_are_right(name):
+    op = all_ops()[name]
+    assert not [f"{v.case}: {v.failure}" for v in verify_op(op, op.providers["native"], CPU) if v.failure]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ops", ["first", "second"])
+def test_every_triton_provider_in_the_interpreter(ops):
+    """The interpreter is chosen when Triton is imported, so this is a process of its own: the command a user runs."""
+    pytest.importorskip("triton")
+    names = [n for n, o in sorted(all_ops().items()) if "triton" in o.providers]
+    names = names[::2] if ops == "first" else names[1::2]
+    code = f"""
+import json, sys, torch, warnings
+warnings.simplefilter("ignore")
+from nanovllm.kernels import all_ops
+from nanovllm.kernels.verify import verify_op
+report = {{}}
+for name in {names}:
+    op = all_ops()[name]
+    verdicts = verify_op(op, op.providers["triton"], torch.device("cpu"))
+    report[name] = [sum(v.skipped is None for v in verdicts), [f"{{v.case}}: {{v.failure}}" for v in verdicts if v.failure]]
+print(json.dumps(report))
+"""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert {name: wrong for name, (_, wrong) in report.items() if wrong} == {}
+    assert all(ran >= 20 for ran, _ in report.values())
+
+
+PAIRS = [(o, p) for o in all_ops().values() for p in o.providers.values() if o.inputs and o.inputs.decode]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op, provider", PAIRS, ids=lambda x: x.name)
+def test_in_a_cuda_graph_with_new_data(op, provider):
+    """Captured once, replayed with other inputs of the same shapes: the results are those of the new inputs."""
+    device = torch.device("cuda", 0)
+    if (reason := provider.support(device)) is not None:
+        pytest.skip(reason)
+    old, new = (
+        Case(op.inputs.decode[0], torch.float32, op.inputs.variants[0], seed=seed).arguments(op, device)
+        for seed in (1, 2)
+    )
+    if provider.accepts is not None and (reason := provider.accepts(**old)) is not None:
+        pytest.skip(reason)
+    clone = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in new.items()}
+    expected = provider.fn(**clone)
+    expected = [*_flat(expected), *(clone[name] for name in op.mutates)]
+    static = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in old.items()}
+    provider.fn(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in old.items()})
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            got = provider.fn(**static)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        pytest.skip("reads lengths on the host, so it cannot be captured")
+    for name, value in static.items():
+        if isinstance(value, torch.Tensor):
+            value.copy_(new[name])
+    graph.replay()
+    for g, e in zip([*_flat(got), *(static[name] for name in op.mutates)], expected, strict=True):
+        assert torch.equal(g.nan_to_num(), e.nan_to_num())
