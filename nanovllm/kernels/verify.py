@@ -130,7 +130,7 @@ def _reference(declared: Op, arguments: Arguments) -> list[torch.Tensor]:
 
 
 def _compare(declared: Op, case: Case, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Verdict:
-    worst = 0.0
+    worst, where = 0.0, ""
     tolerance = declared.tolerance[case.dtype]
     for i, (got, want) in enumerate(zip(results, expected)):
         if got.shape != want.shape:
@@ -144,12 +144,21 @@ def _compare(declared: Op, case: Case, results: Sequence[torch.Tensor], expected
                 return Verdict(case, failure=f"result {i} differs")
             continue
         error = _error(got.double(), want.double(), tolerance, torch.finfo(case.dtype))
-        worst = max(worst, error)
-    return Verdict(case, worst, f"error {worst:.3g} times the tolerance" if not worst <= 1 else None)
+        largest = float(error.max())
+        if largest > max(worst, 1.0):
+            where = _describe_worst(i, error, got, want)
+        worst = max(worst, largest)
+    return Verdict(case, worst, f"error {worst:.3g} times the tolerance: {where}" if not worst <= 1 else None)
 
 
-def _error(got: torch.Tensor, want: torch.Tensor, tolerance: float, info: torch.finfo) -> float:
-    """The largest error over what is allowed: the tolerance times the value, or the typical value of its row if larger."""
+def _describe_worst(i: int, error: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> str:
+    at = tuple(int(n) for n in torch.unravel_index(error.argmax(), error.shape))
+    wrong = int((error > 1).sum())
+    return f"result {i} at {list(at)} is {got[at]:.6g} instead of {want[at]:.6g}; {wrong} of {error.numel()} elements are wrong"
+
+
+def _error(got: torch.Tensor, want: torch.Tensor, tolerance: float, info: torch.finfo) -> torch.Tensor:
+    """Each element's error over what is allowed: the tolerance times the value, plus the tolerance times its row's typical value."""
     overflows = want.abs() > info.max
     agree = (got == want) | (got.isnan() & want.isnan()) | (overflows & (got.isinf() | (got.abs() >= 0.99 * info.max)))
     finite = torch.where(want.isfinite(), want, 0.0)
@@ -158,7 +167,7 @@ def _error(got: torch.Tensor, want: torch.Tensor, tolerance: float, info: torch.
     smallest = 2.0**-24 if info.bits == 16 and info.max < 1e5 else info.tiny
     allowed = tolerance * (finite.abs() + typical) + smallest
     error = torch.where(agree, 0.0, (got - want).abs() / allowed)
-    return float(error.nan_to_num(nan=torch.inf).max())
+    return error.nan_to_num(nan=torch.inf)
 
 
 def _is_float(value: Any) -> bool:

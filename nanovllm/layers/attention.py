@@ -32,17 +32,32 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim] each."""
+    """One layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim] each.
+
+    A key is the cached value times `k_scale`, float32 [1] or [num_kv_heads]; None stands for 1. float8 caches use them.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 class Attention:
-    """Stores new keys and values, then attends. Holds no parameters and no cache: both come as arguments."""
+    """Stores new keys and values, then attends. Holds no parameters and no cache: both come as arguments.
 
-    def __init__(self, scale: float, kernels: Kernels) -> None:
+    Args:
+        scale: multiplies q @ k.
+        window: if given, a token attends to the last `window` tokens up to itself.
+        soft_cap: if given, scores s become soft_cap * tanh(s / soft_cap).
+    """
+
+    def __init__(
+        self, scale: float, kernels: Kernels, window: int | None = None, soft_cap: float | None = None
+    ) -> None:
         self.scale = scale
+        self.window = window
+        self.soft_cap = soft_cap
         self._store_kvcache = kernels.store_kvcache
         self._attention_decode = kernels.attention_decode
         self._attention_prefill = kernels.attention_prefill
@@ -51,8 +66,13 @@ class Attention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim] -> the shape of q."""
+        self._store_kvcache(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scale, cache.v_scale)
+        return self.attend(q, cache, metadata)
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata) -> torch.Tensor:
+        """As a call, where the keys and values of the batch are in the cache already."""
         m = metadata
-        self._store_kvcache(k, v, cache.k, cache.v, m.slot_mapping)
+        options = (self.scale, self.window, self.soft_cap, cache.k_scale, cache.v_scale)
         num_decodes = m.num_decodes
         parts = []
         if num_decodes:
@@ -64,7 +84,7 @@ class Attention:
                     m.block_table[:num_decodes],
                     m.context_lens[:num_decodes],
                     m.max_context_len,
-                    self.scale,
+                    *options,
                 )
             )
         if m.cu_seqlens_q is not None:
@@ -77,7 +97,7 @@ class Attention:
                     m.cu_seqlens_q,
                     m.context_lens[num_decodes:],
                     m.max_query_len,
-                    self.scale,
+                    *options,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -214,7 +214,7 @@ def decode(case, context_lens=None, max_context_len=None):
     lens = torch.tensor(case.context_lens, dtype=torch.int32, device=case.q.device)
     args = case.q, case.k_cache, case.v_cache, case.table, lens, max_context_len or max(case.context_lens), case.scale
     # What CUDA graphs capture runs on a CPU as well, so it is held to the same here.
-    attention_close(ATTENTION._decode_padded(*args), case)
+    attention_close(ATTENTION._decode_padded(*args, None, None, None, None), case)
     return NATIVE.attention_decode(*args)
 
 

@@ -2,11 +2,14 @@
 
 The cache layout is [num_blocks, block_size, num_kv_heads, head_dim] for K and for V; a sequence's token t lies in
 block `block_table[t // block_size]` at offset `t % block_size`. Query head h reads KV head h // (num_heads / num_kv_heads).
+A cache may have another dtype than the queries, float8_e4m3fn among them; a key is then `cached value * k_scale`.
 """
 
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.ops.attention_inputs import DECODE, PREFILL
+from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
 from nanovllm.kernels.registry import op
 
 # The reference gathers a sequence's blocks into contiguous memory; it works in pieces of about this size so that a large
@@ -14,7 +17,7 @@ from nanovllm.kernels.registry import op
 _PIECE_BYTES = 256 * 2**20
 
 
-@op
+@op(**DECODE)
 def attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -23,6 +26,10 @@ def attention_decode(
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query token a sequence against all of that sequence's cached tokens (its own among them).
 
@@ -30,71 +37,72 @@ def attention_decode(
         q: [num_seqs, num_heads, head_dim].
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         block_table: [num_seqs, max_blocks] int32; entries past a sequence's last block may be any valid block.
-        context_lens: [num_seqs] int32, at least 1.
+        context_lens: [num_seqs] int32. A sequence of length 0 gets zeros.
         max_context_len: a host-side bound on context_lens; the work is sized by it, so that a CUDA graph can be captured.
         scale: multiplies q @ k.
+        window: if given, only the last `window` tokens are attended to, the query's own included.
+        soft_cap: if given, a score s, scale included, becomes soft_cap * tanh(s / soft_cap).
+        k_scale, v_scale: float32 [1] or [num_kv_heads]; a key is the cached value times k_scale. None: 1.
 
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q. Cache slots beyond context_lens never influence it, NaN or not.
     """
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    if values_checked(q.device):
+        check_attention_values(k_cache, block_table, context_lens, max_context_len)
+    options = (scale, window, soft_cap, k_scale, v_scale)
     if q.device.type == "cpu":
-        return _decode_one_by_one(q, k_cache, v_cache, block_table, context_lens.tolist(), scale)
-    return _decode_padded(q, k_cache, v_cache, block_table, context_lens, max_context_len, scale)
+        return _decode_one_by_one(q, k_cache, v_cache, block_table, context_lens.tolist(), *options)
+    return _decode_padded(q, k_cache, v_cache, block_table, context_lens, max_context_len, *options)
 
 
 def _decode_padded(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_context_len: int,
-    scale: float,
+    q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, k_scale, v_scale
 ) -> torch.Tensor:
     # Every shape follows from shapes and host values, so that a CUDA graph can be captured.
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     positions = torch.arange(max_context_len, device=q.device)
-    out = torch.empty_like(q)
-    rows = max(1, _PIECE_BYTES // (max_context_len * num_kv_heads * head_dim * q.element_size()))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    rows = max(1, _PIECE_BYTES // max(1, max_context_len * num_kv_heads * head_dim * q.element_size()))
     for start in range(0, num_seqs, rows):
         piece = slice(start, start + rows)
-        valid = positions < context_lens[piece, None]  # [rows, max_context_len]
-        slots = block_table[piece][:, positions // block_size].long() * block_size + positions % block_size
-        # Masked scores do not keep a NaN out (0 * NaN is NaN), so dead positions read the sequence's first token instead.
-        slots = torch.where(valid, slots, slots[:, :1])
+        lens = context_lens[piece, None]
+        valid = positions < lens  # [rows, max_context_len]
+        if window is not None:
+            valid &= positions >= lens - window
+        # Masked scores do not keep a NaN out (0 * NaN is NaN), so dead positions read the sequence's last token instead.
+        read = torch.where(valid, positions, (lens - 1).clamp_min(0))
+        slots = block_table[piece].gather(1, read // block_size).long() * block_size + read % block_size
         # [rows, num_kv_heads, max_context_len, head_dim]
-        k, v = (cache.flatten(0, 1)[slots].transpose(1, 2) for cache in (k_cache, v_cache))
+        k = _dequantised(_gather(k_cache, slots).transpose(1, 2), k_scale, q.dtype)
+        v = _dequantised(_gather(v_cache, slots).transpose(1, 2), v_scale, q.dtype)
         # The query heads that share a KV head are treated as that head's query tokens: K and V are not repeated.
         grouped = q[piece].reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=valid[:, None, None, :], scale=scale)
-        out[piece] = o.reshape(-1, num_heads, head_dim)
+        o = _attend(grouped, k, v, valid[:, None, None, :], scale, soft_cap)
+        # A sequence without tokens, which has read a slot that may hold anything.
+        out[piece] = o.reshape(-1, num_heads, head_dim).masked_fill_(lens[:, :, None] <= 0, 0)
     return out
 
 
 def _decode_one_by_one(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: list[int],
-    scale: float,
+    q, k_cache, v_cache, block_table, context_lens: list[int], scale, window, soft_cap, k_scale, v_scale
 ) -> torch.Tensor:
     # On a CPU lengths cost nothing to read, so no sequence is padded to the longest one.
     num_seqs, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    out = torch.empty_like(q)
+    num_kv_heads = k_cache.shape[2]
+    out = torch.zeros(q.shape, dtype=q.dtype)
     grouped = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     for i, length in enumerate(context_lens):
-        blocks = block_table[i, : -(-length // block_size)]
-        k, v = (cache.index_select(0, blocks).flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache))
-        out[i] = F.scaled_dot_product_attention(grouped[i : i + 1], k[None], v[None], scale=scale).view(
-            num_heads, head_dim
-        )
+        if length > 0:
+            first = 0 if window is None else max(0, length - window)
+            k = _sequence(k_cache, block_table[i], first, length, k_scale, q.dtype)
+            v = _sequence(v_cache, block_table[i], first, length, v_scale, q.dtype)
+            out[i] = _attend(grouped[i], k, v, None, scale, soft_cap).view(num_heads, head_dim)
     return out
 
 
-@op
+@op(**PREFILL)
 def attention_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -104,6 +112,10 @@ def attention_prefill(
     context_lens: torch.Tensor,
     max_query_len: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs of query tokens, each causal over its own sequence: new prompts, cached prefixes, chunks of long prompts.
 
@@ -115,38 +127,90 @@ def attention_prefill(
         context_lens: [num_seqs] int32: all tokens of each sequence up to its last query.
         max_query_len: a host-side bound on the runs' lengths, from which tile sizes may follow.
         scale: multiplies q @ k.
+        window: if given, a query attends to the last `window` tokens up to its own, which counts as one of them.
+        soft_cap: if given, a score s, scale included, becomes soft_cap * tanh(s / soft_cap).
+        k_scale, v_scale: float32 [1] or [num_kv_heads]; a key is the cached value times k_scale. None: 1.
 
     Returns:
-        [num_tokens, num_heads, head_dim], the dtype of q. The reference reads the lengths on the host, and on CUDA waits
-        for them.
+        [num_tokens, num_heads, head_dim], the dtype of q; zeros for a query that sees nothing (context_len 0). The reference
+        reads the lengths on the host, and on CUDA waits for them.
     """
-    num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    out = torch.empty_like(q)
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != (len(context_lens) + 1,):
+        raise ValueError(
+            f"cu_seqlens_q: expected int32 [{len(context_lens) + 1}], got {cu_seqlens_q.dtype} {list(cu_seqlens_q.shape)}"
+        )
+    if values_checked(q.device):
+        check_attention_values(k_cache, block_table, context_lens, query_lens=cu_seqlens_q.diff())
+    group = q.shape[1] // k_cache.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts = cu_seqlens_q.tolist()
     for i, length in enumerate(context_lens.tolist()):
         start, num_new = starts[i], starts[i + 1] - starts[i]
-        blocks = block_table[i, : -(-length // block_size)]
         # [num_heads, length, head_dim]
-        k, v = (
-            cache.index_select(0, blocks)
-            .flatten(0, 1)[:length]
-            .transpose(0, 1)
-            .repeat_interleave(num_heads // num_kv_heads, 0)
-            for cache in (k_cache, v_cache)
-        )
-        queries = q[start : start + num_new].transpose(0, 1)
-        o = out[start : start + num_new].transpose(0, 1)
-        if num_new == length:
-            o[:] = F.scaled_dot_product_attention(queries[None], k[None], v[None], is_causal=True, scale=scale)[0]
-        else:
-            # Query j of the run stands at position length - num_new + j. In pieces, since the mask is dense.
-            rows = max(1, _PIECE_BYTES // (4 * num_heads * length))
-            for j in range(0, num_new, rows):
-                piece = queries[:, j : j + rows]
-                end = length - num_new + j + piece.shape[1]
-                mask = torch.ones(piece.shape[1], end, dtype=torch.bool, device=q.device).tril(end - piece.shape[1])
-                o[:, j : j + rows] = F.scaled_dot_product_attention(
-                    piece[None], k[None, :, :end], v[None, :, :end], attn_mask=mask, scale=scale
-                )[0]
+        k = _sequence(k_cache, block_table[i], 0, length, k_scale, q.dtype).repeat_interleave(group, 0)
+        v = _sequence(v_cache, block_table[i], 0, length, v_scale, q.dtype).repeat_interleave(group, 0)
+        _prefill_one(
+            q[start : start + num_new].transpose(0, 1), k, v, out[start : start + num_new].transpose(0, 1),
+            scale, window, soft_cap,
+        )  # fmt: skip
     return out
+
+
+def _prefill_one(q, k, v, out, scale, window, soft_cap) -> None:
+    """One sequence: q, out [num_heads, num_new, head_dim]; k, v [num_heads, length, head_dim]."""
+    num_heads, num_new, _ = q.shape
+    length = k.shape[1]
+    if num_new == length and window is None and soft_cap is None:
+        out[:] = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0]
+        return
+    tokens = torch.arange(length, device=q.device)
+    # In pieces, since the mask is dense.
+    rows = max(1, _PIECE_BYTES // (4 * num_heads * max(1, length)))
+    for j in range(0, num_new, rows):
+        piece = q[:, j : j + rows]
+        # Query j of the run stands at position length - num_new + j.
+        positions = torch.arange(piece.shape[1], device=q.device)[:, None] + (length - num_new + j)
+        mask = tokens <= positions
+        if window is not None:
+            mask &= tokens > positions - window
+        out[:, j : j + rows] = _attend(piece, k, v, mask, scale, soft_cap).masked_fill_(positions < 0, 0)
+
+
+def _attend(q, k, v, mask, scale, soft_cap) -> torch.Tensor:
+    """softmax(q k^T) v over [..., heads, tokens, head_dim], where `mask`, broadcast, is True."""
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = soft_cap * torch.tanh(scores / soft_cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).to(q.dtype) @ v
+
+
+def _sequence(cache, blocks, first, length, scale, dtype) -> torch.Tensor:
+    """The tokens [first, length) of one sequence, in `dtype`: [num_kv_heads, length - first, head_dim]."""
+    block_size = cache.shape[1]
+    skipped = first // block_size
+    blocks = blocks[skipped : -(-length // block_size)]
+    tokens = _bits(cache).index_select(0, blocks).view(cache.dtype).flatten(0, 1)
+    return _dequantised(
+        tokens[first - skipped * block_size : length - skipped * block_size].transpose(0, 1), scale, dtype
+    )
+
+
+def _gather(cache, slots) -> torch.Tensor:
+    """[*slots, num_kv_heads, head_dim]"""
+    return _bits(cache).flatten(0, 1)[slots].view(cache.dtype)
+
+
+def _bits(cache) -> torch.Tensor:
+    # Not every indexing function knows the 8-bit floats.
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
+
+
+def _dequantised(x, scale, dtype) -> torch.Tensor:
+    """x [..., num_kv_heads, tokens, head_dim] times scale [1] or [num_kv_heads], in `dtype`."""
+    if scale is None:
+        return x.to(dtype)
+    return (x.to(torch.promote_types(dtype, torch.float32)) * scale[:, None, None]).to(dtype)

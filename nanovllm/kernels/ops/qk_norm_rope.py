@@ -2,12 +2,27 @@
 
 import torch
 
+from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.norm import rms_norm
-from nanovllm.kernels.ops.rotary import rotary_embedding
+from nanovllm.kernels.ops.rotary import QK_PATTERNS, QK_SHAPES, qk_inputs, rotary_embedding
 from nanovllm.kernels.registry import op
 
 
-@op
+def _inputs(t, num_tokens, num_heads, num_kv_heads, head_dim):
+    weights = {name: t.normal(head_dim, scale=1) for name in ("q_weight", "k_weight")}
+    return {**qk_inputs(t, num_tokens, num_heads, num_kv_heads, head_dim), **weights, "eps": 1e-6}
+
+
+def _cost(positions, q, k, q_weight, k_weight, eps, cos_sin_cache):
+    return Cost(2 * nbytes(q, k) + nbytes(positions), 7 * (q.numel() + k.numel()))
+
+
+@op(
+    arguments={**QK_PATTERNS, "q_weight": "[head_dim]", "k_weight": "[head_dim]"},
+    inputs=Inputs(_inputs, **QK_SHAPES),
+    cost=_cost,
+    tolerance={torch.float16: 3e-3, torch.bfloat16: 2.5e-2},  # rounded after the norm, its weight, and the rotation
+)
 def qk_norm_rope(
     positions: torch.Tensor,
     q: torch.Tensor,

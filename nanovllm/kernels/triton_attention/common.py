@@ -3,6 +3,11 @@
 Softmax runs in base 2: scores are multiplied by scale * log2(e), so that exp2, one instruction, replaces exp. A partial
 result is (acc, m, total): the sum of p @ v with p = exp2(score - m), the running maximum m, and the sum of p. Partials merge in
 split order whoever merges them, so the bits do not depend on which program arrives last.
+
+A float8_e4m3fn cache comes as int16, two elements a word. The 7 lower bits of an element, moved to the exponent and mantissa of
+a float16, are its value / 256, subnormals included, so that three integer operations convert two elements and no
+instruction of newer GPUs is needed. (NaN, which `store_kvcache` writes for NaN alone, would read as 480.) Even and odd elements of
+a head stay apart: q k is the sum of two products, and p v is two of them, interleaved in the end.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import triton.language as tl
 
 LOG2E = 1.4426950408889634
 _COUNTERS = 1 << 16
+INTERPRETED = triton.knobs.runtime.interpret
 
 
 @functools.cache
@@ -24,12 +30,23 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels can be launched before their predecessor has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def padded_count(count: int) -> int:
     """The next power of eight: few, since a kernel is compiled for each."""
     size = 1
     while size < count:
         size *= 8
     return size
+
+
+def as_words(cache: torch.Tensor) -> torch.Tensor:
+    """A float8 cache as int16, two elements a word; any other as it is."""
+    return cache.view(torch.int16) if cache.element_size() == 1 else cache
 
 
 # The arrival counters of a stream. They outlive a launch: each launch leaves them zero for the next.
@@ -63,6 +80,59 @@ def soft_cap_scores(scores, SOFT_CAP: tl.constexpr):
     return (SOFT_CAP * 1.4426950408889634) * (1 - 2 / (1 + tl.exp2(scores * (2 / SOFT_CAP))))
 
 
+if INTERPRETED:
+
+    @triton.jit
+    def fp8_pair(words):
+        bits = words.to(tl.uint16, bitcast=True)
+        low = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        high = (bits & 0x8000) | ((bits & 0x7F00) >> 1)
+        return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
+else:
+
+    @triton.jit
+    def fp8_pair(words):
+        """int16 words of two float8 -> (their low ones, their high ones) / 256 as float16; two words at a time."""
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            shl.b32 a, $2, 8;
+            and.b32 a, a, 0xff00ff00;
+            shr.b32 b, a, 1;
+            and.b32 b, b, 0x3f803f80;
+            lop3.b32 $0, a, 0x80008000, b, 0xea;
+            shr.b32 b, $2, 1;
+            and.b32 b, b, 0x3f803f80;
+            lop3.b32 $1, $2, 0x80008000, b, 0xea;
+            }""",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def fp8_queries(q):
+    """q [ROWS, DIM] -> (even elements, odd elements, factor [ROWS]) in what the products with `fp8_pair` take.
+
+    bfloat16 has a wider range than float16: each row is divided by a power of two of its largest element's size.
+    """
+    if q.dtype == tl.float32:
+        factor = tl.full([q.shape[0]], 1.0, tl.float32)
+        halves = q
+    else:
+        wide = q.to(tl.float32)
+        exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        # From 2^-126, so that its reciprocal exists, to 2^126, so that the same holds for its reciprocal.
+        exponent = tl.minimum(tl.maximum(exponent, 0x00800000), 0x7E800000)
+        factor = exponent.to(tl.float32, bitcast=True)
+        halves = (wide * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+    even, odd = tl.split(tl.reshape(halves, [q.shape[0], q.shape[1] // 2, 2]))
+    return even, odd, factor
+
+
 @triton.jit
 def attend(
     q,  # [ROWS, DIM_PAD]
@@ -81,16 +151,28 @@ def attend(
     HEAD_DIM: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     STAGES: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """q against the tokens [first_token, end_token) that lie in the tiles [first_tile, end_tile), each of which has one."""
+    """q against the tokens [first_token, end_token) that lie in the tiles [first_tile, end_tile), each of which has one.
+
+    Strides count elements of k_ptr, which for FP8 are words of two. Without tiles the result is (0, -inf, 0).
+    """
     ROWS: tl.constexpr = q.shape[0]
     DIM_PAD: tl.constexpr = q.shape[1]
+    WORDS: tl.constexpr = DIM_PAD // 2 if FP8 else DIM_PAD
+    WORDS_USED: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
     offs_t = tl.arange(0, TILE)
-    offs_d = tl.arange(0, DIM_PAD)
-    offsets = (offs_t * stride_slot)[:, None] + offs_d[None, :]
+    offs_w = tl.arange(0, WORDS)
+    offsets = (offs_t * stride_slot)[:, None] + offs_w[None, :]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    acc = tl.zeros([ROWS, WORDS], tl.float32)
+    if FP8:
+        q_even, q_odd, factor = fp8_queries(q)
+        acc_odd = tl.zeros([ROWS, WORDS], tl.float32)
+        scale = (factor * (scale * 256.0))[:, None]
+    elif q.dtype != k_ptr.dtype.element_ty:
+        q = q.to(tl.float32)
     # Read a tile ahead: the address of a tile's first load would otherwise wait for the table.
     block = tl.load(table_ptr + first_tile * TILE // BLOCK_SIZE)
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
@@ -103,17 +185,22 @@ def attend(
             block = tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) * TILE // BLOCK_SIZE)
         else:
             blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-            rows = (blocks * stride_block + tokens % BLOCK_SIZE * stride_slot)[:, None] + offs_d[None, :]
+            rows = (blocks * stride_block + tokens % BLOCK_SIZE * stride_slot)[:, None] + offs_w[None, :]
             k_tile = k_ptr + rows
             v_tile = v_ptr + rows
-        if DIM_PAD == HEAD_DIM:
+        if WORDS == WORDS_USED:
             mask = live[:, None]
         else:
-            mask = live[:, None] & (offs_d < HEAD_DIM)[None, :]
+            mask = live[:, None] & (offs_w < WORDS_USED)[None, :]
         # Dead slots may hold NaN, and 0 * NaN is NaN: they are not read.
-        k = tl.load(k_tile, mask=mask, other=0.0)
-        v = tl.load(v_tile, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        k = tl.load(k_tile, mask=mask, other=0)
+        v = tl.load(v_tile, mask=mask, other=0)
+        if FP8:
+            k_even, k_odd = fp8_pair(tl.trans(k))
+            scores = tl.dot(q_even, k_even.to(q_even.dtype), input_precision="ieee")
+            scores = tl.dot(q_odd, k_odd.to(q_odd.dtype), scores, input_precision="ieee") * scale
+        else:
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if SOFT_CAP > 0:
             scores = soft_cap_scores(scores, SOFT_CAP)
         scores = tl.where(live[None, :], scores, float("-inf"))
@@ -121,13 +208,23 @@ def attend(
         p = tl.exp2(scores - new_m[:, None])
         alpha = tl.exp2(m - new_m)
         total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        if FP8:
+            v_even, v_odd = fp8_pair(v)
+            p = p.to(q_even.dtype)
+            acc = tl.dot(p, v_even.to(p.dtype), acc * alpha[:, None], input_precision="ieee")
+            acc_odd = tl.dot(p, v_odd.to(p.dtype), acc_odd * alpha[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
         m = new_m
+    if FP8:
+        acc = tl.interleave(acc, acc_odd) * 256.0
     return acc, m, total
 
 
 @triton.jit
-def load_queries(q_ptr, stride_head, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def load_queries(
+    q_ptr, stride_head, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr
+):
     """The query heads of one KV head as the rows of a tile: [ROWS, DIM_PAD], zero beyond GROUP and HEAD_DIM."""
     rows = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, DIM_PAD)[None, :]
@@ -188,7 +285,9 @@ def merge_partials(
         new_m = tl.maximum(m, tl.max(part_m, 0))
         alpha = tl.exp2(m - new_m)
         weights = tl.exp2(part_m - new_m[None, :])
-        total = total * alpha + tl.sum(part_total * weights, 0)
-        acc = acc * alpha[:, None] + tl.sum(part_acc * weights[:, :, None], 0)
+        # Selected once more, or the compiler fuses a product with the addition of another lane's: each lane would round its own
+        # product less than the other's, and the copies of a sum that several lanes hold would not be equal.
+        total = total * alpha + tl.sum(tl.where(live, part_total * weights, 0.0), 0)
+        acc = acc * alpha[:, None] + tl.sum(tl.where(live[:, :, None], part_acc * weights[:, :, None], 0.0), 0)
         m = new_m
     return acc / total[:, None]

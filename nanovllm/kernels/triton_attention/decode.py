@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from nanovllm.kernels.triton_attention.common import LOG2E, arrival_counters, num_multiprocessors, padded_count
+from nanovllm.kernels.ops.checks import FP8, check_attention, check_attention_values, values_checked
+from nanovllm.kernels.triton_attention.common import (
+    LOG2E,
+    arrival_counters,
+    as_words,
+    has_dependent_launch,
+    num_multiprocessors,
+    padded_count,
+)
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
 
 
@@ -25,15 +33,30 @@ class DecodePlan:
     merge_registers: int
     """Registers a thread for the partial results that are merged at a time: few steps for many."""
 
+    def chunk(self, elements: int) -> int:
+        """Partial results of `elements` each that are merged at a time."""
+        return max(1, min(32, 32 * self.warps * self.merge_registers // elements))
+
 
 @functools.cache
 def plan_decode(
-    num_seqs: int, num_kv_heads: int, group: int, head_dim: int, itemsize: int, multiprocessors: int
+    num_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    cache_itemsize: int,
+    full_precision: bool,
+    multiprocessors: int,
 ) -> DecodePlan:
-    """Measured on an H200 with bf16 and head_dim 128; other sizes get tiles of as many bytes."""
+    """Measured on an H200 with bf16, fp8 and head_dim 128; other sizes get tiles of as many bytes.
+
+    Args:
+        cache_itemsize: bytes an element of the cache; tiles of float8 have twice the tokens of 16-bit ones where that pays.
+        full_precision: whether products are float32, which no tensor core computes.
+    """
     pairs = num_seqs * num_kv_heads
     dim_pad = triton.next_power_of_2(head_dim)
-    bytes_per_token = 2 * itemsize * dim_pad
+    bytes_per_token = 4 * dim_pad  # of a 16-bit cache
     small_tile = max(16, min(32, 16384 // bytes_per_token))
     large_tile = max(16, min(64, 32768 // bytes_per_token))
     warps = 2 if group <= 16 else 4 if group <= 32 else 8
@@ -41,14 +64,17 @@ def plan_decode(
     def pieces(programs_per_multiprocessor: int) -> int:
         return max(1, programs_per_multiprocessor * multiprocessors // num_kv_heads)
 
-    if itemsize == 4:  # no tensor cores: small tiles and many threads, or registers spill
-        return DecodePlan(pieces(2), 16, 4 if group <= 16 else 8, stages=3, merge_registers=16)
+    if full_precision:  # small tiles and many threads, or registers spill
+        warps = 4 if group <= 16 and dim_pad <= 128 and cache_itemsize != 2 else 8
+        return DecodePlan(pieces(2), 16, warps, stages=3 if dim_pad <= 128 else 2, merge_registers=16)
     if pairs >= 6 * multiprocessors:
         # Enough sequences to fill several waves: large tiles, since few streams at a time suit DRAM, and cut only what is
         # far longer than the average.
         return DecodePlan(pieces(3), large_tile, warps, stages=3, merge_registers=32)
     if pairs >= 2 * multiprocessors:
         # About one wave: all programs resident at once.
+        if cache_itemsize == 1:
+            return DecodePlan(pieces(3), large_tile, warps, stages=4, merge_registers=32)
         return DecodePlan(pieces(3), small_tile, 2 * warps, stages=4, merge_registers=32)
     # Latency counts: every sequence is cut, into two pieces a multiprocessor in all, or into single tiles.
     return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32)
@@ -62,54 +88,72 @@ def attention_decode(
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     *,
-    soft_cap: float = 0.0,
-    window: int = 0,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """One query token a sequence against its cached tokens: see `ops.attention.attention_decode`.
 
     Args:
-        soft_cap: if not 0, scores become soft_cap * tanh(scores / soft_cap).
-        window: if not 0, only the last `window` tokens are attended to, the query's own included.
         plan: instead of the one that `plan_decode` picks.
 
     Safe under CUDA graph capture; a replay may change context_lens (within max_context_len) and block_table. The same
     inputs give the same bits every time; a sequence's bits do depend on the lengths beside it.
     """
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    if values_checked(q.device):
+        check_attention_values(k_cache, block_table, context_lens, max_context_len)
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1 and q.stride(2) == 1
-    assert block_table.stride(1) == 1 and context_lens.is_contiguous()
-    max_tokens = min(max_context_len, window) if window else max_context_len
+    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if not num_seqs:
+        return out
+    q = q if q.stride(2) == 1 else q.contiguous()
+    fp8 = k_cache.dtype == FP8
     if plan is None:
+        full_precision = q.dtype == torch.float32 or not (fp8 or k_cache.dtype == q.dtype)
         plan = plan_decode(
-            num_seqs, num_kv_heads, group, head_dim, k_cache.element_size(), num_multiprocessors(q.device)
+            num_seqs,
+            num_kv_heads,
+            group,
+            head_dim,
+            k_cache.element_size(),
+            full_precision,
+            num_multiprocessors(q.device),
         )
     dim_pad = triton.next_power_of_2(head_dim)
     group_pad = triton.next_power_of_2(group)
+    max_tokens = max(1, min(max_context_len, block_table.shape[1] * block_size))
     # A window that starts inside a tile reaches into one tile more.
-    most_tiles = triton.cdiv(max_tokens, plan.tile) + (1 if window else 0)
+    most_tiles = (
+        triton.cdiv(max_tokens, plan.tile) if window is None else triton.cdiv(min(max_tokens, window), plan.tile) + 1
+    )
     pieces = min(num_seqs - 1 + plan.pieces, num_seqs * most_tiles)
     slots = pieces * num_kv_heads
-    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    k_words, v_words = as_words(k_cache), as_words(v_cache)
+    dependent = has_dependent_launch(q.device)
     decode_kernel[num_kv_heads, pieces](
         out,
         q,
-        k_cache,
-        v_cache,
+        k_words,
+        v_words,
         block_table,
         context_lens,
+        out if k_scale is None else k_scale,
+        out if v_scale is None else v_scale,
         torch.empty((slots, group, head_dim), dtype=torch.float32, device=q.device),
         torch.empty((slots, 2, group), dtype=torch.float32, device=q.device),
         arrival_counters(q.device, num_seqs * num_kv_heads),
         num_seqs,
         q.stride(0),
         q.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
+        k_words.stride(0),
+        k_words.stride(1),
+        k_words.stride(2),
         block_table.stride(0),
         scale * LOG2E,
         PIECES=plan.pieces,
@@ -121,11 +165,16 @@ def attention_decode(
         DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
-        CHUNK=max(1, min(32, 32 * plan.warps * plan.merge_registers // (group_pad * dim_pad))),
-        SOFT_CAP=soft_cap,
-        WINDOW=window,
+        CHUNK=plan.chunk(group_pad * dim_pad),
+        SOFT_CAP=soft_cap or 0.0,
+        WINDOW=window or 0,
         STAGES=plan.stages,
+        FP8=fp8,
+        K_SCALES=0 if k_scale is None else 1 if len(k_scale) == 1 else 2,
+        V_SCALES=0 if v_scale is None else 1 if len(v_scale) == 1 else 2,
+        DEPENDENT=dependent,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        launch_pdl=dependent,
     )
     return out

@@ -13,19 +13,22 @@ from nanovllm.kernels.triton_attention.common import attend, load_queries, merge
 
 
 @triton.jit
-def find_piece(piece, lens_ptr, num_seqs, PIECES: tl.constexpr, SEQS_PAD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+def find_piece(
+    piece, lens_ptr, num_seqs, PIECES: tl.constexpr, SEQS_PAD: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr
+):
     """-> (seq, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
 
     No piece has more than `share` tiles, total / PIECES rounded up, so there are fewer than num_seqs + PIECES of them.
     The pieces of the sequences that are cut come first, since they are the largest.
     """
     if SEQS_PAD == 1:
-        share = tl.cdiv(num_tiles(tl.load(lens_ptr), TILE, WINDOW), PIECES)
+        share = tl.cdiv(planned_tiles(tl.load(lens_ptr), TILE, WINDOW), PIECES)
         seq = 0
         first_piece = 0
     else:
         offs = tl.arange(0, SEQS_PAD)
-        tiles = num_tiles(tl.load(lens_ptr + offs, mask=offs < num_seqs, other=0), TILE, WINDOW)
+        tiles = planned_tiles(tl.load(lens_ptr + offs, mask=offs < num_seqs, other=0), TILE, WINDOW)
+        tiles = tl.where(offs < num_seqs, tiles, 0)
         share = tl.cdiv(tl.sum(tiles, 0), PIECES)
         pieces = tl.cdiv(tiles, share)
         cut = tl.where(pieces > 1, pieces, 0)
@@ -41,10 +44,16 @@ def find_piece(piece, lens_ptr, num_seqs, PIECES: tl.constexpr, SEQS_PAD: tl.con
 @triton.jit
 def num_tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """Tiles that hold a token to attend to."""
-    tiles = tl.cdiv(length, TILE)
+    tiles = tl.cdiv(tl.maximum(length, 0), TILE)
     if WINDOW > 0:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
     return tiles
+
+
+@triton.jit
+def planned_tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """At least one, so that some program writes the zeros of a sequence without tokens."""
+    return tl.maximum(num_tiles(length, TILE, WINDOW), 1)
 
 
 # What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
@@ -56,6 +65,8 @@ def decode_kernel(
     v_ptr,
     table_ptr,
     lens_ptr,
+    k_scale_ptr,  # [1] or [num_kv_heads] float32; anything where there is none
+    v_scale_ptr,
     acc_ptr,  # [pieces, num_kv_heads, GROUP, HEAD_DIM] float32
     ml_ptr,  # [pieces, num_kv_heads, 2, GROUP] float32
     counters_ptr,  # [num_seqs, num_kv_heads] int32, zero before and after
@@ -80,8 +91,14 @@ def decode_kernel(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
+    FP8: tl.constexpr,
+    K_SCALES: tl.constexpr,  # 0: no scale, 1: one, 2: one a head
+    V_SCALES: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # the launch overlaps the end of the kernel before it
 ):
     """Grid [num_kv_heads, pieces]: the heads of a piece, whose keys lie side by side, run at the same time."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
     piece = tl.program_id(1)
@@ -92,9 +109,13 @@ def decode_kernel(
         if WINDOW > 0:
             first_token = tl.maximum(length - WINDOW, 0)
         tiles = num_tiles(length, TILE, WINDOW)
-        pieces = tl.cdiv(tiles, share)
+        pieces = tl.cdiv(tl.maximum(tiles, 1), share)
         index = piece - first_piece
         if index < pieces:
+            if K_SCALES == 1:
+                scale *= tl.load(k_scale_ptr)
+            elif K_SCALES == 2:
+                scale *= tl.load(k_scale_ptr + head)
             first_tile = first_token // TILE
             row = tl.cast(seq, tl.int64)
             q_ptr += row * q_stride_seq + head * GROUP * q_stride_head
@@ -115,10 +136,17 @@ def decode_kernel(
                 HEAD_DIM,
                 SOFT_CAP,
                 STAGES,
+                FP8,
             )
+            if V_SCALES == 1:
+                acc *= tl.load(v_scale_ptr)
+            elif V_SCALES == 2:
+                acc *= tl.load(v_scale_ptr + head)
             out_ptr += (row * num_heads + head) * GROUP * HEAD_DIM
             if pieces == 1:
-                store_rows(out_ptr, acc / total[:, None], HEAD_DIM, GROUP, HEAD_DIM)
+                # A sequence without tokens gets zeros.
+                acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+                store_rows(out_ptr, acc, HEAD_DIM, GROUP, HEAD_DIM)
             else:
                 store_partial(acc_ptr, ml_ptr, piece * num_heads + head, acc, m, total, GROUP, HEAD_DIM)
                 # Every thread's stores come before the arrival, which one thread makes.

@@ -1,25 +1,45 @@
-"""Prefill attention over the paged KV cache: runs of query tokens, each causal over its own sequence."""
+"""Prefill attention over the paged KV cache: the wrapper, and the choice of kernel and tile sizes."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
-from nanovllm.kernels.triton_attention.common import LOG2E, soft_cap_scores
+from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
+from nanovllm.kernels.triton_attention.common import LOG2E, arrival_counters, num_multiprocessors
+from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
+    """For the kernel that runs anywhere."""
+
     rows: int
     """Query rows of a program: tokens times the query heads of one KV head."""
     tile: int
     """KV tokens a step."""
     warps: int
     stages: int
+
+
+@dataclass(frozen=True)
+class HopperPlan:
+    """For the kernel of Hopper GPUs."""
+
+    pack: int
+    """Query heads of one KV head that share a tile: a power of two that divides their number."""
+    tile: int
+    """KV tokens a step."""
+    stages: int
+    """Tiles of keys, and of values, in shared memory."""
+    pin: bool = True
+    """Keep the softmax of one tile between the products of its neighbours."""
+    programs: int = 0
+    """0: as many as there are multiprocessors."""
 
 
 @functools.cache
@@ -35,173 +55,22 @@ def plan_prefill(group: int, head_dim: int, itemsize: int, max_query_len: int) -
     return PrefillPlan(rows=128, tile=128, warps=8, stages=2)
 
 
-@triton.jit
-def attend_causal(
-    acc,
-    m,
-    total,
-    q,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    positions,  # [ROWS]: of the query tokens
-    first_tile,
-    end_tile,
-    end_token,
-    stride_block,
-    stride_slot,
-    scale,
-    MASKED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Advance (acc, m, total) over the tiles [first_tile, end_tile); without MASKED, every query sees all of their tokens."""
-    DIM_PAD: tl.constexpr = q.shape[1]
-    offs_t = tl.arange(0, TILE)
-    offs_d = tl.arange(0, DIM_PAD)
-    offsets = (offs_t * stride_slot)[:, None] + offs_d[None, :]
-    # Read a tile ahead: the address of a tile's first load would otherwise wait for the table.
-    block = tl.load(table_ptr + first_tile * TILE // BLOCK_SIZE, mask=first_tile < end_tile, other=0)
-    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
-        tokens = tile * TILE + offs_t
-        live = tokens < end_token
-        if TILE <= BLOCK_SIZE:
-            base = block.to(tl.int64) * stride_block + (tile * TILE % BLOCK_SIZE) * stride_slot
-            k_tile = (k_ptr + base) + offsets
-            v_tile = (v_ptr + base) + offsets
-            block = tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) * TILE // BLOCK_SIZE)
-        else:
-            blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-            rows = (blocks * stride_block + tokens % BLOCK_SIZE * stride_slot)[:, None] + offs_d[None, :]
-            k_tile = k_ptr + rows
-            v_tile = v_ptr + rows
-        # Dead slots may hold NaN, and 0 * NaN is NaN: they are not read.
-        if MASKED:
-            mask = live[:, None] & (offs_d < HEAD_DIM)[None, :]
-            k = tl.load(k_tile, mask=mask, other=0.0)
-            v = tl.load(v_tile, mask=mask, other=0.0)
-        elif DIM_PAD == HEAD_DIM:
-            k = tl.load(k_tile)
-            v = tl.load(v_tile)
-        else:
-            k = tl.load(k_tile, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(v_tile, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if SOFT_CAP > 0:
-            scores = soft_cap_scores(scores * scale, SOFT_CAP)
-        if MASKED:
-            seen = tokens[None, :] <= positions[:, None]
-            if WINDOW > 0:
-                seen &= tokens[None, :] > positions[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
-        # The scale is folded into the exponent, one fused multiply-add an element; m holds scaled values.
-        if SOFT_CAP > 0:
-            new_m = tl.maximum(m, tl.max(scores, 1))
-        else:
-            new_m = tl.maximum(m, tl.max(scores, 1) * scale)
-        if MASKED and WINDOW > 0:
-            # A row may see nothing of a tile that others see, and nothing before it either.
-            shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-        else:
-            shift = new_m
-        if SOFT_CAP > 0:
-            p = tl.exp2(scores - shift[:, None])
-        else:
-            p = tl.exp2(scores * scale - shift[:, None])
-        alpha = tl.exp2(m - shift)
-        total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        m = new_m
-    return acc, m, total
+@functools.cache
+def plan_hopper(group: int, head_dim: int, block_size: int) -> HopperPlan | None:
+    """Measured on an H200 with bf16 and head_dim 128; None: a shape that the kernel does not take."""
+    if head_dim > 256 or block_size < 8 or block_size & (block_size - 1):
+        return None
+    pack = min(group & -group, 64)  # the largest power of two that divides it
+    if head_dim > 128:
+        return HopperPlan(pack, tile=64, stages=2)
+    return HopperPlan(pack, tile=128, stages=2 if head_dim > 64 else 4)
 
 
-@triton.jit
-def prefill_kernel(
-    out_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    starts_ptr,
-    lens_ptr,
-    num_seqs,
-    q_stride_token,
-    q_stride_head,
-    stride_block,
-    stride_slot,
-    stride_head,
-    table_stride,
-    scale,
-    SEQS_PAD: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Grid [num_kv_heads, num_tokens // TOKENS + num_seqs]: program (h, i) has up to TOKENS query tokens of one sequence.
-
-    Row r of its tile is the token r // GROUP under query head r % GROUP of KV head h. Sequence s owns the programs from
-    starts[s] // TOKENS + s on, at least as many as it needs; its last tokens, which see the most, come first.
-    """
-    TOKENS: tl.constexpr = ROWS // GROUP
-    head = tl.program_id(0)
-    program = tl.program_id(1)
-    if SEQS_PAD == 1:
-        seq = 0
-    else:
-        offs = tl.arange(0, SEQS_PAD)
-        firsts = tl.load(starts_ptr + offs, mask=offs < num_seqs, other=2**30) // TOKENS + offs
-        seq = tl.sum((firsts <= program).to(tl.int32), 0) - 1
-    start = tl.load(starts_ptr + seq)
-    count = tl.load(starts_ptr + seq + 1) - start
-    first_token = (tl.cdiv(count, TOKENS) - 1 - (program - start // TOKENS - seq)) * TOKENS
-    if first_token >= 0:
-        length = tl.load(lens_ptr + seq)
-        num_tokens = tl.minimum(TOKENS, count - first_token)
-        row = tl.arange(0, ROWS)
-        dims = tl.arange(0, DIM_PAD)
-        live = (row < num_tokens * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-        token = row // GROUP
-        begin = (start + first_token).to(tl.int64)
-        q_ptr += begin * q_stride_token + head * GROUP * q_stride_head
-        q = tl.load(q_ptr + (token * q_stride_token + row % GROUP * q_stride_head)[:, None] + dims[None, :], mask=live, other=0.0)
-        first_position = length - count + first_token
-        # Rows beyond the run repeat the last token's position, so that every row sees something.
-        positions = first_position + tl.minimum(token, num_tokens - 1)
-        end_token = first_position + num_tokens
-        end_tile = tl.cdiv(end_token, TILE)
-        k_ptr += head * stride_head
-        v_ptr += head * stride_head
-        table_ptr += tl.cast(seq, tl.int64) * table_stride
-        m = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
-        first_masked = 0
-        if WINDOW > 0:
-            first_masked = tl.maximum(first_position - WINDOW + 1, 0) // TILE
-        else:
-            first_masked = (first_position + 1) // TILE
-            acc, m, total = attend_causal(
-                acc, m, total, q, k_ptr, v_ptr, table_ptr, positions, 0, first_masked, end_token, stride_block, stride_slot, scale,
-                False, BLOCK_SIZE, TILE, HEAD_DIM, SOFT_CAP, WINDOW, STAGES,
-            )  # fmt: skip
-        acc, m, total = attend_causal(
-            acc, m, total, q, k_ptr, v_ptr, table_ptr, positions, first_masked, end_tile, end_token, stride_block, stride_slot, scale,
-            True, BLOCK_SIZE, TILE, HEAD_DIM, SOFT_CAP, WINDOW, STAGES,
-        )  # fmt: skip
-        out_ptr += (begin * tl.num_programs(0) + head) * GROUP * HEAD_DIM
-        offsets = (token * tl.num_programs(0) * GROUP + row % GROUP) * HEAD_DIM
-        o = acc / total[:, None]
-        tl.store(out_ptr + offsets[:, None] + dims[None, :], o.to(out_ptr.dtype.element_ty), mask=live)
+@functools.cache
+def has_hopper_kernel(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def attention_prefill(
@@ -213,32 +82,131 @@ def attention_prefill(
     context_lens: torch.Tensor,
     max_query_len: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     *,
-    soft_cap: float = 0.0,
-    window: int = 0,
-    plan: PrefillPlan | None = None,
+    plan: PrefillPlan | HopperPlan | None = None,
 ) -> torch.Tensor:
     """Runs of query tokens, each causal over its own sequence: see `ops.attention.attention_prefill`.
 
     Args:
-        cu_seqlens_q: [num_seqs + 1] int32, on the device: where each sequence's run starts in q, and the end of the last.
-        context_lens: [num_seqs] int32, on the device: tokens of each sequence up to its last query.
-        max_query_len: the longest run; tile sizes follow from it.
-        soft_cap: if not 0, scores become soft_cap * tanh(scores / soft_cap).
-        window: if not 0, a query sees only the last `window` tokens up to its own.
-        plan: instead of the one that `plan_prefill` picks.
+        plan: instead of the one that `plan_prefill` or `plan_hopper` picks. A `HopperPlan` needs a Hopper GPU, queries and
+            cache of the same 16-bit dtype, blocks of a power of two of at least 8 tokens, strides of whole 16 bytes, and
+            no scales.
+
+    Returns:
+        [num_tokens, num_heads, head_dim], the dtype of q. The same inputs give the same bits, and so does a sequence
+        whatever is beside it.
     """
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    if (
+        cu_seqlens_q.dtype != torch.int32
+        or cu_seqlens_q.shape != (len(context_lens) + 1,)
+        or not cu_seqlens_q.is_contiguous()
+    ):
+        raise ValueError(
+            f"cu_seqlens_q: expected contiguous int32 [{len(context_lens) + 1}], got {cu_seqlens_q.dtype} "
+            f"{list(cu_seqlens_q.shape)}"
+        )
+    if values_checked(q.device):
+        check_attention_values(k_cache, block_table, context_lens, query_lens=cu_seqlens_q.diff())
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0 or len(context_lens) == 0:
+        return out
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    group = num_heads // k_cache.shape[2]
+    if plan is None and k_scale is None and v_scale is None and _suits_hopper(q, k_cache, v_cache):
+        # Few query rows do not fill the tiles of that kernel, and one consumer would idle.
+        if max_query_len * (group & -group) > 32:
+            plan = plan_hopper(group, head_dim, k_cache.shape[1])
+    if plan is None:
+        plan = plan_prefill(group, head_dim, q.element_size(), max_query_len)
+    launch = _launch_hopper if isinstance(plan, HopperPlan) else _launch_anywhere
+    scales = () if isinstance(plan, HopperPlan) else (k_scale, v_scale)
+    launch(plan, out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window, soft_cap, *scales)
+    return out
+
+
+def _suits_hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether the copy engine can read these: 16-byte steps, and the cache as rows of slots."""
+    if not has_hopper_kernel(q.device) or q.dtype not in (torch.float16, torch.bfloat16) or k_cache.dtype != q.dtype:
+        return False
+    if k_cache.stride(0) != k_cache.shape[1] * k_cache.stride(1):
+        return False
+    steps = (*q.stride()[:2], *k_cache.stride()[1:3])
+    return all(s % 8 == 0 for s in steps) and all(t.data_ptr() % 16 == 0 for t in (q, k_cache, v_cache))
+
+
+def _launch_hopper(
+    plan, out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window, soft_cap
+) -> None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from nanovllm.kernels.triton_attention.prefill_hopper import prefill_hopper_kernel
+
+    num_tokens, num_heads, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    dim_pad = max(64, triton.next_power_of_2(head_dim))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    slots = [num_blocks * block_size, num_kv_heads, head_dim]
+    queries = TensorDescriptor(q, list(q.shape), list(q.stride()), [64 // plan.pack, plan.pack, dim_pad], layout)
+    keys, values = (
+        TensorDescriptor(c, slots, list(c.stride()[1:]), [min(block_size, plan.tile), 1, 64], layout)
+        for c in (k_cache, v_cache)
+    )
+    # Sequence s may need a tile more than its share of the tokens.
+    items_per_head = num_tokens // (128 // plan.pack) + len(context_lens)
+    num_items = items_per_head * (num_heads // plan.pack)
+    programs = min(num_items, plan.programs or num_multiprocessors(q.device))
+    prefill_hopper_kernel[(programs,)](
+        out,
+        queries,
+        keys,
+        values,
+        block_table,
+        cu_seqlens_q,
+        context_lens,
+        arrival_counters(q.device, 2),
+        len(context_lens),
+        block_table.stride(0),
+        items_per_head,
+        num_items,
+        scale * LOG2E,
+        HEADS=num_heads,
+        PACK=plan.pack,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        DIM_PAD=dim_pad,
+        BLOCK_SIZE=block_size,
+        TILE=plan.tile,
+        STAGES=plan.stages,
+        SOFT_CAP=soft_cap or 0.0,
+        WINDOW=window or 0,
+        PIN=plan.pin,
+        # 12 warps share 65536 registers: 168 a thread, moved to where they are needed.
+        CONSUMER_REGISTERS=232,
+        PRODUCER_REGISTERS=40,
+        num_warps=4,
+        maxnreg=168,
+    )
+
+
+def _launch_anywhere(
+    plan, out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window, soft_cap, k_scale, v_scale
+) -> None:
     num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    num_seqs = context_lens.shape[0]
-    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1 and q.stride(2) == 1
-    assert block_table.stride(1) == 1 and context_lens.is_contiguous() and cu_seqlens_q.is_contiguous()
-    if plan is None:
-        plan = plan_prefill(group, head_dim, q.element_size(), max_query_len)
     rows = max(plan.rows, triton.next_power_of_2(group))
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    prefill_kernel[num_kv_heads, num_tokens // (rows // group) + num_seqs](
+    fp8 = k_cache.element_size() == 1
+    if fp8:
+        k_cache, v_cache = k_cache.view(torch.int8), v_cache.view(torch.int8)
+    prefill_kernel[num_kv_heads, num_tokens // (rows // group) + len(context_lens)](
         out,
         q,
         k_cache,
@@ -246,7 +214,9 @@ def attention_prefill(
         block_table,
         cu_seqlens_q,
         context_lens,
-        num_seqs,
+        k_scale,
+        v_scale,
+        len(context_lens),
         q.stride(0),
         q.stride(1),
         k_cache.stride(0),
@@ -254,17 +224,24 @@ def attention_prefill(
         k_cache.stride(2),
         block_table.stride(0),
         scale * LOG2E,
-        SEQS_PAD=triton.next_power_of_2(num_seqs),
+        SEQS_PAD=triton.next_power_of_2(len(context_lens)),
         GROUP=group,
         ROWS=rows,
         HEAD_DIM=head_dim,
         DIM_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
-        SOFT_CAP=soft_cap,
-        WINDOW=window,
+        SOFT_CAP=soft_cap or 0.0,
+        WINDOW=window or 0,
+        FP8=fp8,
+        K_SCALES=_count(k_scale),
+        V_SCALES=_count(v_scale),
         STAGES=plan.stages,
         num_warps=plan.warps,
         num_stages=plan.stages,
     )
-    return out
+
+
+def _count(scale: torch.Tensor | None) -> int:
+    """0: none, 1: one for all heads, 2: one a head."""
+    return 0 if scale is None else 1 if len(scale) == 1 else 2

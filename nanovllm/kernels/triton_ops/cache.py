@@ -4,22 +4,58 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
 from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import to_dtype
 
 
 @triton.jit
+def to_fp8(x):
+    """float32 -> the bits of the nearest float8_e4m3fn, ties to even, as uint8; beyond +-448 the largest one, NaN stays NaN.
+
+    In integer operations, so that GPUs without a conversion instruction run it too.
+    """
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    # 20 bits of the mantissa go; the exponent's bias falls from 127 to 7.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    # Below 2^-6 a step is 2^-9: adding 2^23 leaves the number of steps, rounded, in the lowest bits.
+    tiny = (magnitude * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(magnitude < 0.015625, tiny, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def store_quantised(target, x, scale_ptr, head, mask, SCALES: tl.constexpr, FP8: tl.constexpr):
+    """Store x / scale into a cache. SCALES: 0 none, 1 one, 2 one a head.
+
+    `head`, the heads of x's elements, broadcasts to x and is within bounds also where `mask` is False. For FP8 `target` points to the bytes of a float8_e4m3fn cache.
+    """
+    if SCALES == 1:
+        x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(tl.load(scale_ptr), x.shape))
+    elif SCALES == 2:
+        x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(tl.load(scale_ptr + head), x.shape))
+    if FP8:
+        tl.store(target, to_fp8(x.to(tl.float32)), mask)
+    else:
+        tl.store(target, to_dtype(x, target.dtype.element_ty), mask)
+
+
+@triton.jit
 def _store_kvcache_kernel(
-    k, v, k_cache, v_cache, slot_mapping, k_stride, v_stride, k_slot_stride, v_slot_stride, size, BLOCK: tl.constexpr
-):
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_stride, v_stride, k_slot_stride, v_slot_stride, size, head_dim,
+    BLOCK: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < size
     slot = tl.load(slot_mapping + token).to(tl.int64)
     keys = tl.load(k + token * k_stride + col, mask)
     values = tl.load(v + token * v_stride + col, mask)
-    tl.store(k_cache + slot * k_slot_stride + col, to_dtype(keys, k_cache.dtype.element_ty), mask)
-    tl.store(v_cache + slot * v_slot_stride + col, to_dtype(values, v_cache.dtype.element_ty), mask)
+    head = tl.minimum(col, size - 1) // head_dim
+    store_quantised(k_cache + slot * k_slot_stride + col, keys, k_scale, head, mask, K_SCALES, FP8)
+    store_quantised(v_cache + slot * v_slot_stride + col, values, v_scale, head, mask, V_SCALES, FP8)
 
 
 def _token_rows(x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +71,11 @@ def slot_stride(cache: torch.Tensor, name: str) -> int:
     """
     _, block_size, num_kv_heads, head_dim = cache.shape
     block, slot, head, element = cache.stride()
-    if (head, element) != (head_dim, 1) or slot < num_kv_heads * head_dim or (cache.shape[0] > 1 and block != slot * block_size):
+    if (
+        (head, element) != (head_dim, 1)
+        or slot < num_kv_heads * head_dim
+        or (cache.shape[0] > 1 and block != slot * block_size)
+    ):
         raise ValueError(
             f"{name}: expected strides (block_size * s, s, head_dim, 1) with s >= num_kv_heads * head_dim, "
             f"not {tuple(cache.stride())} for shape {tuple(cache.shape)}"
@@ -43,10 +83,29 @@ def slot_stride(cache: torch.Tensor, name: str) -> int:
     return slot
 
 
+def as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """A float8 cache as uint8; any other as it is."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
+
+
+def num_scales(scale: torch.Tensor | None) -> int:
+    """The constant SCALES of `store_quantised`."""
+    return 0 if scale is None else 1 if len(scale) == 1 else 2
+
+
 def store_kvcache(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """The op `store_kvcache`. k and v may have any stride between tokens; other non-contiguous ones are copied."""
+    check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    if values_checked(k.device):
+        check_slots(slot_mapping, k_cache)
     num_tokens, num_kv_heads, head_dim = k.shape
     if not num_tokens:
         return
@@ -54,8 +113,10 @@ def store_kvcache(
     size = num_kv_heads * head_dim
     block = next_power_of_2(size)
     _store_kvcache_kernel[(num_tokens,)](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
-        slot_stride(k_cache, "k_cache"), slot_stride(v_cache, "v_cache"), size, block, num_warps=warps_for(block),
+        k, v, as_bytes(k_cache), as_bytes(v_cache), slot_mapping.contiguous(), k if k_scale is None else k_scale,
+        v if v_scale is None else v_scale, k.stride(0), v.stride(0), slot_stride(k_cache, "k_cache"),
+        slot_stride(v_cache, "v_cache"), size, head_dim, block, num_scales(k_scale), num_scales(v_scale),
+        k_cache.dtype == FP8, num_warps=warps_for(block),
     )  # fmt: skip
 
 

@@ -1,0 +1,267 @@
+"""Attention by FlashAttention 2, 3 or 4, whichever is installed and runs on the GPU.
+
+Packages, and where they are preferred: FlashAttention 3 (`flash_attn_interface`, or the copy in vLLM) on Hopper;
+FlashAttention 4 (`flash_attn.cute`) on datacentre Blackwell; FlashAttention 2 (`flash_attn`, or vLLM's copy) elsewhere. They read
+the lengths on the device, so a CUDA graph replays with other lengths and block tables. https://github.com/Dao-AILab/flash-attention
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from nanovllm.kernels.external.packages import folder, refuse_common
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to have FlashAttention."""
+
+    name: str
+    package: str
+    """Its key in `_CALLS`."""
+    capabilities: tuple[int, ...]
+    """Major compute capabilities that it runs on."""
+    block_multiple: int
+    """The block size must be a multiple of this."""
+    max_head_dim: int = 256
+
+
+# In the order in which they are tried.
+VARIANTS = (
+    Variant("FlashAttention 3 (flash_attn_interface)", "flash_attn_interface", (9,), 1),
+    Variant("FlashAttention 3 (vLLM)", "vllm3", (9,), 16),
+    Variant("FlashAttention 4 (flash_attn.cute)", "flash_attn.cute", (10, 11), 128, max_head_dim=128),
+    Variant("FlashAttention 2 (flash_attn)", "flash_attn", (8, 9, 10, 11, 12), 256),
+    Variant("FlashAttention 2 (vLLM)", "vllm2", (8, 9, 10, 11, 12), 16),
+)
+
+
+@cache
+def installed() -> tuple[str, ...]:
+    """Packages of `VARIANTS` that are installed, found without importing any."""
+    found = []
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        found.append("flash_attn_interface")
+    flash_attn, vllm = folder("flash_attn"), folder("vllm")
+    if flash_attn is not None:
+        if (flash_attn / "cute" / "interface.py").exists():
+            found.append("flash_attn.cute")
+        # Version 4 alone installs a folder `flash_attn` too; the extension tells version 2.
+        if importlib.util.find_spec("flash_attn_2_cuda") is not None:
+            found.append("flash_attn")
+    if vllm is not None:
+        for number in (2, 3):
+            if any((vllm / "vllm_flash_attn").glob(f"_vllm_fa{number}_C*.so")):
+                found.append(f"vllm{number}")
+    return tuple(found)
+
+
+@cache
+def variant(device: torch.device) -> Variant | None:
+    """The variant that runs on a device, or None."""
+    if device.type != "cuda":
+        return None
+    major = torch.cuda.get_device_capability(device)[0]
+    return next((v for v in VARIANTS if v.package in installed() and major in v.capabilities), None)
+
+
+def support(device: torch.device) -> str | None:
+    """Why no FlashAttention can run on a device, or None."""
+    if not installed():
+        return "FlashAttention is not installed; pip install flash-attn (or vllm, which brings a copy)"
+    if device.type != "cuda":
+        return f"FlashAttention needs a CUDA device, this is {device}"
+    if variant(device) is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        names = "; ".join(
+            f"{v.name} runs on compute capability {', '.join(f'{c}.x' for c in v.capabilities)}"
+            for v in VARIANTS
+            if v.package in installed()
+        )
+        return f"this GPU has compute capability {major}.{minor}: {names}"
+    return None
+
+
+def accepts_decode(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    context_lens,
+    max_context_len,
+    scale,
+    window=None,
+    soft_cap=None,
+    k_scale=None,
+    v_scale=None,
+) -> str | None:
+    """Why FlashAttention cannot take these arguments of `attention_decode`, or None."""
+    return _refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale)
+
+
+def accepts_prefill(
+    q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, scale, window=None, soft_cap=None, k_scale=None,
+    v_scale=None,
+) -> str | None:  # fmt: skip
+    """Why FlashAttention cannot take these arguments of `attention_prefill`, or None."""
+    return _refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale)
+
+
+def _refuse(chosen: Variant | None, q, k_cache, block_table, k_scale, v_scale) -> str | None:
+    if chosen is None:
+        return support(q.device)
+    reason = refuse_common(chosen.name, q, k_cache, block_table, k_scale, v_scale)
+    if reason is not None:
+        return reason
+    head_dim, block_size = q.shape[2], k_cache.shape[1]
+    if head_dim > chosen.max_head_dim or head_dim % 8:
+        return (
+            f"{chosen.name} takes a head_dim of at most {chosen.max_head_dim} that is a multiple of 8, got {head_dim}"
+        )
+    if block_size % chosen.block_multiple:
+        return f"{chosen.name} needs a block size that is a multiple of {chosen.block_multiple}, got {block_size}"
+    return None
+
+
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses."""
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    return _attend(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        starts,
+        context_lens,
+        1,
+        max_context_len,
+        scale,
+        window,
+        soft_cap,
+        k_scale,
+        v_scale,
+    )
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses."""
+    longest = block_table.shape[1] * k_cache.shape[1]  # a bound that the host knows
+    return _attend(
+        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, longest, scale, window, soft_cap, k_scale,
+        v_scale,
+    )  # fmt: skip
+
+
+def _attend(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    starts,
+    lens,
+    max_query_len,
+    max_context_len,
+    scale,
+    window,
+    soft_cap,
+    k_scale,
+    v_scale,
+) -> torch.Tensor:
+    chosen = variant(q.device)
+    reason = _refuse(chosen, q, k_cache, block_table, k_scale, v_scale)
+    if reason is not None:
+        raise ValueError(reason)
+    if q.shape[0] == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # A query at the end of a run sees itself and `window - 1` tokens to its left.
+    sides = (-1, -1) if window is None else (window - 1, 0)
+    return _CALLS[chosen.package](
+        q, k_cache, v_cache, block_table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap or 0.0
+    )
+
+
+def _call_flash_attn_3(q, k, v, table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap):
+    return _function("flash_attn_interface", "flash_attn_with_kvcache")(
+        q, k, v, cache_seqlens=lens, page_table=table, cu_seqlens_q=starts, max_seqlen_q=max_query_len, softmax_scale=scale,
+        causal=True, window_size=sides, softcap=soft_cap,
+    )  # fmt: skip
+
+
+def _call_vllm(number: int) -> Callable[..., torch.Tensor]:
+    def call(q, k, v, table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap):
+        return _function("vllm.vllm_flash_attn.flash_attn_interface", "flash_attn_varlen_func")(
+            q, k, v, max_query_len, starts, max_context_len, seqused_k=lens, softmax_scale=scale, causal=True,
+            window_size=list(sides), softcap=soft_cap, block_table=table, fa_version=number,
+        )  # fmt: skip
+
+    return call
+
+
+def _call_flash_attn_4(q, k, v, table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap):
+    left, right = (None if s < 0 else s for s in sides)
+    result = _function("flash_attn.cute", "flash_attn_varlen_func")(
+        q, k, v, cu_seqlens_q=starts, seqused_k=lens, max_seqlen_q=max_query_len, max_seqlen_k=max_context_len, page_table=table,
+        softmax_scale=scale, causal=True, window_size=(left, right), softcap=soft_cap,
+    )  # fmt: skip
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _call_flash_attn_2(q, k, v, table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap):
+    if max_query_len == 1 and len(starts) == q.shape[0] + 1:
+        # One query a sequence: this function splits long contexts over the GPU.
+        o = _function("flash_attn", "flash_attn_with_kvcache")(
+            q[:, None], k, v, cache_seqlens=lens, block_table=table, softmax_scale=scale, causal=True, window_size=sides,
+            softcap=soft_cap,
+        )  # fmt: skip
+        return o[:, 0]
+    ends = torch.zeros(len(lens) + 1, dtype=torch.int32, device=q.device)
+    torch.cumsum(lens, 0, dtype=torch.int32, out=ends[1:])
+    return _function("flash_attn", "flash_attn_varlen_func")(
+        q, k, v, starts, ends, max_query_len, max_context_len, softmax_scale=scale, causal=True, window_size=sides,
+        softcap=soft_cap, block_table=table,
+    )  # fmt: skip
+
+
+@cache
+def _function(module: str, name: str) -> Callable[..., torch.Tensor]:
+    return getattr(importlib.import_module(module), name)
+
+
+_CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "flash_attn_interface": _call_flash_attn_3,
+    "vllm3": _call_vllm(3),
+    "flash_attn.cute": _call_flash_attn_4,
+    "flash_attn": _call_flash_attn_2,
+    "vllm2": _call_vllm(2),
+}

@@ -1,0 +1,173 @@
+"""Attention by FlashInfer: its wrappers for a paged cache, planned and run in one call.
+
+FlashInfer plans a batch on the host, from the lengths, before it runs on the device. The ops have the lengths on the device
+alone, so every call here copies them to the host and waits: right for any lengths, but a stall a layer, and impossible while a
+CUDA graph is being captured (a plan that was made at capture would be wrong for the lengths of a replay). So a call during a
+capture is refused. https://docs.flashinfer.ai
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.external.packages import folder, refuse_common, version_of
+
+NAME = "FlashInfer"
+HEAD_DIMS = (64, 128, 256)
+_WORKSPACE_BYTES = 256 * 2**20
+
+
+def support(device: torch.device) -> str | None:
+    """Why FlashInfer cannot run on a device, or None."""
+    if folder("flashinfer") is None:
+        return "FlashInfer is not installed; pip install flashinfer-python"
+    if importlib.util.find_spec("tvm_ffi") is None:
+        return f"flashinfer {version_of('flashinfer-python')} needs apache-tvm-ffi; pip install apache-tvm-ffi"
+    if device.type != "cuda":
+        return f"FlashInfer needs a CUDA device, this is {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"FlashInfer needs compute capability 8.0 or later, this GPU has {major}.{minor}"
+    return None
+
+
+def accepts_decode(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    context_lens,
+    max_context_len,
+    scale,
+    window=None,
+    soft_cap=None,
+    k_scale=None,
+    v_scale=None,
+) -> str | None:
+    """Why FlashInfer cannot take these arguments of `attention_decode`, or None."""
+    return _refuse(q, k_cache, block_table, k_scale, v_scale)
+
+
+def accepts_prefill(
+    q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, scale, window=None, soft_cap=None, k_scale=None,
+    v_scale=None,
+) -> str | None:  # fmt: skip
+    """Why FlashInfer cannot take these arguments of `attention_prefill`, or None."""
+    return _refuse(q, k_cache, block_table, k_scale, v_scale)
+
+
+def _refuse(q, k_cache, block_table, k_scale, v_scale) -> str | None:
+    reason = refuse_common(NAME, q, k_cache, block_table, k_scale, v_scale)
+    if reason is not None:
+        return reason
+    if q.shape[2] not in HEAD_DIMS:
+        return f"{NAME} takes a head_dim of {', '.join(map(str, HEAD_DIMS))}, got {q.shape[2]}"
+    if not k_cache.is_contiguous():
+        return f"{NAME} needs a contiguous cache, got strides {k_cache.stride()}"
+    if q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return f"{NAME} plans a batch on the host from its lengths, which a CUDA graph cannot record"
+    return None
+
+
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses. Waits for the device."""
+    _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
+    q = q.contiguous()
+    if len(q) == 0:
+        return torch.empty_like(q)
+    lens, starts, blocks, last = _pages(block_table, context_lens, k_cache.shape[1])
+    num_heads, num_kv_heads = q.shape[1], k_cache.shape[2]
+    # The kernel without tensor cores reads the cache as fast, but is made for few query heads a KV head.
+    wrapper = _wrapper("decode", q.device, _stream(q.device), num_heads // num_kv_heads not in (1, 2))
+    wrapper.plan(
+        starts, blocks, last, num_heads, num_kv_heads, q.shape[2], k_cache.shape[1], window_left=-1 if window is None else window - 1,
+        logits_soft_cap=soft_cap, q_data_type=q.dtype, kv_data_type=k_cache.dtype, sm_scale=scale,
+    )  # fmt: skip
+    return _clear_empty(wrapper.run(q, (k_cache, v_cache)), lens == 0)
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses. Waits for the device."""
+    _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
+    q = q.contiguous()
+    if len(q) == 0:
+        return torch.empty_like(q)
+    lens, starts, blocks, last = _pages(block_table, context_lens, k_cache.shape[1])
+    runs = cu_seqlens_q.cpu()
+    wrapper = _wrapper("prefill", q.device, _stream(q.device), True)
+    wrapper.plan(
+        runs, starts, blocks, last, q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1], causal=True, sm_scale=scale,
+        window_left=-1 if window is None else window - 1, logits_soft_cap=soft_cap, q_data_type=q.dtype, kv_data_type=k_cache.dtype,
+    )  # fmt: skip
+    return _clear_empty(wrapper.run(q, (k_cache, v_cache)), (lens == 0).repeat_interleave(runs.diff()))
+
+
+def _pages(
+    block_table: torch.Tensor, context_lens: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(lengths, where each sequence's blocks start, all blocks, tokens in each last block); all but the blocks on the host."""
+    lens = context_lens.cpu()
+    counts = (lens + block_size - 1) // block_size
+    starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
+    starts[1:] = counts.cumsum(0)
+    used = torch.arange(block_table.shape[1]) < counts[:, None]
+    flat = used.flatten().nonzero().flatten()
+    blocks = block_table.flatten()[flat.to(block_table.device)]
+    last = torch.where(lens > 0, (lens - 1) % block_size + 1, 0).int()
+    return lens, starts, blocks, last
+
+
+def _clear_empty(out: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """Zero the rows whose sequence has no tokens. `empty` is on the host."""
+    if empty.any():
+        out[empty.to(out.device)] = 0
+    return out
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@cache
+def _wrapper(kind: str, device: torch.device, stream: int, tensor_cores: bool) -> Any:
+    """One a stream: launches on a stream do not overlap, so they may share a workspace."""
+    import flashinfer
+
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    if kind == "decode":
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+
+
+def _check(reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(reason)

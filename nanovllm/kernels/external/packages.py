@@ -1,0 +1,50 @@
+"""What the attention libraries have in common: finding them without importing them, and what they cannot take."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def folder(package: str) -> Path | None:
+    """Where a top-level package lies, without importing it; None if it is not installed."""
+    spec = importlib.util.find_spec(package)
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(locations[0]) if locations else None
+
+
+def version_of(*distributions: str) -> str:
+    """The version of the first of these distributions that is installed, or "of unknown version"."""
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            pass
+    return "of unknown version"
+
+
+def refuse_common(
+    name: str,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> str | None:
+    """What none of the libraries takes the way that we call it: scales, other dtypes, rows that are not adjacent."""
+    if k_cache.dtype != q.dtype:
+        return f"{name} needs a cache of the queries' dtype, got {_short(k_cache)} beside {_short(q)}"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"{name} takes float16 and bfloat16, got {_short(q)}"
+    if k_scale is not None or v_scale is not None:
+        return f"{name} takes scales only for a float8 cache and float8 queries"
+    if k_cache.stride(3) != 1 or (block_table.shape[1] > 1 and block_table.stride(1) != 1):
+        return f"{name} needs adjacent elements in head_dim and in the rows of block_table"
+    return None
+
+
+def _short(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,85 @@
+"""All that lies between the QKV projection and attention: head norms, rotation, and the new keys and values into the cache."""
+
+import torch
+
+from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
+from nanovllm.kernels.ops.rotary import QK_PATTERNS, QK_SHAPES, qk_inputs, rotary_embedding
+from nanovllm.kernels.ops.store_kvcache import store_kvcache
+from nanovllm.kernels.registry import op
+
+
+def _inputs(t, num_tokens, num_heads, num_kv_heads, head_dim):
+    block_size = 16
+    num_blocks = -(-num_tokens // block_size) + 2
+    cache = (num_blocks, block_size, num_kv_heads, head_dim)
+    return {
+        **qk_inputs(t, num_tokens, num_heads, num_kv_heads, head_dim),
+        "v": t.normal(num_tokens, num_kv_heads, head_dim),
+        "k_cache": t.normal(*cache).contiguous(),
+        "v_cache": t.normal(*cache).contiguous(),
+        "slot_mapping": t.permutation(num_blocks * block_size)[:num_tokens],
+        "q_weight": t.normal(head_dim, scale=1),
+        "k_weight": t.normal(head_dim, scale=1),
+        "eps": 1e-6,
+    }
+
+
+def _cost(positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, *weights, **_):
+    written = (k.numel() + v.numel()) * k_cache.element_size()
+    return Cost(2 * nbytes(q) + nbytes(k, v, positions, slot_mapping) + written, 7 * (q.numel() + k.numel()))
+
+
+@op(
+    arguments={
+        **QK_PATTERNS,
+        "v": "[num_tokens, num_kv_heads, head_dim]",
+        "k_cache": "any[num_blocks, block_size, num_kv_heads, head_dim]",
+        "v_cache": "any[num_blocks, block_size, num_kv_heads, head_dim]",
+        "slot_mapping": "int64[num_tokens]",
+        "q_weight": "[head_dim]",
+        "k_weight": "[head_dim]",
+        "k_scale": "float32[1] | float32[num_kv_heads]",
+        "v_scale": "float32[1] | float32[num_kv_heads]",
+    },
+    inputs=Inputs(_inputs, **QK_SHAPES, variants=[{}, {"q_weight": None, "k_weight": None}]),
+    cost=_cost,
+    tolerance={torch.float16: 3e-3, torch.bfloat16: 2.5e-2},  # rounded after the norm, its weight, and the rotation
+    mutates=("k_cache", "v_cache"),
+)
+def qk_norm_rope_store(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`qk_norm_rope`, or without weights `rotary_embedding`, and then `store_kvcache` of the rotated k and of v.
+
+    Args:
+        positions: [num_tokens] int64.
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
+        cos_sin_cache: [max_position, head_dim] float32, as in `rotary_embedding`.
+        k_cache, v_cache, slot_mapping, k_scale, v_scale: as in `store_kvcache`; the caches are written in place.
+        q_weight, k_weight: [head_dim], the dtype of q and k, of the norm of each head; both or neither.
+        eps: of the norm.
+
+    Returns:
+        Rotated q, contiguous. Everything is rounded wherever the separate ops round.
+    """
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight, k_weight: expected both or neither, got one")
+    if q_weight is None:
+        q, k = rotary_embedding.native(positions, q, k, cos_sin_cache)
+    else:
+        q, k = qk_norm_rope.native(positions, q, k, q_weight, k_weight, eps, cos_sin_cache)
+    store_kvcache.native(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return q

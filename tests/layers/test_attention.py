@@ -1,0 +1,159 @@
+"""The attention layer on the reference, its caches' dtypes, and what bad arguments are told."""
+
+import pytest
+import torch
+
+from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
+from nanovllm.kernels.ops.store_kvcache import store_kvcache
+from nanovllm.layers.attention import Attention, AttentionMetadata, LayerCache
+from tests.native import NATIVE
+
+F8 = torch.float8_e4m3fn
+LENS, BLOCK, HEADS, KV_HEADS, DIM = [1, 17, 40], 16, 4, 2, 8
+
+
+def batch(dtype=torch.float64, cache_dtype=None, seed=0):
+    """(q, k, v of every token, an empty cache of NaN, block table): sequences of LENS tokens."""
+    g = torch.Generator().manual_seed(seed)
+    n = sum(LENS)
+    q, k, v = (torch.randn(n, h, DIM, generator=g, dtype=dtype) for h in (HEADS, KV_HEADS, KV_HEADS))
+    cache = LayerCache(
+        *(torch.full((10, BLOCK, KV_HEADS, DIM), float("nan")).to(cache_dtype or dtype) for _ in range(2))
+    )
+    table = torch.randperm(10, generator=g)[:9].view(3, 3).int()
+    return q, k, v, cache, table
+
+
+def slots(table):
+    return torch.cat(
+        [table[i].long()[torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK for i, n in enumerate(LENS)]
+    )
+
+
+def expected(q, k, v, scale, window=None, soft_cap=None):
+    """Softmax attention of one sequence, written out: every row of q causal over k and v."""
+    out = torch.zeros_like(q)
+    n = len(q)
+    for h in range(HEADS):
+        s = q[:, h] @ k[:, h // (HEADS // KV_HEADS)].T * scale
+        if soft_cap is not None:
+            s = soft_cap * torch.tanh(s / soft_cap)
+        position, token = torch.arange(n)[:, None], torch.arange(n)
+        hidden = token > position
+        if window is not None:
+            hidden |= token <= position - window
+        out[:, h] = s.masked_fill(hidden, -float("inf")).softmax(-1) @ v[:, h // (HEADS // KV_HEADS)]
+    return out
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 7}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20, "soft_cap": 3.0}]
+)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_prefill_then_decode(options, scaled):
+    """All but each sequence's last token as runs, then the last ones as a decode step."""
+    q, k, v, cache, table = batch()
+    if scaled:
+        factors = torch.rand(2, KV_HEADS, generator=torch.Generator().manual_seed(1)) + 0.5
+        cache = LayerCache(cache.k, cache.v, factors[0], factors[1][:1])
+    layer = Attention(0.3, NATIVE, **options)
+    runs = [n - 1 for n in LENS]
+    starts = torch.tensor([0, *LENS]).cumsum(0)
+    last = starts[1:] - 1
+    rest = torch.tensor([i for i in range(sum(LENS)) if i not in last.tolist()])
+    cu = torch.tensor([0, *runs]).cumsum(0).int()
+    first = AttentionMetadata(0, slots(table)[rest], table, torch.tensor(runs).int(), 0, cu, max(runs))
+    second = AttentionMetadata(3, slots(table)[last], table, torch.tensor(LENS).int(), max(LENS))
+    got = torch.empty_like(q)
+    got[rest] = layer(q[rest], k[rest], v[rest], cache, first)
+    got[last] = layer(q[last], k[last], v[last], cache, second)
+    for i in range(3):
+        mine = slice(starts[i], starts[i + 1])
+        torch.testing.assert_close(got[mine], expected(q[mine], k[mine], v[mine], 0.3, **options), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("cache_dtype, error", [(F8, 0.06), (torch.bfloat16, 0.006), (torch.float16, 1e-3)])
+def test_narrow_caches_lose_what_their_mantissa_lacks(cache_dtype, error):
+    q, k, v, cache, table = batch(torch.float32, cache_dtype)
+    layer = Attention(DIM**-0.5, NATIVE)
+    cu = torch.tensor([0, *LENS]).cumsum(0).int()
+    got = layer(q, k, v, cache, AttentionMetadata(0, slots(table), table, torch.tensor(LENS).int(), 0, cu, max(LENS)))
+    want = torch.cat([expected(*(x[s:e] for x in (q, k, v)), DIM**-0.5) for s, e in zip(cu[:-1], cu[1:])])
+    relative = ((got - want).norm() / want.norm()).item()
+    assert error / 20 < relative < error
+
+
+def test_a_sequence_without_tokens_gets_zeros():
+    q, k, v, cache, table = batch()
+    lens = torch.tensor([0, 0, 0], dtype=torch.int32)
+    assert not attention_decode.native(q[:3], cache.k, cache.v, table, lens, 40, 0.3).any()
+    cu = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    assert not attention_prefill.native(q[:3], cache.k, cache.v, table, cu, lens, 1, 0.3).any()
+
+
+def call(**changes):
+    q, _, _, cache, table = batch(torch.float32)
+    arguments = {
+        "q": q[:3], "k_cache": cache.k, "v_cache": cache.v, "block_table": table,
+        "context_lens": torch.tensor(LENS, dtype=torch.int32), "max_context_len": 48, "scale": 0.3,
+    }  # fmt: skip
+    return attention_decode.native(**{**arguments, **changes})
+
+
+WIDE = torch.zeros(10, BLOCK, KV_HEADS, DIM)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"q": torch.zeros(3, 3, DIM)}, "q: expected a multiple of the cache's 2 heads, got 3"),
+        (
+            {"v_cache": torch.zeros(10, BLOCK, KV_HEADS, DIM).half()},
+            "v_cache: expected shape, dtype and strides of k_cache",
+        ),
+        ({"k_cache": torch.zeros(10, KV_HEADS, DIM)}, "k_cache: expected .num_blocks, block_size"),
+        ({"k_cache": WIDE.int(), "v_cache": WIDE.int()}, "k_cache: expected float8_e4m3fn, .* got torch.int32"),
+        ({"block_table": torch.zeros(3, 3, dtype=torch.int64)}, "block_table: expected int32"),
+        ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, r"block_table: expected int32 \[3, max_blocks\]"),
+        ({"context_lens": torch.tensor(LENS)}, "context_lens: expected contiguous int32"),
+        ({"window": 0}, "window: expected None or at least 1 token, got 0"),
+        ({"soft_cap": -1.0}, "soft_cap: expected None or a positive number, got -1.0"),
+        ({"k_scale": torch.ones(3)}, r"k_scale: expected float32 of shape \[1\] or \[2\], got float32 \[3\]"),
+    ],
+)
+def test_wrong_layouts_are_always_named(changes, said):
+    with pytest.raises(ValueError, match=said):
+        call(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"context_lens": torch.tensor([1, 99, 40], dtype=torch.int32)}, "sequence 1 has length 99, expected 0 to 48"),
+        ({"context_lens": torch.tensor([1, 9, -4], dtype=torch.int32)}, "sequence 2 has length -4"),
+        ({"max_context_len": 39}, r"sequence 2 has length 40, expected 0 to 39 \(max_context_len=39\)"),
+    ],
+)
+def test_wrong_lengths_are_named_on_request(changes, said, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
+    call()
+    with pytest.raises(ValueError, match=said):
+        call(**changes)
+
+
+def test_wrong_blocks_and_slots_are_named_on_request(monkeypatch):
+    q, k, v, cache, table = batch(torch.float32)
+    bad = table.clone()
+    bad[2, 1] = 10
+    unused = table.clone()
+    unused[0, 1:] = 99  # past the sequence's only block
+    where = slots(table)
+    where[5] = 160
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
+    call(block_table=unused)
+    with pytest.raises(
+        ValueError, match=r"sequence 2 has block 10 in column 1, expected 0 to 9 \(tokens 16 to 31 of 40\)"
+    ):
+        call(block_table=bad)
+    with pytest.raises(ValueError, match=r"slot_mapping: token 5 has slot 160 \(block 10\), expected 0 to 159"):
+        store_kvcache.native(k, v, cache.k, cache.v, where)
