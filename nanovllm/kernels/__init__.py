@@ -7,11 +7,12 @@ its arguments, which on a machine without CUDA or Triton is its PyTorch referenc
 from typing import TYPE_CHECKING
 
 from nanovllm.kernels import library
-from nanovllm.kernels.availability import unavailable_reason
+from nanovllm.kernels.availability import triton_support, unavailable_reason
 from nanovllm.kernels.benchmark import benchmark_kernel
-from nanovllm.kernels.declaration import Cost, Inputs, Tensors
+from nanovllm.kernels.declaration import Cost, Inputs, Tensors, nbytes
 from nanovllm.kernels.ops import *  # noqa: F403
 from nanovllm.kernels.ops import __all__ as _op_names
+from nanovllm.kernels.plugins import load_plugins
 from nanovllm.kernels.registry import KernelError, Op, Provider, all_ops, op
 from nanovllm.kernels.selection import Kernels, resolve_kernels
 
@@ -31,8 +32,11 @@ __all__ = [
     "all_ops",
     "benchmark_kernel",
     "library",
+    "load_plugins",
+    "nbytes",
     "op",
     "resolve_kernels",
+    "triton_support",
     "unavailable_reason",
     *_op_names,
 ]

@@ -10,13 +10,14 @@ from typing import Any
 from nanovllm.kernels import ops
 from nanovllm.kernels.availability import interpretable_dot, triton_support
 from nanovllm.kernels.cuda.build import cuda_support
+from nanovllm.kernels.external import flash_attn, flashinfer
 from nanovllm.kernels.registry import Op, Provider
 
 
-def _triton(op: Op, module: str = "triton_ops", accepts: Any = None) -> None:
+def _triton(op: Op, module: str = "triton_ops", accepts: Any = None, name: str = "triton") -> None:
     """Register nanovllm.kernels.<module>:<op's name>."""
     target = f"nanovllm.kernels.{module}:{op.name}"
-    op.add(Provider("triton", target, triton_support, accepts, architectures="sm_80+"))
+    op.add(Provider(name, target, triton_support, accepts, architectures="sm_80+"))
 
 
 def _short_rows(x: Any, *args: Any, **kwargs: Any) -> str | None:
@@ -33,6 +34,7 @@ for _op in (
     ops.gelu_and_mul,
     ops.layer_norm,
     ops.qk_norm_rope,
+    ops.qk_norm_rope_store,
     ops.rms_norm,
     ops.rotary_embedding,
     ops.sample,
@@ -42,9 +44,17 @@ for _op in (
 ):
     _triton(_op)
 _triton(ops.layernorm_residual_dropout_gelu, accepts=_short_rows)
+for _op in (ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear):
+    # For small batches, chained by programmatic dependent launch. Not preferred: it runs where it is named.
+    _triton(_op, "triton_decode", name="triton_pdl")
 _triton(ops.gated_mlp, "triton_linear", interpretable_dot)
 _triton(ops.linear_bias_act, "triton_linear", interpretable_dot)
 _triton(ops.attention_decode, "triton_attention.decode", interpretable_dot)
 _triton(ops.attention_prefill, "triton_attention.prefill", interpretable_dot)
 for _op in (ops.fused_activation, ops.fused_add_gelu, ops.silu_and_mul):
     _op.add(Provider("cuda", f"nanovllm.kernels.cuda:{_op.name}", cuda_support, architectures="sm_75+"))
+for _library in (flash_attn, flashinfer):
+    for _op in (ops.attention_decode, ops.attention_prefill):
+        _name = _library.__name__.rpartition(".")[2]
+        _accepts = getattr(_library, _op.name.replace("attention", "accepts"))
+        _op.add(Provider(_name, f"{_library.__name__}:{_op.name}", _library.support, _accepts, architectures="sm_80+"))

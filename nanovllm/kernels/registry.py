@@ -6,6 +6,7 @@ op (Triton, CUDA C++, a library) register beside it. Which one runs is decided i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -132,14 +133,20 @@ class Op:
                     f"provider {name!r} of op {self.name!r}: expected the parameters "
                     f"({', '.join(p.name for p in wanted)}), not ({', '.join(p.name for p in taken)})"
                 )
-            self.add(Provider(name, fn, support, accepts, _registering.get(), architectures))
+            # Of a module that was imported before it is named as a plugin, the functions say where they come from.
+            module = getattr(fn, "__module__", None) or ""
+            origin = _registering.get() or (None if module.partition(".")[0] == "nanovllm" else module)
+            self.add(Provider(name, fn, _reason_if_it_raises(support), accepts, origin, architectures))
             return fn
 
         return register
 
     def add(self, provider: Provider) -> None:
+        """Register a provider. One that a plugin adds without an origin gets the plugin as its origin."""
         if provider.name in self.providers:
             raise ValueError(f"op {self.name!r} already has a provider {provider.name!r}")
+        if provider.origin is None and (plugin := _registering.get()) is not None:
+            provider = dataclasses.replace(provider, origin=plugin)
         self.providers[provider.name] = provider
 
     def require(self, name: str, device: torch.device, who: str) -> Provider:
@@ -183,6 +190,18 @@ class Op:
         if provider.accepts is not None and (reason := provider.accepts(*args, **kwargs)) is not None:
             raise ValueError(f"use({forced!r}): {self.name} cannot run there with these arguments: {reason}")
         return bind(self, provider)(*args, **kwargs)
+
+
+def _reason_if_it_raises(support: Support) -> Support:
+    """A stranger's support function that fails must not stop those who merely list the providers."""
+
+    def checked(device: torch.device) -> str | None:
+        try:
+            return support(device)
+        except Exception as e:
+            return f"its support function raised {type(e).__name__}: {e}"
+
+    return checked
 
 
 def device_of(arguments: Mapping[str, Any]) -> torch.device:

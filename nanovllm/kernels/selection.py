@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +31,19 @@ PREFERRED = ("triton", NATIVE)
 
 Decorate = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 """(op, provider, function) -> the function to call in its place, for example one that records what it is given."""
+
+
+_decorate: ContextVar[Decorate | None] = ContextVar("what decorates the functions of engines", default=None)
+
+
+@contextmanager
+def decorated_kernels(decorate: Decorate) -> Iterator[None]:
+    """Engines that are made within the block call `decorate(op, provider, function)` in place of each op's function."""
+    token = _decorate.set(decorate)
+    try:
+        yield
+    finally:
+        _decorate.reset(token)
 
 
 class Kernels:
@@ -62,7 +77,6 @@ def resolve_kernels(
     use_custom_kernels: bool = True,
     priority: Mapping[str, Sequence[str]] | None = None,
     plugins: Sequence[str] = (),
-    decorate: Decorate | None = None,
 ) -> Kernels:
     """Pick a provider for every op, once, for everything that runs on `device`.
 
@@ -71,7 +85,6 @@ def resolve_kernels(
         priority: providers to use for an op, best first; the first that is available is taken. "*" stands for every
             op that has a provider of that name.
         plugins: files or modules to load (`plugins.py`); what they register is preferred to what comes with the package.
-        decorate: is given every chosen function, and gives what is called in its place.
 
     Raises:
         ValueError: an unknown op or provider is named, or none of those named for an op is available.
@@ -79,7 +92,7 @@ def resolve_kernels(
     origins = load_plugins(plugins)
     ops = all_ops()
     sources = [_checked(priority or {}, "kernel_priority", ops), _environment()]
-    chosen = {}
+    chosen, decorate = {}, _decorate.get()
     for name, declared in ops.items():
         provider = declared.providers[NATIVE]
         if use_custom_kernels:
@@ -90,7 +103,7 @@ def resolve_kernels(
 
 
 def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
-    """The op's available providers, the one that a plain call would run first."""
+    """The op's available providers, the one that runs first: in an engine with these plugins; without any, in a plain call."""
     available = [p for p in declared.providers.values() if p.support(device) is None]
     first = _choose(declared, device, [_environment()], plugins)
     preferred = _preferred(declared, device, plugins)
@@ -101,7 +114,7 @@ def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> lis
 
 
 def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> str:
-    """Why a plain call runs what it runs, as the end of a sentence."""
+    """Why the first of `rank` is the first, as the end of a sentence."""
     first = _choose(declared, device, [_environment()], plugins)
     if _wanted(declared, [_environment()]):
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
@@ -135,6 +148,7 @@ def default_function(declared: Op, device: torch.device) -> Callable[..., Any]:
 
 @cache
 def _default_function(declared: Op, kind: str, index: int | None, environment: str) -> Callable[..., Any]:
+    load_plugins(())  # the environment may name a provider of an installed one
     device = torch.device(kind, index) if index is not None else torch.device(kind)
     return _function(declared, _choose(declared, device, [_environment()]))
 

@@ -39,7 +39,13 @@ class VocabParallelEmbedding(ShardedParameters):
 
 
 class LMHead(VocabParallelEmbedding):
-    """Hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size], in the model's dtype."""
+    """Hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size], in the model's dtype.
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.tp.gather_last(F.linear(hidden, self.weight))[:, : self.vocab_size]
+    With `out`, a tensor of that shape and dtype, the logits are written there; it is then the result.
+    """
+
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is not None and self.tp.size == 1:
+            return torch.mm(hidden, self.weight.T, out=out)
+        logits = self.tp.gather_last(F.linear(hidden, self.weight))[:, : self.vocab_size]
+        return logits if out is None else out.copy_(logits)

@@ -4,11 +4,40 @@ A layer's weight is made of named *shards*: QKV of "q", "k", "v"; gate-up of "ga
 `destination` gives the memory of a shard, and the part of a checkpoint tensor that belongs there.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from nanovllm.kernels import Kernels, all_ops
 from nanovllm.layers.parallel import SINGLE, TensorParallel
+
+if TYPE_CHECKING:
+    from nanovllm.layers.layernorm import RMSNorm
+
+
+class SmallBatchOp:
+    """An op that fuses several for a few tokens, where a kernel's launch and latency count.
+
+    It is used up to as many tokens as its provider's `max_tokens(weight)` says, at any number if it does not say. The
+    reference is never used: what it is made of has providers of its own.
+    """
+
+    def __init__(self, name: str, kernels: Kernels | None) -> None:
+        self._fn = getattr(kernels, name, None)
+        provider = getattr(kernels, "providers", {}).get(name, "native")
+        self._used = self._fn is not None and provider != "native"
+        self._max_tokens = getattr(all_ops()[name].providers[provider].fn, "max_tokens", None) if self._used else None
+
+    def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether to call it for x [num_tokens, size]."""
+        return self._used and (self._max_tokens is None or x.shape[0] <= self._max_tokens(weight))
+
+    def __call__(self, *args: Any) -> Any:
+        return self._fn(*args)
 
 
 class ShardedParameters(nn.Module):
@@ -31,13 +60,20 @@ class ColumnParallelLinear(ShardedParameters):
     Args:
         in_features: size of x's last dimension.
         out_features: total output features of each shard, by shard name.
+        kernels: needed for `after_norm` only.
     """
 
     def __init__(
-        self, in_features: int, out_features: dict[str, int], bias: bool = False, tp: TensorParallel = SINGLE
+        self,
+        in_features: int,
+        out_features: dict[str, int],
+        bias: bool = False,
+        tp: TensorParallel = SINGLE,
+        kernels: Kernels | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
+        self._add_rms_norm_linear = SmallBatchOp("add_rms_norm_linear", kernels)
         self.shards = tuple(out_features)
         self.full_sizes = dict(out_features)
         self.sizes = {shard: self._local_size(shard, size) for shard, size in out_features.items()}
@@ -52,6 +88,15 @@ class ColumnParallelLinear(ShardedParameters):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this layer of norm(x + residual), x + residual); one op where the batch is small."""
+        if self._add_rms_norm_linear.takes(x, self.weight):
+            return self._add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+        x, residual = norm.add(x, residual)
+        return ColumnParallelLinear.forward(self, x), residual
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.full_sizes[shard], *getattr(self, name).shape[1:])
@@ -77,6 +122,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         head_dim: int,
         bias: bool = False,
         tp: TensorParallel = SINGLE,
+        kernels: Kernels | None = None,
     ) -> None:
         self.kv_replicas = max(1, tp.size // num_kv_heads)
         self.head_dim = head_dim
@@ -85,6 +131,7 @@ class QKVParallelLinear(ColumnParallelLinear):
             {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim},
             bias,
             tp,
+            kernels,
         )
         self.num_heads = self.sizes["q"] // head_dim
         self.num_kv_heads = self.sizes["k"] // head_dim
@@ -98,16 +145,34 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [num_tokens, hidden_size] -> q, k, v as [num_tokens, heads, head_dim] views of one projection."""
-        qkv = super().forward(x).view(x.shape[0], -1, self.head_dim)
+        return self._heads(super().forward(x))
+
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """((q, k, v) of norm(x + residual), x + residual); one op where the batch is small."""
+        qkv, residual = super().after_norm(x, residual, norm)
+        return self._heads(qkv), residual
+
+    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         return qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
 
 
 class RowParallelLinear(ShardedParameters):
     """y = x W^T + b with the input features split over the group and the results summed."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, tp: TensorParallel = SINGLE) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        tp: TensorParallel = SINGLE,
+        kernels: Kernels | None = None,
+    ) -> None:
         super().__init__()
         self.tp = tp
+        self._linear = SmallBatchOp("linear", kernels)
         self.full_in = in_features
         self.weight = nn.Parameter(
             torch.empty(out_features, tp.divide(in_features, "input features")), requires_grad=False
@@ -116,7 +181,8 @@ class RowParallelLinear(ShardedParameters):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The bias is added once, not once a rank.
-        return self.tp.all_reduce(F.linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
+        linear = self._linear if self._linear.takes(x, self.weight) else F.linear
+        return self.tp.all_reduce(linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.weight.shape[0], self.full_in) if name == "weight" else tuple(self.bias.shape)

@@ -27,27 +27,36 @@ class DecoderAttention(nn.Module):
         super().__init__()
         c = config
         self.qkv_proj = QKVParallelLinear(
-            c.hidden_size, c.num_attention_heads, c.num_kv_heads, c.head_dim, c.attention_bias, tp
+            c.hidden_size, c.num_attention_heads, c.num_kv_heads, c.head_dim, c.attention_bias, tp, kernels
         )
-        self.o_proj = RowParallelLinear(c.num_attention_heads * c.head_dim, c.hidden_size, c.attention_bias, tp)
+        self.o_proj = RowParallelLinear(
+            c.num_attention_heads * c.head_dim, c.hidden_size, c.attention_bias, tp, kernels
+        )
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, kernels) if qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, kernels) if qk_norm else None
         self._rotary = rotary
         self._attention = Attention(c.head_dim**-0.5, kernels)
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x)
+    def after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: RMSNorm,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this block of norm(x + residual), x + residual)."""
+        (q, k, v), residual = self.qkv_proj.after_norm(x, residual, norm)
         if self.q_norm is None:
             q, k = self._rotary(positions, q, k)
         else:
             q, k = self._rotary.after_norm(positions, q, k, self.q_norm, self.k_norm)
-        return self.o_proj(self._attention(q, k, v, cache, metadata).flatten(1))
+        return self.o_proj(self._attention(q, k, v, cache, metadata).flatten(1)), residual
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); each sum is fused into the norm that follows it."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); each sum and norm is fused into the block that follows it."""
 
     def __init__(
         self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool
@@ -67,10 +76,8 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(this block's output, the residual stream it is still to be added to)."""
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, cache, metadata)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn.after_norm(x, residual, self.input_layernorm, positions, cache, metadata)
+        return self.mlp.after_norm(x, residual, self.post_attention_layernorm)
 
 
 class Decoder(nn.Module):

@@ -221,7 +221,8 @@ def test_every_choice_can_be_decorated(rms_norm):
 
         return call
 
-    kernels = resolve_kernels(CPU, True, {"rms_norm": ["fast"]}, decorate=decorate)
+    with selection.decorated_kernels(decorate):
+        kernels = resolve_kernels(CPU, True, {"rms_norm": ["fast"]})
     assert torch.equal(kernels.rms_norm(*ROWS), 2 * ROWS[0])
     kernels.softmax(ROWS[0])
     assert seen == [("rms_norm", "fast"), ("softmax", NATIVE)]

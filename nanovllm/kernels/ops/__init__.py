@@ -1,6 +1,7 @@
 """One file an op. Importing this package declares them all."""
 
 from nanovllm.kernels.ops.activation import silu_and_mul
+from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.element_wise_mul_add import element_wise_mul_add
 from nanovllm.kernels.ops.embedding import embedding
@@ -10,9 +11,11 @@ from nanovllm.kernels.ops.gated_mlp import gated_mlp
 from nanovllm.kernels.ops.gelu_and_mul import gelu_and_mul
 from nanovllm.kernels.ops.layer_norm import layer_norm
 from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import layernorm_residual_dropout_gelu
+from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.linear_bias_act import linear_bias_act
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
+from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.kernels.ops.rotary import rotary_embedding
 from nanovllm.kernels.ops.sample import sample
 from nanovllm.kernels.ops.softmax import softmax
@@ -20,6 +23,8 @@ from nanovllm.kernels.ops.store_kvcache import store_kvcache
 
 __all__ = [
     "add_rms_norm",
+    "add_rms_norm_gate_up",
+    "add_rms_norm_linear",
     "attention_decode",
     "attention_prefill",
     "element_wise_mul_add",
@@ -30,8 +35,10 @@ __all__ = [
     "gelu_and_mul",
     "layer_norm",
     "layernorm_residual_dropout_gelu",
+    "linear",
     "linear_bias_act",
     "qk_norm_rope",
+    "qk_norm_rope_store",
     "rms_norm",
     "rotary_embedding",
     "sample",

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.ops.sample import philox, uniform
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.ops.sample import philox, uniform
 from nanovllm.kernels.registry import op
 
 

@@ -8,7 +8,7 @@ from nanovllm.kernels.triton_ops.cache import embedding, store_kvcache
 from nanovllm.kernels.triton_ops.elementwise import element_wise_mul_add, fused_add_gelu
 from nanovllm.kernels.triton_ops.layernorm_chain import layernorm_residual_dropout_gelu
 from nanovllm.kernels.triton_ops.norm import add_rms_norm, layer_norm, rms_norm
-from nanovllm.kernels.triton_ops.rotary import qk_norm_rope, rotary_embedding
+from nanovllm.kernels.triton_ops.rotary import qk_norm_rope, qk_norm_rope_store, rotary_embedding
 from nanovllm.kernels.triton_ops.sampling import sample
 from nanovllm.kernels.triton_ops.softmax import softmax
 
@@ -22,6 +22,7 @@ __all__ = [
     "layer_norm",
     "layernorm_residual_dropout_gelu",
     "qk_norm_rope",
+    "qk_norm_rope_store",
     "rms_norm",
     "rotary_embedding",
     "sample",

@@ -1,0 +1,125 @@
+"""The small-batch products of a decoder layer as ops: one kernel each where `plan` says so, else the kernels they fuse."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.triton_decode.matrix_kernel import matrix_kernel
+from nanovllm.kernels.triton_decode.plan import MatrixPlan, VectorPlan, max_tokens, plan
+from nanovllm.kernels.triton_decode.vector_kernel import vector_kernel
+from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2
+from nanovllm.kernels.triton_ops.activation import silu_and_mul
+from nanovllm.kernels.triton_ops.norm import add_rms_norm_out, rms_norm
+
+
+@functools.cache
+def _dependent_launch(index: int) -> bool:
+    """Whether the GPU has programmatic dependent launch."""
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    cut: VectorPlan | MatrixPlan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, new residual) in one kernel; without a residual the second is x."""
+    size = x.shape[-1]
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((*x.shape[:-1], num_outputs), dtype=x.dtype, device=x.device)
+    # Not in place: while one program writes the sum, others still read its terms.
+    new_residual = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, num_tokens, x_stride = matrix_of(x)
+    others, _, residual_stride = (x, 0, 0) if residual is None else matrix_of(residual)
+    pdl = x.is_cuda and _dependent_launch(x.device.index)
+    outputs = cut.rows // 2 if gated else cut.rows
+    tensors = (
+        x, others, x if norm_weight is None else norm_weight, weight, x if bias is None else bias, y, new_residual,
+    )  # fmt: skip
+    constants = {
+        "SIZE": size, "NORM": norm_weight is not None, "ADD": residual is not None, "GATED": gated,
+        "BIAS": bias is not None, "ROWS": cut.rows, "EVEN": num_outputs % outputs == 0, "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    grid = (cdiv(num_outputs, outputs),)
+    if isinstance(cut, VectorPlan):
+        vector_kernel[grid](
+            *tensors, num_outputs, x_stride, residual_stride, eps,
+            TOKENS=num_tokens, BLOCK=cut.block, LANE=16 // x.element_size(), num_warps=cut.warps, **constants,
+        )  # fmt: skip
+    else:
+        matrix_kernel[grid](
+            *tensors, num_tokens, num_outputs, x_stride, residual_stride, eps,
+            TOKENS=next_power_of_2(num_tokens), SPLIT=cut.split, DEPTH=cut.depth, num_warps=cut.split, **constants,
+        )  # fmt: skip
+    return y, new_residual
+
+
+def _plan(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> VectorPlan | MatrixPlan | None:
+    num_tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    if not weight.is_contiguous():
+        return None
+    return plan(num_tokens, num_outputs, x.shape[-1], gated, x.dtype)
+
+
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if residual is None:
+        return rms_norm(x, norm_weight, eps), x
+    y, new_residual = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    return add_rms_norm_out(x, residual, norm_weight, eps, y, new_residual)
+
+
+def add_rms_norm_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `add_rms_norm_linear`."""
+    cut = _plan(x, weight, False)
+    if cut is not None:
+        return _launch(x, residual, norm_weight, eps, weight, bias, False, cut)
+    y, residual = _add_rms_norm(x, residual, norm_weight, eps)
+    return F.linear(y, weight, bias), residual
+
+
+def add_rms_norm_gate_up(
+    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `add_rms_norm_gate_up`."""
+    cut = _plan(x, weight, True)
+    if cut is not None:
+        return _launch(x, residual, norm_weight, eps, weight, None, True, cut)
+    y, residual = _add_rms_norm(x, residual, norm_weight, eps)
+    return silu_and_mul(F.linear(y, weight)), residual
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The op `linear`."""
+    cut = _plan(x, weight, False)
+    if cut is not None:
+        return _launch(x, None, None, 0.0, weight, bias, False, cut)[0]
+    return F.linear(x, weight, bias)
+
+
+def _most(weight: torch.Tensor, gated: bool) -> int:
+    return max_tokens(weight.shape[0] // (2 if gated else 1), weight.shape[1], gated, weight.dtype)
+
+
+# Layers ask. For a batch of more tokens they call the ops that are fused here, each with its own provider.
+add_rms_norm_linear.max_tokens = functools.partial(_most, gated=False)
+add_rms_norm_gate_up.max_tokens = functools.partial(_most, gated=True)
+linear.max_tokens = functools.partial(_most, gated=False)
