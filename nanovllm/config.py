@@ -14,6 +14,7 @@ from nanovllm.arguments import rejects_unknown
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")
 
 
 @rejects_unknown
@@ -35,7 +36,7 @@ class EngineConfig:
     load_format: str = "auto"
     """"auto" (by what the path holds), "safetensors", "gguf", or "dummy" (random weights)."""
     dtype: str = "auto"
-    """Weights, activations and KV cache. "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU."""
+    """Weights and activations. "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
     max_model_len: int = 4096
@@ -48,6 +49,8 @@ class EngineConfig:
     """The share of the device's memory that weights, activations and KV cache may take together."""
     kvcache_block_size: int = 256
     """Tokens a KV cache block. Small blocks share more prefixes; large blocks make shorter block tables."""
+    kv_cache_dtype: str = "auto"
+    """The KV cache. "auto": as `dtype`; "fp8" halves its memory and reads, at a small loss of accuracy (docs/attention.md)."""
     num_kvcache_blocks: int | None = None
     """Fixes the KV cache's size in blocks. None: what memory is left after a profiled forward pass."""
     enable_prefix_caching: bool = True
@@ -62,6 +65,8 @@ class EngineConfig:
     """False: the `native` (PyTorch) provider of every op. None: as the model's config.json says, else True."""
     kernel_priority: Mapping[str, Sequence[str]] | None = None
     """Providers to use for an op, best first, for example `{"rms_norm": ["triton"]}`."""
+    kernel_plugins: Sequence[str] = ()
+    """Python files or modules that register kernels; theirs are preferred where they can run."""
     seed: int | None = None
     """Seeds the draws of requests that bring no seed of their own, and dummy weights. None: from the system, and 0."""
 
@@ -76,6 +81,7 @@ class EngineConfig:
         need(bool(self.model), "model", "pass a model directory, a hub id, a .gguf file or a preset's name")
         need(self.load_format in LOAD_FORMATS, "load_format", f"must be one of {', '.join(LOAD_FORMATS)}")
         need(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
+        need(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", f"must be one of {', '.join(KV_CACHE_DTYPES)}")
         for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "tensor_parallel_size"):
             need(positive_int(getattr(self, name)), name, "must be a positive integer")
         for name in ("max_num_batched_tokens", "num_kvcache_blocks"):

@@ -178,6 +178,7 @@ class _Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._requests = requests
+        self._next_update = 0.0
         self._bar = Progress(
             TextColumn("Generating"),
             BarColumn(),
@@ -198,8 +199,10 @@ class _Progress:
 
     def update(self, num_finished: int) -> None:
         elapsed = self._bar.tasks[0].elapsed or 0.0
-        if elapsed <= 0:
+        # Counting tokens takes time in proportion to the requests: ten times a second is enough.
+        if elapsed <= 0 or (elapsed < self._next_update and num_finished < len(self._requests)):
             return
+        self._next_update = elapsed + 0.1
         prompt = sum(len(r.prompt_token_ids) for r in self._requests if r.first_token_time is not None)
         output = sum(r.num_output_tokens for r in self._requests)
         rate = f"prompt {prompt / elapsed:.0f} tok/s, output {output / elapsed:.0f} tok/s"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
+from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.layers.attention import AttentionMetadata
 
 
@@ -95,28 +95,6 @@ class Batch:
             logits_rows=np.asarray(logits_rows, np.int64),
             sample_rows=np.asarray(sample_rows, np.int64),
             prompt_rows=tuple(prompt_rows),
-        )
-
-    def padded(self, num_rows: int, max_context_len: int, block_size: int, padding_block: int) -> Batch:
-        """A decode-only batch grown to `num_rows`, with rows that read and write the padding block only."""
-        assert self.decode_only
-        extra = num_rows - self.num_tokens
-        num_blocks = -(-max_context_len // block_size)
-        tokens = np.zeros((3, num_rows), np.int64)
-        tokens[:, : self.num_tokens] = self.tokens
-        tokens[2, self.num_tokens :] = padding_block * block_size
-        block_table = np.full((num_rows, num_blocks), padding_block, np.int32)
-        block_table[: self.num_tokens, : self.block_table.shape[1]] = self.block_table
-        return Batch(
-            tokens=tokens,
-            context_lens=np.concatenate((self.context_lens, np.ones(extra, np.int32))),
-            block_table=block_table,
-            max_context_len=max_context_len,
-            prefill_query_lens=(),
-            prefill_context_lens=(),
-            logits_rows=self.logits_rows,
-            sample_rows=self.sample_rows,
-            prompt_rows=self.prompt_rows,
         )
 
 

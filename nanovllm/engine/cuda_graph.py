@@ -9,11 +9,14 @@ engine starts, in one memory pool.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from nanovllm.engine.batch import Batch, DeviceBatch
+from nanovllm.engine.decode_state import SamplingMode
+
+_LARGEST_SMALL_BATCH = 64
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -57,68 +60,61 @@ class DecodeBuckets:
 
 
 class DecodeGraphs:
-    """Captured decode forward passes over static input buffers.
+    """Captured decode steps over static device state: the model up to the logits, then sampling and the state's advance.
+
+    The two halves are graphs of their own: what sampling a batch needs changes from step to step, and capturing the model
+    again for each kind of sampling would take time and gain a microsecond.
 
     Args:
-        forward: the pass to capture: DeviceBatch -> hidden states [batch size, hidden_size]. It may read and write
-            other static device state; it must not depend on host values that change.
-        hidden: [max batch size, hidden_size], the buffer that all graphs write their result to.
-        buckets: which sizes to capture.
-        max_blocks: columns of the widest block table.
-        padding_block: a block that no sequence owns.
+        model: (rows, context length) -> None: from the state's first rows to their logits.
+        draw: (rows, mode) -> None: from the logits to the state of the next step.
+        modes: the kinds of sampling to capture.
+        Both must depend on no host value that changes, and leave nothing but static buffers behind.
     """
 
     def __init__(
         self,
-        forward: Callable[[DeviceBatch], torch.Tensor],
-        hidden: torch.Tensor,
+        model: Callable[[int, int], object],
+        draw: Callable[[int, SamplingMode], object],
         buckets: DecodeBuckets,
-        max_blocks: int,
-        block_size: int,
-        padding_block: int,
+        modes: Sequence[SamplingMode],
+        device: torch.device,
     ) -> None:
-        device = hidden.device
-        max_rows = buckets.batch_sizes[-1]
-        self._tokens = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
-        self._tokens[2] = padding_block * block_size
-        self._context_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
-        self._block_table = torch.full((max_rows, max_blocks), padding_block, dtype=torch.int32, device=device)
-        self._hidden = hidden
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        pool = None
-        stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+        self._stream = torch.cuda.Stream(device)
+        largest, longest = buckets.batch_sizes[-1], buckets.context_lens[-1]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        # Outside of the captures: what is created, compiled or measured in a first call. Small batches may have other kernels.
+        with torch.cuda.stream(self._stream):
+            model(largest, longest)
+            for rows in (size for size in buckets.batch_sizes if size <= _LARGEST_SMALL_BATCH):
+                model(rows, buckets.context_lens[0])
+            for mode in modes:
+                draw(largest, mode)
+        torch.cuda.current_stream(device).wait_stream(self._stream)
         # Largest first, so that the smaller ones fit into the memory that the pool already has.
-        for rows in reversed(buckets.batch_sizes):
-            for context_len in reversed(buckets.context_lens):
-                batch = DeviceBatch.from_tensors(
-                    self._tokens[:, :rows],
-                    self._context_lens[:rows],
-                    self._block_table[:rows, : -(-context_len // block_size)],
-                    context_len,
-                )
-                if pool is None:
-                    stream.wait_stream(torch.cuda.current_stream(device))
-                    with torch.cuda.stream(stream):
-                        forward(batch)  # creates library handles and workspaces outside of the capture
-                    torch.cuda.current_stream(device).wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    hidden[:rows] = forward(batch)
-                pool = pool or graph.pool()
-                self._graphs[rows, context_len] = graph
+        self._model = {
+            (rows, context): self._capture(model, rows, context)
+            for rows in reversed(buckets.batch_sizes)
+            for context in reversed(buckets.context_lens)
+        }
+        self._draw = {
+            (rows, mode): self._capture(draw, rows, mode) for rows in reversed(buckets.batch_sizes) for mode in modes
+        }
         torch.cuda.synchronize(device)
 
-    def __len__(self) -> int:
-        return len(self._graphs)
+    def _capture(self, fn: Callable[..., object], *args: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            fn(*args)
+        self._pool = self._pool or graph.pool()
+        return graph
 
-    def replay(self, batch: Batch) -> torch.Tensor:
-        """Run a padded batch; returns hidden states [num_tokens, hidden_size], valid until the next replay."""
-        rows = batch.num_tokens
-        for buffer, array in (
-            (self._tokens[:, :rows], batch.tokens),
-            (self._context_lens[:rows], batch.context_lens),
-            (self._block_table[:rows, : batch.block_table.shape[1]], batch.block_table),
-        ):
-            buffer.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
-        self._graphs[rows, batch.max_context_len].replay()
-        return self._hidden[:rows]
+    def __len__(self) -> int:
+        return len(self._model) + len(self._draw)
+
+    def run_model(self, rows: int, max_context_len: int) -> None:
+        self._model[rows, max_context_len].replay()
+
+    def draw(self, rows: int, mode: SamplingMode) -> None:
+        self._draw[rows, mode].replay()

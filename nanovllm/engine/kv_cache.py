@@ -13,9 +13,25 @@ from nanovllm.layers.attention import LayerCache
 _CPU_SHARE = 0.25
 _MIB = 2**20
 
+# What `kv_cache_dtype` may name, where it is not the name of a torch dtype.
+_ALIASES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
 
 class OutOfCacheMemory(ValueError):
     """The device has no room for the KV cache that is needed."""
+
+
+def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that `kv_cache_dtype`, one of `config.KV_CACHE_DTYPES`, names; "auto" is the model's."""
+    if name == "auto":
+        return model_dtype
+    return _ALIASES[name] if name in _ALIASES else getattr(torch, name)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:

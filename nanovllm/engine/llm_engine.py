@@ -7,14 +7,17 @@ import random
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import decode
-from nanovllm.engine.model_runner import ModelRunner, StepResult, select_device
+from nanovllm.engine.model_runner import ModelRunner, select_device
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_result import StepResult
 from nanovllm.kernels import Kernels, resolve_kernels
 from nanovllm.models.loader import locate
 from nanovllm.models.tokenizer import eos_token_ids, load_tokenizer
@@ -53,7 +56,7 @@ class LLMEngine:
             else dict(checkpoint.config.raw),
             self.tokenizer,
         )
-        self.runner = ModelRunner(config, checkpoint, device, self.kernels, self.eos_token_ids)
+        self.runner = ModelRunner(config, checkpoint, device, self.kernels)
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching),
             config.max_num_seqs,
@@ -65,7 +68,7 @@ class LLMEngine:
         asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
         self._steps_ahead = 1 if asynchronous else 0
         self._in_flight: deque[StepResult] = deque()
-        self._completions: dict[tuple[int, int], tuple[Request, Completion]] = {}
+        self._completions: dict[Sequence, tuple[Request, Completion]] = {}
         self._num_requests = 0
         self._seeds = random.Random(config.seed)
 
@@ -97,7 +100,7 @@ class LLMEngine:
 
     def queue(self, request: Request) -> None:
         for completion in request.completions:
-            self._completions[completion.seq.seq_id, completion.seq.index] = request, completion
+            self._completions[completion.seq] = request, completion
             self.scheduler.add(completion.seq)
 
     def abort(self, request: Request) -> None:
@@ -125,31 +128,35 @@ class LLMEngine:
             raise
 
     def _read(self, result: StepResult, token_ids: list[int]) -> list[Request]:
-        sampling = [p.seq for p in result.step.parts if p.samples]
-        alive = [not seq.finished for seq in sampling]
         for prompt in result.prompt_logprobs:
             self._read_prompt_logprobs(prompt)
-        self.scheduler.update(result.step, token_ids)
-        requests: dict[int, Request] = {}
-        for row, (seq, token_id) in enumerate(zip(sampling, token_ids)):
-            if not alive[row]:
-                continue
-            request, completion = self._completions[seq.seq_id, seq.index]
-            if completion.logprobs is not None:
-                completion.logprobs.append(result.logprobs.row(row, seq.params.logprobs, self._decode_token))
-            stop = completion.append(token_id)
-            if stop is not None:
-                self.scheduler.finish(seq, "stop", stop)
-                if seq.finish_reason == "length":  # the last token allowed completed the stop string
-                    seq.finish_reason, seq.stop_reason = "stop", stop
-            request.note_token()
-            if seq.finished:
-                self._drop(completion)
-            requests[request.request_id] = request
-        return list(requests.values())
+        grown = self.scheduler.update(result.step, token_ids)
+        row_of = None
+        if result.logprobs is not None:
+            row_of = {seq: row for row, seq in enumerate(result.step.sampling)}
+        requests: dict[Request, None] = {}
+        completions = self._completions
+        for seq in grown:
+            request, completion = completions[seq]
+            requests[request] = None
+            # Most tokens are only counted: nobody looks at the text of a sequence that goes on.
+            if completion.is_watched:
+                if completion.logprobs is not None:
+                    row = result.logprobs.row(row_of[seq], seq.params.logprobs, self._decode_token)
+                    completion.logprobs.append(row)
+                stop = completion.append(seq.token_ids[-1])
+                if stop is not None:
+                    self.scheduler.finish(seq, "stop", stop)
+                    if seq.finish_reason == "length":  # the last token allowed completed the stop string
+                        seq.finish_reason, seq.stop_reason = "stop", stop
+            if request.first_token_time is None or seq.finished:
+                request.note_token()
+                if seq.finished:
+                    self._drop(completion)
+        return list(requests)
 
     def _read_prompt_logprobs(self, prompt: Any) -> None:
-        found = self._completions.get((prompt.seq.seq_id, prompt.seq.index))
+        found = self._completions.get(prompt.seq)
         if found is None:
             return
         for i in range(len(prompt.tensors.ranks)):
@@ -161,7 +168,7 @@ class LLMEngine:
         return None if self.tokenizer is None else decode(self.tokenizer, [token_id], skip_special_tokens=False)
 
     def _drop(self, completion: Completion) -> None:
-        self._completions.pop((completion.seq.seq_id, completion.seq.index), None)
+        self._completions.pop(completion.seq, None)
 
     def _abandon_running(self) -> None:
         """After a failure: nothing that ran, or was to run on what ran, can be trusted."""
@@ -169,7 +176,7 @@ class LLMEngine:
         lost = [*self.scheduler.running, *(seq for seq in self.scheduler.waiting if seq.num_pending)]
         for seq in lost:
             self.scheduler.finish(seq, "abort")
-            self._completions.pop((seq.seq_id, seq.index), None)
+            self._completions.pop(seq, None)
         self.scheduler.blocks.reset_prefix_cache()
 
     def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
@@ -191,6 +198,12 @@ class LLMEngine:
 
     @staticmethod
     def _token_ids(prompt: Any) -> list[int]:
+        try:
+            array = np.asarray(prompt)
+        except (ValueError, TypeError, OverflowError, RuntimeError):  # ragged, or not an array at all
+            array = np.empty(0)
+        if array.ndim == 1 and array.dtype.kind in "iu":
+            return array.tolist()
         try:
             return [int(t.__index__()) for t in prompt]
         except (TypeError, AttributeError):
@@ -223,4 +236,4 @@ class LLMEngine:
 def _resolve_kernels(config: EngineConfig, device: torch.device, model_choice: bool | None) -> Kernels:
     """The argument wins over the model's config.json; the default is on."""
     choice = next((c for c in (config.use_custom_kernels, model_choice) if c is not None), True)
-    return resolve_kernels(device, choice, config.kernel_priority)
+    return resolve_kernels(device, choice, config.kernel_priority, config.kernel_plugins)

@@ -27,6 +27,11 @@ class Completion:
             )
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether every token has to be looked at as it comes."""
+        return self._detokenizer is not None or self.logprobs is not None
+
     def append(self, token_id: int) -> str | None:
         """Take a sampled token; returns a stop string if the text now ends with one."""
         if self._detokenizer is None:

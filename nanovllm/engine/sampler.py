@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.kernels.ops.sample import apply_penalties, rows_per_chunk
 from nanovllm.sampling_params import SamplingParams
 
@@ -28,6 +29,13 @@ class SamplingRow(NamedTuple):
     """The sequence's row in the sampler's penalty state; no two rows of a step share one."""
     banned_token_ids: Sequence[int] = ()
     """Tokens that must not be sampled now: end and stop tokens before `min_tokens` is reached."""
+
+    @classmethod
+    def of(cls, seq: TokenSequence, position: int, slot: int) -> SamplingRow:
+        """The row of a sequence that gets its token number `position`."""
+        params = seq.params
+        banned = tuple(seq.stop_ids) if position - seq.prompt_len < params.min_tokens else ()
+        return cls(params, seq.seed, position, slot, banned)
 
 
 @dataclass(frozen=True)

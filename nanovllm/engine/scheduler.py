@@ -7,6 +7,9 @@ sequence admitted last is preempted: it gives up its blocks and is computed agai
 A step can be scheduled while the one before it is still in flight. Blocks and slots are given back as soon as the host
 knows that a sequence is over, even then: steps run one after the other on one stream, so whoever gets the block next
 writes to it after the step in flight has.
+
+While nobody comes, ends or lacks a block, steps repeat: the same sequences, each one token further. Such a run is kept
+(`_Run`), with what will happen to it and when, so that a step of it looks only at the sequences that something happens to.
 """
 
 from __future__ import annotations
@@ -17,35 +20,19 @@ from dataclasses import dataclass
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
-    """One sequence's part in a step: compute tokens start .. start + num_tokens - 1, and maybe sample the next."""
+@dataclass
+class _Run:
+    """Decodes that repeat, and when they cannot go on as they are."""
 
-    seq: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-    """Whether the step reaches the sequence's end, so that its last token's logits give a new token."""
-    slot: int
-    admitted: bool
-    """Whether the sequence takes its slot in this step, so that the slot's device state must be set up."""
-
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """Everything of one step; single-token parts come first."""
-
-    parts: tuple[ScheduledSequence, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(p.num_tokens for p in self.parts)
-
-    @property
-    def num_decodes(self) -> int:
-        return sum(p.num_tokens == 1 for p in self.parts)
+    step: ScheduledStep
+    """The latest step."""
+    length: int
+    """Continuations until a sequence reaches its greatest length."""
+    growing: dict[int, list[Sequence]]
+    """By continuation: the sequences that need one more block for it."""
 
 
 class Scheduler:
@@ -76,6 +63,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._run: _Run | None = None
+        self._starved = False
+        """Whether the first that waits found too few blocks, and none has been given back since."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -83,16 +73,66 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
+        seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
+        seq.stop_ids = frozenset(seq.params.stop_token_ids) | (
+            frozenset() if seq.params.ignore_eos else self.eos_token_ids
+        )
         self.waiting.append(seq)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can run before results in flight are read (or nothing is left)."""
+        step = self._continue_run()
+        if step is not None:
+            return step
+        self._run = None
+        parts = self._schedule_running()
+        self._admit(parts, self.max_num_batched_tokens - sum(p.num_tokens for p in parts))
+        if not parts:
+            return None
+        parts.sort(key=lambda p: p.num_tokens != 1)  # stable
+        step = ScheduledStep(tuple(parts))
+        if len(parts) == len(self.running) and step.decodes_only:
+            self._run = self._start_run(step)
+        return step
+
+    def _continue_run(self) -> ScheduledStep | None:
+        """The next step of the run, or None if there is none or something has to be decided."""
+        run = self._run
+        if run is None or run.step.offset == run.length or self._may_admit():
+            return None
+        step = run.step.next()
+        growing = run.growing.pop(step.offset, ())
+        for seq in growing:
+            if not self.blocks.grow(seq, seq.num_computed_tokens + 1):
+                return None  # someone has to be preempted; what has grown until here keeps its blocks
+        for seq in step.sampling:
+            seq.num_computed_tokens += 1
+            seq.num_pending += 1
+        for seq in growing:
+            self.blocks.register(seq)
+            run.growing.setdefault(step.offset + self.blocks.block_size, []).append(seq)
+        run.step = step
+        return step
+
+    def _start_run(self, step: ScheduledStep) -> _Run:
+        growing: dict[int, list[Sequence]] = {}
+        for seq in step.sampling:
+            room = len(seq.block_table) * self.blocks.block_size - seq.num_computed_tokens
+            growing.setdefault(room + 1, []).append(seq)
+        return _Run(step, min(seq.max_len - seq.num_tokens for seq in step.sampling), growing)
+
+    def _may_admit(self) -> bool:
+        return bool(self.waiting and self._free_slots and not self._starved)
+
+    def _schedule_running(self) -> list[ScheduledSequence]:
         budget = self.max_num_batched_tokens
         parts: list[ScheduledSequence] = []
         i = 0
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
-            num_tokens = min(self._tokens_to_compute(seq), budget)
+            # A sequence whose last token is in flight has nothing left to compute.
+            at_end = seq.num_pending and seq.num_tokens >= seq.max_len
+            num_tokens = 0 if at_end else min(seq.num_tokens - seq.num_computed_tokens, budget)
             if num_tokens == 0:
                 i += 1
                 continue
@@ -103,7 +143,10 @@ class Scheduler:
                 parts.append(self._take(seq, num_tokens))
                 budget -= num_tokens
                 i += 1
-        admitted: list[Sequence] = []
+        return parts
+
+    def _admit(self, parts: list[ScheduledSequence], budget: int) -> None:
+        """Add the parts of waiting sequences, first come first served, as far as everything suffices."""
         while self.waiting and budget > 0 and self._free_slots:
             seq = self.waiting[0]
             if seq.num_pending:
@@ -112,6 +155,7 @@ class Scheduler:
             start = len(prefix) * self.blocks.block_size
             num_tokens = min(seq.num_tokens - start, budget)
             if not self.blocks.admit(seq, prefix, start + num_tokens):
+                self._starved = True
                 break
             self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
@@ -119,14 +163,9 @@ class Scheduler:
             seq.num_computed_tokens = start
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = start
-            admitted.append(seq)
+            self.running.append(seq)
             parts.append(self._take(seq, num_tokens, admitted=True))
             budget -= num_tokens
-        self.running.extend(admitted)
-        if not parts:
-            return None
-        parts.sort(key=lambda p: p.num_tokens != 1)  # stable
-        return ScheduledStep(tuple(parts))
 
     def update(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
         """Take the tokens that a step sampled, one for each of its parts that samples, in order.
@@ -134,15 +173,17 @@ class Scheduler:
         Returns the sequences that grew; some of them finished by it. Tokens of sequences that finished before are dropped.
         """
         grown = []
-        sampling = [p.seq for p in step.parts if p.samples]
-        assert len(sampling) == len(token_ids)
-        for seq, token in zip(sampling, token_ids):
+        assert len(step.sampling) == len(token_ids)
+        finished = SequenceStatus.FINISHED
+        for seq, token in zip(step.sampling, token_ids):
             seq.num_pending -= 1
-            if seq.finished:
+            if seq.status is finished:
                 continue
-            seq.token_ids.append(token)
+            tokens = seq.token_ids
+            tokens.append(token)
             grown.append(seq)
-            self._stop_by_token(seq, token)
+            if token in seq.stop_ids or len(tokens) >= seq.max_len:
+                self._stop_by_token(seq, token)
         return grown
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -155,14 +196,10 @@ class Scheduler:
             self._release(seq)
         else:
             self.waiting.remove(seq)
+            self._starved = False  # who waits behind it may need fewer blocks
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
-
-    def _tokens_to_compute(self, seq: Sequence) -> int:
-        at_end = seq.num_tokens - seq.prompt_len >= seq.params.max_tokens or seq.num_tokens >= self.max_model_len
-        # A sequence whose last token is in flight has nothing left to compute.
-        return 0 if at_end and seq.num_pending else seq.num_tokens - seq.num_computed_tokens
 
     def _take(self, seq: Sequence, num_tokens: int, admitted: bool = False) -> ScheduledSequence:
         start = seq.num_computed_tokens
@@ -183,19 +220,18 @@ class Scheduler:
         return seq
 
     def _release(self, seq: Sequence) -> None:
+        self._run = None
+        self._starved = False
         self.blocks.free(seq)
         self._free_slots.append(seq.slot)
         seq.slot = -1
 
     def _stop_by_token(self, seq: Sequence, token: int) -> None:
         params = seq.params
-        num_output = seq.num_output_tokens
-        if num_output >= params.min_tokens:
-            if token in self.eos_token_ids and not params.ignore_eos:
-                return self.finish(seq, "stop")
-            if token in params.stop_token_ids:
-                return self.finish(seq, "stop", token)
-        if num_output >= params.max_tokens or len(seq.token_ids) >= self.max_model_len:
+        if token in seq.stop_ids and seq.num_output_tokens >= params.min_tokens:
+            by_eos = token in self.eos_token_ids and not params.ignore_eos
+            self.finish(seq, "stop", None if by_eos else token)
+        elif len(seq.token_ids) >= seq.max_len:
             self.finish(seq, "length")
 
     def check(self) -> None:
@@ -208,7 +244,9 @@ class Scheduler:
             assert seq.num_pending >= 0
             assert seq.num_computed_tokens <= seq.num_tokens
             assert len(seq.block_table) >= self.blocks.blocks_needed(seq.num_computed_tokens)
-            assert seq.num_output_tokens + seq.num_pending <= seq.params.max_tokens
+            assert seq.num_tokens <= seq.max_len
+        if self._run is not None:
+            assert set(self._run.step.sampling) == set(self.running), "a run goes on without someone who came or left"
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING
             assert not seq.block_table and seq.slot == -1 and seq.num_computed_tokens == 0

@@ -26,6 +26,7 @@ class Sequence:
     __slots__ = (
         "seq_id", "index", "params", "seed", "prompt_len", "token_ids", "num_pending", "num_computed_tokens",
         "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "slot", "status", "finish_reason", "stop_reason",
+        "max_len", "stop_ids",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +53,10 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.max_len = self.prompt_len + params.max_tokens
+        """Most tokens, prompt included; the scheduler lowers it to what it serves."""
+        self.stop_ids: frozenset[int] = frozenset()
+        """Tokens that end the sequence, set when it is queued."""
 
     @property
     def num_tokens(self) -> int:

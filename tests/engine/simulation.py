@@ -131,6 +131,7 @@ class Simulation:
         self.steps_ahead = steps_ahead
         self.in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.added: list[tuple[Sequence, list[int], int | None]] = []
+        self.continued = False  # whether the latest step was a continuation
         self.seen: set[str] = set()  # which situations came about, to know that the tests are not blind to them
 
     def add(
@@ -155,6 +156,9 @@ class Simulation:
         if self.scheduler.num_preemptions > preemptions:
             self.seen.add("preempted")
             self.seen.update("preempted with a token in flight" for s in self.scheduler.waiting if s.num_pending)
+            if self.continued:
+                self.seen.add("preempted in a run")
+        self.continued = step is not None and step.continues
         if step is not None:
             self._check_step(step)
             self.in_flight.append((step, self.device.execute(step)))
@@ -211,6 +215,10 @@ class Simulation:
                 self.seen.add("resumed")
             if not part.samples:
                 self.seen.add("chunked")
+        if step.continues:
+            self.seen.add("continued")
+            if self.scheduler.waiting:
+                self.seen.add("continued while someone waits")
         if step.num_decodes and step.num_decodes < len(lengths):
             self.seen.add("mixed")
         if self.device.num_pending_inputs:

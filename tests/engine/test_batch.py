@@ -90,28 +90,6 @@ def test_rows_of_prompt_logprobs_where_output_is_computed_again():
     assert build((seq, 3, 2, True)).prompt_rows == ()
 
 
-def test_padding_reads_and_writes_the_padding_block_only():
-    batch = build((make(range(6), [3, 1]), 5, 1, True), (make(range(3), [5]), 2, 1, True))
-    padded = batch.padded(4, max_context_len=16, block_size=4, padding_block=8)
-    assert padded.tokens[:, :2].tolist() == batch.tokens.tolist()
-    assert padded.tokens[2, 2:].tolist() == [32, 32] and padded.context_lens.tolist() == [6, 3, 1, 1]
-    assert padded.block_table.tolist() == [[3, 1, 8, 8], [5, 0, 8, 8], [8] * 4, [8] * 4]
-    assert padded.max_context_len == 16 and padded.decode_only
-    assert padded.logits_rows.tolist() == batch.logits_rows.tolist() and padded.sample_rows.tolist() == [0, 1]
-    assert padded.block_table.dtype == padded.context_lens.dtype == np.int32
-
-
-def test_padding_to_the_same_size_changes_nothing():
-    batch = build((make(range(6), [3, 1]), 5, 1, True))
-    padded = batch.padded(1, 8, 4, 9)
-    assert padded.tokens.tolist() == batch.tokens.tolist() and padded.block_table.tolist() == batch.block_table.tolist()
-
-
-def test_a_step_with_prompts_is_not_padded():
-    with pytest.raises(AssertionError):
-        build((make(range(6), [3, 1]), 0, 6, True)).padded(8, 16, 4, 9)
-
-
 def test_tokens_of_the_step_before_are_resolved_by_slot():
     last = torch.tensor([100, 101, 102])
     assert resolve_tokens(torch.tensor([5, -1, 0, -3, -2]), last).tolist() == [5, 100, 0, 102, 101]

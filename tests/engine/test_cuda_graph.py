@@ -7,6 +7,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.cuda_graph import DecodeBuckets, batch_buckets, context_buckets
+from nanovllm.engine.warm_up import warm_up
 from tests import tiny
 
 
@@ -67,6 +68,6 @@ def test_the_warm_up_fits_any_budget(budget, tmp_path, monkeypatch):
     runner = llm.engine.runner
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with torch.inference_mode():
-        runner._warm_up()
-    assert all(not cache.k[:-1].any() and not cache.v[:-1].any() for cache in runner._caches)
-    assert (budget < 3) != bool(runner._caches[0].k[-1].any())
+        warm_up(runner)
+    assert all(not cache.k[:-1].any() and not cache.v[:-1].any() for cache in runner.caches)
+    assert (budget < 3) != bool(runner.caches[0].k[-1].any())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.config import ModelConfig
+from nanovllm.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig
 from nanovllm.engine import kv_cache
 from nanovllm.engine.kv_cache import OutOfCacheMemory, num_blocks_that_fit
 from nanovllm.models.presets import preset
@@ -17,6 +17,24 @@ def test_bytes_of_a_block():
     assert kv_cache.block_bytes(qwen, 256, torch.float32) == 2 * 256 * 114_688
     assert kv_cache.block_bytes(qwen, 1, torch.bfloat16, tp_size=8) == 114_688 // 8
     assert kv_cache.block_bytes(qwen, 1, torch.bfloat16, tp_size=16) == 114_688 // 8  # KV heads are repeated, not cut
+
+
+def test_a_float8_cache_takes_half_of_the_bytes():
+    qwen = ModelConfig.from_dict(preset("qwen3-0.6b"))
+    assert kv_cache.block_bytes(qwen, 256, torch.float8_e4m3fn) == 256 * 114_688 // 2
+    cache = kv_cache.allocate(qwen, 1, 16, torch.float8_e4m3fn, torch.device("cpu"))[0]
+    assert cache.k.dtype == torch.float8_e4m3fn and not cache.k.float().any() and cache.k_scale is cache.v_scale is None
+
+
+def test_names_of_cache_dtypes():
+    names = {name: kv_cache.cache_dtype(name, torch.float16) for name in KV_CACHE_DTYPES}
+    assert names == {
+        "auto": torch.float16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn,
+        "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
+        "float32": torch.float32, "fp32": torch.float32,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp4': must be one of auto, fp8, .*bf16"):
+        EngineConfig("model", kv_cache_dtype="fp4")
 
 
 def test_allocated_bytes_are_those_of_the_blocks_and_the_padding_block():

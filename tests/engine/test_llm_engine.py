@@ -448,7 +448,8 @@ def test_prompt_logprobs_survive_preemption(directory, reference, asynchronous):
 
 def test_prompt_logprobs_of_several_completions_are_computed_once(llm):
     (prompt,) = random_prompts([40])
-    (out,) = llm.generate([prompt], SamplingParams(n=3, prompt_logprobs=0, logprobs=0, max_tokens=4), use_tqdm=False)
+    params = SamplingParams(n=3, prompt_logprobs=0, logprobs=0, max_tokens=4, ignore_eos=True)
+    (out,) = llm.generate([prompt], params, use_tqdm=False)
     assert len(out.prompt_logprobs) == 40 and all(r is not None for r in out.prompt_logprobs[1:])
     assert [len(c.logprobs) for c in out.outputs] == [4, 4, 4]
     request = llm.engine.make_request(prompt, SamplingParams(n=3, prompt_logprobs=0))
@@ -470,7 +471,7 @@ def test_the_engine_survives_a_forward_pass_that_raises(directory, reference, mo
         calls.append(step)
         if len(calls) == 4:
             with torch.inference_mode():
-                llm.engine.runner._caches[0].k.fill_(torch.nan)  # a failed kernel may leave anything
+                llm.engine.runner.caches[0].k.fill_(torch.nan)  # a failed kernel may leave anything
             raise RuntimeError("out of memory")
         return execute(step)
 
@@ -483,13 +484,16 @@ def test_the_engine_survives_a_forward_pass_that_raises(directory, reference, mo
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("where", ["execute", "scheduler.update", "scheduler.schedule"])
+@pytest.mark.parametrize(
+    "where", ["execute", "state.place", "state.advanced", "scheduler.update", "scheduler.schedule"]
+)
 @pytest.mark.parametrize("call", [1, 2, 5])
 def test_an_interrupt_leaves_the_engine_clean(directory, reference, monkeypatch, where, call, asynchronous):
     llm = make(directory, async_scheduling=asynchronous)
     prompts = random_prompts(LENGTHS)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    owner, name = (llm.engine.runner, where) if "." not in where else (llm.engine.scheduler, where.split(".")[1])
+    owners = {"execute": llm.engine.runner, "state": llm.engine.runner.state, "scheduler": llm.engine.scheduler}
+    owner, name = owners[where.split(".")[0]], where.split(".")[-1]
     original, calls = getattr(owner, name), []
 
     def interrupted(*args):

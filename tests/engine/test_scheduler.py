@@ -140,6 +140,7 @@ def test_random_load_reaches_every_situation():
         "input from the step before", "abort while waiting",
         "abort while running", "abort while running with a token in flight", "stop string while running",
         "stop string while running with a token in flight", "stop string while waiting",
+        "continued", "continued while someone waits", "preempted in a run",
     }  # fmt: skip
 
 
@@ -277,6 +278,30 @@ def test_one_token_too_many_is_dropped_when_the_end_is_read_late():
     seq = sim.add(prompt, SamplingParams(max_tokens=20))
     sim.drain()
     assert seq.output_token_ids[-1] == EOS and seq.num_output_tokens == 3 and "dropped a token" in sim.seen
+
+
+def test_a_run_of_decodes_goes_on_until_something_changes():
+    sim = Simulation(block_size=2, num_blocks=32, max_model_len=32, max_num_seqs=3, budget=16)
+    first, second = (sim.add([1, 2, i], ENDLESS, seed=i) for i in range(2))
+    assert [sim.step().continues for _ in range(5)] == [False, False, True, True, True]
+    assert parts(sim.step()) == [(0, 7, 1, True), (1, 7, 1, True)]
+    third = sim.add([1, 2, 3, 4], ENDLESS)
+    assert [sim.step().continues for _ in range(3)] == [False, False, True]
+    sim.abort(second)
+    step = sim.step()
+    assert not step.continues and [p[0] for p in parts(step)] == [0, 2]
+    assert sim.step().continues and third.num_computed_tokens == 8 and first.num_computed_tokens == 13
+    sim.drain()
+
+
+def test_a_run_ends_where_a_sequence_does():
+    sim = Simulation(steps_ahead=1, num_blocks=32, max_model_len=32, budget=16)
+    for n in (4, 6):
+        sim.add([1, 2, n], SamplingParams(max_tokens=n, ignore_eos=True))
+    steps = []
+    while (step := sim.step()) is not None:
+        steps.append((len(step.parts), step.continues))
+    assert steps == [(2, False), (2, False), (2, True), (2, True), (1, False), (1, False)]
 
 
 def test_requests_of_one_step_share_a_prefix():

@@ -1,0 +1,120 @@
+"""Runs the steps that only decode: the model, sampling, and the decode state's advance, as CUDA graphs where there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nanovllm.engine.cuda_graph import DecodeBuckets, DecodeGraphs
+from nanovllm.engine.decode_state import DecodeState, SamplingMode
+from nanovllm.engine.sampler import LogprobsTensors, Sampler, SamplingMetadata, SamplingRow
+from nanovllm.engine.step import ScheduledStep
+from nanovllm.engine.step_result import StepResult
+from nanovllm.layers.attention import LayerCache
+from nanovllm.models.decoder import DecoderForCausalLM
+
+
+class DecodeRunner:
+    """One decode step after the other, over the same device buffers.
+
+    In a steady step the host replays two graphs and asks for a copy of the tokens. It sends what changed before (see
+    `DecodeState`), and takes part in sampling only where penalties, banned tokens or log-probabilities are wanted.
+
+    Args:
+        state: whose rows are computed.
+        buckets: the batch sizes that steps are padded to; None: none is padded.
+        sampling_kernel: whether `Sampler.sample_op` is a few launches, so that it is worth a graph and takes greedy rows too;
+            the reference is thousands of launches.
+    """
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        caches: Sequence[LayerCache],
+        sampler: Sampler,
+        state: DecodeState,
+        buckets: DecodeBuckets | None,
+        sampling_kernel: bool,
+    ) -> None:
+        self.state = state
+        self._model = model
+        self._caches = caches
+        self._sampler = sampler
+        self._buckets = buckets
+        self._sampling_kernel = sampling_kernel
+        self._logits: torch.Tensor | None = None
+        self.graphs: DecodeGraphs | None = None
+
+    def capture(self, logits: torch.Tensor) -> None:
+        """Capture every step that can come. logits: [max_num_seqs, vocab_size], which all graphs write to."""
+        assert self._buckets is not None
+        self._logits = logits
+        modes = (SamplingMode.PLAIN, SamplingMode.FILTERED) if self._sampling_kernel else ()
+        self.graphs = DecodeGraphs(
+            self._run_model, lambda rows, mode: self._draw(logits[:rows], mode), self._buckets, modes, logits.device
+        )
+
+    def launch(self, step: ScheduledStep) -> StepResult:
+        """Launch a step that only decodes; on CUDA this returns before it has run."""
+        try:
+            return self._launch(step)
+        except BaseException:  # an interrupt may come between the host's mirror and the device
+            self.state.reset()
+            raise
+
+    def _launch(self, step: ScheduledStep) -> StepResult:
+        state = self.state
+        order = state.place(step)
+        num_seqs = rows = state.num_rows
+        max_context_len = 0
+        if self._buckets is None:
+            max_context_len = state.max_context_len
+        else:
+            # Eager steps are padded like captured ones, so that both give the same tokens.
+            rows, max_context_len = self._buckets.fit(
+                num_seqs, state.max_context_len if self._buckets.by_context else 1
+            )
+        if self.graphs is not None:
+            self.graphs.run_model(rows, max_context_len)
+            logits = self._logits[:rows]
+        else:
+            logits = self._run_model(rows, max_context_len)
+        mode = state.sampling_mode
+        if mode is SamplingMode.GREEDY and self._sampling_kernel:
+            mode = SamplingMode.PLAIN
+        logprobs = None
+        if mode is SamplingMode.GENERAL:
+            logprobs = self._sample(logits[:num_seqs])
+        elif self.graphs is not None and self._sampling_kernel:
+            self.graphs.draw(rows, mode)
+        else:
+            self._draw(logits, mode)
+        state.advanced()
+        return StepResult(step, state.tokens(), logprobs, order=order)
+
+    def _run_model(self, rows: int, max_context_len: int) -> torch.Tensor:
+        """Logits [rows, vocab_size] of the state's first rows."""
+        batch = self.state.batch(rows, max_context_len)
+        hidden = self._model(batch.token_ids, batch.positions, self._caches, batch.metadata)
+        return self._model.lm_head(hidden, None if self._logits is None else self._logits[:rows])
+
+    def _draw(self, logits: torch.Tensor, mode: SamplingMode) -> None:
+        """Sample with the parameters that the state holds, and advance it."""
+        if mode is SamplingMode.GREEDY:
+            tokens = logits.argmax(-1)
+        else:
+            filtered = mode is SamplingMode.FILTERED
+            tokens = self._sampler.sample_op(logits, *self.state.sampling_arguments(len(logits), filtered))
+        self.state.advance(tokens)
+
+    def _sample(self, logits: torch.Tensor) -> LogprobsTensors | None:
+        """Sample with what the host says of each row, and advance the state."""
+        state = self.state
+        rows = [
+            SamplingRow.of(seq, position + 1, slot)
+            for seq, position, slot in zip(state.seqs, state.positions(), state.slots())
+        ]
+        output = self._sampler(logits, SamplingMetadata.build(rows, state.device, pin=state.device.type == "cuda"))
+        state.advance(output.token_ids)
+        return output.logprobs

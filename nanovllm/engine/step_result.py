@@ -1,0 +1,72 @@
+"""What a step computed, on its way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from nanovllm.engine.sampler import LogprobsTensors
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import ScheduledStep
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of a run of prompt tokens: row i belongs to token `start + i` of `seq`."""
+
+    seq: Sequence
+    start: int
+    tensors: LogprobsTensors
+
+
+class StepResult:
+    """A step's tokens and log-probabilities. Made when the step is launched: the copies to the host run behind it.
+
+    Args:
+        token_ids: [n] int64 on the device, one for each part of the step that samples.
+        logprobs: of the same rows.
+        order: [n] int64, the row of each of these parts; None: they are in order.
+    """
+
+    def __init__(
+        self,
+        step: ScheduledStep,
+        token_ids: torch.Tensor,
+        logprobs: LogprobsTensors | None = None,
+        prompt: Several[PromptLogprobs] = (),
+        order: np.ndarray | None = None,
+    ) -> None:
+        self.step = step
+        self._ready: torch.cuda.Event | None = None
+        if token_ids.is_cuda:
+            token_ids = token_ids.to("cpu", non_blocking=True)
+            logprobs = None if logprobs is None else logprobs.cpu(non_blocking=True)
+            prompt = [PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in prompt]
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+        elif order is not None:
+            token_ids = token_ids.clone()  # it is a view of the decode state, which the next step changes
+        self._token_ids = token_ids
+        self._logprobs = logprobs
+        self._order = order
+        self.prompt_logprobs = prompt
+
+    def token_ids(self) -> list[int]:
+        """The sampled tokens, one for each part that samples; waits for the device."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        if self._order is None:
+            return self._token_ids.tolist()
+        return self._token_ids.numpy()[self._order].tolist()
+
+    @cached_property
+    def logprobs(self) -> LogprobsTensors | None:
+        """Of the parts that sample, in order; to be read after `token_ids()`."""
+        if self._logprobs is None or self._order is None:
+            return self._logprobs
+        order = torch.from_numpy(self._order)
+        return LogprobsTensors(*(t[order] for t in self._logprobs))

@@ -1,0 +1,78 @@
+"""What a GPU engine runs when it starts: the largest steps, to see how much memory they take, and small ones of every kind."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanovllm.engine import kv_cache
+from nanovllm.engine.batch import DeviceBatch
+from nanovllm.engine.sampler import SamplingMetadata, SamplingRow
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run small batches with runs of tokens, of every kind, so that kernels are compiled now and not while serving."""
+    padding_block, device = runner.num_kvcache_blocks, runner.device
+    # One-token and longer runs, alone and beside decodes, in numbers that kernels specialise on (1, 16) and others.
+    for num_decodes, runs in ((0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (0, (1024,))):
+        num_tokens = num_decodes + sum(runs)
+        if num_tokens > runner.max_num_batched_tokens or max(runs) > runner.max_model_len:
+            continue
+        tokens = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
+        tokens[2] = padding_block * runner.block_size
+        lens = torch.tensor((*(1 for _ in range(num_decodes)), *runs), dtype=torch.int32, device=device)
+        num_blocks = -(-max(runs) // runner.block_size)
+        table = torch.full((len(lens), num_blocks), padding_block, dtype=torch.int32, device=device)
+        starts = torch.tensor((0, *itertools.accumulate(runs)), dtype=torch.int32, device=device)
+        bound = 1 if runner.buckets.by_context else runner.max_model_len
+        runner.forward(DeviceBatch.from_tensors(tokens, lens, table, bound, starts, max(runs)))
+    hidden = torch.zeros(16, runner.model_config.hidden_size, dtype=runner.dtype, device=device)
+    filters = SamplingParams(top_k=min(10, runner.model_config.vocab_size), top_p=0.9, min_p=0.01)
+    for params in (SamplingParams(temperature=0), SamplingParams(), filters):
+        for num_rows in {min(n, runner.config.max_num_seqs) for n in (1, 3, 16)}:
+            rows = [SamplingRow(params, seed=0, position=0, slot=i) for i in range(num_rows)]
+            logits = runner.model.compute_logits(hidden[:num_rows])
+            runner.sampler(logits, SamplingMetadata.build(rows, device))
+    torch.cuda.synchronize(device)
+
+
+def profile_peak(runner: ModelRunner) -> int:
+    """PyTorch's peak memory in bytes over the largest prefill, decode and sampling, weights included."""
+    device, model_config = runner.device, runner.model_config
+    torch.cuda.reset_peak_memory_stats(device)
+    length = min(runner.max_model_len, runner.max_num_batched_tokens)
+    max_num_seqs = runner.config.max_num_seqs
+    num_seqs = max(1, min(runner.max_num_batched_tokens // length, max_num_seqs))
+    num_blocks = -(-runner.max_model_len // runner.block_size)
+    caches = kv_cache.allocate(model_config, num_blocks, runner.block_size, runner.cache_dtype, device)
+    # Every sequence uses the same blocks: only the memory matters here.
+    blocks = torch.arange(num_blocks, dtype=torch.int32, device=device)
+    positions = torch.arange(length, device=device).repeat(num_seqs)
+    prefill = DeviceBatch.from_tensors(
+        torch.stack((torch.zeros_like(positions), positions, positions)),
+        torch.full((num_seqs,), length, dtype=torch.int32, device=device),
+        blocks.expand(num_seqs, -1),
+        0,
+        torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * length,
+        length,
+    )
+    decode = DeviceBatch.from_tensors(
+        torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device),
+        torch.ones(max_num_seqs, dtype=torch.int32, device=device),
+        blocks.expand(max_num_seqs, -1),
+        runner.max_model_len,
+    )
+    runner.model(prefill.token_ids, prefill.positions, caches, prefill.metadata)
+    logits = runner.model.compute_logits(runner.model(decode.token_ids, decode.positions, caches, decode.metadata))
+    params = SamplingParams(top_k=10, top_p=0.5, logprobs=1)
+    rows = [SamplingRow(params, seed=0, position=0, slot=i) for i in range(max_num_seqs)]
+    runner.sampler(logits, SamplingMetadata.build(rows, device))
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return peak - kv_cache.block_bytes(model_config, runner.block_size, runner.cache_dtype) * (num_blocks + 1)

@@ -1,0 +1,206 @@
+"""Decode steps over the device state: padded and "captured" on any machine, the same tokens in any company, no copies."""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import decode_runner
+from nanovllm.engine.decode_state import SamplingMode
+from tests import tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.save_with_tokenizer(path, "qwen3")
+    return path
+
+
+def make(directory, **arguments):
+    defaults = dict(
+        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=64, max_model_len=128, max_num_seqs=11,
+        max_num_batched_tokens=40, skip_tokenizer_init=True,
+    )  # fmt: skip
+    return LLM(directory, **defaults | arguments)
+
+
+class ReplayedFunctions:
+    """In place of `DecodeGraphs` where there is no GPU: runs what would be captured, for the sizes that would be captured."""
+
+    def __init__(self, model, draw, buckets, modes, device):
+        self.buckets, self.modes, self.drawn = buckets, modes, []
+        self.run_model = lambda rows, context: model(*self.captured(rows, context))
+        self._draw = draw
+
+    def captured(self, rows, context):
+        assert rows in self.buckets.batch_sizes and context in self.buckets.context_lens
+        return rows, context
+
+    def draw(self, rows, mode):
+        assert mode in self.modes and rows in self.buckets.batch_sizes
+        self.drawn.append(mode)
+        self._draw(rows, mode)
+
+
+def pretend_to_capture(llm, monkeypatch):
+    monkeypatch.setattr(decode_runner, "DecodeGraphs", ReplayedFunctions)
+    runner = llm.engine.runner
+    runner.decoding._buckets, runner.decoding._sampling_kernel = runner.buckets, True
+    # What an earlier batch left behind must not matter.
+    runner.decoding.capture(
+        torch.full((runner.config.max_num_seqs, runner.model_config.vocab_size), torch.nan, device=DEVICE)
+    )
+    return runner.decoding.graphs
+
+
+def random_prompts(lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(900) for _ in range(n)] for n in lengths]
+
+
+def generate(llm, prompts, params):
+    outputs = [[c.token_ids for c in o.outputs] for o in llm.generate(prompts, params, use_tqdm=False)]
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.blocks.num_free_blocks == llm.engine.scheduler.blocks.num_blocks
+    return outputs
+
+
+LENGTHS = [1, 5, 16, 17, 40, 70, 33, 2, 15, 31, 9, 64]
+KINDS = {
+    "greedy": dict(temperature=0),
+    "plain": dict(temperature=0.9),
+    "filtered": dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01),
+    "penalised": dict(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2),
+    "late": dict(temperature=1.0, min_tokens=9, stop_token_ids=list(range(300))),
+    "logprobs": dict(temperature=0.8, logprobs=2),
+    "several": dict(temperature=0.8, n=3),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "kinds", [*([k] for k in KINDS), ["greedy", "plain"], ["plain", "filtered"], list(KINDS)], ids=str
+)
+def test_captured_steps_give_the_same_tokens(directory, monkeypatch, kinds, asynchronous):
+    """Padding, static logits, sampling from the state and composition changes, with everything that a batch may hold."""
+    prompts = random_prompts(LENGTHS)
+    params = [
+        SamplingParams(**KINDS[kinds[i % len(kinds)]], seed=i, max_tokens=10 + 3 * i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    expected = generate(make(directory, async_scheduling=False, enforce_eager=True), prompts, params)
+    llm = make(directory, async_scheduling=asynchronous)
+    graphs = pretend_to_capture(llm, monkeypatch) if DEVICE == "cpu" else llm.engine.runner.decoding.graphs
+    assert generate(llm, prompts, params) == expected
+    if DEVICE == "cpu" and len(kinds) == 1:
+        captured = {"filtered": {SamplingMode.FILTERED}, "penalised": set(), "logprobs": set()}
+        assert set(graphs.drawn) == captured.get(kinds[0], {SamplingMode.PLAIN})
+
+
+def test_a_seeded_request_draws_the_same_alone_and_among_256(directory):
+    llm = make(directory, max_num_seqs=256, num_kvcache_blocks=600, max_num_batched_tokens=2048)
+    rng = random.Random(5)
+    prompts = random_prompts([rng.randint(1, 30) for _ in range(256)], seed=1)
+    params = [
+        SamplingParams(temperature=0.8, seed=i, max_tokens=rng.randint(5, 12), ignore_eos=True) for i in range(256)
+    ]
+    together = generate(llm, prompts, params)
+    for i in (0, 1, 100, 254, 255):
+        assert generate(llm, [prompts[i]], [params[i]]) == [together[i]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_steady_step_sends_nothing(directory, monkeypatch, asynchronous):
+    llm = make(directory, async_scheduling=asynchronous)
+    state, sent, steps = llm.engine.runner.state, [], []
+    send, place = state._send, state.place
+    monkeypatch.setattr(state, "_send", lambda rows: (sent.append(len(rows)), send(rows)))
+    monkeypatch.setattr(state, "place", lambda step: steps.append(step) or place(step))
+    generate(llm, random_prompts([8, 8, 8]), SamplingParams(max_tokens=60, ignore_eos=True))
+    # Once all three at the first decode, and again where their fifth token, and every 16th after it, needs a block.
+    assert len(steps) == 59 and sum(step.continues for step in steps) == 58
+    assert sent[0] == 3 and sum(sent[1:]) == 3 * 4
+
+
+def test_results_survive_the_steps_after_them(directory):
+    """The tokens of a step are read after the next step has overwritten the state they come from."""
+    llm = make(directory, async_scheduling=True)
+    engine = llm.engine
+    request = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    results = []
+    while (step := engine.scheduler.schedule()) is not None:
+        results.append((step, engine.runner.execute(step)))
+        if len(results) > 1:
+            engine.scheduler.update(results[-2][0], results[-2][1].token_ids())
+    early = [result.token_ids() for _, result in results]
+    assert [t for (t,) in early][:11] == request.completions[0].seq.output_token_ids
+    engine.abort(request)
+
+
+@pytest.mark.gpu
+def test_a_decode_step_waits_for_nothing(directory):
+    """Neither a steady step nor one with a new block, an end or another composition; only reading a result waits."""
+    llm = make(directory, max_num_seqs=4)
+    engine = llm.engine
+    for i, prompt in enumerate(random_prompts([8, 9, 10, 11])):
+        engine.add_request(prompt, SamplingParams(max_tokens=20 + 9 * i, ignore_eos=True, seed=i))
+    engine.step()
+    engine.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        while engine.has_unfinished:
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_many_replays_give_the_same_bits(directory):
+    """The same captured steps twice, sampled and filtered, as sequences come and go."""
+    outputs = []
+    for _ in range(2):
+        llm = make(directory, max_num_seqs=16, max_model_len=512, num_kvcache_blocks=700)
+        params = [
+            SamplingParams(seed=i, max_tokens=100 + 20 * (i % 16), ignore_eos=True, top_k=(0, 30)[i % 2])
+            for i in range(64)
+        ]
+        outputs.append(generate(llm, random_prompts([1 + i for i in range(64)]), params))
+    assert outputs[0] == outputs[1]
+
+
+def test_who_gets_the_slot_of_one_that_ended_is_not_taken_for_it(directory):
+    """Its first decode is at the very position where the row that the slot had would go on."""
+    llm = make(directory, max_num_seqs=1, async_scheduling=False, enable_prefix_caching=False)
+    old, new = random_prompts([10, 15])
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
+    (expected,) = generate(llm, [new], params)
+    generate(llm, [old], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert llm.engine.runner.state._positions[0] == 15
+    assert generate(llm, [new], params) == [expected]
+
+
+def test_a_step_that_fails_leaves_no_row_behind(directory, monkeypatch):
+    llm = make(directory, async_scheduling=False)
+    state, prompts = llm.engine.runner.state, random_prompts([8, 9, 10])
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = generate(llm, prompts, params)
+    send, calls = state._send, []
+
+    def interrupted(rows):
+        calls.append(rows)
+        if len(calls) == 2:  # a block has to be sent in the middle of a run
+            raise KeyboardInterrupt
+        send(rows)
+
+    monkeypatch.setattr(state, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, prompts, params)
+    assert state.num_rows == llm.engine.config.max_num_seqs and (state._row_of_slot == -1).all()
+    assert generate(llm, prompts[:1], params) == expected[:1]
+    assert (state._slot_of_row[1:] == -1).all() and generate(llm, prompts, params) == expected
