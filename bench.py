@@ -1,88 +1,128 @@
-"""Throughput of `LLM.generate`, sampling included, on named and seeded workloads.
+"""How fast is this model on this device, how far from what the hardware allows, and where does the time go?
 
-    python bench.py                                    # Qwen3-0.6B's shape with random weights on a GPU; a small load on a CPU
-    python bench.py --workload bs1,std256 --repeat 3
-    python bench.py --no-use-custom-kernels            # the reference of every op, for comparison
+    python bench.py                                     # Qwen3-0.6B's shape, random weights, on a GPU; SmolLM2 on a CPU
+    python bench.py --preset qwen3-8b --workload bs1,std256 --repeat 5
+    python bench.py --model path/to/model --num-requests 64 --input-len 100-1000 --output-len 200
+    python bench.py --compare                           # custom kernels against every op's reference
+    python bench.py --ablate --workload bs1             # what is each op's custom kernel worth?
+    python bench.py --engine nanovllm,transformers,vllm # beside its peers
+    python bench.py --save; python bench.py --history; python bench.py --check
+    python bench.py --tables docs/performance.md        # put the kept results between the file's markers
 
-A workload is (prompts, input tokens, output tokens); std256 is nano-vLLM's published benchmark. Each repeat draws new
-prompts, so nothing comes from the prefix cache. The first repeat may compile kernels; it is shown but not counted.
+Each configuration runs in a process of its own. A profile of the first workload follows, apart from the timed runs, in
+`profiles/`: a trace for ui.perfetto.dev, a report as text, and one as a page. `--no-profile` leaves it out.
 """
 
 import argparse
-import statistics
+import signal
 import sys
-import time
-from random import Random
+from pathlib import Path
 
-from nanovllm import LLM, SamplingParams
-
-WORKLOADS = {
-    "bs1": (1, 128, 512),
-    "bs8": (8, 128, 256),
-    "bs32": (32, 128, 256),
-    "bs128": (128, 128, 256),
-    "prefill": (64, 1024, 1),
-    "std256": (256, (100, 1024), (100, 1024)),
-    "tiny": (4, 32, 16),
-}
+ROOT = Path(__file__).resolve().parent
 
 
-def draw(workload: str, rng: Random) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of random token ids, and the parameters of each."""
-    num_prompts, input_len, output_len = WORKLOADS[workload]
-    length = lambda n: rng.randint(*n) if isinstance(n, tuple) else n  # noqa: E731
-    prompts = [[rng.randint(0, 10000) for _ in range(length(input_len))] for _ in range(num_prompts)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length(output_len)) for _ in range(num_prompts)]
-    return prompts, params
+def parser() -> argparse.ArgumentParser:
+    from nanovllm.perf.engines import ENGINES
+    from nanovllm.perf.workloads import WORKLOADS
+
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = p.add_argument_group("the model")
+    model.add_argument("--model", help="a directory, a hub id, or a .gguf file, with its weights")
+    model.add_argument("--preset", help="a published shape with random weights: qwen3-0.6b, llama3-8b, ...")
+    model.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the model's")
+    model.add_argument("--kv-cache-dtype", help="default: as --dtype")
+    model.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")
+    load = p.add_argument_group("the load")
+    named = "; ".join(f"{w.name}: {w.description}" for w in WORKLOADS.values())
+    load.add_argument("--workload", help=f"names, separated by commas; prompts x input -> output tokens: {named}")
+    load.add_argument("--num-requests", type=int, help="a load of your own, with --input-len and --output-len")
+    load.add_argument("--input-len", help="tokens, or bounds: 100-1024")
+    load.add_argument("--output-len", help="tokens, or bounds")
+    load.add_argument("--rate", type=float, help="requests a second that arrive at random, for your own load")
+    load.add_argument("--repeat", type=int, default=3, help="timed runs of each workload")
+    load.add_argument("--warmup", type=int, default=1, help="runs before them that do not count")
+    load.add_argument("--seed", type=int, default=0)
+    how = p.add_argument_group("the engine")
+    how.add_argument("--engine", default="nanovllm", help=f"any of {','.join(ENGINES)}")
+    how.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
+    how.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')
+    how.add_argument("--compare", action="store_true", help="custom kernels on and off")
+    how.add_argument("--ablate", action="store_true", help="each op's custom kernel off in turn")
+    how.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    how.add_argument("--gpu-memory-utilization", type=float)
+    how.add_argument("--max-num-seqs", type=int)
+    how.add_argument("--max-num-batched-tokens", type=int)
+    out = p.add_argument_group("what comes out")
+    out.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
+    out.add_argument("--profile-dir", type=Path, default=Path("profiles"))
+    out.add_argument("--plots", action="store_true", help="the report's figures as PNG files too")
+    out.add_argument("--report", type=Path, help="only draw the reports of an earlier profile.json again")
+    out.add_argument("--json", type=Path, help="write everything measured to this file")
+    out.add_argument("--results", type=Path, default=ROOT / "results", help="where results are kept")
+    out.add_argument("--save", action="store_true", help="keep this run's results")
+    out.add_argument(
+        "--check", action="store_true", help="compare this run's ratios with the kept ones; exit code 1 if one fell"
+    )
+    out.add_argument("--history", action="store_true", help="only print how kept workloads moved")
+    out.add_argument(
+        "--tables", type=Path, nargs="?", const=Path("-"), help="only write tables of the kept results, to a file"
+    )
+    out.add_argument("--verbose", action="store_true", help="show what the engines print")
+    out.add_argument("--in-process", action="store_true", help="measure in this process, for debuggers")
+    p.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    return p
 
 
-def measure(llm: LLM, workload: str, repeat: int) -> tuple[list[float], list[float]]:
-    """(output tokens a second, seconds) of each repeat, the warm-up among them."""
-    rates, times = [], []
-    for i in range(repeat + 1):
-        prompts, params = draw(workload, Random(i))
-        started = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        times.append(time.perf_counter() - started)
-        assert [len(o["token_ids"]) for o in outputs] == [p.max_tokens for p in params]
-        rates.append(sum(p.max_tokens for p in params) / times[-1])
-    return rates, times
+def main(arguments: list[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    from nanovllm.perf import launcher, session
+
+    if args.worker is not None:
+        from nanovllm import LLM
+
+        launcher.serve(args.worker, LLM)
+        return 0
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is written
+    try:
+        if args.history:
+            return session.history(args)
+        if args.report:
+            return session.report(args)
+        if args.tables:
+            return session.tables(args)
+        if args.preset:
+            from nanovllm.models.presets import preset
+
+            args.preset_config = preset(args.preset)
+        elif not args.model:
+            default_model(args)
+        if args.in_process:
+            from nanovllm import LLM
+
+            launch = launcher.in_process(LLM)
+        else:
+            launch = launcher.in_child([sys.executable, str(ROOT / "bench.py")], args.verbose)
+        return session.Session(args, launch, ROOT).run()
+    except (ValueError, FileNotFoundError) as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
 
 
-def main() -> None:
+def default_model(args: argparse.Namespace) -> None:
+    """On a GPU a preset, which needs no download; on a CPU the embedded model."""
     import torch
 
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b" if on_gpu else "smollm2-135m", help="a preset, or a model's path")
-    parser.add_argument("--workload", default="bs1,bs8,bs32,bs128,prefill,std256" if on_gpu else "tiny")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    args = parser.parse_args()
-    unknown = [w for w in args.workload.split(",") if w not in WORKLOADS]
-    if unknown or args.repeat < 1:
-        sys.exit(f"bench.py: --workload is any of {', '.join(WORKLOADS)}, --repeat at least 1")
+    if args.device != "cpu" and torch.cuda.is_available():
+        from nanovllm.models.presets import preset
 
-    from nanovllm.models.presets import PRESETS
+        args.preset, args.preset_config = "qwen3-0.6b", preset("qwen3-0.6b")
+    else:
+        from nanovllm.models.embedded import embedded_model_path
 
-    load_format = "dummy" if args.model in PRESETS else "auto"
-    started = time.perf_counter()
-    llm = LLM(
-        args.model,
-        load_format=load_format,
-        skip_tokenizer_init=True,
-        use_custom_kernels=args.use_custom_kernels,
-        enforce_eager=args.enforce_eager,
-    )
-    print(f"{args.model}, {llm.device_name}, torch {torch.__version__}, kernels: {llm.kernels.summary()}")
-    print(f"ready after {time.perf_counter() - started:.1f} s")
-    print(f"{'workload':10} {'tok/s':>9} {'seconds':>9}   each repeat's tok/s, the warm-up first")
-    for workload in args.workload.split(","):
-        rates, times = measure(llm, workload, args.repeat)
-        each = " ".join(f"{r:.0f}" for r in rates)
-        print(f"{workload:10} {statistics.median(rates[1:]):9.0f} {statistics.median(times[1:]):9.3f}   {each}", flush=True)
+        args.model = str(embedded_model_path())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

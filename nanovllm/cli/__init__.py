@@ -117,6 +117,10 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
+    except BrokenPipeError:  # `| head` has seen enough; what is left in the buffer must not raise again at exit
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, TypeError, FileNotFoundError, RuntimeError) as e:
         # What a user can mend is said in one line; anything else keeps its traceback.
         if isinstance(e, RuntimeError) and not type(e).__module__.startswith("nanovllm"):

@@ -33,12 +33,14 @@ _Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 
 
 @app.command("list")
-def list_kernels(device: _Device = "auto", kernel_plugin: _Plugins = None, as_json: _Json = False) -> None:
+def list_kernels(
+    op: _OpName = None, device: _Device = "auto", kernel_plugin: _Plugins = None, as_json: _Json = False
+) -> None:
     """Every op and its providers: which can run here, why not, and in which order they are taken."""
     from nanovllm.kernels.plugins import failures
 
-    where, ops = _prepare(device, kernel_plugin)
-    rows = [row for declared in ops.values() for row in _provider_rows(declared, where, kernel_plugin or ())]
+    where, ops, origins = _prepare(device, kernel_plugin, must_load=False)
+    rows = [row for declared in _matching(ops, op) for row in _provider_rows(declared, where, origins)]
     rows += [
         {"op": "", "provider": name, "rank": None, "chosen": False, "reason": reason, "architectures": ""}
         for name, reason in failures().items()
@@ -68,26 +70,28 @@ def why(
     from nanovllm.kernels.selection import explain
     from nanovllm.kernels.verify import Case
 
-    where, ops = _prepare(device, kernel_plugin)
+    where, ops, origins = _prepare(device, kernel_plugin)
     declared = _only(ops, op)
-    rows = _provider_rows(declared, where, kernel_plugin or ())
+    rows = _provider_rows(declared, where, origins)
     call: dict[str, Any] = {}
     if shape is not None:
         arguments = Case(_shape(declared, shape), _dtype(dtype)).arguments(declared, where)
         declared.check(arguments)
-        cost = declared.cost(**arguments)
-        call = {"shape": shape, "dtype": dtype, "bytes": cost.bytes, "flops": cost.flops}
+        call = {"shape": shape, "dtype": dtype}
+        if declared.cost is not None:
+            cost = declared.cost(**arguments)
+            call |= {"bytes": cost.bytes, "flops": cost.flops}
         for row in rows:
             accepts = declared.providers[row["provider"]].accepts
             if row["reason"] is None and accepts is not None:
                 row["reason"] = accepts(**arguments)
-    because = explain(declared, where, kernel_plugin or ())
+    because = explain(declared, where, origins)
     taken = next((r["provider"] for r in rows if r["chosen"] and r["reason"] is None), "native")
     if as_json:
         print(json.dumps({"op": op, "runs": taken, "because": because, "call": call, "providers": rows}, indent=2))
         return
     print(f"{op} on {_device_name(where)}: {taken} runs, because {because}.")
-    if call:
+    if "bytes" in call:
         print(
             f"A call of shape {shape} in {dtype} moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops."
         )
@@ -114,9 +118,9 @@ def verify(
 
     if device in ("auto", "cpu") and _interpret_instead():
         return
-    where, ops = _prepare(device, kernel_plugin)
+    where, ops, _ = _prepare(device, kernel_plugin)
     rows = []
-    for declared in _matching(ops, op):
+    for declared in _with_provider(_matching(ops, op), provider):
         if declared.inputs is None:
             rows.append({"op": declared.name, "provider": "", "reason": "declares no inputs"})
             continue
@@ -139,17 +143,28 @@ def verify(
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        table = _table("op", "provider", "cases", "worst error / tolerance", "verdict", title=_device_name(where))
+        table = _table(
+            "op", "provider", "cases", "not taken", "worst error / tolerance", "verdict", title=_device_name(where)
+        )
         for r in rows:
             if r["reason"] is not None:
-                table.add_row(r["op"], r["provider"], "", "", r["reason"])
+                table.add_row(r["op"], r["provider"], "", "", "", r["reason"])
             else:
-                verdict = f"[red]{len(r['failures'])} wrong[/]" if r["failures"] else "right"
+                verdict = "right" if r["cases"] else "nothing to compare: it took none of the cases"
+                verdict = f"[red]{len(r['failures'])} wrong[/]" if r["failures"] else verdict
                 table.add_row(
-                    r["op"], r["provider"], str(r["cases"]), f"{r['worst_error_over_tolerance']:.2f}", verdict
+                    r["op"],
+                    r["provider"],
+                    str(r["cases"]),
+                    str(r["skipped"]),
+                    f"{r['worst_error_over_tolerance']:.2f}",
+                    verdict,
                 )
         _print(table)
-        print("\n".join(failures[:40]))
+        for failure in failures[:40]:
+            print(failure)
+        if len(failures) > 40:
+            print(f"and {len(failures) - 40} more; --json has all")
     if failures:
         raise typer.Exit(1)
 
@@ -172,11 +187,11 @@ def bench(
     """Time the providers of an op: medians, inputs from device memory, the share of what the hardware allows."""
     from nanovllm.kernels.compare import bench_cases, compiled, measure
 
-    where, ops = _prepare(device, kernel_plugin)
+    where, ops, origins = _prepare(device, kernel_plugin)
     if save_table is not None and where.type != "cuda":
         raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
     results = []
-    for declared in _matching(ops, op):
+    for declared in _with_provider(_matching(ops, op), provider):
         if declared.inputs is None or declared.cost is None:
             print(f"{declared.name} declares no inputs or no cost: not timed", file=sys.stderr)
             continue
@@ -195,7 +210,7 @@ def bench(
         print(json.dumps(document, indent=1))
     else:
         _print(_bench_table(where, results))
-        _warn_of_slow_choices(ops, results, where)
+        _warn_of_slow_choices(ops, results, where, origins)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(json.dumps(document, indent=1) + "\n")
@@ -218,14 +233,19 @@ def markdown_table() -> None:
         print(f"| `{name}` | {what} | {arguments} | {providers} |")
 
 
-def _prepare(device: str, plugins: list[str] | None) -> tuple[torch.device, dict[str, Op]]:
+def _prepare(
+    device: str, plugins: list[str] | None, must_load: bool = True
+) -> tuple[torch.device, dict[str, Op], list[str]]:
+    """(the device, the ops by name, what the plugins' providers have as their origin)."""
     from nanovllm.engine.model_runner import select_device
     from nanovllm.kernels import all_ops
-    from nanovllm.kernels.plugins import load_plugins
+    from nanovllm.kernels.plugins import failures, load_plugins
 
     where = select_device(device)
-    load_plugins(plugins or ())
-    return where, dict(sorted(all_ops().items()))
+    origins = load_plugins(plugins or ())
+    if must_load and len(origins) < len(plugins or ()):
+        raise ValueError("; ".join(f"plugin {name} failed: {reason}" for name, reason in failures().items()))
+    return where, dict(sorted(all_ops().items())), origins
 
 
 def _provider_rows(declared: Op, where: torch.device, plugins: Any) -> list[dict[str, Any]]:
@@ -250,6 +270,15 @@ def _matching(ops: dict[str, Op], name: str | None) -> list[Op]:
     if name is None:
         return list(ops.values())
     return [ops[name]] if name in ops else [o for n, o in ops.items() if n.startswith(name)] or [_only(ops, name)]
+
+
+def _with_provider(ops: list[Op], providers: list[str] | None) -> list[Op]:
+    """Those of the ops that have one of the providers; a ValueError if none has a provider of one of these names."""
+    known = sorted({name for declared in ops for name in declared.providers})
+    for name in providers or ():
+        if name not in known:
+            raise ValueError(f"--provider {name}: expected one of {', '.join(known)}")
+    return [o for o in ops if not providers or set(providers) & set(o.providers)]
 
 
 def _only(ops: dict[str, Op], name: str) -> Op:
@@ -294,7 +323,8 @@ def _interpret_instead() -> bool:
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" or not importlib.util.find_spec("triton"):
         return False
     print("No CUDA device: Triton kernels run in Triton's interpreter, on small shapes.", file=sys.stderr)
-    command = [sys.executable, "-m", "nanovllm", *sys.argv[1:]]
+    # NumPy, which computes there, warns of overflows that a GPU passes over in silence.
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "nanovllm", *sys.argv[1:]]
     code = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
     if code:
         raise typer.Exit(code)
@@ -344,13 +374,15 @@ def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
     return table
 
 
-def _warn_of_slow_choices(ops: dict[str, Op], results: list[Measurement], where: torch.device) -> None:
+def _warn_of_slow_choices(
+    ops: dict[str, Op], results: list[Measurement], where: torch.device, origins: list[str]
+) -> None:
     from nanovllm.kernels.compare import slower_somewhere
     from nanovllm.kernels.selection import rank
 
     for name in dict.fromkeys(m.op for m in results):
         mine = [m for m in results if m.op == name]
-        chosen = rank(ops[name], where)[0].name
+        chosen = rank(ops[name], where, origins)[0].name
         for m in slower_somewhere(mine, chosen):
             print(f"{name} {m.case}: {m.provider} is faster than {chosen}, which is chosen")
 

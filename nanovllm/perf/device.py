@@ -1,0 +1,206 @@
+"""How fast this device is, as measured on it: memory, cache and matrix products.
+
+A share of the limit is only as honest as the limit, so each rate is the best of several ways to reach it: what reads
+memory faster than the roof would make a share above 100 %.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.versions import versions
+
+_MIB = 2**20
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured rates of one device.
+
+    Attributes:
+        device: its name, for example "NVIDIA H200", or "cpu" with the number of threads.
+        bandwidth: bytes a second, the best of reading and copying (there read and written bytes count).
+        read, copy: the two of them.
+        matmul: flops a second by dtype, for example {"bfloat16": 7.9e14}; random numbers, the best of several sizes.
+        cache_bytes, cache_bandwidth: the L2 cache; 0 where it was not measured.
+        kernel_seconds: what a kernel that does nothing takes among others in a CUDA graph; 0 on a CPU.
+    """
+
+    device: str
+    bandwidth: float
+    read: float
+    copy: float
+    matmul: dict[str, float]
+    cache_bytes: int = 0
+    cache_bandwidth: float = 0.0
+    kernel_seconds: float = 0.0
+
+
+def best_of(a: Rates, b: Rates) -> Rates:
+    """The better of two measurements of one device: what else runs on the machine only ever slows them down."""
+    matmul = {k: max(r.matmul.get(k, 0.0) for r in (a, b)) for k in {**a.matmul, **b.matmul}}
+    named = {f: max(getattr(a, f), getattr(b, f)) for f in ("bandwidth", "read", "copy", "cache_bandwidth")}
+    return replace(b, matmul=matmul, kernel_seconds=min(a.kernel_seconds, b.kernel_seconds), **named)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def slug(name: str) -> str:
+    """A device's name as a folder's: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def rates(device: torch.device, dtypes: tuple[str, ...] = ("bfloat16",), refresh: bool = False) -> Rates:
+    """The device's rates, from the cache of this GPU and these versions, or measured, which takes a second or two.
+
+    Args:
+        dtypes: whose matrix products to measure.
+        refresh: measure anyway; what is found is kept.
+    """
+    path = _cache_dir() / f"{slug(device_name(device))}-{'-'.join(versions().values())}.json"
+    if not refresh:
+        known = _load(path)
+        if known is not None and known.device == device_name(device) and set(dtypes) <= set(known.matmul):
+            return known
+    measured = measure(device, dtypes)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"schema": _SCHEMA, **asdict(measured)}, indent=2))
+        temporary.replace(path)
+    except OSError:
+        pass  # a read-only home: measured again next time
+    return measured
+
+
+def measure(device: torch.device, dtypes: tuple[str, ...]) -> Rates:
+    """Measure now."""
+    name = device_name(device)
+    with torch.inference_mode():
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                return _measure_cuda(device, name, dtypes)
+        return _measure_cpu(name, dtypes)
+
+
+def _load(path: Path) -> Rates | None:
+    try:
+        stored: dict[str, Any] = json.loads(path.read_text())
+        return Rates(**stored) if stored.pop("schema", None) == _SCHEMA else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _cache_dir() -> Path:
+    """Where the embedded model's cache is too: $NANOVLLM_CACHE, else $XDG_CACHE_HOME/nanovllm, else ~/.cache/nanovllm."""
+    if os.environ.get("NANOVLLM_CACHE"):
+        return Path(os.environ["NANOVLLM_CACHE"]).expanduser() / "rates"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "nanovllm" / "rates"
+
+
+# ------------------------------------------------------------------------------------------------------------- CPU
+
+
+def _measure_cpu(name: str, dtypes: tuple[str, ...]) -> Rates:
+    source = torch.ones(64 * _MIB, dtype=torch.float32)  # 256 MiB, more than most last-level caches
+    target = torch.empty_like(source)
+    vector = torch.ones(4096)
+    matrix = source.view(-1, 4096)
+    # A matrix-vector product is what decoding does; a plain sum is limited by arithmetic on some CPUs.
+    read = source.nbytes / _least([lambda: matrix @ vector, source.sum])
+    copy = 2 * source.nbytes / _least([lambda: target.copy_(source)])
+    matmul = {}
+    for dtype in dtypes:
+        n = 1024
+        a, b = (torch.randn(n, n).to(getattr(torch, dtype)) for _ in range(2))
+        matmul[dtype] = 2 * n**3 / _least([functools.partial(torch.mm, a, b)], repeats=20)
+    return Rates(name, max(read, copy), read, copy, matmul)
+
+
+def _least(calls: list[Callable[[], Any]], repeats: int = 6) -> float:
+    """The shortest time in seconds of any of the calls: other programs only ever add to it."""
+    best = float("inf")
+    for call in calls:
+        for _ in range(repeats):
+            started = time.perf_counter()
+            call()
+            best = min(best, time.perf_counter() - started)
+    return best
+
+
+# ------------------------------------------------------------------------------------------------------------- CUDA
+
+
+def _measure_cuda(device: torch.device, name: str, dtypes: tuple[str, ...]) -> Rates:
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    free = torch.cuda.mem_get_info(device)[0]
+    num_bytes = min(4 * 2**30, free // 4) // 4096 * 4096
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    copy = 2 * source.nbytes / _least_cuda(functools.partial(torch.empty_like(source).copy_, source))
+    reads = [source.sum, source.view(-1, 4096).amax]
+    times = [_least_cuda(call) for call in reads]
+    cache_bandwidth = 0.0
+    try:
+        from nanovllm.perf.read_kernel import read_time
+
+        times.append(read_time(source, _least_cuda))
+        small = source[: min(cache_bytes // 4, num_bytes) // 4]
+        passes = 64
+        cache_bandwidth = passes * small.nbytes / read_time(small, _least_cuda, passes)
+    except ImportError:  # no Triton here: PyTorch's reductions have to do
+        pass
+    read = source.nbytes / min(times)
+    del source, reads
+    matmul = {dtype: max(_matmul_rates(dtype, device)) for dtype in dtypes}
+    torch.cuda.empty_cache()
+    return Rates(
+        name, max(read, copy), read, copy, matmul, cache_bytes, max(cache_bandwidth, read), _kernel_seconds(device)
+    )
+
+
+def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
+    """Of squares, and of a down projection at prefill; of random numbers, and of gated ones as that projection is given.
+
+    Clocks depend on power, and power on the data: what has many small values runs a little faster than plain noise.
+    """
+    for m, n, k in ((8192, 8192, 8192), (16384, 4096, 12288)) if dtype != "float32" else ((4096, 4096, 4096),):
+        a, gate, b = (torch.randn(s, device=device).to(getattr(torch, dtype)) for s in ((m, k), (m, k), (n, k)))
+        for x in (a, F.silu(gate) * a):
+            yield 2 * m * n * k / _least_cuda(functools.partial(F.linear, x, b))
+
+
+def _kernel_seconds(device: torch.device) -> float:
+    from nanovllm.kernels.benchmark import time_in_graph
+
+    x = torch.zeros(1, device=device)
+    return time_in_graph([x.zero_] * 200).median
+
+
+def _least_cuda(call: Callable[[], Any], warmup: int = 3, repeats: int = 12) -> float:
+    """The shortest device time in seconds of a call."""
+    for _ in range(warmup):
+        call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return min(a.elapsed_time(b) for a, b in zip(events, events[1:])) / 1e3

@@ -1,0 +1,188 @@
+"""Results that are kept: results/<device>/<workload>.json, one entry a run; their history, tables and regressions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from nanovllm.kernels.versions import versions
+from nanovllm.perf.device import Rates, slug
+from nanovllm.perf.job import Row
+from nanovllm.perf.roofline import Work, share_of_limit
+
+SCHEMA = 1
+# A ratio may fall by this much, besides the spread of the two measurements, before it counts as a regression.
+TOLERANCE = 0.10
+# No noise excuses a ratio that fell by more than this.
+MOST_ALLOWED = 0.5
+
+
+@dataclass
+class Record:
+    """Everything that a run of the benchmark found out."""
+
+    date: str
+    commit: str
+    dirty: bool
+    versions: dict[str, str]
+    rates: Rates | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self), "rows": [row.to_json() for row in self.rows]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Record:
+        data = {k: v for k, v in data.items() if k != "schema"}
+        rates = Rates(**data["rates"]) if data.get("rates") else None
+        return cls(**{**data, "rates": rates, "rows": [Row.from_json(row) for row in data["rows"]]})
+
+
+def new_record(root: Path, arguments: dict[str, Any]) -> Record:
+    """A record of now, of the checkout at `root`."""
+
+    def git(*args: str) -> str:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        return done.stdout.rstrip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short=10", "HEAD")
+    # A file that was measured into does not make the code another one.
+    dirty = any(
+        not line[3:].startswith("results/")
+        for line in git("status", "--porcelain", "--untracked-files=no").splitlines()
+    )
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
+    return Record(date, commit or "unknown", dirty, versions(), arguments=arguments)
+
+
+def add_shares(row: Row, rates: Rates | None) -> None:
+    """Fill in a row's shares of the limit: the medians over its repeats. An open loop's time is its arrivals', so it has none."""
+    if rates is None or row.error is not None or row.open_loop or not row.repeats:
+        return
+    matmul = rates.matmul.get(row.about.get("dtype", ""))
+    shares = [
+        share_of_limit(Work(r.bytes, r.flops), r.seconds, rates.bandwidth, matmul or float("inf")) for r in row.repeats
+    ]
+    by_limit = sorted(shares, key=lambda s: s.limit)
+    middle = by_limit[len(by_limit) // 2]
+    row.mbu, row.mfu = middle.mbu, middle.mfu
+
+
+# -------------------------------------------------------------------------------------------------------------- keeping
+
+
+def keep(record: Record, folder: Path) -> list[Path]:
+    """Add a record's rows to the kept results, each to its workload's file. Rows with errors are not kept."""
+    written = []
+    for workload in dict.fromkeys(row.workload for row in record.rows):
+        rows = [row for row in record.rows if row.workload == workload and row.error is None]
+        if not rows:
+            continue
+        device = record.rates.device if record.rates else rows[0].about["device"]
+        path = folder / slug(device) / f"{workload}.json"
+        runs = load_runs(path)
+        one = Record(record.date, record.commit, record.dirty, record.versions, record.rates, record.arguments, rows)
+        runs.append(one)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps([r.to_json() for r in runs], indent=1) + "\n")
+        temporary.replace(path)
+        written.append(path)
+    return written
+
+
+def load_runs(path: Path) -> list[Record]:
+    """The kept runs of a workload, oldest first; none if there is no such file."""
+    if not path.exists():
+        return []
+    try:
+        return [Record.from_json(data) for data in json.loads(path.read_text())]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of kept results ({error!r}); move it away") from error
+
+
+def kept_files(folder: Path, device: str | None = None) -> list[Path]:
+    return sorted(folder.glob(f"{slug(device) if device else '*'}/*.json"))
+
+
+# ----------------------------------------------------------------------------------------------------------- comparing
+
+
+def find(rows: Iterable[Row], engine: str, variant: str | None, workload: str, model: str) -> Row | None:
+    """The row of a configuration, if it was measured without an error."""
+    for row in rows:
+        if (row.engine, row.workload, row.model) == (engine, workload, model) and row.error is None:
+            if variant is None or row.variant == variant:
+                return row
+    return None
+
+
+def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float]:
+    """What one row says relative to the rest of the same run, each better if larger.
+
+    Machines differ and so do their neighbours, but what is measured in one run differs alike: these are what can be
+    compared over time. The best repeat stands for a row, since noise only ever takes away.
+    """
+    found = {}
+    rate = best_rate(row)
+    if row.limit is not None and row.repeats:
+        found["share of the limit"] = row.limit * rate / (row.median("output_rate") or rate)
+    for other in rows:
+        if other is row or other.error is not None or (other.workload, other.model) != (row.workload, row.model):
+            continue
+        if other.engine != row.engine:
+            found[f"times {other.engine}"] = rate / best_rate(other)
+        elif other.variant == "native" and row.variant != "native":
+            found["times native"] = rate / best_rate(other)
+    return found
+
+
+def best_rate(row: Row) -> float:
+    return max(r.output_rate for r in row.repeats)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A ratio now and as it was kept; it holds unless it fell by more than `allowed`, of 1."""
+
+    workload: str
+    what: str
+    now: float
+    kept: float
+    allowed: float
+    commit: str
+
+    @property
+    def holds(self) -> bool:
+        return self.now >= self.kept * (1 - self.allowed)
+
+
+def check(record: Record, folder: Path, tolerance: float = TOLERANCE) -> list[Check]:
+    """Compare this run's ratios with the last kept run of the same device, model and configuration."""
+    checks = []
+    device = record.rates.device if record.rates else ""
+    for row in record.rows:
+        if row.error is not None or row.engine != "nanovllm" or row.variant == "native" or not row.repeats:
+            continue
+        for kept in reversed(load_runs(folder / slug(device) / f"{row.workload}.json")):
+            old = find(kept.rows, row.engine, row.variant, row.workload, row.model)
+            if old is None or old.about.get("dtype") != row.about.get("dtype") or old.load != row.load:
+                continue
+            before, now = ratios(old, kept.rows), ratios(row, record.rows)
+            spread = max(row.spread or 0.0, old.spread or 0.0)
+            checks += [
+                Check(row.workload, what, now[what], before[what], min(tolerance + spread, MOST_ALLOWED), kept.commit)
+                for what in now
+                if what in before
+            ]
+            break
+    return checks

@@ -1,0 +1,282 @@
+"""Reading a PyTorch profiler's Chrome trace: who launched which kernel, in which op, in which step.
+
+Host ranges nest by time within a thread. A kernel belongs to the range that launched it, found through the correlation id
+that launch and kernel share; the kernels of a CUDA graph all carry the id of the graph's launch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.perf.instrument import OP_NAME, STEP_NAME
+
+_HOST = {"user_annotation", "cpu_op", "cuda_runtime", "cuda_driver", "python_function"}
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCHES = {"cuda_runtime", "cuda_driver"}
+
+
+WINDOW = "recorded window"
+"""The range around steps that were recorded one after the other."""
+
+
+@dataclass(eq=False)
+class Range:
+    """Something on a host thread, from `start` for `duration` microseconds."""
+
+    name: str
+    category: str
+    start: float
+    duration: float
+    parent: Range | None = None
+    children: list[Range] = field(default_factory=list)
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+    def up(self) -> Iterator[Range]:
+        """This range and those around it, the innermost first."""
+        node: Range | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def walk(self) -> Iterator[Range]:
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass
+class Kernel:
+    """Something that ran on the device; `launch` is the host range that launched it, if the trace tells."""
+
+    name: str
+    start: float
+    duration: float
+    launch: Range | None = None
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclass
+class Step:
+    """A step of the engine: its host range, the ops in it, the kernels it launched, in order."""
+
+    kind: str
+    range: Range
+    kernels: list[Kernel] = field(default_factory=list)
+
+    def ops(self) -> Iterator[tuple[tuple[str, str, str], Range]]:
+        """((op, module, provider), range) of every innermost op."""
+        for node in self.range.walk():
+            found = op_of(node.name)
+            if found and not any(op_of(inner.name) for inner in node.walk() if inner is not node):
+                yield found, node
+
+
+class Trace:
+    """A parsed trace.
+
+    Attributes:
+        roots: by thread, the outermost host ranges.
+        kernels: by start.
+        steps: by start.
+    """
+
+    def __init__(self, events: Iterable[dict[str, Any]]) -> None:
+        threads: dict[tuple[Any, Any], list[Range]] = defaultdict(list)
+        launches: dict[Any, Range] = {}
+        device = []
+        for event in events:
+            if event.get("ph") != "X":
+                continue
+            category = event.get("cat", "").lower()
+            name, start, duration = event["name"], float(event["ts"]), float(event.get("dur", 0))
+            correlation = event.get("args", {}).get("correlation")
+            if category in _DEVICE:
+                device.append((Kernel(name, start, duration), correlation))
+            elif category in _HOST:
+                node = Range(name, category, start, duration)
+                threads[event["pid"], event["tid"]].append(node)
+                if category in _LAUNCHES and correlation is not None:
+                    launches[correlation] = node
+        self.roots = {thread: nest(ranges) for thread, ranges in threads.items()}
+        for kernel, correlation in device:
+            kernel.launch = launches.get(correlation)
+        self.kernels = sorted((k for k, _ in device), key=lambda k: k.start)
+        self.steps = self._steps()
+
+    def _steps(self) -> list[Step]:
+        steps = {}
+        for roots in self.roots.values():
+            for root in roots:
+                for node in root.walk():
+                    if found := STEP_NAME.match(node.name):
+                        steps[node] = Step(found["kind"], node)
+        for kernel in self.kernels:
+            if kernel.launch is not None:
+                owner = next((n for n in kernel.launch.up() if n in steps), None)
+                if owner is not None:
+                    steps[owner].kernels.append(kernel)
+        return sorted(steps.values(), key=lambda s: s.range.start)
+
+
+def nest(ranges: Sequence[Range]) -> list[Range]:
+    """Make a forest of one thread's ranges. A range that only overlaps another one is put beside it."""
+    roots: list[Range] = []
+    stack: list[Range] = []
+    for node in sorted(ranges, key=lambda r: (r.start, -r.duration)):
+        # The clock's resolution is coarser than its digits.
+        while stack and node.end > stack[-1].end + 0.002:
+            stack.pop()
+        if stack:
+            node.parent = stack[-1]
+            stack[-1].children.append(node)
+        else:
+            roots.append(node)
+        stack.append(node)
+    return roots
+
+
+def op_of(name: str) -> tuple[str, str, str] | None:
+    """(op, module, provider) if a range's name is that of an op."""
+    found = OP_NAME.match(name)
+    return (found["op"], found["module"] or "", found["provider"]) if found else None
+
+
+def owner_of(kernel: Kernel) -> tuple[str, str, str] | None:
+    """The op that launched a kernel."""
+    if kernel.launch is None:
+        return None
+    return next(filter(None, (op_of(node.name) for node in kernel.launch.up())), None)
+
+
+def name_graph_kernels(steps: Sequence[Step], named: Sequence[Step]) -> list[list[tuple[str, str, str] | None]]:
+    """The op of each kernel of each step, also of kernels in a CUDA graph, which no op's range contains.
+
+    Args:
+        steps: as they ran.
+        named: steps of the same kinds that ran eagerly, whose kernels are inside the ranges of their ops. The i-th kernel
+            of a name in a captured step is taken for the i-th of that name in an eager one.
+    """
+    known: dict[tuple[str, str], list[tuple[str, str, str] | None]] = {}
+    for step in named:
+        by_name: dict[str, list[tuple[str, str, str] | None]] = defaultdict(list)
+        for kernel in step.kernels:
+            by_name[kernel.name].append(owner_of(kernel))
+        for name, owners in by_name.items():
+            known.setdefault((step.kind, name), owners)
+    result = []
+    for step in steps:
+        seen: dict[str, int] = defaultdict(int)
+        owners: list[tuple[str, str, str] | None] = []
+        for kernel in step.kernels:
+            owner = owner_of(kernel)
+            if owner is None and (like := known.get((step.kind, kernel.name))):
+                owner = like[min(seen[kernel.name], len(like) - 1)]
+            seen[kernel.name] += 1
+            owners.append(owner)
+        result.append(owners)
+    return result
+
+
+def busy(kernels: Sequence[Kernel]) -> float:
+    """Microseconds in which at least one of the kernels ran."""
+    total, end = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda k: k.start):
+        total += max(0.0, kernel.end - max(end, kernel.start))
+        end = max(end, kernel.end)
+    return total
+
+
+def gaps(kernels: Sequence[Kernel]) -> list[float]:
+    """Microseconds between the end of everything that ran and the start of the next kernel, where that is above 0."""
+    found, end = [], None
+    for kernel in sorted(kernels, key=lambda k: k.start):
+        if end is not None and kernel.start > end:
+            found.append(kernel.start - end)
+        end = kernel.end if end is None else max(end, kernel.end)
+    return found
+
+
+def flame(steps: Sequence[Step], root: str = "host") -> dict[str, Any]:
+    """Host time of the steps' threads as a tree {"name", "us", "children"}, ranges of one name at one place added up."""
+    tops: list[Range] = []
+    for step in steps:
+        top = list(step.range.up())[-1]
+        if top not in tops:
+            tops.append(top)
+    tree = {"name": root, "us": sum(t.duration for t in tops), "children": []}
+    _merge(tree, tops)
+    return tree
+
+
+def _merge(into: dict[str, Any], ranges: Sequence[Range]) -> None:
+    groups: dict[str, list[Range]] = defaultdict(list)
+    for node in ranges:
+        groups[plain_name(node.name)].append(node)
+    for name, members in groups.items():
+        child = {"name": name, "us": sum(m.duration for m in members), "children": []}
+        _merge(child, [c for m in members for c in m.children])
+        into["children"].append(child)
+    into["children"].sort(key=lambda c: -c["us"])
+
+
+def plain_name(name: str) -> str:
+    """A range's name without its numbers: "layer 3" -> "layer"; a step's is its kind."""
+    step = STEP_NAME.match(name)
+    return f"{step['kind']} step" if step else re.sub(r" \d+$", "", name)
+
+
+def bad_nesting(events: Iterable[dict[str, Any]], tolerance: float = 0.01) -> list[str]:
+    """Pairs of ranges on one track that overlap without one containing the other: viewers cannot draw them."""
+    tracks: dict[tuple[Any, Any], list[tuple[float, float, str]]] = defaultdict(list)
+    for e in events:
+        if e.get("ph") == "X":
+            tracks[e["pid"], e["tid"]].append((float(e["ts"]), float(e["ts"]) + float(e.get("dur", 0)), e["name"]))
+    problems = []
+    for track, ranges in tracks.items():
+        stack: list[tuple[float, float, str]] = []
+        for start, end, name in sorted(ranges, key=lambda r: (r[0], -r[1])):
+            while stack and stack[-1][1] <= start + tolerance:
+                stack.pop()
+            if stack and end > stack[-1][1] + tolerance:
+                problems.append(f"{track}: {name!r} overlaps the end of {stack[-1][2]!r}")
+            else:
+                stack.append((start, end, name))
+    return problems
+
+
+def separate_overlaps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Device events that overlap another one of their stream, on a track of their own.
+
+    With programmatic dependent launch a kernel begins before the one before it has ended; viewers only draw ranges of one
+    track that nest.
+    """
+    lanes: dict[tuple[Any, Any], list[float]] = {}  # the end of each track of a stream
+    result = []
+    for event in sorted(events, key=lambda e: float(e.get("ts", -1))):
+        if event.get("ph") == "X" and event.get("cat") in _DEVICE:
+            start, end = float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
+            ends = lanes.setdefault((event["pid"], event["tid"]), [start])
+            lane = next((i for i, e in enumerate(ends) if e <= start + 0.002), len(ends))
+            ends[lane : lane + 1] = [end]
+            if lane:
+                event = {**event, "tid": _lane_id(event["tid"], lane)}
+        result.append(event)
+    for (pid, tid), ends in lanes.items():
+        for lane in range(1, len(ends)):
+            name = {"name": f"stream {tid}, overlapping"}
+            result.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": _lane_id(tid, lane), "args": name})
+    return result
+
+
+def _lane_id(tid: Any, lane: int) -> Any:
+    return tid + 1_000_000 * lane if isinstance(tid, int) else f"{tid}, {lane}"

@@ -1,0 +1,168 @@
+import json
+import subprocess
+
+import pytest
+
+from nanovllm.perf import results, tables
+from nanovllm.perf.device import Rates, slug
+from nanovllm.perf.job import Repeat, RequestTimes, Row, Run, percentile
+from nanovllm.perf.results import Record
+
+RATES = Rates("NVIDIA H200", 100.0, 100.0, 90.0, {"bfloat16": 1000.0})
+
+
+def row(rate, engine="nanovllm", variant="custom", workload="bs1", error=None, spread=0.0, **more):
+    repeats = [
+        Repeat(100 / r, 100, 150, 0.5, 0.6, 0.01, 0.02, 50, 100)
+        for r in (rate, rate * (1 - spread), rate * (1 - spread / 2))
+    ]
+    return Row(
+        engine,
+        variant,
+        "m",
+        workload,
+        "1 x 2 -> 3",
+        error,
+        [] if error else repeats,
+        about={"device": "NVIDIA H200", "dtype": "bfloat16"},
+        **more,
+    )
+
+
+def record(*rows, commit="abc"):
+    made = Record(
+        "2026-01-02 03:04", commit, False, {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}, RATES, {}, list(rows)
+    )
+    for r in rows:
+        results.add_shares(r, RATES)
+    return made
+
+
+def test_the_figures_of_a_run_by_hand():
+    # Two requests: 3 tokens at 0.5, 0.6 and 0.8 s, one token at 1 s.
+    run = Run(2.0, [RequestTimes(0.5, 0.8, 3, [0.1, 0.2]), RequestTimes(1.0, 1.0, 1, [])])
+    r = Repeat.of(run, num_prompt_tokens=6, work_bytes=10, work_flops=20)
+    assert (r.output_tokens, r.total_tokens, r.output_rate, r.total_rate) == (4, 10, 2.0, 5.0)
+    assert r.ttft_p50 == 0.75 and r.itl_p50 == pytest.approx(0.15) and r.itl_p99 == pytest.approx(0.199)
+    # Where only the ends are known, a request's mean stands for its gaps; a single token has none.
+    r = Repeat.of(
+        Run(2.0, [RequestTimes(0.5, 0.8, 3), RequestTimes(1.0, 1.0, 1), RequestTimes(None, None, 2)]), 0, 0, 0
+    )
+    assert r.itl_p50 == pytest.approx(0.15) and r.ttft_p99 == pytest.approx(0.995)
+    assert percentile([], 50) is None and percentile([3.0], 99) == 3.0
+
+
+def test_shares_by_hand():
+    r = record(row(10.0)).rows[0]  # 10 s each: 50 of 100 x 10 bytes, 100 of 1000 x 10 flops
+    assert r.mbu == pytest.approx(0.05) and r.mfu == pytest.approx(0.01) and r.limit == r.mbu
+    assert record(row(10.0, open_loop=True)).rows[0].limit is None  # its time is its arrivals'
+    assert record(row(10.0, error="x")).rows[0].limit is None
+
+
+def test_what_is_kept_comes_back(tmp_path):
+    kept = record(
+        row(10.0), row(5.0, variant="native"), row(7.0, workload="bs8"), row(1.0, engine="vllm", error="not installed")
+    )
+    paths = results.keep(kept, tmp_path)
+    assert [p.relative_to(tmp_path).as_posix() for p in paths] == ["nvidia-h200/bs1.json", "nvidia-h200/bs8.json"]
+    (run,) = results.load_runs(paths[0])
+    assert run.rows == kept.rows[:2] and run.rates == RATES and run.versions == kept.versions and run.commit == "abc"
+    results.keep(record(row(12.0), commit="def"), tmp_path)
+    assert [r.commit for r in results.load_runs(paths[0])] == ["abc", "def"]
+    assert results.load_runs(tmp_path / "nothing.json") == []
+    paths[0].write_text("{")
+    with pytest.raises(ValueError, match="bs1.json is not a file of kept results"):
+        results.load_runs(paths[0])
+
+
+def test_history_shows_what_changed(tmp_path):
+    results.keep(record(row(1000.0), row(500.0, variant="native")), tmp_path)
+    (path,) = results.keep(record(row(1100.0), commit="def"), tmp_path)
+    lines = tables.history_lines(path)
+    assert lines[0] == "bs1 on nvidia-h200" and len(lines) == 4
+    assert "abc" in lines[1] and "1,000 tok/s" in lines[1] and "500.0%" in lines[1]
+    assert "def" in lines[3] and "1,100 tok/s  +10.0%" in lines[3]
+
+
+def test_a_check_compares_ratios_not_speeds(tmp_path):
+    results.keep(record(row(100.0), row(50.0, variant="native"), row(80.0, engine="vllm", variant="")), tmp_path)
+
+    def slower_machine(ours):
+        new = record(row(ours), row(25.0, variant="native"), row(40.0, engine="vllm", variant=""))
+        for r in new.rows:  # a machine at half the speed, in its limits too
+            r.mbu, r.mfu = r.mbu * 2, r.mfu * 2
+        return results.check(new, tmp_path)
+
+    held = slower_machine(50.0)
+    assert {c.what: round(c.now, 3) for c in held} == {
+        "share of the limit": 0.5,
+        "times native": 2.0,
+        "times vllm": 1.25,
+    }
+    assert all(c.holds for c in held) and all(c.holds for c in slower_machine(46.0))
+    fell = slower_machine(40.0)
+    assert len(fell) == 3 and not any(c.holds for c in fell)
+    assert tables.check_lines(fell)[0].startswith("FELL bs1: share of the limit 0.400, kept 0.500 (abc)")
+    # Noise of either run widens what is allowed, and a lone bad repeat does not count.
+    noisy = results.check(record(row(50.0, spread=0.2)), tmp_path)
+    assert noisy[0].allowed == pytest.approx(0.10 + 0.2 / 0.9)
+    assert results.check(record(row(50.0, spread=0.8)), tmp_path)[0].allowed == 0.5
+
+
+def test_only_the_same_thing_is_compared(tmp_path):
+    results.keep(record(row(100.0)), tmp_path)
+    other_load = row(10.0)
+    other_load.load = "another"
+    assert results.check(record(other_load), tmp_path) == []
+    assert results.check(record(row(10.0, workload="bs8")), tmp_path) == []
+    assert results.check(record(row(10.0, variant="no rms_norm")), tmp_path) == []
+
+
+def test_lines_of_comparisons():
+    rows = [
+        row(100.0),
+        row(40.0, variant="native"),
+        row(80.0, variant="no rms_norm"),
+        row(50.0, engine="vllm", variant=""),
+        row(1, error="x", variant="no y"),
+    ]
+    assert tables.comparison_lines(rows) == [
+        "bs1: custom kernels are 2.50x native",
+        "bs1: rms_norm's custom kernel is worth +25.0% (without it 80.0 tok/s)",
+        "bs1: nanovllm is 2.00x vllm",
+    ]
+
+
+def test_tables_go_between_the_markers(tmp_path):
+    results.keep(record(row(1000.0), row(500.0, engine="vllm", variant="")), tmp_path)
+    text = tables.markdown(results.kept_files(tmp_path))
+    assert "**NVIDIA H200**" in text and "| bs1: 1 x 2 -> 3 | m | nanovllm custom | 1,000 |" in text
+    document = tmp_path / "d.md"
+    document.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    for _ in range(2):  # the second time changes nothing
+        tables.write_between_markers(document, text)
+        assert document.read_text() == f"before\n{tables.BEGIN}\n\n{text}\n{tables.END}\nafter\n"
+    document.write_text("no markers")
+    with pytest.raises(ValueError, match="has no lines <!-- bench:begin -->"):
+        tables.write_between_markers(document, text)
+
+
+def test_a_record_knows_its_commit(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for name in ("code.py", "results/a.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    made = results.new_record(tmp_path, {})
+    assert len(made.commit) == 10 and not made.dirty and set(made.versions) == {"torch", "triton", "cuda"}
+    (tmp_path / "results/a.json").write_text("2")
+    assert not results.new_record(tmp_path, {}).dirty
+    (tmp_path / "code.py").write_text("2")
+    assert results.new_record(tmp_path, {}).dirty
+    assert json.loads(json.dumps(made.to_json()))["schema"] == 1
+
+
+def test_folder_names():
+    assert slug("NVIDIA H200") == "nvidia-h200" and slug("cpu, 2 threads") == "cpu-2-threads"

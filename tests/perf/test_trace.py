@@ -1,0 +1,234 @@
+"""Reading traces: on a made-up one of a GPU, where every number is known, and on a real one of this machine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nanovllm import LLM
+from nanovllm.perf.device import Rates
+from nanovllm.perf.job import Job
+from nanovllm.perf.profiler import merge, profile, write_trace
+from nanovllm.perf.summary import summarize
+from nanovllm.perf.trace import Trace, bad_nesting, busy, flame, gaps, name_graph_kernels, op_of, separate_overlaps
+from nanovllm.perf.workloads import Workload
+from tests import tiny
+
+RATES = Rates("GPU", 1e12, 1e12, 9e11, {"bfloat16": 1e14}, cache_bytes=0)
+
+
+def host(name, ts, dur, cat="user_annotation", **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1, "args": args}
+
+
+def kernel(name, ts, dur, correlation):
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "pid": 0,
+        "tid": 7,
+        "args": {"correlation": correlation},
+    }
+
+
+def launch(ts, correlation):
+    return host("cudaLaunchKernel", ts, 1, "cuda_runtime", correlation=correlation)
+
+
+EAGER = [
+    host("decode: 2 sequences", 0, 100),
+    host("layer 0", 5, 60),
+    host("rms_norm [triton]", 10, 10), launch(12, 1), kernel("norm", 200, 4, 1),
+    host("linear o_proj [torch]", 25, 30), launch(30, 2), launch(40, 3), kernel("gemm", 206, 10, 2), kernel("split", 216, 2, 3),
+    host("rms_norm [triton]", 70, 10), launch(72, 4), kernel("norm", 220, 6, 4),
+]  # fmt: skip
+# The same kernels out of a graph: one launch; and one that no eager step had.
+GRAPH = [
+    host("decode: 2 sequences", 0, 50),
+    host("cudaGraphLaunch", 10, 5, "cuda_runtime", correlation=9),
+    kernel("norm", 100, 3, 9), kernel("gemm", 104, 9, 9), kernel("split", 113, 1, 9), kernel("norm", 115, 5, 9),
+    kernel("new", 122, 8, 9),
+    host("decode: 2 sequences", 150, 50),
+    host("cudaGraphLaunch", 160, 5, "cuda_runtime", correlation=10),
+    kernel("norm", 200, 3, 10), kernel("gemm", 204, 9, 10), kernel("split", 213, 1, 10), kernel("norm", 215, 5, 10),
+    kernel("new", 222, 8, 10),
+]  # fmt: skip
+
+
+def test_names():
+    assert op_of("rms_norm [triton]") == ("rms_norm", "", "triton")
+    assert op_of("linear o_proj [torch]") == ("linear", "o_proj", "torch")
+    assert op_of("layer 3") is None and op_of("aten::mm") is None and op_of("ModelRunner.execute") is None
+
+
+def test_kernels_belong_to_the_op_that_launched_them():
+    (step,) = Trace(EAGER).steps
+    assert [k.name for k in step.kernels] == ["norm", "gemm", "split", "norm"]
+    (owners,) = name_graph_kernels([step], [])
+    linear, norm = ("linear", "o_proj", "torch"), ("rms_norm", "", "triton")
+    assert owners == [norm, linear, linear, norm]
+    assert [o for o, _ in step.ops()] == [norm, linear, norm]
+
+
+def test_kernels_of_a_graph_get_the_names_of_an_eager_step():
+    steps = Trace(GRAPH).steps
+    assert [len(s.kernels) for s in steps] == [5, 5]
+    linear, norm = ("linear", "o_proj", "torch"), ("rms_norm", "", "triton")
+    assert name_graph_kernels(steps, Trace(EAGER).steps) == [[norm, linear, linear, norm, None]] * 2
+
+
+def test_a_profile_by_hand():
+    costs = [
+        {"op": "rms_norm", "module": "", "provider": "triton", "phase": "decode", "calls": 2, "cold_bytes": 0, "bytes": 4_000_000, "flops": 0},
+        {"op": "linear", "module": "o_proj", "provider": "torch", "phase": "decode", "calls": 1, "cold_bytes": 2_000_000, "bytes": 3_000_000, "flops": 800_000_000},
+    ]  # fmt: skip
+    result = {"about": {"device": "GPU", "dtype": "bfloat16"}, "unprofiled_us": 95.0, "memory": []}
+    p = summarize(Trace(GRAPH), Trace(EAGER), result, costs, RATES, "w", "1 x 1 -> 1", "m")
+    by_op = {o.op: o for o in p.ops}
+    assert by_op["rms_norm"].device_us == 8 and by_op["linear"].device_us == 10 and by_op["no op"].device_us == 8
+    assert by_op["rms_norm"].calls == 2 and by_op["rms_norm"].bytes == 4_000_000
+    assert by_op["rms_norm"].floor_us == pytest.approx(4.0) and by_op["rms_norm"].share == pytest.approx(0.5)
+    assert by_op["linear"].floor_us == pytest.approx(8.0)  # 8e8 flops at 1e14 a second; its bytes need 3
+    (step,) = p.steps
+    # From 100 to 230: busy 26 of each 30, and once 70 between them.
+    assert (step.count, step.kernels, step.device_us) == (2, 5, 26)
+    assert step.wall_us == 65 and step.idle == pytest.approx(1 - 52 / 130)
+    assert step.gaps_us == pytest.approx((4 + 70 + 4) / 2)
+    assert p.timeline["decode"][0] == ("rms_norm", 0.0, 3.0)
+    assert {(k.name, k.us) for k in p.kernels} == {("norm", 8), ("gemm", 9), ("split", 1), ("new", 8)}
+
+
+def test_busy_and_gaps_with_streams_that_overlap():
+    kernels = Trace(
+        [kernel("a", 0, 10, 1), kernel("b", 5, 10, 2), kernel("c", 20, 1, 3), kernel("d", 20.5, 0.2, 4)]
+    ).kernels
+    assert busy(kernels) == 16 and gaps(kernels) == [5]
+
+
+def test_what_lies_between_two_recordings_is_no_gap():
+    events = [host("recorded window", 0, 60), *GRAPH[:7], host("recorded window", 140, 80), *GRAPH[7:]]
+    result = {"about": {"device": "GPU", "dtype": "bfloat16"}, "unprofiled_us": None, "memory": []}
+    (step,) = summarize(Trace(events), Trace(EAGER), result, [], RATES, "w", "l", "m").steps
+    assert step.count == 2 and step.wall_us == 30 and step.gaps_us == pytest.approx(4)
+    assert step.idle == pytest.approx(4 / 30)
+
+
+def test_kernels_that_overlap_get_tracks_of_their_own():
+    events = [
+        kernel("a", 0, 10, 1),
+        kernel("b", 9, 10, 2),
+        kernel("c", 18.5, 4, 3),
+        kernel("d", 18.6, 1, 4),
+        kernel("e", 30, 1, 5),
+    ]
+    assert bad_nesting(events)
+    apart = separate_overlaps(events)
+    assert bad_nesting(apart) == []
+    tracks = {e["name"]: e["tid"] for e in apart if e["ph"] == "X"}
+    assert tracks["a"] == tracks["c"] == tracks["e"] == 7 and len({tracks[n] for n in "abd"}) == 3
+    assert [(e["ts"], e["dur"]) for e in apart if e["ph"] == "X"] == [(e["ts"], e["dur"]) for e in events]
+
+
+def test_flame_adds_up_what_has_one_name():
+    tree = flame(
+        Trace([host("decode: 1 sequences", 0, 10), host("layer 0", 1, 3), host("layer 1", 5, 4), host("x", 6, 1)]).steps
+    )
+    (step,) = tree["children"]
+    assert (step["name"], step["us"]) == ("decode step", 10)
+    assert step["children"] == [{"name": "layer", "us": 7, "children": [{"name": "x", "us": 1, "children": []}]}]
+
+
+def test_merging_keeps_clocks_and_tracks_apart():
+    first = {"baseTimeNanoseconds": 1_000_000, "traceEvents": [host("a", 1, 1), {**launch(1, 5), "id": 3}]}
+    second = {"baseTimeNanoseconds": 3_000_000, "traceEvents": [host("b", 1, 1), kernel("k", 2, 1, 5)]}
+    one_process = merge([first, second])["traceEvents"]
+    assert [e["ts"] for e in one_process] == [1, 1, 2001, 2002] and {e["pid"] for e in one_process} == {0, 1}
+    assert Trace(one_process).kernels[0].launch is None  # the same correlation id, but of another recording
+    two = merge([first, second], ["x", "y"])["traceEvents"]
+    assert len({(e["pid"]) for e in two}) == 3
+
+
+def test_what_viewers_cannot_draw_is_found():
+    assert bad_nesting([host("a", 0, 10), host("b", 2, 3), host("c", 10, 5)]) == []
+    assert len(bad_nesting([host("a", 0, 10), host("b", 5, 10)])) == 1
+
+
+def test_a_trace_is_kept_below_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("nanovllm.perf.profiler.MAX_TRACE_BYTES", 20_000)
+    events = [host("decode: 1 sequences", 0, 1000), *(host("aten::mm", i, i / 100, "cpu_op") for i in range(300))]
+    write_trace({"traceEvents": events}, tmp_path / "t.json")
+    kept = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert (tmp_path / "t.json").stat().st_size <= 20_000 and len(kept) > 10
+    assert kept[0]["name"] == "decode: 1 sequences"
+
+
+# ------------------------------------------------------------------------------------------------------ a real trace
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    tiny.save(folder / "model", "qwen3", seed=2)
+    options = {"device": "cpu", "num_kvcache_blocks": 16, "max_model_len": 128}
+    job = Job(
+        "nanovllm",
+        "custom",
+        str(folder / "model"),
+        (Workload("w", 3, 8, 40),),
+        options=options,
+        trace=str(folder / "trace.json"),
+    )
+    return profile(job, LLM), folder / "trace.json"
+
+
+def test_a_real_trace_holds_the_expected_slices(real):
+    result, path = real
+    events = json.loads(path.read_text())["traceEvents"]
+    trace = Trace(events)
+    kinds = [s.kind for s in trace.steps]
+    assert kinds[0] == "prefill" and kinds.count("decode") >= 6 and set(kinds) == {"prefill", "decode"}
+    assert trace.steps[0].range.name == "prefill: 24 tokens of 3 prompts"
+    for step in trace.steps:
+        names = [n.name for n in step.range.walk()]
+        assert names.count("layer 0") == names.count("layer 1") == 1
+        attention = f"attention_{step.kind} [native]"
+        assert names.count(attention) == 2 and names.count("sample [native]") == 1
+        assert names.index("layer 0") < names.index(attention) < names.index("layer 1")
+    host_names = {n.name for roots in trace.roots.values() for r in roots for n in r.walk()}
+    assert {"Scheduler.schedule", "LLMEngine.step"} <= host_names
+    assert bad_nesting(events) == []
+    assert any(e["ph"] == "C" and e["name"] == "KV cache blocks" and e["args"]["used"] == 3 for e in events)
+    # Steps that were counted are the steps that were recorded.
+    calls = {(c["op"], c["phase"]): c["calls"] for c in result["costs"]}
+    assert calls["attention_prefill", "prefill"] == 2 * kinds.count("prefill")
+    assert calls["attention_decode", "decode"] == 2 * kinds.count("decode")
+    assert result["unprofiled_us"] > 0
+
+
+def test_perfettos_own_trace_processor_reads_it(real):
+    perfetto = pytest.importorskip("perfetto.trace_processor", reason="pip install perfetto")
+    # Apart, since a failed download leaves a thread behind.
+    code = (
+        "import sys; from perfetto.trace_processor import TraceProcessor\n"
+        "with TraceProcessor(trace=sys.argv[1]) as tp:\n"
+        "    rows = tp.query('select name, count(*) as n from slice group by name')\n"
+        "    names = {r.name: r.n for r in rows}\n"
+        "    errors = [(r.name, r.value) for r in tp.query(\"select name, value from stats where severity = 'error' and value > 0\")]\n"
+        "print(names.get('attention_decode [native]', 0), names.get('layer 0', 0), errors)"
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", code, str(real[1])], capture_output=True, text=True, timeout=90)
+    except subprocess.TimeoutExpired:
+        pytest.skip("perfetto's trace processor, which the package downloads, did not come")
+    if done.returncode and any(
+        w in done.stderr for w in ("URLError", "urlopen", "HTTPError", "Connection", "download")
+    ):
+        pytest.skip("perfetto's trace processor, which the package downloads, could not be fetched here")
+    assert done.returncode == 0, done.stderr[-2000:]
+    decodes, layers, errors = done.stdout.strip().split(" ", 2)
+    assert int(decodes) >= 12 and int(layers) >= 7 and errors == "[]"
+    assert perfetto is not None

@@ -1,0 +1,289 @@
+"""`bench.py` as a user runs it, on a tiny model and a CPU."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.kernels import all_ops
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load_bench():
+    spec = importlib.util.spec_from_file_location("bench", ROOT / "bench.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = load_bench()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny-qwen3"
+    tiny.save(path, "qwen3", seed=5)
+    return path
+
+
+@pytest.fixture
+def run(model, tmp_path, capfd):
+    """bench.py within this process: (exit code, standard output, the JSON record)."""
+
+    def call(*arguments, profile=False):
+        path = tmp_path / "out.json"
+        common = [
+            "--model",
+            str(model),
+            "--device",
+            "cpu",
+            "--in-process",
+            "--json",
+            str(path),
+            "--results",
+            str(tmp_path / "results"),
+        ]
+        if not profile:
+            common.append("--no-profile")
+        code = bench.main([*common, *arguments])
+        record = json.loads(path.read_text()) if path.exists() else None
+        return code, capfd.readouterr().out, record
+
+    return call
+
+
+SMALL = ("--num-requests", "3", "--input-len", "4-9", "--output-len", "5", "--repeat", "2")
+
+
+def test_a_run_counts_what_it_should(run):
+    code, out, record = run(*SMALL)
+    assert code == 0
+    (row,) = record["rows"]
+    assert (row["engine"], row["variant"], row["workload"], row["load"]) == (
+        "nanovllm",
+        "custom",
+        "custom",
+        "3 x 4-9 -> 5",
+    )
+    assert len(row["repeats"]) == 2 and len(row["warmup_seconds"]) == 1
+    assert [r["output_tokens"] for r in row["repeats"]] == [15, 15]
+    from nanovllm.perf.workloads import Workload
+
+    prompts = [sum(len(i.prompt) for i in Workload("custom", 3, (4, 9), 5).draw(s, 199)) for s in (0, 1)]
+    assert [r["total_tokens"] - 15 for r in row["repeats"]] == prompts
+    for r in row["repeats"]:
+        assert 0 < r["ttft_p50"] <= r["ttft_p99"] <= r["seconds"] and 0 < r["itl_p50"] <= r["itl_p99"] < r["seconds"]
+    assert 0 < row["mbu"] < 1 and 0 < row["mfu"] < 1
+    assert row["about"]["kernels"]["rms_norm"] == "native" and row["about"]["dtype"] == "float32"
+    assert record["rates"]["bandwidth"] > 1e8 and record["rates"]["matmul"]["float32"] > 1e8
+    assert set(record["versions"]) == {"torch", "triton", "cuda"} and record["arguments"]["repeat"] == 2
+    assert re.search(r"custom +nanovllm custom +[\d,.]+ ", out)
+
+
+def test_requests_that_arrive_over_time(run):
+    code, out, record = run(
+        "--num-requests", "5", "--input-len", "6", "--output-len", "4", "--rate", "40", "--repeat", "1", "--warmup", "0"
+    )
+    (row,) = record["rows"]
+    assert code == 0 and row["open_loop"] and row["mbu"] is None
+    (r,) = row["repeats"]
+    from nanovllm.perf.workloads import Workload
+
+    last = Workload("custom", 5, 6, 4, rate=40.0).draw(0, 199)[-1].arrival
+    assert r["output_tokens"] == 20 and r["seconds"] >= last and r["itl_p99"] > 0 and r["ttft_p50"] > 0
+
+
+def test_on_and_off_and_the_price_of_each_op(run, monkeypatch):
+    """With a custom kernel for one op: a slow one, so that there is something to find."""
+    from nanovllm.kernels.registry import Provider
+
+    op = all_ops()["rms_norm"]
+
+    def slow(x, weight, eps):
+        time.sleep(0.02)
+        return op.native(x, weight, eps)
+
+    monkeypatch.setitem(op.providers, "slow", Provider("slow", slow))
+    code, out, record = run(*SMALL, "--compare", "--ablate", "--kernels", "rms_norm=slow")
+    assert code == 0
+    assert [r["variant"] for r in record["rows"]] == ["custom", "native", "no rms_norm"]
+    assert record["rows"][0]["about"]["kernels"]["rms_norm"] == "slow"
+    assert record["rows"][2]["about"]["kernels"]["rms_norm"] == "native"
+    ratio = float(re.search(r"custom kernels are ([\d.]+)x native", out)[1])
+    worth = float(re.search(r"rms_norm's custom kernel is worth (-[\d.]+)%", out)[1])
+    assert ratio < 0.8 and worth < -20
+
+
+def test_nothing_to_ablate_is_said(run):
+    code, out, record = run(*SMALL, "--ablate")
+    assert code == 0 and "no op of this model has a custom kernel here" in out and len(record["rows"]) == 1
+
+
+def test_peers(run):
+    code, out, record = run(*SMALL, "--engine", "nanovllm,transformers,vllm", "--dtype", "float32")
+    ours, theirs, vllm = record["rows"]
+    assert code == 0 and ours["error"] is None and theirs["error"] is None
+    assert [r["output_tokens"] for r in theirs["repeats"]] == [15, 15] and theirs["repeats"][0]["ttft_p50"] > 0
+    assert theirs["repeats"][0]["bytes"] == ours["repeats"][0]["bytes"] and theirs["mbu"] > 0
+    assert re.search(r"nanovllm is [\d.]+x transformers \d", out)
+    if importlib.util.find_spec("vllm") is None:
+        assert vllm["error"] == "vllm is not installed; pip install vllm" and vllm["error"] in out
+
+
+def test_a_preset_needs_no_files(tmp_path, capfd, monkeypatch):
+    from nanovllm.models import presets
+
+    small = {
+        **presets.PRESETS["qwen3-0.6b"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "vocab_size": 300,
+    }
+    monkeypatch.setitem(presets.PRESETS, "qwen3-0.6b", small)
+    common = [
+        "--preset",
+        "qwen3-0.6b",
+        "--device",
+        "cpu",
+        "--in-process",
+        "--no-profile",
+        "--dtype",
+        "float32",
+        "--engine",
+        "nanovllm,transformers",
+    ]
+    assert bench.main([*common, *SMALL, "--json", str(tmp_path / "j.json")]) == 0
+    ours, theirs = json.loads((tmp_path / "j.json").read_text())["rows"]
+    assert ours["model"] == "qwen3-0.6b" and ours["error"] is None and theirs["error"] is None
+
+
+def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
+    assert run(*SMALL, "--check")[0] == 1  # nothing to compare with yet
+    code, out, _ = run(*SMALL, "--save")
+    (kept,) = (tmp_path / "results").glob("*/custom.json")
+    assert code == 0 and f"kept: {kept}" in out
+    code, out, _ = run("--history")
+    assert code == 0 and re.search(r"tiny-qwen3 +nanovllm custom +[\d,.]+ tok/s", out)
+    document = tmp_path / "doc.md"
+    document.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    assert run("--tables", str(document))[0] == 0 and "| custom: 3 x 4-9 -> 5 | tiny-qwen3 |" in document.read_text()
+    # A kept share that this machine cannot reach is a regression; one that it can is none.
+    runs = json.loads(kept.read_text())
+    for share, expected in ((0.999, 1), (1e-9, 0)):
+        runs[0]["rows"][0]["mbu"] = runs[0]["rows"][0]["mfu"] = share
+        kept.write_text(json.dumps(runs))
+        code, out, _ = run(*SMALL, "--check")
+        assert code == expected and ("FELL custom: share of the limit" in out) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--workload", "bs9"), "did you mean 'bs8'"),
+        (("--engine", "sglang"), "--engine 'sglang': expected any of nanovllm, transformers, vllm"),
+        (("--num-requests", "3"), "needs --num-requests, --input-len, --output-len"),
+        (("--repeat", "0"), "--repeat is at least 1"),
+        (("--compare", "--no-use-custom-kernels"), "leave out --use-custom-kernels"),
+        (("--workload", "bs1", "--rate", "3"), "choose poisson"),
+        (("--kernels", "rms_norm"), "'rms_norm' is not of the form op=provider"),
+        (("--preset", "qwen3-0.6"), "did you mean 'qwen3-0.6b'"),
+    ],
+)
+def test_bad_input_is_one_line(model, capfd, arguments, said):
+    assert bench.main(["--model", str(model), "--device", "cpu", "--in-process", "--no-profile", *arguments]) == 2
+    captured = capfd.readouterr()
+    assert captured.err.startswith("bench.py: ") and said in captured.err and captured.err.count("\n") == 1
+
+
+def test_what_the_engine_refuses_is_a_row(run):
+    code, out, record = run(*SMALL, "--kernels", "rms_norm=triton")
+    assert code == 1 and "triton" in record["rows"][0]["error"] and record["rows"][0]["error"] in out
+
+
+def test_a_whole_run_in_processes_of_its_own(model, tmp_path):
+    """The profile's files, too."""
+    command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu", "--workload", "tiny", "--repeat", "1",
+               "--profile-dir", str(tmp_path), "--plots", "--json", str(tmp_path / "j.json")]  # fmt: skip
+    started = time.perf_counter()
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.perf_counter() - started < 100
+    (row,) = json.loads((tmp_path / "j.json").read_text())["rows"]
+    assert row["error"] is None and row["repeats"][0]["output_tokens"] == 64
+    assert (tmp_path / "profile_trace.json").stat().st_size < 50e6
+    text = (tmp_path / "profile_report.txt").read_text()
+    assert all(
+        part in text
+        for part in ("STEPS", "OPS, most device time first", "HOST", "MEMORY", "attention_decode", "TFLOP/s")
+    )
+    assert "ABOVE THE LIMIT" not in text
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "profile_report.html").stat().st_size > 20_000
+        assert {p.name for p in tmp_path.glob("*.png")} >= {
+            "profile_roofline.png",
+            "profile_steps.png",
+            "profile_timeline.png",
+        }
+    else:
+        assert "it needs matplotlib" in done.stdout
+
+
+def test_ctrl_c_writes_what_was_measured(model, tmp_path):
+    command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu", "--workload", "tiny,bs128", "--repeat", "3",
+               "--no-profile", "--json", str(tmp_path / "j.json")]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    try:
+        for line in process.stdout:
+            if line.startswith("tiny ") and "nanovllm" in line:
+                break
+        time.sleep(0.5)
+        listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
+        children = [int(pid) for pid in listed.split()]
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "interrupted" in rest and "Traceback" not in errors
+    (row,) = json.loads((tmp_path / "j.json").read_text())["rows"]
+    assert row["workload"] == "tiny" and len(row["repeats"]) == 3
+    assert children
+    for child in children:  # nothing is left running
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+@pytest.mark.gpu
+def test_shares_of_the_limit_stay_below_all_of_it_on_a_gpu(tmp_path):
+    arguments = [
+        "--preset",
+        "qwen3-0.6b",
+        "--workload",
+        "bs1,bs128,prefill",
+        "--repeat",
+        "1",
+        "--profile-dir",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "j"),
+    ]
+    assert bench.main(arguments) == 0
+    for row in json.loads((tmp_path / "j").read_text())["rows"]:
+        assert row["error"] is None and 0.02 < max(row["mbu"], row["mfu"]) <= 1
+    profile = json.loads((tmp_path / "profile.json").read_text())["profile"]
+    assert all(o["floor_us"] is None or o["floor_us"] <= o["device_us"] for o in profile["ops"])
+    torch.cuda.empty_cache()
