@@ -1,0 +1,167 @@
+"""`nanovllm lab`: the course. A function in five ways, and how the time of an MLP grows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, help="Learn to write kernels: one function in five ways, checked, timed and explained."
+)
+
+LESSONS = {
+    "gelu": "Elementwise: each pass over memory that is saved shows in the time.",
+    "softmax": "A reduction over rows: how often is a row read?",
+    "layernorm": "Two reductions that depend on each other.",
+    "matmul": "Tiles, stages and tensor cores: the one that arithmetic can bound.",
+}
+
+_Sizes = Annotated[str | None, typer.Option(help="Dims to time, such as 1024,4096,16384; at most 32768.")]
+_Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the lesson's first.")]
+_Ways = Annotated[
+    list[str] | None, typer.Option("--way", help="plain, torch, compile, cuda or triton; repeatable, all by default.")
+]
+_Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
+_Gpu = Annotated[
+    str | None, typer.Option(help="Compile PTX for this GPU (a100, h100, h200, b200, rtx-4090), here or not.")
+]
+_Plot = Annotated[Path | None, typer.Option(help="Draw a figure to this file, such as gelu.png.")]
+_JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all that was found to this file.")]
+_Ptx = Annotated[Path | None, typer.Option("--ptx", help="Write the PTX of both kernels into this folder.")]
+_Seed = Annotated[int | None, typer.Option(help="Of the random inputs; by default another one each time.")]
+_Refresh = Annotated[bool, typer.Option("--refresh", help="Measure the device's limits again.")]
+
+
+def _command(name: str) -> Callable[..., None]:
+    def command(
+        sizes: _Sizes = None,
+        dtype: _Dtype = None,
+        way: _Ways = None,
+        device: _Device = "auto",
+        gpu: _Gpu = None,
+        plot: _Plot = None,
+        json_file: _JsonFile = None,
+        ptx: _Ptx = None,
+        seed: _Seed = None,
+        refresh: _Refresh = False,
+    ) -> None:
+        from nanovllm.engine.model_runner import select_device
+        from nanovllm.perf.lab.lesson import lesson
+        from nanovllm.perf.lab.run import run
+        from nanovllm.perf.lab.show import plot as draw
+        from nanovllm.perf.lab.show import show, write_ptx
+
+        chosen = lesson(name)
+        tell, done = _progress()
+        result = run(
+            chosen, select_device(device), _dtype(dtype), _numbers("--sizes", sizes), way, gpu, seed, refresh, tell
+        )
+        done()
+        show(result, _console())
+        if json_file is not None:
+            _write_json(json_file, result.as_dict())
+        if ptx is not None:
+            for path in write_ptx(result, ptx):
+                print(f"wrote {path}")
+        if plot is not None:
+            draw(result, plot)
+            print(f"wrote {plot}")
+        if result.wrong:
+            raise typer.Exit(1)
+
+    return command
+
+
+for _name, _help in LESSONS.items():
+    app.command(_name, help=f"{_help} In plain PyTorch, PyTorch's own, torch.compile, CUDA C++ and Triton.")(
+        _command(_name)
+    )
+
+
+@app.command()
+def mlp(
+    sweep: Annotated[
+        list[str] | None, typer.Option(help="steps, layers, batch or dim; repeatable, all by default.")
+    ] = None,
+    dim: Annotated[int | None, typer.Option(help="Of each layer, where it is not swept.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a step, where they are not swept.")] = None,
+    layers: Annotated[int, typer.Option(help="Linear layers with GELU, where they are not swept.")] = 4,
+    steps: Annotated[int, typer.Option(help="Forward and backward passes, where they are not swept.")] = 2,
+    factors: Annotated[str, typer.Option(help="What the swept number is multiplied by.")] = "1,2,4,8",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    device: _Device = "auto",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also show which kernels the time goes to, at both ends of each sweep.")
+    ] = False,
+    plot: _Plot = None,
+    json_file: _JsonFile = None,
+    seed: _Seed = None,
+) -> None:
+    """How the time of training steps of an MLP grows with steps, layers, batch and dim, and where it does not."""
+    from nanovllm.engine.model_runner import select_device
+    from nanovllm.perf.lab.mlp import Shape, run_sweeps
+    from nanovllm.perf.lab.show_mlp import plot as draw
+    from nanovllm.perf.lab.show_mlp import show
+
+    where = select_device(device)
+    base = Shape.default(where, dim=dim, batch=batch, layers=layers, steps=steps)
+    tell, done = _progress()
+    result = run_sweeps(base, where, _dtype(dtype), sweep, _numbers("--factors", factors) or (), profile, seed, tell)
+    done()
+    show(result, _console())
+    if json_file is not None:
+        _write_json(json_file, result.as_dict())
+    if plot is not None:
+        draw(result, plot)
+        print(f"wrote {plot}")
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"{option} {text}: expected whole numbers with commas between them, such as 1024,4096"
+        ) from None
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        return None
+    dtypes = {n: getattr(torch, n) for n in ("float32", "bfloat16", "float16")}
+    if name not in dtypes:
+        raise ValueError(f"--dtype {name}: expected one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
+    """(say what is being done, wipe it), on a terminal only."""
+    if not sys.stderr.isatty():
+        return lambda line: None, lambda: None
+
+    def tell(line: str) -> None:
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+    return tell, lambda: tell("")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # A file or a pipe has no width: nothing is cut off there.
+    return Console() if sys.stdout.isatty() else Console(width=200)

@@ -1,0 +1,101 @@
+"""Compiles a lesson's .cu file with nvcc: to a library that Python loads, or to PTX to look at.
+
+A library is built at first use in `$TORCH_EXTENSIONS_DIR` (else ~/.cache/torch_extensions) / nanovllm_lab_<hash>, where the
+package's own kernels are built too (nanovllm/kernels/cuda/build.py). The hash covers sources, flags and compiler, so none is stale.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from nanovllm.kernels.cuda.build import (
+    NVCC_FLAGS,
+    arch_flag,
+    build_directory,
+    cuda_home,
+    nvcc_version,
+    toolchain_reason,
+)
+
+OLDEST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, cp.async
+_SOURCES = Path(__file__).parent
+
+
+def cuda_reason(device: torch.device) -> str | None:
+    """Why the lessons' CUDA C++ cannot run on a device, and what to do; None if it can."""
+    if device.type != "cuda":
+        missing = toolchain_reason()
+        rest = "nvcc is here, so its PTX can be looked at" if missing is None else missing
+        return f"CUDA C++ runs on a GPU, this is {device}; {rest}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return f"the lessons need compute capability 8.0 or later, this GPU has {'.'.join(map(str, capability))}"
+    return toolchain_reason()
+
+
+@cache
+def load(name: str, capability: tuple[int, int]) -> ctypes.CDLL:
+    """The library of <name>.cu for an architecture; compiles it if that was not done before.
+
+    Raises:
+        RuntimeError: the compiler failed; the message has its output.
+    """
+    home = _home()
+    flags = [*NVCC_FLAGS, arch_flag(capability), "-shared", "-Xcompiler=-fPIC"]
+    digest = hashlib.sha256(repr((name, flags, nvcc_version(home), _source_bytes(name))).encode()).hexdigest()[:16]
+    library = build_directory(f"nanovllm_lab_{digest}") / f"{name}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        own = library.with_suffix(f".{os.getpid()}.so")  # renamed when complete: another process never loads half of it
+        _nvcc(home, [*flags, "-o", str(own), str(_SOURCES / f"{name}.cu")])
+        own.replace(library)
+    return ctypes.CDLL(str(library))
+
+
+def ptx_and_report(name: str, capability: tuple[int, int]) -> tuple[str, str]:
+    """(the PTX of <name>.cu, what ptxas reports of the registers that its kernels take)."""
+    home = _home()
+    number = 10 * capability[0] + capability[1]
+    with tempfile.TemporaryDirectory() as directory:
+        ptx = Path(directory) / "kernel.ptx"
+        _nvcc(home, [*NVCC_FLAGS, f"-arch=compute_{number}", "-ptx", "-o", str(ptx), str(_SOURCES / f"{name}.cu")])
+        return ptx.read_text(), assemble(home / "bin" / "ptxas", ptx, f"sm_{number}")
+
+
+def assemble(ptxas: Path, ptx: Path, architecture: str) -> str:
+    """What ptxas says about registers, spills and shared memory."""
+    command = [str(ptxas), "-v", f"-arch={architecture}", "-o", os.devnull, str(ptx)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def _home() -> Path:
+    reason, home = toolchain_reason(), cuda_home()
+    if reason is not None or home is None:
+        raise RuntimeError(f"the lessons' CUDA C++ cannot be compiled: {reason}")
+    return home
+
+
+def _nvcc(home: Path, arguments: list[str]) -> None:
+    command = [str(home / "bin" / "nvcc"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+def _source_bytes(name: str) -> bytes:
+    """The source and what it includes of ours."""
+    text = (_SOURCES / f"{name}.cu").read_bytes()
+    headers = re.findall(rb'^#include "([\w.]+)"', text, re.MULTILINE)
+    return b"\0".join([text, *((_SOURCES / h.decode()).read_bytes() for h in headers)])

@@ -1,0 +1,57 @@
+"""docs/CUSTOM_CUDA_KERNEL_GUIDE.md does what it says: every block is run, CUDA C++ is compiled where nvcc is."""
+
+import re
+import shutil
+
+import pytest
+
+from tests.docs.runnable_markdown import NEEDS, REPOSITORY, Block, Workplace, blocks, missing_line
+
+GUIDE = REPOSITORY / "docs" / "CUSTOM_CUDA_KERNEL_GUIDE.md"
+DOCUMENT = blocks(GUIDE.read_text())
+WITH_NVCC = {**NEEDS, "nvcc": lambda: shutil.which("nvcc") is not None}
+failed: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return Workplace(tmp_path_factory.mktemp("guide") / "work", WITH_NVCC)
+
+
+def _label(block: Block) -> str:
+    return f"line {block.line}: {block.file or block.text.splitlines()[0][:60]}"
+
+
+@pytest.mark.parametrize("block", [b for b in DOCUMENT if b.language != "text"], ids=_label)
+def test_block(workplace, block):
+    if failed and not block.file:
+        pytest.skip(f"may build on a block that failed: {failed[0]}")
+    if not workplace.runs(block):
+        pytest.skip("needs " + " and ".join(sorted(block.words & set(WITH_NVCC))))
+    try:
+        for command, shown, printed in workplace.run(block):
+            missing = missing_line(shown, printed)
+            assert missing is None, f"$ {command}\ndoes not print the line\n{missing}\nbut\n{printed}"
+    except BaseException:
+        failed.append(_label(block))
+        raise
+
+
+def test_links_and_files_exist():
+    text = re.sub(r"^```.*?^```$", "", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    assert links and all((GUIDE.parent / link).exists() for link in links)
+    named = set(re.findall(r"`(nanovllm/[\w/]+(?:\.\w+)?/?)`", text))
+    assert named and all((REPOSITORY / path).exists() for path in named), named
+
+
+def test_what_the_document_has_to_have():
+    text = GUIDE.read_text()
+    for wanted in (
+        "warehouse", "arithmetic intensity", "warm-up", "synchronis", "cold", "Fusion", "Tiling", "double buffering", "triple",
+        "Bank conflicts", "Waves", "compute-sanitizer", "CUDA_LAUNCH_BLOCKING", "interpreter", "1.2x", "Fallback",
+    ):  # fmt: skip
+        assert wanted in text, wanted
+    files = {b.file: b.text for b in DOCUMENT if b.file}
+    assert {"rms_v1.py", "rms_v2.py", "rms_norm.cu", "rms_cuda.py"} <= set(files)
+    assert "__global__" in files["rms_norm.cu"] and "rms_norm.provider" in files["rms_cuda.py"]

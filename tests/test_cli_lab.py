@@ -1,0 +1,139 @@
+"""`nanovllm lab`, as a user runs it."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from nanovllm.cli.lab import LESSONS, app
+from nanovllm.perf.device import Rates
+from nanovllm.perf.lab import mlp, timing
+from nanovllm.perf.lab.lesson import NAMES
+
+
+@pytest.fixture(autouse=True)
+def fixed_rates(monkeypatch):
+    rates = Rates("a test", 1e10, 1e10, 1e10, {"float32": 1e11})
+    monkeypatch.setattr(timing, "rates", lambda *args: rates)
+    monkeypatch.setattr(mlp, "rates", lambda *args: rates)
+
+
+def lab(*args):
+    return CliRunner().invoke(app, list(args))
+
+
+def rows(output):
+    """The cells of every line of a table."""
+    return [
+        [c.strip() for c in re.split("[│┃]", line)[1:-1]] for line in output.splitlines() if line.startswith(("│", "┃"))
+    ]
+
+
+def test_there_is_a_command_for_each_lesson():
+    assert tuple(LESSONS) == NAMES
+    printed = lab("--help").output
+    assert all(name in printed for name in (*NAMES, "mlp"))
+
+
+def test_a_lesson_end_to_end(tmp_path):
+    if pytest.importorskip("triton").knobs.runtime.interpret:
+        pytest.skip("compiles nothing under TRITON_INTERPRET")
+    files = tmp_path / "deep" / "gelu.json", tmp_path / "ptx", tmp_path / "gelu.png"
+    options = [
+        "--sizes",
+        "32,16",
+        "--device",
+        "cpu",
+        "--gpu",
+        "h200",
+        "--seed",
+        "4",
+        "--json",
+        str(files[0]),
+        "--ptx",
+        str(files[1]),
+    ]
+    done = lab("gelu", *options, "--plot", str(files[2]))
+    assert done.exit_code == 0, done.output
+    found = rows(done.output)
+    verdicts = {r[0]: r[4] for r in found if len(r) == 5 and not r[1].isdigit()}
+    assert verdicts["plain"] == verdicts["torch"] == verdicts["compile"] == "right"
+    assert verdicts["triton"] == "right (interpreter)" and "this is cpu" in verdicts["cuda"]
+    timed = {(r[0], r[1]) for r in found if len(r) == 10 and r[2]}
+    assert {(d, w) for d in ("16", "32") for w in ("plain", "torch", "compile")} <= timed
+    reasons = [r for r in found if len(r) == 10 and r[1] in ("cuda", "triton")]
+    assert len(reasons) == 2 and all(r[2] == "" and r[9] for r in reasons)
+    assert "aten::gelu" in done.output and "cpp_fused" in done.output
+    assert "Triton compiled for nvidia-h200, float32, dim 32" in done.output and "registers a thread" in done.output
+    document = json.loads(files[0].read_text())
+    assert document["seed"] == 4 and {r["dim"] for r in document["rows"]} == {16, 32}
+    assert ".entry gelu_kernel" in (files[1] / "gelu_triton_nvidia-h200.ptx").read_text()
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_the_ways_asked_for():
+    done = lab("matmul", "--way", "torch", "--way", "plain", "--sizes", "24", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert {r[1] for r in rows(done.output) if r[0] == "24"} == {"plain", "torch"}
+    assert "compiled for" not in done.output
+
+
+def test_a_wrong_kernel_fails_the_command(monkeypatch):
+    from nanovllm.perf.lab import softmax
+
+    monkeypatch.setattr(
+        softmax, "LESSON", softmax.LESSON.__class__(**{**vars(softmax.LESSON), "own": lambda x: x.sigmoid()})
+    )
+    done = lab("softmax", "--way", "torch", "--sizes", "8", "--device", "cpu")
+    assert done.exit_code == 1 and "elements are wrong" in done.output
+
+
+def test_mlp(tmp_path):
+    figure, numbers = tmp_path / "mlp.png", tmp_path / "mlp.json"
+    options = [
+        "--dim",
+        "16",
+        "--batch",
+        "8",
+        "--layers",
+        "2",
+        "--steps",
+        "1",
+        "--factors",
+        "1,2",
+        "--device",
+        "cpu",
+        "--profile",
+    ]
+    done = lab("mlp", "--sweep", "dim", "--sweep", "steps", *options, "--plot", str(figure), "--json", str(numbers))
+    assert done.exit_code == 0, done.output
+    heads = [line.split(":")[0] for line in done.output.splitlines() if "host time included" in line]
+    assert heads == ["steps", "dim"]
+    assert "x4.00" in done.output and "aten::mm" in done.output
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert list(json.loads(numbers.read_text())["sweeps"]) == ["steps", "dim"]
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("gelu", "--sizes", "12x"), "--sizes 12x: expected whole numbers"),
+        (("gelu", "--sizes", "0"), "sizes: expected numbers from 1 to 32768, not 0"),
+        (("gelu", "--dtype", "int8"), "--dtype int8: expected one of float32, bfloat16, float16"),
+        (("gelu", "--way", "cude"), "way: expected one of plain"),
+        (("gelu", "--gpu", "v100"), "no preset for 'v100'"),
+        (("gelu", "--device", "tpu"), "not a device"),
+        (("mlp", "--sweep", "width"), "sweep: expected one of"),
+        (("mlp", "--factors", "2,1"), "factors: expected ascending"),
+        (("mlp", "--dim", "0"), "dim: expected a number from 1"),
+    ],
+)
+def test_bad_input_is_a_valueerror_that_names_it(args, said):
+    done = lab(*args)
+    assert isinstance(done.exception, ValueError) and said in str(done.exception)
+
+
+def test_an_unknown_lesson():
+    done = lab("gleu")
+    assert done.exit_code == 2 and "gleu" in done.output
