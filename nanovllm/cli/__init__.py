@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from nanovllm.cli.kernels import app as kernels_app
+from nanovllm.cli.lab import app as lab_app
+from nanovllm.cli.tune import tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,6 +18,8 @@ app = typer.Typer(
 )
 
 app.add_typer(kernels_app, name="kernels")
+app.add_typer(lab_app, name="lab")
+app.command()(tune)
 
 _Model = Annotated[
     str | None,

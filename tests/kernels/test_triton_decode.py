@@ -4,6 +4,7 @@ With a GPU they run there at real shapes, else in Triton's interpreter on small 
 is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
+import nanovllm.kernels.triton_attention.decode as attention  # noqa: E402
 import nanovllm.kernels.triton_decode.launch as decode  # noqa: E402
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear  # noqa: E402
 from nanovllm.kernels.ops.linear import linear  # noqa: E402
@@ -97,7 +99,7 @@ def like(got, native):
     assert error < {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}[got.dtype], f"{error:.1e}"
 
 
-def check(tokens, outputs, size, dtype, seed=0, scale=1.0):
+def check(tokens, outputs, size, dtype, seed=0, scale=1.0, like=like):
     """All three ops, with and without bias and residual."""
     a = inputs(tokens, outputs, size, dtype, seed, scale)
     before = [t.clone() for t in vars(a).values()]
@@ -136,6 +138,30 @@ def test_small_shapes(outputs, size, dtype):
 def test_magnitudes(scale):
     for tokens in (1, 8):
         check(tokens, 20, 96, torch.bfloat16, scale=scale)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens, cut", [
+    (2, MatrixPlan(16, 8, 32, late=True)), (5, MatrixPlan(32, 4, 16, late=True)), (16, MatrixPlan(16, 8, 16, late=True)),
+    (29, MatrixPlan(8, 8, 32, late=True)),
+])  # fmt: skip
+def test_norms_after_the_product(tokens, cut, monkeypatch):
+    """Rounded once less than the reference: as near to it as two ways of rounding are, and no farther from the exact result."""
+
+    def near(got, native):
+        assert (got.double() - native.double()).norm() < 1e-2 * native.double().norm()
+
+    monkeypatch.setattr(decode, "plan", lambda *args: cut)
+    for outputs, size in ((20, 96), (37, 600))[: 2 if tokens == 5 else 1]:
+        check(tokens, outputs, size, torch.bfloat16, seed=tokens, like=near)
+        a = inputs(tokens, outputs, size, torch.bfloat16)
+        exact = F.linear(normed_64(a.residual + a.x, a.norm), a.weight.double())
+        got, native = (
+            fn(a.x, a.residual, a.norm, EPS, a.weight)[0].double() - exact
+            for fn in (decode.add_rms_norm_linear, add_rms_norm_linear.native)
+        )
+        assert got.norm() < 1.1 * native.norm()
+    check(tokens, 20, 96, torch.bfloat16, scale=50.0, like=near)
 
 
 @needs_kernels
@@ -224,9 +250,10 @@ def kernels(**functions):
 def test_layers_call_the_fused_ops_for_small_batches_only(tokens, fused, monkeypatch):
     """And give the same as without them; the reference of a fused op is never called."""
     from nanovllm.kernels.ops.activation import silu_and_mul
-    from nanovllm.layers import linear as layer
+    from nanovllm.layers import fused_op as layer
     from nanovllm.layers.custom_mlp import GatedMLP
     from nanovllm.layers.layernorm import RMSNorm
+    from nanovllm.layers.linear import QKVParallelLinear
 
     calls = []
 
@@ -251,7 +278,7 @@ def test_layers_call_the_fused_ops_for_small_batches_only(tokens, fused, monkeyp
         },
     )
     torch.manual_seed(0)
-    qkv = layer.QKVParallelLinear(32, 4, 2, 8, kernels=chosen)
+    qkv = QKVParallelLinear(32, 4, 2, 8, kernels=chosen)
     mlp, norm = GatedMLP(32, 48, chosen), RMSNorm(32, EPS, chosen)
     for parameter in (*qkv.parameters(), *mlp.parameters(), *norm.parameters()):
         parameter.data.normal_()
@@ -275,7 +302,7 @@ def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias, monke
     """In float32 to 1e-5 (three tokens too: the multiply-add kernel takes up to four), and every fused op is used."""
     from nanovllm.config import ModelConfig
     from nanovllm.kernels import all_ops
-    from nanovllm.layers import linear as layer
+    from nanovllm.layers import fused_op as layer
     from nanovllm.layers.attention import AttentionMetadata, LayerCache
     from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
@@ -285,15 +312,18 @@ def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias, monke
     ))  # fmt: skip
     calls = set()
 
-    def counted(op):
-        def fn(*args):
-            calls.add(op.name)
-            return getattr(decode, op.name)(*args)
+    def counted(fused_kernel):
+        @functools.wraps(fused_kernel)  # with its max_tokens, if it has one
+        def fn(*args, **kwargs):
+            calls.add(fused_kernel.__name__)
+            return fused_kernel(*args, **kwargs)
 
-        fn.max_tokens = getattr(decode, op.name).max_tokens
         return fn
 
-    fused = {op.name: counted(op) for op in (add_rms_norm_linear, add_rms_norm_gate_up, linear)}
+    kernels_used = (
+        decode.add_rms_norm_linear, decode.add_rms_norm_gate_up, decode.linear, attention.qk_norm_rope_attention,
+    )  # fmt: skip
+    fused = {fn.__name__: counted(fn) for fn in kernels_used}
     declared = {name: SimpleNamespace(providers={"triton": SimpleNamespace(fn=fn)}) for name, fn in fused.items()}
     monkeypatch.setattr(layer, "all_ops", lambda: declared)
     native = {name: ("native", op.native) for name, op in all_ops().items() if name not in fused}
@@ -322,13 +352,13 @@ def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias, monke
 
 
 def test_an_op_without_a_limit_is_called_for_every_batch(monkeypatch):
-    from nanovllm.layers import linear as layer
+    from nanovllm.layers import fused_op as layer
 
     providers = {"plugin": SimpleNamespace(fn=F.linear)}
     monkeypatch.setattr(layer, "all_ops", lambda: {"linear": SimpleNamespace(providers=providers)})
-    op = layer.SmallBatchOp("linear", kernels(linear=("plugin", F.linear)))
+    op = layer.FusedOp("linear", kernels(linear=("plugin", F.linear)))
     assert op.takes(torch.zeros(1000, 4), torch.zeros(3, 4))
-    assert not layer.SmallBatchOp("linear", None).takes(torch.zeros(1, 4), torch.zeros(3, 4))
+    assert not layer.FusedOp("linear", None).takes(torch.zeros(1, 4), torch.zeros(3, 4))
 
 
 # ------------------------------------------------------------------------------------------------------------------- GPU

@@ -7,6 +7,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels import tunables
 from nanovllm.kernels.triton_decode.matrix_kernel import matrix_kernel
 from nanovllm.kernels.triton_decode.plan import MatrixPlan, VectorPlan, max_tokens, plan
 from nanovllm.kernels.triton_decode.vector_kernel import vector_kernel
@@ -58,17 +59,21 @@ def _launch(
     else:
         matrix_kernel[grid](
             *tensors, num_tokens, num_outputs, x_stride, residual_stride, eps,
-            TOKENS=next_power_of_2(num_tokens), SPLIT=cut.split, DEPTH=cut.depth, num_warps=cut.split, **constants,
+            TOKENS=next_power_of_2(num_tokens), SPLIT=cut.split, DEPTH=cut.depth, LATE=cut.late,
+            num_warps=cut.split, **constants,
         )  # fmt: skip
     return y, new_residual
 
 
-def _plan(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> VectorPlan | MatrixPlan | None:
+def _plan(x: torch.Tensor, weight: torch.Tensor, gated: bool, norm: bool) -> VectorPlan | MatrixPlan | None:
     num_tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     if not weight.is_contiguous():
         return None
-    return plan(num_tokens, num_outputs, x.shape[-1], gated, x.dtype)
+    cut = plan(num_tokens, num_outputs, x.shape[-1], gated, x.dtype)
+    if cut is None:  # how many tokens come here is what layers were told
+        return None
+    return tunables.SMALL_PRODUCT.find(x.device, num_tokens, num_outputs, x.shape[-1], x.dtype, gated, norm) or cut
 
 
 def _add_rms_norm(
@@ -89,7 +94,7 @@ def add_rms_norm_linear(
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `add_rms_norm_linear`."""
-    cut = _plan(x, weight, False)
+    cut = _plan(x, weight, False, True)
     if cut is not None:
         return _launch(x, residual, norm_weight, eps, weight, bias, False, cut)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
@@ -100,7 +105,7 @@ def add_rms_norm_gate_up(
     x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `add_rms_norm_gate_up`."""
-    cut = _plan(x, weight, True)
+    cut = _plan(x, weight, True, True)
     if cut is not None:
         return _launch(x, residual, norm_weight, eps, weight, None, True, cut)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
@@ -109,7 +114,7 @@ def add_rms_norm_gate_up(
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The op `linear`."""
-    cut = _plan(x, weight, False)
+    cut = _plan(x, weight, False, False)
     if cut is not None:
         return _launch(x, None, None, 0.0, weight, bias, False, cut)[0]
     return F.linear(x, weight, bias)

@@ -4,6 +4,10 @@ As in `vector_kernel.py` a program asks for all of its weights before it waits f
 shared memory, still before the wait. The weights are the first operand, whose 16 rows a tensor-core instruction fills; the
 tokens are its columns, so 8 of them cost no padding. The columns of a row are dealt out to the warps (the batch dimension
 of the product), each of which sums its own; the sums are added at the end, in a fixed order.
+
+A token's norm multiplies its inputs, or, with LATE, its sums: then no product waits for the sum of squares, and no input is
+held until it is known, so that more tokens fit. An input times the norm's weight is rounded once instead of twice; float16
+could overflow there.
 """
 
 import triton
@@ -49,6 +53,7 @@ def matrix_kernel(
     SPLIT: tl.constexpr,  # parts that a block of columns has, one a warp
     DEPTH: tl.constexpr,  # columns of a part
     EVEN: tl.constexpr,  # whether every program has all its rows
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = y.dtype.element_ty
@@ -82,26 +87,35 @@ def matrix_kernel(
     token = tl.arange(0, TOKENS)[None, None, :]
     values = ()
     squares = tl.zeros([SPLIT, DEPTH, TOKENS], tl.float32)
-    for start in tl.static_range(0, SIZE, BLOCK):
-        inside = (token < num_tokens) & (start + column < SIZE)
-        v = tl.load(x + token * x_stride + (start + column), inside, other=0.0)
+    sums = tl.zeros([SPLIT, ROWS, TOKENS], tl.float32)
+    for i in tl.static_range(len(tiles)):
+        at = i * BLOCK + column
+        inside = (token < num_tokens) & (at < SIZE)
+        v = tl.load(x + token * x_stride + at, inside, other=0.0)
         if ADD:
-            other = tl.load(residual + token * residual_stride + (start + column), inside, other=0.0)
+            other = tl.load(residual + token * residual_stride + at, inside, other=0.0)
             v = to_dtype(v.to(tl.float32) + other.to(tl.float32), dtype)
             if tl.program_id(0) == 0:
-                tl.store(new_residual + token * SIZE + (start + column), v, inside)
+                tl.store(new_residual + token * SIZE + at, v, inside)
         if NORM:
             squares += v.to(tl.float32) * v.to(tl.float32)
-        values = values + (v,)
+        if LATE:
+            if NORM:
+                v = to_dtype(v.to(tl.float32) * norm_tiles[i].to(tl.float32), dtype)
+            sums = product(tiles[i], v, sums)
+        else:
+            values = values + (v,)
     if NORM:
-        scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / SIZE + eps)[None, None, :]
-    sums = tl.zeros([SPLIT, ROWS, TOKENS], tl.float32)
+        scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / SIZE + eps)
     for i in tl.static_range(len(values)):
         v = values[i]
         if NORM:
-            v = to_dtype(rounded(v.to(tl.float32) * scale, dtype) * norm_tiles[i].to(tl.float32), dtype)
+            v = rounded(v.to(tl.float32) * scale[None, None, :], dtype) * norm_tiles[i].to(tl.float32)
+            v = to_dtype(v, dtype)
         sums = product(tiles[i], v, sums)
     result = tl.sum(sums, 0)
+    if LATE and NORM:
+        result *= scale[None, :]
     out = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(result, [2, OUTPUTS, TOKENS]), [1, 2, 0]))

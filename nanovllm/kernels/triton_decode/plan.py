@@ -36,6 +36,8 @@ class MatrixPlan:
     """Warps, which share the columns of a row."""
     depth: int
     """Columns that a warp has of a tile."""
+    late: bool = False
+    """Whether a token's norm multiplies its sums instead of its inputs."""
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from nanovllm.kernels import tunables
 from nanovllm.kernels.ops.gated_mlp import check_gated_mlp
 from nanovllm.kernels.ops.linear_bias_act import check_linear
 from nanovllm.kernels.triton_linear.gemm import gemm, tma_fits
@@ -52,7 +53,10 @@ def matmul(
     pdl, tma = features(x.device)
     if plan is None:
         tma = tma and x.dtype != torch.float32 and k > 0 and tma_fits(x, weight, out)
-        plan = plan_product(m, n, k, x.element_size(), gated, weight.stride(1) == 1, tma, num_sms(x))
+        row_major = weight.stride(1) == 1
+        if row_major and x.element_size() == 2:
+            plan = tunables.PRODUCT.find(x.device, *tunables.product_key(m, n, k, x.dtype, gated, tma))
+        plan = plan or plan_product(m, n, k, x.element_size(), gated, row_major, tma, num_sms(x))
     # What PyTorch was told for its own products: torch.set_float32_matmul_precision, or torch.backends.
     precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     if isinstance(plan, StreamPlan):

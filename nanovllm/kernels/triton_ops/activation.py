@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import tunables
 from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import activation, rounded, to_dtype
 
@@ -32,10 +33,11 @@ def _activate_and_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     y = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     gate_up, rows, stride = matrix_of(gate_up)
     if rows and size:
-        block = min(next_power_of_2(size), 1024 if rows * size <= 1 << 21 else 2048)
+        plan = tunables.ACTIVATE_AND_MUL.find(y.device, *tunables.elements_key(rows, size, y.dtype), kind)
+        block = plan.block if plan else min(next_power_of_2(size), 1024 if rows * size <= 1 << 21 else 2048)
         blocks = cdiv(size, block)
         _activate_and_mul_kernel[(rows * blocks,)](
-            gate_up, y, size, stride, blocks, kind, block, num_warps=warps_for(block)
+            gate_up, y, size, stride, blocks, kind, block, num_warps=plan.warps if plan else warps_for(block)
         )
     return y
 
@@ -80,7 +82,9 @@ def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     else:
         x, rows, stride = matrix_of(x)
         size = x.shape[-1]
-    block = min(next_power_of_2(size), 1024 if rows * size <= 1 << 21 else 2048)
+    plan = tunables.ACTIVATION.find(x.device, *tunables.elements_key(rows, size, x.dtype), kind)
+    block = plan.block if plan else min(next_power_of_2(size), 1024 if rows * size <= 1 << 21 else 2048)
     blocks = cdiv(size, block)
-    _activation_kernel[(rows * blocks,)](x, y, size, stride, blocks, kind, block, num_warps=warps_for(block, most=4))
+    warps = plan.warps if plan else warps_for(block, most=4)
+    _activation_kernel[(rows * blocks,)](x, y, size, stride, blocks, kind, block, num_warps=warps)
     return y

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import tunables
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
 from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import to_dtype
@@ -137,9 +138,11 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if rows:
         if weight.stride(1) != 1:
             raise ValueError(f"weight: expected a last stride of 1, not {weight.stride(1)}")
-        block = min(next_power_of_2(size), 2048)
+        plan = tunables.EMBEDDING.find(weight.device, *tunables.elements_key(rows, size, weight.dtype))
+        block = plan.block if plan else min(next_power_of_2(size), 2048)
         blocks = cdiv(size, block)
+        warps = plan.warps if plan else warps_for(block)
         _embedding_kernel[(rows * blocks,)](
-            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, num_warps=warps_for(block)
+            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, num_warps=warps
         )
     return y

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import tunables
 from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import activation, rounded, to_dtype
 from nanovllm.kernels.triton_ops.activation import gelu_kind
@@ -73,10 +74,11 @@ def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh
     if not x.numel():
         return y
     x, rows, size, strides, (bias,) = _operands(x, {"bias": bias})
-    block = _block(rows, size)
+    plan = tunables.ADD_ACTIVATION.find(x.device, *tunables.elements_key(rows, size, x.dtype), kind)
+    block = plan.block if plan else _block(rows, size)
     blocks = cdiv(size, block)
     _add_activation_kernel[(rows * blocks,)](
-        x, bias, y, size, blocks, *strides, kind, block, num_warps=warps_for(block, most=8)
+        x, bias, y, size, blocks, *strides, kind, block, num_warps=plan.warps if plan else warps_for(block, most=8)
     )
     return y
 
@@ -87,9 +89,11 @@ def element_wise_mul_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> t
     if not a.numel():
         return y
     a, rows, size, strides, (b, c) = _operands(a, {"b": b, "c": c})
-    block = min(_block(rows, size), 1024)
+    plan = tunables.MUL_ADD.find(a.device, *tunables.elements_key(rows, size, a.dtype))
+    block = plan.block if plan else min(_block(rows, size), 1024)
     blocks = cdiv(size, block)
+    warps = plan.warps if plan else warps_for(block)
     _mul_add_kernel[(rows * blocks,)](
-        a, b, c, y, size, blocks, *strides, block, num_warps=warps_for(block), enable_fp_fusion=False
+        a, b, c, y, size, blocks, *strides, block, num_warps=warps, enable_fp_fusion=False
     )
     return y

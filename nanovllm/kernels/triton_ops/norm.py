@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import tunables
+from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2, rows_of, warps_for
 from nanovllm.kernels.triton_ops._math import rounded, to_dtype
 
@@ -94,10 +96,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
             x, x, weight, y, y, inner, outer_stride, inner_stride, size, size, eps, False, _LONG_BLOCK, num_warps=16
         )
         return y
-    per_program = max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
+    plan = tunables.RMS_NORM.find(x.device, bucket(rows), size, x.dtype)
+    per_program = plan.rows if plan else max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
     _rms_norm_kernel[(cdiv(rows, per_program),)](
         x, weight, y, rows, inner, outer_stride, inner_stride, size, eps, per_program, block,
-        num_warps=_row_warps(block * per_program, rows),
+        num_warps=plan.warps if plan else _row_warps(block * per_program, rows),
     )  # fmt: skip
     return y
 
@@ -128,9 +131,10 @@ def add_rms_norm_out(
             num_warps=16,
         )  # fmt: skip
     else:
+        plan = tunables.ADD_RMS_NORM.find(x.device, bucket(rows), size, x.dtype)
         _add_rms_norm_kernel[(rows,)](
             x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, block,
-            num_warps=_row_warps(block, rows),
+            num_warps=plan.warps if plan else _row_warps(block, rows),
         )  # fmt: skip
     return y, new_residual
 
@@ -181,6 +185,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     if rows and block > _MAX_BLOCK:
         _long_layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, _LONG_BLOCK, num_warps=16)
     elif rows:
-        warps = warps_for(block, 8 if rows <= 1024 else 32)
+        plan = tunables.LAYER_NORM.find(x.device, bucket(rows), size, x.dtype)
+        warps = plan.warps if plan else warps_for(block, 8 if rows <= 1024 else 32)
         _layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, block, num_warps=warps)
     return y

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import tunables
+from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
 from nanovllm.kernels.triton_attention.common import has_dependent_launch
 from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, num_sms
@@ -170,7 +172,11 @@ def _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, norm):
     q = q if q.stride(2) == 1 else q.contiguous()
     k = k if k.stride(2) == 1 else k.contiguous()
     block = next_power_of_2(head_dim // 2)
-    heads, warps = _heads_and_warps(num_tokens, num_q_heads + num_k_heads, max(num_q_heads, num_k_heads), block, q)
+    plan = tunables.ROTARY.find(q.device, bucket(num_tokens), num_q_heads, num_k_heads, head_dim, q.dtype, norm)
+    if plan:
+        heads, warps = plan.heads, plan.warps
+    else:
+        heads, warps = _heads_and_warps(num_tokens, num_q_heads + num_k_heads, max(num_q_heads, num_k_heads), block, q)
     _rotary_kernel[(num_tokens, cdiv(num_q_heads, heads) + cdiv(num_k_heads, heads))](
         positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out,
         num_q_heads, num_k_heads, head_dim // 2, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
@@ -229,14 +235,20 @@ def qk_norm_rope_store(
         return q_out
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     block = next_power_of_2(head_dim // 2)
-    heads, warps = _heads_and_warps(num_tokens, num_q_heads + 2 * num_k_heads, max(num_q_heads, num_k_heads), block, q)
+    norm = q_weight is not None
+    plan = tunables.ROTARY_STORE.find(q.device, bucket(num_tokens), num_q_heads, num_k_heads, head_dim, q.dtype, norm)
+    if plan:
+        heads, warps = plan.heads, plan.warps
+    else:
+        most = max(num_q_heads, num_k_heads)
+        heads, warps = _heads_and_warps(num_tokens, num_q_heads + 2 * num_k_heads, most, block, q)
     dependent = has_dependent_launch(q.device)
     _store_kernel[(num_tokens, cdiv(num_q_heads, heads) + 2 * cdiv(num_k_heads, heads))](
         positions, q, k, v, q if q_weight is None else q_weight, k if k_weight is None else k_weight, cos_sin_cache, q_out,
         as_bytes(k_cache), as_bytes(v_cache), slot_mapping.contiguous(), q if k_scale is None else k_scale,
         q if v_scale is None else v_scale, num_q_heads, num_k_heads, head_dim // 2, q.stride(0), q.stride(1), k.stride(0),
         k.stride(1), v.stride(0), v.stride(1), cos_sin_cache.stride(0), slot_stride(k_cache, "k_cache"),
-        slot_stride(v_cache, "v_cache"), eps, q_weight is not None, heads, block, num_scales(k_scale), num_scales(v_scale),
+        slot_stride(v_cache, "v_cache"), eps, norm, heads, block, num_scales(k_scale), num_scales(v_scale),
         k_cache.dtype == FP8, dependent, num_warps=warps, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
     return q_out

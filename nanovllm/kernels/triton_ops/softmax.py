@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels import tunables
+from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import to_dtype
 
@@ -58,9 +60,10 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     if block > _MAX_BLOCK:
         _long_softmax_kernel[(rows,)](x, y, size, stride, _LONG_BLOCK, num_warps=16)
         return y
-    per_program = max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
+    plan = tunables.SOFTMAX.find(x.device, bucket(rows), size, x.dtype)
+    per_program = plan.rows if plan else max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
     _softmax_kernel[(cdiv(rows, per_program),)](
         x, y, rows, size, stride, per_program, block,
-        num_warps=warps_for(block * per_program, 8 if rows <= 1024 else 16),
+        num_warps=plan.warps if plan else warps_for(block * per_program, 8 if rows <= 1024 else 16),
     )  # fmt: skip
     return y

@@ -1,0 +1,220 @@
+"""`nanovllm tune`: find the fastest configuration of a kernel on this GPU, or show what would be tried, and what is in force."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.perf.autotune.targets import Job, Target
+    from nanovllm.perf.autotune.tune import Result
+    from nanovllm.perf.presets import DeviceModel
+
+_DEFAULT_GPU = "h100"
+
+
+def tune(
+    op: Annotated[str | None, typer.Argument(help="An op; with --preset, or --list, all of them if left out.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="A shape such as 64x1024, as of `nanovllm kernels bench`; repeatable.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    preset: Annotated[str | None, typer.Option(help="The shapes of a model, such as qwen3-0.6b.")] = None,
+    search: Annotated[str, typer.Option(help="exhaustive (the most promising first) or random.")] = "exhaustive",
+    seed: Annotated[int, typer.Option(help="Of a random search.")] = 0,
+    limit: Annotated[float | None, typer.Option(help="Seconds for everything; trials under way are finished.")] = None,
+    patience: Annotated[
+        int | None, typer.Option(help="End a search after so many trials without a faster one.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The directory to write to; by default the one that NANOVLLM_KERNEL_CONFIGS names."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be tried and what not, and why. Needs no GPU.")
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --dry-run, for such a GPU (a100, h100, h200, ...), and compile for it.")
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help="With --dry-run, compile what is left; the default with --gpu.")
+    ] = None,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="What can be tuned, and what is in force here and from where.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="The device: auto, cuda, cuda:N.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Time a kernel's configurations on this GPU, keep the fastest right one, and write it where kernels find it.
+
+    Serving never tunes: it reads these files when it starts.
+    """
+    if limit is not None and limit <= 0:
+        raise ValueError(f"--limit {limit:g}: expected a positive number of seconds")
+    if show_list:
+        from nanovllm.cli.tune_show import show_configurations
+
+        show_configurations(op, device, as_json)
+        return
+    requests = _requests(op, shape, preset)
+    if dry_run:
+        from nanovllm.cli.tune_show import dry_run as show
+
+        model = _model(gpu, device)
+        show(_jobs(requests, dtype, model), model, gpu is not None if compile is None else compile, limit, as_json)
+        return
+    if gpu is not None or compile is not None:
+        raise ValueError("--gpu, --compile: only with --dry-run; configurations are timed on the GPU that is here")
+    _tune(requests, dtype, device, _directory(out), search, seed, limit, patience, as_json)
+
+
+def _requests(
+    op: str | None, shapes: list[str] | None, preset: str | None
+) -> list[tuple[Target, list[tuple[int, ...]] | None]]:
+    """(target, its shapes; None: those that the op declares)."""
+    from nanovllm.perf.autotune.targets import target
+
+    if preset is not None:
+        from nanovllm.models.presets import preset as preset_config
+        from nanovllm.perf.autotune.shapes import shapes_of
+
+        if shapes:
+            raise ValueError("--preset, --shape: expected one of them")
+        known = shapes_of(preset_config(preset))
+        names = list(known) if op is None else [target(op).op]
+        if op is not None and op not in known:
+            raise ValueError(f"{op}: --preset has shapes for {', '.join(known)}")
+        return [(target(name), list(known[name])) for name in names]
+    if op is None:
+        raise ValueError("expected an op to tune, or --preset with a model's name, or --list")
+    chosen = target(op)
+    return [(chosen, None if not shapes else [_shape(chosen, text) for text in shapes])]
+
+
+def _shape(chosen: Target, text: str) -> tuple[int, ...]:
+    inputs = chosen.declared.inputs
+    assert inputs is not None
+    wanted = "x".join(d.upper() for d in inputs.dimensions)
+    try:
+        shape = tuple(int(n) for n in text.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"--shape {text}: expected numbers with x between them, {wanted} for {chosen.op}") from None
+    if any(n < 0 for n in shape) or shape[0] < 1 or len(shape) > len(inputs.dimensions):
+        raise ValueError(f"--shape {text}: {chosen.op} takes {wanted}, at least 1 of the first")
+    return shape
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtypes = {n: getattr(torch, n) for n in ("bfloat16", "float16", "float32")}
+    if name not in dtypes:
+        raise ValueError(f"--dtype {name}: expected one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _directory(out: Path | None) -> Path:
+    from nanovllm.kernels.configs import DIRECTORY_VARIABLE
+
+    named = out or (Path(user) if (user := os.environ.get(DIRECTORY_VARIABLE)) else None)
+    if named is None:
+        raise ValueError(
+            f"--out: expected a directory to write to, here or in {DIRECTORY_VARIABLE}, which kernels read"
+        )
+    return named.expanduser()
+
+
+def _jobs(requests: Any, dtype: str, model: DeviceModel) -> list[Job]:
+    from nanovllm.perf.autotune.targets import jobs
+
+    found = []
+    for chosen, shapes in requests:
+        of_target, remarks = jobs(chosen, shapes, _dtype(dtype), model)
+        found += of_target
+        for remark in remarks:
+            print(f"{remark}: not tuned", file=sys.stderr)
+    return found
+
+
+def _model(gpu: str | None, device: str) -> DeviceModel:
+    import torch
+
+    from nanovllm.perf.presets import device_model, this_device
+
+    if gpu is not None:
+        return device_model(gpu)
+    if torch.cuda.is_available() and device != "cpu":
+        from nanovllm.engine.model_runner import select_device
+
+        return this_device(select_device(device))
+    print(f"no GPU here: planned for {_DEFAULT_GPU}; --gpu names another", file=sys.stderr)
+    return device_model(_DEFAULT_GPU)
+
+
+# ---------------------------------------------------------------------------------------------------------------- tuning
+
+
+def _tune(
+    requests: Any, dtype: str, device: str, out: Path, search: str, seed: int, limit: float | None, patience: int | None, as_json: bool
+) -> None:  # fmt: skip
+    from nanovllm.engine.model_runner import select_device
+    from nanovllm.kernels.configs import DIRECTORY_VARIABLE
+    from nanovllm.perf.autotune.search import Budget, ordered
+    from nanovllm.perf.autotune.tune import tune as run
+    from nanovllm.perf.presets import this_device
+
+    ordered([], search, seed)  # an unknown strategy is an error before anything runs
+    budget = Budget(patience=patience)
+    where = select_device(device)
+    if where.type != "cuda":
+        raise ValueError(f"configurations are timed on a GPU, this is {where}; --dry-run shows what would be tried")
+    import torch
+
+    results = []
+    with torch.cuda.device(where):
+        model = this_device(where)
+        for result in run(
+            _jobs(requests, dtype, model), where, model, out, strategy=search, seed=seed, limit=limit, budget=budget
+        ):
+            results.append(result)
+            if not as_json:
+                print(_line(result), flush=True)
+    written = [r.entry for r in results if r.entry is not None]
+    if as_json:
+        reasons = {str(r.job): r.reason or "nothing right was found" for r in results if r.entry is None}
+        print(
+            json.dumps({"device": model.name, "directory": str(out), "entries": written, "without": reasons}, indent=1)
+        )
+    elif written:
+        print(f"wrote {len(written)} configurations to {out}; kernels read them with {DIRECTORY_VARIABLE}={out}")
+    if not written:
+        raise typer.Exit(1)
+
+
+def _line(result: Result) -> str:
+    from nanovllm.cli.tune_show import short
+
+    job, outcome = result.job, result.outcome
+    if outcome is None or outcome.best is None or outcome.seconds is None:
+        why = result.reason or "; ".join(
+            f"{reason} ({n})" for reason, n in (outcome.skipped.items() if outcome else ())
+        )
+        return f"{job}\n    nothing found: {why or 'no candidates'}"
+    text = f"{job}\n    {1e6 * outcome.seconds:.2f} us  {short(job, outcome.best)}"
+    if outcome.best == job.builtin:
+        text += "  (the built-in choice)"
+    elif outcome.default_seconds is not None:
+        text += f"\n    built in: {1e6 * outcome.default_seconds:.2f} us  {short(job, job.builtin)}"
+    if outcome.runner_up is not None and outcome.runner_up_seconds is not None:
+        text += f"\n    second: {1e6 * outcome.runner_up_seconds:.2f} us  {short(job, outcome.runner_up)}"
+    skipped = "; ".join(f"{n} {reason}" for reason, n in outcome.skipped.most_common())
+    counts = f"tried {outcome.tried} ({outcome.slower} given up early), skipped {sum(outcome.skipped.values())}"
+    text += f"\n    {counts}{f' ({skipped})' if skipped else ''}, untried {outcome.untried} in {outcome.elapsed:.1f} s"
+    return text + (f"; ended by the {outcome.stopped}" if outcome.stopped else "")

@@ -1,0 +1,284 @@
+"""The ops that can be tuned: which of a kernel's choices a call makes, with which key, and what is built in for it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.arguments import reject_unknown
+from nanovllm.kernels import all_ops, tunables
+from nanovllm.kernels.configs import Tunable, bucket
+from nanovllm.kernels.declaration import Arguments, Shape, Tensors
+from nanovllm.kernels.registry import Op, Provider
+from nanovllm.perf.autotune.launches import Launch, recorded
+
+if TYPE_CHECKING:
+    from nanovllm.perf.presets import DeviceModel
+
+Named = Mapping[str, Any]
+_PROVIDERS = ("triton", "triton_pdl")
+VERIFIED_LENGTH = 700
+"""Tokens a sequence in the check of an attention plan, whose reference in float64 holds all scores."""
+_RECORDED_LENGTH = 128
+"""Tokens a sequence where launches are only recorded; enough not to be a run of few queries."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """An op whose Triton kernel's launch is tuned.
+
+    Attributes:
+        choices: the tunables that a call may ask; the first whose key `wants` is tuned.
+        wants: of several keys that a call asks for, the one that counts.
+        shrink: (shape, tokens) -> a shape with the same key and sequences of at most so many tokens, where there are sequences.
+    """
+
+    op: str
+    choices: tuple[Tunable, ...]
+    wants: Callable[[Named], bool] = lambda key: True
+    shrink: Callable[[Shape, int], Shape] = lambda shape, length: shape
+
+    @property
+    def declared(self) -> Op:
+        return all_ops()[self.op]
+
+    @property
+    def launcher(self) -> Provider:
+        """The provider that is tuned."""
+        return next(p for p in self.declared.providers.values() if p.name in _PROVIDERS)
+
+
+def _short_decode(shape: Shape, length: int) -> Shape:
+    num_seqs, least, most, *rest = shape
+    return (num_seqs, min(least, length // 2), min(most, length), *rest)
+
+
+def _short_prefill(shape: Shape, length: int) -> Shape:
+    num_seqs, least, most, cached, *rest = shape
+    return (min(num_seqs, 2), min(least, length), min(most, length), min(cached, length), *rest)
+
+
+_TARGETS = (
+    Target("rms_norm", (tunables.RMS_NORM,)),
+    Target("add_rms_norm", (tunables.ADD_RMS_NORM,)),
+    Target("layer_norm", (tunables.LAYER_NORM,)),
+    Target("softmax", (tunables.SOFTMAX,)),
+    Target("silu_and_mul", (tunables.ACTIVATE_AND_MUL,)),
+    Target("gelu_and_mul", (tunables.ACTIVATE_AND_MUL,)),
+    Target("fused_activation", (tunables.ACTIVATION,)),
+    Target("fused_add_gelu", (tunables.ADD_ACTIVATION,)),
+    Target("element_wise_mul_add", (tunables.MUL_ADD,)),
+    Target("embedding", (tunables.EMBEDDING,)),
+    Target("rotary_embedding", (tunables.ROTARY,)),
+    Target("qk_norm_rope", (tunables.ROTARY,)),
+    Target("qk_norm_rope_store", (tunables.ROTARY_STORE,)),
+    Target("linear_bias_act", (tunables.PRODUCT,)),
+    Target("gated_mlp", (tunables.PRODUCT,), wants=lambda key: key["gated"]),
+    Target("linear", (tunables.SMALL_PRODUCT,)),
+    Target("add_rms_norm_linear", (tunables.SMALL_PRODUCT,)),
+    Target("add_rms_norm_gate_up", (tunables.SMALL_PRODUCT,)),
+    Target("attention_decode", (tunables.ATTENTION_DECODE,), shrink=_short_decode),
+    Target("qk_norm_rope_attention", (tunables.ATTENTION_DECODE,), shrink=_short_decode),
+    Target(
+        "attention_prefill", (tunables.ATTENTION_PREFILL_HOPPER, tunables.ATTENTION_PREFILL), shrink=_short_prefill
+    ),
+)  # fmt: skip
+TARGETS: Mapping[str, Target] = {t.op: t for t in _TARGETS}
+
+
+def target(op: str) -> Target:
+    """The target of an op.
+
+    Raises:
+        ValueError: the op is unknown, or its kernels choose nothing that could be tuned.
+    """
+    if op in TARGETS:
+        return TARGETS[op]
+    if op in all_ops():
+        raise ValueError(f"{op}: its kernels choose nothing that can be tuned; ops to tune are {', '.join(TARGETS)}")
+    try:
+        reject_unknown("nanovllm tune", [op], TARGETS)
+    except TypeError as e:
+        raise ValueError(str(e).replace("argument", "op")) from None
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class Job:
+    """One key to find a plan for, with the calls that it is to be fast for.
+
+    Attributes:
+        tunable, key: where the plan is looked up.
+        asked: the tunable and key that a call without the GPU asks; the same as `tunable` and `key` with it.
+        shapes: of the op's inputs; all have this key.
+        variant: further keyword arguments of the op.
+        builtin: what the kernel chooses by itself.
+    """
+
+    target: Target
+    tunable: Tunable
+    key: tuple[Any, ...]
+    asked: tuple[Tunable, tuple[Any, ...]]
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+    variant: Mapping[str, Any]
+    builtin: Any
+
+    @property
+    def named(self) -> dict[str, Any]:
+        return self.tunable.named(self.key)
+
+    def __str__(self) -> str:
+        key = " ".join(f"{k}={v}" for k, v in self.tunable.key_to_json(self.key).items())
+        return f"{self.target.op}: {self.tunable.name} {key}"
+
+
+class _Empty(Tensors):
+    """Tensors of which only shapes matter: numbers are whatever lies in memory, which costs nothing to get."""
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+
+def arguments_of(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any]) -> Arguments:
+    """The op's arguments on the CPU, for launches that are recorded only."""
+    inputs = job_target.declared.inputs
+    assert inputs is not None
+    return inputs(_Empty(dtype, torch.device("cpu")), job_target.shrink(shape, _RECORDED_LENGTH), variant)
+
+
+def jobs(
+    job_target: Target, shapes: Sequence[Shape] | None, dtype: torch.dtype, device: DeviceModel
+) -> tuple[list[Job], list[str]]:
+    """(the keys that calls of these shapes ask for, each with its shapes, remarks on shapes that ask for none).
+
+    Args:
+        shapes: None: those that the op declares for benchmarks.
+        device: where calls are to run; for the keys nothing runs, and it need not be here.
+
+    Raises:
+        ValueError: a shape does not fit the op, Triton is not installed, or runs in its interpreter.
+    """
+    _need_triton()
+    inputs = job_target.declared.inputs
+    assert inputs is not None
+    variant = inputs.variants[0]
+    found: dict[tuple[str, tuple[Any, ...]], Job] = {}
+    remarks = []
+    for shape in (*inputs.decode, *inputs.large) if shapes is None else shapes:
+        job = _job(job_target, tuple(shape), dtype, variant, device)
+        if isinstance(job, str):
+            remarks.append(f"{job_target.op} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}: {job}")
+            continue
+        where = job.tunable.name, job.key
+        before = found.get(where)
+        found[where] = job if before is None else _joined(before, job)
+    return list(found.values()), remarks
+
+
+def _need_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("Triton is not installed, whose kernels are tuned; pip install triton (Linux)")
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET=1: expected it not to be set; the interpreter launches nothing to tune")
+
+
+def _joined(a: Job, b: Job) -> Job:
+    return Job(a.target, a.tunable, a.key, a.asked, (*a.shapes, *b.shapes), a.dtype, a.variant, a.builtin)
+
+
+def _job(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Named, device: DeviceModel) -> Job | str:
+    cpu = torch.device("cpu")
+    arguments = arguments_of(job_target, shape, dtype, variant)
+    with ExitStack() as stack, recorded() as launches:
+        asked = [(t, stack.enter_context(t.using(cpu, (), None))) for t in job_target.choices]
+        job_target.launcher.fn(**arguments)
+    for tunable, keys in asked:
+        for key in keys:
+            if not job_target.wants(tunable.named(key)):
+                continue
+            there, its_key = _on_device(tunable, key, device)
+            launch = next(i for i in launches if i.kernel in _kernels(tunable))
+            builtin = _builtin(there, there.named(its_key), arguments, launch, device)
+            return Job(job_target, there, its_key, (tunable, key), (shape,), dtype, variant, builtin)
+    return "its kernel chooses nothing for such a call"
+
+
+def _kernels(tunable: Tunable) -> list[Any]:
+    from nanovllm.kernels.configs import imported
+
+    return [imported(kernel) for kernel in tunable.kernels]
+
+
+def _on_device(tunable: Tunable, key: tuple[Any, ...], device: DeviceModel) -> tuple[Tunable, tuple[Any, ...]]:
+    """What a call asks on `device` that asks for `key` on a CPU."""
+    named = tunable.named(key)
+    if tunable is tunables.PRODUCT:
+        from nanovllm.kernels.triton_linear.product import _TMA_SHARED
+
+        tma = (
+            device.capability >= 90
+            and device.shared_per_block >= _TMA_SHARED
+            and named["k"] % 8 == 0
+            and named["n"] % 8 == 0
+        )
+        return tunable, tuple({**named, "tma": tma}.values())
+    if (
+        tunable is tunables.ATTENTION_PREFILL
+        and device.capability == 90
+        and named["dtype"].itemsize == 2
+        and not named["few_rows"]
+    ):
+        from nanovllm.kernels.triton_attention.prefill import plan_hopper
+
+        if named["cache_dtype"] == named["dtype"] and plan_hopper(
+            named["group"], named["head_dim"], named["block_size"]
+        ):
+            return tunables.ATTENTION_PREFILL_HOPPER, key[:-1]
+    return tunable, key
+
+
+def _builtin(tunable: Tunable, key: Named, arguments: Arguments, launch: Launch, device: DeviceModel) -> Any:
+    """The kernel's own choice: of the simple kernels as launched, of the others as planned for `device`."""
+    if tunable.name == "product":
+        from nanovllm.kernels.triton_linear.plan import plan_product
+
+        x = arguments["x"]
+        rows = x.numel() // x.shape[-1]
+        return plan_product(rows, key["n"], key["k"], x.element_size(), key["gated"], True, key["tma"], device.sms)
+    if tunable.name == "small_product":
+        from nanovllm.kernels.triton_decode.plan import plan
+
+        return plan(key["tokens"], key["outputs"], key["size"], key["gated"], key["dtype"])
+    if tunable.name == "attention_decode":
+        from nanovllm.kernels.triton_attention.decode import plan_decode
+
+        size, precise = key["cache_dtype"].itemsize, key["dtype"] == torch.float32
+        return plan_decode(
+            len(arguments["context_lens"]), key["kv_heads"], key["group"], key["head_dim"], size, precise, device.sms
+        )
+    if tunable.name == "attention_prefill_hopper":
+        from nanovllm.kernels.triton_attention.prefill import plan_hopper
+
+        return plan_hopper(key["group"], key["head_dim"], key["block_size"])
+    if tunable.name == "attention_prefill":
+        from nanovllm.kernels.triton_attention.prefill import plan_prefill
+
+        return plan_prefill(key["group"], key["head_dim"], key["dtype"].itemsize, arguments["max_query_len"])
+    (make,) = tunable.classes.values()
+    named = {"rows": "ROWS", "block": "BLOCK", "heads": "HEADS"}
+    chosen = {field: launch.arguments[named[field]] for field in make.__dataclass_fields__ if field != "warps"}
+    return make(**chosen, warps=launch.options["num_warps"])
+
+
+def neighbour(shape: Shape) -> Shape | None:
+    """A shape with the same key whose first number is odd or at least another one: masks are then in use."""
+    first = shape[0]
+    return (first - 1, *shape[1:]) if first > 2 and bucket(first - 1, 4) == bucket(first, 4) else None

@@ -1,0 +1,88 @@
+"""Tuning on a GPU: real timings, real failures, and a result that the kernel takes and that is right."""
+
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from nanovllm.kernels import configs, tunables  # noqa: E402
+from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan  # noqa: E402
+from nanovllm.kernels.triton_ops.plans import RowPlan  # noqa: E402
+from nanovllm.perf.autotune import Budget, Skipped  # noqa: E402
+from nanovllm.perf.autotune.measure import Bench  # noqa: E402
+from nanovllm.perf.autotune.targets import jobs, target  # noqa: E402
+from nanovllm.perf.autotune.tune import tune  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """(device, its model), with a fresh user's directory."""
+    from nanovllm.perf.presets import this_device
+
+    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(tmp_path))
+    for tunable in tunables.ALL.values():
+        tunable.forget()
+    device = torch.device("cuda", torch.cuda.current_device())
+    yield device, this_device(device)
+    for tunable in tunables.ALL.values():
+        tunable.forget()
+
+
+def one(op, *shapes, model, dtype=BF16):
+    (job,), remarks = jobs(target(op), shapes, dtype, model)
+    assert not remarks
+    return job
+
+
+def test_a_search_finds_writes_and_is_used(gpu, tmp_path):
+    device, model = gpu
+    job = one("rms_norm", (64, 1024), model=model)
+    (result,) = tune([job], device, model, tmp_path, budget=Budget(patience=12))
+    found = result.outcome
+    assert found.best is not None and 0 < found.seconds <= found.default_seconds * 1.02 and found.tried >= 3
+    tunables.RMS_NORM.forget()
+    assert tunables.RMS_NORM.find(device, 64, 1024, BF16) == found.best
+    data = json.loads((tmp_path / f"{configs.gpu_of(device)}.json").read_text())["entries"]
+    assert len(data) == 1 and math.isclose(data[0]["us"], 1e6 * found.seconds, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "op, shape",
+    [("silu_and_mul", (64, 3072)), ("linear_bias_act", (256, 1024, 4096)), ("gated_mlp", (16, 1024, 3072)), ("linear", (1, 1024, 2048)),
+     ("add_rms_norm_gate_up", (8, 3072, 1024)), ("attention_decode", (8, 512, 512, 16, 8, 128, 256)),
+     ("attention_prefill", (2, 700, 700, 0, 16, 8, 128, 256)), ("qk_norm_rope", (8, 16, 8, 128))],
+)  # fmt: skip
+def test_every_kind_of_kernel_asks_for_its_key_and_the_built_in_choice_is_right(gpu, op, shape):
+    """The key that is worked out without running the kernel is the one that it asks for: `measure` checks it."""
+    device, model = gpu
+    job = one(op, shape, model=model)
+    bench = Bench(job, device)
+    bench.prepare([job.builtin])
+    times = [bench.measure(job.builtin, 10), bench.measure(None, 10)]  # None: as the kernel chooses
+    assert max(times) < 1.3 * min(times)
+    bench.verify(job.builtin)
+
+
+def test_what_does_not_fit_or_does_not_compile_is_skipped_with_its_reason(gpu):
+    device, model = gpu
+    job = one("linear_bias_act", (64, 1024, 4096), model=model)
+    bench = Bench(job, device)
+    with pytest.raises(Skipped, match="out of shared memory"):
+        bench.measure(StreamPlan(64, 128, 256, 1, 8, 8), 3)
+    with pytest.raises(Skipped, match="does not compile|out of"):
+        bench.measure(TilePlan(64, 256, 512, 8, 1, 1, 8), 3)
+    assert bench.measure(job.builtin, 3) > 0  # the device is none the worse for it
+
+
+def test_a_time_is_of_a_cold_cache(gpu):
+    """Reading and writing cannot be faster than device memory allows: the inputs of a call are not in the L2 cache."""
+    device, model = gpu
+    job = one("rms_norm", (8192, 1024), model=model)
+    bench = Bench(job, device)
+    seconds = bench.measure(RowPlan(1, 4), 15)
+    assert 2 * 2 * 8192 * 1024 / seconds < 1.05 * model.peak_bandwidth

@@ -1,0 +1,177 @@
+"""From jobs to a file that kernels read: a whole run with a timer that says what it is told to, and what a file must survive."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("looks at launches, which the interpreter does not make", allow_module_level=True)
+
+from nanovllm.kernels import configs, tunables  # noqa: E402
+from nanovllm.kernels.triton_ops.plans import RowPlan  # noqa: E402
+from nanovllm.kernels.versions import versions  # noqa: E402
+from nanovllm.perf.autotune import Budget, Outcome, Skipped, store  # noqa: E402
+from nanovllm.perf.autotune import tune as module  # noqa: E402
+from nanovllm.perf.autotune.store import entry, save  # noqa: E402
+from nanovllm.perf.autotune.targets import jobs, target  # noqa: E402
+from nanovllm.perf.presets import device_model  # noqa: E402
+
+GPU, CPU, BF16, H200 = "nvidia-test-9", torch.device("cpu"), torch.bfloat16, device_model("h200")
+RIGHT = ("device", "date", "commit", "dirty", "search", "seed")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "gpu_of", lambda device: GPU)
+    monkeypatch.setattr(configs, "gpu_of", lambda device: GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 9")
+    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(tmp_path))
+    forget()
+    yield
+    forget()
+
+
+def forget():
+    configs.forget_files()
+    for tunable in tunables.ALL.values():
+        tunable.forget()
+
+
+def rms_jobs(*shapes):
+    return jobs(target("rms_norm"), shapes or [(64, 1024)], BF16, H200)[0]
+
+
+class FakeBench:
+    """Says that more warps are faster, but for what it was told not to be possible."""
+
+    impossible = {32: "out of registers: 65536", 16: None}
+
+    def __init__(self, job, device):
+        self.job, self.now = job, 0.0
+
+    def measure(self, plan, rounds):
+        reason = self.impossible.get(plan.warps)
+        if reason:
+            raise Skipped(reason)
+        return 1e-6 * plan.rows + 1e-5 / plan.warps
+
+    def verify(self, plan):
+        if plan.warps == 16:
+            raise Skipped("wrong result: no")
+
+    def prepare(self, plans):
+        pass
+
+
+def run(found, out, **options):
+    return list(module.tune(found, CPU, H200, out, bench=FakeBench, **options))
+
+
+def test_a_run_writes_what_kernels_then_read(tmp_path):
+    found = rms_jobs((64, 1024), (60, 1024), (256, 1024))
+    assert [len(j.shapes) for j in found] == [2, 1]
+    results = run(found, tmp_path, budget=Budget(slower=100))
+    assert [r.outcome.best for r in results] == [RowPlan(1, 8)] * 2
+    forget()
+    assert tunables.RMS_NORM.find(CPU, 64, 1024, BF16) == tunables.RMS_NORM.find(CPU, 256, 1024, BF16) == RowPlan(1, 8)
+    (first, second) = json.loads((tmp_path / f"{GPU}.json").read_text())["entries"]
+    assert {first["key"]["rows"], second["key"]["rows"]} == {64, 256}
+    first = results[0].entry
+    assert first["config"] == {"rows": 1, "warps": 8} and first["us"] == 2.25 and first["versions"] == versions()
+    assert first["builtin"] == {"rows": 1, "warps": 4} and first["builtin_us"] == 3.5
+    assert first["runner_up"] == {"rows": 2, "warps": 8} and first["runner_up_us"] == 3.25
+    assert first["shapes"] == [[64, 1024], [60, 1024]] and first["op"] == "rms_norm" and first["dtype"] == "bfloat16"
+    assert first["skipped"] == {"out of registers": 6, "wrong result": 2} and first["tried"] == 20
+    assert (
+        first["pruned"] == {"constraints: more than 64 values a thread: registers spill": 10} and first["untried"] == 0
+    )
+    assert first["device"] == "NVIDIA Test 9" and all(name in first for name in RIGHT)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_time_limit_is_shared_and_what_has_none_left_is_said(tmp_path):
+    found = rms_jobs((1, 1024), (64, 1024), (256, 1024))
+    now = iter([0.0] * 4 + [99.0] * 10000)
+    results = run(found, tmp_path, limit=6.0, clock=lambda: next(now))
+    assert results[0].entry is not None
+    assert [r.reason for r in results[1:]] == ["no time left"] * 2 and all(r.entry is None for r in results[1:])
+
+
+def test_each_result_is_written_when_it_is_there(tmp_path):
+    run_of_two = module.tune(rms_jobs((1, 1024), (64, 1024)), CPU, H200, tmp_path, bench=FakeBench)
+    next(run_of_two)
+    assert len(configs.document(tmp_path / f"{GPU}.json")["entries"]) == 1
+
+
+def test_nothing_right_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeBench, "impossible", dict.fromkeys((1, 2, 4, 8, 16, 32), "does not compile: x"))
+    (result,) = run(rms_jobs(), tmp_path)
+    assert result.entry is None and result.outcome.skipped.total() == 26 and not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="expected a winner to write, got none"):
+        entry(rms_jobs()[0], Outcome(), {}, {})
+
+
+def test_without_a_gpu_nothing_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "gpu_of", lambda device: None)
+    with pytest.raises(ValueError, match="plans are timed on a CUDA device, not on cpu; --dry-run"):
+        run(rms_jobs(), tmp_path)
+
+
+def an_entry(**differ):
+    (job,) = rms_jobs()
+    outcome = Outcome(best=RowPlan(2, 8), seconds=1e-6, tried=1)
+    return {**entry(job, outcome, {}, {"date": "2020-01-01"}), **differ}
+
+
+def test_saving_replaces_the_same_key_and_versions_and_keeps_the_rest(tmp_path):
+    others = [an_entry(versions={"triton": "1.0"}), an_entry(tunable="softmax"), an_entry(key={"rows": 8, "size": 64, "dtype": "float16"})]  # fmt: skip
+    path = save(GPU, [an_entry(us=1.0), *others], tmp_path)
+    save(GPU, [an_entry(us=2.0)], tmp_path)
+    found = json.loads(path.read_text())["entries"]
+    assert len(found) == 4 and [e["us"] for e in found if e["tunable"] == "rms_norm" and e["versions"] == versions() and e["key"]["rows"] == 64] == [2.0]  # fmt: skip
+    # An older source of the kernel has the same key: it makes room.
+    save(GPU, [an_entry(source="0" * 16)], tmp_path)
+    assert len(json.loads(path.read_text())["entries"]) == 4
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = save(GPU, [an_entry(us=1.0)], tmp_path)
+    before = path.read_text()
+    half = Path.write_text
+
+    def failing(self, text, *args, **kwargs):
+        half(self, text[: len(text) // 2])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", failing)
+    with pytest.raises(OSError, match="No space left"):
+        save(GPU, [an_entry(us=2.0)], tmp_path)
+    assert path.read_text() == before and os.listdir(tmp_path) == [path.name]
+
+
+def test_a_malformed_file_is_not_written_over(tmp_path):
+    path = tmp_path / f"{GPU}.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=f"{GPU}.json: schema: expected a whole number, not None"):
+        save(GPU, [an_entry()], tmp_path)
+    assert path.read_text() == "{}"
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="config.warps: expected 1, 2, 4, 8, 16 or 32, not 3"):
+        save(GPU, [an_entry(config={"rows": 1, "warps": 3})], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_new_file_is_seen_without_a_new_process(tmp_path):
+    """Of this process; a running engine has read its files and keeps to them."""
+    assert tunables.RMS_NORM.find(CPU, 64, 1024, BF16) is None
+    save(GPU, [an_entry()], tmp_path)
+    assert tunables.RMS_NORM.find(CPU, 64, 1024, BF16) is None
+    tunables.RMS_NORM.forget()
+    assert tunables.RMS_NORM.find(CPU, 64, 1024, BF16) == RowPlan(2, 8)
+    assert store.SCHEMA == configs.SCHEMA

@@ -1,0 +1,172 @@
+"""`nanovllm tune` as a user runs it; without a GPU that is the dry run, the list, and what is said to bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("looks at launches, which the interpreter does not make", allow_module_level=True)
+
+from nanovllm.cli import tune as module  # noqa: E402
+from nanovllm.kernels import configs, tunables  # noqa: E402
+from nanovllm.perf.autotune.targets import TARGETS  # noqa: E402
+from tests.perf.test_autotune_store import FakeBench, an_entry  # noqa: E402
+
+GPU = "nvidia-test-9"
+
+
+def run(*args: str):
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(module.tune)
+    return CliRunner().invoke(app, list(args), catch_exceptions=True)
+
+
+def ok(*args: str) -> str:
+    done = run(*args)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stdout
+
+
+@pytest.fixture
+def files(monkeypatch, tmp_path):
+    """A user's directory, read as if the CPU were a GPU."""
+    monkeypatch.setattr(configs, "gpu_of", lambda device: GPU)
+    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(tmp_path))
+    configs.forget_files()
+    yield tmp_path
+    configs.forget_files()
+    for tunable in tunables.ALL.values():
+        tunable.forget()
+
+
+def test_a_dry_run_shows_the_space_and_what_is_left_out_and_why():
+    text = ok("rms_norm", "--shape", "1x1024", "--shape", "64x1024", "--dry-run")
+    assert "rms_norm: rms_norm rows=64 size=1024 dtype=bfloat16" in text and "built in: rows=1 warps=4" in text
+    assert "30 left out by the constraints: more rows than there are" in text
+    assert "10 left out by the constraints: more than 64 values a thread: registers spill" in text
+    assert "=    26 to try" in text and "nothing was timed or written" in text
+    assert "planned for h100" in run("rms_norm", "--shape", "1x1024", "--dry-run").stderr
+
+
+def test_a_dry_run_for_a_gpu_is_pruned_by_the_planner_and_compiled():
+    text = ok("linear_bias_act", "--shape", "2048x1024x4096", "--dry-run", "--gpu", "h200", "--limit", "0.001")
+    assert (
+        "left out by the planner: predicted to take more than" in text
+        and "predicted" in text
+        and "for nvidia-h200" in text
+    )
+    assert "tma=True" in text and "not compiled: " in text and "for the time limit of 0.001 s" in text
+    document = json.loads(ok("rms_norm", "--shape", "1x256", "--dry-run", "--gpu", "a100", "--json"))
+    assert document["gpu"] == "nvidia-a100"
+    (job,) = document["jobs"]
+    assert job["key"] == {"rows": 1, "size": 256, "dtype": "bfloat16"} and job["builtin"] == {"rows": 1, "warps": 1}
+    assert set(job["pruned"]) == {"constraints", "compiler"} and job["shapes"] == [[1, 256]]
+    assert job["combinations"] == len(job["candidates"]) + sum(r["count"] for p in job["pruned"].values() for r in p)
+    assert all(8 <= c["registers"] <= 255 and c["spilled_bytes"] == 0 for c in job["candidates"])
+    assert {"count": 30, "reason": "more rows than there are", "example": {"rows": 2, "warps": 1}} in job["pruned"][
+        "constraints"
+    ]
+
+
+def test_a_dry_run_of_a_model_has_all_its_ops():
+    document = json.loads(ok("--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--no-compile", "--json"))
+    ops = {job["op"] for job in document["jobs"]}
+    assert ops >= {
+        "attention_decode",
+        "attention_prefill",
+        "add_rms_norm_linear",
+        "linear",
+        "silu_and_mul",
+        "linear_bias_act",
+    }
+    assert ops <= set(TARGETS) and all(job["candidates"] for job in document["jobs"])
+    only = json.loads(
+        ok("silu_and_mul", "--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--no-compile", "--json")
+    )
+    assert {job["op"] for job in only["jobs"]} == {"silu_and_mul"}
+
+
+def test_the_list_says_what_is_in_force_and_from_where(files):
+    text = ok("--list")
+    assert all(name in text for name in tunables.ALL) and "built in" in text and str(files) in text
+    good, stale = an_entry(us=2.5), an_entry(source="0" * 16, key={"rows": 8, "size": 64, "dtype": "float16"})
+    path = files / f"{GPU}.json"
+    path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [good, stale]}))
+    configs.forget_files()
+    document = json.loads(ok("rms_norm", "--list", "--json"))
+    assert document["gpu"] == GPU and document["files"] == [str(path)] and document["directory"] == str(files)
+    (row,) = document["tunables"]
+    assert row["in_force"] == {str(path): 1} and row["stale"] == {"the kernels' source has changed since": 1}
+    assert (
+        row["configs"][0]["config"] == good["config"] and row["configs"][0]["us"] == 2.5 and row["ops"] == ["rms_norm"]
+    )
+    text = ok("--list")
+    assert "1 own" in text and f"read: {path}" in text.replace("\n", "")
+
+
+def test_tuning_writes_prints_and_says_how_to_use_it(files, monkeypatch, tmp_path):
+    """The whole command, with a timer that says what it is told to in place of the GPU's."""
+    import contextlib
+
+    import torch
+
+    import nanovllm.engine.model_runner as runner
+    from nanovllm.perf import presets
+    from nanovllm.perf.autotune import tune as session
+
+    where = torch.device("cuda", 0)
+    monkeypatch.setattr(runner, "select_device", lambda name: where)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 9")
+    monkeypatch.setattr(presets, "this_device", lambda device: presets.device_model("h200"))
+    monkeypatch.setattr(session, "gpu_of", lambda device: GPU)
+    monkeypatch.setattr(session.tune, "__kwdefaults__", {**session.tune.__kwdefaults__, "bench": FakeBench})
+    out = tmp_path / "new" / "folder"
+    text = ok("rms_norm", "--shape", "64x1024", "--out", str(out), "--search", "random", "--seed", "3", "--limit", "60")
+    assert "2.25 us  rows=1 warps=8" in text and "built in: 3.50 us  rows=1 warps=4" in text
+    assert "6 out of registers" in text and f"NANOVLLM_KERNEL_CONFIGS={out}" in text
+    (entry,) = json.loads((out / f"{GPU}.json").read_text())["entries"]
+    assert entry["config"] == {"rows": 1, "warps": 8} and entry["search"] == "random" and entry["seed"] == 3
+    document = json.loads(ok("rms_norm", "--shape", "64x1024", "--json"))  # to the directory that the variable names
+    assert document["directory"] == str(files) and document["entries"][0]["us"] == 2.25
+    monkeypatch.setattr(FakeBench, "impossible", dict.fromkeys((1, 2, 4, 8, 16, 32), "does not compile: x"))
+    done = run("rms_norm", "--shape", "64x1024", "--out", str(out))
+    assert done.exit_code == 1 and "nothing found: does not compile (26)" in done.stdout
+
+
+def test_the_documentation_names_what_can_be_tuned_and_what_a_file_holds():
+    text = (Path(__file__).parents[1] / "docs" / "tuning.md").read_text()
+    assert all(f"`{name}`" in text for name in tunables.ALL) and all(f"`{op}`" in text for op in TARGETS)
+    assert all(f"`{field}`" in text for field in an_entry(device="", commit="", dirty=False, search="", seed=0))
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ("rms_nrom --dry-run", "unknown op 'rms_nrom'; did you mean 'rms_norm'?"),
+        ("store_kvcache --dry-run", "store_kvcache: its kernels choose nothing that can be tuned; ops to tune are rms_norm"),
+        ("rms_norm --dry-run --shape 3xa", "--shape 3xa: expected numbers with x between them, ROWSxSIZE"),
+        ("rms_norm --dry-run --shape 1x2x3", "--shape 1x2x3: rms_norm takes ROWSxSIZE"),
+        ("rms_norm --dry-run --shape 0x4", "at least 1 of the first"),
+        ("rms_norm --dry-run --gpu h101", "no preset for 'h101'"),
+        ("rms_norm --dry-run --dtype int8", "--dtype int8: expected one of bfloat16, float16, float32"),
+        ("rms_norm --dry-run --limit 0", "--limit 0: expected a positive number of seconds"),
+        ("rms_norm --dry-run --preset qwen3-0.6b --shape 1x2", "--preset, --shape: expected one of them"),
+        ("softmax --dry-run --preset qwen3-0.6b", "softmax: --preset has shapes for attention_decode"),
+        ("--dry-run --preset qwen9", "no preset 'qwen9'"),
+        ("--dry-run", "expected an op to tune, or --preset with a model's name, or --list"),
+        ("rms_norm", "--out: expected a directory to write to, here or in NANOVLLM_KERNEL_CONFIGS"),
+        ("rms_norm --out x --search best", "search: expected one of exhaustive, random, not 'best'"),
+        ("rms_norm --out x --patience 0", "patience: expected at least 1 candidate"),
+        ("rms_norm --out x --gpu h200", "--gpu, --compile: only with --dry-run"),
+        ("rms_norm --out x --device cpu", "configurations are timed on a GPU, this is cpu; --dry-run"),
+    ],
+)  # fmt: skip
+def test_bad_input(args, said, monkeypatch):
+    monkeypatch.delenv(configs.DIRECTORY_VARIABLE, raising=False)
+    done = run(*args.split())
+    assert isinstance(done.exception, ValueError) and said in str(done.exception), done.exception
