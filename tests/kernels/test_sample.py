@@ -113,6 +113,17 @@ def test_noise_is_gumbel():
     assert (cdf - ranks).abs().max() * math.sqrt(len(cdf)) < 2.6
 
 
+def test_which_word_a_column_gets():
+    seeds, positions = torch.tensor([5, -7]), torch.tensor([3, 2**31])
+    noise = gumbel_noise(seeds, positions, 3000)
+    for row, column in ((0, 0), (0, 255), (1, 256), (1, 1023), (0, 1024), (1, 2999)):
+        block, within = divmod(column, 1024)
+        counter = torch.tensor(block * 256 + within % 256)
+        zero = torch.tensor(0)
+        word = philox(counter, positions[row], zero, zero, seeds[row])[within // 256]
+        assert noise[row, column] == -torch.log(-torch.log1p(-uniform(word)))
+
+
 TRITON_CHECK = '''
 import sys
 

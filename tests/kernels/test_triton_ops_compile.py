@@ -177,5 +177,6 @@ def test_sampling_does_not_spill(filters, dtype, capability, tmp_path):
             binary = compiled(kernel, args, options, capability)
             registers, stack, local = resources(binary, tmp_path)
             assert stack == local == 0, f"{name} {kernel.__name__}: {registers} registers, {stack} stack, {local} local"
-            if "resolve" not in kernel.__name__:  # its candidates are few
+            # Candidates to resolve are few. A draw takes the columns of one random word in one go, two a thread.
+            if "resolve" not in kernel.__name__ and "draw" not in kernel.__name__:
                 assert wide(binary.asm["ptx"], "ld"), f"{name} {kernel.__name__}: no 16-byte load"

@@ -19,6 +19,8 @@ _MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _LOW_32 = 0xFFFFFFFF
+QUARTER = 256
+"""Columns in a row whose random numbers are the same word of one counter each."""
 
 # Elements of a [rows, vocab] chunk. Philox has eight or so int64 temporaries of that size alive at once: chunks keep the
 # workspace of 256 rows over a vocabulary of 151,936 at 170 MiB instead of 3 GiB, memory that the KV cache would miss.
@@ -49,8 +51,8 @@ def _inputs(t, rows, vocab_size, filtered=0):
 
 
 def _cost(logits, temperature, top_k, top_p, min_p, seeds, positions):
-    # Ten rounds of Philox, of two products and some logic each, and two logarithms for every logit.
-    return Cost(nbytes(logits) + 8 * logits.shape[0], 80 * logits.numel())
+    # Ten rounds of Philox, of two products and some logic each, for every four logits, and two logarithms for each.
+    return Cost(nbytes(logits) + 8 * logits.shape[0], 35 * logits.numel())
 
 
 def _compare(got, arguments, dtype):
@@ -188,9 +190,10 @@ def filter_logits(
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Independent standard Gumbel variates, one per row and vocabulary column.
 
-    Column c of row r is -log(-log1p(-u)) in float32, u = uniform(w), with w the first output word of Philox4x32-10
-    under key (low, high half of seeds[r]) and counter (c, low half of positions[r], 0, 0): what
-    `tl.philox(seed, c, position, 0, 0)` returns first in Triton.
+    Column c of row r is -log(-log1p(-u)) in float32, u = uniform(w), with w one of the four output words of Philox4x32-10
+    under key (low, high half of seeds[r]) and counter (n, low half of positions[r], 0, 0), what `tl.philox(seed, n, position,
+    0, 0)` returns in Triton. A block of 1024 columns has 256 counters n, one after the other, whose first words are for
+    the block's first 256 columns, and so on: a kernel has them where it needs them, without moving any.
 
     It is -log1p(-u) rather than -log(u) because a float32 is dense near 0 and coarse (2^-24) near 1, and the argmax
     is decided where the exponential variate is near 0: with -log(u) tokens of probability below 1e-7 would hardly ever
@@ -202,10 +205,12 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     Returns:
         [R, vocab_size] float32, finite.
     """
-    columns = torch.arange(vocab_size, device=seeds.device)[None, :]
-    zero = torch.zeros_like(columns[:, :1])
-    words = philox(columns, (positions & _LOW_32)[:, None], zero, zero, seeds[:, None])[0]
-    return uniform(words).neg_().log1p_().neg_().log_().neg_()
+    blocks = -(-vocab_size // (4 * QUARTER))
+    counters = torch.arange(blocks * QUARTER, device=seeds.device)[None, :]
+    zero = torch.zeros_like(counters[:, :1])
+    words = philox(counters, (positions & _LOW_32)[:, None], zero, zero, seeds[:, None])
+    in_order = torch.stack([w.view(-1, blocks, QUARTER) for w in words], 2).flatten(1)[:, :vocab_size]
+    return uniform(in_order).neg_().log1p_().neg_().log_().neg_()
 
 
 def uniform(words: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,11 @@ import triton.language as tl
 
 
 @triton.jit
-def philox_word(c0, c1, k0, k1):
-    """The first output word of Philox4x32-10 for the counter (c0, c1, 0, 0) and the key (k0, k1); all uint32.
+def philox_four(c0, c1, k0, k1):
+    """The four output words of Philox4x32-10 for the counter (c0, c1, 0, 0) and the key (k0, k1); all uint32.
 
     As `tl.philox(key, c0, c1, 0, 0)`, but from 64-bit products (one instruction gives both halves), and without the
-    products that are zero or unused in the first and last round.
+    product that is zero in the first round.
     """
     A: tl.constexpr = 0xD2511F53
     B: tl.constexpr = 0xCD9E8D57
@@ -19,7 +19,7 @@ def philox_word(c0, c1, k0, k1):
     x2 = (p >> 32).to(tl.uint32) ^ k1
     x3 = p.to(tl.uint32)
     x1 = x3 & 0
-    for _ in tl.static_range(8):
+    for _ in tl.static_range(9):
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
         p0 = x0.to(tl.uint64) * A
@@ -28,8 +28,7 @@ def philox_word(c0, c1, k0, k1):
         x2 = (p0 >> 32).to(tl.uint32) ^ x3 ^ k1
         x1 = p1.to(tl.uint32)
         x3 = p0.to(tl.uint32)
-    k0 = k0 + 0x9E3779B9
-    return ((x2.to(tl.uint64) * B) >> 32).to(tl.uint32) ^ x1 ^ k0
+    return x0, x1, x2, x3
 
 
 @triton.jit

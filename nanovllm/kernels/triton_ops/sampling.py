@@ -15,13 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.ops.sample import QUARTER
 from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, num_sms
 from nanovllm.kernels.triton_ops._math import exp, log, log1p
-from nanovllm.kernels.triton_ops.philox import philox_word, uniform
+from nanovllm.kernels.triton_ops.philox import philox_four, uniform
 from nanovllm.kernels.triton_ops.sampling_filters import filter_thresholds
 from nanovllm.kernels.triton_ops.sampling_keys import BINS, COUNTERS, GROUP, KEY_SHIFT, block_max, order_key, row_best
 
-BLOCK = 1024
+BLOCK = 4 * QUARTER
 _WARPS = 4
 # The score of the largest logit is at least -log(-log(2^-24)) > -2.9, and noise is at most 33 log(2) < 22.9: a token
 # whose logarithmic weight is below -26 can never win, and needs no random number. (-26.5 where it is approximate.)
@@ -63,17 +64,19 @@ def _draw_kernel(
     piece = tl.program_id(1)
     t = tl.load(temperature + row)
     logits += row.to(tl.int64) * stride
-    lane = tl.arange(0, BLOCK)
-    score = tl.full([BLOCK], -float("inf"), tl.float32)
-    column = tl.zeros([BLOCK], tl.int32)
+    QUARTER: tl.constexpr = BLOCK // 4
+    lane = tl.arange(0, QUARTER)
+    score = tl.full([QUARTER], -float("inf"), tl.float32)
+    column = tl.zeros([QUARTER], tl.int32)
     first = piece * blocks_per_program * BLOCK
     if t == 0.0:
         for i in range(blocks_per_program):
-            col = first + i * BLOCK + lane
-            x = tl.load(logits + col, col < vocab_size, other=-float("inf")).to(tl.float32)
-            # Columns rise, so a lane keeps the lowest of equal ones. Comparisons with NaN are false: it is never kept.
-            column = tl.where(x > score, col, column)
-            score = tl.where(x > score, x, score)
+            for quarter in tl.static_range(4):
+                col = first + i * BLOCK + quarter * QUARTER + lane
+                x = tl.load(logits + col, col < vocab_size, other=-float("inf")).to(tl.float32)
+                # Columns rise, so a lane keeps the lowest of equal ones. Comparisons with NaN are false: it is never kept.
+                column = tl.where(x > score, col, column)
+                score = tl.where(x > score, x, score)
     else:
         best = row_best(maxima, row, groups, GROUPS)
         seed = tl.load(seeds + row)
@@ -98,22 +101,34 @@ def _draw_kernel(
             if MIN_P:
                 chance = chance & (tl.exp((largest - best) * per_t) >= least * 0.999)
             if chance:
-                col = block * BLOCK + lane
-                x = tl.load(logits + col, col < vocab_size, other=-float("inf")).to(tl.float32)
-                u = uniform(philox_word(col.to(tl.uint32), position, k0, k1))
-                # log1p(-u) <= -u, so the score is at most log_weight - log(u).
-                keep = u <= tl.exp((x - best) * per_t - bound) * 1.01
-                if THRESHOLDS:
-                    key = order_key(x) >> SHIFT
-                    keep = keep & ((key > threshold) | ((key == threshold) & (col <= last_id)))
-                if tl.max(keep.to(tl.int32), 0) > 0:
-                    log_weight = tl.div_rn(x - best, t)
-                    if MIN_P:
-                        keep = keep & (exp(log_weight) >= least)
-                    s = tl.where(keep, log_weight - log(-log1p(-u)), -float("inf"))
-                    column = tl.where(s > score, col, column)
-                    score = tl.where(s > score, s, score)
-                    bound = tl.maximum(bound, tl.max(s, 0))
+                words = philox_four((block * QUARTER + lane).to(tl.uint32), position, k0, k1)
+                columns = ()
+                values = ()
+                kept = ()
+                some = lane < 0
+                for quarter in tl.static_range(4):
+                    col = block * BLOCK + quarter * QUARTER + lane
+                    x = tl.load(logits + col, col < vocab_size, other=-float("inf")).to(tl.float32)
+                    # log1p(-u) <= -u, so the score is at most log_weight - log(u).
+                    keep = uniform(words[quarter]) <= tl.exp((x - best) * per_t - bound) * 1.01
+                    if THRESHOLDS:
+                        key = order_key(x) >> SHIFT
+                        keep = keep & ((key > threshold) | ((key == threshold) & (col <= last_id)))
+                    some = some | keep
+                    columns = columns + (col,)
+                    values = values + (x,)
+                    kept = kept + (keep,)
+                if tl.max(some.to(tl.int32), 0) > 0:
+                    for quarter in tl.static_range(4):
+                        keep = kept[quarter]
+                        log_weight = tl.div_rn(values[quarter] - best, t)
+                        if MIN_P:
+                            keep = keep & (exp(log_weight) >= least)
+                        gumbel = -log(-log1p(-uniform(words[quarter])))
+                        s = tl.where(keep, log_weight + gumbel, -float("inf"))
+                        column = tl.where(s > score, columns[quarter], column)
+                        score = tl.where(s > score, s, score)
+                    bound = tl.maximum(bound, tl.max(score, 0))
     top = tl.max(score, 0)
     winner = tl.min(tl.where(score == top, column, 0x7FFFFFFF), 0)
     if PIECES == 1:
