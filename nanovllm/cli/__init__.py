@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from nanovllm.cli.fuse import fuse
 from nanovllm.cli.kernels import app as kernels_app
 from nanovllm.cli.lab import app as lab_app
 from nanovllm.cli.tune import tune
@@ -19,6 +20,7 @@ app = typer.Typer(
 
 app.add_typer(kernels_app, name="kernels")
 app.add_typer(lab_app, name="lab")
+app.command()(fuse)
 app.command()(tune)
 
 _Model = Annotated[

@@ -110,8 +110,13 @@ def load_runs(path: Path) -> list[Record]:
         raise ValueError(f"{path} is not a file of kept results ({error!r}); move it away") from error
 
 
+_OTHERS = ("fusion.json", "planner.json")
+"""What `nanovllm fuse --measure` and `nanovllm plan prove` keep in the same folders."""
+
+
 def kept_files(folder: Path, device: str | None = None) -> list[Path]:
-    return sorted(folder.glob(f"{slug(device) if device else '*'}/*.json"))
+    files = folder.glob(f"{slug(device) if device else '*'}/*.json")
+    return sorted(f for f in files if f.name not in _OTHERS)
 
 
 # ----------------------------------------------------------------------------------------------------------- comparing

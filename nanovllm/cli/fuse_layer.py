@@ -1,0 +1,133 @@
+"""A decoder layer of a preset, with a batch for it: what `nanovllm fuse` looks at if no module is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from nanovllm.config import ModelConfig
+from nanovllm.kernels import Kernels, all_ops
+from nanovllm.models.decoder import SINGLE, AttentionMetadata, Decoder, LayerCache
+from nanovllm.models.presets import preset
+from nanovllm.models.registry import model_class
+
+_BLOCK = 256  # tokens of a KV cache block, the engine's default
+# What attention does inside is its own affair: its traffic follows from lengths, not from shapes, and it is one kernel.
+_OPAQUE = ("attention_decode", "attention_prefill")
+
+
+class LayerOfTensors(nn.Module):
+    """A decoder layer whose arguments are tensors, by the names that the graph then has for them.
+
+    Args:
+        decode: every token is the last one of a sequence; otherwise all tokens are one prompt.
+        max_context_len: the longest sequence.
+    """
+
+    def __init__(self, layer: nn.Module, decode: bool, max_context_len: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self._decode = decode
+        self._max_context_len = max_context_len
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = x.shape[0]
+        metadata = AttentionMetadata(
+            num_decodes=tokens if self._decode else 0, slot_mapping=slot_mapping, block_table=block_table,
+            context_lens=context_lens, max_context_len=self._max_context_len, cu_seqlens_q=cu_seqlens_q,
+            max_query_len=0 if self._decode else tokens,
+        )  # fmt: skip
+        return self.layer(x, residual, positions, LayerCache(k_cache, v_cache), metadata)
+
+
+def reference_kernels() -> Kernels:
+    """Every op written out in PyTorch, as a model without fused kernels has them; attention stays one op."""
+    return Kernels(
+        {
+            name: ("native", getattr(torch.ops.nanovllm, name) if name in _OPAQUE else declared.native)
+            for name, declared in all_ops().items()
+        }
+    )
+
+
+def decoder_layer(
+    name: str,
+    tokens: int,
+    context: int,
+    decode: bool = True,
+    device: torch.device | str = "meta",
+    dtype: torch.dtype | None = None,
+) -> tuple[LayerOfTensors, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A layer of a preset and its arguments.
+
+    Args:
+        name: a preset of `nanovllm.models.presets`.
+        tokens: of the batch.
+        context: tokens that each sequence has in the cache at the end, the new ones among them.
+        decode: `tokens` sequences of one new token; False: one prompt of `tokens`.
+        device: "meta" for shapes without memory; elsewhere weights and activations are random.
+
+    Returns:
+        (module, its keyword arguments, values of the integer arguments that decide how much attention does).
+
+    Raises:
+        ValueError: an unknown preset, or numbers that do not fit together.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens: expected at least 1, not {tokens}")
+    least = 1 if decode else tokens
+    if context < least:
+        raise ValueError(f"context: expected at least {least} tokens, the new ones among them, not {context}")
+    config = ModelConfig.from_dict({**preset(name), "num_hidden_layers": 1, "vocab_size": 8})
+    dtype = dtype or getattr(torch, config.dtype)
+    device = torch.device(device)
+    torch_default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            qk_norm = model_class(config.architecture).qk_norm
+            decoder = Decoder(config, max(context, 1), reference_kernels(), SINGLE, qk_norm)
+    finally:
+        torch.set_default_dtype(torch_default)
+    layer = LayerOfTensors(decoder.layers[0], decode, context).requires_grad_(False).eval()
+    sequences = tokens if decode else 1
+    blocks = -(-context // _BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(sequences * blocks, generator=generator).view(sequences, blocks)
+    lens = torch.full((sequences,), context)
+    positions = lens - 1 if decode else torch.arange(context - tokens, context)
+    rows = table if decode else table.expand(tokens, -1)
+    slots = rows.gather(1, (positions // _BLOCK)[:, None])[:, 0] * _BLOCK + positions % _BLOCK
+    known = {"context_lens": lens.int(), "block_table": table.int(), "positions": positions, "slot_mapping": slots}
+    if not decode:
+        known["cu_seqlens_q"] = torch.tensor([0, tokens], dtype=torch.int32)
+    cache = (sequences * blocks, _BLOCK, config.num_kv_heads, config.head_dim)
+    floats = {
+        "x": (tokens, config.hidden_size),
+        "residual": (tokens, config.hidden_size),
+        "k_cache": cache,
+        "v_cache": cache,
+    }
+    random = torch.Generator(device).manual_seed(0) if device.type != "meta" else None
+    arguments: dict[str, Any] = {
+        key: torch.empty(shape, dtype=dtype, device=device).normal_(generator=random) for key, shape in floats.items()
+    }
+    arguments |= {key: value.to(device) for key, value in known.items()}
+    if random is not None:
+        for parameter in layer.parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+            parameter.data.normal_(std=scale, generator=random)
+    return layer, arguments, known

@@ -1,0 +1,83 @@
+"""A CPU as a device for the cost model: measured now, since CPUs have no presets."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Host:
+    """A CPU with the attributes of `FusionDevice`.
+
+    Its caches hide latency and there is no limit on registers that a compiler could not work around, so those are left out.
+    `launch` is what PyTorch takes to call an operator.
+    """
+
+    name: str
+    bandwidth: float
+    l2_bytes: int
+    l2_bandwidth: float
+    launch: float
+    vector_flops: float
+    matmul: dict[str, float] = field(hash=False)
+    sms: int = 1
+    registers_per_sm: int = 0
+    registers_per_thread: int = 0
+    shared_per_sm: int = 0
+    shared_per_block: int = 0
+    warps_per_sm: int = 0
+    l2_latency: float = 0.0
+    dram_latency: float = 0.0
+
+    def rate(self, dtype: str) -> float:
+        if dtype not in self.matmul:
+            raise ValueError(f"dtype: the products of {dtype} were not measured; {', '.join(self.matmul)} were")
+        return self.matmul[dtype]
+
+
+def measure_host(dtypes: tuple[str, ...] = ("float32",), cache_bytes: int = 1 << 20) -> Host:
+    """Measure this CPU with PyTorch's present number of threads; takes about a second.
+
+    Args:
+        dtypes: whose matrix products to measure.
+        cache_bytes: a working set that stays in a core's own cache. Values up to a quarter of four of these count as cached.
+    """
+    large = torch.ones(32 << 20, dtype=torch.float32)  # 128 MiB
+    target = torch.empty_like(large)
+    copy = 2 * large.nbytes / _least(lambda: target.copy_(large), 6)
+    small = torch.ones(cache_bytes // 8, dtype=torch.float32)
+    into = torch.empty_like(small)
+    one = torch.ones(1)
+    launch = _least(lambda: one + one, 400)
+    cached = 2 * small.nbytes / max(1e-9, _least(lambda: into.copy_(small), 200) - launch)
+    # Arithmetic as the cost model counts it: an exponential counts 8.
+    vector = 8 * small.numel() / max(1e-9, _least(lambda: torch.exp(small, out=into), 100) - launch)
+    matmul = {}
+    for dtype in dtypes:
+        a, b = (torch.randn(512, 512).to(getattr(torch, dtype)) for _ in range(2))
+        matmul[dtype] = 2 * 512**3 / _least(lambda a=a, b=b: a @ b, 10)
+    threads = torch.get_num_threads()
+    return Host(
+        f"cpu, {threads} of {os.cpu_count()} threads",
+        copy,
+        4 * cache_bytes,
+        max(cached, copy),
+        launch,
+        vector,
+        matmul,
+        threads,
+    )
+
+
+def _least(call, repeats: int) -> float:
+    """The shortest time in seconds: other programs only ever add to it."""
+    best = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - started)
+    return best

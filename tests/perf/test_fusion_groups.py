@@ -1,0 +1,331 @@
+"""Groups of random graphs: run one after the other they give what the graph gives, and what a fused kernel must not do they do not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.perf.fusion import FusionAnalyzer, legality
+from nanovllm.perf.fusion.classify import POINTWISE, Kind
+from nanovllm.perf.fusion.extract import extract, values
+from nanovllm.perf.fusion.graph import build
+from nanovllm.perf.fusion.grouping import Group, Grower
+
+ROWS, SIZE = 4, 6
+
+
+# Each takes two values and gives a new one, or fails or gives None if they do not fit.
+OPS = [
+    torch.add, torch.mul, lambda a, b: torch.maximum(a, b) - b,
+    lambda a, b: torch.tanh(a), lambda a, b: F.gelu(a), lambda a, b: a * 0.5 + 1,
+    lambda a, b: a.double().mean(-1, keepdim=True).float(),
+    lambda a, b: a.sum(0) if a.dim() > 1 else None,
+    lambda a, b: a.sum(0, keepdim=True), lambda a, b: a.amax(-1),
+    lambda a, b: torch.softmax(a, -1), lambda a, b: torch.softmax(a, 0),
+    lambda a, b: F.layer_norm(a, a.shape[-1:]), lambda a, b: torch.cumsum(a, 0),
+    lambda a, b: a.t() if a.dim() == 2 else None,
+    lambda a, b: a.reshape(-1), lambda a, b: a.reshape(a.shape[0], -1, 2) if a.shape[-1] % 2 == 0 and a.dim() == 2 else None,
+    lambda a, b: a.flatten(0, 1) if a.dim() == 3 else None,
+    lambda a, b: a.transpose(0, 1) if a.dim() == 3 else None,
+    lambda a, b: a[..., : a.shape[-1] // 2] if a.shape[-1] > 1 else None,
+    lambda a, b: a[1:] if a.shape[0] > 1 else None,
+    lambda a, b: a.unsqueeze(1), lambda a, b: a.chunk(2, -1)[1] if a.shape[-1] % 2 == 0 else None,
+    lambda a, b: torch.cat((a, b), -1) if a.shape[:-1] == b.shape[:-1] and a.dim() == b.dim() else None,
+    lambda a, b: torch.cat((a, b), 0) if a.shape[1:] == b.shape[1:] and a.dim() == b.dim() else None,
+    lambda a, b: a.index_put((torch.arange(a.shape[0]).flip(0),), b) if a.shape == b.shape else None,
+    lambda a, b: a.clone().index_put_((torch.arange(a.shape[0] - 1),), b[1:]) if a.shape == b.shape else None,
+    lambda a, b: torch.roll(a, 1, -1), lambda a, b: torch.flip(a, (0,)),
+    lambda a, b: a.repeat(2, *([1] * (a.dim() - 1))), lambda a, b: a.index_select(0, torch.arange(a.shape[0]).flip(0)),
+    lambda a, b: F.linear(a, b) if b.dim() == 2 and a.dim() > 1 and a.shape[-1] == b.shape[-1] else None,
+    lambda a, b: a @ b if a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] else None,
+    lambda a, b: a.mul_(1.5) if a.dim() == 1 else a.clone().add_(1), lambda a, b: a.expand(3, *a.shape).contiguous(),
+]  # fmt: skip
+
+
+class Steps(torch.nn.Module):
+    """Applies ops to an ever longer list of values; the last ones are returned."""
+
+    def __init__(self, steps, keep, args):
+        super().__init__()
+        self.keep = keep
+        self.weight = torch.nn.Parameter(torch.randn(SIZE), requires_grad=False)
+        self.matrix = torch.nn.Parameter(torch.randn(SIZE, SIZE), requires_grad=False)
+        self.steps = []
+        found = self.first(*(a.clone() for a in args))
+        for op, a, b in steps:
+            # Mostly of the latest, so that chains grow.
+            step = op, (len(found) - 1 - a) % len(found), (len(found) - 1 - b) % len(found)
+            try:
+                made = self.apply_step(step, found)
+            except (RuntimeError, IndexError):
+                continue
+            if made is not None and 0 < made.numel() <= 2048:
+                self.steps.append(step)
+                found.append(made)
+
+    def first(self, x, y):
+        return [x * 1.0, y, self.weight * 1.0, self.matrix * 1.0]
+
+    @staticmethod
+    def apply_step(step, found):
+        op, a, b = step
+        return OPS[op](found[a], found[b])
+
+    def forward(self, x, y):
+        found = self.first(x, y)
+        for step in self.steps:
+            found.append(self.apply_step(step, found))
+        return tuple(found[-self.keep :])
+
+
+_steps = st.lists(
+    st.tuples(st.integers(0, len(OPS) - 1), st.sampled_from([0, 0, 0, 1, 2, 4]), st.integers(0, 6)),
+    min_size=3,
+    max_size=14,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_steps, st.integers(1, 2), st.integers(0, 1000))
+def test_random_graphs(steps, keep, seed):
+    torch.manual_seed(seed)
+    args = torch.randn(ROWS, SIZE), torch.randn(ROWS, SIZE)
+    module = Steps(steps, keep, args)
+    graph = build(module, args)
+    groups = Grower(graph).groups()
+    assert sorted(k.index for g in groups for k in g.kernels) == list(range(len(graph)))
+    _run_in_order(graph, groups, args)
+    for group in groups:
+        reason = legality.why_not(graph, group.kernels)
+        assert reason is None, reason
+        if len(group.kernels) > 1 and not any(k.mutates for k in group.kernels):
+            _stays_where_it_belongs(graph, group, args)
+
+
+def _run_in_order(graph, groups, args):
+    """Every group as a module, one after the other, each on what those before have made: the graph's own results."""
+    found = values(graph, [a.clone() for a in args], {})
+    outside = {n: found[n] for n in graph.program.graph.nodes if n.op in ("placeholder", "get_attr")}
+    fresh = dict(zip((n for n in graph.inputs if n.name in graph.program.graph_signature.user_inputs), args))
+    made = {n: fresh[n].clone() if n in fresh else v.clone() for n, v in outside.items()}
+    for group in groups:
+        part = extract(group)
+        assert set(part.inputs) <= set(made), "a group needs what comes later: a cycle"
+        results = part.module(*(made[n] for n in part.inputs))
+        made.update(zip((k.fx for k in group.outputs), results))
+    for base in graph.returned:
+        torch.testing.assert_close(made[base], found[base], rtol=1e-5, atol=1e-5)
+
+
+def _stays_where_it_belongs(graph, group, args):
+    """Change one row (with a product: one element of it) of a member's result: no member may change in another one."""
+    members = list(group.kernels)
+    product = group.product
+    if product is None:
+        count = legality.rows(members)
+        changed, later = members, members
+    else:
+        count = product.sizes[0]
+        before, after = legality.parts(members, product)
+        changed, later = [k for k in before if k.fx not in _weights(product, before)] + [product], [product, *after]
+    row = count - 1
+    for k in changed:
+        if k.constant or k.fx.meta["val"].numel() % count:
+            continue
+
+        def run(poke, k=k):
+            seen = {}
+
+            class Poked(torch.fx.Interpreter):
+                def run_node(self, n):
+                    out = super().run_node(n)
+                    if poke and n is k.fx:
+                        out = out.clone()
+                        flat = out.reshape(count, -1)
+                        flat[row, -1] += 3.0
+                        out = flat.reshape(out.shape)
+                    seen[n] = out.clone() if isinstance(out, torch.Tensor) else out  # it may be written to later
+                    return out
+
+            inputs = values(graph, [a.clone() for a in args], {})
+            with torch.no_grad():
+                Poked(graph.program.graph_module).run(*(inputs[n].clone() for n in graph.inputs))
+            return seen
+
+        plain, poked = run(False), run(True)
+        # Only changes that reach a member through members count: what leaves the group comes back in a later one.
+        reached = {k.fx}
+        for other in members:
+            if any(r.base in reached for r in other.reads):
+                reached.add(other.fx)
+        for other in later:
+            if other.fx not in reached or other is k or other.constant or other.op == "index_put_":
+                continue
+            differs = (plain[other.fx] != poked[other.fx]).reshape(count, -1).any(-1)
+            assert not differs[:row].any(), f"row {row} of {k.name} reaches other rows of {other.name} in {group.name}"
+
+
+def _weights(product, before):
+    right = legality.matmul_operands(product.fx)[1]
+    by_value = {r.value: r for r in product.reads}
+    found = legality._closure_of(by_value.get(right), {k.fx: k for k in before})
+    return {k.fx for k in found}
+
+
+# ----------------------------------------------------------------------------------------------------------- by hand
+
+
+def groups_of(fn, *args, **kwargs):
+    graph = build(fn, args)
+    return [[k.op for k in g.kernels] for g in Grower(graph, **kwargs).groups()]
+
+
+X, W = torch.randn(8, 16), torch.randn(16)
+
+
+def test_pointwise_chains_norms_and_softmax_are_one():
+    assert groups_of(lambda x, w: torch.relu(x * w + 1), X, W) == [["mul", "add", "relu"]]
+    norm = groups_of(lambda x, w: w * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)), X, W)
+    assert len(norm) == 1 and norm[0][:2] == ["square", "mean"]
+    soft = groups_of(
+        lambda x: (x - x.amax(-1, keepdim=True)).exp() / (x - x.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True), X
+    )
+    assert len(soft) == 1
+
+
+def test_a_sum_over_rows_ends_a_group():
+    def fn(x):
+        return torch.tanh(x * 2 - (x * 2).sum(0))
+
+    # A single program could do it all. That is legal, and where there is much to do it is slow.
+    assert legality.rows(list(build(fn, (X,)))) == 1
+    large = torch.empty(4096, 4096, device="meta")
+    groups = FusionAnalyzer(fn, (large,), device="h100").groups
+    assert [[k.op for k in g.kernels] for g in groups] == [["mul", "sum"], ["mul", "sub", "tanh"]]
+    # A row of one is a column of the other.
+    assert legality.rows(list(build(lambda x: torch.softmax((x * 2).t(), -1), (X,)))) == 1
+    assert legality.rows(list(build(lambda x: torch.softmax(x * 2, -1), (X,)))) == 8
+
+
+def test_epilogues_and_prologues():
+    weight = torch.randn(32, 16)
+    assert groups_of(lambda x, w: F.gelu(F.linear(x, w)), X, weight) == [["linear", "gelu"]]
+    # A norm of the product's rows needs all of its tiles.
+    assert groups_of(lambda x, w: F.layer_norm(F.linear(x, w), (32,)), X, weight) == [["linear"], ["layer_norm"]]
+    assert groups_of(lambda x, w: F.linear(F.layer_norm(x, (16,)), w), X, weight) == [["layer_norm", "linear"]]
+    # The dequantisation of the right operand.
+    assert groups_of(lambda x, w: F.linear(x, w.float() * 0.1), X, weight.to(torch.bfloat16)) == [
+        ["to", "mul", "linear"]
+    ]
+    assert groups_of(lambda x, w: F.linear(x, torch.softmax(w, -1)), X, weight) == [["softmax"], ["linear"]]
+
+
+def test_a_square_is_not_its_transpose():
+    x = torch.randn(8, 8)
+    assert legality.rows(list(build(lambda x: torch.softmax((x * 2).t(), -1), (x,)))) == 1
+    assert legality.rows(list(build(lambda x: torch.softmax(x * 2, -1), (x,)))) == 8
+    assert legality.rows(list(build(lambda x: x * 2 * (x + 1).sum(-1), (x,)))) == 1  # [8] lies along the columns
+    assert legality.rows(list(build(lambda x: x * 2 * (x + 1).sum(-1, keepdim=True), (x,)))) == 8
+
+
+def test_reductions_on_the_wrong_side_of_a_product():
+    weight = torch.randn(16, 16)
+    assert groups_of(lambda x, w: F.linear(torch.softmax(x, 0), w), X, weight) == [["softmax"], ["linear"]]
+    graph = build(lambda x, w: F.linear(x, w).sum(-1), (X, weight))
+    assert "sum_1 reduces over what linear computes in many tiles" == legality.why_not(graph, graph.kernels)
+    assert "two matrix products" in legality.why_not(
+        *(lambda g: (g, g.kernels))(build(lambda x, w: (x @ w) @ w, (X, weight)))
+    )
+
+
+def test_a_second_consumer_keeps_a_product_by_itself():
+    weight = torch.randn(32, 16)
+    (first, *rest) = groups_of(lambda x, w: (lambda y: (y.sum(0), torch.relu(y)))(F.linear(x, w)), X, weight)
+    assert first == ["linear"] and len(rest) >= 1
+
+
+def test_two_products_are_two():
+    a, b = torch.randn(32, 16), torch.randn(16, 32)
+    assert groups_of(lambda x, a, b: F.linear(F.relu(F.linear(x, a)), b), X, a, b) == [["linear", "relu"], ["linear"]]
+
+
+def test_no_cycle():
+    """x -> a -> product -> c, and a -> c: a and c cannot be one without the product."""
+
+    def fn(x, w):
+        a = x * 2
+        return torch.softmax(F.linear(a, w), -1) + a.sum(-1, keepdim=True)
+
+    graph = build(fn, (X, torch.randn(16, 16)))
+    grower = Grower(graph)
+    groups = grower.groups()
+    assert any("linear" in [k.op for k in g.kernels] for g in groups)
+    assert all(not ({"mul", "softmax"} <= {k.op for k in g.kernels}) for g in groups)
+
+
+def test_siblings():
+    fn = lambda x: (torch.relu(x), torch.tanh(x))  # noqa: E731
+    assert groups_of(fn, X) == [["relu", "tanh"]]
+    assert sorted(groups_of(fn, X, siblings=False)) == [["relu"], ["tanh"]]
+
+
+def test_what_writes_the_same_memory_keeps_its_order():
+    def fn(cache, index, x):
+        before = cache.sum()
+        cache[index] = x
+        return before + cache.sum()
+
+    graph = build(fn, (torch.zeros(8, 16), torch.arange(4), torch.ones(4, 16)))
+    (put,) = [k for k in graph if k.mutates]
+    assert {n.name for n in put.after} == {"sum_1"}
+    groups = Grower(graph).groups()
+    at = {k.fx: i for i, g in enumerate(groups) for k in g.kernels}
+    sums = [k for k in graph if k.op == "sum"]
+    assert at[sums[0].fx] < at[put.fx] < at[sums[1].fx]
+
+
+def test_memory_is_made_before_it_is_written_to():
+    def fn(x, index, rows):
+        made = x * 2
+        made[index] = rows
+        return made.sum(0)
+
+    graph = build(fn, (X, torch.arange(3), torch.ones(3, 16)))
+    by_op = {k.op: k for k in graph}
+    assert by_op["mul"].fx in by_op["index_put_"].after and by_op["index_put_"].writes == {by_op["mul"].fx}
+    assert by_op["mul"] in Group(graph, (by_op["mul"],)).outputs
+    order = [k.op for g in Grower(graph).groups() for k in g.kernels]
+    assert order.index("mul") < order.index("index_put_") < order.index("sum")
+
+
+def test_kinds_and_bytes():
+    graph = build(lambda x, w: F.linear(torch.softmax(x, -1) * w + x, torch.ones(4, 16)).t().contiguous(), (X, W))
+    kinds = {k.op: k.kind for k in graph}
+    assert kinds["softmax"] is Kind.REDUCTION and kinds["mul"] is Kind.BROADCAST and kinds["add"] is Kind.ELEMENTWISE
+    assert kinds["linear"] is Kind.MATMUL and kinds["contiguous"] is Kind.INJECTIVE and kinds["ones"] is Kind.INJECTIVE
+    by_op = {k.op: k for k in graph}
+    assert by_op["softmax"].bytes == 2 * 4 * 8 * 16 and by_op["softmax"].reduced == (1,)
+    assert by_op["mul"].bytes == 4 * (2 * 8 * 16 + 16)
+    assert by_op["linear"].flops == 2 * 8 * 4 * 16 and by_op["linear"].sizes == (8, 4, 16)
+    assert "t" not in by_op and "transpose" not in by_op  # a view runs no kernel
+    group = Group(graph, tuple(k for k in graph if k.kind in POINTWISE and k.op in ("mul", "add")))
+    assert group.read_bytes == 4 * (8 * 16 + 16 + 8 * 16) and group.written_bytes == 4 * 8 * 16
+    assert group.unfused_bytes == 4 * (2 * 8 * 16 + 16 + 3 * 8 * 16)
+
+
+def test_expanded_memory_counts_once_and_a_table_by_its_rows():
+    graph = build(lambda x: x.expand(1000, 8, 16) * 2, (X,))
+    (mul,) = graph
+    assert mul.read_bytes == 4 * 8 * 16 and mul.written_bytes == 1000 * 4 * 8 * 16
+    graph = build(lambda table, i: F.embedding(i, table) * 2, (torch.zeros(10**5, 16), torch.arange(8)))
+    gather = next(iter(graph))
+    assert gather.read_bytes <= 8 * 16 * 4 + 8 * 8 + 10**5 * 16 * 4  # at most; the rows are what is counted below
+    assert gather.read_bytes == 8 * 16 * 4 + 8 * 8
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.cumsum(-1) * 2, lambda x: F.layer_norm(x, (16,)) * 2, lambda x: x.var(-1, keepdim=True) + x]
+)
+def test_reductions_of_rows_take_their_consumers_in(fn):
+    assert len(groups_of(fn, X)) == 1

@@ -1,0 +1,118 @@
+"""`nanovllm fuse` as a user runs it."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nanovllm.cli.fuse import fuse
+
+MODULE = """
+import torch, torch.nn as nn
+def make():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32)).requires_grad_(False), (torch.randn(4, 16),)
+def named():
+    return lambda x, y: torch.relu(x * 2 + y), {"y": torch.ones(4), "x": torch.zeros(3, 4)}
+def branch():
+    return lambda x: x + 1 if x.sum() > 0 else x, (torch.ones(3),)
+def nothing():
+    return 5
+"""
+
+
+@pytest.fixture
+def module(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MODULE)
+    return path
+
+
+def run(*args):
+    app = typer.Typer()
+    app.command()(fuse)
+    return CliRunner().invoke(app, args, env={"COLUMNS": "160"})
+
+
+def said(*args):
+    """The error of a run that is the user's to mend; `nanovllm` prints it in one line."""
+    error = run(*args).exception
+    assert isinstance(error, ValueError) and "\n" not in str(error), error
+    return str(error)
+
+
+def test_a_preset():
+    text = run("--preset", "qwen3-0.6b", "--tokens", "64", "--gpu", "h200", "--left").output
+    for part in (
+        "predicted for nvidia-h200",
+        "qk_norm_rope_store",
+        "Left unfused",
+        "two matrix products",
+        "59 kernels become 8",
+    ):
+        assert part in text
+    data = json.loads(run("--preset", "llama3.2-1b", "--phase", "prefill", "--tokens", "128", "--json").output)
+    assert (
+        data["phase"] == "prefill"
+        and data["context"] == 128
+        and data["dtype"] == "bfloat16"
+        and data["device"] == "nvidia-h100"
+    )
+    assert sum(g["unfused_us"] for g in data["groups"]) == pytest.approx(data["unfused_us"], abs=1e-2)
+    assert {"attention_prefill"} <= {g["served"] for g in data["groups"]}
+
+
+def test_a_module_of_ones_own(module):
+    data = json.loads(run("--module", f"{module}:make", "--gpu", "rtx4090", "--json").output)
+    assert [g["ops"] for g in data["groups"]] == ["linear, gelu", "layer_norm"]
+    assert [g["served"] for g in data["groups"]] == ["linear_bias_act", "layer_norm"]
+    assert data["arguments"] == "float32[4, 16]"
+    assert json.loads(run("--module", f"{module}:named", "--json").output)["groups"][0]["ops"] == "mul, add, relu"
+
+
+def test_measured_on_a_cpu_and_kept(module, tmp_path):
+    kept = tmp_path / "results"
+    options = ("--measure", "--device", "cpu", "--no-compile", "--iters", "2", "--save", str(kept))
+    done = run("--module", f"{module}:make", *options)
+    assert "measured on cpu" in done.output and "rank correlation" in done.output and "On a CPU" in done.output
+    (path,) = kept.glob("cpu*/fusion.json")
+    (stored,) = json.loads(path.read_text())
+    assert [g["number"] for g in stored["groups"]] == [1, 2] and all(g["unfused"]["us"] > 0 for g in stored["groups"])
+    assert stored["arguments"] == {"module": f"{module}:make", "arguments": "float32[4, 16]"}
+
+
+def test_loops(tmp_path):
+    path = tmp_path / "loops.py"
+    path.write_text("for i in range(1, N):\n    B[i] = A[i]\nfor i in range(1, N):\n    C[i] = B[i + 1]\n")
+    text = run("--loops", str(path), "--size", "N=64").output
+    assert "RAW on B: B[i] then B[i + 1], distance (-1): prevents fusion" in text
+    assert (
+        "No common loop(s) can be fused" in text
+        and "With a delay all can: nest 2 by (1,)" in text
+        and "Tiles for" in text
+    )
+    data = json.loads(run("--loops", str(path), "--size", "N=64", "--json").output)
+    assert data["fused_levels"] == 0 and data["shift"] == [[0], [1]] and data["tile"]["tiles"] == 1
+    assert "--size N: expected a name and a number" in said("--loops", str(path), "--size", "N")
+    assert "N has no value" in said("--loops", str(path))
+    assert "no such file" in said("--loops", "nowhere.py")
+    path.write_text("for i in range(4):\n    A[i] = 1\n")
+    assert "nests: expected at least two, not 1" in said("--loops", str(path))
+
+
+def test_bad_options(module):
+    assert "gpu: no preset for 'v100'; known are a100, h100, h200, b200, rtx-4090" in said("--gpu", "v100")
+    assert "no preset 'qwen9'" in said("--preset", "qwen9") and "qwen3-0.6b" in said("--preset", "qwen9")
+    assert said("--phase", "train") == "--phase train: expected one of decode, prefill"
+    assert said("--dtype", "int8") == "--dtype int8: expected one of bfloat16, float16, float32"
+    assert "tokens: expected at least 1, not 0" in said("--tokens", "0")
+    assert "context: expected at least 8 tokens" in said("--phase", "prefill", "--tokens", "8", "--context", "4")
+    assert said("--iters", "0") == "--iters 0: expected at least 1"
+    assert "expected one of them" in said("--preset", "qwen3-0.6b", "--module", "a:b")
+    assert "predicted for the device that it is measured on" in said("--measure", "--device", "cpu", "--gpu", "h100")
+    assert "expected package.module:function or file.py:function" in said("--module", "mine")
+    assert "cannot import nowhere" in said("--module", "nowhere:make")
+    assert "has no function 'other'" in said("--module", f"{module}:other")
+    assert "expected (module, arguments), not int" in said("--module", f"{module}:nothing")
+    traced = said("--module", f"{module}:branch")
+    assert "it branches on a tensor's value" in traced and "supported are an nn.Module" in traced
