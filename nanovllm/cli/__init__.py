@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
-from nanovllm.cli.fuse import fuse
+from nanovllm.cli.device import device as device_command
+from nanovllm.cli.fuse import fuse as fuse_command
 from nanovllm.cli.kernels import app as kernels_app
 from nanovllm.cli.lab import app as lab_app
-from nanovllm.cli.tune import tune
+from nanovllm.cli.plan import app as plan_app
+from nanovllm.cli.tune import tune as tune_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,8 +22,10 @@ app = typer.Typer(
 
 app.add_typer(kernels_app, name="kernels")
 app.add_typer(lab_app, name="lab")
-app.command()(fuse)
-app.command()(tune)
+app.add_typer(plan_app, name="plan")
+app.command("device")(device_command)
+app.command("fuse")(fuse_command)
+app.command("tune")(tune_command)
 
 _Model = Annotated[
     str | None,

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from nanovllm.kernels.versions import versions
 
 _MIB = 2**20
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Rates:
         matmul: flops a second by dtype, for example {"bfloat16": 7.9e14}; random numbers, the best of several sizes.
         cache_bytes, cache_bandwidth: the L2 cache; 0 where it was not measured.
         kernel_seconds: what a kernel that does nothing takes among others in a CUDA graph; 0 on a CPU.
+        dram_latency, cache_latency: seconds from a load to its data, from memory and from the L2 cache; 0 where not measured.
     """
 
     device: str
@@ -46,13 +47,16 @@ class Rates:
     cache_bytes: int = 0
     cache_bandwidth: float = 0.0
     kernel_seconds: float = 0.0
+    dram_latency: float = 0.0
+    cache_latency: float = 0.0
 
 
 def best_of(a: Rates, b: Rates) -> Rates:
     """The better of two measurements of one device: what else runs on the machine only ever slows them down."""
     matmul = {k: max(r.matmul.get(k, 0.0) for r in (a, b)) for k in {**a.matmul, **b.matmul}}
     named = {f: max(getattr(a, f), getattr(b, f)) for f in ("bandwidth", "read", "copy", "cache_bandwidth")}
-    return replace(b, matmul=matmul, kernel_seconds=min(a.kernel_seconds, b.kernel_seconds), **named)
+    shortest = {f: min(getattr(a, f), getattr(b, f)) for f in ("kernel_seconds", "dram_latency", "cache_latency")}
+    return replace(b, matmul=matmul, **shortest, **named)
 
 
 def device_name(device: torch.device) -> str:
@@ -171,8 +175,20 @@ def _measure_cuda(device: torch.device, name: str, dtypes: tuple[str, ...]) -> R
     matmul = {dtype: max(_matmul_rates(dtype, device)) for dtype in dtypes}
     torch.cuda.empty_cache()
     return Rates(
-        name, max(read, copy), read, copy, matmul, cache_bytes, max(cache_bandwidth, read), _kernel_seconds(device)
-    )
+        name, max(read, copy), read, copy, matmul, cache_bytes, max(cache_bandwidth, read), _kernel_seconds(device),
+        *_latencies(device, cache_bytes),
+    )  # fmt: skip
+
+
+def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
+    """Of device memory and of the L2 cache; zeros without Triton."""
+    try:
+        from nanovllm.perf.chase_kernel import chase_seconds
+    except ImportError:
+        return 0.0, 0.0
+    # A sixteenth of the cache: half of it may be the part of the other multiprocessors, which holds copies.
+    small = chase_seconds(max(1 << 20, cache_bytes // 16), 4096, device, _least_cuda)
+    return chase_seconds(8 * max(cache_bytes, 32 * _MIB), 4096, device, _least_cuda), small
 
 
 def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:

@@ -1,0 +1,277 @@
+"""`nanovllm plan`: tiles, stages and warps for a kernel, by a model of the GPU; nothing runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from nanovllm.perf.presets import DeviceModel
+    from nanovllm.perf.tiles import Plan
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Which tiles, stages and warps a kernel should use on a GPU, predicted from what the GPU has: see docs/planner.md.",
+)
+
+_Gpu = Annotated[
+    str | None,
+    typer.Option(
+        help="h100, h200, a100, b200, rtx-4090, or 'here'. By default the CUDA device here, measured, else h100."
+    ),
+]
+_Top = Annotated[int, typer.Option(min=1, help="How many of the configurations to show, best first.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Also compile what is shown, and show the compiler's shared memory and registers."),
+]
+_Dtype = Annotated[
+    str, typer.Option(help="Of the operands: bfloat16, float16, float32, and for gemm tfloat32 or float8.")
+]
+
+
+@app.command()
+def gemm(
+    m: Annotated[int, typer.Option(help="Rows of x: tokens.")],
+    n: Annotated[int, typer.Option(help="Rows of the weight: outputs.")],
+    k: Annotated[int, typer.Option(help="Columns of both.")],
+    dtype: _Dtype = "bfloat16",
+    weight: Annotated[str | None, typer.Option(help="Packed type of the weight: int4, int8 or float8.")] = None,
+    group: Annotated[int, typer.Option(help="Packed weights that share a scale.")] = 128,
+    gpu: _Gpu = None,
+    top: _Top = 10,
+    compile: _Compile = False,
+    as_json: _Json = False,
+) -> None:
+    """Tiles of a matrix product: x of m x k times the transpose of a weight of n x k."""
+    from nanovllm.perf.presets import dtype_name
+    from nanovllm.perf.tiles import GemmProblem, plan_gemm
+    from nanovllm.perf.tiles.gemm import DTYPES, WEIGHTS
+
+    packed = None if weight is None else dtype_name(weight, WEIGHTS, "weight")
+    problem = GemmProblem(m, n, k, dtype_name(dtype, DTYPES), packed, group)
+    device = _device(gpu)
+    least = m * k * problem.bytes_x + n * k * problem.bytes_weight + m * n * problem.bytes_x
+    _show("gemm", problem, device, plan_gemm(problem, device), device.rate(problem.dtype), least, top, compile, as_json)
+
+
+@app.command()
+def attention(
+    query: Annotated[int, typer.Option(help="New tokens of each sequence; 1 for decoding.")],
+    context: Annotated[
+        int | None, typer.Option(help="Keys of each sequence; by default as many as new tokens.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
+    causal: Annotated[bool, typer.Option(help="Whether a token sees none after it.")] = True,
+    dtype: _Dtype = "bfloat16",
+    gpu: _Gpu = None,
+    top: _Top = 10,
+    compile: _Compile = False,
+    as_json: _Json = False,
+) -> None:
+    """Tiles of attention: query rows and keys a step."""
+    from nanovllm.perf.presets import dtype_name
+    from nanovllm.perf.tiles import AttentionProblem, plan_attention
+    from nanovllm.perf.tiles.attention import DTYPES
+
+    context = query if context is None else context
+    problem = AttentionProblem(batch, query, context, heads, kv_heads, head_dim, causal, dtype_name(dtype, DTYPES))
+    device = _device(gpu)
+    least = problem.least_bytes
+    _show(
+        "attention",
+        problem,
+        device,
+        plan_attention(problem, device),
+        device.rate(problem.dtype),
+        least,
+        top,
+        compile,
+        as_json,
+    )
+
+
+@app.command()
+def conv(
+    channels: Annotated[int, typer.Option(help="Input channels.")],
+    filters: Annotated[int, typer.Option(help="Output channels.")],
+    height: Annotated[int, typer.Option(help="Of the input.")],
+    width: Annotated[int, typer.Option(help="Of the input.")],
+    batch: Annotated[int, typer.Option(help="Images.")] = 1,
+    kernel: Annotated[str, typer.Option(help="Filter taps, such as 3 or 3x5 (height x width).")] = "3",
+    stride: Annotated[int, typer.Option(help="Of both dimensions.")] = 1,
+    padding: Annotated[int, typer.Option(help="Zeros on each side.")] = 0,
+    dilation: Annotated[int, typer.Option(help="Distance between taps.")] = 1,
+    dtype: _Dtype = "bfloat16",
+    gpu: _Gpu = None,
+    top: _Top = 10,
+    as_json: _Json = False,
+) -> None:
+    """Tiles of a convolution as implicit matrix product with halo; channels innermost."""
+    from nanovllm.perf.presets import dtype_name
+    from nanovllm.perf.tiles import ConvProblem, plan_conv
+    from nanovllm.perf.tiles.conv import DTYPES
+
+    taps = kernel.lower().split("x")
+    if not all(t.isdigit() for t in taps) or len(taps) > 2:
+        raise ValueError(f"--kernel: expected a size such as 3 or 3x5, not {kernel!r}")
+    problem = ConvProblem(
+        batch, channels, height, width, filters, int(taps[0]), int(taps[-1]), stride, padding, dilation,
+        dtype_name(dtype, DTYPES),
+    )  # fmt: skip
+    device = _device(gpu)
+    plans = plan_conv(problem, device)
+    _show("conv", problem, device, plans, device.rate(problem.dtype), plans[0].bytes, top, False, as_json)
+
+
+@app.command()
+def elementwise(
+    elements: Annotated[int, typer.Option(help="Of the result.")],
+    inputs: Annotated[int, typer.Option(help="Tensors read, each as large as the result.")] = 1,
+    outputs: Annotated[int, typer.Option(help="Tensors written.")] = 1,
+    operations: Annotated[int, typer.Option(help="Instructions an element besides loads and stores.")] = 8,
+    dtype: _Dtype = "bfloat16",
+    gpu: _Gpu = None,
+    top: _Top = 10,
+    compile: _Compile = False,
+    as_json: _Json = False,
+) -> None:
+    """Blocks of an elementwise kernel: elements a thread, width of loads, warps."""
+    from nanovllm.perf.presets import dtype_name
+    from nanovllm.perf.tiles import ElementwiseProblem, plan_elementwise
+    from nanovllm.perf.tiles.elementwise import DTYPES
+
+    problem = ElementwiseProblem(elements, inputs, outputs, dtype_name(dtype, DTYPES), operations)
+    device = _device(gpu)
+    plans = plan_elementwise(problem, device)
+    _show("elementwise", problem, device, plans, device.vector_flops, plans[0].bytes, top, compile, as_json)
+
+
+@app.command()
+def reduction(
+    kind: Annotated[str, typer.Argument(help="softmax, layer_norm or rms_norm.")],
+    rows: Annotated[int, typer.Option(help="Rows.")],
+    size: Annotated[int, typer.Option(help="Elements of a row.")],
+    dtype: _Dtype = "bfloat16",
+    gpu: _Gpu = None,
+    top: _Top = 10,
+    compile: _Compile = False,
+    as_json: _Json = False,
+) -> None:
+    """Blocks of a row kernel: one pass in registers where the row fits, else pieces."""
+    from nanovllm.perf.presets import dtype_name
+    from nanovllm.perf.tiles import ReductionProblem, plan_reduction
+    from nanovllm.perf.tiles.reduction import DTYPES
+
+    problem = ReductionProblem(kind.replace("-", "_"), rows, size, dtype_name(dtype, DTYPES))
+    device = _device(gpu)
+    least = 2 * rows * size * problem.itemsize
+    _show(
+        "reduction", problem, device, plan_reduction(problem, device), device.vector_flops, least, top, compile, as_json
+    )
+
+
+@app.command()
+def prove(
+    out: Annotated[Path | None, typer.Option(help="The JSON file; by default results/<gpu>/planner.json.")] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="A Markdown file whose table is to be filled, such as docs/planner.md.")
+    ] = None,
+    limit: Annotated[float, typer.Option(min=10, help="Seconds in all.")] = 540,
+    most: Annotated[int, typer.Option(min=0, help="Time at most so many configurations of a shape; 0: all.")] = 0,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="gemm, attention or streaming; repeatable, by default all.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Leave out what the JSON file has already.")] = False,
+) -> None:
+    """On a GPU: time everything the planner keeps for some 50 shapes, and tell where its first choices stand."""
+    import os
+
+    from nanovllm.perf.tiles.proof import run
+    from nanovllm.perf.tiles.shapes import ALL
+
+    run(out, docs, limit, most, min(16, os.cpu_count() or 1), kind or list(ALL), resume)
+
+
+def _device(gpu: str | None) -> DeviceModel:
+    """The named preset; else the CUDA device that is here; else an H100."""
+    from nanovllm.perf.presets import device_model, this_device
+
+    if gpu not in (None, "here"):
+        return device_model(gpu)
+    import torch
+
+    if torch.cuda.is_available():
+        return this_device(torch.device("cuda", torch.cuda.current_device()))
+    if gpu == "here":
+        raise ValueError("--gpu here: there is no CUDA device; name one of a100, h100, h200, b200, rtx-4090")
+    return device_model("h100")
+
+
+def _show(
+    kind: str, problem: Any, device: DeviceModel, plans: Sequence[Plan], rate: float, least_bytes: float, top: int, compile: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    from nanovllm.perf.tiles.report import compiled, compiled_cells, document, floor_seconds, table_rows
+
+    floor = floor_seconds(plans[0], rate, least_bytes, device)
+    shown = list(plans[:top])
+    compiler = _compiler(kind, problem, device) if compile else None
+    reported = compiled(shown, compiler) if compiler else None
+    if as_json:
+        found = document(kind, problem, device, shown, len(plans), floor)
+        if reported:
+            for plan, resources in zip(found["plans"], reported):
+                plan["compiled"] = resources
+        print(json.dumps(found, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    columns, rows = table_rows(shown, floor)
+    if reported:
+        columns = [*columns, "shared, compiled", "regs, compiled"]
+        rows = [[*row, *compiled_cells(more)] for row, more in zip(rows, reported)]
+    bound = "arithmetic" if plans[0].flops / rate >= least_bytes / device.bandwidth else "memory"
+    intensity = plans[0].flops / least_bytes
+    print(f"{kind} on {device.name}: {_words(problem)}")
+    print(
+        f"{plans[0].flops:.4g} flops, {least_bytes:.4g} bytes at least: {intensity:.1f} flops a byte, ridge {rate / device.bandwidth:.0f}; "
+        f"{bound} bounds it, at {1e6 * floor:.2f} us. {len(plans)} configurations fit; predicted, not measured:"
+    )
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    # A file or a pipe has no width: nothing is cut off there.
+    (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
+
+
+def _words(problem: Any) -> str:
+    from dataclasses import asdict
+
+    shown = {name: value for name, value in asdict(problem).items() if value is not None}
+    if "group" in shown and "weight" not in shown:
+        del shown["group"]  # of packed weights
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _compiler(kind: str, problem: Any, device: DeviceModel) -> Callable[[Any], Any]:
+    try:
+        from nanovllm.perf.tiles import kernels
+    except ImportError as e:
+        raise ValueError(f"--compile: needs Triton ({e})") from e
+    compile = getattr(kernels, f"compile_{kind}")
+    return lambda config: compile(config, problem, device)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,119 @@
+"""What the compiler makes of a Triton kernel for a GPU that need not be here: shared memory, registers, spills.
+
+Triton ships its own assembler and `cuobjdump`, so neither a GPU nor a CUDA toolkit is needed. This is what the planner's
+predictions of shared memory and registers are held against.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one program of a kernel takes, as the compiler reports it.
+
+    Attributes:
+        shared: bytes of shared memory a block.
+        registers: 32-bit registers a thread.
+        spilled: bytes of local memory a thread: registers that found no room, and arrays.
+    """
+
+    shared: int
+    registers: int
+    spilled: int
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """An integer argument that is not known when the kernel is compiled.
+
+    Attributes:
+        divisible: by 16, which Triton compiles a kernel for, since it proves addresses aligned.
+    """
+
+    divisible: bool = True
+    type: str = "i32"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A tensor argument, aligned to 16 bytes; `type` is Triton's name of the element, such as "bf16"."""
+
+    type: str
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A tensor descriptor, whose blocks the Tensor Memory Accelerator moves."""
+
+    type: str
+    block: tuple[int, ...]
+
+
+def compile_kernel(
+    kernel: Any, arguments: Mapping[str, Any], capability: int, num_warps: int, num_stages: int = 1, **options: Any
+) -> Compiled:
+    """Compile a `triton.jit` function; nothing runs.
+
+    Args:
+        kernel: the function.
+        arguments: every parameter: a `Pointer`, `Scalar` or `Descriptor`, a type such as "fp32", or the value of a constant.
+        capability: the compute capability as a number: 90 for 9.0.
+
+    Raises:
+        ValueError: a parameter is missing or unknown.
+        RuntimeError: the compiler gave up, for example because shared memory does not suffice.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = [p.name for p in kernel.params]
+    if set(names) != set(arguments):
+        raise ValueError(f"arguments: expected {', '.join(names)}; differing: {sorted(set(names) ^ set(arguments))}")
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(names):
+        value = arguments[name]
+        if isinstance(value, Pointer):
+            signature[name] = "*" + value.type
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, Scalar):
+            signature[name] = value.type
+            if value.divisible:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, Descriptor):
+            signature[name] = f"tensordesc<{value.type}{list(value.block)}>"
+        elif value == "fp32" and not kernel.params[i].is_constexpr:
+            signature[name] = value
+        else:
+            signature[name], constants[(i,)] = "constexpr", value
+    source = ASTSource(kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(
+        source, target=target, options={"num_warps": num_warps, "num_stages": num_stages, **options}
+    )
+    registers, spilled = _resources(binary.asm["cubin"])
+    return Compiled(binary.metadata.shared, registers, spilled)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack and local memory) a thread, as the assembler allotted them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "kernel.cubin"
+        path.write_bytes(cubin)
+        done = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", done.stdout)
+    if not found:
+        raise RuntimeError(f"cuobjdump reported no resources: {done.stdout[:200]}")
+    registers, stack, local = (int(n) for n in found.groups())
+    return registers, stack + local

@@ -1,0 +1,110 @@
+"""The loop of a tiled product, shared by matrix products and convolutions: seconds by limit, from what one step of one block needs.
+
+Two constants are fitted to tiles timed on an H200 (bfloat16, PyTorch 2.11, Triton 3.6): microseconds for 64 columns of k, one block a
+multiprocessor, 0.14 (64 x 64), 0.24 (64 x 128), 0.22 (128 x 64), 0.345 (128 x 128), 0.67 (128 x 256).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.perf.presets import DeviceModel
+from nanovllm.perf.tiles.resources import LOADED, Occupancy, Waves, cdiv
+
+ISSUE_CYCLES = 150
+"""From the request for a tile to the load's start, and from the data to the product: barriers, address arithmetic. ASSUMED."""
+_STEP_CYCLES = 60
+"""What four warps need around the product of a step, in which they issue no other; the tensor cores are busy if there are more
+warps. FITTED."""
+_SHARED_LOADS = 1.7
+"""Tiles that several multiprocessors load at the same time cross the L2 cache less often than once each: 64 x 64 tiles run at 15 TB/s
+on an H200, where reads that nobody shares reach 9.0. FITTED."""
+_MMA_ON_HOPPER = 0.62
+"""Of the rate, what the instructions of Ampere reach on Hopper (Luo et al., arXiv 2402.13499, rounded)."""
+_SHARED_WIDTH = 128
+"""Bytes that shared memory delivers or takes a cycle."""
+
+
+def latency(device: DeviceModel) -> float:
+    """Seconds from the request for a tile to its product, if memory is idle: at the start of a block."""
+    return device.dram_latency + ISSUE_CYCLES / device.clock
+
+
+def loaded_latency(device: DeviceModel) -> float:
+    """L_total: the same while memory is kept busy, which stages must cover."""
+    return LOADED * device.dram_latency + ISSUE_CYCLES / device.clock
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one block does in one step of its loop.
+
+    Attributes:
+        flops: of the product, padding included. x_bytes, weight_bytes: loaded. convert: seconds to unpack a packed weight.
+        rows: of the product; x_read, weight_read: bytes that one reading of each operand takes from shared memory.
+        wgmma: whether the instructions of Hopper multiply, which read both operands from shared memory.
+    """
+
+    flops: float
+    x_bytes: float
+    weight_bytes: float
+    rows: int
+    x_read: float
+    weight_read: float
+    wgmma: bool
+    convert: float = 0.0
+
+
+def loop_seconds(
+    device: DeviceModel, step: Step, steps: int, blocks: int, fit: Occupancy, wave: Waves, warps: int, stages: int, rate: float,
+    store_bytes: float, on_tensor_cores: bool,
+) -> tuple[dict[str, float], float]:  # fmt: skip
+    """(seconds by limit, those that nothing overlaps) of `blocks` blocks of `steps` steps; device memory is the caller's.
+
+    Args:
+        rate: sustained flops a second of the device in this dtype.
+        store_bytes: that a block writes at its end.
+    """
+    resident = min(fit.blocks, wave.busiest)
+    per_step = step.flops / (rate / device.sms)
+    share = min(1.0, warps * resident / 4)  # a multiprocessor has four units, and a warp uses one
+    if device.matrix_unit == "wgmma" and on_tensor_cores and not step.wgmma:
+        share *= _MMA_ON_HOPPER
+    # Blocks of a multiprocessor in rounds of as many as are resident, the last of what is left.
+    rounds = [resident] * (wave.busiest // resident) + ([wave.busiest % resident] if wave.busiest % resident else [])
+    wait = loaded_latency(device)
+    at_a_time = wait / (stages - 1) if stages > 1 else wait + per_step
+    around = _STEP_CYCLES / device.clock * 4 / (warps * resident)
+    store = store_bytes * device.sms / device.l2_bandwidth
+    work = wave.busiest * steps
+    # A block unpacks its weights before it multiplies them; the other blocks multiply meanwhile.
+    product = max(per_step / share, step.convert) + min(per_step / share, step.convert) / resident
+    parts = {
+        "compute": work * (product + around),
+        "shared memory": work * _shared_seconds(step, device, warps),
+        "latency": len(rounds) * steps * at_a_time,
+        "L2": blocks * steps * (step.x_bytes + step.weight_bytes) / (_SHARED_LOADS * device.l2_bandwidth),
+    }
+    if step.convert:
+        parts["conversion"] = work * step.convert
+    # A block's first load and last store are hidden by the other blocks of its multiprocessor.
+    return parts, device.launch + (latency(device) + store) * sum(1 / r for r in rounds)
+
+
+def _shared_seconds(step: Step, device: DeviceModel, warps: int) -> float:
+    """Seconds that shared memory is busy with a step: what is loaded is written once, and read by every unit that needs it.
+
+    wgmma reads both operands there: 64 rows of x at a time, and the whole weight for each of them. Other units
+    load the rows and columns of each warp to registers, the warps being arranged so that they read least.
+    """
+    if step.wgmma:
+        read = step.x_read + cdiv(step.rows, 64) * step.weight_read
+    elif device.matrix_unit == "tcgen05":
+        read = step.x_read + step.weight_read
+    else:
+        grids = [(w, warps // w) for w in (1, 2, 4, 8, 16) if w <= warps and w <= cdiv(step.rows, 16)]
+        read = min(step.x_read * across + step.weight_read * down for down, across in grids)
+    unpacked = (
+        step.weight_read if step.convert and (step.wgmma or device.matrix_unit == "tcgen05") else 0
+    )  # written back
+    return (step.x_bytes + step.weight_bytes + unpacked + read) / (_SHARED_WIDTH * device.clock)

@@ -1,0 +1,202 @@
+"""Predicted against measured: time what the planner keeps, and see where its first choice and its first five stand.
+
+    python -m nanovllm.perf.tiles.proof --limit 540 --docs docs/planner.md
+
+Needs a CUDA device. Inputs rotate through more than twice the L2 cache, calls run in a CUDA graph. Every configuration is timed once; the
+fastest of these and the planner's first five are timed again, in turns, and their results compared with a float32 reference. What
+does not compile or launch is counted, with its reason. The shapes' kernels are compiled beforehand by several processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from nanovllm.perf.presets import DeviceModel
+from nanovllm.perf.tiles import table
+from nanovllm.perf.tiles.measuring import FIRST, GpuTimer, compile_ahead, compile_share, sample
+from nanovllm.perf.tiles.report import finite
+from nanovllm.perf.tiles.resources import Plan
+from nanovllm.perf.tiles.shapes import ALL, plan
+
+Timer = Callable[[Any, Sequence[Plan], float], dict[str, Any]]
+
+
+def judge(plans: Sequence[Plan], seconds: dict[int, float]) -> dict[str, Any]:
+    """Where the planner's ranking stands among measured times, by rank from 0.
+
+    `share` is the best time over the first choice's; an untimed first choice (it does not run) counts as the next that does.
+    """
+    first = min(seconds)
+    best = min(seconds, key=lambda rank: seconds[rank])
+    five = sorted(seconds)[:FIRST]
+
+    def entry(rank: int) -> dict[str, Any]:
+        return {
+            "rank": rank,
+            "config": str(plans[rank].config),
+            "us": 1e6 * seconds[rank],
+            "predicted_us": 1e6 * plans[rank].seconds,
+        }
+
+    return {
+        "first": entry(first), "best": entry(best), "share": seconds[best] / seconds[first],
+        "best_in_first_five": best in five, "first_five_share": seconds[best] / min(seconds[r] for r in five),
+        "limit": plans[first].limit,
+    }  # fmt: skip
+
+
+def summary(shapes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By kind: how near the first choice comes to the best, and how often the first five contain it."""
+    found = {}
+    for kind in dict.fromkeys(s["kind"] for s in shapes):
+        mine = [s for s in shapes if s["kind"] == kind]
+        shares = [s["share"] for s in mine]
+        errors = [abs(s["first"]["predicted_us"] / s["first"]["us"] - 1) for s in mine]
+        found[kind] = {
+            "shapes": len(mine), "timed": sum(s["timed"] for s in mine), "median_share": statistics.median(shares),
+            "worst_share": min(shares), "best_in_first_five": sum(s["best_in_first_five"] for s in mine) / len(mine),
+            "first_five_median_share": statistics.median(s["first_five_share"] for s in mine),
+            "median_prediction_error": statistics.median(errors),
+        }  # fmt: skip
+    return found
+
+
+def prove(
+    model: DeviceModel, problems: dict[str, Sequence[Any]], timer: Timer, limit: float, most: int = 0
+) -> dict[str, Any]:
+    """Plan and time every problem until `limit` seconds have passed; what was not reached is named.
+
+    Args:
+        timer: (problem, plans, deadline) -> {"seconds": {rank: seconds}, ...}; what else it returns goes into the document.
+    """
+    deadline = time.monotonic() + limit
+    shapes, missing, stopped = [], [], None
+    # Kinds in turns, so that a short run has some of each.
+    turns = [(kind, p) for kind, ps in problems.items() for p in ps]
+    turns.sort(key=lambda t: problems[t[0]].index(t[1]) / len(problems[t[0]]))
+    for kind, problem in turns:
+        words = _words(kind, problem)
+        if stopped or time.monotonic() > deadline:
+            missing.append(words)
+            continue
+        plans = plan(problem, model)
+        chosen = sample(plans, most)
+        try:
+            result = timer(problem, [plans[i] for i in chosen], deadline)
+        except RuntimeError as e:  # a kernel broke the CUDA context: what was measured before it is kept
+            stopped = f"{words}: {type(e).__name__}: {str(e).splitlines()[0]}"
+            missing.append(words)
+            continue
+        seconds = {chosen[i]: s for i, s in result.pop("seconds").items()}
+        if result.pop("cut", False) or not seconds:
+            missing.append(words)
+            continue
+        shapes.append(
+            {
+                "kind": kind,
+                "problem": words,
+                "candidates": len(plans),
+                "timed": len(seconds),
+                **judge(plans, seconds),
+                **result,
+            }
+        )
+    return {"shapes": shapes, "not_measured": missing, "summary": summary(shapes), "stopped": stopped}
+
+
+def _words(kind: str, problem: Any) -> dict[str, Any]:
+    return {"kind": kind, "problem": type(problem).__name__, **asdict(problem)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m nanovllm.perf.tiles.proof", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="the JSON file; by default results/<gpu>/planner.json")
+    parser.add_argument("--docs", type=Path, help="a Markdown file whose table is to be filled")
+    parser.add_argument("--limit", type=float, default=540, help="seconds in all")
+    parser.add_argument("--most", type=int, default=0, help="time at most so many configurations of a shape; 0: all")
+    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
+    parser.add_argument("--kinds", nargs="+", choices=list(ALL), default=list(ALL))
+    parser.add_argument("--resume", action="store_true", help="leave out what the JSON file has already")
+    parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
+    a = parser.parse_args(arguments)
+    run(a.out, a.docs, a.limit, a.most, a.workers, a.kinds, a.resume, a.share)
+
+
+def merged(known: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:
+    """The document with the shapes of an earlier one that it lacks, if GPU and versions are the same."""
+    same = known is not None and all(known.get(k) == document[k] for k in ("schema", "gpu", "versions", "most"))
+    if not same:
+        return document
+    new = [s["problem"] for s in document["shapes"]]
+    shapes = [*(s for s in known["shapes"] if s["problem"] not in new), *document["shapes"]]
+    shapes.sort(key=lambda s: list(ALL).index(s["kind"]))
+    have = [s["problem"] for s in shapes]
+    missing = [p for p in (*known["not_measured"], *document["not_measured"]) if p not in have]
+    missing = [p for i, p in enumerate(missing) if p not in missing[:i]]
+    return {**document, "shapes": shapes, "not_measured": missing, "summary": summary(shapes)}
+
+
+def run(
+    out: Path | None, docs: Path | None, limit: float, most: int = 0, workers: int = 8, kinds: Sequence[str] = tuple(ALL),
+    resume: bool = False, share: Sequence[int] | None = None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """The whole proof on the CUDA device here: measure, write the JSON, fill the table of `docs`.
+
+    What an earlier run on the same GPU and versions measured stays in the file. `share`: only compile, as (index, workers).
+
+    Raises:
+        ValueError: there is no CUDA device, or a kind is unknown.
+    """
+    import torch
+
+    from nanovllm.kernels.versions import versions
+    from nanovllm.perf.presets import this_device
+
+    if unknown := set(kinds) - set(ALL):
+        raise ValueError(f"kinds: expected some of {', '.join(ALL)}, not {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        raise ValueError("prove: needs a CUDA device: it times what `nanovllm plan` predicts")
+    began = time.monotonic()
+    model = this_device(torch.device("cuda", torch.cuda.current_device()))
+    if share is not None:
+        compile_share(model, kinds, most, *share, limit)
+        return None
+    out = out or Path("results") / model.name / "planner.json"
+    known = json.loads(out.read_text()) if out.exists() else None
+    problems = {k: list(ALL[k]) for k in kinds}
+    if resume and known is not None:
+        have = [s["problem"] for s in known["shapes"]]
+        problems = {k: [p for p in ps if _words(k, p) not in have] for k, ps in problems.items()}
+    compile_ahead(0.45 * limit, most, workers, kinds)
+    with torch.inference_mode():
+        found = prove(model, problems, GpuTimer(model), limit - (time.monotonic() - began), most)
+    head = {
+        "schema": 1, "gpu": torch.cuda.get_device_name(), "versions": versions(), "most": most,
+        "date": datetime.now(timezone.utc).date().isoformat(), "device": asdict(model),
+    }  # fmt: skip
+    document = merged(known, finite({**head, **found}))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1) + "\n")
+    part.replace(out)
+    print(f"wrote {out}")
+    print(table.markdown([document]))
+    if docs is not None:
+        # The documents of other GPUs stand beside this one's.
+        every = sorted({*out.parent.parent.glob("*/planner.json"), out})
+        table.fill(docs, [json.loads(path.read_text()) for path in every])
+        print(f"filled the table of {docs}")
+    return document
+
+
+if __name__ == "__main__":
+    main()

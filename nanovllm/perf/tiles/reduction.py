@@ -1,0 +1,180 @@
+"""Blocks of row kernels: softmax, LayerNorm, RMSNorm. One pass if a block holds its row in registers, else the row is read again.
+
+The kernels are those of `kernels/triton_ops/norm.py` and `softmax.py`. A row in registers takes a register an element for
+its thread; several short rows share a block. A longer row goes by in pieces, once for the sums (LayerNorm: mean, then variance; softmax:
+maximum and sum together, online) and once for the results.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
+from nanovllm.perf.tiles.elementwise import BLOCK_CYCLES, START_CYCLES
+from nanovllm.perf.tiles.registers import reduction_registers
+from nanovllm.perf.tiles.resources import (
+    LOADED,
+    SPILL_MARGIN,
+    VECTOR_BYTES,
+    Plan,
+    bytes_needed,
+    cdiv,
+    combine,
+    next_power_of_2,
+    occupancy,
+    positive,
+    ranked,
+    waves,
+)
+
+DTYPES = ("bfloat16", "float16", "float32")
+KINDS = ("softmax", "layer_norm", "rms_norm")
+REDUCTIONS = {"softmax": 2, "layer_norm": 2, "rms_norm": 1}
+"""Sums or maxima over a row, one after the other."""
+LONG_READS = {"softmax": 2, "layer_norm": 3, "rms_norm": 2}
+"""How often the kernels for long rows read a row."""
+WEIGHTS = {"softmax": 0, "layer_norm": 2, "rms_norm": 1}
+"""Rows of parameters that every block reads, from the cache."""
+_OPERATIONS = {"softmax": 8, "layer_norm": 8, "rms_norm": 6}
+_LONG_OPERATIONS = {"softmax": 20, "layer_norm": 10, "rms_norm": 7}
+"""Instructions an element besides loads and stores. ASSUMED."""
+_SHUFFLE_CYCLES = 30
+_BARRIER_CYCLES = 120
+"""Of one step of a reduction within a warp, and of the exchange between warps. ASSUMED."""
+MOST_ITEMS = 64
+LONG_PIECES = (1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class ReductionProblem:
+    """`rows` rows of `size` elements.
+
+    Attributes:
+        kind: "softmax", "layer_norm" (weight and bias) or "rms_norm" (weight).
+
+    Raises:
+        ValueError: a size is not positive, or kind or dtype is unknown.
+    """
+
+    kind: str
+    rows: int
+    size: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, not {self.kind!r}")
+        positive(rows=self.rows, size=self.size)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, not {self.dtype!r}")
+
+    @property
+    def itemsize(self) -> float:
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ReductionTile:
+    """rows: of a program; block: columns that it holds at a time, all of a row if `one_pass`."""
+
+    rows: int
+    block: int
+    warps: int
+    one_pass: bool = True
+
+    @property
+    def items(self) -> int:
+        """Elements a thread holds."""
+        return max(1, self.rows * self.block // (32 * self.warps))
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.block} w{self.warps}" + ("" if self.one_pass else " in pieces")
+
+
+def shared_bytes(tile: ReductionTile, problem: ReductionProblem) -> int:
+    """What warps that share rows exchange: a 4-byte value each for each row. It never limits anything."""
+    across = (
+        min(tile.warps, max(1, int(tile.block * problem.itemsize) // (32 * VECTOR_BYTES)))
+        if tile.rows > 1
+        else tile.warps
+    )
+    return 4 * tile.rows * across if across > 1 else 0
+
+
+def candidates(problem: ReductionProblem, device: DeviceModel) -> list[ReductionTile]:
+    """Whole rows in registers where they fit without spilling, short ones several a program; else pieces of a row."""
+    width = next_power_of_2(problem.size)
+    # LayerNorm's kernel takes one row.
+    most = 1 if problem.kind == "layer_norm" else next_power_of_2(problem.rows)
+    found = []
+    for warps, rows in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)):
+        if (
+            rows <= most
+            and 32 * warps <= rows * width <= 32 * warps * MOST_ITEMS
+            or (rows == warps == 1 and width < 32)
+        ):
+            found.append(ReductionTile(rows, width, warps))
+    if problem.size > 1024:
+        found += [
+            ReductionTile(1, piece, warps, False) for piece in LONG_PIECES for warps in (4, 8, 16) if piece < width
+        ]
+
+    def fits(tile: ReductionTile) -> bool:
+        most = min(device.registers_per_thread, device.registers_per_sm // (32 * tile.warps))
+        return reduction_registers(tile, problem) <= most - SPILL_MARGIN
+
+    return [tile for tile in found if fits(tile)]
+
+
+def predict(tile: ReductionTile, problem: ReductionProblem, device: DeviceModel) -> Plan:
+    """The plan of one configuration."""
+    p = problem
+    registers, shared = reduction_registers(tile, p), shared_bytes(tile, p)
+    fit = occupancy(device, shared, registers, tile.warps)
+    blocks = cdiv(p.rows, tile.rows)
+    wave = waves(blocks, max(1, fit.blocks), device.sms)
+    resident = max(1, min(fit.blocks, wave.busiest))
+    row_bytes = p.size * p.itemsize
+    once = p.rows * row_bytes
+    reads = 1 if tile.one_pass else LONG_READS[p.kind]
+    pieces = 1 if tile.one_pass else cdiv(p.size, tile.block)
+    # What is read again is still in the L2 cache if the rows in progress fit there.
+    in_cache = min(blocks, resident * device.sms) * tile.rows * row_bytes <= 0.8 * device.l2_bytes
+    dram = once * (1 if in_cache else reads) + once
+    loaded = once * reads + blocks * WEIGHTS[p.kind] * row_bytes
+    in_flight = resident * tile.rows * min(tile.block, p.size) * p.itemsize
+    threads = 32 * tile.warps
+    elements = tile.rows * pieces * tile.block  # with padding
+    vectors = math.ceil(elements / threads / max(1.0, min(tile.items, VECTOR_BYTES / p.itemsize)))
+    operations = (_OPERATIONS if tile.one_pass else _LONG_OPERATIONS)[p.kind]
+    reduction = (5 * _SHUFFLE_CYCLES + (_BARRIER_CYCLES if tile.warps > 1 else 0)) * REDUCTIONS[p.kind]
+    instructions = 40 + 4 * vectors * (reads + 1 + WEIGHTS[p.kind]) + operations * elements / threads + 10 * tile.rows
+    wait = LOADED * device.dram_latency + (pieces * reads - 1) * (
+        LOADED * device.l2_latency if in_cache else LOADED * device.dram_latency
+    )
+    turns = max(1.0, wave.busiest / resident)
+    parts = {
+        "memory": dram / device.bandwidth,
+        "latency": turns * (wait + (START_CYCLES + reduction) / device.clock),
+        "compute": wave.busiest * threads * instructions / (device.lanes * device.clock),
+        "blocks": wave.busiest * BLOCK_CYCLES / device.clock,
+        "L2": (loaded + once) / device.l2_bandwidth,
+    }
+    fixed = device.launch + device.dram_latency
+    flops = float(operations * p.rows * p.size)
+    return Plan(
+        tile, blocks, flops / (2 * once), shared, registers, fit, 0, wave, combine(parts, fixed) if fit.blocks else math.inf, parts,
+        fixed, flops, dram, in_flight, bytes_needed(device),
+    )  # fmt: skip
+
+
+def plan_reduction(problem: ReductionProblem, device: DeviceModel) -> list[Plan]:
+    """Every configuration that fits, the fastest by prediction first."""
+    plans = [plan for tile in candidates(problem, device) if (plan := predict(tile, problem, device)).occupancy.blocks]
+    if not plans:
+        raise ValueError(f"reduction: no block of {problem} fits {device.name}")
+    # A row once, two vectors a thread: enough to load at a time, few enough for other rows beside it.
+    some = 2 * VECTOR_BYTES / problem.itemsize
+    return ranked(plans, lambda tile: (not tile.one_pass, abs(math.log2(tile.items / some))))

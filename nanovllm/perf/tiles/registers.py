@@ -1,0 +1,115 @@
+"""Registers a thread, predicted from what a thread holds: accumulators, the addresses of its copies, its elements, and a rest.
+
+Each kernel is a line over these counts. An accumulator's factor is 1 where a product accumulates in place, and above
+where the epilogue holds values and their addresses at once; a 16-byte copy costs an address of two registers, and a half for
+masks. FITTED: least sums of relative errors over some hundred configurations of each kernel compiled by Triton 3.9, and
+for attention and rows also 3.6, for compute capability 9.0 and 8.0; how well the lines hold is tested (tests/perf/test_tiles_compile.py) and told in
+docs/planner.md. The assembler adds noise of its own: it gives up registers to fit one block more, and takes more when there is room.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
+
+if TYPE_CHECKING:
+    from nanovllm.perf.tiles.attention import AttentionProblem, AttentionTile
+    from nanovllm.perf.tiles.elementwise import ElementwiseProblem, ElementwiseTile
+    from nanovllm.perf.tiles.gemm import GemmProblem, GemmTile
+    from nanovllm.perf.tiles.reduction import ReductionProblem, ReductionTile
+
+_VECTOR = 16
+
+TMA = (26.3, 1.01)
+"""`tma_kernel`: (rest, per accumulator). One thread requests the copies, so addresses cost nothing."""
+TMA_SPLIT = (39.4, 0.98)
+"""The same where it stores partial sums, with an address for each."""
+TILE = {
+    "wgmma": (20.7, 1.08, 2.12, 2.49),
+    "mma": (29.8, 1.45, 0.86, 2.93),
+    "mma 8.0": (27.9, 1.34, 3.31, 2.88),
+    "tfloat32": (31.8, 1.27, 0.0, 2.95),
+    "tfloat32 8.0": (22.6, 2.0, 4.73, 2.11),
+    "float32": (40.8, 2.29, 2.19, 3.15),
+}
+"""`tile_kernel`: (rest, per accumulator, per 16-byte copy of x, per 16-byte copy of the weight)."""
+UNALIGNED = {2: 3.9, 4: 2.4}
+"""What an element that cannot be copied in vectors adds, by its bytes: an address and a mask of its own, and of 16 bits the value too."""
+ATTENTION = {
+    "wgmma": (0.2, 1.5, 2.05, 6.4),
+    "mma, narrow": (25.8, 1.8, 2.2, 2.5),
+    "mma, wide": (0.0, 2.7, 1.13, 0.25),
+    "mma, warps share rows": (42.6, 1.51, 2.49, 3.8),
+}
+"""`prefill_kernel`: (rest, per output accumulator, per score, per 16-byte copy of keys). Narrow: a head_dim of at most 64."""
+ITEMS = (1, 2, 4, 8, 16, 32, 64)
+ELEMENTWISE = {
+    (1, 2): (16, 18, 22, 27, 32, 36, 53), (1, 4): (17, 19, 25, 32, 49, 86, 166),
+    (2, 2): (15, 17, 21, 29, 34, 38, 56), (2, 4): (18, 21, 28, 40, 64, 123, 218),
+    (3, 2): (21, 21, 23, 27, 32, 45, 66), (3, 4): (22, 24, 28, 32, 43, 62, 128),
+}  # fmt: skip
+"""By (inputs, bytes of an element), for each of `ITEMS` elements a thread: what four warps take, since it follows no line: the
+compiler loads few elements ahead where it has many."""
+ROW = {"softmax": (13.9, 1.26, 0.05), "layer_norm": (17.0, 1.95, 0.5), "rms_norm": (17.0, 1.15, 0.45)}
+"""Rows in registers: (rest, per element, more per element of 4 bytes)."""
+PIECES = {"softmax": (15.5, 2.6, 0.0), "layer_norm": (27.0, 0.9, 0.4), "rms_norm": (28.0, 0.7, 0.3)}
+"""The kernels for long rows, by elements of a piece."""
+
+
+def gemm_registers(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> int:
+    """Registers a thread of `tma_kernel` or `tile_kernel`; above 255 means that it spills."""
+    from nanovllm.perf.tiles.gemm import uses_wgmma
+
+    threads = 32 * tile.warps
+    accumulators = tile.block_m * tile.block_n / threads
+    if tile.tma:
+        rest, per_sum = TMA_SPLIT if tile.splits > 1 else TMA
+        return math.ceil(rest + per_sum * accumulators)
+    copies_x = max(1.0, tile.block_m * tile.block_k * problem.bytes_x / _VECTOR / threads)
+    copies_w = max(1.0, tile.block_n * tile.block_k * problem.bytes_weight / _VECTOR / threads)
+    ampere = " 8.0" if device.capability < 90 else ""
+    if problem.dtype in ("float32", "tfloat32"):
+        kind = "float32" if problem.dtype == "float32" else "tfloat32" + ampere
+    else:
+        kind = "wgmma" if uses_wgmma(tile, device, problem.dtype) else "mma" + ampere
+    rest, per_sum, per_x, per_w = TILE[kind]
+    registers = rest + per_sum * accumulators + per_x * copies_x + per_w * copies_w
+    if not problem.aligned:
+        elements = (tile.block_m + tile.block_n) * tile.block_k / threads
+        registers += UNALIGNED[4 if problem.bytes_x == 4 else 2] * elements
+    if problem.weight is not None:
+        # The converted weights of a step wait for their product in registers, two in each.
+        registers += tile.block_n * min(tile.block_k, 64) / 2 / threads
+    return math.ceil(registers)
+
+
+def attention_registers(tile: AttentionTile, problem: AttentionProblem, device: DeviceModel) -> int:
+    """Registers a thread of `prefill_kernel`."""
+    from nanovllm.perf.tiles.attention import padded, uses_wgmma
+
+    threads = 32 * tile.warps
+    dim = padded(problem.head_dim)
+    if uses_wgmma(tile, device):
+        kind = "wgmma"
+    elif 16 * tile.warps > tile.rows:
+        kind = "mma, warps share rows"
+    else:
+        kind = "mma, narrow" if dim <= 64 else "mma, wide"
+    rest, per_output, per_score, per_copy = ATTENTION[kind]
+    copies = max(1.0, tile.tile * dim * DTYPE_BYTES[problem.dtype] / _VECTOR / threads)
+    held = per_output * tile.rows * dim + per_score * tile.rows * tile.tile
+    return math.ceil(rest + held / threads + per_copy * copies)
+
+
+def elementwise_registers(tile: ElementwiseTile, problem: ElementwiseProblem) -> int:
+    """Registers a thread; inputs beyond three hold their elements as well."""
+    few = ELEMENTWISE[min(3, problem.inputs), 4 if problem.itemsize == 4 else 2][ITEMS.index(tile.items)]
+    return few + math.ceil(max(0, problem.inputs - 3) * tile.items * problem.itemsize / 4)
+
+
+def reduction_registers(tile: ReductionTile, problem: ReductionProblem) -> int:
+    """Registers a thread of a row kernel."""
+    rest, per_item, wide = (ROW if tile.one_pass else PIECES)[problem.kind]
+    return math.ceil(rest + tile.items * (per_item + (wide if problem.itemsize == 4 else 0.0)))

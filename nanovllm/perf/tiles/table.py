@@ -1,0 +1,84 @@
+"""The table of docs/planner.md, from the documents that `proof` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- planner:begin -->", "<!-- planner:end -->"
+NOT_MEASURED = "Not measured yet."
+
+
+def markdown(documents: Sequence[dict[str, Any]]) -> str:
+    """A summary and a row for every shape, for each GPU; `NOT_MEASURED` without any."""
+    if not documents:
+        return NOT_MEASURED
+    return "\n\n".join(_one(d) for d in documents)
+
+
+def _one(d: dict[str, Any]) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in d["versions"].items())
+    how = (
+        "every configuration that the planner keeps"
+        if not d["most"]
+        else f"at most {d['most']} configurations of a shape"
+    )
+    lines = [
+        f"**{d['gpu']}**, {versions}, {d['date']}; {how}.", "",
+        "| kind | shapes | configurations timed | first choice, of the best: median | worst | best among the first five | best of the first "
+        "five, of the best: median | error of the predicted time, median |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for kind, s in d["summary"].items():
+        lines.append(
+            f"| {kind} | {s['shapes']} | {s['timed']:,} | {s['median_share']:.0%} | {s['worst_share']:.0%} | {s['best_in_first_five']:.0%} "
+            f"| {s['first_five_median_share']:.0%} | {s['median_prediction_error']:.0%} |"
+        )
+    lines += [
+        "", "| shape | first choice | predicted, us | measured, us | best | us | its rank | first choice, of the best | PyTorch, us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for s in d["shapes"]:
+        first, best, library = s["first"], s["best"], s.get("library_us")
+        lines.append(
+            f"| {words(s['problem'])} | {first['config']} | {first['predicted_us']:.1f} | {first['us']:.1f} | {best['config']} "
+            f"| {best['us']:.1f} | {best['rank'] + 1} of {s['candidates']} | {s['share']:.0%} | {'' if library is None else f'{library:.1f}'} |"
+        )
+    failed = sum(len(s.get("failed", ())) for s in d["shapes"])
+    wrong = sum(len(s.get("wrong", ())) for s in d["shapes"])
+    lines += [
+        "",
+        f"{failed} configurations did not compile or launch; {wrong} of those compared with the reference were wrong.",
+    ]
+    if d.get("stopped"):
+        lines.append(f"The run stopped early: {d['stopped']}.")
+    if d["not_measured"]:
+        lines.append(f"Not reached within the time limit: {'; '.join(words(p) for p in d['not_measured'])}.")
+    return "\n".join(lines)
+
+
+def words(problem: dict[str, Any]) -> str:
+    """A problem in few words."""
+    p = problem
+    if p["problem"] == "GemmProblem":
+        return f"gemm {p['m']} x {p['n']} x {p['k']} {p['dtype']}"
+    if p["problem"] == "AttentionProblem":
+        return f"attention {p['batch']} x {p['query']} of {p['context']}, {p['heads']}/{p['kv_heads']} x {p['head_dim']} {p['dtype']}"
+    if p["problem"] == "ElementwiseProblem":
+        return f"elementwise {p['elements']:,} x {p['inputs']} {p['dtype']}"
+    return f"{p['kind']} {p['rows']} x {p['size']} {p['dtype']}"
+
+
+def fill(path: Path, documents: Sequence[dict[str, Any]]) -> None:
+    """Replace what stands between the markers of a Markdown file.
+
+    Raises:
+        ValueError: the file lacks the markers.
+    """
+    text = path.read_text()
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{path}: expected the markers {BEGIN} and {END}")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    path.write_text(f"{before}{BEGIN}\n\n{markdown(documents)}\n\n{END}{after}")

@@ -1,0 +1,185 @@
+"""`nanovllm plan` and `nanovllm device`, through their own commands; nothing needs a GPU."""
+
+import json
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from nanovllm.cli.device import app as device_app
+from nanovllm.cli.plan import app
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+
+
+def run(*args, command=app):
+    done = CliRunner().invoke(command, [str(a) for a in args])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+GEMM = ("gemm", "--m", 512, "--n", 4096, "--k", 1024, "--gpu", "h100")
+
+
+def test_gemm_table():
+    text = run(*GEMM, "--dtype", "bf16", "--top", 3)
+    assert "gemm on nvidia-h100: m 512, n 4096, k 1024, dtype bfloat16" in text and "predicted, not measured" in text
+    for column in ("configuration", "I", "shared", "regs", "S_min", "blocks/SM", "waves", "us", "of limit", "binds"):
+        assert column in text
+    assert sum(line.startswith("│") for line in text.splitlines()) == 3
+
+
+def test_gemm_json_is_what_the_planner_says():
+    from nanovllm.perf.presets import device_model
+    from nanovllm.perf.tiles import GemmProblem, plan_gemm
+
+    found = json.loads(run(*GEMM, "--json"))
+    plans = plan_gemm(GemmProblem(512, 4096, 1024), device_model("h100"))
+    assert found["candidates"] == len(plans) and len(found["plans"]) == 10 and found["gpu"] == "nvidia-h100"
+    for shown, plan in zip(found["plans"], plans):
+        assert (
+            shown["config"]["block_m"] == plan.config.block_m
+            and shown["seconds"] == plan.seconds
+            and shown["limit"] == plan.limit
+        )
+        assert {"intensity", "shared", "registers", "min_stages", "occupancy", "waves", "parts"} <= set(shown)
+    # 2 m n k flops at 80 % of 989.4 TFLOP/s: 5.4 us; 2 (m k + n k + m n) bytes at 92 % of 3.35 TB/s would be 4.4
+    assert found["floor_seconds"] == pytest.approx(2 * 512 * 4096 * 1024 / (0.8 * 989.4e12))
+
+
+def test_packed_weights():
+    found = json.loads(
+        run("gemm", "--m", 16, "--n", 4096, "--k", 4096, "--weight", "i4", "--gpu", "a100", "--top", 1, "--json")
+    )
+    assert found["problem"]["weight"] == "int4" and "conversion" in found["plans"][0]["parts"]
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "b200", "rtx-4090"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("gemm", "--m", 64, "--n", 512, "--k", 512, "--dtype", "fp16"),
+        ("attention", "--query", 1024, "--batch", 2),
+        ("attention", "--query", 1, "--context", 4096),
+        ("conv", "--channels", 64, "--filters", 128, "--height", 56, "--width", 56, "--kernel", "3x1", "--padding", 1),
+        ("elementwise", "--elements", 1 << 20, "--inputs", 4),
+        ("reduction", "softmax", "--rows", 512, "--size", 4096),
+        ("reduction", "layer-norm", "--rows", 512, "--size", 100000),
+    ],
+    ids=lambda a: f"{a[0]}-{a[2]}",
+)  # fmt: skip
+def test_every_command_on_every_gpu(args, gpu):
+    found = json.loads(run(*args, "--gpu", gpu, "--top", 2, "--json"))
+    assert len(found["plans"]) == 2 and all(p["seconds"] > 0 for p in found["plans"])
+    assert "predicted, not measured" in run(*args, "--gpu", gpu, "--top", 2)
+
+
+def test_compiled_beside_predicted():
+    triton = pytest.importorskip("triton")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("compiles nothing under TRITON_INTERPRET")
+    text = run("elementwise", "--elements", 1 << 20, "--gpu", "h100", "--top", 2, "--compile")
+    assert "regs, compiled" in text
+    found = json.loads(
+        run("gemm", "--m", 64, "--n", 1024, "--k", 1024, "--gpu", "h100", "--top", 1, "--compile", "--json")
+    )
+    (plan,) = found["plans"]
+    assert plan["compiled"]["shared"] == plan["shared"] and 0.5 < plan["compiled"]["registers"] / plan["registers"] < 2
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("gemm", "--m", 0, "--n", 1, "--k", 1, "--gpu", "h100"), "m: expected a positive integer, not 0"),
+        ((*GEMM[:-1], "h300"), "gpu: no preset for 'h300'; known are a100, h100, h200, b200, rtx-4090; did you mean 'h"),
+        ((*GEMM[:-1], "a100", "--dtype", "fp8"), "dtype: nvidia-a100 does not multiply float8; it multiplies float32, tfloat32"),
+        ((*GEMM, "--dtype", "fp61"), "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'fp61'; did you mean 'fp16'?"),
+        ((*GEMM, "--weight", "int3"), "weight: expected one of int4, int8, float8, not 'int3'; did you mean"),
+        (("gemm", "--m", 1, "--n", 1, "--k", 100, "--weight", "int4", "--gpu", "h100"), "k: expected a multiple of the group of 128 weights"),
+        ((*GEMM, "--weight", "int4", "--compile"), "gemm: no kernel of nanovllm multiplies bfloat16 by int4"),
+        (("attention", "--query", 8, "--context", 4, "--gpu", "h100"), "context: expected at least the 8 query tokens, not 4"),
+        (("attention", "--query", 8, "--heads", 3, "--kv-heads", 2, "--gpu", "h100"), "heads: expected a multiple of the 2 KV heads"),
+        (("conv", "--channels", 1, "--filters", 1, "--height", 2, "--width", 2, "--gpu", "h100"), "filter_height: 3 taps with dilation 1"),
+        (("conv", "--channels", 1, "--filters", 1, "--height", 2, "--width", 2, "--kernel", "3x3x3"), "--kernel: expected a size such as 3"),
+        (("elementwise", "--elements", -4, "--gpu", "h100"), "elements: expected a positive integer, not -4"),
+        (("reduction", "median", "--rows", 4, "--size", 4, "--gpu", "h100"), "kind: expected one of softmax, layer_norm, rms_norm, not 'median'"),
+        (("prove", "--kind", "conv"), "kinds: expected some of gemm, attention, streaming, not conv"),
+    ],
+)  # fmt: skip
+def test_what_a_user_can_mend_is_one_line(args, message):
+    with pytest.raises(ValueError) as error:
+        run(*args)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@without_gpu
+def test_without_a_gpu():
+    assert "on nvidia-h100" in run("elementwise", "--elements", 1000, "--top", 1)
+    for args in (("elementwise", "--elements", 1000, "--gpu", "here"), ("prove",)):
+        with pytest.raises(ValueError, match="CUDA device"):
+            run(*args)
+    for args in (("--refresh",), ("--gpu", "here")):
+        with pytest.raises(ValueError, match="^device: there is no CUDA device to measure"):
+            run(*args, command=device_app)
+
+
+def test_device():
+    text = run("--gpu", "h100", command=device_app)
+    assert (
+        "nvidia-h100" in text
+        and "132" in text
+        and "228 / 227" in text
+        and "wgmma" in text
+        and "Presets: data sheets" in text
+    )
+    found = json.loads(run("--gpu", "rtx-4090", "--json", command=device_app))
+    assert (
+        found["name"] == "nvidia-rtx-4090"
+        and found["sms"] == 128
+        and found["matrix_unit"] == "mma"
+        and found["measured"] == []
+    )
+    with pytest.raises(
+        ValueError, match="^--refresh: measures the GPU that is here, so it does not go with --gpu h100"
+    ):
+        run("--gpu", "h100", "--refresh", command=device_app)
+
+
+@without_gpu
+def test_every_preset_without_a_gpu():
+    text = run(command=device_app)
+    assert all(name in text for name in ("nvidia-a100", "nvidia-h200", "nvidia-b200"))
+    assert len(json.loads(run("--json", command=device_app))) == 5
+
+
+def test_what_was_measured_is_marked(monkeypatch):
+    from nanovllm.perf import presets
+    from nanovllm.perf.device import Rates
+
+    rates = Rates("NVIDIA H200", 4.5e12, 4.5e12, 4.3e12, {"bfloat16": 7.9e14}, 60 << 20, 9e12, 9e-7, 6e-7, 2e-7)
+    model = presets.measured(presets.device_model("h200"), rates)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(presets, "this_device", lambda device, refresh=False: model)
+    lines = run(command=device_app).splitlines()
+    assert any("memory latency" in line and "600 *" in line for line in lines) and any(
+        "4.40 *" in line for line in lines
+    )
+    assert any("tfloat32" in line and "*" not in line for line in lines) and "* measured on this GPU" in lines[-1]
+    assert "memory_latency" not in json.loads(run("--json", command=device_app)) and "dram_latency" in run(
+        "--json", command=device_app
+    )
+
+
+def test_they_fit_into_the_console_command():
+    """As the root command adds them."""
+    from nanovllm.cli.device import device
+
+    root = typer.Typer()
+    root.add_typer(app, name="plan")
+    root.command()(device)
+    assert "nvidia-h100" in run("device", "--gpu", "h100", command=root)
+    assert "on nvidia-h100" in run("plan", *GEMM, "--top", 1, command=root)
