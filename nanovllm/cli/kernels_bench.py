@@ -1,0 +1,152 @@
+"""`nanovllm kernels bench`: the providers of an op beside each other, in time and as a share of what the hardware allows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanovllm.cli.kernels_common import (
+    Device,
+    Dtype,
+    Json,
+    OpName,
+    Plugins,
+    Providers,
+    Shapes,
+    device_name,
+    dtype_of,
+    matching,
+    new_table,
+    prepare,
+    print_table,
+    shape_of,
+    with_provider,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.kernels import Op
+    from nanovllm.kernels.compare import Measurement
+
+
+def bench(
+    op: OpName = None,
+    shape: Shapes = None,
+    dtype: Dtype = "bfloat16",
+    provider: Providers = None,
+    compile: Annotated[bool, typer.Option(help="Also time torch.compile of the reference.")] = False,
+    device: Device = "auto",
+    kernel_plugin: Plugins = None,
+    save: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
+    save_table: Annotated[
+        Path | None, typer.Option(help="Write who is fastest into this directory, for kernels to be chosen by.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time the providers of an op: medians, inputs from device memory, the share of what the hardware allows."""
+    from nanovllm.kernels.compare import bench_cases, compiled, measure
+
+    where, ops, origins = prepare(device, kernel_plugin)
+    if save_table is not None and where.type != "cuda":
+        raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
+    results = []
+    for declared in with_provider(matching(ops, op), provider):
+        if declared.inputs is None or declared.cost is None:
+            print(f"{declared.name} declares no inputs or no cost: not timed", file=sys.stderr)
+            continue
+        shapes = None if shape is None else [shape_of(declared, s) for s in shape]
+        if where.type == "cpu" and shapes is None:
+            shapes = declared.inputs.decode[:1]
+        candidates = [p for name, p in declared.providers.items() if not provider or name in provider]
+        candidates += [compiled(declared)] if compile else []
+        for case in bench_cases(declared, dtype_of(dtype), shapes):
+            for candidate in candidates:
+                results.append(measure(declared, candidate, case, where))
+            if not as_json and sys.stderr.isatty():
+                print(f"\r{declared.name} {case}  ", end="", file=sys.stderr)
+    document = _bench_document(where, results)
+    if as_json:
+        print(json.dumps(document, indent=1))
+    else:
+        print_table(_bench_table(where, results))
+        _warn_of_slow_choices(ops, results, where, origins)
+    if save is not None:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save.write_text(json.dumps(document, indent=1) + "\n")
+    if save_table is not None:
+        print(f"wrote {_save_table(where, results, save_table, document['date'])}")
+
+
+def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str, Any]:
+    import datetime
+
+    from nanovllm.kernels.versions import versions
+
+    document: dict[str, Any] = {
+        "device": device_name(where),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "command": "nanovllm " + " ".join(sys.argv[1:]),
+    }
+    if where.type == "cuda":
+        from nanovllm.kernels.benchmark import copy_bandwidth, empty_kernel_time
+
+        document["copy_bytes_per_second"] = copy_bandwidth(where)
+        document["empty_kernel_us"] = 1e6 * empty_kernel_time(where)
+    return {**document, "measurements": [m.as_dict() for m in results]}
+
+
+def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
+    title = device_name(where)
+    if where.type == "cuda":
+        from nanovllm.kernels.benchmark import copy_bandwidth, empty_kernel_time
+
+        title += f": copy {copy_bandwidth(where) / 1e12:.2f} TB/s, empty kernel {1e6 * empty_kernel_time(where):.2f} us"
+    table = new_table(
+        "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "peak MiB", "how", title=title
+    )
+    for m in results:
+        if m.timing is None:
+            table.add_row(m.op, str(m.case), m.provider, "", "", "", "", "", "", m.reason)
+            continue
+        t = m.timing
+        table.add_row(
+            m.op, str(m.case), m.provider, f"{1e6 * t.median:.2f}", f"{1e6 * t.p20:.2f}-{1e6 * t.p80:.2f}",
+            f"{m.bytes / t.median / 1e12:.2f}", f"{m.flops / t.median / 1e12:.1f}",
+            "" if m.share is None else f"{m.share:.0%}",
+            "" if m.peak_bytes is None else f"{m.peak_bytes / 2**20:.1f}",
+            m.method + (", cold" if m.cold else ""),
+        )  # fmt: skip
+    return table
+
+
+def _warn_of_slow_choices(
+    ops: dict[str, Op], results: list[Measurement], where: torch.device, origins: list[str]
+) -> None:
+    from nanovllm.kernels.compare import slower_somewhere
+    from nanovllm.kernels.selection import rank
+
+    for name in dict.fromkeys(m.op for m in results):
+        mine = [m for m in results if m.op == name]
+        chosen = rank(ops[name], where, origins)[0].name
+        for m in slower_somewhere(mine, chosen):
+            print(f"{name} {m.case}: {m.provider} is faster than {chosen}, which is chosen")
+
+
+def _save_table(where: torch.device, results: list[Measurement], directory: Path, date: str) -> Path:
+    import torch
+
+    from nanovllm.kernels.compare import providers_by_speed
+    from nanovllm.kernels.tables import canonical_gpu_name, save_table
+
+    by_op = {}
+    for name in dict.fromkeys(m.op for m in results):
+        relative = providers_by_speed([m for m in results if m.op == name])
+        if relative:
+            by_op[name] = {"order": list(relative), "relative": {p: round(t, 3) for p, t in relative.items()}}
+    return save_table(canonical_gpu_name(torch.cuda.get_device_name(where)), by_op, date, directory)

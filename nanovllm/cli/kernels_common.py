@@ -1,0 +1,106 @@
+"""What the commands of `nanovllm kernels` share: their options, which ops are meant, and how tables look."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.kernels import Op
+
+OpName = Annotated[str | None, typer.Argument(help="An op, or how several begin (attention); all of them if left out.")]
+Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Plugins = Annotated[
+    list[str] | None, typer.Option(help="A Python file or module with kernels of your own; repeatable.")
+]
+Providers = Annotated[list[str] | None, typer.Option("--provider", help="Only this provider; repeatable.")]
+Shapes = Annotated[list[str] | None, typer.Option("--shape", help="A shape such as 32x1024; repeatable.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+
+
+def prepare(
+    device: str, plugins: list[str] | None, must_load: bool = True
+) -> tuple[torch.device, dict[str, Op], list[str]]:
+    """(the device, the ops by name, what the plugins' providers have as their origin)."""
+    from nanovllm.engine.model_runner import select_device
+    from nanovllm.kernels import all_ops
+    from nanovllm.kernels.plugins import failures, load_plugins
+
+    where = select_device(device)
+    origins = load_plugins(plugins or ())
+    if must_load and len(origins) < len(plugins or ()):
+        raise ValueError("; ".join(f"plugin {name} failed: {reason}" for name, reason in failures().items()))
+    return where, dict(sorted(all_ops().items())), origins
+
+
+def matching(ops: dict[str, Op], name: str | None) -> list[Op]:
+    if name is None:
+        return list(ops.values())
+    return [ops[name]] if name in ops else [o for n, o in ops.items() if n.startswith(name)] or [only(ops, name)]
+
+
+def with_provider(ops: list[Op], providers: list[str] | None) -> list[Op]:
+    """Those of the ops that have one of the providers; a ValueError if none has a provider of one of these names."""
+    known = sorted({name for declared in ops for name in declared.providers})
+    for name in providers or ():
+        if name not in known:
+            raise ValueError(f"--provider {name}: expected one of {', '.join(known)}")
+    return [o for o in ops if not providers or set(providers) & set(o.providers)]
+
+
+def only(ops: dict[str, Op], name: str) -> Op:
+    from nanovllm.arguments import reject_unknown
+
+    try:
+        reject_unknown("nanovllm kernels", [name], ops)
+    except TypeError as e:
+        raise ValueError(str(e).replace("argument", "op")) from None
+    return ops[name]
+
+
+def shape_of(declared: Op, text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(n) for n in text.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"--shape {text}: expected numbers with x between them, such as 32x1024") from None
+    if declared.inputs is None:
+        raise ValueError(f"--shape: op {declared.name!r} declares no inputs")
+    if any(n < 0 for n in shape) or len(shape) > len(declared.inputs.dimensions):
+        raise ValueError(
+            f"--shape {text}: {declared.name} takes {'x'.join(d.upper() for d in declared.inputs.dimensions)}"
+        )
+    return shape
+
+
+def dtype_of(name: str) -> torch.dtype:
+    import torch
+
+    dtypes = {n: getattr(torch, n) for n in ("bfloat16", "float16", "float32")}
+    if name not in dtypes:
+        raise ValueError(f"--dtype {name}: expected one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def device_name(where: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
+
+
+def new_table(*columns: str, title: str | None = None) -> Any:
+    from rich.table import Table
+
+    return Table(*columns, title=title)
+
+
+def print_table(table: Any) -> None:
+    from rich.console import Console
+
+    # A file or a pipe has no width: nothing is cut off there.
+    console = Console() if sys.stdout.isatty() else Console(width=240)
+    console.print(table)
