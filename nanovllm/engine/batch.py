@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
-from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.attention import AttentionMetadata, SharedPrefixes
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class DeviceBatch:
         max_context_len: int,
         cu_seqlens_q: torch.Tensor | None = None,
         max_query_len: int = 0,
+        shared: SharedPrefixes | None = None,
     ) -> DeviceBatch:
         """tokens: [3, num_tokens] int64, as in `Batch`; the others as in `AttentionMetadata`."""
         num_runs = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -144,6 +145,7 @@ class DeviceBatch:
                 max_context_len=max_context_len,
                 cu_seqlens_q=cu_seqlens_q,
                 max_query_len=max_query_len,
+                shared=shared,
             ),
         )
 

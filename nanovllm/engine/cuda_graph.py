@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm.engine.decode_state import SamplingMode
+from nanovllm.engine.prefix_groups import LEAST_ROWS
 
 _LARGEST_SMALL_BATCH = 64
 
@@ -44,11 +45,13 @@ class DecodeBuckets:
 
     Args:
         by_context: whether attention costs what the bound on the context length says, not what the lengths are.
+        sharing: whether there are steps that attend to shared prefixes once (`PrefixGroups`).
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, by_context: bool = True) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, by_context: bool = True, sharing: bool = False) -> None:
         self.by_context = by_context
         self.batch_sizes = batch_buckets(max_num_seqs)
+        self.shared_sizes = [size for size in self.batch_sizes if sharing and size >= LEAST_ROWS]
         self.context_lens = context_buckets(max_model_len) if by_context else [max_model_len]
 
     def fit(self, num_seqs: int, max_context_len: int) -> tuple[int, int]:
@@ -66,7 +69,7 @@ class DecodeGraphs:
     again for each kind of sampling would take time and gain a microsecond.
 
     Args:
-        model: (rows, context length) -> None: from the state's first rows to their logits.
+        model: (rows, context length, whether prefixes are shared) -> None: from the state's first rows to their logits.
         draw: (rows, mode) -> None: from the logits to the state of the next step.
         modes: the kinds of sampling to capture.
         Both must depend on no host value that changes, and leave nothing but static buffers behind.
@@ -74,7 +77,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Callable[[int, int], object],
+        model: Callable[[int, int, bool], object],
         draw: Callable[[int, SamplingMode], object],
         buckets: DecodeBuckets,
         modes: Sequence[SamplingMode],
@@ -86,17 +89,22 @@ class DecodeGraphs:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         # Outside of the captures: what is created, compiled or measured in a first call. Small batches may have other kernels.
         with torch.cuda.stream(self._stream):
-            model(largest, longest)
+            model(largest, longest, False)
             for rows in (size for size in buckets.batch_sizes if size <= _LARGEST_SMALL_BATCH):
-                model(rows, buckets.context_lens[0])
+                model(rows, buckets.context_lens[0], False)
+            for rows in buckets.shared_sizes:
+                model(rows, longest, True)
             for mode in modes:
                 draw(largest, mode)
         torch.cuda.current_stream(device).wait_stream(self._stream)
         # Largest first, so that the smaller ones fit into the memory that the pool already has.
         self._model = {
-            (rows, context): self._capture(model, rows, context)
+            (rows, context, False): self._capture(model, rows, context, False)
             for rows in reversed(buckets.batch_sizes)
             for context in reversed(buckets.context_lens)
+        }
+        self._model |= {
+            (rows, longest, True): self._capture(model, rows, longest, True) for rows in reversed(buckets.shared_sizes)
         }
         self._draw = {
             (rows, mode): self._capture(draw, rows, mode) for rows in reversed(buckets.batch_sizes) for mode in modes
@@ -113,8 +121,8 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._model) + len(self._draw)
 
-    def run_model(self, rows: int, max_context_len: int) -> None:
-        self._model[rows, max_context_len].replay()
+    def run_model(self, rows: int, max_context_len: int, shared: bool) -> None:
+        self._model[rows, max_context_len, shared].replay()
 
     def draw(self, rows: int, mode: SamplingMode) -> None:
         self._draw[rows, mode].replay()

@@ -75,11 +75,14 @@ class DecodeRunner:
             rows, max_context_len = self._buckets.fit(
                 num_seqs, state.max_context_len if self._buckets.by_context else 1
             )
+        shared = state.prefixes is not None and state.prefixes.worthwhile
+        if shared and self._buckets is not None:
+            max_context_len = self._buckets.context_lens[-1]
         if self.graphs is not None:
-            self.graphs.run_model(rows, max_context_len)
+            self.graphs.run_model(rows, max_context_len, shared)
             logits = self._logits[:rows]
         else:
-            logits = self._run_model(rows, max_context_len)
+            logits = self._run_model(rows, max_context_len, shared)
         mode = state.sampling_mode
         if mode is SamplingMode.GREEDY and self._sampling_kernel:
             mode = SamplingMode.PLAIN
@@ -93,9 +96,9 @@ class DecodeRunner:
         state.advanced()
         return StepResult(step, state.tokens(), logprobs, order=order)
 
-    def _run_model(self, rows: int, max_context_len: int) -> torch.Tensor:
-        """Logits [rows, vocab_size] of the state's first rows."""
-        batch = self.state.batch(rows, max_context_len)
+    def _run_model(self, rows: int, max_context_len: int, shared: bool) -> torch.Tensor:
+        """Logits [rows, vocab_size] of the state's first rows. shared: blocks that several have are attended to once."""
+        batch = self.state.batch(rows, max_context_len, shared)
         hidden = self._model(batch.token_ids, batch.positions, self._caches, batch.metadata)
         return self._model.lm_head(hidden, None if self._logits is None else self._logits[:rows])
 

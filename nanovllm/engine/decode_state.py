@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch import DeviceBatch, resolve_tokens
+from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 
@@ -49,6 +50,7 @@ class DecodeState:
         max_blocks: columns of the block table.
         padding_block: a block that no sequence owns.
         advance: what moves rows on; `advance_rows` or a kernel with its arguments.
+        prefixes: keeps count of who shares leading blocks; None: nobody asks.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class DecodeState:
         padding_block: int,
         device: torch.device,
         advance: Callable[..., None] | None = None,
+        prefixes: PrefixGroups | None = None,
     ) -> None:
+        self.prefixes = prefixes
         self.block_size = block_size
         self.padding_block = padding_block
         self.device = device
@@ -98,6 +102,8 @@ class DecodeState:
         """Nothing is known of the device's rows, since a step failed: all of them are sent before they are used again."""
         self._row_of_slot[:] = self._slot_of_row[:] = self._positions[:] = -1
         self.num_rows = len(self._seqs)
+        if self.prefixes is not None:
+            self.prefixes.reset()
 
     def place(self, step: ScheduledStep) -> np.ndarray:
         """Give every sequence of a step that only decodes a row, and make the device's rows what the step needs.
@@ -108,13 +114,17 @@ class DecodeState:
         if step.continues:
             n = self.num_rows
             changed = np.flatnonzero(self._positions[:n] // self.block_size >= self._num_blocks[:n]).tolist()
+            moved = False
         else:
-            changed = self._place_anew(step)
+            changed, moved = self._place_anew(step)
         if changed:
             self._send(changed)
+        if moved and self.prefixes is not None:
+            self.prefixes.update(self.num_rows, self._positions)
         return self._rows
 
-    def _place_anew(self, step: ScheduledStep) -> list[int]:
+    def _place_anew(self, step: ScheduledStep) -> tuple[list[int], bool]:
+        """(rows to send, whether another sequence has one of the rows or their number has changed)"""
         parts = step.parts
         n, before = len(parts), self.num_rows
         slots = np.fromiter((p.slot for p in parts), np.int64, n)
@@ -136,7 +146,7 @@ class DecodeState:
         for row in range(n, before):
             self._seqs[row] = None
         self.num_rows, self._rows = n, rows
-        return [*rows[here].tolist(), *range(n, before)]
+        return [*rows[here].tolist(), *range(n, before)], n != before or not keeps.all()
 
     def _take(self, row: int, seq: Sequence) -> None:
         params = seq.params
@@ -180,6 +190,8 @@ class DecodeState:
             floats[i, _TEMPERATURE : _MIN_P + 1] = (temperature, params.top_p, params.min_p)
             blocks[i, : len(table)] = table
             self._num_blocks[row] = len(table)
+            if self.prefixes is not None:
+                self.prefixes.set_table(row, blocks[i, : len(table)])
         self._write(host.to(self.device, non_blocking=True), num_blocks)
 
     def _write(self, records: torch.Tensor, num_blocks: int) -> None:
@@ -221,13 +233,17 @@ class DecodeState:
 
     # ---------------------------------------------------------------------------------------------- on the device
 
-    def batch(self, num_rows: int, max_context_len: int) -> DeviceBatch:
-        """What the model's forward takes, for the first `num_rows` rows: views, so that a captured graph stays right."""
+    def batch(self, num_rows: int, max_context_len: int, shared: bool = False) -> DeviceBatch:
+        """What the model's forward takes, for the first `num_rows` rows: views, so that a captured graph stays right.
+
+        shared: with the groups that `prefixes` keeps.
+        """
         return DeviceBatch.from_tensors(
             self._ints[: _CACHE_SLOT + 1, :num_rows],
             self._small[_CONTEXT_LEN, :num_rows],
             self._block_table[:num_rows],
             max_context_len,
+            shared=self.prefixes.tensors(num_rows) if shared else None,
         )
 
     def sampling_arguments(self, num_rows: int, filtered: bool) -> tuple[torch.Tensor | None, ...]:

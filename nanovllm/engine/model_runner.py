@@ -15,11 +15,12 @@ from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens, to_device
 from nanovllm.engine.cuda_graph import DecodeBuckets
 from nanovllm.engine.decode_runner import DecodeRunner
 from nanovllm.engine.decode_state import DecodeState
+from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prompt_logprobs
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.engine.warm_up import profile_peak, warm_up
-from nanovllm.kernels import Kernels
+from nanovllm.kernels import Kernels, all_ops
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.models.loader import Checkpoint, load_model
 
@@ -58,7 +59,7 @@ class ModelRunner:
             self.sampler = Sampler(config.max_num_seqs, self.model_config.vocab_size, self.device, kernels.sample)
             on_gpu = self.device.type == "cuda"
             # NANOVLLM_CHECK=1 looks at values, which a captured graph cannot.
-            captures = on_gpu and not config.enforce_eager and not values_checked(self.device)
+            captures = on_gpu and not config.enforce_eager and not values_checked(self.device) and can_capture(kernels)
             # Before the cache is sized, so that it leaves room for it.
             shape = (config.max_num_seqs, self.model_config.vocab_size)
             logits = torch.empty(shape, dtype=self.dtype, device=self.device) if captures else None
@@ -67,18 +68,26 @@ class ModelRunner:
                 self.max_model_len, self.num_kvcache_blocks * self.block_size, "the KV cache's size"
             )
             by_context = kernels.providers["attention_decode"] == "native"
-            self.buckets = DecodeBuckets(config.max_num_seqs, self.max_model_len, by_context)
+            sharing = config.enable_prefix_caching and shares_prefixes(kernels)
+            self.buckets = DecodeBuckets(config.max_num_seqs, self.max_model_len, by_context, sharing)
             self.caches = kv_cache.allocate(
                 self.model_config, self.num_kvcache_blocks, self.block_size, self.cache_dtype, self.device
             )
             sampling_kernel = kernels.providers["sample"] == "triton"
+            max_blocks = -(-self.max_model_len // self.block_size)
+            token_bytes = (
+                kv_cache.block_bytes(self.model_config, 1, self.cache_dtype) // self.model_config.num_hidden_layers
+            )
             self.state = DecodeState(
                 config.max_num_seqs,
-                -(-self.max_model_len // self.block_size),
+                max_blocks,
                 self.block_size,
                 self.num_kvcache_blocks,
                 self.device,
                 _advance_kernel() if sampling_kernel else None,
+                PrefixGroups(config.max_num_seqs, max_blocks, self.block_size, token_bytes, self.device)
+                if sharing
+                else None,
             )
             self.decoding = DecodeRunner(
                 self.model, self.caches, self.sampler, self.state, self.buckets if on_gpu else None, sampling_kernel
@@ -163,6 +172,23 @@ class ModelRunner:
             available = kv_cache.available_bytes_cpu(asked=config.num_kvcache_blocks is not None)
             remedy = "free memory, or set num_kvcache_blocks and kvcache_block_size lower"
         return kv_cache.num_blocks_that_fit(available, per_block, config.num_kvcache_blocks, useful, remedy)
+
+
+def shares_prefixes(kernels: Kernels) -> bool:
+    """Whether a kernel was chosen that attends to shared prefixes once; the references ignore who shares what."""
+    return any(
+        kernels.providers.get(name, "native") != "native"
+        for name in ("attention_decode_shared", "qk_norm_rope_attention_shared")
+    )
+
+
+def can_capture(kernels: Kernels) -> bool:
+    """Whether a CUDA graph can hold a decode step: not if its attention is planned on the host anew for every step."""
+    provider = kernels.providers["attention_decode"]
+    capturable = getattr(all_ops()["attention_decode"].providers[provider].fn, "capturable", True)
+    if not capturable:
+        logger.warning("attention_decode by %s cannot be captured: decode steps run without CUDA graphs", provider)
+    return capturable
 
 
 def select_device(name: str) -> torch.device:

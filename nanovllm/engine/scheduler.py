@@ -203,11 +203,16 @@ class Scheduler:
 
     def _take(self, seq: Sequence, num_tokens: int, admitted: bool = False) -> ScheduledSequence:
         start = seq.num_computed_tokens
+        if num_tokens == 1:
+            # Only what earlier steps compute: in a step of single tokens one kernel stores keys and attends to them, so that
+            # nobody may share the block which this token completes before the next step.
+            self.blocks.register(seq)
         seq.num_computed_tokens += num_tokens
         samples = seq.num_computed_tokens == seq.num_tokens
         if samples:
             seq.num_pending += 1
-        self.blocks.register(seq)
+        if num_tokens > 1:
+            self.blocks.register(seq)
         return ScheduledSequence(seq, start, num_tokens, samples, seq.slot, admitted)
 
     def _preempt_last(self) -> Sequence:

@@ -34,7 +34,6 @@ for _op in (
     ops.gelu_and_mul,
     ops.layer_norm,
     ops.qk_norm_rope,
-    ops.qk_norm_rope_store,
     ops.rms_norm,
     ops.rotary_embedding,
     ops.sample,
@@ -44,9 +43,14 @@ for _op in (
 ):
     _triton(_op)
 _triton(ops.layernorm_residual_dropout_gelu, accepts=_short_rows)
+# Chained by programmatic dependent launch. Not preferred: they run where they are named.
 for _op in (ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear):
-    # For small batches, chained by programmatic dependent launch. Not preferred: it runs where it is named.
+    # For small batches.
     _triton(_op, "triton_decode", name="triton_pdl")
+_triton(ops.qk_norm_rope_store, name="triton_pdl")
+_triton(ops.qk_norm_rope_attention, "triton_attention.decode", interpretable_dot, name="triton_pdl")
+for _op in (ops.attention_decode_shared, ops.qk_norm_rope_attention_shared):
+    _triton(_op, "triton_attention.shared", interpretable_dot, name="triton_pdl")
 _triton(ops.gated_mlp, "triton_linear", interpretable_dot)
 _triton(ops.linear_bias_act, "triton_linear", interpretable_dot)
 _triton(ops.attention_decode, "triton_attention.decode", interpretable_dot)

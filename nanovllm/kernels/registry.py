@@ -75,6 +75,7 @@ class Op:
         tolerance: relative, per dtype, against the reference in float64.
         mutates: arguments that the op writes to; they are results like its return value.
         reuses: arguments whose memory a provider may use for its results: not to be read after the call.
+        fuses: ops that this one stands for: an engine does not use it where one of them is named, so that the name counts.
         compare: (got, arguments, dtype) -> None or what is wrong, where comparing numbers does not decide.
         fake: the reference on tensors without data, where the reference itself cannot run on such.
     """
@@ -89,6 +90,7 @@ class Op:
         tolerance: Mapping[torch.dtype, float] | None = None,
         mutates: Sequence[str] = (),
         reuses: Sequence[str] = (),
+        fuses: Sequence[str] = (),
         compare: Callable[[Any, dict[str, Any], torch.dtype], str | None] | None = None,
         fake: Callable[..., Any] | None = None,
     ) -> None:
@@ -100,6 +102,7 @@ class Op:
         self.cost = cost
         self.tolerance = {**TOLERANCE, **(tolerance or {})}
         self.mutates, self.reuses = tuple(mutates), tuple(reuses)
+        self.fuses = tuple(fuses)
         self.compare = compare
         self.fake = fake
         self.check = ArgumentCheck(self.name, arguments or {})

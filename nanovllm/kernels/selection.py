@@ -95,11 +95,26 @@ def resolve_kernels(
     chosen, decorate = {}, _decorate.get()
     for name, declared in ops.items():
         provider = declared.providers[NATIVE]
-        if use_custom_kernels:
+        if use_custom_kernels and not _yields(declared, ops, sources, origins):
             provider = _choose(declared, device, sources, origins)
         fn = _function(declared, provider)
         chosen[name] = provider.name, decorate(name, provider.name, fn) if decorate else fn
     return Kernels(chosen)
+
+
+def _yields(
+    fused: Op, ops: Mapping[str, Op], sources: Sequence[Mapping[str, Sequence[str]]], plugins: Sequence[str]
+) -> bool:
+    """Whether a fused op is not to be used, since the user spoke of an op that it stands for, and not of itself."""
+    wanted = _wanted(fused, sources)
+    if any(fused.name in named for named in sources):
+        return False
+    parts = [ops[name] for name in fused.fuses]
+    return any(
+        _wanted(part, sources) not in ((), wanted)
+        or any(p.origin is not None and p.origin in plugins for p in part.providers.values())
+        for part in parts
+    )
 
 
 def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:

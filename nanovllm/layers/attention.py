@@ -1,10 +1,30 @@
 """Attention over the paged KV cache, and the record that says what a batch attends to."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.kernels import Kernels
+from nanovllm.layers.fused_op import FusedOp
+
+if TYPE_CHECKING:
+    from nanovllm.layers.layernorm import RMSNorm
+    from nanovllm.layers.rotary_embedding import RotaryEmbedding
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Which decodes of a batch share leading blocks: the arguments of the op `attention_decode_shared`."""
+
+    groups: torch.Tensor
+    """[num_groups, 3] int32"""
+    group_rows: torch.Tensor
+    """[num_seqs] int32"""
+    shared_lens: torch.Tensor
+    """[num_seqs] int32"""
 
 
 @dataclass(frozen=True)
@@ -28,6 +48,8 @@ class AttentionMetadata:
     """[num_seqs - num_decodes + 1] int32: where each run of tokens starts, counted from the first run's start."""
     max_query_len: int = 0
     """The longest run."""
+    shared: SharedPrefixes | None = None
+    """In a batch of decodes alone: whose leading blocks are to be read once, if anybody's."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +83,45 @@ class Attention:
         self._store_kvcache = kernels.store_kvcache
         self._attention_decode = kernels.attention_decode
         self._attention_prefill = kernels.attention_prefill
+        self._qk_norm_rope_store = FusedOp("qk_norm_rope_store", kernels)
+        self._qk_norm_rope_attention = FusedOp("qk_norm_rope_attention", kernels)
+        self._attention_decode_shared = FusedOp("attention_decode_shared", kernels)
+        self._qk_norm_rope_attention_shared = FusedOp("qk_norm_rope_attention_shared", kernels)
+
+    def of_projection(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: RotaryEmbedding,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """As a call, of q, k and v as the QKV projection gives them: normalised and rotated first, in as few ops as may be."""
+        m = metadata
+        norms = () if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+        if self._qk_norm_rope_attention_shared.used and m.shared is not None:
+            return self._qk_norm_rope_attention_shared(
+                q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.block_table, m.context_lens, m.shared.groups,
+                m.shared.group_rows, m.shared.shared_lens, m.max_context_len, self.scale, *norms, window=self.window,
+                soft_cap=self.soft_cap, **scales,
+            )  # fmt: skip
+        if self._qk_norm_rope_attention.used and m.cu_seqlens_q is None and m.shared is None:
+            return self._qk_norm_rope_attention(
+                q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.block_table, m.context_lens, m.max_context_len,
+                self.scale, *norms, window=self.window, soft_cap=self.soft_cap, **scales,
+            )  # fmt: skip
+        if self._qk_norm_rope_store.used:
+            q = self._qk_norm_rope_store(
+                positions, q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.slot_mapping, *norms, **scales
+            )
+            return self.attend(q, cache, m)
+        q, k = rotary(positions, q, k, q_norm, k_norm)
+        return self(q, k, v, cache, m)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
@@ -74,6 +135,11 @@ class Attention:
         m = metadata
         options = (self.scale, self.window, self.soft_cap, cache.k_scale, cache.v_scale)
         num_decodes = m.num_decodes
+        if self._attention_decode_shared.used and m.shared is not None:
+            shared = (m.shared.groups, m.shared.group_rows, m.shared.shared_lens)
+            return self._attention_decode_shared(
+                q, cache.k, cache.v, m.block_table, m.context_lens, *shared, m.max_context_len, *options
+            )
         parts = []
         if num_decodes:
             parts.append(

@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 
 from nanovllm.kernels import Kernels, resolve_kernels
+from nanovllm.layers.fused_op import FusedOp
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, SmallBatchOp
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import SINGLE, TensorParallel
 
 
@@ -31,7 +32,7 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, tp, kernels)
         self._silu_and_mul = kernels.silu_and_mul
-        self._add_rms_norm_gate_up = SmallBatchOp("add_rms_norm_gate_up", kernels)
+        self._add_rms_norm_gate_up = FusedOp("add_rms_norm_gate_up", kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self._silu_and_mul(self.gate_up_proj(x)))

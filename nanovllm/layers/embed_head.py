@@ -5,6 +5,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanovllm.kernels import Kernels
+from nanovllm.layers.fused_op import FusedOp
 from nanovllm.layers.linear import ShardedParameters
 from nanovllm.layers.parallel import SINGLE, TensorParallel
 
@@ -44,8 +45,13 @@ class LMHead(VocabParallelEmbedding):
     With `out`, a tensor of that shape and dtype, the logits are written there; it is then the result.
     """
 
+    def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels, tp: TensorParallel = SINGLE) -> None:
+        super().__init__(vocab_size, hidden_size, kernels, tp)
+        self._linear = FusedOp("linear", kernels)
+
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is not None and self.tp.size == 1:
+        linear = self._linear if self._linear.takes(hidden, self.weight) else F.linear
+        if out is not None and self.tp.size == 1 and linear is F.linear:
             return torch.mm(hidden, self.weight.T, out=out)
-        logits = self.tp.gather_last(F.linear(hidden, self.weight))[:, : self.vocab_size]
+        logits = self.tp.gather_last(linear(hidden, self.weight))[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)

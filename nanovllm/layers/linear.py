@@ -6,38 +6,18 @@ A layer's weight is made of named *shards*: QKV of "q", "k", "v"; gate-up of "ga
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanovllm.kernels import Kernels, all_ops
+from nanovllm.kernels import Kernels
+from nanovllm.layers.fused_op import FusedOp
 from nanovllm.layers.parallel import SINGLE, TensorParallel
 
 if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
-
-
-class SmallBatchOp:
-    """An op that fuses several for a few tokens, where a kernel's launch and latency count.
-
-    It is used up to as many tokens as its provider's `max_tokens(weight)` says, at any number if it does not say. The
-    reference is never used: what it is made of has providers of its own.
-    """
-
-    def __init__(self, name: str, kernels: Kernels | None) -> None:
-        self._fn = getattr(kernels, name, None)
-        provider = getattr(kernels, "providers", {}).get(name, "native")
-        self._used = self._fn is not None and provider != "native"
-        self._max_tokens = getattr(all_ops()[name].providers[provider].fn, "max_tokens", None) if self._used else None
-
-    def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether to call it for x [num_tokens, size]."""
-        return self._used and (self._max_tokens is None or x.shape[0] <= self._max_tokens(weight))
-
-    def __call__(self, *args: Any) -> Any:
-        return self._fn(*args)
 
 
 class ShardedParameters(nn.Module):
@@ -73,7 +53,7 @@ class ColumnParallelLinear(ShardedParameters):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self._add_rms_norm_linear = SmallBatchOp("add_rms_norm_linear", kernels)
+        self._add_rms_norm_linear = FusedOp("add_rms_norm_linear", kernels)
         self.shards = tuple(out_features)
         self.full_sizes = dict(out_features)
         self.sizes = {shard: self._local_size(shard, size) for shard, size in out_features.items()}
@@ -172,7 +152,7 @@ class RowParallelLinear(ShardedParameters):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self._linear = SmallBatchOp("linear", kernels)
+        self._linear = FusedOp("linear", kernels)
         self.full_in = in_features
         self.weight = nn.Parameter(
             torch.empty(out_features, tp.divide(in_features, "input features")), requires_grad=False

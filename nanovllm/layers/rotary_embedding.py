@@ -7,7 +7,6 @@ import torch.nn as nn
 
 from nanovllm.config import RopeConfig
 from nanovllm.kernels import Kernels
-from nanovllm.layers.attention import LayerCache
 from nanovllm.layers.layernorm import RMSNorm
 
 
@@ -84,33 +83,18 @@ class RotaryEmbedding(nn.Module):
             angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
             table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
         self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
-        self._kernels = kernels
         self._rotary_embedding = kernels.rotary_embedding
         self._qk_norm_rope = kernels.qk_norm_rope
 
-    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rotary_embedding(positions, q, k, self.cos_sin_cache)
-
-    def after_norm(
-        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of every query and key head, then the rotation, in one op."""
-        return self._qk_norm_rope(positions, q, k, q_norm.weight, k_norm.weight, q_norm.eps, self.cos_sin_cache)
-
-    def into_cache(
+    def forward(
         self,
         positions: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
-        cache: LayerCache,
-        slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
-        """The norms, if there are any, the rotation, and the store of k and v into the cache, in one op; returns q."""
-        norms = () if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
-        return self._kernels.qk_norm_rope_store(
-            positions, q, k, v, self.cos_sin_cache, cache.k, cache.v, slot_mapping, *norms,
-            k_scale=cache.k_scale, v_scale=cache.v_scale,
-        )  # fmt: skip
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k [num_tokens, heads, head_dim], rotated; the norm of every head before, if there is one."""
+        if q_norm is None:
+            return self._rotary_embedding(positions, q, k, self.cos_sin_cache)
+        return self._qk_norm_rope(positions, q, k, q_norm.weight, k_norm.weight, q_norm.eps, self.cos_sin_cache)

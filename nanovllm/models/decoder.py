@@ -48,11 +48,10 @@ class DecoderAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(this block of norm(x + residual), x + residual)."""
         (q, k, v), residual = self.qkv_proj.after_norm(x, residual, norm)
-        if self.q_norm is None:
-            q, k = self._rotary(positions, q, k)
-        else:
-            q, k = self._rotary.after_norm(positions, q, k, self.q_norm, self.k_norm)
-        return self.o_proj(self._attention(q, k, v, cache, metadata).flatten(1)), residual
+        out = self._attention.of_projection(
+            positions, q, k, v, self._rotary, self.q_norm, self.k_norm, cache, metadata
+        )
+        return self.o_proj(out.flatten(1)), residual
 
 
 class DecoderLayer(nn.Module):

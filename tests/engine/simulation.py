@@ -4,6 +4,9 @@ A sequence's next token is a function of all its tokens so far and of its seed. 
 and values, a hash chained over the tokens up to each position, as real keys and values depend on all of them. Every step
 writes its tokens through the block tables, then checks that what each sequence sees through its block table is its own
 past and nothing else.
+
+A real layer stores the keys and values of a step before it attends to any, unless every part is a single token: then one
+kernel does both (`qk_norm_rope_attention`), so that no part may attend to what another part of the step writes.
 """
 
 from __future__ import annotations
@@ -86,6 +89,10 @@ class Device:
                 assert cell not in written, f"{part} writes a cell that another part of the step writes"
                 written.add(cell)
                 self.cache[cell] = truth.chain[position]
+        if all(part.num_tokens == 1 for part in step.parts):
+            for part in step.parts:
+                past = {self._cell(part.seq, position) for position in range(part.start)}
+                assert not past & written, f"{part} attends to what another part of a step of single tokens writes"
         sampled = []
         for part in step.parts:
             end = part.start + part.num_tokens

@@ -1,12 +1,14 @@
 """Decode buckets on any machine; captured against eager steps on a GPU."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.cuda_graph import DecodeBuckets, batch_buckets, context_buckets
+from nanovllm.engine.model_runner import can_capture
 from nanovllm.engine.warm_up import warm_up
 from tests import tiny
 
@@ -28,6 +30,14 @@ def test_every_context_length_has_a_bucket(max_model_len):
     buckets = DecodeBuckets(4, max_model_len)
     for length in range(1, max_model_len + 1):
         assert length <= buckets.fit(1, length)[1] <= max(512, 2 * length)
+
+
+@pytest.mark.parametrize(
+    "provider, captured", [("native", True), ("triton", True), ("flash_attn", True), ("flashinfer", False)]
+)
+def test_what_the_host_plans_is_not_captured(provider, captured):
+    """A capture would record the reference instead, at the largest context length."""
+    assert can_capture(SimpleNamespace(providers={"attention_decode": provider})) is captured
 
 
 @pytest.mark.gpu
@@ -56,6 +66,7 @@ def test_captured_steps_equal_eager_ones():
 @pytest.mark.parametrize("budget", [1, 2, 7, 2048])
 def test_the_warm_up_fits_any_budget(budget, tmp_path, monkeypatch):
     """What a GPU engine runs when it starts, here on the CPU; it must leave the padding block's neighbours alone."""
+    monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)  # what it names may need a GPU
     tiny.save(tmp_path)
     llm = LLM(
         tmp_path,

@@ -34,12 +34,13 @@ class ReplayedFunctions:
 
     def __init__(self, model, draw, buckets, modes, device):
         self.buckets, self.modes, self.drawn = buckets, modes, []
-        self.run_model = lambda rows, context: model(*self.captured(rows, context))
+        self.run_model = lambda rows, context, shared: model(*self.captured(rows, context, shared))
         self._draw = draw
 
-    def captured(self, rows, context):
+    def captured(self, rows, context, shared):
         assert rows in self.buckets.batch_sizes and context in self.buckets.context_lens
-        return rows, context
+        assert not shared or rows in self.buckets.shared_sizes and context == self.buckets.context_lens[-1]
+        return rows, context, shared
 
     def draw(self, rows, mode):
         assert mode in self.modes and rows in self.buckets.batch_sizes

@@ -312,6 +312,16 @@ def test_requests_of_one_step_share_a_prefix():
     sim.drain()
 
 
+def test_no_part_of_a_step_of_single_tokens_shares_the_block_that_another_completes():
+    sim = Simulation(budget=5, num_blocks=32, block_size=2)
+    sim.add([1, 2, 3, 4, 5, 6], seed=1)
+    sim.add([1, 2, 3, 4, 5, 6, 1], seed=2)
+    assert parts(sim.step()) == [(0, 0, 5, False)]
+    # The first prompt's last token completes a block; the second one waits for it.
+    assert sorted(parts(sim.step())) == [(0, 5, 1, True), (1, 4, 3, True)]
+    sim.drain()
+
+
 def test_a_whole_cached_prompt_computes_its_last_block_again():
     sim = Simulation(num_blocks=32)
     sim.add([1, 2, 3, 4])

@@ -120,6 +120,28 @@ def test_a_named_provider_is_taken_for_its_op_alone(rms_norm):
     assert resolve_kernels(CPU, True, {"rms_norm": [NATIVE, "fast"]}).providers["rms_norm"] == NATIVE
 
 
+def test_a_fused_op_yields_where_one_of_its_parts_is_named(rms_norm):
+    fused = all_ops()["add_rms_norm_linear"]
+    fused.provider("fast", support=lambda device: None)(lambda *args: None)
+    try:
+
+        def chosen(**named):
+            priority = {"*": ["fast"], **named}
+            return resolve_kernels(CPU, True, priority).providers["add_rms_norm_linear"]
+
+        assert "rms_norm" in fused.fuses
+        assert chosen() == "fast" == chosen(softmax=[NATIVE])
+        assert chosen(rms_norm=[NATIVE]) == NATIVE  # the user's word on a part counts
+        assert chosen(rms_norm=[NATIVE], add_rms_norm_linear=["fast"]) == "fast"
+    finally:
+        del fused.providers["fast"]
+
+
+def test_fused_ops_name_ops():
+    for declared in all_ops().values():
+        assert set(declared.fuses) <= set(all_ops()) - {declared.name}
+
+
 def test_a_named_provider_that_is_not_available_is_an_error_with_its_reason(rms_norm):
     with pytest.raises(ValueError, match="'elsewhere'.*not available.*: it needs a GPU; plug one in"):
         resolve_kernels(CPU, True, {"rms_norm": ["elsewhere"]})

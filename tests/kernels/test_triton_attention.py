@@ -261,6 +261,8 @@ def compiled(kernel, constants, dtype, capability, warps, stages):
     else:
         words = dtype
     types = {
+        **dict.fromkeys(("shared_lens_ptr", "shared_counts_ptr", "groups_ptr", "group_rows_ptr"), "*i32"),
+        **dict.fromkeys(("shared_acc_ptr", "shared_ml_ptr"), "*fp32"),
         "k_ptr": "*" + words,
         "v_ptr": "*" + words,
         "table_ptr": "*i32",
@@ -271,13 +273,14 @@ def compiled(kernel, constants, dtype, capability, warps, stages):
         "ml_ptr": "*fp32",
         "k_scale_ptr": "*fp32",
         "v_scale_ptr": "*fp32",
+        "cos_sin_ptr": "*fp32",
     }
     signature, fixed, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
             signature[name], fixed[(i,)] = "constexpr", constants[name]
-        elif name == "scale":
+        elif name in ("scale", "eps"):
             signature[name] = "fp32"
         elif name.endswith("_ptr"):
             signature[name] = types.get(name, "*" + dtype)
@@ -335,15 +338,20 @@ CASES += [
 STACK = 64
 
 
-@pytest.mark.parametrize("dtype, dim, group, capability", CASES)
-def test_decode_compiles_without_spills(dtype, dim, group, capability, tmp_path):
-    for num_seqs in (1, 64, 300):
+@pytest.mark.parametrize(
+    "dtype, dim, group, capability, rotate",
+    [(*case, False) for case in CASES] + [(*CASES[i], True) for i in (2, 3, 5, 6, 9, 15, 18, 19, 23)],
+)
+def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, tmp_path):
+    """Each plan; with `rotate` the one for a small batch and that for a large one."""
+    for num_seqs in (1, 300) if rotate else (1, 64, 300):
         plan = plan_decode(num_seqs, 8, group, dim, {"fp32": 4, "bf16": 2, "fp8": 1}[dtype], dtype == "fp32", 132)
         dim_pad, group_pad = triton.next_power_of_2(dim), triton.next_power_of_2(group)
         constants = dict(
             PIECES=plan.pieces, SEQS_PAD=1 if num_seqs == 1 else 512, GROUP=group, GROUP_PAD=group_pad, ROWS=16, HEAD_DIM=dim,
             DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
             SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2, DEPENDENT=capability >= 90,
+            ROTATE=rotate, NORM=rotate, SHARED=False,
         )  # fmt: skip
         binary = compiled(decode_kernel, constants, dtype, capability, plan.warps, plan.stages)
         assert stack(binary, tmp_path) <= STACK, plan

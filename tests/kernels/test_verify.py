@@ -128,7 +128,7 @@ def test_the_references_are_right(name):
 def test_every_triton_provider_in_the_interpreter(ops):
     """The interpreter is chosen when Triton is imported, so this is a process of its own: the command a user runs."""
     pytest.importorskip("triton")
-    names = [n for n, o in sorted(all_ops().items()) if "triton" in o.providers]
+    names = [(n, p) for n, o in sorted(all_ops().items()) for p in o.providers if p in ("triton", "triton_pdl")]
     names = names[::2] if ops == "first" else names[1::2]
     code = f"""
 import json, sys, torch, warnings
@@ -136,9 +136,9 @@ warnings.simplefilter("ignore")
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.verify import verify_op
 report = {{}}
-for name in {names}:
+for name, provider in {names}:
     op = all_ops()[name]
-    verdicts = verify_op(op, op.providers["triton"], torch.device("cpu"))
+    verdicts = verify_op(op, op.providers[provider], torch.device("cpu"))
     report[name] = [sum(v.skipped is None for v in verdicts), [f"{{v.case}}: {{v.failure}}" for v in verdicts if v.failure]]
 print(json.dumps(report))
 """

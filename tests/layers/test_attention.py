@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from nanovllm.config import RopeConfig
+from nanovllm.kernels import Provider, all_ops, resolve_kernels
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.store_kvcache import store_kvcache
 from nanovllm.layers.attention import Attention, AttentionMetadata, LayerCache
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.native import NATIVE
 
 F8 = torch.float8_e4m3fn
@@ -81,6 +85,50 @@ def test_narrow_caches_lose_what_their_mantissa_lacks(cache_dtype, error):
     want = torch.cat([expected(*(x[s:e] for x in (q, k, v)), DIM**-0.5) for s, e in zip(cu[:-1], cu[1:])])
     relative = ((got - want).norm() / want.norm()).item()
     assert error / 20 < relative < error
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("fused", [(), ("qk_norm_rope_store",), ("qk_norm_rope_store", "qk_norm_rope_attention")])
+def test_from_the_projection(fused, norm):
+    """Whatever is fused: the same as rotating first. The op for decoding is used for steps that only decode."""
+    q, k, v, cache, table = batch(torch.float32)
+    calls = []
+
+    def recorded(name):
+        def fn(*args, **kwargs):
+            calls.append(name)
+            return all_ops()[name].native(*args, **kwargs)
+
+        return fn
+
+    for name in fused:
+        all_ops()[name].providers["recorded"] = Provider("recorded", recorded(name))
+    try:
+        kernels = resolve_kernels(torch.device("cpu"), True, {name: ["recorded"] for name in fused})
+        layer = Attention(0.3, kernels, window=30)
+    finally:
+        for name in fused:
+            del all_ops()[name].providers["recorded"]
+    rotary = RotaryEmbedding(RopeConfig(10000.0), DIM, 64, NATIVE)
+    norms = [RMSNorm(DIM, 1e-6, NATIVE) if norm else None for _ in range(2)]
+    for n in filter(None, norms):
+        torch.nn.init.uniform_(n.weight, 0.5, 1.5)
+    positions = torch.cat([torch.arange(n) for n in LENS])
+    rotated = rotary(positions, q, k, *norms)
+    starts = torch.tensor([0, *LENS]).cumsum(0)
+    last = starts[1:] - 1
+    rest = torch.tensor([i for i in range(sum(LENS)) if i not in last.tolist()])
+    cu = torch.tensor([0, *(n - 1 for n in LENS)]).cumsum(0).int()
+    lens = torch.tensor(LENS).int()
+    first = AttentionMetadata(0, slots(table)[rest], table, lens - 1, 0, cu, max(LENS) - 1)
+    second = AttentionMetadata(3, slots(table)[last], table, lens, max(LENS))
+    got = torch.empty_like(q)
+    for part, metadata in ((rest, first), (last, second)):
+        got[part] = layer.of_projection(positions[part], q[part], k[part], v[part], rotary, *norms, cache, metadata)
+    for i in range(3):
+        mine = slice(starts[i], starts[i + 1])
+        torch.testing.assert_close(got[mine], expected(rotated[0][mine], rotated[1][mine], v[mine], 0.3, window=30))
+    assert calls == [fused[0], fused[-1]] if fused else not calls
 
 
 def test_a_sequence_without_tokens_gets_zeros():

@@ -102,6 +102,9 @@ def attention_decode(
     return _clear_empty(wrapper.run(q, (k_cache, v_cache)), lens == 0)
 
 
+attention_decode.capturable = False  # asked by the engine: a capture would record the reference in its place
+
+
 def attention_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,

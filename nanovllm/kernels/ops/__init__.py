@@ -3,6 +3,7 @@
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
+from nanovllm.kernels.ops.attention_shared import attention_decode_shared, qk_norm_rope_attention_shared
 from nanovllm.kernels.ops.element_wise_mul_add import element_wise_mul_add
 from nanovllm.kernels.ops.embedding import embedding
 from nanovllm.kernels.ops.fused_activation import fused_activation
@@ -15,6 +16,7 @@ from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.linear_bias_act import linear_bias_act
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
+from nanovllm.kernels.ops.qk_norm_rope_attention import qk_norm_rope_attention
 from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.kernels.ops.rotary import rotary_embedding
 from nanovllm.kernels.ops.sample import sample
@@ -26,6 +28,7 @@ __all__ = [
     "add_rms_norm_gate_up",
     "add_rms_norm_linear",
     "attention_decode",
+    "attention_decode_shared",
     "attention_prefill",
     "element_wise_mul_add",
     "embedding",
@@ -39,6 +42,8 @@ __all__ = [
     "linear_bias_act",
     "qk_norm_rope",
     "qk_norm_rope_store",
+    "qk_norm_rope_attention",
+    "qk_norm_rope_attention_shared",
     "rms_norm",
     "rotary_embedding",
     "sample",

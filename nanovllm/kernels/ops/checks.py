@@ -99,6 +99,22 @@ def check_store(
     check_scale(v_scale, "v_scale", k.shape[1])
 
 
+def check_new_tokens(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+) -> None:
+    """ValueError unless there is one new key and value for each query token, and a norm for both q and k or for none."""
+    expected = (q.shape[0], *k_cache.shape[2:])
+    if k.shape != expected or v.shape != expected:
+        raise ValueError(f"k, v: expected {list(expected)}, got {list(k.shape)} and {list(v.shape)}")
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight, k_weight: expected both or neither, got one")
+
+
 def check_attention_values(
     k_cache: torch.Tensor,
     block_table: torch.Tensor,

@@ -152,10 +152,13 @@ def attend(
     SOFT_CAP: tl.constexpr,
     STAGES: tl.constexpr,
     FP8: tl.constexpr,
+    start=None,
+    WHOLE: tl.constexpr = False,
 ):
     """q against the tokens [first_token, end_token) that lie in the tiles [first_tile, end_tile), each of which has one.
 
-    Strides count elements of k_ptr, which for FP8 are words of two. Without tiles the result is (0, -inf, 0).
+    Strides count elements of k_ptr, which for FP8 are words of two. Without tiles the result is (0, -inf, 0), or `start`, a
+    result to go on from. WHOLE: every token of these tiles is one of them.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM_PAD: tl.constexpr = q.shape[1]
@@ -164,12 +167,18 @@ def attend(
     offs_t = tl.arange(0, TILE)
     offs_w = tl.arange(0, WORDS)
     offsets = (offs_t * stride_slot)[:, None] + offs_w[None, :]
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WORDS], tl.float32)
+    if start is None:
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, WORDS], tl.float32)
+        if FP8:
+            acc_odd = tl.zeros([ROWS, WORDS], tl.float32)
+    else:
+        acc, m, total = start
+        if FP8:
+            acc, acc_odd = tl.split(tl.reshape(acc * (1 / 256), [ROWS, WORDS, 2]))
     if FP8:
         q_even, q_odd, factor = fp8_queries(q)
-        acc_odd = tl.zeros([ROWS, WORDS], tl.float32)
         scale = (factor * (scale * 256.0))[:, None]
     elif q.dtype != k_ptr.dtype.element_ty:
         q = q.to(tl.float32)
@@ -178,7 +187,7 @@ def attend(
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         tokens = tile * TILE + offs_t
         live = (tokens >= first_token) & (tokens < end_token)
-        if TILE <= BLOCK_SIZE:
+        if BLOCK_SIZE % TILE == 0:
             base = block.to(tl.int64) * stride_block + (tile * TILE % BLOCK_SIZE) * stride_slot
             k_tile = (k_ptr + base) + offsets
             v_tile = (v_ptr + base) + offsets
@@ -188,13 +197,14 @@ def attend(
             rows = (blocks * stride_block + tokens % BLOCK_SIZE * stride_slot)[:, None] + offs_w[None, :]
             k_tile = k_ptr + rows
             v_tile = v_ptr + rows
-        if WORDS == WORDS_USED:
-            mask = live[:, None]
-        else:
-            mask = live[:, None] & (offs_w < WORDS_USED)[None, :]
         # Dead slots may hold NaN, and 0 * NaN is NaN: they are not read.
-        k = tl.load(k_tile, mask=mask, other=0)
-        v = tl.load(v_tile, mask=mask, other=0)
+        if WHOLE and WORDS == WORDS_USED:
+            k = tl.load(k_tile)
+            v = tl.load(v_tile)
+        else:
+            mask = live[:, None] if WORDS == WORDS_USED else live[:, None] & (offs_w < WORDS_USED)[None, :]
+            k = tl.load(k_tile, mask=mask, other=0)
+            v = tl.load(v_tile, mask=mask, other=0)
         if FP8:
             k_even, k_odd = fp8_pair(tl.trans(k))
             scores = tl.dot(q_even, k_even.to(q_even.dtype), input_precision="ieee")
@@ -203,7 +213,8 @@ def attend(
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if SOFT_CAP > 0:
             scores = soft_cap_scores(scores, SOFT_CAP)
-        scores = tl.where(live[None, :], scores, float("-inf"))
+        if not WHOLE:
+            scores = tl.where(live[None, :], scores, float("-inf"))
         new_m = tl.maximum(m, tl.max(scores, 1))
         p = tl.exp2(scores - new_m[:, None])
         alpha = tl.exp2(m - new_m)

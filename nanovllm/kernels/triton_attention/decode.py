@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from nanovllm.kernels.ops.checks import FP8, check_attention, check_attention_values, values_checked
+from nanovllm.kernels import tunables
+from nanovllm.kernels.configs import bucket
+from nanovllm.kernels.ops.checks import (
+    FP8,
+    check_attention,
+    check_attention_values,
+    check_new_tokens,
+    values_checked,
+)
 from nanovllm.kernels.triton_attention.common import (
     LOG2E,
     arrival_counters,
@@ -18,6 +26,7 @@ from nanovllm.kernels.triton_attention.common import (
     padded_count,
 )
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
+from nanovllm.kernels.triton_ops.cache import num_scales
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,29 @@ def plan_decode(
     return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32)
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """What `qk_norm_rope_attention` has beside the arguments of `attention_decode`."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class SharedParts:
+    """What `shared_kernel` leaves: the arguments of `shared_start`."""
+
+    lens: torch.Tensor
+    """[num_seqs] int32: the leading tokens of each sequence that are done."""
+    counts: torch.Tensor
+    acc: torch.Tensor
+    ml: torch.Tensor
+
+
 def attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -106,6 +138,67 @@ def attention_decode(
     check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
+    scales = (k_scale, v_scale)
+    return launch_decode(
+        q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, None, plan
+    )
+
+
+def qk_norm_rope_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    plan: DecodePlan | None = None,
+) -> torch.Tensor:
+    """The op `qk_norm_rope_attention`, in one kernel. q, k and v may have any token and head strides.
+
+    As for `attention_decode`; a sequence of length 0 gets zeros, and nothing is stored for it.
+    """
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_new_tokens(q, k, v, k_cache, q_weight, k_weight)
+    if q.shape[2] % 2:
+        raise ValueError(f"q: head_dim must be even, not {q.shape[2]}")
+    if values_checked(q.device):
+        check_attention_values(k_cache, block_table, context_lens, max_context_len, torch.ones_like(context_lens))
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    new = NewTokens(k, v, cos_sin_cache, q_weight, k_weight, eps)
+    scales = (k_scale, v_scale)
+    return launch_decode(
+        q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan
+    )
+
+
+def launch_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    new: NewTokens | None,
+    plan: DecodePlan | None,
+    shared: SharedParts | None = None,
+) -> torch.Tensor:
+    """The launch behind the wrappers, which have checked the arguments."""
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -114,6 +207,10 @@ def attention_decode(
         return out
     q = q if q.stride(2) == 1 else q.contiguous()
     fp8 = k_cache.dtype == FP8
+    if plan is None:
+        plan = tunables.ATTENTION_DECODE.find(
+            q.device, bucket(num_seqs), num_kv_heads, group, head_dim, q.dtype, k_cache.dtype, block_size, new is not None
+        )
     if plan is None:
         full_precision = q.dtype == torch.float32 or not (fp8 or k_cache.dtype == q.dtype)
         plan = plan_decode(
@@ -135,6 +232,10 @@ def attention_decode(
     pieces = min(num_seqs - 1 + plan.pieces, num_seqs * most_tiles)
     slots = pieces * num_kv_heads
     k_words, v_words = as_words(k_cache), as_words(v_cache)
+    k_scale, v_scale = scales
+    k, v, angles = (q, q, q) if new is None else (new.k, new.v, new.cos_sin_cache)
+    norm = new is not None and new.q_weight is not None
+    parts = shared or SharedParts(context_lens, context_lens, out, out)
     dependent = has_dependent_launch(q.device)
     decode_kernel[num_kv_heads, pieces](
         out,
@@ -148,9 +249,24 @@ def attention_decode(
         torch.empty((slots, group, head_dim), dtype=torch.float32, device=q.device),
         torch.empty((slots, 2, group), dtype=torch.float32, device=q.device),
         arrival_counters(q.device, num_seqs * num_kv_heads),
+        k,
+        v,
+        angles,
+        new.q_weight if norm else q,
+        new.k_weight if norm else q,
+        parts.lens,
+        parts.counts,
+        parts.acc,
+        parts.ml,
         num_seqs,
         q.stride(0),
         q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        angles.stride(0),
+        0.0 if new is None else new.eps,
         k_words.stride(0),
         k_words.stride(1),
         k_words.stride(2),
@@ -170,8 +286,11 @@ def attention_decode(
         WINDOW=window or 0,
         STAGES=plan.stages,
         FP8=fp8,
-        K_SCALES=0 if k_scale is None else 1 if len(k_scale) == 1 else 2,
-        V_SCALES=0 if v_scale is None else 1 if len(v_scale) == 1 else 2,
+        K_SCALES=num_scales(k_scale),
+        V_SCALES=num_scales(v_scale),
+        ROTATE=new is not None,
+        NORM=norm,
+        SHARED=shared is not None,
         DEPENDENT=dependent,
         num_warps=plan.warps,
         num_stages=plan.stages,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from nanovllm.kernels import tunables
+from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
 from nanovllm.kernels.triton_attention.common import LOG2E, arrival_counters, num_multiprocessors
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
@@ -123,8 +125,15 @@ def attention_prefill(
         # Few query rows do not fill the tiles of that kernel, and one consumer would idle.
         if max_query_len * (group & -group) > 32:
             plan = plan_hopper(group, head_dim, k_cache.shape[1])
+            if plan is not None:
+                key = group, head_dim, q.dtype, k_cache.dtype, k_cache.shape[1]
+                plan = tunables.ATTENTION_PREFILL_HOPPER.find(q.device, *key) or plan
     if plan is None:
-        plan = plan_prefill(group, head_dim, q.element_size(), max_query_len)
+        rows = max_query_len * group
+        few_rows = max(16, bucket(rows)) if rows <= 64 and q.element_size() == 2 else 0
+        key = group, head_dim, q.dtype, k_cache.dtype, k_cache.shape[1], few_rows
+        plan = tunables.ATTENTION_PREFILL.find(q.device, *key)
+        plan = plan or plan_prefill(group, head_dim, q.element_size(), max_query_len)
     launch = _launch_hopper if isinstance(plan, HopperPlan) else _launch_anywhere
     scales = () if isinstance(plan, HopperPlan) else (k_scale, v_scale)
     launch(plan, out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window, soft_cap, *scales)

@@ -1,0 +1,390 @@
+"""Decode attention that reads shared blocks once: against float64, against the kernels that read them for each sequence, compiled.
+
+As in `test_triton_attention`: on a GPU at real shapes, else in the interpreter on small ones, in a process of its own.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from nanovllm.kernels.ops import attention_decode_shared as OP  # noqa: E402
+from nanovllm.kernels.triton_attention import decode, shared  # noqa: E402
+from nanovllm.kernels.triton_attention.decode import DecodePlan  # noqa: E402
+from nanovllm.kernels.triton_attention.shared import SharedPlan  # noqa: E402
+from tests.kernels import test_qk_norm_rope_attention as fused  # noqa: E402
+from tests.kernels.test_triton_attention import (  # noqa: E402
+    BF16,
+    DEVICE,
+    F8,
+    F16,
+    F32,
+    GPU,
+    INTERPRETED,
+    check,
+    fused_shuffles,
+    int32,
+    reference,
+)
+
+PREFIXES = ("groups", "group_rows", "shared_lens")
+
+
+def make(groups, own, num_heads, num_kv_heads, head_dim, block_size, dtype, num_groups=None, **options):
+    """Arguments of the fused op. groups: (rows, blocks) each; own: tokens of each row behind the shared ones.
+
+    Slots that hold no token are NaN, and so is that of the new one.
+    """
+    tokens = {row: blocks * block_size for rows, blocks in groups for row in rows}
+    lens = [n + tokens.get(row, 0) for row, n in enumerate(own)]
+    given = fused.make(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, **options)
+    table = given["block_table"]
+    for rows, blocks in groups:
+        table[rows, :blocks] = table[rows[0], :blocks].clone()
+    unused = torch.ones(len(given["k_cache"]), dtype=torch.bool, device=DEVICE)
+    for row, n in enumerate(lens):
+        unused[table[row, : -(-n // block_size)].long()] = False
+    for cache in (given["k_cache"], given["v_cache"]):
+        raw = cache.view(torch.uint8) if cache.dtype == F8 else cache
+        raw[unused] = 0x7F if cache.dtype == F8 else float("nan")
+    flat = [row for rows, _ in groups for row in rows]
+    described, place = [], 0
+    for rows, blocks in groups:
+        described.append([place, len(rows), blocks * block_size])
+        place += len(rows)
+    described += [[0, 0, 0]] * ((num_groups or len(groups)) - len(groups))
+    random.Random(3).shuffle(described)  # groups may come in any order, and some be none
+    return given | {
+        "groups": int32(described).view(-1, 3),
+        "group_rows": int32(flat + [10**6] * (len(own) - len(flat))),
+        "shared_lens": int32([tokens.get(row, 0) for row in range(len(own))]),
+    }
+
+
+def plain(given):
+    """The arguments of `attention_decode_shared`, in whose cache the new tokens are already."""
+    stored = fused.copied(given)
+    lens = stored["context_lens"].clamp_min(1)  # an empty sequence has a block, in which nothing is read
+    fused.OP.native(**{n: x for n, x in stored.items() if n not in PREFIXES} | {"context_lens": lens})
+    names = OP.signature.parameters
+    return {n: x for n, x in stored.items() if n in names}
+
+
+def without_groups(given):
+    return {n: x for n, x in given.items() if n not in PREFIXES}
+
+
+def difference(got, expected):
+    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+
+
+def check_plain(given, plan=None, rest=None):
+    given = plain(given)
+    got = shared.attention_decode_shared(**given, plan=plan, rest=rest)
+    options = {n: given.get(n) for n in ("window", "soft_cap", "k_scale", "v_scale")}
+    lens = given["context_lens"].tolist()
+    expected = reference(*(given[n] for n in ("q", "k_cache", "v_cache", "block_table")), lens, **options)
+    check(got, expected, given["q"].dtype)
+    for _ in range(1 if INTERPRETED else 3):
+        assert torch.equal(got, shared.attention_decode_shared(**given, plan=plan, rest=rest))
+    if got.dtype == F32:
+        assert difference(got, decode.attention_decode(**without_groups(given))) < 1e-5
+
+
+def check_fused(given, plan=None, rest=None):
+    used, apart = fused.copied(given), fused.copied(given)
+    got = shared.qk_norm_rope_attention_shared(**used, plan=plan, rest=rest)
+    unshared = decode.qk_norm_rope_attention(**without_groups(apart))
+    dtype = got.dtype
+    assert got.is_contiguous() and not got.isnan().any()
+    if (given["context_lens"] > 0).all():
+        assert difference(got, fused.expected_of(without_groups(given))) < (1e-5 if dtype == F32 else 1.5e-2)
+    assert difference(got, unshared) < (1e-5 if dtype == F32 else 1.5e-2)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(fused.bits(used[name]), fused.bits(apart[name]))
+    again = fused.copied(given)
+    assert torch.equal(got, shared.qk_norm_rope_attention_shared(**again, plan=plan, rest=rest))
+
+
+SMALL = SharedPlan(16, 16, 4, 1, 3, 4)
+CUT = DecodePlan(30, 16, 4, 1, 16)
+CASES = [
+    # A pair alone, one token each behind the shared block.
+    ([([0, 1], 1)], [1, 1], 2, 2, 64, 16, F32, SMALL, CUT, {}),
+    # Groups of odd sizes, rows of no group, a sequence without tokens, in any order; groups that are none.
+    ([([7, 2, 4], 3), ([1, 6], 1)], [5, 20, 1, 33, 16, 0, 40, 17], 2, 1, 64, 16, F32, None, None, {"num_groups": 9}),
+    # Row tiles that straddle sequences; more pieces than are merged at a time; programs that have parts of several row tiles.
+    ([(list(range(7)), 4), ([7, 9], 2)], [3] * 10, 3, 1, 64, 16, F32, SharedPlan(16, 16, 4, 1, 4, 5), DecodePlan(2, 16, 4, 1, 1), {}),
+    # Fewer pieces than programs, tiles of two blocks, of which the last one is half beyond the shared tokens.
+    ([([2, 0, 1], 5)], [9, 40, 1], 4, 1, 64, 16, F32, SharedPlan(16, 32, 4, 1, 7, 2), DecodePlan(3, 32, 4, 1, 16), {}),
+    ([(list(range(4)), 2), ([4, 5], 1)], [5, 1, 9, 2, 30, 3], 7, 1, 96, 32, F16, SMALL, None, {"soft_cap": 5.0}),
+    ([([0, 2], 2)], [5, 9, 1], 6, 2, 80, 32, F16, None, CUT, {}),
+    ([([0, 2, 3], 2)], [5, 9, 20, 1], 2, 1, 64, 16, F16, SharedPlan(16, 32, 4, 1, 3, 4), None, {"cache_dtype": F8, "norm": False}),
+    ([([1, 2], 2)], [5, 9, 20], 4, 2, 64, 16, F32, SMALL, CUT, {"cache_dtype": F8, "k_scale": 1, "v_scale": 2}),
+    ([([1, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32, SMALL, None, {"cache_dtype": F16, "v_scale": 2}),
+    ([([1, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32, None, None, {"window": 11}),
+    ([], [5, 9], 4, 2, 64, 16, F32, None, None, {"num_groups": 2}),
+    ([], [5, 9], 4, 2, 64, 16, F32, None, None, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("groups, own, heads, kv_heads, dim, block_size, dtype, plan, rest, options", CASES)
+def test_small(groups, own, heads, kv_heads, dim, block_size, dtype, plan, rest, options):
+    given = make(groups, own, heads, kv_heads, dim, block_size, dtype, **options)
+    check_plain(given, plan, rest)
+    check_fused(given, plan, rest)
+
+
+def test_the_shared_part_is_read_once():
+    """What a group shares is read from its first sequence's table, and from nowhere else."""
+    given = plain(make([([1, 0, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32))
+    expected = shared.attention_decode_shared(**given)
+    table = given["block_table"].clone()
+    table[[0, 2], :2] = 10**6  # far outside of the cache
+    assert torch.equal(shared.attention_decode_shared(**given | {"block_table": table}), expected)
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 9])
+def test_no_row_has_more_pieces_than_there_is_room_for(pieces, monkeypatch):
+    """The second group's stretch of tiles begins in the middle of a program's."""
+    given = make([([0, 1], 1), ([2, 3], 6)], [1, 1, 1, 1], 1, 1, 64, 16, F32)
+    given["groups"] = given["groups"][given["groups"][:, 0].argsort()].contiguous()
+    seen = []
+    launch = shared.launch_decode
+    monkeypatch.setattr(
+        shared, "launch_decode", lambda *args, **kwargs: seen.append(kwargs["shared"]) or launch(*args, **kwargs)
+    )
+    check_plain(given, SharedPlan(16, 16, 4, 1, 8, pieces))
+    assert {2: 2, 3: 3, 9: 6}[pieces] == seen[0].counts[2:].max() <= len(seen[0].acc)
+
+
+def test_large_logits():
+    given = plain(make([([0, 1], 3)], [7, 20], 4, 2, 64, 16, F32))
+    given |= {"q": given["q"] * 60, "k_cache": given["k_cache"] * 60}
+    got = shared.attention_decode_shared(**given, plan=SMALL)
+    check(
+        got,
+        reference(*(given[n] for n in ("q", "k_cache", "v_cache", "block_table")), given["context_lens"].tolist()),
+        F32,
+    )
+
+
+def random_groups(rng, count, most_groups, most_blocks):
+    rows = rng.sample(range(count), rng.randint(0, count))
+    groups = []
+    while len(rows) > 1 and len(groups) < most_groups:
+        size = rng.randint(2, len(rows)) if rng.random() < 0.5 else 2
+        groups.append((rows[:size], rng.randint(1, most_blocks)))
+        rows = rows[size:]
+    return groups
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_groups_and_plans(seed):
+    rng = random.Random(seed)
+    count = rng.randint(4, 9)
+    groups = random_groups(rng, count, 5, 4)
+    own = [rng.randint(1, 25) for _ in range(count)]
+    programs = rng.randint(1, 6)
+    plan = SharedPlan(16, 16, 4, 1, programs, rng.randint(2, programs + 1))
+    check_plain(make(groups, own, 2, 1, 64, 16, F32, num_groups=6), plan)
+
+
+def checked(**changes):
+    given = plain(make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32))
+    return shared.attention_decode_shared(**given | changes)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"groups": torch.zeros(2, 2, dtype=torch.int32)}, r"groups: expected contiguous int32 \[num_groups, 3\], got .* \[2, 2\]"),
+        ({"group_rows": torch.zeros(3)}, r"group_rows: expected contiguous int32 \[3\], got torch.float32"),
+        ({"shared_lens": torch.zeros(2, dtype=torch.int32)}, r"shared_lens: expected contiguous int32 \[3\], got .* \[2\]"),
+    ],
+)  # fmt: skip
+def test_wrong_shapes_are_always_named(changes, said):
+    with pytest.raises(ValueError, match=said):
+        checked(**{n: x.to(DEVICE) for n, x in changes.items()})
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"groups": [[0, 2, 33]]}, "group 0 shares 33 tokens, expected a multiple of 16"),
+        ({"groups": [[2, 2, 32]]}, "group 0 has rows 2 to 3 of 3"),
+        ({"groups": [[0, 2, 48]]}, "group 0 shares 48 tokens, but sequence 1 has 41"),
+        (
+            {"group_rows": [0, 1, 2], "context_lens": [33, 41, 62]},
+            "sequence 1 has other blocks than the first of group 0",
+        ),
+        ({"group_rows": [1, 1, 2]}, "expected each of 0 to 2 once at most, got 1 in group 0"),
+        ({"shared_lens": [0, 32, 16]}, "sequence 2 shares 16 tokens, expected 32"),
+        ({"shared_lens": [32, 32, 32]}, "sequence 0 shares 32 tokens, expected 0"),
+        ({"context_lens": [5, 41, 90]}, "sequence 2 has length 90"),
+    ],
+)
+def test_groups_that_do_not_fit_are_named_on_request(changes, said, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
+    checked()
+    with pytest.raises(ValueError, match=said):
+        checked(**{n: int32(x) for n, x in changes.items()})
+
+
+# ---- a GPU
+
+
+def batch(count, num_groups, seed=0, blocks=4, longest=300):
+    """Rows dealt to groups at random, some to none."""
+    rng = random.Random(seed)
+    members = [[] for _ in range(num_groups)]
+    for row in range(count):
+        if rng.random() < 0.9:
+            members[rng.randrange(num_groups)].append(row)
+    groups = [(rows, rng.randint(1, blocks)) for rows in members if len(rows) > 1]
+    return groups, [rng.randint(1, longest) for _ in range(count)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("heads, kv_heads, block_size", [(16, 8, 256), (9, 3, 16), (14, 2, 64)])
+def test_shapes(dim, dtype, heads, kv_heads, block_size):
+    for count, num_groups in ((5, 1), (70, 3)):
+        given = make(*batch(count, num_groups), heads, kv_heads, dim, block_size, dtype, num_groups=8)
+        check_plain(given)
+        check_fused(given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("options", [{}, {"cache_dtype": F8, "k_scale": 1, "v_scale": 8}, {"soft_cap": 20.0}], ids=str)
+def test_batches(options, dtype):
+    for count, num_groups in ((256, 1), (256, 50), (40, 8), (16, 2), (300, 2)):
+        given = make(*batch(count, num_groups, seed=count), 16, 8, 128, 256, dtype, num_groups=64, **options)
+        check_plain(given)
+        check_fused(given)
+    check_plain(make(*batch(20, 1, blocks=80), 71, 1, 64, 256, dtype, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [True, False])
+def test_graph_replays_follow_the_groups(norm):
+    """A captured call, replayed with other groups, lengths and tables, ten times each: the same bits as a call of its own."""
+    cases = [make(*batch(64, n, seed=n), 16, 8, 128, 256, BF16, num_groups=64, norm=norm) for n in (1, 3, 20)]
+    cases.append(make([], [5] * 64, 16, 8, 128, 256, BF16, num_groups=64, norm=norm))
+    static = fused.copied(cases[0])
+    size = max(len(case["k_cache"]) for case in cases)
+    width = max(case["block_table"].shape[1] for case in cases)
+    shape = (size, *static["k_cache"].shape[1:])
+    static |= {name: torch.zeros(shape, dtype=BF16, device=DEVICE) for name in ("k_cache", "v_cache")}
+    static |= {"block_table": torch.zeros(64, width, dtype=torch.int32, device=DEVICE), "max_context_len": width * 256}
+    static |= {name: static[name].clone() for name in ("q", "k", "v", "context_lens", *PREFIXES)}
+
+    def fill(case):
+        for name in ("q", "k", "v", "context_lens", "q_weight", "k_weight", *PREFIXES):
+            if static[name] is not None:
+                static[name].copy_(case[name])
+        for name in ("k_cache", "v_cache"):
+            static[name][: len(case[name])] = case[name]
+        static["block_table"].zero_()[:, : case["block_table"].shape[1]] = case["block_table"]
+
+    fill(cases[0])
+    shared.qk_norm_rope_attention_shared(**static)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = shared.qk_norm_rope_attention_shared(**static)
+    for case in cases:
+        fill(case)
+        expected = shared.qk_norm_rope_attention_shared(**static).clone()
+        assert difference(expected, decode.qk_norm_rope_attention(**without_groups(static))) < 1.5e-2
+        for _ in range(10):
+            graph.replay()
+            assert torch.equal(out, expected)
+
+
+# ---- compiled here, for GPUs that need not be here
+
+
+@pytest.mark.parametrize(
+    "count, heads, kv_heads, dim, dtype, cache_dtype, rotate, capability",
+    [
+        (256, 16, 8, 128, BF16, BF16, True, 90),
+        (16, 16, 8, 128, BF16, BF16, True, 90),
+        (256, 14, 2, 64, BF16, BF16, True, 80),
+        (256, 32, 8, 128, BF16, BF16, False, 100),
+        (256, 16, 8, 256, BF16, BF16, True, 90),
+        (256, 16, 8, 128, BF16, F8, True, 90),
+        (64, 16, 8, 128, F32, F32, True, 90),
+    ],
+)
+def test_both_passes_compile_without_spills(
+    count, heads, kv_heads, dim, dtype, cache_dtype, rotate, capability, monkeypatch, tmp_path
+):
+    from tests.kernels import test_triton_ops_compile as compile_tests
+
+    for module in (shared, decode):
+        monkeypatch.setattr(module, "has_dependent_launch", lambda device: capability >= 90)
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setitem(compile_tests.TYPES, torch.int16, "i16")
+    q, k, v = torch.empty(count, heads + 2 * kv_heads, dim, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
+    caches = [torch.empty(3, 256, kv_heads, dim, dtype=cache_dtype) for _ in range(2)]
+    lens, table = torch.ones(count, dtype=torch.int32), torch.zeros(count, 8, dtype=torch.int32)
+    prefixes = (torch.zeros(64, 3, dtype=torch.int32), torch.zeros_like(lens), torch.zeros_like(lens))
+    weights = [torch.empty(dim, dtype=dtype) for _ in range(2)]
+    options = {name: torch.ones(n) for name, n in (("k_scale", 1), ("v_scale", kv_heads)) if cache_dtype == F8}
+
+    def call():
+        if rotate:
+            rest = (2048, 1.0, *weights, 1e-6)
+            shared.qk_norm_rope_attention_shared(
+                q, k, v, torch.empty(4096, dim), *caches, table, lens, *prefixes, *rest, **options
+            )
+        else:
+            shared.attention_decode_shared(q, *caches, table, lens, *prefixes, 2048, 1.0, **options)
+
+    launches = compile_tests.launches_of([("shared", call)])
+    assert [kernel.__name__ for _, kernel, _, _ in launches] == ["shared_kernel", "decode_kernel"]
+    for _, kernel, args, given in launches:
+        constants = [given.pop(p.name) for p in kernel.params[len(args) :]]
+        binary = compile_tests.compiled(kernel, [*args, *constants], given, capability)
+        _, stack, local = compile_tests.resources(binary, tmp_path)
+        # A few bytes of stack, outside of the loop, cost nothing; a spilling loop takes hundreds.
+        assert stack <= 64 and local == 0, (kernel.__name__, stack)
+        assert binary.metadata.shared <= (99 if capability == 80 else 227) * 1024
+        ptx = binary.asm["ptx"]
+        assert not fused_shuffles(ptx)
+        if dtype != F32:
+            assert "cp.async.cg.shared.global [ %r" in ptx  # 16 bytes at a time, and asynchronous
+        if kernel is shared.shared_kernel and capability == 90 and count == 256 and dim <= 128 and cache_dtype == BF16:
+            assert "wgmma.mma_async" in ptx
+
+
+def test_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
+        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-300:]
+
+
+# Only what can run here is collected, so that nothing is reported as skipped.
+_ANYWHERE = (
+    "test_small", "test_the_shared_part_is_read_once", "test_no_row_has_more_pieces_than_there_is_room_for", "test_large_logits", "test_random_groups_and_plans",
+    "test_wrong_shapes_are_always_named", "test_groups_that_do_not_fit_are_named_on_request",
+)  # fmt: skip
+_HERE = {
+    "test_in_the_interpreter": not GPU and not INTERPRETED,
+    "test_both_passes_compile_without_spills": not INTERPRETED,
+    **{name: GPU or INTERPRETED for name in _ANYWHERE},
+}
+for _name in [name for name in globals() if name.startswith("test_")]:
+    if not _HERE.get(_name, GPU):
+        del globals()[_name]
