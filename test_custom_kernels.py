@@ -120,6 +120,9 @@ def summary(verdicts: dict[tuple[str, str], str], results: list[Measurement]) ->
 
 
 def main(prefix: str = "") -> int:
+    if prefix in ("-h", "--help"):
+        print(__doc__)
+        return 0
     reason = unavailable_reason()
     if reason is not None:
         print(

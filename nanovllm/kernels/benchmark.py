@@ -103,7 +103,7 @@ def time_in_graph(calls: Sequence[Callable[[], Any]], replays: int = 20) -> Timi
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):  # where the calls ran: kernels keep counters for each stream
         for call in calls:
             call()
     for _ in range(3):

@@ -94,7 +94,7 @@ def measure(declared: Op, provider: Provider, case: Case, device: torch.device) 
         calls = [lambda s=s: provider.fn(**s) for s in sets]
         try:
             timing, method = time_in_graph(calls * max(1, 8 // len(calls))), "graph"
-        except RuntimeError:  # the provider waits for the device, which a graph cannot hold
+        except (RuntimeError, ValueError):  # the provider waits for the device, which a graph cannot hold, or says so
             torch.cuda.synchronize(device)
             timing, method, cold = time_kernel(provider.fn, warmup=3, iters=20, **sets[0]), "events", True
         num_bytes, flops, least = least_time(declared, sets[0], case.dtype, device)

@@ -150,7 +150,8 @@ def parse_priority(text: str) -> dict[str, list[str]]:
         names = [p.strip() for p in providers.split(",") if p.strip()]
         if not equals or not name.strip() or not names:
             raise ValueError(
-                f"{entry!r} is not of the form op=provider or op=provider,provider; separate entries with ';'"
+                f"{entry!r} is not of the form op=provider or op=provider,provider (*=provider for all); "
+                "separate entries with ';'"
             )
         priority[name.strip()] = names
     return priority

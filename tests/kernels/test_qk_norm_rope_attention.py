@@ -99,12 +99,15 @@ def check_caches(used, given):
     stored = copied(given)
     OP.native(**stored)
     rtol = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2, F8: 0.13}[given["k_cache"].dtype]
+    rounding = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2}[given["q"].dtype]
     for name in ("k_cache", "v_cache"):
+        # Where the rotation cancels, a last bit of a product is many of the result.
+        atol = 4 * rounding + 2**-9 * (given[name].dtype == F8) if name == "k_cache" else 1e-5
         new = (bits(stored[name]) != bits(given[name])).any(-1).any(-1)
         assert new.sum() == (given["context_lens"] > 0).sum()
         assert torch.equal(bits(used[name])[~new], bits(given[name])[~new])
         got, expected = (c.float()[new] for c in (used[name], stored[name]))
-        torch.testing.assert_close(got, expected, rtol=rtol if name == "k_cache" else 0, atol=1e-5)
+        torch.testing.assert_close(got, expected, rtol=rtol if name == "k_cache" else 0, atol=atol)
         assert given["q"].dtype == F32 or (got == expected).double().mean() > 0.97
 
 

@@ -351,7 +351,7 @@ def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, t
             PIECES=plan.pieces, SEQS_PAD=1 if num_seqs == 1 else 512, GROUP=group, GROUP_PAD=group_pad, ROWS=16, HEAD_DIM=dim,
             DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
             SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2, DEPENDENT=capability >= 90,
-            ROTATE=rotate, NORM=rotate, SHARED=False,
+            ROTATE=rotate, NORM=rotate, RELEASE=rotate and capability >= 90, SHARED=False,
         )  # fmt: skip
         binary = compiled(decode_kernel, constants, dtype, capability, plan.warps, plan.stages)
         assert stack(binary, tmp_path) <= STACK, plan

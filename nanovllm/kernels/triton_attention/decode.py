@@ -41,6 +41,9 @@ class DecodePlan:
     stages: int
     merge_registers: int
     """Registers a thread for the partial results that are merged at a time: few steps for many."""
+    release: bool = False
+    """Whether the next kernel may start as soon as all programs of this one run: it can load its weights meanwhile, and takes
+    registers and shared memory that are left."""
 
     def chunk(self, elements: int) -> int:
         """Partial results of `elements` each that are merged at a time."""
@@ -292,6 +295,7 @@ def launch_decode(
         NORM=norm,
         SHARED=shared is not None,
         DEPENDENT=dependent,
+        RELEASE=dependent and plan.release,
         num_warps=plan.warps,
         num_stages=plan.stages,
         launch_pdl=dependent,

@@ -133,10 +133,13 @@ def decode_kernel(
     NORM: tl.constexpr,
     SHARED: tl.constexpr,  # without WINDOW
     DEPENDENT: tl.constexpr,  # the launch overlaps the end of the kernel before it
+    RELEASE: tl.constexpr,  # and the start of the one after it, this one
 ):
     """Grid [num_kv_heads, pieces]: the heads of a piece, whose keys lie side by side, run at the same time."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+    if RELEASE:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
     piece = tl.program_id(1)

@@ -1,4 +1,8 @@
-"""The small-batch products of a decoder layer as ops: one kernel each where `plan` says so, else the kernels they fuse."""
+"""The small-batch products of a decoder layer as ops: one kernel each where `plan` says so, else the kernels they fuse.
+
+With dependent launch the weights, of the product and of the norm, are read while the kernel before may still run: they must
+not be what that kernel writes. Inputs may be.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def stream(
 
     pdl: launch while the kernel before still runs, and wait for it on the device.
     early: with pdl and for one token, load the weight before that wait. Right only if the kernel before does not write the
-        weight and itself waits, before it lets this one start, for all that came earlier, as every kernel of this package does.
+        weight and itself waits, before it lets this one start, for all that came earlier, as the gate-up kernel of `gated_mlp` does.
     """
     m, k = x.shape
     n = out.shape[1]
