@@ -7,7 +7,12 @@ import pytest
 from nanovllm.models.embedded import EmbeddedModelError, embedded_model_path
 
 
+# They take a minute each without a GPU. Begun first, they do not keep one process busy while the others have nothing left to do.
+_LONGEST = ("test_smollm2.py", "test_triton_ops.py", "test_verify.py", "test_triton_linear.py", "test_triton_decode.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

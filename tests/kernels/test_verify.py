@@ -128,7 +128,7 @@ def test_the_references_are_right(name):
 def test_every_triton_provider_in_the_interpreter(ops):
     """The interpreter is chosen when Triton is imported, so this is a process of its own: the command a user runs."""
     pytest.importorskip("triton")
-    names = [(n, p) for n, o in sorted(all_ops().items()) for p in o.providers if p in ("triton", "triton_pdl")]
+    names = [(n, p) for n, o in sorted(all_ops().items()) for p in o.providers if p == "triton"]
     names = names[::2] if ops == "first" else names[1::2]
     code = f"""
 import json, sys, torch, warnings

@@ -8,7 +8,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.models.embedded import embedded_model_path
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NUM_TOKENS = 64
+NUM_TOKENS = 64 if DEVICE == "cuda" else 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 16
 
@@ -26,12 +26,13 @@ def path():
 
 @pytest.fixture(scope="module")
 def prompts(path):
-    """20 prompts of 1 to 1,500 tokens: prefixes of one text, and others that share nothing with it."""
+    """About 20 prompts of 1 to 1,500 tokens (400 on a CPU): prefixes of one text, and others that share nothing with it."""
     from nanovllm.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     long = tokenizer.encode(TEXT * 20)
-    lengths = [1, 2, 5, 8, 13, 16, 17, 31, 32, 64, 100, 150, 255, 256, 400, 700, 1500]
+    lengths = [1, 2, 5, 8, 13, 16, 17, 31, 32, 64, 100, 150, 255, 256, 400]
+    lengths += [700, 1500] if DEVICE == "cuda" else []
     assert len(long) > max(lengths)
     chat = [{"role": "user", "content": "Name three colours."}]
     template = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -95,7 +96,10 @@ def test_logits(path, reference, prompts, monkeypatch):
     [
         pytest.param({}, id="batched"),
         pytest.param({"max_num_batched_tokens": 200, "async_scheduling": True}, id="chunked-async"),
-        pytest.param({"num_kvcache_blocks": 110, "max_model_len": 1600}, id="preempted"),
+        pytest.param(
+            {"num_kvcache_blocks": 110 if DEVICE == "cuda" else 50, "max_model_len": 1600 if DEVICE == "cuda" else 600},
+            id="preempted",
+        ),
     ],
 )
 def test_greedy_equals_transformers(path, prompts, expected, kwargs):
@@ -111,24 +115,24 @@ def test_greedy_equals_transformers(path, prompts, expected, kwargs):
 
 def test_greedy_one_at_a_time(path, prompts, expected):
     llm = engine(path, enable_prefix_caching=False)
-    for i in (0, 5, 13, 17, 18, 19):
+    for i in (0, 5, 13, -3, -2, -1):
         assert tokens(llm, [prompts[i]]) == [expected[i]]
 
 
 def test_abort_leaves_the_others_alone(path, prompts, expected):
     llm = engine(path, async_scheduling=True)
-    requests = [llm.engine.add_request(p, GREEDY) for p in prompts[:16]]
+    requests = [llm.engine.add_request(p, GREEDY) for p in prompts[:15]]
     for step in range(200):
         if step == 10:
             llm.engine.abort(requests[3])
-            llm.engine.abort(requests[15])
+            llm.engine.abort(requests[14])
         llm.engine.step()
         if not llm.engine.has_unfinished:
             break
     llm.engine.scheduler.check()
     for i, request in enumerate(requests):
         got = request.output()["token_ids"]
-        if i in (3, 15):
+        if i in (3, 14):
             assert request.output()["finish_reason"] == "abort"
             assert 0 < len(got) < NUM_TOKENS and got == expected[i][: len(got)]
         else:
