@@ -5,12 +5,15 @@ The engine does not pass through here: it calls the provider's function, which c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nanovllm.kernels.registry import Op, all_ops, device_of
+from nanovllm.kernels.registry import Op, all_ops, device_of, told_of_ops
+
+logger = logging.getLogger(__name__)
 
 _LIBRARY = torch.library.Library("nanovllm", "DEF")
 
@@ -24,6 +27,14 @@ def register(declared: Op) -> None:
     _LIBRARY.define(declared.name + schema, tags=())
     torch.library.impl(_LIBRARY, declared.name, "CompositeExplicitAutograd")(_implementation(declared))
     torch.library.register_fake(f"nanovllm::{declared.name}", _fake(declared), lib=_LIBRARY)
+
+
+def register_or_warn(declared: Op) -> None:
+    """`register`, of an op that may not be ready for it: all but torch.compile works without."""
+    try:
+        register(declared)
+    except (ValueError, RuntimeError) as e:  # for example parameters without annotations
+        logger.warning("op %r is not in torch.ops.nanovllm, so torch.compile cannot take it: %s", declared.name, e)
 
 
 def _implementation(declared: Op) -> Callable[..., Any]:
@@ -59,3 +70,4 @@ def _contiguous(result: Any, new: bool = False) -> Any:
 
 for _op in all_ops().values():
     register(_op)
+told_of_ops.append(register_or_warn)

@@ -19,7 +19,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 
-from nanovllm.kernels.registry import Op, all_ops, registering
+from nanovllm.kernels.registry import all_ops, registering
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +61,17 @@ def _load(name: str, run: Callable[[], object]) -> bool:
             with registering(name):
                 run()
             _loaded[name] = None
-            _register_with_torch([declared for op_name, declared in all_ops().items() if op_name not in known])
+            from nanovllm.kernels import library
+
+            for op_name, declared in all_ops().items():
+                if op_name not in known:
+                    library.register_or_warn(declared)
         except (Exception, SystemExit) as e:  # whatever a stranger's code raises
             _loaded[name] = f"{type(e).__name__}: {e}"
             if isinstance(e, ModuleNotFoundError) and e.name == name:
                 _loaded[name] += "; a file is named with its path and .py"
             logger.warning("kernel plugin %s: %s", name, _loaded[name])
     return _loaded[name] is None
-
-
-def _register_with_torch(declared: Sequence[Op]) -> None:
-    """Make a plugin's new ops `torch.ops.nanovllm.*`, which torch.compile needs; all else works without."""
-    from nanovllm.kernels import library
-
-    for new in declared:
-        try:
-            library.register(new)
-        except (ValueError, RuntimeError) as e:  # for example parameters without annotations
-            logger.warning("op %r is not in torch.ops.nanovllm, so torch.compile cannot take it: %s", new.name, e)
 
 
 def _run_file(path: str) -> None:

@@ -213,6 +213,8 @@ def device_of(arguments: Mapping[str, Any]) -> torch.device:
 
 
 _OPS: dict[str, Op] = {}
+told_of_ops: list[Callable[[Op], None]] = []
+"""Called with every op that is declared from now on."""
 # The plugin that is being loaded, for what it registers.
 _registering: ContextVar[str | None] = ContextVar("the plugin that registers", default=None)
 
@@ -231,6 +233,9 @@ def op(native: Callable[..., Any] | None = None, **declaration: Any) -> Any:
     if declared.name in _OPS:
         raise ValueError(f"op {declared.name!r} is declared twice")
     _OPS[declared.name] = declared
+    if _registering.get() is None:  # a plugin's are told of when all of it has loaded
+        for tell in told_of_ops:
+            tell(declared)
     return declared
 
 

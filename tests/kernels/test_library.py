@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm import kernels
-from nanovllm.kernels import all_ops
+from nanovllm.kernels import all_ops, registry
 from nanovllm.kernels.verify import Case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,3 +56,24 @@ def test_export():
     block, x = Block(), torch.randn(5, 64, device=DEVICE)
     program = torch.export.export(block, (x, x.clone()))
     assert any("nanovllm.silu_and_mul" in str(node.target) for node in program.graph.nodes)
+
+
+def test_an_op_of_ones_own_program_is_there_too(caplog):
+    """Declared where it is used, not in a plugin; one without annotations works, but not under torch.compile."""
+
+    @kernels.op
+    def tripled_here(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    @kernels.op
+    def bare_here(x):
+        return x * 4
+
+    try:
+        x = torch.randn(5, device=DEVICE)
+        assert torch.equal(torch.ops.nanovllm.tripled_here(x), x * 3)
+        assert torch.equal(torch.compile(lambda x: tripled_here(x) + 1, fullgraph=True, backend="eager")(x), x * 3 + 1)
+        assert torch.equal(bare_here(x), x * 4) and "'bare_here' is not in torch.ops.nanovllm" in caplog.text
+    finally:
+        for name in ("tripled_here", "bare_here"):
+            del registry._OPS[name]
