@@ -143,6 +143,24 @@ def test_a_sequence_without_tokens_stores_nothing():
     assert changed.sum() == 2
 
 
+def test_only_the_piece_with_the_new_token_needs_it(monkeypatch):
+    """Pieces run in any order on a GPU; in the interpreter the first one first. Here also the last one first."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    given, plan = make([100, 70], 4, 2, 64, 16, F32), DecodePlan(9, 16, 4, 1, 16)
+    expected = qk_norm_rope_attention(**copied(given), plan=plan)
+    assert not expected.isnan().any()
+    place = builder.set_grid_idx
+    turned = []
+
+    def turn(*index):
+        turned.append(index)
+        place(*(n - 1 - i for n, i in zip(builder.grid_dim, index)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", turn)
+    assert torch.equal(qk_norm_rope_attention(**copied(given), plan=plan), expected) and len(turned) > 4
+
+
 def test_bad_arguments():
     given = make([20, 3], 4, 2, 64, 16, F32)
     with pytest.raises(ValueError, match="q_weight, k_weight: expected both"):
@@ -201,9 +219,11 @@ def test_in_the_interpreter():
 
 # Only what can run here is collected, so that nothing is reported as skipped.
 _ANYWHERE = ("test_small", "test_a_sequence_without_tokens_stores_nothing", "test_bad_arguments")
+_INTERPRETER = ("test_only_the_piece_with_the_new_token_needs_it",)
 _HERE = {
     "test_in_the_interpreter": not GPU and not INTERPRETED,
     **{name: GPU or INTERPRETED for name in _ANYWHERE},
+    **dict.fromkeys(_INTERPRETER, INTERPRETED),
 }
 for _name in [name for name in globals() if name.startswith("test_")]:
     if not _HERE.get(_name, GPU):

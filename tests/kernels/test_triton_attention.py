@@ -130,6 +130,7 @@ def mixed(count, longest, seed=0):
         ([1, 17, 100, 16, 0], 4, 2, 64, 16, F32, None, {}),
         ([100, 3, 1, 64, 33], 4, 2, 64, 16, F32, DecodePlan(7, 32, 4, 1, 16), {}),  # a tile of two blocks, cut
         ([100, 3, 1, 64, 33], 4, 2, 64, 64, F32, DecodePlan(2, 16, 4, 1, 16), {}),  # hardly cut
+        ([100, 3, 160], 4, 2, 64, 48, F32, DecodePlan(4, 32, 4, 1, 16), {}),  # tiles that straddle larger blocks
         ([90, 0, 5], 9, 3, 80, 32, F16, DecodePlan(30, 16, 4, 1, 16), {}),  # no power of two anywhere, cut to tiles
         ([40, 70], 7, 1, 96, 64, F16, None, {"soft_cap": 5.0, "window": 33}),
         ([40, 70, 2], 4, 1, 64, 16, F32, DecodePlan(5, 16, 4, 1, 16), {"window": 20}),
