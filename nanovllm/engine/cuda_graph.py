@@ -18,6 +18,7 @@ from nanovllm.engine.decode_state import SamplingMode
 from nanovllm.engine.prefix_groups import LEAST_ROWS
 
 _LARGEST_SMALL_BATCH = 64
+_LARGEST_WHOLE_STEP = 32
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -53,6 +54,8 @@ class DecodeBuckets:
         self.batch_sizes = batch_buckets(max_num_seqs)
         self.shared_sizes = [size for size in self.batch_sizes if sharing and size >= LEAST_ROWS]
         self.context_lens = context_buckets(max_model_len) if by_context else [max_model_len]
+        # By context there would be many more graphs, of a slow kernel.
+        self.whole_sizes = [size for size in self.batch_sizes if size <= _LARGEST_WHOLE_STEP and not by_context]
 
     def fit(self, num_seqs: int, max_context_len: int) -> tuple[int, int]:
         """The smallest (batch size, context length) that holds a batch."""
@@ -66,37 +69,37 @@ class DecodeGraphs:
     """Captured decode steps over static device state: the model up to the logits, then sampling and the state's advance.
 
     The two halves are graphs of their own: what sampling a batch needs changes from step to step, and capturing the model
-    again for each kind of sampling would take time and gain a microsecond.
+    again for each kind of sampling takes time. It gains the 6 to 10 us between two graphs, and a copy of the logits, which
+    is worth it where a step is short: small batches have graphs of whole steps as well.
 
     Args:
-        model: (rows, context length, whether prefixes are shared) -> None: from the state's first rows to their logits.
-        draw: (rows, mode) -> None: from the logits to the state of the next step.
+        model: (rows, context length, whether prefixes are shared) -> None: from the state's first rows to static logits.
+        draw: (rows, mode) -> None: from these logits to the state of the next step.
+        whole: (rows, context length, mode) -> None: both in one, with no shared prefixes.
         modes: the kinds of sampling to capture.
-        Both must depend on no host value that changes, and leave nothing but static buffers behind.
+        All must depend on no host value that changes, and leave nothing but static buffers behind.
     """
 
     def __init__(
         self,
         model: Callable[[int, int, bool], object],
         draw: Callable[[int, SamplingMode], object],
+        whole: Callable[[int, int, SamplingMode], object],
         buckets: DecodeBuckets,
         modes: Sequence[SamplingMode],
         device: torch.device,
     ) -> None:
-        self._pool: Any = None
-        self._stream = torch.cuda.Stream(device)
         largest, longest = buckets.batch_sizes[-1], buckets.context_lens[-1]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        # Outside of the captures: what is created, compiled or measured in a first call. Small batches may have other kernels.
-        with torch.cuda.stream(self._stream):
-            model(largest, longest, False)
-            for rows in (size for size in buckets.batch_sizes if size <= _LARGEST_SMALL_BATCH):
-                model(rows, buckets.context_lens[0], False)
-            for rows in buckets.shared_sizes:
-                model(rows, longest, True)
-            for mode in modes:
-                draw(largest, mode)
-        torch.cuda.current_stream(device).wait_stream(self._stream)
+        # What is created, compiled or measured in a first call. Small batches may have other kernels.
+        first: list[tuple[Any, ...]] = [(model, largest, longest, False)]
+        first += [
+            (model, rows, buckets.context_lens[0], False)
+            for rows in buckets.batch_sizes
+            if rows <= _LARGEST_SMALL_BATCH
+        ]
+        first += [(model, rows, longest, True) for rows in buckets.shared_sizes]
+        first += [(draw, largest, mode) for mode in modes]
+        self._prepare(first, device)
         # Largest first, so that the smaller ones fit into the memory that the pool already has.
         self._model = {
             (rows, context, False): self._capture(model, rows, context, False)
@@ -109,6 +112,20 @@ class DecodeGraphs:
         self._draw = {
             (rows, mode): self._capture(draw, rows, mode) for rows in reversed(buckets.batch_sizes) for mode in modes
         }
+        self._whole = {
+            (rows, mode): self._capture(whole, rows, longest, mode)
+            for rows in reversed(buckets.whole_sizes)
+            for mode in modes
+        }
+
+    def _prepare(self, calls: Sequence[tuple[Any, ...]], device: torch.device) -> None:
+        """Run these (function, *arguments) once, on the stream that captures."""
+        self._pool: Any = None
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for fn, *args in calls:
+                fn(*args)
         torch.cuda.synchronize(device)
 
     def _capture(self, fn: Callable[..., object], *args: Any) -> torch.cuda.CUDAGraph:
@@ -119,10 +136,16 @@ class DecodeGraphs:
         return graph
 
     def __len__(self) -> int:
-        return len(self._model) + len(self._draw)
+        return len(self._model) + len(self._draw) + len(self._whole)
 
-    def run_model(self, rows: int, max_context_len: int, shared: bool) -> None:
+    def run(self, rows: int, max_context_len: int, shared: bool, mode: SamplingMode) -> bool:
+        """Replay a step. False: this kind of sampling was not captured; the step ends with the static logits."""
+        whole = None if shared else self._whole.get((rows, mode))
+        if whole is not None:
+            whole.replay()
+            return True
         self._model[rows, max_context_len, shared].replay()
-
-    def draw(self, rows: int, mode: SamplingMode) -> None:
-        self._draw[rows, mode].replay()
+        draw = self._draw.get((rows, mode))
+        if draw is not None:
+            draw.replay()
+        return draw is not None

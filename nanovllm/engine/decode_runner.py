@@ -18,8 +18,9 @@ from nanovllm.models.decoder import DecoderForCausalLM
 class DecodeRunner:
     """One decode step after the other, over the same device buffers.
 
-    In a steady step the host replays two graphs and asks for a copy of the tokens. It sends what changed before (see
-    `DecodeState`), and takes part in sampling only where penalties, banned tokens or log-probabilities are wanted.
+    In a steady step the host replays a graph, or two, and nothing else: the tokens come to it by themselves (`TokenRing`). It
+    sends what changed before (see `DecodeState`), and takes part in sampling only where penalties, banned tokens or
+    log-probabilities are wanted.
 
     Args:
         state: whose rows are computed.
@@ -47,12 +48,17 @@ class DecodeRunner:
         self.graphs: DecodeGraphs | None = None
 
     def capture(self, logits: torch.Tensor) -> None:
-        """Capture every step that can come. logits: [max_num_seqs, vocab_size], which all graphs write to."""
+        """Capture every step that can come. logits: [max_num_seqs, vocab_size], which graphs that do not sample write to."""
         assert self._buckets is not None
         self._logits = logits
         modes = (SamplingMode.PLAIN, SamplingMode.FILTERED) if self._sampling_kernel else ()
         self.graphs = DecodeGraphs(
-            self._run_model, lambda rows, mode: self._draw(logits[:rows], mode), self._buckets, modes, logits.device
+            lambda rows, context, shared: self._run_model(rows, context, shared, logits[:rows]),
+            lambda rows, mode: self._draw(logits[:rows], mode),
+            lambda rows, context, mode: self._draw(self._run_model(rows, context, False), mode),
+            self._buckets,
+            modes,
+            logits.device,
         )
 
     def launch(self, step: ScheduledStep) -> StepResult:
@@ -78,29 +84,30 @@ class DecodeRunner:
         shared = state.prefixes is not None and state.prefixes.worthwhile
         if shared and self._buckets is not None:
             max_context_len = self._buckets.context_lens[-1]
-        if self.graphs is not None:
-            self.graphs.run_model(rows, max_context_len, shared)
-            logits = self._logits[:rows]
-        else:
-            logits = self._run_model(rows, max_context_len, shared)
         mode = state.sampling_mode
         if mode is SamplingMode.GREEDY and self._sampling_kernel:
             mode = SamplingMode.PLAIN
+        drawn = False
+        if self.graphs is not None:
+            drawn = self.graphs.run(rows, max_context_len, shared, mode)
+            logits = self._logits[:rows]
+        else:
+            logits = self._run_model(rows, max_context_len, shared)
         logprobs = None
         if mode is SamplingMode.GENERAL:
             logprobs = self._sample(logits[:num_seqs])
-        elif self.graphs is not None and self._sampling_kernel:
-            self.graphs.draw(rows, mode)
-        else:
+        elif not drawn:
             self._draw(logits, mode)
         state.advanced()
-        return StepResult(step, state.tokens(), logprobs, order=order)
+        return StepResult(step, state.tokens(), logprobs, order=order, ring=state.ring)
 
-    def _run_model(self, rows: int, max_context_len: int, shared: bool) -> torch.Tensor:
+    def _run_model(
+        self, rows: int, max_context_len: int, shared: bool, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits [rows, vocab_size] of the state's first rows. shared: blocks that several have are attended to once."""
         batch = self.state.batch(rows, max_context_len, shared)
         hidden = self._model(batch.token_ids, batch.positions, self._caches, batch.metadata)
-        return self._model.lm_head(hidden, None if self._logits is None else self._logits[:rows])
+        return self._model.lm_head(hidden, out)
 
     def _draw(self, logits: torch.Tensor, mode: SamplingMode) -> None:
         """Sample with the parameters that the state holds, and advance it."""

@@ -22,6 +22,7 @@ from nanovllm.engine.batch import DeviceBatch, resolve_tokens
 from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
+from nanovllm.engine.token_ring import TokenRing
 
 # A record: its row, the int64 fields, the int32 fields (two a word), the block table (two a word).
 _TOKEN, _POSITION, _CACHE_SLOT, _DRAW, _SEED, _SLOT, _ACTIVE, _NUM_INTS = range(8)
@@ -51,6 +52,7 @@ class DecodeState:
         padding_block: a block that no sequence owns.
         advance: what moves rows on; `advance_rows` or a kernel with its arguments.
         prefixes: keeps count of who shares leading blocks; None: nobody asks.
+        ring: what `advance` leaves the tokens in for the host; None: the host copies them.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class DecodeState:
         device: torch.device,
         advance: Callable[..., None] | None = None,
         prefixes: PrefixGroups | None = None,
+        ring: TokenRing | None = None,
     ) -> None:
         self.prefixes = prefixes
+        self.ring = ring
         self.block_size = block_size
         self.padding_block = padding_block
         self.device = device
@@ -104,6 +108,8 @@ class DecodeState:
         self.num_rows = len(self._seqs)
         if self.prefixes is not None:
             self.prefixes.reset()
+        if self.ring is not None:
+            self.ring.reset()
 
     def place(self, step: ScheduledStep) -> np.ndarray:
         """Give every sequence of a step that only decodes a row, and make the device's rows what the step needs.
@@ -111,6 +117,8 @@ class DecodeState:
         Returns:
             [num_seqs] int64: the row of each part. Together they are rows 0 .. num_seqs - 1.
         """
+        if self.ring is not None:
+            self.ring.claim()
         if step.continues:
             n = self.num_rows
             changed = np.flatnonzero(self._positions[:n] // self.block_size >= self._num_blocks[:n]).tolist()
@@ -266,15 +274,19 @@ class DecodeState:
             self._block_table[:n],
             self.last_tokens,
             self.block_size,
+            *(() if self.ring is None else (self.ring.tokens, self.ring.count)),
         )
 
     def advanced(self) -> None:
         """On the host: every placed row was advanced."""
         self._positions[: self.num_rows] += 1
+        if self.ring is not None:
+            self.ring.advanced()
 
     def tokens(self) -> torch.Tensor:
-        """[num_seqs] int64: each row's latest token; a view, which the next step overwrites."""
-        return self._ints[_TOKEN, : self.num_rows]
+        """[num_seqs] int64: each row's latest token; a view of the ring's cell, or, without a ring, of what the next step overwrites."""
+        tokens = self._ints[_TOKEN] if self.ring is None else self.ring.latest()
+        return tokens[: self.num_rows]
 
 
 def advance_rows(
@@ -284,6 +296,8 @@ def advance_rows(
     block_table: torch.Tensor,
     last_tokens: torch.Tensor,
     block_size: int,
+    host_tokens: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
 ) -> None:
     """Move rows on by one token, in place; the reference of `kernels.triton_ops.sampling_advance`.
 
@@ -295,6 +309,8 @@ def advance_rows(
         block_table: [n, max_blocks] int32. Where the next token needs a block that the table does not have yet, the cache
             slot is wrong until the host has sent it.
         last_tokens: [max_num_seqs + 1] int64, by slot.
+        host_tokens, count: [depth, max_num_seqs] and [1] int64, both or none: row count % depth takes the tokens, and count grows
+            by one. See `TokenRing`; the reference needs both on one device.
     """
     active = ints[_ACTIVE]
     last_tokens[ints[_SLOT]] = tokens
@@ -306,3 +322,6 @@ def advance_rows(
     column = (position // block_size).clamp_(max=block_table.shape[1] - 1)
     block = block_table.gather(1, column[:, None])[:, 0]
     ints[_CACHE_SLOT] = block * block_size + position % block_size
+    if host_tokens is not None:
+        host_tokens[count % len(host_tokens), : len(tokens)] = tokens
+        count += 1

@@ -19,6 +19,7 @@ from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prompt_logprobs
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
+from nanovllm.engine.token_ring import TokenRing
 from nanovllm.engine.warm_up import profile_peak, warm_up
 from nanovllm.kernels import Kernels, all_ops
 from nanovllm.kernels.ops.checks import values_checked
@@ -88,6 +89,8 @@ class ModelRunner:
                 PrefixGroups(config.max_num_seqs, max_blocks, self.block_size, token_bytes, self.device)
                 if sharing
                 else None,
+                # On a GPU it takes a kernel to store to the host's memory.
+                TokenRing(config.max_num_seqs, self.device) if sampling_kernel or not on_gpu else None,
             )
             self.decoding = DecodeRunner(
                 self.model, self.caches, self.sampler, self.state, self.buckets if on_gpu else None, sampling_kernel

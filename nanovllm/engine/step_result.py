@@ -12,6 +12,7 @@ import torch
 from nanovllm.engine.sampler import LogprobsTensors
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
+from nanovllm.engine.token_ring import TokenRing
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class StepResult:
     """A step's tokens and log-probabilities. Made when the step is launched: the copies to the host run behind it.
 
     Args:
-        token_ids: [n] int64 on the device, one for each part of the step that samples.
+        token_ids: [n] int64, one for each part of the step that samples: on the device, or where `ring` has them.
         logprobs: of the same rows.
         order: [n] int64, the row of each of these parts; None: they are in order.
+        ring: whose latest cell the tokens come to; None: they are on the device, and do not change.
     """
 
     def __init__(
@@ -39,29 +41,32 @@ class StepResult:
         logprobs: LogprobsTensors | None = None,
         prompt: Several[PromptLogprobs] = (),
         order: np.ndarray | None = None,
+        ring: TokenRing | None = None,
     ) -> None:
         self.step = step
         self._ready: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            token_ids = token_ids.to("cpu", non_blocking=True)
+        if token_ids.is_cuda or (ring is not None and ring.on_gpu):
+            token_ids = token_ids.to("cpu", non_blocking=True)  # nothing to do for what is in the ring
             logprobs = None if logprobs is None else logprobs.cpu(non_blocking=True)
             prompt = [PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in prompt]
             self._ready = torch.cuda.Event()
             self._ready.record()
-        elif order is not None:
-            token_ids = token_ids.clone()  # it is a view of the decode state, which the next step changes
+        if ring is not None:
+            ring.hold(self)
         self._token_ids = token_ids
+        self._read: list[int] | None = None
         self._logprobs = logprobs
         self._order = order
         self.prompt_logprobs = prompt
 
     def token_ids(self) -> list[int]:
         """The sampled tokens, one for each part that samples; waits for the device."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        if self._order is None:
-            return self._token_ids.tolist()
-        return self._token_ids.numpy()[self._order].tolist()
+        if self._read is None:
+            if self._ready is not None:
+                self._ready.synchronize()
+            token_ids = self._token_ids.numpy()
+            self._read = (token_ids if self._order is None else token_ids[self._order]).tolist()
+        return self._read
 
     @cached_property
     def logprobs(self) -> LogprobsTensors | None:

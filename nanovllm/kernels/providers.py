@@ -14,10 +14,10 @@ from nanovllm.kernels.external import flash_attn, flashinfer
 from nanovllm.kernels.registry import Op, Provider
 
 
-def _triton(op: Op, module: str = "triton_ops", accepts: Any = None, name: str = "triton") -> None:
+def _triton(op: Op, module: str = "triton_ops", accepts: Any = None) -> None:
     """Register nanovllm.kernels.<module>:<op's name>."""
     target = f"nanovllm.kernels.{module}:{op.name}"
-    op.add(Provider(name, target, triton_support, accepts, architectures="sm_80+"))
+    op.add(Provider("triton", target, triton_support, accepts, architectures="sm_80+"))
 
 
 def _short_rows(x: Any, *args: Any, **kwargs: Any) -> str | None:
@@ -34,6 +34,7 @@ for _op in (
     ops.gelu_and_mul,
     ops.layer_norm,
     ops.qk_norm_rope,
+    ops.qk_norm_rope_store,
     ops.rms_norm,
     ops.rotary_embedding,
     ops.sample,
@@ -43,14 +44,13 @@ for _op in (
 ):
     _triton(_op)
 _triton(ops.layernorm_residual_dropout_gelu, accepts=_short_rows)
-# Chained by programmatic dependent launch. Not preferred: they run where they are named.
+# Chained by programmatic dependent launch where the GPU has it.
 for _op in (ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear):
     # For small batches.
-    _triton(_op, "triton_decode", name="triton_pdl")
-_triton(ops.qk_norm_rope_store, name="triton_pdl")
-_triton(ops.qk_norm_rope_attention, "triton_attention.decode", interpretable_dot, name="triton_pdl")
+    _triton(_op, "triton_decode")
+_triton(ops.qk_norm_rope_attention, "triton_attention.decode", interpretable_dot)
 for _op in (ops.attention_decode_shared, ops.qk_norm_rope_attention_shared):
-    _triton(_op, "triton_attention.shared", interpretable_dot, name="triton_pdl")
+    _triton(_op, "triton_attention.shared", interpretable_dot)
 _triton(ops.gated_mlp, "triton_linear", interpretable_dot)
 _triton(ops.linear_bias_act, "triton_linear", interpretable_dot)
 _triton(ops.attention_decode, "triton_attention.decode", interpretable_dot)

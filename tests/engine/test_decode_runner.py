@@ -1,12 +1,14 @@
 """Decode steps over the device state: padded and "captured" on any machine, the same tokens in any company, no copies."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import decode_runner
+from nanovllm.engine.cuda_graph import DecodeBuckets, DecodeGraphs
 from nanovllm.engine.decode_state import SamplingMode
 from tests import tiny
 
@@ -29,28 +31,27 @@ def make(directory, **arguments):
     return LLM(directory, **defaults | arguments)
 
 
-class ReplayedFunctions:
-    """In place of `DecodeGraphs` where there is no GPU: runs what would be captured, for the sizes that would be captured."""
+class ReplayedFunctions(DecodeGraphs):
+    """`DecodeGraphs` where there is no GPU: runs what would be captured, for the sizes that would be captured."""
 
-    def __init__(self, model, draw, buckets, modes, device):
-        self.buckets, self.modes, self.drawn = buckets, modes, []
-        self.run_model = lambda rows, context, shared: model(*self.captured(rows, context, shared))
-        self._draw = draw
+    def __init__(self, *args):
+        self.replayed = []
+        super().__init__(*args)
 
-    def captured(self, rows, context, shared):
-        assert rows in self.buckets.batch_sizes and context in self.buckets.context_lens
-        assert not shared or rows in self.buckets.shared_sizes and context == self.buckets.context_lens[-1]
-        return rows, context, shared
+    def _prepare(self, calls, device):
+        pass  # it would advance rows that have sequences by then
 
-    def draw(self, rows, mode):
-        assert mode in self.modes and rows in self.buckets.batch_sizes
-        self.drawn.append(mode)
-        self._draw(rows, mode)
+    def _capture(self, fn, *args):
+        return SimpleNamespace(replay=lambda: self.replayed.append(args) or fn(*args))
 
 
-def pretend_to_capture(llm, monkeypatch):
+def pretend_to_capture(llm, monkeypatch, by_context=True):
     monkeypatch.setattr(decode_runner, "DecodeGraphs", ReplayedFunctions)
     runner = llm.engine.runner
+    if not by_context:  # as with a kernel that reads the lengths on the device
+        runner.buckets = DecodeBuckets(
+            runner.config.max_num_seqs, runner.max_model_len, False, runner.state.prefixes is not None
+        )
     runner.decoding._buckets, runner.decoding._sampling_kernel = runner.buckets, True
     # What an earlier batch left behind must not matter.
     runner.decoding.capture(
@@ -83,12 +84,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous, by_context", [(False, True), (True, False)])
 @pytest.mark.parametrize(
     "kinds", [*([k] for k in KINDS), ["greedy", "plain"], ["plain", "filtered"], list(KINDS)], ids=str
 )
-def test_captured_steps_give_the_same_tokens(directory, monkeypatch, kinds, asynchronous):
-    """Padding, static logits, sampling from the state and composition changes, with everything that a batch may hold."""
+def test_captured_steps_give_the_same_tokens(directory, monkeypatch, kinds, asynchronous, by_context):
+    """Padding, static logits or whole steps, sampling from the state, composition changes, with all that a batch may hold."""
     prompts = random_prompts(LENGTHS)
     params = [
         SamplingParams(**KINDS[kinds[i % len(kinds)]], seed=i, max_tokens=10 + 3 * i, ignore_eos=True)
@@ -96,11 +97,14 @@ def test_captured_steps_give_the_same_tokens(directory, monkeypatch, kinds, asyn
     ]
     expected = generate(make(directory, async_scheduling=False, enforce_eager=True), prompts, params)
     llm = make(directory, async_scheduling=asynchronous)
-    graphs = pretend_to_capture(llm, monkeypatch) if DEVICE == "cpu" else llm.engine.runner.decoding.graphs
+    graphs = pretend_to_capture(llm, monkeypatch, by_context) if DEVICE == "cpu" else None
     assert generate(llm, prompts, params) == expected
     if DEVICE == "cpu" and len(kinds) == 1:
         captured = {"filtered": {SamplingMode.FILTERED}, "penalised": set(), "logprobs": set()}
-        assert set(graphs.drawn) == captured.get(kinds[0], {SamplingMode.PLAIN})
+        drawn = {args[-1] for args in graphs.replayed if isinstance(args[-1], SamplingMode)}
+        assert drawn == captured.get(kinds[0], {SamplingMode.PLAIN})
+        # (rows, context, shared), (rows, mode), or a whole step: (rows, context, mode)
+        assert any(len(args) == 3 and args[-1] in drawn for args in graphs.replayed) is (bool(drawn) and not by_context)
 
 
 def test_a_seeded_request_draws_the_same_alone_and_among_256(directory):

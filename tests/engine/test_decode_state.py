@@ -189,25 +189,41 @@ def test_bans_end_where_min_tokens_is_reached():
     assert modes == [SamplingMode.GENERAL, SamplingMode.GENERAL, SamplingMode.PLAIN]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("n", [1, 5, 128, 300])
-def test_the_kernel_advances_as_the_reference_does(n):
-    from nanovllm.kernels.triton_ops import sampling_advance
-
+def advanced(advance, device, n, ring, steps=3):
+    """Everything that three steps of random rows leave behind, and what they left for the host."""
     generator = torch.Generator().manual_seed(n)
     draw = lambda high, *shape: torch.randint(high, shape, generator=generator)  # noqa: E731
-    ints = draw(2**40, 7, 512)
-    ints[1] = draw(40 * 16, 512)
-    ints[5] = torch.randperm(512, generator=generator)
-    ints[6] = draw(2, 512)
-    table, lens = draw(1000, 512, 37).int(), draw(600, 512).int()
-    results = []
-    for advance in (advance_rows, sampling_advance.advance_rows):
-        tensors = [t.clone().cuda() for t in (ints, lens, table, torch.zeros(513, dtype=torch.int64))]
-        i, c, b, last = tensors
-        advance(torch.arange(n, device="cuda"), i[:, :n], c[:n], b[:n], last, 16)
-        results.append(tensors)
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+    ints = draw(2**40, 7, 700)
+    ints[1] = draw(40 * 16, 700)
+    ints[5] = torch.randperm(700, generator=generator)
+    ints[6] = draw(2, 700)
+    table, lens, last = draw(1000, 700, 37).int(), draw(600, 700).int(), torch.zeros(701, dtype=torch.int64)
+    ints, lens, table, last, count = (t.to(device) for t in (ints, lens, table, last, torch.tensor([6])))
+    host = torch.full((4, 700), -1, pin_memory=device == "cuda")
+    for step in range(steps):
+        tokens = torch.arange(n, device=device) + step
+        advance(tokens, ints[:, :n], lens[:n], table[:n], last, 16, *((host, count) if ring else ()))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return [t.cpu() for t in (ints, lens, table, last, count, host)]
+
+
+def test_the_reference_leaves_the_tokens_in_one_cell_after_the_other():
+    *_, count, host = advanced(advance_rows, "cpu", 5, True)
+    assert count == 9 and (host[1] == -1).all() and (host[:, 5:] == -1).all()
+    assert [host[cell, :5].tolist() for cell in (2, 3, 0)] == [[step + i for i in range(5)] for step in range(3)]
+    *_, count, host = advanced(advance_rows, "cpu", 5, False)
+    assert count == 6 and (host == -1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("n", [1, 5, 128, 512, 700])
+def test_the_kernel_advances_as_the_reference_does(n, ring):
+    from nanovllm.kernels.triton_ops import sampling_advance
+
+    expected = advanced(advance_rows, "cpu", n, ring)
+    assert all(torch.equal(a, b) for a, b in zip(expected, advanced(sampling_advance.advance_rows, "cuda", n, ring)))
 
 
 # ------------------------------------------------------------------------------------------------ under load

@@ -290,15 +290,14 @@ def attention(num_seqs=4, heads=8, kv_heads=4, dim=64, block=32, prefill=0):
 
 def small_product(norm, tokens=2):
     x, residual, weight, scale = tensors((tokens, 64), (tokens, 64), (96, 64), (64,))
-    providers = {name: all_ops()[name].providers["triton_pdl"].fn for name in ("linear", "add_rms_norm_linear")}
+    providers = {name: all_ops()[name].providers["triton"].fn for name in ("linear", "add_rms_norm_linear")}
     return (
         providers["add_rms_norm_linear"](x, residual, scale, 1e-6, weight) if norm else providers["linear"](x, weight)
     )
 
 
 def op(name):
-    providers = all_ops()[name].providers
-    return next(providers[p].fn for p in ("triton", "triton_pdl") if p in providers)
+    return all_ops()[name].providers["triton"].fn
 
 
 def rotary(store):
@@ -333,7 +332,7 @@ CALLS = [
      {"ROWS": 2, "BLOCK": 16, "TOKENS": 2, "num_warps": 1}),
     (tunables.SMALL_PRODUCT, lambda: small_product(False), tunables.SMALL_PRODUCT.plan_to_json(MatrixPlan(64, 2, 32)),
      {"ROWS": 64, "SPLIT": 2, "DEPTH": 32, "num_warps": 2}),
-    (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "release": False},
+    (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),
     (tunables.ATTENTION_PREFILL, lambda: attention(prefill=8), {"rows": 32, "tile": 16, "warps": 2, "stages": 4},
      {"ROWS": 32, "TILE": 16, "STAGES": 4, "num_warps": 2, "num_stages": 4}),

@@ -4,6 +4,7 @@ As in `test_triton_attention`: on a GPU at real shapes, else in the interpreter 
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
 from nanovllm.kernels.ops import qk_norm_rope_attention as OP  # noqa: E402
 from nanovllm.kernels.triton_attention.decode import DecodePlan, qk_norm_rope_attention  # noqa: E402
+from nanovllm.kernels.triton_attention.rotate import rotated_halves, rotated_rows  # noqa: E402
 from tests.kernels.test_triton_attention import (  # noqa: E402
     BF16,
     DEVICE,
@@ -207,6 +211,37 @@ def test_graph_replays_advance():
         assert torch.equal(out, qk_norm_rope_attention(**eager | {"context_lens": lens}))
 
 
+@triton.jit
+def rotate_kernel(x, weight, angles, y, stride, eps, HALVES: tl.constexpr, NORM: tl.constexpr):
+    rows = tl.arange(0, 8)[:, None]
+    if HALVES:
+        rotated = rotated_halves(x + rows * stride, weight, angles + 0 * rows, eps, rows < 8, 128, NORM)
+    else:
+        rotated = rotated_rows(x, stride, weight, angles, eps, 8, 8, 128, 128, NORM)
+    tl.store(y + rows * 128 + tl.arange(0, 128)[None, :], rotated)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_compiled_products_are_rounded_before_they_are_added(dtype, capability):
+    """What the interpreter cannot show: fused with the addition, every fifth sum of two products has another last bit."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {**dict.fromkeys(("x", "weight", "y"), "*" + dtype), "angles": "*fp32", "stride": "i32", "eps": "fp32"}
+    for halves in (False, True):
+        for norm in (False, True):
+            constants = {"HALVES": halves, "NORM": norm}
+            signature = {p.name: types.get(p.name, "constexpr") for p in rotate_kernel.params}
+            source = ASTSource(rotate_kernel, signature, constants, {})
+            ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+            # sm_80 adds bfloat16 as a * 1 + b, subtracts as b * -1 + a and multiplies as a * b + -0; also two in a register.
+            constants_of = re.findall(r"mov\.b(?:16|32)\s+(%\w+), (-?\d+|0x\w+);", ptx)
+            harmless = {name for name, value in constants_of if int(value, 0) & 0xFFFF in (0x3F80, 0xBF80, 0x8000)}
+            fused = [re.findall(r"%\w+", line) for line in ptx.splitlines() if re.search(r"fma\.rn\.b?f16", line)]
+            assert "mul.rn.f32" in ptx and all(harmless & set(operands[2:]) for operands in fused)
+
+
 def test_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -222,6 +257,7 @@ _ANYWHERE = ("test_small", "test_a_sequence_without_tokens_stores_nothing", "tes
 _INTERPRETER = ("test_only_the_piece_with_the_new_token_needs_it",)
 _HERE = {
     "test_in_the_interpreter": not GPU and not INTERPRETED,
+    "test_compiled_products_are_rounded_before_they_are_added": not INTERPRETED,
     **{name: GPU or INTERPRETED for name in _ANYWHERE},
     **dict.fromkeys(_INTERPRETER, INTERPRETED),
 }

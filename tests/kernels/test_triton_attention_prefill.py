@@ -251,7 +251,7 @@ def test_very_different_lengths():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "plan",
-    [HopperPlan(1, 128, 2), HopperPlan(4, 64, 4), HopperPlan(2, 128, 3, pin=False), HopperPlan(4, 64, 2, programs=3)],
+    [HopperPlan(1, 128, 2), HopperPlan(4, 64, 4), HopperPlan(2, 128, 3), HopperPlan(4, 64, 2, programs=3)],
 )
 def test_hopper_plans(plan):
     if not HOPPER:
@@ -369,7 +369,7 @@ def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, 
     dim_pad = max(64, triton.next_power_of_2(dim))
     constants = dict(
         HEADS=8 * group, PACK=plan.pack, GROUP=group, HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, TILE=plan.tile,
-        STAGES=plan.stages, SOFT_CAP=options.get("soft_cap", 0.0), WINDOW=options.get("window", 0), PIN=plan.pin,
+        STAGES=plan.stages, SOFT_CAP=options.get("soft_cap", 0.0), WINDOW=options.get("window", 0),
         CONSUMER_REGISTERS=232, PRODUCER_REGISTERS=40,
     )  # fmt: skip
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)

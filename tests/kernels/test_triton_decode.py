@@ -52,6 +52,10 @@ needs_kernels = pytest.mark.skipif(not RUNS_HERE, reason="no CUDA device; see te
 def poison(monkeypatch):
     """Memory that a kernel gets is NaN, and what follows it must stay so."""
     original, allocated = torch.empty, []
+    # On its first use in a process `with torch.device(...)` notes which functions make tensors; a patched one would be noted
+    # instead of torch's, and the context would have no effect on it ever after.
+    with torch.device("cpu"):
+        original(0)
 
     def poisoned(*size, dtype=torch.float32, device=None, **kwargs):
         shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
@@ -93,10 +97,19 @@ def close(got, expected, dtype):
 
 
 def like(got, native):
-    """The same roundings in the same places: only the order of the sums differs, so few results do, by one rounding or two."""
+    """The same roundings in the same places: only the order of the sums differs, so few results do, by one rounding or two.
+
+    Where results are few, one that differs is much of the norm. It may differ by four roundings, each at most torch.finfo.eps
+    of it: a gate of -3 that is rounded the other way changes silu(gate) by 1.9 times as much, and with it the two roundings
+    that follow.
+    """
     assert got.dtype == native.dtype and got.shape == native.shape
-    error = (got.double() - native.double()).norm() / native.double().norm().clamp(min=1e-30)
-    assert error < {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}[got.dtype], f"{error:.1e}"
+    wanted = native.double()
+    size = wanted.norm().clamp(min=1e-30)
+    error = (got.double() - wanted).norm() / size
+    many = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}[got.dtype]
+    one = 4 * torch.finfo(got.dtype).eps * wanted.abs().amax() / size if wanted.numel() else 0.0
+    assert error < max(many, one), f"{error:.1e}, {wanted.numel()} results"
 
 
 def check(tokens, outputs, size, dtype, seed=0, scale=1.0, like=like):

@@ -26,6 +26,7 @@ from nanovllm.kernels.triton_attention.common import (
     padded_count,
 )
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
+from nanovllm.kernels.triton_decode.plan import MAX_TOKENS
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 
@@ -41,9 +42,6 @@ class DecodePlan:
     stages: int
     merge_registers: int
     """Registers a thread for the partial results that are merged at a time: few steps for many."""
-    release: bool = False
-    """Whether the next kernel may start as soon as all programs of this one run: it can load its weights meanwhile, and takes
-    registers and shared memory that are left."""
 
     def chunk(self, elements: int) -> int:
         """Partial results of `elements` each that are merged at a time."""
@@ -212,7 +210,15 @@ def launch_decode(
     fp8 = k_cache.dtype == FP8
     if plan is None:
         plan = tunables.ATTENTION_DECODE.find(
-            q.device, bucket(num_seqs), num_kv_heads, group, head_dim, q.dtype, k_cache.dtype, block_size, new is not None
+            q.device,
+            bucket(num_seqs),
+            num_kv_heads,
+            group,
+            head_dim,
+            q.dtype,
+            k_cache.dtype,
+            block_size,
+            new is not None,
         )
     if plan is None:
         full_precision = q.dtype == torch.float32 or not (fp8 or k_cache.dtype == q.dtype)
@@ -295,7 +301,8 @@ def launch_decode(
         NORM=norm,
         SHARED=shared is not None,
         DEPENDENT=dependent,
-        RELEASE=dependent and plan.release,
+        # The output projection of so few tokens waits as well, and loads its weights before: let it start.
+        RELEASE=dependent and num_seqs <= MAX_TOKENS,
         num_warps=plan.warps,
         num_stages=plan.stages,
         launch_pdl=dependent,

@@ -38,8 +38,6 @@ class HopperPlan:
     """KV tokens a step."""
     stages: int
     """Tiles of keys, and of values, in shared memory."""
-    pin: bool = True
-    """Keep the softmax of one tile between the products of its neighbours."""
     programs: int = 0
     """0: as many as there are multiprocessors."""
 
@@ -196,7 +194,6 @@ def _launch_hopper(
         STAGES=plan.stages,
         SOFT_CAP=soft_cap or 0.0,
         WINDOW=window or 0,
-        PIN=plan.pin,
         # 12 warps share 65536 registers: 168 a thread, moved to where they are needed.
         CONSUMER_REGISTERS=232,
         PRODUCER_REGISTERS=40,

@@ -48,22 +48,9 @@ def softmax(
 
 
 @gluon.jit
-def pin(total):
-    """Sums of probabilities, unchanged, but computed at this point of the program.
-
-    The assembler is free to move the softmax behind the wait for the tensor cores, and does, which leaves nothing to overlap.
-    It keeps a fence in its place, also one that only a negative sum would run.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p fence.proxy.async.shared::cta; mov.b32 $0, $1; }", "=f,f", [total], dtype=gl.float32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def advance(
     acc, p, m, total, q, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr, o_layout: gl.constexpr, PIN: gl.constexpr,
+    STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """One tile on: scores of `tile`, while the probabilities p of the tile before are multiplied with its values."""
     _, k_buffers, v_buffers, _ = buffers
@@ -79,8 +66,6 @@ def advance(
     warps_barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
     p_next, m, total, alpha = softmax(scores, m, total, positions, tile, scale, MASKED, TILE, SOFT_CAP, WINDOW, layout)
-    if PIN:
-        total = pin(total)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     warps_barrier()
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -93,7 +78,6 @@ def advance(
 def consume(
     half, buffers, barriers, out_ptr, scale, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
     DIM_PAD: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr,
-    PIN: gl.constexpr,
 ):  # fmt: skip
     """A consumer: the rows [64 * half, 64 * half + 64) of every item."""
     q_buffer, k_buffers, v_buffers, info = buffers
@@ -141,13 +125,13 @@ def consume(
         for i in range(tile - end_unmasked):
             acc, p, m, total = advance(
                 acc, p, m, total, q, buffers, barriers, tile - 1 - i, positions, count_tiles, scale, True, TILE, STAGES, SOFT_CAP,
-                WINDOW, layout, o_layout, PIN,
+                WINDOW, layout, o_layout,
             )  # fmt: skip
             count_tiles += 1
         for i in range(end_unmasked - first_unmasked):
             acc, p, m, total = advance(
                 acc, p, m, total, q, buffers, barriers, end_unmasked - 1 - i, positions, count_tiles, scale, False, TILE, STAGES,
-                SOFT_CAP, WINDOW, layout, o_layout, PIN,
+                SOFT_CAP, WINDOW, layout, o_layout,
             )  # fmt: skip
             count_tiles += 1
         if WINDOW > 0:
@@ -155,7 +139,7 @@ def consume(
             for i in range(last - first):
                 acc, p, m, total = advance(
                     acc, p, m, total, q, buffers, barriers, last - 1 - i, positions, count_tiles, scale, True, TILE, STAGES,
-                    SOFT_CAP, WINDOW, layout, o_layout, PIN,
+                    SOFT_CAP, WINDOW, layout, o_layout,
                 )  # fmt: skip
                 count_tiles += 1
         # The queries have been read, and so has the info: the next item's may come.
@@ -210,7 +194,6 @@ def prefill_hopper_kernel(
     STAGES: gl.constexpr,
     SOFT_CAP: gl.constexpr,
     WINDOW: gl.constexpr,
-    PIN: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -249,8 +232,8 @@ def prefill_hopper_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed)
     gl.warp_specialize(
         [
-            (consume, (0, buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, SOFT_CAP, WINDOW, PIN)),
-            (consume, (1, buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, SOFT_CAP, WINDOW, PIN)),
+            (consume, (0, buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, SOFT_CAP, WINDOW)),
+            (consume, (1, buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, SOFT_CAP, WINDOW)),
             (produce, (buffers, barriers, (q_descriptor, k_descriptor, v_descriptor), table_ptr, starts_ptr, lens_ptr, counter_ptr,
                        num_seqs, table_stride, items_per_head, num_items, PACK, GROUP, DIM_PAD, CHUNK, BLOCK_SIZE,
                        TILE, STAGES, WINDOW)),

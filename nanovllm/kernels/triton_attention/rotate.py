@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton_ops._math import rounded, to_dtype
+from nanovllm.kernels.triton_ops._math import product, rounded, to_dtype
 from nanovllm.kernels.triton_ops.cache import store_quantised
 
 
@@ -62,7 +62,8 @@ def rotated_tile(
         partner = rounded(rounded(partner * factor, dtype) * partner_weight, dtype)
     cos = rounded(tl.load(angles + angle, mask=mask, other=0.0).to(tl.float32), dtype)
     sin = rounded(tl.load(angles + HALF + angle, mask=mask, other=0.0).to(tl.float32), dtype)
-    return to_dtype(rounded(x * cos, dtype) + rounded(partner * tl.where(low, -sin, sin), dtype), dtype)
+    sin = tl.where(low, -sin, sin)
+    return to_dtype(rounded(product(x, cos), dtype) + rounded(product(partner, sin), dtype), dtype)
 
 
 @triton.jit
@@ -88,8 +89,8 @@ def rotated_halves(
         factor = tl.rsqrt(tl.sum(squares, 1) / HEAD_DIM + eps)[:, None]
         x1 = rounded(rounded(x1 * factor, dtype) * tl.load(weight_ptr + dims).to(tl.float32), dtype)
         x2 = rounded(rounded(x2 * factor, dtype) * tl.load(weight_ptr + HALF + dims).to(tl.float32), dtype)
-    low = to_dtype(rounded(x1 * cos, dtype) - rounded(x2 * sin, dtype), dtype)
-    high = to_dtype(rounded(x2 * cos, dtype) + rounded(x1 * sin, dtype), dtype)
+    low = to_dtype(rounded(product(x1, cos), dtype) - rounded(product(x2, sin), dtype), dtype)
+    high = to_dtype(rounded(product(x2, cos), dtype) + rounded(product(x1, sin), dtype), dtype)
     return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [heads.shape[0], HEAD_DIM])
 
 

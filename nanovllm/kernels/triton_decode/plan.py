@@ -11,6 +11,8 @@ from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2
 
 # From here on the kernels that are fused here are faster by themselves: every program reads the whole input again.
 MAX_TOKENS = 8
+# A language-model head: from 2 tokens on the library reads it faster.
+MANY_OUTPUTS = 32768
 # Shared memory for a program's weights and inputs, which every GPU that has bf16 tensor cores offers.
 SHARED_BYTES = 96 * 1024
 
@@ -52,9 +54,9 @@ def plan(
         return None
     if num_tokens == 1 or (dtype.itemsize == 4 and num_tokens <= 4):
         return _vector_plan(num_tokens, size, gated, dtype.itemsize)
-    if num_tokens > MAX_TOKENS or dtype.itemsize != 2:
+    if num_tokens > MAX_TOKENS or dtype.itemsize != 2 or num_outputs > MANY_OUTPUTS:
         return None
-    return _matrix_plan(num_tokens, num_outputs, size, gated)
+    return _matrix_plan(num_tokens, num_outputs, size, gated, dtype)
 
 
 def _vector_plan(num_tokens: int, size: int, gated: bool, itemsize: int) -> VectorPlan | None:
@@ -70,8 +72,10 @@ def _vector_plan(num_tokens: int, size: int, gated: bool, itemsize: int) -> Vect
     return VectorPlan(rows, block, warps)
 
 
-def _matrix_plan(num_tokens: int, num_outputs: int, size: int, gated: bool) -> MatrixPlan | None:
+def _matrix_plan(num_tokens: int, num_outputs: int, size: int, gated: bool, dtype: torch.dtype) -> MatrixPlan | None:
     if size <= 1024:
+        if num_tokens in (3, 4) and num_outputs > 1024 and dtype == torch.bfloat16 and size > 512:
+            return MatrixPlan(32, 4, next_power_of_2(size) // 4, late=True)  # float16 could overflow before the norm
         # From 5 tokens on many rows share an input, since normalising it takes as long as multiplying, and few warps, which
         # exchange sums at the end.
         warps = 4 if num_tokens > 4 else 8

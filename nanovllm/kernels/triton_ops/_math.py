@@ -21,6 +21,10 @@ if INTERPRETED:
             return x.to(dtype)
 
     @triton.jit
+    def product(x, y):
+        return x * y
+
+    @triton.jit
     def exp(x):
         return tl.exp(x.to(tl.float64)).to(tl.float32)
 
@@ -42,6 +46,15 @@ else:
     def to_dtype(x, dtype: tl.constexpr):
         """x rounded to nearest, ties to even."""
         return x.to(dtype)
+
+    # libdevice.mul_rn would flush subnormals, which bfloat16 and float32 share.
+    @triton.jit
+    def product(x, y):
+        """float32 x * y, never contracted. A rounded product in a sum is else narrowed to 16 bits, and then fused with the sum
+        (fma.rn.bf16): its rounding is lost, and with it a last bit of one in five sums of two products."""
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
 
     # tl.exp and tl.log are the fast approximations in some versions of Triton; these are PyTorch's functions.
     @triton.jit

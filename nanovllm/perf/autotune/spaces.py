@@ -234,8 +234,7 @@ def _attention_prefill_hopper(tunable: Tunable, key: Key, device: DeviceModel) -
     dim = max(64, bucket(key["head_dim"]))
     packs = tuple(p for p in powers(1, 64) if key["group"] % p == 0)
     parameters = [
-        Parameter("pack", packs), Parameter("tile", (64, 128)), Parameter("stages", (2, 3, 4)), Parameter("pin", (True, False)),
-        Parameter("programs", (0,)),
+        Parameter("pack", packs), Parameter("tile", (64, 128)), Parameter("stages", (2, 3, 4)), Parameter("programs", (0,)),
     ]  # fmt: skip
     shared = _shared(lambda c: 2 * dim * (128 + 2 * c["stages"] * c["tile"]) + _BARRIERS, device)
     return [_space(tunable, "HopperPlan", key, parameters, shared)]

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from nanovllm.perf.presets import DeviceModel
 
 Named = Mapping[str, Any]
-_PROVIDERS = ("triton", "triton_pdl")
 VERIFIED_LENGTH = 700
 """Tokens a sequence in the check of an attention plan, whose reference in float64 holds all scores."""
 _RECORDED_LENGTH = 128
@@ -50,7 +49,7 @@ class Target:
     @property
     def launcher(self) -> Provider:
         """The provider that is tuned."""
-        return next(p for p in self.declared.providers.values() if p.name in _PROVIDERS)
+        return self.declared.providers["triton"]
 
 
 def _short_decode(shape: Shape, length: int) -> Shape:

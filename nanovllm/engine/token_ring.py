@@ -1,0 +1,67 @@
+"""Where decode steps leave their tokens for the host: memory of the host, which the device writes to by itself.
+
+A copy after each step would stand between that step and the next on the stream, which costs several times what copying a
+few numbers does: the copy is another engine's work, for which the stream waits twice. Here the kernel that ends a step stores
+its tokens in the next cell of a ring, and counts on the device which one that is, so that a captured graph does both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from nanovllm.engine.step_result import StepResult
+
+DEPTH = 4
+"""More than there are steps in flight, so that nobody waits for a cell."""
+
+
+class TokenRing:
+    """DEPTH cells, written in turn, one a step. Before a cell is written again, the result that it belongs to is read.
+
+    Args:
+        max_num_seqs: tokens in a cell.
+        device: whose steps write. On CUDA the cells are pinned memory of the host.
+
+    Attributes:
+        tokens: [DEPTH, max_num_seqs] int64, on the host.
+        count: [1] int64 on the device: a step writes to cell `count % DEPTH`, and adds one.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.tokens = torch.zeros(DEPTH, max_num_seqs, dtype=torch.int64, pin_memory=self.on_gpu)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._count = 0  # the host's mirror, right while `_in_step`
+        self._in_step = False
+        self._results: list[weakref.ref[StepResult] | None] = [None] * DEPTH
+
+    def reset(self) -> None:
+        """The device may have counted other steps than the host: make it start anew, before the next one."""
+        self._in_step = False
+
+    def claim(self) -> None:
+        """Before a step is launched: the cell that it will write to is free."""
+        if not self._in_step:
+            self._count = 0
+            self.count.zero_()
+            self._in_step = True
+        result = self._results[self._count % DEPTH]
+        result = None if result is None else result()
+        if result is not None:
+            result.token_ids()
+
+    def advanced(self) -> None:
+        """A step was launched."""
+        self._count += 1
+
+    def latest(self) -> torch.Tensor:
+        """[max_num_seqs] int64: the cell of the step launched last, to be read when that has run."""
+        return self.tokens[(self._count - 1) % DEPTH]
+
+    def hold(self, result: StepResult) -> None:
+        """The latest cell is that result's until the result has been read."""
+        self._results[(self._count - 1) % DEPTH] = weakref.ref(result)
