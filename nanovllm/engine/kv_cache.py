@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 
+import numpy as np
 import torch
 
 from nanovllm.config import ModelConfig
@@ -46,9 +48,16 @@ def allocate(
     """Zeroed caches for `num_blocks` blocks and one more, the padding block, whose number is `num_blocks`."""
     shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
     return [
-        LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        LayerCache(*(_zeros(shape, dtype, device) for _ in range(2)))
         for _ in range(config.num_hidden_layers)
     ]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Pages that the operating system clears when they are first touched: gigabytes at once, and blocks nobody uses take no memory.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, useful: int, remedy: str) -> int:

@@ -1,5 +1,8 @@
 """How large the KV cache is, and what is said where there is no room for it."""
 
+import resource
+import sys
+
 import pytest
 import torch
 
@@ -35,6 +38,20 @@ def test_names_of_cache_dtypes():
     }  # fmt: skip
     with pytest.raises(ValueError, match="kv_cache_dtype='fp4': must be one of auto, fp8, .*bf16"):
         EngineConfig("model", kv_cache_dtype="fp4")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss has another unit elsewhere")
+def test_a_cpu_cache_takes_memory_where_it_is_used():
+    def most_kib():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = most_kib()
+    qwen = ModelConfig.from_dict(preset("qwen3-0.6b"))
+    caches = kv_cache.allocate(qwen, 200, 256, torch.bfloat16, torch.device("cpu"))
+    assert sum(t.nbytes for cache in caches for t in (cache.k, cache.v)) > 5e9
+    caches[5].v[150, 3] = 1
+    assert caches[5].v[150, :5].sum() == 8 * 128 and not caches[27].k[200].any()
+    assert most_kib() - before < 200_000
 
 
 def test_allocated_bytes_are_those_of_the_blocks_and_the_padding_block():
