@@ -135,6 +135,16 @@ class DecodeGraphs:
         self._pool = self._pool or graph.pool()
         return graph
 
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream that captures, for which kernels have their counters and workspaces already."""
+        return self._stream
+
+    @property
+    def pool(self) -> Any:
+        """The memory of the graphs, which others may share that never run at the same time."""
+        return self._pool
+
     def __len__(self) -> int:
         return len(self._model) + len(self._draw) + len(self._whole)
 

@@ -15,6 +15,7 @@ from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens, to_device
 from nanovllm.engine.cuda_graph import DecodeBuckets
 from nanovllm.engine.decode_runner import DecodeRunner
 from nanovllm.engine.decode_state import DecodeState
+from nanovllm.engine.prefill_graph import PrefillRunner, prefill_buckets
 from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prompt_logprobs
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
@@ -97,6 +98,7 @@ class ModelRunner:
             )
             if logits is not None:
                 self.decoding.capture(logits)
+            self.prefill = self._pad_prefill(kernels, logits) if config.capture_prefill else None
             if on_gpu:
                 warm_up(self)
 
@@ -113,11 +115,38 @@ class ModelRunner:
         if step.decodes_only:
             return self.decoding.launch(step)
         batch = Batch.build(step, self.block_size)
-        hidden = self._run_mixed(batch)
-        if len(batch.logits_rows) < batch.num_tokens:
-            hidden = hidden[to_device(batch.logits_rows, self.device)]
-        logits = self.model.compute_logits(hidden)[: len(batch.logits_rows)]
+        logits = None if self.prefill is None else self.prefill.launch(batch)
+        if logits is None:
+            logits = self._run_mixed(batch)
         return self._sample(step, batch, logits)
+
+    def _pad_prefill(self, kernels: Kernels, logits: torch.Tensor | None) -> PrefillRunner | None:
+        """What runs steps with pieces of prompts in them, captured with the decode steps; None if that fails.
+
+        Args:
+            logits: what decode graphs write to; None: nothing is captured.
+        """
+        prefill = PrefillRunner(
+            self.forward,
+            self.model.lm_head,
+            prefill_buckets(self.max_num_batched_tokens, self.config.max_num_seqs),
+            self.max_model_len,
+            self.block_size,
+            self.num_kvcache_blocks,
+            self.device,
+        )
+        if logits is None:
+            tested = self.device.type != "cuda" or self.config.enforce_eager or values_checked(self.device)
+            return prefill if tested else None  # without graphs padding is but work
+        if not can_capture(kernels, "attention_prefill"):
+            return None
+        graphs = self.decoding.graphs
+        try:
+            prefill.capture(logits, graphs.stream, graphs.pool)
+        except Exception as e:
+            logger.warning("steps with prompts run without CUDA graphs, since their capture failed: %s", e)
+            return None
+        return prefill
 
     def _set_up_admitted(self, step: ScheduledStep) -> None:
         for part in step.parts:
@@ -127,11 +156,14 @@ class ModelRunner:
                 self.state.forget(part.slot)
 
     def _run_mixed(self, batch: Batch) -> torch.Tensor:
-        """Hidden states of a batch with runs of tokens in it."""
+        """The wanted logits of a batch with runs of tokens in it."""
         if not self.buckets.by_context:
             # The bound that captured steps have, so that no kernel is compiled for another one.
             batch = replace(batch, max_context_len=self.max_model_len)
-        return self.forward(DeviceBatch.from_host(batch, self.device))
+        hidden = self.forward(DeviceBatch.from_host(batch, self.device))
+        if len(batch.logits_rows) < batch.num_tokens:
+            hidden = hidden[to_device(batch.logits_rows, self.device)]
+        return self.model.compute_logits(hidden)[: len(batch.logits_rows)]
 
     def forward(self, batch: DeviceBatch) -> torch.Tensor:
         """Hidden states of a batch; a token that the host does not know yet is taken from its slot."""
@@ -185,12 +217,15 @@ def shares_prefixes(kernels: Kernels) -> bool:
     )
 
 
-def can_capture(kernels: Kernels) -> bool:
-    """Whether a CUDA graph can hold a decode step: not if its attention is planned on the host anew for every step."""
-    provider = kernels.providers["attention_decode"]
-    capturable = getattr(all_ops()["attention_decode"].providers[provider].fn, "capturable", True)
+def can_capture(kernels: Kernels, name: str = "attention_decode") -> bool:
+    """Whether a CUDA graph can hold a step with this attention: not if the host plans it anew for every step."""
+    provider = kernels.providers[name]
+    capturable = getattr(all_ops()[name].providers[provider].fn, "capturable", True)
+    if name == "attention_prefill" and provider == "native":
+        capturable = False  # the reference reads the runs' lengths on the host
     if not capturable:
-        logger.warning("attention_decode by %s cannot be captured: decode steps run without CUDA graphs", provider)
+        steps = "decode steps" if name == "attention_decode" else "steps with prompts"
+        logger.warning("%s by %s cannot be captured: %s run without CUDA graphs", name, provider, steps)
     return capturable
 
 

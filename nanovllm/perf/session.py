@@ -24,7 +24,7 @@ _USUAL_LENGTH = 4096
 _INTERRUPTED = 130
 _DECISIVE = frozenset(
     "preset dtype kv_cache_dtype device workload num_requests input_len output_len rate repeat warmup seed engine"
-    " use_custom_kernels kernels enforce_eager gpu_memory_utilization max_num_seqs max_num_batched_tokens".split()
+    " use_custom_kernels kernels enforce_eager capture_prefill gpu_memory_utilization max_num_seqs max_num_batched_tokens".split()
 )
 
 
@@ -164,6 +164,8 @@ class Session:
 
     def _options(self) -> dict[str, Any]:
         options = self._common()
+        if self.args.capture_prefill:
+            options["capture_prefill"] = True
         if self.args.use_custom_kernels is not None:
             options["use_custom_kernels"] = self.args.use_custom_kernels
         if self.args.kernels:
