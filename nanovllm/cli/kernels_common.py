@@ -57,9 +57,9 @@ def only(ops: dict[str, Op], name: str) -> Op:
     from nanovllm.arguments import reject_unknown
 
     try:
-        reject_unknown("nanovllm kernels", [name], ops)
+        reject_unknown("", [name], ops)
     except TypeError as e:
-        raise ValueError(str(e).replace("argument", "op")) from None
+        raise ValueError(str(e).replace(" got an unknown argument", "unknown op")) from None
     return ops[name]
 
 
@@ -72,7 +72,7 @@ def shape_of(declared: Op, text: str) -> tuple[int, ...]:
         raise ValueError(f"--shape: op {declared.name!r} declares no inputs")
     if any(n < 0 for n in shape) or len(shape) > len(declared.inputs.dimensions):
         raise ValueError(
-            f"--shape {text}: {declared.name} takes {'x'.join(d.upper() for d in declared.inputs.dimensions)}"
+            f"--shape {text}: {declared.name} takes {'x'.join(d.upper() for d in declared.inputs.dimensions)}, numbers from 0 on"
         )
     return shape
 

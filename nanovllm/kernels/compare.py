@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.availability import triton_support
 from nanovllm.kernels.benchmark import Timing, copy_bandwidth, l2_bytes, matmul_rate, time_in_graph, time_kernel
 from nanovllm.kernels.declaration import Arguments, Shape, nbytes
 from nanovllm.kernels.registry import NATIVE, Op, Provider
@@ -81,6 +83,8 @@ def measure(declared: Op, provider: Provider, case: Case, device: torch.device) 
     reason = provider.support(device)
     if reason is not None:
         return Measurement(declared.name, provider.name, case, reason=reason)
+    if device.type == "cpu" and inspect.unwrap(provider.support) is inspect.unwrap(triton_support):
+        return Measurement(declared.name, provider.name, case, reason="the time of Triton's interpreter says nothing")
     sets = _argument_sets(declared, case, device)
     if provider.accepts is not None and (reason := provider.accepts(**sets[0])) is not None:
         return Measurement(declared.name, provider.name, case, reason=reason)

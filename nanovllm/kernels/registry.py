@@ -198,6 +198,7 @@ class Op:
 def _reason_if_it_raises(support: Support) -> Support:
     """A stranger's support function that fails must not stop those who merely list the providers."""
 
+    @functools.wraps(support)
     def checked(device: torch.device) -> str | None:
         try:
             return support(device)

@@ -120,7 +120,7 @@ def _yields(
 def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
     """The op's available providers, the one that runs first: in an engine with these plugins; without any, in a plain call."""
     available = [p for p in declared.providers.values() if p.support(device) is None]
-    first = _choose(declared, device, [_environment()], plugins)
+    first = _first(declared, device, plugins)
     preferred = _preferred(declared, device, plugins)
     return sorted(
         available,
@@ -130,7 +130,9 @@ def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> lis
 
 def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> str:
     """Why the first of `rank` is the first, as the end of a sentence."""
-    first = _choose(declared, device, [_environment()], plugins)
+    first = _first(declared, device, plugins)
+    if _yields(declared, all_ops(), [_environment()], plugins):
+        return f"in an engine it is not used, since one of the ops that it fuses was named: {', '.join(declared.fuses)}"
     if _wanted(declared, [_environment()]):
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
     if first.origin is not None:
@@ -140,6 +142,12 @@ def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> 
     if measured_order(declared.name, device):
         return "it is the first available in the order measured on this GPU"
     return f"nothing was measured for it on this GPU, and the built-in order is {', '.join(PREFERRED)}"
+
+
+def _first(declared: Op, device: torch.device, plugins: Sequence[str]) -> Provider:
+    if _yields(declared, all_ops(), [_environment()], plugins):
+        return declared.providers[NATIVE]
+    return _choose(declared, device, [_environment()], plugins)
 
 
 def parse_priority(text: str) -> dict[str, list[str]]:

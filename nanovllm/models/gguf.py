@@ -250,6 +250,6 @@ def _load_dequantize(file: GGUFFile) -> _Dequantize:
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:
         raise ImportError(
-            f'{file.path} is quantised, and reading it needs the gguf package: pip install "nanovllm[gguf]"'
+            f'{file.path} is quantised, and reading it needs the gguf package: pip install gguf'
         ) from error
     return lambda blocks, type_name: quants.dequantize(blocks, GGMLQuantizationType[type_name])

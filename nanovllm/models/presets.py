@@ -56,4 +56,4 @@ def preset(name: str) -> dict[str, Any]:
         return dict(PRESETS[key])
     near = difflib.get_close_matches(key, PRESETS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"no preset {name!r}{hint} Presets are {', '.join(PRESETS)}")
+    raise ValueError(f"no preset {name!r}{hint or '.'} Presets are {', '.join(PRESETS)}")

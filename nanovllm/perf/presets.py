@@ -199,7 +199,7 @@ def device_model(name: str) -> DeviceModel:
     for key in wanted:
         if key in short:
             return short[key]
-    nearest = difflib.get_close_matches(plain(name), short, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(plain(name), short, n=1, cutoff=0.7)
     hint = f"; did you mean {short[nearest[0]].name.removeprefix('nvidia-')!r}?" if nearest else ""
     known = ", ".join(key.removeprefix("nvidia-") for key in PRESETS)
     raise ValueError(f"gpu: no preset for {name!r}; known are {known}{hint}")

@@ -73,7 +73,7 @@ def write_reports(profile: Profile, record: Record, folder: Path, plots: bool) -
 
         made = figures(profile, record.rows)
     except ImportError as error:
-        return [*lines, f"no {PAGE}: it needs matplotlib ({error}); pip install 'nanovllm[bench]'"]
+        return [*lines, f"no {PAGE}: it needs matplotlib ({error}); pip install matplotlib"]
     (folder / PAGE).write_text(html_report(profile, made, record.rows))
     lines.append(f"written: {folder / PAGE}")
     if plots:

@@ -69,6 +69,10 @@ def facts(profile: Profile) -> list[str]:
         lines.append(
             "Times are of the engine as it runs; kernels inside CUDA graphs have their names from a second run without graphs."
         )
+    if any(s.phase == "decode" for s in profile.steps):
+        lines.append(
+            "A kernel that is launched before the one before it ends counts its waiting, so kernels together can take longer than a step."
+        )
     return lines
 
 

@@ -205,6 +205,7 @@ def test_what_flashinfer_refuses(monkeypatch):
     q, cache = torch.empty(3, 6, 64, **HALF, device="meta"), torch.empty(4, 16, 2, 64, **HALF, device="meta")
     q_cuda = types.SimpleNamespace(dtype=q.dtype, shape=q.shape, device=CUDA)
     assert "CUDA graph cannot record" in flashinfer._refuse(q_cuda, cache, torch.zeros(3, 2), None, None)
+    assert not flashinfer.attention_decode.capturable and not flashinfer.attention_prefill.capturable
 
 
 def test_support_is_needed_first():
@@ -425,12 +426,15 @@ def test_no_queries(monkeypatch, package):
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"soft_cap": 20.0}])
 @pytest.mark.parametrize("module", [flash_attn, flashinfer])
 def test_against_float64(module, options, shape, dtype):
+    if (reason := module.support(CUDA)) is not None:
+        pytest.skip(reason)
     for declared, arguments in (
         (attention_prefill, example((300, 1, 129), (300, 700, 1000), **shape, dtype=dtype, device=CUDA)),
         (attention_decode, decode_example((300, 1, 1000), **shape, dtype=dtype, device=CUDA)),
     ):
-        if getattr(module, declared.name.replace("attention", "accepts"))(**arguments, **options) is not None:
-            pytest.skip("refused")
+        reason = getattr(module, declared.name.replace("attention", "accepts"))(**arguments, **options)
+        if reason is not None:
+            pytest.skip(reason)
         got = getattr(module, declared.name)(**arguments, **options).double()
         wide = {
             k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ DEVICE = "cuda" if GPU else "cpu"
 from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
     HopperPlan,
     PrefillPlan,
+    _descriptor,
     attention_prefill,
     plan_hopper,
     plan_prefill,
@@ -389,6 +391,33 @@ def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, 
     assert binary.metadata.shared <= SHARED_MEMORY[90]
 
 
+def test_descriptors_are_kept_and_tensors_are_not():
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime.jit import mangle_type
+
+    tensor = torch.empty(64, 4, 128, dtype=BF16)[:, 1:3]
+
+    def kept(x, box=(16, 1, 64)):
+        return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), box)
+
+    ours = kept(tensor)
+    direct = TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [16, 1, 64], ours.layout)
+    assert mangle_type(ours) == mangle_type(direct) and "NVMMASharedLayout" in mangle_type(ours)
+    for name in ("shape", "strides", "block_shape", "padding"):
+        assert getattr(ours, name) == getattr(direct, name)
+    assert (ours.base.data_ptr(), ours.base.dtype) == (tensor.data_ptr(), tensor.dtype)
+    assert kept(tensor) is ours
+    others = [tensor[1:], tensor[:8], tensor.view(F16), torch.empty(64, 2, 128, dtype=BF16)]
+    found = [kept(tensor, (32, 1, 64)), *map(kept, others)]
+    assert len({id(d) for d in [ours, *found]}) == 6
+    for x, descriptor in zip([tensor, *others], found):
+        assert (descriptor.base.data_ptr(), descriptor.base.dtype) == (x.data_ptr(), x.dtype)
+        assert (descriptor.shape, descriptor.strides) == (list(x.shape), list(x.stride()))
+    alive = weakref.ref(tensor)
+    del tensor, direct, others, x
+    assert alive() is None
+
+
 def test_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -404,6 +433,7 @@ _HERE = {
     "test_in_the_interpreter": not GPU and not INTERPRETED,
     "test_compiles_without_spills": not INTERPRETED,
     "test_hopper_kernel_compiles_without_spills": not INTERPRETED,
+    "test_descriptors_are_kept_and_tensors_are_not": not INTERPRETED,
     "test_hopper_plans": HOPPER,
     **{
         name: GPU or INTERPRETED

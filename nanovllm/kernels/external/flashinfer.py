@@ -134,6 +134,9 @@ def attention_prefill(
     return _clear_empty(wrapper.run(q, (k_cache, v_cache)), (lens == 0).repeat_interleave(runs.diff()))
 
 
+attention_prefill.capturable = False
+
+
 def _pages(
     block_table: torch.Tensor, context_lens: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

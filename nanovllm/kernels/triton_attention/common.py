@@ -59,9 +59,9 @@ def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
     One buffer a stream, since launches on one stream do not overlap. During a graph capture a buffer cannot be created (its
     zeros would be recorded, not written), so a first call inside a capture records a memset with every launch instead.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
     buffer = _counters.get((device, stream))
-    if buffer is None or len(buffer) < count:
+    if buffer is None or buffer.shape[0] < count:
         buffer = torch.zeros(max(count, _COUNTERS), dtype=torch.int32, device=device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return buffer

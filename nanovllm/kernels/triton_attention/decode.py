@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
@@ -27,6 +26,7 @@ from nanovllm.kernels.triton_attention.common import (
 )
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton_decode.plan import MAX_TOKENS
+from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 
@@ -65,7 +65,7 @@ def plan_decode(
         full_precision: whether products are float32, which no tensor core computes.
     """
     pairs = num_seqs * num_kv_heads
-    dim_pad = triton.next_power_of_2(head_dim)
+    dim_pad = next_power_of_2(head_dim)
     bytes_per_token = 4 * dim_pad  # of a 16-bit cache
     small_tile = max(16, min(32, 16384 // bytes_per_token))
     large_tile = max(16, min(64, 32768 // bytes_per_token))
@@ -231,13 +231,11 @@ def launch_decode(
             full_precision,
             num_multiprocessors(q.device),
         )
-    dim_pad = triton.next_power_of_2(head_dim)
-    group_pad = triton.next_power_of_2(group)
+    dim_pad = next_power_of_2(head_dim)
+    group_pad = next_power_of_2(group)
     max_tokens = max(1, min(max_context_len, block_table.shape[1] * block_size))
     # A window that starts inside a tile reaches into one tile more.
-    most_tiles = (
-        triton.cdiv(max_tokens, plan.tile) if window is None else triton.cdiv(min(max_tokens, window), plan.tile) + 1
-    )
+    most_tiles = cdiv(max_tokens, plan.tile) if window is None else cdiv(min(max_tokens, window), plan.tile) + 1
     pieces = min(num_seqs - 1 + plan.pieces, num_seqs * most_tiles)
     slots = pieces * num_kv_heads
     k_words, v_words = as_words(k_cache), as_words(v_cache)

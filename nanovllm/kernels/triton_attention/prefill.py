@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import triton
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
 from nanovllm.kernels.triton_attention.common import LOG2E, arrival_counters, num_multiprocessors
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
+from nanovllm.kernels.triton_ops._launch import next_power_of_2
+from nanovllm.kernels.triton_ops.cache import num_scales
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class HopperPlan:
 
 @functools.cache
 def plan_prefill(group: int, head_dim: int, itemsize: int, max_query_len: int) -> PrefillPlan:
-    dim_pad = triton.next_power_of_2(head_dim)
+    dim_pad = next_power_of_2(head_dim)
     if itemsize == 4:
         return PrefillPlan(rows=32, tile=16, warps=8, stages=2)
     if max_query_len * group <= 64:
-        rows = max(16, triton.next_power_of_2(max_query_len * group))
+        rows = max(16, next_power_of_2(max_query_len * group))
         return PrefillPlan(rows, tile=64, warps=4, stages=3 if dim_pad <= 128 else 2)
     if dim_pad > 128:  # or registers spill
         return PrefillPlan(rows=64, tile=32, warps=4, stages=2)
@@ -101,20 +103,17 @@ def attention_prefill(
         whatever is beside it.
     """
     check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
-    if (
-        cu_seqlens_q.dtype != torch.int32
-        or cu_seqlens_q.shape != (len(context_lens) + 1,)
-        or not cu_seqlens_q.is_contiguous()
-    ):
+    num_seqs = context_lens.shape[0]
+    if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != (num_seqs + 1,) or not cu_seqlens_q.is_contiguous():
         raise ValueError(
-            f"cu_seqlens_q: expected contiguous int32 [{len(context_lens) + 1}], got {cu_seqlens_q.dtype} "
+            f"cu_seqlens_q: expected contiguous int32 [{num_seqs + 1}], got {cu_seqlens_q.dtype} "
             f"{list(cu_seqlens_q.shape)}"
         )
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, query_lens=cu_seqlens_q.diff())
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    if num_tokens == 0 or len(context_lens) == 0:
+    if num_tokens == 0 or num_seqs == 0:
         return out
     if q.stride(2) != 1:
         q = q.contiguous()
@@ -142,35 +141,63 @@ def _suits_hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor)
     """Whether the copy engine can read these: 16-byte steps, and the cache as rows of slots."""
     if not has_hopper_kernel(q.device) or q.dtype not in (torch.float16, torch.bfloat16) or k_cache.dtype != q.dtype:
         return False
-    if k_cache.stride(0) != k_cache.shape[1] * k_cache.stride(1):
+    q_strides, strides = q.stride(), k_cache.stride()
+    if strides[0] != k_cache.shape[1] * strides[1]:
         return False
-    steps = (*q.stride()[:2], *k_cache.stride()[1:3])
-    return all(s % 8 == 0 for s in steps) and all(t.data_ptr() % 16 == 0 for t in (q, k_cache, v_cache))
+    steps = q_strides[0] | q_strides[1] | strides[1] | strides[2]
+    addresses = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
+    return steps % 8 == 0 and addresses % 16 == 0
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What a descriptor asks of a tensor, without the tensor, whose memory a kept descriptor would hold on to."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+# The caches of every layer, and some queries: a launch has three, and Triton checks a new one for 3 us.
+@functools.lru_cache(maxsize=1024)
+def _descriptor(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> Any:
+    """For the copy engine: boxes of a tensor, in shared memory as tensor cores read them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), list(box), layout)
+
+
+@functools.cache
+def _hopper_kernel() -> Any:
+    """Imported where it can run: Gluon is not in every Triton."""
+    from nanovllm.kernels.triton_attention.prefill_hopper import prefill_hopper_kernel
+
+    return prefill_hopper_kernel
 
 
 def _launch_hopper(
     plan, out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window, soft_cap
 ) -> None:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from nanovllm.kernels.triton_attention.prefill_hopper import prefill_hopper_kernel
-
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
-    dim_pad = max(64, triton.next_power_of_2(head_dim))
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    slots = [num_blocks * block_size, num_kv_heads, head_dim]
-    queries = TensorDescriptor(q, list(q.shape), list(q.stride()), [64 // plan.pack, plan.pack, dim_pad], layout)
-    keys, values = (
-        TensorDescriptor(c, slots, list(c.stride()[1:]), [min(block_size, plan.tile), 1, 64], layout)
-        for c in (k_cache, v_cache)
-    )
+    num_seqs = context_lens.shape[0]
+    dim_pad = max(64, next_power_of_2(head_dim))
+    queries = _descriptor(q.data_ptr(), q.dtype, q.shape, q.stride(), (64 // plan.pack, plan.pack, dim_pad))
+    slots, strides = (num_blocks * block_size, num_kv_heads, head_dim), k_cache.stride()[1:]
+    box = min(block_size, plan.tile), 1, 64
+    keys = _descriptor(k_cache.data_ptr(), k_cache.dtype, slots, strides, box)
+    values = _descriptor(v_cache.data_ptr(), v_cache.dtype, slots, strides, box)
     # Sequence s may need a tile more than its share of the tokens.
-    items_per_head = num_tokens // (128 // plan.pack) + len(context_lens)
+    items_per_head = num_tokens // (128 // plan.pack) + num_seqs
     num_items = items_per_head * (num_heads // plan.pack)
     programs = min(num_items, plan.programs or num_multiprocessors(q.device))
-    prefill_hopper_kernel[(programs,)](
+    _hopper_kernel()[(programs,)](
         out,
         queries,
         keys,
@@ -179,7 +206,7 @@ def _launch_hopper(
         cu_seqlens_q,
         context_lens,
         arrival_counters(q.device, 2),
-        len(context_lens),
+        num_seqs,
         block_table.stride(0),
         items_per_head,
         num_items,
@@ -206,13 +233,15 @@ def _launch_anywhere(
     plan, out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window, soft_cap, k_scale, v_scale
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
+    num_seqs = context_lens.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]
+    strides = k_cache.stride()
     group = num_heads // num_kv_heads
-    rows = max(plan.rows, triton.next_power_of_2(group))
+    rows = max(plan.rows, next_power_of_2(group))
     fp8 = k_cache.element_size() == 1
     if fp8:
         k_cache, v_cache = k_cache.view(torch.int8), v_cache.view(torch.int8)
-    prefill_kernel[num_kv_heads, num_tokens // (rows // group) + len(context_lens)](
+    prefill_kernel[num_kv_heads, num_tokens // (rows // group) + num_seqs](
         out,
         q,
         k_cache,
@@ -222,32 +251,25 @@ def _launch_anywhere(
         context_lens,
         k_scale,
         v_scale,
-        len(context_lens),
+        num_seqs,
         q.stride(0),
         q.stride(1),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
+        *strides[:3],
         block_table.stride(0),
         scale * LOG2E,
-        SEQS_PAD=triton.next_power_of_2(len(context_lens)),
+        SEQS_PAD=next_power_of_2(num_seqs),
         GROUP=group,
         ROWS=rows,
         HEAD_DIM=head_dim,
-        DIM_PAD=triton.next_power_of_2(head_dim),
+        DIM_PAD=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
         SOFT_CAP=soft_cap or 0.0,
         WINDOW=window or 0,
         FP8=fp8,
-        K_SCALES=_count(k_scale),
-        V_SCALES=_count(v_scale),
+        K_SCALES=num_scales(k_scale),
+        V_SCALES=num_scales(v_scale),
         STAGES=plan.stages,
         num_warps=plan.warps,
         num_stages=plan.stages,
     )
-
-
-def _count(scale: torch.Tensor | None) -> int:
-    """0: none, 1: one for all heads, 2: one a head."""
-    return 0 if scale is None else 1 if len(scale) == 1 else 2

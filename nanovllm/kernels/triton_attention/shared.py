@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from nanovllm.kernels.ops.checks import FP8, check_attention, check_new_tokens, values_checked
 from nanovllm.kernels.ops.shared_prefixes import check_shared, check_shared_values
@@ -27,6 +26,7 @@ from nanovllm.kernels.triton_attention.decode import (
 )
 from nanovllm.kernels.triton_attention.decode import qk_norm_rope_attention as unshared
 from nanovllm.kernels.triton_attention.shared_kernel import shared_kernel
+from nanovllm.kernels.triton_ops._launch import next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 # Partial results of the shared part take at most about this, since a graph's memory has to have room for them.
@@ -65,8 +65,8 @@ def plan_shared(
     Args:
         warpgroups: whether four warps multiply together (sm_90 and later), which keeps registers free for large tiles.
     """
-    dim_pad = triton.next_power_of_2(head_dim)
-    most = triton.next_power_of_2(max(16, num_seqs * group))
+    dim_pad = next_power_of_2(head_dim)
+    most = next_power_of_2(max(16, num_seqs * group))
     if full_precision:  # products on CUDA cores: small tiles and many threads, or registers spill
         rows, tile, warps, stages, together = min(most, 16 if cache_itemsize == 2 else 32), 16, 8, 2, 1
     elif cache_itemsize == 1 or head_dim != dim_pad:
@@ -100,7 +100,7 @@ def plan_rest(
         return plan
     # What a sequence has for itself is a few tiles, so that a program mostly starts and ends: half the tile lets twice the programs
     # run beside each other.
-    return replace(plan, tile=max(16, min(plan.tile, 16384 // (4 * triton.next_power_of_2(head_dim)))))
+    return replace(plan, tile=max(16, min(plan.tile, 16384 // (4 * next_power_of_2(head_dim)))))
 
 
 def attention_decode_shared(
@@ -261,7 +261,7 @@ def _launch(
         GROUP=group,
         ROWS=plan.rows,
         HEAD_DIM=head_dim,
-        DIM_PAD=triton.next_power_of_2(head_dim),
+        DIM_PAD=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
         SOFT_CAP=soft_cap or 0.0,

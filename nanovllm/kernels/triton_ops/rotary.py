@@ -233,7 +233,10 @@ def qk_norm_rope_store(
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return q_out
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    if not q_stride[2] == k_stride[2] == v_stride[2] == 1:
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+        q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
     block = next_power_of_2(head_dim // 2)
     norm = q_weight is not None
     plan = tunables.ROTARY_STORE.find(q.device, bucket(num_tokens), num_q_heads, num_k_heads, head_dim, q.dtype, norm)
@@ -243,12 +246,12 @@ def qk_norm_rope_store(
         most = max(num_q_heads, num_k_heads)
         heads, warps = _heads_and_warps(num_tokens, num_q_heads + 2 * num_k_heads, most, block, q)
     dependent = has_dependent_launch(q.device)
+    slots = slot_stride(k_cache, "k_cache")  # and of v_cache, which is laid out alike
     _store_kernel[(num_tokens, cdiv(num_q_heads, heads) + 2 * cdiv(num_k_heads, heads))](
         positions, q, k, v, q if q_weight is None else q_weight, k if k_weight is None else k_weight, cos_sin_cache, q_out,
         as_bytes(k_cache), as_bytes(v_cache), slot_mapping.contiguous(), q if k_scale is None else k_scale,
-        q if v_scale is None else v_scale, num_q_heads, num_k_heads, head_dim // 2, q.stride(0), q.stride(1), k.stride(0),
-        k.stride(1), v.stride(0), v.stride(1), cos_sin_cache.stride(0), slot_stride(k_cache, "k_cache"),
-        slot_stride(v_cache, "v_cache"), eps, norm, heads, block, num_scales(k_scale), num_scales(v_scale),
+        q if v_scale is None else v_scale, num_q_heads, num_k_heads, head_dim // 2, *q_stride[:2], *k_stride[:2],
+        *v_stride[:2], cos_sin_cache.stride(0), slots, slots, eps, norm, heads, block, num_scales(k_scale), num_scales(v_scale),
         k_cache.dtype == FP8, dependent, num_warps=warps, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
     return q_out

@@ -165,7 +165,7 @@ def _matplotlib_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("plot: it needs matplotlib; pip install 'nanovllm[bench]'") from None
+        raise ValueError("plot: it needs matplotlib; pip install matplotlib") from None
     return Figure
 
 
