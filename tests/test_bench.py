@@ -198,6 +198,8 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
         (("--workload", "bs1", "--rate", "3"), "choose poisson"),
         (("--kernels", "rms_norm"), "'rms_norm' is not of the form op=provider"),
         (("--preset", "qwen3-0.6"), "did you mean 'qwen3-0.6b'"),
+        (("--device", "tpu"), "--device tpu: expected auto, cpu, cuda or cuda:N"),
+        (("--device", "cuda:99"), "--device cuda:99: this machine has"),
     ],
 )
 def test_bad_input_is_one_line(model, capfd, arguments, said):

@@ -96,7 +96,7 @@ def test_compiled_beside_predicted():
         (("gemm", "--m", 0, "--n", 1, "--k", 1, "--gpu", "h100"), "m: expected a positive integer, not 0"),
         ((*GEMM[:-1], "h300"), "gpu: no preset for 'h300'; known are a100, h100, h200, b200, rtx-4090; did you mean 'h"),
         ((*GEMM[:-1], "a100", "--dtype", "fp8"), "dtype: nvidia-a100 does not multiply float8; it multiplies float32, tfloat32"),
-        ((*GEMM, "--dtype", "fp61"), "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'fp61'; did you mean 'fp16'?"),
+        ((*GEMM, "--dtype", "fp61"), "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'fp61'; did you mean 'float16'?"),
         ((*GEMM, "--weight", "int3"), "weight: expected one of int4, int8, float8, not 'int3'; did you mean"),
         (("gemm", "--m", 1, "--n", 1, "--k", 100, "--weight", "int4", "--gpu", "h100"), "k: expected a multiple of the group of 128 weights"),
         ((*GEMM, "--weight", "int4", "--compile"), "gemm: no kernel of nanovllm multiplies bfloat16 by int4"),

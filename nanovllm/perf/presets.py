@@ -130,7 +130,7 @@ def dtype_name(name: str, known: tuple[str, ...] = tuple(DTYPE_BYTES), argument:
     full = _SHORT.get(full, full)
     if full not in known:
         nearest = difflib.get_close_matches(full, [*known, *_SHORT], n=1, cutoff=0.5)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        hint = f"; did you mean {_SHORT.get(nearest[0], nearest[0])!r}?" if nearest else ""
         raise ValueError(f"{argument}: expected one of {', '.join(known)}, not {name!r}{hint}")
     return full
 

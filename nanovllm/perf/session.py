@@ -49,6 +49,7 @@ class Session:
             raise ValueError("--compare runs both with and without custom kernels; leave out --use-custom-kernels")
         if args.ablate and args.use_custom_kernels is False:
             raise ValueError("--ablate needs custom kernels to turn off; leave out --no-use-custom-kernels")
+        _check_device(args.device)
         self.workloads = self._workloads()
         self.model = args.preset or args.model
         self.label = args.preset or Path(args.model).name
@@ -283,6 +284,18 @@ def tables(args: argparse.Namespace) -> int:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _check_device(name: str) -> None:
+    """A ValueError for a GPU that is not there. Nothing is done with the device: that is for the processes that measure."""
+    import torch
+
+    kind, _, index = name.partition(":")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())):
+        raise ValueError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= count:
+        raise ValueError(f"--device {name}: this machine has {count} CUDA device(s); use auto or cpu")
 
 
 def _has_gpu(device: str) -> bool:
