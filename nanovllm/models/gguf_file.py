@@ -149,6 +149,24 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.file.error(f"{what} is not UTF-8 ({error})") from None
 
+    def strings(self, count: int, what: str) -> list[str]:
+        """As many times `string`, faster: a vocabulary has 150,000."""
+        view, position, end = self.view, self.position, len(self.view)
+        size_at = struct.Struct("<Q").unpack_from
+        found = []
+        try:
+            for _ in range(count):
+                start = position + 8
+                stop = start + size_at(view, position)[0]
+                if stop > end:
+                    break
+                found.append(view[start:stop].decode())
+                position = stop
+        except (struct.error, UnicodeDecodeError):
+            pass
+        self.position = position
+        return found + [self.string(what) for _ in range(count - len(found))]  # which says what is wrong with the next one
+
     def value(self, value_type: int, what: str) -> Any:
         if value_type in _SCALARS:
             return self.unpack(_SCALARS[value_type], what)[0]
@@ -162,7 +180,7 @@ class _Cursor:
                 start = self.take(count * struct.calcsize(layout), what)
                 return list(struct.unpack_from(f"<{count}{_SCALARS[item_type]}", self.view, start))
             if item_type == _STRING:
-                return [self.string(what) for _ in range(count)]
+                return self.strings(count, what)
             value_type = item_type
         raise self.file.error(f"{what} has the value type {value_type}, which the format does not define")
 

@@ -86,7 +86,7 @@ def test_a_profile_survives_json(profile):
 
 @pytest.fixture(scope="module")
 def page(profile, rows):
-    pytest.importorskip("matplotlib", reason="pip install 'nanovllm[bench]'")
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
     from nanovllm.perf.plots import figures
 
     made = figures(profile, rows)
@@ -141,7 +141,7 @@ def test_the_page_is_whole_and_needs_nothing_else(page):
 
 
 def test_figures_as_files(profile, rows, tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install 'nanovllm[bench]'")
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
     from nanovllm.perf.plots import figures, write_pngs
 
     paths = write_pngs(figures(profile, rows), tmp_path)
