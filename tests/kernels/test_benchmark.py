@@ -1,11 +1,13 @@
 """Timing, on a CPU's clock here and with events and graphs on a GPU."""
 
+import functools
 import time
 
 import pytest
 import torch
 
 from nanovllm.kernels import Provider, all_ops, benchmark_kernel
+from nanovllm.kernels.availability import triton_support
 from nanovllm.kernels.benchmark import Timing, time_kernel
 from nanovllm.kernels.compare import Measurement, bench_cases, measure, providers_by_speed, slower_somewhere
 from nanovllm.kernels.verify import Case
@@ -45,6 +47,8 @@ def test_a_measurement_of_a_provider():
     assert measure(op, unavailable, case, CPU).reason == "not today"
     choosy = Provider("x", lambda *a: None, accepts=lambda **a: "not these")
     assert measure(op, choosy, case, CPU).reason == "not these"
+    in_the_interpreter = Provider("it", op.native, functools.wraps(triton_support)(lambda device: None))
+    assert "interpreter" in measure(op, in_the_interpreter, case, CPU).reason
 
 
 def measured(provider, shape, seconds):

@@ -250,6 +250,17 @@ def test_every_choice_can_be_decorated(rms_norm):
     assert seen == [("rms_norm", "fast"), ("softmax", NATIVE)]
 
 
+def test_a_fused_op_is_shown_as_an_engine_uses_it(monkeypatch):
+    fused = all_ops()["add_rms_norm_gate_up"]
+    monkeypatch.setitem(fused.providers, "it", Provider("it", fused.native))
+    monkeypatch.setitem(all_ops()["silu_and_mul"].providers, "it", Provider("it", fused.native))
+    monkeypatch.setenv("NANOVLLM_KERNELS", "*=it")
+    assert rank(fused, CPU)[0].name == resolve_kernels(CPU).providers[fused.name] == "it"
+    monkeypatch.setenv("NANOVLLM_KERNELS", "*=it;silu_and_mul=native")
+    assert rank(fused, CPU)[0].name == resolve_kernels(CPU).providers[fused.name] == NATIVE
+    assert "one of the ops that it fuses was named: add_rms_norm, rms_norm, silu_and_mul" in explain(fused, CPU)
+
+
 def test_the_order_and_its_reason(rms_norm, monkeypatch):
     def names():
         return [p.name for p in rank(rms_norm, CPU)]

@@ -385,6 +385,22 @@ def test_truncation_anywhere_is_noticed(tmp_path: Path) -> None:
             GGUFFile(path)
 
 
+@pytest.mark.parametrize(
+    "last, said",
+    [
+        (struct.pack("<Q", 100) + b"short", r"is truncated: metadata 'a' ends at byte 165, the file has 70"),
+        (struct.pack("<I", 3), r"is truncated: metadata 'a' ends at byte 65, the file has 61"),
+        (struct.pack("<Q", 2) + b"\xff\xfe", r"metadata 'a' is not UTF-8"),
+    ],
+)
+def test_damaged_strings_of_an_array(tmp_path: Path, last: bytes, said: str) -> None:
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 8, 2)
+    path = tmp_path / "s.gguf"
+    path.write_bytes(header + struct.pack("<Q", 0) + last)
+    with pytest.raises(GGUFError, match=said):
+        GGUFFile(path)
+
+
 def test_truncation_names_tensor_and_sizes(tmp_path: Path) -> None:
     path = tiny(tmp_path)
     content = path.read_bytes()
