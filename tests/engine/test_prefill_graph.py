@@ -199,7 +199,8 @@ def test_padding_writes_to_the_padding_block_alone_and_is_finite(directory, smal
         return seen[-1]
 
     for capture_prefill in (False, True):
-        llm = make(directory, capture_prefill=capture_prefill, async_scheduling=False)
+        # Eager, so that every step comes to `poisoned`, on a GPU too.
+        llm = make(directory, capture_prefill=capture_prefill, async_scheduling=False, enforce_eager=True)
         runner = llm.engine.runner
         if capture_prefill:
             monkeypatch.setattr(runner.prefill, "_forward", poisoned)

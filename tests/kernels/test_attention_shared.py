@@ -114,16 +114,16 @@ def check_fused(given, plan=None, rest=None):
 
 
 SMALL = SharedPlan(16, 16, 4, 1, 3, 4)
-CUT = DecodePlan(30, 16, 4, 1, 16)
+CUT = DecodePlan(30, 16, 4, 1, 16, False)
 CASES = [
     # A pair alone, one token each behind the shared block.
     ([([0, 1], 1)], [1, 1], 2, 2, 64, 16, F32, SMALL, CUT, {}),
     # Groups of odd sizes, rows of no group, a sequence without tokens, in any order; groups that are none.
     ([([7, 2, 4], 3), ([1, 6], 1)], [5, 20, 1, 33, 16, 0, 40, 17], 2, 1, 64, 16, F32, None, None, {"num_groups": 9}),
     # Row tiles that straddle sequences; more pieces than are merged at a time; programs that have parts of several row tiles.
-    ([(list(range(7)), 4), ([7, 9], 2)], [3] * 10, 3, 1, 64, 16, F32, SharedPlan(16, 16, 4, 1, 4, 5), DecodePlan(2, 16, 4, 1, 1), {}),
+    ([(list(range(7)), 4), ([7, 9], 2)], [3] * 10, 3, 1, 64, 16, F32, SharedPlan(16, 16, 4, 1, 4, 5), DecodePlan(2, 16, 4, 1, 1, False), {}),
     # Fewer pieces than programs, tiles of two blocks, of which the last one is half beyond the shared tokens.
-    ([([2, 0, 1], 5)], [9, 40, 1], 4, 1, 64, 16, F32, SharedPlan(16, 32, 4, 1, 7, 2), DecodePlan(3, 32, 4, 1, 16), {}),
+    ([([2, 0, 1], 5)], [9, 40, 1], 4, 1, 64, 16, F32, SharedPlan(16, 32, 4, 1, 7, 2), DecodePlan(3, 32, 4, 1, 16, False), {}),
     ([(list(range(4)), 2), ([4, 5], 1)], [5, 1, 9, 2, 30, 3], 7, 1, 96, 32, F16, SMALL, None, {"soft_cap": 5.0}),
     ([([0, 2], 2)], [5, 9, 1], 6, 2, 80, 32, F16, None, CUT, {}),
     ([([0, 2, 3], 2)], [5, 9, 20, 1], 2, 1, 64, 16, F16, SharedPlan(16, 32, 4, 1, 3, 4), None, {"cache_dtype": F8, "norm": False}),

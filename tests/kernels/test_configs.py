@@ -332,7 +332,7 @@ CALLS = [
      {"ROWS": 2, "BLOCK": 16, "TOKENS": 2, "num_warps": 1}),
     (tunables.SMALL_PRODUCT, lambda: small_product(False), tunables.SMALL_PRODUCT.plan_to_json(MatrixPlan(64, 2, 32)),
      {"ROWS": 64, "SPLIT": 2, "DEPTH": 32, "num_warps": 2}),
-    (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2},
+    (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "early": False},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),
     (tunables.ATTENTION_PREFILL, lambda: attention(prefill=8), {"rows": 32, "tile": 16, "warps": 2, "stages": 4},
      {"ROWS": 32, "TILE": 16, "STAGES": 4, "num_warps": 2, "num_stages": 4}),

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from tests.kernels.test_triton_attention import (  # noqa: E402
     scales,
 )  # fmt: skip
 
-MAX_POSITION = 4096
+MAX_POSITION = 24576 if GPU else 4096
 
 
 def angles(head_dim, dtype=F32):
@@ -125,17 +126,19 @@ def check_loose(got, expected):
     [
         ([1], 2, 2, 64, 16, F32, None, {}),
         ([1, 17, 100, 16], 4, 2, 64, 16, F32, None, {"norm": False}),
-        ([100, 3, 1, 64, 33], 4, 2, 64, 16, F32, DecodePlan(7, 32, 4, 1, 16), {}),  # a tile of two blocks, cut
-        ([90, 32, 5], 9, 3, 80, 32, F16, DecodePlan(30, 16, 4, 1, 16), {}),
+        ([100, 3, 1, 64, 33], 4, 2, 64, 16, F32, DecodePlan(7, 32, 4, 1, 16, False), {}),  # a tile of two blocks, cut
+        ([90, 32, 5], 9, 3, 80, 32, F16, DecodePlan(30, 16, 4, 1, 16, False), {}),
         ([40, 70], 7, 1, 96, 64, F16, None, {"soft_cap": 5.0, "window": 33}),
-        ([70], 4, 4, 64, 16, F32, DecodePlan(5, 16, 4, 1, 1), {"window": 1}),
-        ([40, 1, 70], 4, 2, 64, 16, F16, DecodePlan(4, 32, 4, 1, 16), {"cache_dtype": F8}),
+        ([70], 4, 4, 64, 16, F32, DecodePlan(5, 16, 4, 1, 1, False), {"window": 1}),
+        ([40, 1, 70], 4, 2, 64, 16, F16, DecodePlan(4, 32, 4, 1, 16, False), {"cache_dtype": F8}),
         ([40, 70], 4, 2, 64, 16, F32, None, {"cache_dtype": F8, "k_scale": 1, "v_scale": 2}),
         ([90, 5], 4, 2, 64, 32, F32, None, {"cache_dtype": F16, "v_scale": 2, "norm": False}),
     ],
 )
 def test_small(lens, heads, kv_heads, dim, block_size, dtype, plan, options):
     check_call(lens, heads, kv_heads, dim, block_size, dtype, plan=plan, **options)
+    if plan is not None:
+        check_call(lens, heads, kv_heads, dim, block_size, dtype, plan=replace(plan, early=True), **options)
 
 
 def test_a_sequence_without_tokens_stores_nothing():
@@ -151,7 +154,7 @@ def test_only_the_piece_with_the_new_token_needs_it(monkeypatch):
     """Pieces run in any order on a GPU; in the interpreter the first one first. Here also the last one first."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    given, plan = make([100, 70], 4, 2, 64, 16, F32), DecodePlan(9, 16, 4, 1, 16)
+    given, plan = make([100, 70], 4, 2, 64, 16, F32), DecodePlan(9, 16, 4, 1, 16, False)
     expected = qk_norm_rope_attention(**copied(given), plan=plan)
     assert not expected.isnan().any()
     place = builder.set_grid_idx
@@ -209,6 +212,36 @@ def test_graph_replays_advance():
         replayed["context_lens"].copy_(lens)
         graph.replay()
         assert torch.equal(out, qk_norm_rope_attention(**eager | {"context_lens": lens}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_calls_that_read_what_the_one_before_them_stored(count):
+    """A call loads keys before it waits for the kernel before it, which may be this one with the last token."""
+    calls = 24
+    given = make([260 + 30 * i for i in range(count)], 16, 8, 128, 256, BF16)  # of two blocks, to the last call
+    given["max_context_len"] = 512
+    lens = [given["context_lens"] + i for i in range(calls)]
+    tokens = [{n: torch.randn_like(given[n]) for n in "qkv"} for _ in range(calls)]
+    saved = {n: given[n].clone() for n in ("k_cache", "v_cache")}
+
+    def run(wait=False):
+        out = []
+        for new, length in zip(tokens, lens):
+            out.append(qk_norm_rope_attention(**given | new | {"context_lens": length}))
+            if wait:
+                torch.cuda.synchronize()
+        return out
+
+    expected = run(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(50):
+        for name, cache in saved.items():
+            given[name].copy_(cache)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(out, expected))
 
 
 @triton.jit

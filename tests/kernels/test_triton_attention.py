@@ -128,16 +128,16 @@ def mixed(count, longest, seed=0):
         ([1], 2, 2, 64, 16, F32, None, {}),
         ([0], 2, 2, 64, 16, F32, None, {}),
         ([1, 17, 100, 16, 0], 4, 2, 64, 16, F32, None, {}),
-        ([100, 3, 1, 64, 33], 4, 2, 64, 16, F32, DecodePlan(7, 32, 4, 1, 16), {}),  # a tile of two blocks, cut
-        ([100, 3, 1, 64, 33], 4, 2, 64, 64, F32, DecodePlan(2, 16, 4, 1, 16), {}),  # hardly cut
-        ([100, 3, 160], 4, 2, 64, 48, F32, DecodePlan(4, 32, 4, 1, 16), {}),  # tiles that straddle larger blocks
-        ([90, 0, 5], 9, 3, 80, 32, F16, DecodePlan(30, 16, 4, 1, 16), {}),  # no power of two anywhere, cut to tiles
+        ([100, 3, 1, 64, 33], 4, 2, 64, 16, F32, DecodePlan(7, 32, 4, 1, 16, False), {}),  # a tile of two blocks, cut
+        ([100, 3, 1, 64, 33], 4, 2, 64, 64, F32, DecodePlan(2, 16, 4, 1, 16, False), {}),  # hardly cut
+        ([100, 3, 160], 4, 2, 64, 48, F32, DecodePlan(4, 32, 4, 1, 16, False), {}),  # tiles that straddle larger blocks
+        ([90, 0, 5], 9, 3, 80, 32, F16, DecodePlan(30, 16, 4, 1, 16, False), {}),  # no power of two anywhere, cut to tiles
         ([40, 70], 7, 1, 96, 64, F16, None, {"soft_cap": 5.0, "window": 33}),
-        ([40, 70, 2], 4, 1, 64, 16, F32, DecodePlan(5, 16, 4, 1, 16), {"window": 20}),
-        ([70], 4, 4, 64, 16, F32, DecodePlan(5, 16, 4, 1, 1), {"window": 1}),
-        ([70], 20, 1, 64, 32, F32, DecodePlan(3, 16, 4, 2, 16), {"soft_cap": 30.0}),
-        ([40, 0, 70], 4, 2, 64, 16, F16, DecodePlan(4, 32, 4, 1, 16), {"cache_dtype": F8}),
-        ([40, 70], 4, 2, 64, 16, F32, DecodePlan(4, 16, 4, 1, 16), {"cache_dtype": F8, "k_scale": 1, "v_scale": 2}),
+        ([40, 70, 2], 4, 1, 64, 16, F32, DecodePlan(5, 16, 4, 1, 16, False), {"window": 20}),
+        ([70], 4, 4, 64, 16, F32, DecodePlan(5, 16, 4, 1, 1, False), {"window": 1}),
+        ([70], 20, 1, 64, 32, F32, DecodePlan(3, 16, 4, 2, 16, False), {"soft_cap": 30.0}),
+        ([40, 0, 70], 4, 2, 64, 16, F16, DecodePlan(4, 32, 4, 1, 16, False), {"cache_dtype": F8}),
+        ([40, 70], 4, 2, 64, 16, F32, DecodePlan(4, 16, 4, 1, 16, False), {"cache_dtype": F8, "k_scale": 1, "v_scale": 2}),
         (
             [90, 5],
             9,
@@ -159,7 +159,7 @@ def test_large_logits():
     lens = [60, 33]
     k, v, table = paged(lens, 2, 64, 16, F32, scale=60.0)
     q = queries(2, 4, 64, F32) * 60
-    got = attention_decode(q, k, v, table, int32(lens), 60, 64**-0.5, plan=DecodePlan(9, 16, 4, 1, 16))
+    got = attention_decode(q, k, v, table, int32(lens), 60, 64**-0.5, plan=DecodePlan(9, 16, 4, 1, 16, False))
     check(got, reference(q, k, v, table, lens), F32)
 
 
@@ -346,13 +346,14 @@ STACK = 64
 def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, tmp_path):
     """Each plan; with `rotate` the one for a small batch and that for a large one."""
     for num_seqs in (1, 300) if rotate else (1, 64, 300):
-        plan = plan_decode(num_seqs, 8, group, dim, {"fp32": 4, "bf16": 2, "fp8": 1}[dtype], dtype == "fp32", 132)
+        plan = plan_decode(num_seqs, 8, group, dim, {"fp32": 4, "bf16": 2, "fp8": 1}[dtype], dtype == "fp32", 132, rotate)
         dim_pad, group_pad = triton.next_power_of_2(dim), triton.next_power_of_2(group)
         constants = dict(
             PIECES=plan.pieces, SEQS_PAD=1 if num_seqs == 1 else 512, GROUP=group, GROUP_PAD=group_pad, ROWS=16, HEAD_DIM=dim,
             DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
             SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2, DEPENDENT=capability >= 90,
             ROTATE=rotate, NORM=rotate, RELEASE=rotate and capability >= 90, SHARED=False,
+            EARLY=plan.early,
         )  # fmt: skip
         binary = compiled(decode_kernel, constants, dtype, capability, plan.warps, plan.stages)
         assert stack(binary, tmp_path) <= STACK, plan

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton_ops._math import product
+
 LOG2E = 1.4426950408889634
 _COUNTERS = 1 << 16
 INTERPRETED = triton.knobs.runtime.interpret
@@ -28,12 +30,6 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter: few programs, but more than one
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels can be launched before their predecessor has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def padded_count(count: int) -> int:
@@ -134,6 +130,91 @@ def fp8_queries(q):
 
 
 @triton.jit
+def load_tile(
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    block,
+    tile,
+    first_token,
+    end_token,
+    stride_block,
+    stride_slot,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    FP8: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """A tile's keys and values, and which of its tokens are in [first_token, end_token): k, v [TILE, words], live [TILE].
+
+    `block` is the tile's, unless tiles straddle blocks. WHOLE: all tokens are live.
+    """
+    WORDS: tl.constexpr = DIM_PAD // 2 if FP8 else DIM_PAD
+    WORDS_USED: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    offs_t = tl.arange(0, TILE)
+    offs_w = tl.arange(0, WORDS)
+    tokens = tile * TILE + offs_t
+    live = (tokens >= first_token) & (tokens < end_token)
+    if BLOCK_SIZE % TILE == 0:
+        base = block.to(tl.int64) * stride_block + (tile * TILE % BLOCK_SIZE) * stride_slot
+        offsets = (offs_t * stride_slot)[:, None] + offs_w[None, :]
+        k_tile = (k_ptr + base) + offsets
+        v_tile = (v_ptr + base) + offsets
+    else:
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        rows = (blocks * stride_block + tokens % BLOCK_SIZE * stride_slot)[:, None] + offs_w[None, :]
+        k_tile = k_ptr + rows
+        v_tile = v_ptr + rows
+    # Dead slots may hold NaN, and 0 * NaN is NaN: they are not read.
+    if WHOLE and WORDS == WORDS_USED:
+        k = tl.load(k_tile)
+        v = tl.load(v_tile)
+    else:
+        mask = live[:, None] if WORDS == WORDS_USED else live[:, None] & (offs_w < WORDS_USED)[None, :]
+        k = tl.load(k_tile, mask=mask, other=0)
+        v = tl.load(v_tile, mask=mask, other=0)
+    return k, v, live
+
+
+@triton.jit
+def next_weights(scores, live, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr):
+    """A step of the running softmax -> (weights p, the factor for what was summed so far, maximum, sum of p)."""
+    if SOFT_CAP > 0:
+        scores = soft_cap_scores(scores, SOFT_CAP)
+    if not WHOLE:
+        scores = tl.where(live[None, :], scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - new_m[:, None])
+    alpha = tl.exp2(m - new_m)
+    return p, alpha[:, None], new_m, total * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def attend_tile(q, scale, k, v, live, acc, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+    p, alpha, m, total = next_weights(scores, live, m, total, SOFT_CAP, WHOLE)
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha, input_precision="ieee")
+    return acc, m, total
+
+
+@triton.jit
+def attend_fp8_tile(
+    q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr
+):
+    k_even, k_odd = fp8_pair(tl.trans(k))
+    scores = tl.dot(q_even, k_even.to(q_even.dtype), input_precision="ieee")
+    scores = tl.dot(q_odd, k_odd.to(q_odd.dtype), scores, input_precision="ieee") * scale
+    p, alpha, m, total = next_weights(scores, live, m, total, SOFT_CAP, WHOLE)
+    v_even, v_odd = fp8_pair(v)
+    p = p.to(q_even.dtype)
+    acc = tl.dot(p, v_even.to(p.dtype), acc * alpha, input_precision="ieee")
+    acc_odd = tl.dot(p, v_odd.to(p.dtype), acc_odd * alpha, input_precision="ieee")
+    return acc, acc_odd, m, total
+
+
+@triton.jit
 def attend(
     q,  # [ROWS, DIM_PAD]
     k_ptr,
@@ -153,20 +234,18 @@ def attend(
     STAGES: tl.constexpr,
     FP8: tl.constexpr,
     start=None,
+    loaded=None,
     WHOLE: tl.constexpr = False,
 ):
     """q against the tokens [first_token, end_token) that lie in the tiles [first_tile, end_tile), each of which has one.
 
     Strides count elements of k_ptr, which for FP8 are words of two. Without tiles the result is (0, -inf, 0), or `start`, a
-    result to go on from. WHOLE: every token of these tiles is one of them.
+    result to go on from. `loaded`: another tile, from `load_tile`, that comes before these. WHOLE: every token of these tiles
+    is one of them.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM_PAD: tl.constexpr = q.shape[1]
     WORDS: tl.constexpr = DIM_PAD // 2 if FP8 else DIM_PAD
-    WORDS_USED: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
-    offs_t = tl.arange(0, TILE)
-    offs_w = tl.arange(0, WORDS)
-    offsets = (offs_t * stride_slot)[:, None] + offs_w[None, :]
     if start is None:
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -182,54 +261,52 @@ def attend(
         scale = (factor * (scale * 256.0))[:, None]
     elif q.dtype != k_ptr.dtype.element_ty:
         q = q.to(tl.float32)
+    if loaded is not None:
+        k, v, live = loaded
+        if FP8:
+            acc, acc_odd, m, total = attend_fp8_tile(
+                q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP, WHOLE
+            )
+        else:
+            acc, m, total = attend_tile(q, scale, k, v, live, acc, m, total, SOFT_CAP, WHOLE)
     # Read a tile ahead: the address of a tile's first load would otherwise wait for the table.
     block = tl.load(table_ptr + first_tile * TILE // BLOCK_SIZE)
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
-        tokens = tile * TILE + offs_t
-        live = (tokens >= first_token) & (tokens < end_token)
+        k, v, live = load_tile(
+            k_ptr, v_ptr, table_ptr, block, tile, first_token, end_token, stride_block, stride_slot, BLOCK_SIZE, TILE,
+            HEAD_DIM, DIM_PAD, FP8, WHOLE,
+        )  # fmt: skip
         if BLOCK_SIZE % TILE == 0:
-            base = block.to(tl.int64) * stride_block + (tile * TILE % BLOCK_SIZE) * stride_slot
-            k_tile = (k_ptr + base) + offsets
-            v_tile = (v_ptr + base) + offsets
             block = tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) * TILE // BLOCK_SIZE)
-        else:
-            blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-            rows = (blocks * stride_block + tokens % BLOCK_SIZE * stride_slot)[:, None] + offs_w[None, :]
-            k_tile = k_ptr + rows
-            v_tile = v_ptr + rows
-        # Dead slots may hold NaN, and 0 * NaN is NaN: they are not read.
-        if WHOLE and WORDS == WORDS_USED:
-            k = tl.load(k_tile)
-            v = tl.load(v_tile)
-        else:
-            mask = live[:, None] if WORDS == WORDS_USED else live[:, None] & (offs_w < WORDS_USED)[None, :]
-            k = tl.load(k_tile, mask=mask, other=0)
-            v = tl.load(v_tile, mask=mask, other=0)
         if FP8:
-            k_even, k_odd = fp8_pair(tl.trans(k))
-            scores = tl.dot(q_even, k_even.to(q_even.dtype), input_precision="ieee")
-            scores = tl.dot(q_odd, k_odd.to(q_odd.dtype), scores, input_precision="ieee") * scale
+            acc, acc_odd, m, total = attend_fp8_tile(
+                q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP, WHOLE
+            )
         else:
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        if SOFT_CAP > 0:
-            scores = soft_cap_scores(scores, SOFT_CAP)
-        if not WHOLE:
-            scores = tl.where(live[None, :], scores, float("-inf"))
-        new_m = tl.maximum(m, tl.max(scores, 1))
-        p = tl.exp2(scores - new_m[:, None])
-        alpha = tl.exp2(m - new_m)
-        total = total * alpha + tl.sum(p, 1)
-        if FP8:
-            v_even, v_odd = fp8_pair(v)
-            p = p.to(q_even.dtype)
-            acc = tl.dot(p, v_even.to(p.dtype), acc * alpha[:, None], input_precision="ieee")
-            acc_odd = tl.dot(p, v_odd.to(p.dtype), acc_odd * alpha[:, None], input_precision="ieee")
-        else:
-            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
-        m = new_m
+            acc, m, total = attend_tile(q, scale, k, v, live, acc, m, total, SOFT_CAP, WHOLE)
     if FP8:
         acc = tl.interleave(acc, acc_odd) * 256.0
     return acc, m, total
+
+
+@triton.jit
+def no_result(ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
+    """What `attend` starts from: (acc, m, total) of no tokens."""
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    return acc, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def attend_token(q, k, v, scale, acc, m, total, SOFT_CAP: tl.constexpr):
+    """A result and one more token -> the result with it. q [ROWS, DIM_PAD], k and v [1, DIM_PAD] float32."""
+    # Not contracted into the sum, or the lanes that hold a row's score would not all hold the same (see `merge_partials`).
+    score = tl.sum(product(q.to(tl.float32), tl.broadcast_to(k, q.shape)), 1) * scale
+    if SOFT_CAP > 0:
+        score = soft_cap_scores(score, SOFT_CAP)
+    new_m = tl.maximum(m, score)
+    alpha = tl.exp2(m - new_m)
+    p = tl.exp2(score - new_m)
+    return acc * alpha[:, None] + p[:, None] * v, new_m, total * alpha + p
 
 
 @triton.jit

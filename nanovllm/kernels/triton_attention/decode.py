@@ -20,13 +20,12 @@ from nanovllm.kernels.triton_attention.common import (
     LOG2E,
     arrival_counters,
     as_words,
-    has_dependent_launch,
     num_multiprocessors,
     padded_count,
 )
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton_decode.plan import MAX_TOKENS
-from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2
+from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 
@@ -42,6 +41,8 @@ class DecodePlan:
     stages: int
     merge_registers: int
     """Registers a thread for the partial results that are merged at a time: few steps for many."""
+    early: bool
+    """Whether a piece's last tile is in registers before the queries are: `qk_norm_rope_attention` only."""
 
     def chunk(self, elements: int) -> int:
         """Partial results of `elements` each that are merged at a time."""
@@ -57,12 +58,14 @@ def plan_decode(
     cache_itemsize: int,
     full_precision: bool,
     multiprocessors: int,
+    rotate: bool,
 ) -> DecodePlan:
     """Measured on an H200 with bf16, fp8 and head_dim 128; other sizes get tiles of as many bytes.
 
     Args:
         cache_itemsize: bytes an element of the cache; tiles of float8 have twice the tokens of 16-bit ones where that pays.
         full_precision: whether products are float32, which no tensor core computes.
+        rotate: for `qk_norm_rope_attention`.
     """
     pairs = num_seqs * num_kv_heads
     dim_pad = next_power_of_2(head_dim)
@@ -76,18 +79,18 @@ def plan_decode(
 
     if full_precision:  # small tiles and many threads, or registers spill
         warps = 4 if group <= 16 and dim_pad <= 128 and cache_itemsize != 2 else 8
-        return DecodePlan(pieces(2), 16, warps, stages=3 if dim_pad <= 128 else 2, merge_registers=16)
+        return DecodePlan(pieces(2), 16, warps, stages=3 if dim_pad <= 128 else 2, merge_registers=16, early=False)
     if pairs >= 6 * multiprocessors:
         # Enough sequences to fill several waves: large tiles, since few streams at a time suit DRAM, and cut only what is
         # far longer than the average.
-        return DecodePlan(pieces(3), large_tile, warps, stages=3, merge_registers=32)
+        return DecodePlan(pieces(3), large_tile, warps, stages=3, merge_registers=32, early=False)
     if pairs >= 2 * multiprocessors:
         # About one wave: all programs resident at once.
         if cache_itemsize == 1:
-            return DecodePlan(pieces(3), large_tile, warps, stages=4, merge_registers=32)
-        return DecodePlan(pieces(3), small_tile, 2 * warps, stages=4, merge_registers=32)
+            return DecodePlan(pieces(3), large_tile, warps, stages=4, merge_registers=32, early=False)
+        return DecodePlan(pieces(3), small_tile, 2 * warps, stages=4, merge_registers=32, early=False)
     # Latency counts: every sequence is cut, into two pieces a multiprocessor in all, or into single tiles.
-    return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32)
+    return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32, early=rotate)
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,7 @@ def launch_decode(
             k_cache.element_size(),
             full_precision,
             num_multiprocessors(q.device),
+            new is not None,
         )
     dim_pad = next_power_of_2(head_dim)
     group_pad = next_power_of_2(group)
@@ -298,6 +302,7 @@ def launch_decode(
         ROTATE=new is not None,
         NORM=norm,
         SHARED=shared is not None,
+        EARLY=plan.early and new is not None and shared is None,
         DEPENDENT=dependent,
         # The output projection of so few tokens waits as well, and loads its weights before: let it start.
         RELEASE=dependent and num_seqs <= MAX_TOKENS,

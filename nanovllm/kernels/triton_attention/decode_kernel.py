@@ -6,7 +6,8 @@ deals them out. Every program derives the whole plan from context_lens, on the d
 The program that arrives last at a sequence's counter merges its pieces, in order, and zeroes the counter for the next launch.
 
 With ROTATE the queries come as the QKV projection gives them, and so do the new token's key and value: every program normalises
-and rotates its own queries, and the one whose piece has the sequence's last token, which no other reads, writes it to the cache first.
+and rotates its own queries, and the one with the sequence's last piece attends to the new token from registers and writes it to the
+cache, where nobody reads it in this launch. So with EARLY a program asks for keys and values before it waits for the projection.
 With SHARED the kernel starts behind the tokens that a sequence shares with others, and its first piece from what `shared_kernel` has
 found for these.
 """
@@ -14,9 +15,34 @@ found for these.
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton_attention.common import attend, load_queries, merge_partials, store_partial, store_rows
-from nanovllm.kernels.triton_attention.rotate import rotated_rows, store_new_token
+from nanovllm.kernels.triton_attention.common import (
+    INTERPRETED,
+    attend,
+    attend_token,
+    load_queries,
+    load_tile,
+    merge_partials,
+    no_result,
+    store_partial,
+    store_rows,
+)
+from nanovllm.kernels.triton_attention.rotate import cached_value, new_token, rotated_rows, store_new_token
 from nanovllm.kernels.triton_attention.shared_kernel import shared_start
+
+
+if INTERPRETED:
+
+    @triton.jit
+    def fence():
+        pass
+else:
+
+    @triton.jit
+    def fence():
+        """What this thread has written comes, for every multiprocessor, before what it writes or signals from now on."""
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -30,6 +56,7 @@ def find_piece(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SHARED: tl.constexpr,
+    NEW: tl.constexpr,
 ):
     """-> (seq, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
 
@@ -38,7 +65,7 @@ def find_piece(
     """
     if SEQS_PAD == 1:
         shared = tl.load(shared_lens_ptr) if SHARED else 0
-        share = tl.cdiv(planned_tiles(tl.load(lens_ptr), shared, TILE, WINDOW), PIECES)
+        share = tl.cdiv(planned_tiles(tl.load(lens_ptr), shared, NEW, TILE, WINDOW), PIECES)
         seq = 0
         first_piece = 0
     else:
@@ -47,7 +74,7 @@ def find_piece(
         shared = 0
         if SHARED:
             shared = tl.load(shared_lens_ptr + offs, mask=offs < num_seqs, other=0)
-        tiles = planned_tiles(lens, shared, TILE, WINDOW)
+        tiles = planned_tiles(lens, shared, NEW, TILE, WINDOW)
         tiles = tl.where(offs < num_seqs, tiles, 0)
         share = tl.cdiv(tl.sum(tiles, 0), PIECES)
         pieces = tl.cdiv(tiles, share)
@@ -62,18 +89,18 @@ def find_piece(
 
 
 @triton.jit
-def num_tiles(length, shared, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles that hold a token to attend to."""
-    tiles = tl.cdiv(tl.maximum(length, 0), TILE) - shared // TILE
+def num_tiles(length, shared, NEW: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Tiles that hold a cached token to attend to. NEW: how many of `length` tokens, the last ones, are not in the cache."""
+    tiles = tl.cdiv(tl.maximum(length - NEW, 0), TILE) - shared // TILE
     if WINDOW > 0:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
     return tiles
 
 
 @triton.jit
-def planned_tiles(length, shared, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """At least one, so that some program writes the zeros of a sequence without tokens."""
-    return tl.maximum(num_tiles(length, shared, TILE, WINDOW), 1)
+def planned_tiles(length, shared, NEW: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """At least one, so that some program writes the zeros of a sequence without tokens, or attends to the new token."""
+    return tl.maximum(num_tiles(length, shared, NEW, TILE, WINDOW), 1)
 
 
 # What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
@@ -132,19 +159,21 @@ def decode_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
     SHARED: tl.constexpr,  # without WINDOW
+    EARLY: tl.constexpr,  # whether a piece's last tile is loaded first; with ROTATE, without SHARED
     DEPENDENT: tl.constexpr,  # the launch overlaps the end of the kernel before it
     RELEASE: tl.constexpr,  # and the start of the one after it, this one
 ):
     """Grid [num_kv_heads, pieces]: the heads of a piece, whose keys lie side by side, run at the same time."""
-    if DEPENDENT:
+    if DEPENDENT and not EARLY:
         tl.extra.cuda.gdc_wait()
-    if RELEASE:
-        tl.extra.cuda.gdc_launch_dependents()
+    NEW: tl.constexpr = 1 if ROTATE else 0
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
     piece = tl.program_id(1)
+    k_ptr += head * stride_head
+    v_ptr += head * stride_head
     seq, first_piece, share = find_piece(
-        piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, SEQS_PAD, TILE, WINDOW, SHARED
+        piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, SEQS_PAD, TILE, WINDOW, SHARED, NEW
     )
     if seq >= 0:
         length = tl.load(lens_ptr + seq)
@@ -155,50 +184,39 @@ def decode_kernel(
         if SHARED:
             shared = tl.load(shared_lens_ptr + seq)
             first_token = shared
-        tiles = num_tiles(length, shared, TILE, WINDOW)
+        tiles = num_tiles(length, shared, NEW, TILE, WINDOW)
         pieces = tl.cdiv(tl.maximum(tiles, 1), share)
         index = piece - first_piece
         if index < pieces:
+            row = tl.cast(seq, tl.int64)
+            table_ptr += row * table_stride
+            begin = first_token // TILE + index * tiles // pieces
+            end = first_token // TILE + (index + 1) * tiles // pieces
+            cached = length - NEW
+            loaded = None
+            if EARLY:
+                # Tokens of earlier steps: they do not depend on the kernel before this one. A piece without tiles has no live one.
+                last = tl.maximum(end - 1, 0)
+                block = tl.load(table_ptr + last * TILE // BLOCK_SIZE)
+                loaded = load_tile(
+                    k_ptr, v_ptr, table_ptr, block, last, first_token, tl.where(begin < end, cached, 0), stride_block,
+                    stride_slot, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, FP8, False,
+                )  # fmt: skip
+                end = last
+                if DEPENDENT:
+                    tl.extra.cuda.gdc_wait()
             if K_SCALES == 1:
                 scale *= tl.load(k_scale_ptr)
             elif K_SCALES == 2:
                 scale *= tl.load(k_scale_ptr + head)
-            first_tile = first_token // TILE
-            row = tl.cast(seq, tl.int64)
-            table_ptr += row * table_stride
             q_ptr += row * q_stride_seq + head * GROUP * q_stride_head
+            start = None
             if ROTATE:
                 angles = cos_sin_ptr + tl.maximum(length - 1, 0).to(tl.int64) * cos_sin_stride
                 q = rotated_rows(q_ptr, q_stride_head, q_weight_ptr, angles, eps, GROUP, ROWS, HEAD_DIM, DIM_PAD, NORM)
-                if (index == pieces - 1) & (length > 0):
-                    store_new_token(
-                        new_k_ptr + row * new_k_stride_seq + head * new_k_stride_head,
-                        new_v_ptr + row * new_v_stride_seq + head * new_v_stride_head,
-                        k_weight_ptr,
-                        angles,
-                        eps,
-                        k_ptr + head * stride_head,
-                        v_ptr + head * stride_head,
-                        table_ptr,
-                        length - 1,
-                        stride_block,
-                        stride_slot,
-                        k_scale_ptr,
-                        v_scale_ptr,
-                        head,
-                        BLOCK_SIZE,
-                        HEAD_DIM,
-                        DIM_PAD,
-                        NORM,
-                        FP8,
-                        K_SCALES,
-                        V_SCALES,
-                    )
-                    # The threads that read the token are not those that wrote it.
-                    tl.debug_barrier()
+                start = no_result(ROWS, DIM_PAD)
             else:
                 q = load_queries(q_ptr, q_stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD)
-            start = None
             if SHARED:
                 start = shared_start(
                     shared_acc_ptr,
@@ -216,15 +234,58 @@ def decode_kernel(
                     DIM_PAD,
                     CHUNK,
                 )
+            if ROTATE:
+                acc, m, total = start
+                if (index == pieces - 1) & (length > 0):
+                    new_k, new_v = new_token(
+                        new_k_ptr + row * new_k_stride_seq + head * new_k_stride_head,
+                        new_v_ptr + row * new_v_stride_seq + head * new_v_stride_head,
+                        k_weight_ptr,
+                        angles,
+                        eps,
+                        k_scale_ptr,
+                        v_scale_ptr,
+                        head,
+                        k_ptr.dtype.element_ty,
+                        HEAD_DIM,
+                        DIM_PAD,
+                        NORM,
+                        FP8,
+                        K_SCALES,
+                        V_SCALES,
+                    )
+                    store_new_token(
+                        new_k,
+                        new_v,
+                        k_ptr,
+                        v_ptr,
+                        table_ptr,
+                        length - 1,
+                        stride_block,
+                        stride_slot,
+                        BLOCK_SIZE,
+                        HEAD_DIM,
+                        FP8,
+                    )
+                    if RELEASE:
+                        # A kernel like this one may come next, and read the token before it waits.
+                        fence()
+                        tl.debug_barrier()
+                    acc, m, total = attend_token(
+                        q, cached_value(new_k, FP8), cached_value(new_v, FP8), scale, acc, m, total, SOFT_CAP
+                    )
+                start = acc, m, total
+            if RELEASE:
+                tl.extra.cuda.gdc_launch_dependents()
             acc, m, total = attend(
                 q,
-                k_ptr + head * stride_head,
-                v_ptr + head * stride_head,
+                k_ptr,
+                v_ptr,
                 table_ptr,
-                first_tile + index * tiles // pieces,
-                first_tile + (index + 1) * tiles // pieces,
+                begin,
+                end,
                 first_token,
-                length,
+                cached,
                 stride_block,
                 stride_slot,
                 scale,
@@ -235,6 +296,7 @@ def decode_kernel(
                 STAGES,
                 FP8,
                 start,
+                loaded,
             )
             if V_SCALES == 1:
                 acc *= tl.load(v_scale_ptr)
@@ -243,7 +305,7 @@ def decode_kernel(
             out_ptr += (row * num_heads + head) * GROUP * HEAD_DIM
             if pieces == 1:
                 # A sequence without tokens gets zeros.
-                acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+                acc = tl.where(length > 0, acc / total[:, None], 0.0)
                 store_rows(out_ptr, acc, HEAD_DIM, GROUP, HEAD_DIM)
             else:
                 store_partial(acc_ptr, ml_ptr, piece * num_heads + head, acc, m, total, GROUP, HEAD_DIM)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton_ops._math import product, rounded, to_dtype
-from nanovllm.kernels.triton_ops.cache import store_quantised
+from nanovllm.kernels.triton_ops.cache import quantised
 
 
 @triton.jit
@@ -95,22 +95,16 @@ def rotated_halves(
 
 
 @triton.jit
-def store_new_token(
+def new_token(
     k_ptr,
     v_ptr,
     k_weight_ptr,
     angles_ptr,
     eps,
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    token,
-    stride_block,
-    stride_slot,
     k_scale_ptr,
     v_scale_ptr,
     head,
-    BLOCK_SIZE: tl.constexpr,
+    cache_dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     NORM: tl.constexpr,
@@ -118,10 +112,33 @@ def store_new_token(
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
 ):
-    """One KV head of one token: k normalised and rotated, and v, into the cache. All pointers are to that head.
+    """One KV head of one token as the cache is to have it: k normalised and rotated, and v: [1, DIM_PAD] each.
 
-    A float8 cache comes as words of two elements (see `attend`), and its strides count them.
+    All pointers are to that head. Of a float8 cache they are the bits, as uint8.
     """
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    k = rotated_rows(k_ptr, 0, k_weight_ptr, angles_ptr, eps, 1, 1, HEAD_DIM, DIM_PAD, NORM)
+    v = tl.load(v_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
+    k = quantised(k, k_scale_ptr, head, cache_dtype, K_SCALES, FP8)
+    v = quantised(v, v_scale_ptr, head, cache_dtype, V_SCALES, FP8)
+    return k, v
+
+
+@triton.jit
+def store_new_token(
+    k,  # [1, DIM_PAD], from `new_token`
+    v,
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    token,
+    stride_block,
+    stride_slot,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """All pointers are to the head. A float8 cache comes as words of two elements (see `attend`), and its strides count them."""
     block = tl.load(table_ptr + token // BLOCK_SIZE).to(tl.int64)
     slot = block * stride_block + token % BLOCK_SIZE * stride_slot
     k_cache_ptr += slot
@@ -129,9 +146,16 @@ def store_new_token(
     if FP8:
         k_cache_ptr = k_cache_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
         v_cache_ptr = v_cache_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    dims = tl.arange(0, DIM_PAD)[None, :]
-    mask = dims < HEAD_DIM
-    k = rotated_rows(k_ptr, 0, k_weight_ptr, angles_ptr, eps, 1, 1, HEAD_DIM, DIM_PAD, NORM)
-    v = tl.load(v_ptr + dims, mask=mask, other=0.0)
-    store_quantised(k_cache_ptr + dims, k, k_scale_ptr, head, mask, K_SCALES, FP8)
-    store_quantised(v_cache_ptr + dims, v, v_scale_ptr, head, mask, V_SCALES, FP8)
+    dims = tl.arange(0, k.shape[1])[None, :]
+    tl.store(k_cache_ptr + dims, k, mask=dims < HEAD_DIM)
+    tl.store(v_cache_ptr + dims, v, mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def cached_value(x, FP8: tl.constexpr):
+    """What attention reads of a cache's elements, as float32; without the cache's scale."""
+    if FP8:
+        bits = x.to(tl.uint16)
+        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return x.to(tl.float32)

@@ -12,7 +12,6 @@ from nanovllm.kernels.ops.shared_prefixes import check_shared, check_shared_valu
 from nanovllm.kernels.triton_attention.common import (
     LOG2E,
     as_words,
-    has_dependent_launch,
     num_multiprocessors,
     padded_count,
 )
@@ -26,7 +25,7 @@ from nanovllm.kernels.triton_attention.decode import (
 )
 from nanovllm.kernels.triton_attention.decode import qk_norm_rope_attention as unshared
 from nanovllm.kernels.triton_attention.shared_kernel import shared_kernel
-from nanovllm.kernels.triton_ops._launch import next_power_of_2
+from nanovllm.kernels.triton_ops._launch import has_dependent_launch, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 # Partial results of the shared part take at most about this, since a graph's memory has to have room for them.
@@ -95,7 +94,7 @@ def plan_rest(
     multiprocessors: int,
 ) -> DecodePlan:
     """For the tokens behind the shared ones. Not measured yet. The arguments are those of `plan_decode`."""
-    plan = plan_decode(num_seqs, num_kv_heads, group, head_dim, cache_itemsize, full_precision, multiprocessors)
+    plan = plan_decode(num_seqs, num_kv_heads, group, head_dim, cache_itemsize, full_precision, multiprocessors, False)
     if full_precision or cache_itemsize == 1:
         return plan
     # What a sequence has for itself is a few tiles, so that a program mostly starts and ends: half the tile lets twice the programs

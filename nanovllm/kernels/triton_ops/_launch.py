@@ -17,6 +17,12 @@ def num_sms(x: torch.Tensor) -> int:
     return _sms(x.device.index) if x.is_cuda else _DEFAULT_SMS
 
 
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels can be launched before their predecessor has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

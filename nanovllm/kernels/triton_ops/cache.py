@@ -28,19 +28,26 @@ def to_fp8(x):
 
 
 @triton.jit
-def store_quantised(target, x, scale_ptr, head, mask, SCALES: tl.constexpr, FP8: tl.constexpr):
-    """Store x / scale into a cache. SCALES: 0 none, 1 one, 2 one a head.
+def quantised(x, scale_ptr, head, dtype: tl.constexpr, SCALES: tl.constexpr, FP8: tl.constexpr):
+    """x / scale as a cache of `dtype` has it. SCALES: 0 none, 1 one, 2 one a head.
 
-    `head`, the heads of x's elements, broadcasts to x and is within bounds also where `mask` is False. For FP8 `target` points to the bytes of a float8_e4m3fn cache.
+    `head`, the heads of x's elements, broadcasts to x and is within bounds also where x is not used. FP8: float8_e4m3fn's bits, as uint8.
     """
     if SCALES == 1:
         x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(tl.load(scale_ptr), x.shape))
     elif SCALES == 2:
         x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(tl.load(scale_ptr + head), x.shape))
     if FP8:
-        tl.store(target, to_fp8(x.to(tl.float32)), mask)
+        x = to_fp8(x.to(tl.float32))
     else:
-        tl.store(target, to_dtype(x, target.dtype.element_ty), mask)
+        x = to_dtype(x, dtype)
+    return x
+
+
+@triton.jit
+def store_quantised(target, x, scale_ptr, head, mask, SCALES: tl.constexpr, FP8: tl.constexpr):
+    """Store what `quantised` makes of x. For FP8 `target` points to the bytes of a float8_e4m3fn cache."""
+    tl.store(target, quantised(x, scale_ptr, head, target.dtype.element_ty, SCALES, FP8), mask)
 
 
 @triton.jit

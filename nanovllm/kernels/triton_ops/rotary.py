@@ -11,8 +11,7 @@ import triton.language as tl
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
-from nanovllm.kernels.triton_attention.common import has_dependent_launch
-from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, num_sms
+from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, next_power_of_2, num_sms
 from nanovllm.kernels.triton_ops._math import rounded, to_dtype
 from nanovllm.kernels.triton_ops.cache import as_bytes, num_scales, slot_stride, store_quantised
 
@@ -101,9 +100,8 @@ def _store_kernel(
 ):  # fmt: skip
     """Grid (tokens, pieces of HEADS heads): those of q, which are rotated, of k, rotated into its cache, of v, into its cache."""
     if DEPENDENT:
-        # The next kernel may take its place on the multiprocessors: it waits there until this one has ended.
+        # Only waits: a dependent that it let start could read the cache before the new tokens are there.
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     dtype: tl.constexpr = q_out.dtype.element_ty

@@ -205,14 +205,19 @@ def _attention_decode(tunable: Tunable, key: Key, device: DeviceModel) -> list[T
     parameters = [
         Parameter("pieces", tuple(pieces)), Parameter("tile", (16, 32, 64, 128)), Parameter("warps", (1, 2, 4, 8)),
         Parameter("stages", (2, 3, 4, 5)), Parameter("merge_registers", (16, 32, 64)),
+        Parameter("early", (False, True), when=lambda c: key["rotate"], otherwise=False),
     ]  # fmt: skip
+    held = Constraint(
+        "more than 128 registers a thread for the tile that is loaded early",
+        lambda c: c["early"] and 2 * c["tile"] * dim * itemsize > 128 * 4 * 32 * c["warps"],
+    )
     sums = Constraint(
         "more than 128 registers a thread for output and scores",
         lambda c: rows * (dim + 2 * c["tile"]) > 128 * 32 * c["warps"],
     )
     narrow = Constraint("warps without tokens of their own", lambda c: c["tile"] < 8 * c["warps"])
     shared = _shared(lambda c: 2 * (c["stages"] - 1) * c["tile"] * dim * itemsize + 2 * rows * dim, device)
-    return [_space(tunable, "DecodePlan", key, parameters, sums, narrow, shared)]
+    return [_space(tunable, "DecodePlan", key, parameters, sums, held, narrow, shared)]
 
 
 def _attention_prefill(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:

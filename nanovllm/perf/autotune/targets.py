@@ -261,8 +261,9 @@ def _builtin(tunable: Tunable, key: Named, arguments: Arguments, launch: Launch,
 
         size, precise = key["cache_dtype"].itemsize, key["dtype"] == torch.float32
         return plan_decode(
-            len(arguments["context_lens"]), key["kv_heads"], key["group"], key["head_dim"], size, precise, device.sms
-        )
+            len(arguments["context_lens"]), key["kv_heads"], key["group"], key["head_dim"], size, precise, device.sms,
+            key["rotate"],
+        )  # fmt: skip
     if tunable.name == "attention_prefill_hopper":
         from nanovllm.kernels.triton_attention.prefill import plan_hopper
 
