@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--compare", action="store_true", help="custom kernels on and off")
     how.add_argument("--ablate", action="store_true", help="each op's custom kernel off in turn")
     how.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    how.add_argument("--capture-prefill", action="store_true", help="CUDA graphs for steps with prompts too (experimental)")
+    how.add_argument("--capture-prefill", action=argparse.BooleanOptionalAction, help="CUDA graphs for steps with prompts too (the default)")
     how.add_argument("--gpu-memory-utilization", type=float)
     how.add_argument("--max-num-seqs", type=int)
     how.add_argument("--max-num-batched-tokens", type=int)

@@ -57,9 +57,9 @@ class EngineConfig:
     """Reuse the KV of full blocks that begin alike."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
-    capture_prefill: bool = False
-    """Experimental, not measured yet: steps of up to 2,048 tokens with pieces of prompts in them are CUDA graphs too,
-    padded to one of a few sizes. With `enforce_eager`, or on a CPU, they are padded alike, for tests."""
+    capture_prefill: bool | None = None
+    """Steps of up to 2,048 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes. None: where
+    decode steps are. True: without CUDA graphs they are padded alike, for tests."""
     async_scheduling: bool | None = None
     """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""
     tensor_parallel_size: int = 1

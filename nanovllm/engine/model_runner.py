@@ -98,7 +98,8 @@ class ModelRunner:
             )
             if logits is not None:
                 self.decoding.capture(logits)
-            self.prefill = self._pad_prefill(kernels, logits) if config.capture_prefill else None
+            pad = config.capture_prefill or (config.capture_prefill is None and logits is not None)
+            self.prefill = self._pad_prefill(kernels, logits) if pad else None
             if on_gpu:
                 warm_up(self)
 

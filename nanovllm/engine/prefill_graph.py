@@ -2,9 +2,9 @@
 
 Launched one by one, the kernels of such a step take the host 14 to 17 ms (Qwen3-0.6B, H200), whatever the step's size;
 up to about 2,000 tokens the GPU needs less. A graph has fixed shapes, so a step is padded to one of a few numbers of
-tokens, and to a bound on its sequences. How these share the tokens does not matter: the op `attention_prefill` reads the
-runs' lengths on the device, and a sequence that decodes is a run of one token. So there is one graph a size, captured when
-the engine starts: in the middle of serving a capture would stall every sequence for longer than the eager step that it
+tokens, and to one of two bounds on its sequences. How these share the tokens does not matter: the op `attention_prefill` reads
+the runs' lengths on the device, and a sequence that decodes is a run of one token. The graphs are captured when the engine
+starts: in the middle of serving a capture would stall every sequence for longer than the eager step that it
 replaces.
 
 Padding tokens are one more run, an ordinary sequence whose blocks are all the padding block; the sequences that are missing
@@ -25,7 +25,7 @@ from nanovllm.engine.batch import Batch, DeviceBatch
 
 SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 """Tokens of a step to capture. Larger steps keep the GPU busy for as long as the host needs to launch them."""
-MOST_SEQS = 64
+SEQS = (64, 256)
 """Sequences of a captured step: it computes as many rows of logits, and its attention looks at each, there or not."""
 _ALIGNMENT = 2  # int64 words: what kernels are compiled for must not depend on the number of tokens
 
@@ -46,7 +46,9 @@ def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> list[Pref
     """The sizes that a scheduler with these limits needs, in order."""
     largest = min(SIZES[-1], max_num_batched_tokens)
     sizes = [size for size in SIZES if size < largest] + [largest]
-    return [PrefillBucket(size, min(size, max_num_seqs, MOST_SEQS)) for size in sizes]
+    return [
+        PrefillBucket(size, seqs) for size in sizes for seqs in sorted({min(size, max_num_seqs, most) for most in SEQS})
+    ]
 
 
 class PrefillInputs(NamedTuple):
@@ -180,11 +182,8 @@ class PrefillRunner:
 
     def fit(self, num_tokens: int, num_seqs: int) -> PrefillBucket | None:
         """The smallest bucket with room for so many tokens and sequences, or None."""
-        # A bucket has fewer sequences than a larger one only if it has as many as tokens: the tokens alone decide.
-        index = bisect_left(self.buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
-        if index == len(self.buckets) or num_seqs > self.buckets[index].num_seqs:
-            return None
-        return self.buckets[index]
+        first = bisect_left(self.buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
+        return next((bucket for bucket in self.buckets[first:] if bucket.num_seqs >= num_seqs), None)
 
     def _send(self, batch: Batch, bucket: PrefillBucket) -> None:
         """Make the static inputs those of a batch; on CUDA from pinned memory, without waiting for the copy."""

@@ -54,7 +54,8 @@ class Session:
         self.model = args.preset or args.model
         self.label = args.preset or Path(args.model).name
         # What decides the figures; not where this machine has its files.
-        shown = {k: v for k, v in vars(args).items() if k in _DECISIVE and v not in (None, False)}
+        given = {k: v for k, v in vars(args).items() if k in _DECISIVE and v is not None}
+        shown = {k: v for k, v in given.items() if v is not False or k == "capture_prefill"}
         self.record = results.new_record(root, shown)
         variants = ["custom", "native", *(["no layernorm_residual_dropout_gelu"] if args.ablate else [])]
         self.table = text.TextTable(
@@ -165,8 +166,8 @@ class Session:
 
     def _options(self) -> dict[str, Any]:
         options = self._common()
-        if self.args.capture_prefill:
-            options["capture_prefill"] = True
+        if self.args.capture_prefill is not None:
+            options["capture_prefill"] = self.args.capture_prefill
         if self.args.use_custom_kernels is not None:
             options["use_custom_kernels"] = self.args.use_custom_kernels
         if self.args.kernels:

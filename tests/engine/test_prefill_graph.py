@@ -30,10 +30,10 @@ def test_every_step_has_the_smallest_bucket_with_room(budget, max_num_seqs):
     assert buckets == sorted(set(buckets)) and buckets[-1].num_tokens == min(budget, 2048)
     runner = PrefillRunner(None, None, buckets, 100, BLOCK, 7, torch.device("cpu"))
     for num_tokens in range(1, budget + 1, max(1, budget // 300)):
-        for num_seqs in {n for n in (0, 1, 2, 64, 65, max_num_seqs) if n <= min(num_tokens, max_num_seqs)}:
+        for num_seqs in {n for n in (0, 1, 2, 64, 65, 256, 257, max_num_seqs) if n <= min(num_tokens, max_num_seqs)}:
             room = [b for b in buckets if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs]
             assert runner.fit(num_tokens, num_seqs) == (room[0] if room else None)
-            assert bool(room) == (num_tokens <= 2048 and num_seqs <= 64)
+            assert bool(room) == (num_tokens <= 2048 and num_seqs <= 256)
 
 
 # ------------------------------------------------------------------------------------------------ padding

@@ -300,9 +300,9 @@ def op(name):
     return all_ops()[name].providers["triton"].fn
 
 
-def rotary(store):
-    q, k, v = tensors((4, 8, 64), (4, 2, 64), (4, 2, 64))
-    table, positions, weight = torch.empty(16, 64), torch.zeros(4, dtype=torch.int64), torch.empty(64, dtype=BF16)
+def rotary(store, tokens=4):
+    q, k, v = tensors((tokens, 8, 64), (tokens, 2, 64), (tokens, 2, 64))
+    table, positions, weight = torch.empty(16, 64), torch.zeros(tokens, dtype=torch.int64), torch.empty(64, dtype=BF16)
     if not store:
         return op("rotary_embedding")(positions, q, k, table)
     caches = tensors((4, 16, 2, 64), (4, 16, 2, 64))
@@ -314,6 +314,12 @@ CALLS = [
     (tunables.RMS_NORM, lambda: op("rms_norm")(*tensors((4, 64), (64,)), 1e-6), {"rows": 2, "warps": 2}, {"ROWS": 2, "num_warps": 2}),
     (tunables.ADD_RMS_NORM, lambda: op("add_rms_norm")(*tensors((4, 64), (4, 64), (64,)), 1e-6), {"warps": 16}, {"num_warps": 16}),
     (tunables.LAYER_NORM, lambda: op("layer_norm")(*tensors((4, 64), (64,), (64,)), 1e-6), {"warps": 16}, {"num_warps": 16}),
+    # Of many rows or tokens the kernel follows from the plan and the shape.
+    (tunables.RMS_NORM, lambda: op("rms_norm")(*tensors((2048, 3072), (3072,)), 1e-6), {"rows": 1, "warps": 2}, {"PIECES": 6, "BLOCK": 512, "num_warps": 2}),
+    (tunables.RMS_NORM, lambda: op("rms_norm")(*tensors((2048, 3072), (3072,)), 1e-6), {"rows": 2, "warps": 4}, {"ROWS": 2, "BLOCK": 4096, "num_warps": 4}),
+    (tunables.LAYER_NORM, lambda: op("layer_norm")(*tensors((2048, 3072), (3072,), (3072,)), 1e-6), {"warps": 8}, {"BLOCK": 4096, "num_warps": 8}),
+    (tunables.ROTARY, lambda: rotary(False, 2048), {"heads": 2, "warps": 8}, {"HEADS": 2, "TOKENS": 1, "num_warps": 8}),
+    (tunables.ROTARY, lambda: rotary(False, 2048), {"heads": 4, "warps": 1}, {"HEADS": 4, "num_warps": 1}),
     (tunables.SOFTMAX, lambda: op("softmax")(*tensors((4, 64))), {"rows": 2, "warps": 2}, {"ROWS": 2, "num_warps": 2}),
     (tunables.ACTIVATE_AND_MUL, lambda: op("silu_and_mul")(*tensors((4, 128))), {"block": 32, "warps": 2}, {"BLOCK": 32, "num_warps": 2}),
     (tunables.ACTIVATION, lambda: op("fused_activation")(*tensors((4, 64)), "silu"), {"block": 64, "warps": 4}, {"BLOCK": 64, "num_warps": 4}),
@@ -332,7 +338,7 @@ CALLS = [
      {"ROWS": 2, "BLOCK": 16, "TOKENS": 2, "num_warps": 1}),
     (tunables.SMALL_PRODUCT, lambda: small_product(False), tunables.SMALL_PRODUCT.plan_to_json(MatrixPlan(64, 2, 32)),
      {"ROWS": 64, "SPLIT": 2, "DEPTH": 32, "num_warps": 2}),
-    (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "early": False},
+    (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "early": False, "least": 2},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),
     (tunables.ATTENTION_PREFILL, lambda: attention(prefill=8), {"rows": 32, "tile": 16, "warps": 2, "stages": 4},
      {"ROWS": 32, "TILE": 16, "STAGES": 4, "num_warps": 2, "num_stages": 4}),

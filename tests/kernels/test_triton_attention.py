@@ -19,6 +19,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 
+from nanovllm.kernels.triton_attention.common import padded_count  # noqa: E402
 from nanovllm.kernels.triton_attention.decode import DecodePlan, attention_decode, plan_decode  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel  # noqa: E402
 
@@ -130,6 +131,7 @@ def mixed(count, longest, seed=0):
         ([1, 17, 100, 16, 0], 4, 2, 64, 16, F32, None, {}),
         ([100, 3, 1, 64, 33], 4, 2, 64, 16, F32, DecodePlan(7, 32, 4, 1, 16, False), {}),  # a tile of two blocks, cut
         ([100, 3, 1, 64, 33], 4, 2, 64, 64, F32, DecodePlan(2, 16, 4, 1, 16, False), {}),  # hardly cut
+        ([100, 3, 1, 64, 33], 4, 2, 64, 64, F32, DecodePlan(30, 16, 4, 1, 16, False, 3), {}),  # to three tiles at least
         ([100, 3, 160], 4, 2, 64, 48, F32, DecodePlan(4, 32, 4, 1, 16, False), {}),  # tiles that straddle larger blocks
         ([90, 0, 5], 9, 3, 80, 32, F16, DecodePlan(30, 16, 4, 1, 16, False), {}),  # no power of two anywhere, cut to tiles
         ([40, 70], 7, 1, 96, 64, F16, None, {"soft_cap": 5.0, "window": 33}),
@@ -345,11 +347,11 @@ STACK = 64
 )
 def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, tmp_path):
     """Each plan; with `rotate` the one for a small batch and that for a large one."""
-    for num_seqs in (1, 300) if rotate else (1, 64, 300):
+    for num_seqs in (1, 8, 300) if rotate else (1, 8, 64, 300):
         plan = plan_decode(num_seqs, 8, group, dim, {"fp32": 4, "bf16": 2, "fp8": 1}[dtype], dtype == "fp32", 132, rotate)
         dim_pad, group_pad = triton.next_power_of_2(dim), triton.next_power_of_2(group)
         constants = dict(
-            PIECES=plan.pieces, SEQS_PAD=1 if num_seqs == 1 else 512, GROUP=group, GROUP_PAD=group_pad, ROWS=16, HEAD_DIM=dim,
+            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), GROUP=group, GROUP_PAD=group_pad, ROWS=16, HEAD_DIM=dim,
             DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
             SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2, DEPENDENT=capability >= 90,
             ROTATE=rotate, NORM=rotate, RELEASE=rotate and capability >= 90, SHARED=False,

@@ -43,6 +43,8 @@ class DecodePlan:
     """Registers a thread for the partial results that are merged at a time: few steps for many."""
     early: bool
     """Whether a piece's last tile is in registers before the queries are: `qk_norm_rope_attention` only."""
+    least: int = 1
+    """Tiles that no sequence is cut below."""
 
     def chunk(self, elements: int) -> int:
         """Partial results of `elements` each that are merged at a time."""
@@ -74,8 +76,8 @@ def plan_decode(
     large_tile = max(16, min(64, 32768 // bytes_per_token))
     warps = 2 if group <= 16 else 4 if group <= 32 else 8
 
-    def pieces(programs_per_multiprocessor: int) -> int:
-        return max(1, programs_per_multiprocessor * multiprocessors // num_kv_heads)
+    def pieces(programs_per_multiprocessor: float) -> int:
+        return max(1, int(programs_per_multiprocessor * multiprocessors) // num_kv_heads)
 
     if full_precision:  # small tiles and many threads, or registers spill
         warps = 4 if group <= 16 and dim_pad <= 128 and cache_itemsize != 2 else 8
@@ -83,14 +85,22 @@ def plan_decode(
     if pairs >= 6 * multiprocessors:
         # Enough sequences to fill several waves: large tiles, since few streams at a time suit DRAM, and cut only what is
         # far longer than the average.
+        warps *= min(cache_itemsize, 2)
         return DecodePlan(pieces(3), large_tile, warps, stages=3, merge_registers=32, early=False)
-    if pairs >= 2 * multiprocessors:
+    if pairs >= 4 * multiprocessors:
         # About one wave: all programs resident at once.
-        if cache_itemsize == 1:
-            return DecodePlan(pieces(3), large_tile, warps, stages=4, merge_registers=32, early=False)
-        return DecodePlan(pieces(3), small_tile, 2 * warps, stages=4, merge_registers=32, early=False)
-    # Latency counts: every sequence is cut, into two pieces a multiprocessor in all, or into single tiles.
-    return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32, early=rotate)
+        tile = large_tile if cache_itemsize == 1 else small_tile
+        return DecodePlan(pieces(3), tile, warps, stages=4, merge_registers=32, early=False)
+    # Latency counts: every sequence is cut, into single tiles if it is short.
+    if num_seqs > 2 and group <= 16 and dim_pad <= 128:
+        # Programs of one warp, which waits for no other. Registers let eight run beside each other; where lengths do not divide
+        # evenly there are a few pieces more than asked for.
+        tile, stages = max(16, 8192 // bytes_per_token), 2 if rotate else 3
+        least = 1 if num_seqs <= 4 else 3  # a merge of more pieces takes longer than it saves
+        return DecodePlan(pieces(7.5), tile, 1, stages, merge_registers=64, early=rotate, least=least)
+    return DecodePlan(
+        pieces(2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32, early=rotate
+    )
 
 
 @dataclass(frozen=True)
@@ -284,6 +294,7 @@ def launch_decode(
         block_table.stride(0),
         scale * LOG2E,
         PIECES=plan.pieces,
+        LEAST=plan.least,
         SEQS_PAD=padded_count(num_seqs),
         GROUP=group,
         GROUP_PAD=group_pad,

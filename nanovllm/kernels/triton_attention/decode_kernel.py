@@ -52,6 +52,7 @@ def find_piece(
     shared_lens_ptr,
     num_seqs,
     PIECES: tl.constexpr,
+    LEAST: tl.constexpr,
     SEQS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -60,12 +61,12 @@ def find_piece(
 ):
     """-> (seq, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
 
-    No piece has more than `share` tiles, total / PIECES rounded up, so there are fewer than num_seqs + PIECES of them.
+    No piece has more than `share` tiles, total / PIECES rounded up or LEAST, so there are fewer than num_seqs + PIECES of them.
     The pieces of the sequences that are cut come first, since they are the largest.
     """
     if SEQS_PAD == 1:
         shared = tl.load(shared_lens_ptr) if SHARED else 0
-        share = tl.cdiv(planned_tiles(tl.load(lens_ptr), shared, NEW, TILE, WINDOW), PIECES)
+        share = tl.maximum(tl.cdiv(planned_tiles(tl.load(lens_ptr), shared, NEW, TILE, WINDOW), PIECES), LEAST)
         seq = 0
         first_piece = 0
     else:
@@ -76,7 +77,7 @@ def find_piece(
             shared = tl.load(shared_lens_ptr + offs, mask=offs < num_seqs, other=0)
         tiles = planned_tiles(lens, shared, NEW, TILE, WINDOW)
         tiles = tl.where(offs < num_seqs, tiles, 0)
-        share = tl.cdiv(tl.sum(tiles, 0), PIECES)
+        share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), PIECES), LEAST)
         pieces = tl.cdiv(tiles, share)
         cut = tl.where(pieces > 1, pieces, 0)
         whole = tl.where(pieces == 1, 1, 0)
@@ -141,6 +142,7 @@ def decode_kernel(
     table_stride,
     scale,
     PIECES: tl.constexpr,
+    LEAST: tl.constexpr,
     SEQS_PAD: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -173,7 +175,7 @@ def decode_kernel(
     k_ptr += head * stride_head
     v_ptr += head * stride_head
     seq, first_piece, share = find_piece(
-        piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, SEQS_PAD, TILE, WINDOW, SHARED, NEW
+        piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, LEAST, SEQS_PAD, TILE, WINDOW, SHARED, NEW
     )
     if seq >= 0:
         length = tl.load(lens_ptr + seq)

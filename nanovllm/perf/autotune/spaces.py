@@ -201,11 +201,11 @@ def _small_product(tunable: Tunable, key: Key, device: DeviceModel) -> list[Tuni
 def _attention_decode(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
     dim, itemsize = bucket(key["head_dim"]), key["cache_dtype"].itemsize
     rows = max(16, bucket(key["group"]))
-    pieces = sorted({max(1, n * device.sms // key["kv_heads"]) for n in (1, 2, 3, 4, 6)})
+    pieces = sorted({max(1, int(n * device.sms) // key["kv_heads"]) for n in (1, 2, 3, 4, 6, 7.5)})
     parameters = [
         Parameter("pieces", tuple(pieces)), Parameter("tile", (16, 32, 64, 128)), Parameter("warps", (1, 2, 4, 8)),
         Parameter("stages", (2, 3, 4, 5)), Parameter("merge_registers", (16, 32, 64)),
-        Parameter("early", (False, True), when=lambda c: key["rotate"], otherwise=False),
+        Parameter("early", (False, True), when=lambda c: key["rotate"], otherwise=False), Parameter("least", (1, 3)),
     ]  # fmt: skip
     held = Constraint(
         "more than 128 registers a thread for the tile that is loaded early",
