@@ -18,7 +18,7 @@ import triton.language as tl  # noqa: E402
 
 from nanovllm.kernels.ops import qk_norm_rope_attention as OP  # noqa: E402
 from nanovllm.kernels.triton_attention.decode import DecodePlan, qk_norm_rope_attention  # noqa: E402
-from nanovllm.kernels.triton_attention.rotate import rotated_halves, rotated_rows  # noqa: E402
+from nanovllm.kernels.triton_attention.rotate import load_heads, rotate_heads, rotated_halves  # noqa: E402
 from tests.kernels.test_triton_attention import (  # noqa: E402
     BF16,
     DEVICE,
@@ -250,7 +250,7 @@ def rotate_kernel(x, weight, angles, y, stride, eps, HALVES: tl.constexpr, NORM:
     if HALVES:
         rotated = rotated_halves(x + rows * stride, weight, angles + 0 * rows, eps, rows < 8, 128, NORM)
     else:
-        rotated = rotated_rows(x, stride, weight, angles, eps, 8, 8, 128, 128, NORM)
+        rotated = rotate_heads(load_heads(x + rows * stride, weight, angles, rows < 8, 128, 128, NORM), eps, 128, NORM)
     tl.store(y + rows * 128 + tl.arange(0, 128)[None, :], rotated)
 
 

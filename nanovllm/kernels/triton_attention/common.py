@@ -179,34 +179,56 @@ def load_tile(
 
 
 @triton.jit
-def next_weights(scores, live, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr):
+def finite(m):
+    """A maximum to subtract: 0 where nothing was found, since inf - inf is no number."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def next_weights(scores, live, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr, EMPTY: tl.constexpr):
     """A step of the running softmax -> (weights p, the factor for what was summed so far, maximum, sum of p)."""
     if SOFT_CAP > 0:
         scores = soft_cap_scores(scores, SOFT_CAP)
     if not WHOLE:
         scores = tl.where(live[None, :], scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1))
-    p = tl.exp2(scores - new_m[:, None])
-    alpha = tl.exp2(m - new_m)
+    base = finite(new_m) if EMPTY else new_m
+    p = tl.exp2(scores - base[:, None])
+    alpha = tl.exp2(m - base)
     return p, alpha[:, None], new_m, total * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def attend_tile(q, scale, k, v, live, acc, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr):
+def attend_tile(
+    q, scale, k, v, live, acc, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr, EMPTY: tl.constexpr = False
+):
+    """EMPTY: the tile may have no live token."""
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-    p, alpha, m, total = next_weights(scores, live, m, total, SOFT_CAP, WHOLE)
+    p, alpha, m, total = next_weights(scores, live, m, total, SOFT_CAP, WHOLE, EMPTY)
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha, input_precision="ieee")
     return acc, m, total
 
 
 @triton.jit
 def attend_fp8_tile(
-    q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr
+    q_even,
+    q_odd,
+    scale,
+    k,
+    v,
+    live,
+    acc,
+    acc_odd,
+    m,
+    total,
+    SOFT_CAP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EMPTY: tl.constexpr = False,
 ):
     k_even, k_odd = fp8_pair(tl.trans(k))
     scores = tl.dot(q_even, k_even.to(q_even.dtype), input_precision="ieee")
     scores = tl.dot(q_odd, k_odd.to(q_odd.dtype), scores, input_precision="ieee") * scale
-    p, alpha, m, total = next_weights(scores, live, m, total, SOFT_CAP, WHOLE)
+    p, alpha, m, total = next_weights(scores, live, m, total, SOFT_CAP, WHOLE, EMPTY)
     v_even, v_odd = fp8_pair(v)
     p = p.to(q_even.dtype)
     acc = tl.dot(p, v_even.to(p.dtype), acc * alpha, input_precision="ieee")
@@ -236,11 +258,12 @@ def attend(
     start=None,
     loaded=None,
     WHOLE: tl.constexpr = False,
+    EMPTY: tl.constexpr = False,
 ):
-    """q against the tokens [first_token, end_token) that lie in the tiles [first_tile, end_tile), each of which has one.
+    """q against the tokens [first_token, end_token) that lie in the tiles [first_tile, end_tile), each of which has one but for EMPTY.
 
     Strides count elements of k_ptr, which for FP8 are words of two. Without tiles the result is (0, -inf, 0), or `start`, a
-    result to go on from. `loaded`: another tile, from `load_tile`, that comes before these. WHOLE: every token of these tiles
+    result to go on from. `loaded`: another tile, from `load_tile`, that comes before these and may have no live token. WHOLE: every token of these tiles
     is one of them.
     """
     ROWS: tl.constexpr = q.shape[0]
@@ -265,10 +288,10 @@ def attend(
         k, v, live = loaded
         if FP8:
             acc, acc_odd, m, total = attend_fp8_tile(
-                q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP, WHOLE
+                q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP, WHOLE, True
             )
         else:
-            acc, m, total = attend_tile(q, scale, k, v, live, acc, m, total, SOFT_CAP, WHOLE)
+            acc, m, total = attend_tile(q, scale, k, v, live, acc, m, total, SOFT_CAP, WHOLE, True)
     # Read a tile ahead: the address of a tile's first load would otherwise wait for the table.
     block = tl.load(table_ptr + first_tile * TILE // BLOCK_SIZE)
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
@@ -280,33 +303,42 @@ def attend(
             block = tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) * TILE // BLOCK_SIZE)
         if FP8:
             acc, acc_odd, m, total = attend_fp8_tile(
-                q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP, WHOLE
+                q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP, WHOLE, EMPTY
             )
         else:
-            acc, m, total = attend_tile(q, scale, k, v, live, acc, m, total, SOFT_CAP, WHOLE)
+            acc, m, total = attend_tile(q, scale, k, v, live, acc, m, total, SOFT_CAP, WHOLE, EMPTY)
     if FP8:
         acc = tl.interleave(acc, acc_odd) * 256.0
     return acc, m, total
 
 
 @triton.jit
-def no_result(ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
-    """What `attend` starts from: (acc, m, total) of no tokens."""
-    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
-    return acc, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-
-
-@triton.jit
-def attend_token(q, k, v, scale, acc, m, total, SOFT_CAP: tl.constexpr):
-    """A result and one more token -> the result with it. q [ROWS, DIM_PAD], k and v [1, DIM_PAD] float32."""
+def token_score(q, k, scale, SOFT_CAP: tl.constexpr):
+    """The scores [n] of one token. q [n, DIM_PAD], k [1, DIM_PAD] float32."""
     # Not contracted into the sum, or the lanes that hold a row's score would not all hold the same (see `merge_partials`).
     score = tl.sum(product(q.to(tl.float32), tl.broadcast_to(k, q.shape)), 1) * scale
     if SOFT_CAP > 0:
         score = soft_cap_scores(score, SOFT_CAP)
+    return score
+
+
+@triton.jit
+def attend_token(score, v, acc, m, total):
+    """A result and one more token -> the result with it. score [ROWS], -inf for none; v [1, DIM_PAD] float32."""
     new_m = tl.maximum(m, score)
-    alpha = tl.exp2(m - new_m)
-    p = tl.exp2(score - new_m)
+    base = finite(new_m)
+    alpha = tl.exp2(m - base)
+    p = tl.exp2(score - base)
     return acc * alpha[:, None] + p[:, None] * v, new_m, total * alpha + p
+
+
+@triton.jit
+def repeated(x, ROWS: tl.constexpr):
+    """The rows of x [n, size] again and again: [ROWS, size]. Where only the first n of a product's rows are wanted."""
+    if ROWS > x.shape[0]:
+        x = tl.broadcast_to(x[None, :, :], [ROWS // x.shape[0], x.shape[0], x.shape[1]])
+        x = tl.reshape(x, [ROWS, x.shape[2]])
+    return x
 
 
 @triton.jit

@@ -98,9 +98,9 @@ def plan_decode(
         tile, stages = max(16, 8192 // bytes_per_token), 2 if rotate else 3
         least = 1 if num_seqs <= 4 else 3  # a merge of more pieces takes longer than it saves
         return DecodePlan(pieces(7.5), tile, 1, stages, merge_registers=64, early=rotate, least=least)
-    return DecodePlan(
-        pieces(2), small_tile, warps, stages=3, merge_registers=64 if dim_pad <= 128 else 32, early=rotate
-    )
+    if dim_pad > 128:
+        return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=32, early=False)
+    return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=64, early=rotate)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ The program that arrives last at a sequence's counter merges its pieces, in orde
 
 With ROTATE the queries come as the QKV projection gives them, and so do the new token's key and value: every program normalises
 and rotates its own queries, and the one with the sequence's last piece attends to the new token from registers and writes it to the
-cache, where nobody reads it in this launch. So with EARLY a program asks for keys and values before it waits for the projection.
+cache, where nobody reads it in this launch. So with EARLY a program asks for a tile before it waits for the projection.
 With SHARED the kernel starts behind the tokens that a sequence shares with others, and its first piece from what `shared_kernel` has
 found for these.
 """
@@ -22,11 +22,13 @@ from nanovllm.kernels.triton_attention.common import (
     load_queries,
     load_tile,
     merge_partials,
-    no_result,
+    repeated,
     store_partial,
     store_rows,
+    token_score,
 )
-from nanovllm.kernels.triton_attention.rotate import cached_value, new_token, rotated_rows, store_new_token
+from nanovllm.kernels.triton_attention.rotate import cached_value, load_heads, rotate_heads, store_new_token
+from nanovllm.kernels.triton_ops.cache import quantised
 from nanovllm.kernels.triton_attention.shared_kernel import shared_start
 
 
@@ -35,6 +37,10 @@ if INTERPRETED:
     @triton.jit
     def fence():
         pass
+
+    @triton.jit
+    def prefetch(ptr, SIZE: tl.constexpr):
+        pass
 else:
 
     @triton.jit
@@ -42,6 +48,14 @@ else:
         """What this thread has written comes, for every multiprocessor, before what it writes or signals from now on."""
         tl.inline_asm_elementwise(
             "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def prefetch(ptr, SIZE: tl.constexpr):
+        """Ask for SIZE elements of 16 bits or more, without waiting for them."""
+        lines = (ptr + tl.arange(0, 32) % tl.cdiv(SIZE, 32) * 32).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
@@ -91,7 +105,7 @@ def find_piece(
 
 @triton.jit
 def num_tiles(length, shared, NEW: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles that hold a cached token to attend to. NEW: how many of `length` tokens, the last ones, are not in the cache."""
+    """Tiles that hold a token to attend to. NEW: how many of `length` tokens, the last ones, are attended to apart from them."""
     tiles = tl.cdiv(tl.maximum(length - NEW, 0), TILE) - shared // TILE
     if WINDOW > 0:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
@@ -194,17 +208,23 @@ def decode_kernel(
             table_ptr += row * table_stride
             begin = first_token // TILE + index * tiles // pieces
             end = first_token // TILE + (index + 1) * tiles // pieces
-            cached = length - NEW
+            end_token = length - NEW
+            position = tl.maximum(length - 1, 0)
+            if ROTATE:
+                new_block = tl.load(table_ptr + position // BLOCK_SIZE)
             loaded = None
             if EARLY:
                 # Tokens of earlier steps: they do not depend on the kernel before this one. A piece without tiles has no live one.
                 last = tl.maximum(end - 1, 0)
                 block = tl.load(table_ptr + last * TILE // BLOCK_SIZE)
                 loaded = load_tile(
-                    k_ptr, v_ptr, table_ptr, block, last, first_token, tl.where(begin < end, cached, 0), stride_block,
+                    k_ptr, v_ptr, table_ptr, block, last, first_token, tl.where(begin < end, end_token, 0), stride_block,
                     stride_slot, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, FP8, False,
                 )  # fmt: skip
                 end = last
+                if NORM:
+                    prefetch(q_weight_ptr, HEAD_DIM)
+                    prefetch(k_weight_ptr, HEAD_DIM)
                 if DEPENDENT:
                     tl.extra.cuda.gdc_wait()
             if K_SCALES == 1:
@@ -213,12 +233,6 @@ def decode_kernel(
                 scale *= tl.load(k_scale_ptr + head)
             q_ptr += row * q_stride_seq + head * GROUP * q_stride_head
             start = None
-            if ROTATE:
-                angles = cos_sin_ptr + tl.maximum(length - 1, 0).to(tl.int64) * cos_sin_stride
-                q = rotated_rows(q_ptr, q_stride_head, q_weight_ptr, angles, eps, GROUP, ROWS, HEAD_DIM, DIM_PAD, NORM)
-                start = no_result(ROWS, DIM_PAD)
-            else:
-                q = load_queries(q_ptr, q_stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD)
             if SHARED:
                 start = shared_start(
                     shared_acc_ptr,
@@ -237,48 +251,39 @@ def decode_kernel(
                     CHUNK,
                 )
             if ROTATE:
-                acc, m, total = start
-                if (index == pieces - 1) & (length > 0):
-                    new_k, new_v = new_token(
-                        new_k_ptr + row * new_k_stride_seq + head * new_k_stride_head,
-                        new_v_ptr + row * new_v_stride_seq + head * new_v_stride_head,
-                        k_weight_ptr,
-                        angles,
-                        eps,
-                        k_scale_ptr,
-                        v_scale_ptr,
-                        head,
-                        k_ptr.dtype.element_ty,
-                        HEAD_DIM,
-                        DIM_PAD,
-                        NORM,
-                        FP8,
-                        K_SCALES,
-                        V_SCALES,
-                    )
-                    store_new_token(
-                        new_k,
-                        new_v,
-                        k_ptr,
-                        v_ptr,
-                        table_ptr,
-                        length - 1,
-                        stride_block,
-                        stride_slot,
-                        BLOCK_SIZE,
-                        HEAD_DIM,
-                        FP8,
-                    )
-                    if RELEASE:
+                # Every program has the new token, and one makes use of it: a branch would wait for the queries before it loads.
+                angles = cos_sin_ptr + position.to(tl.int64) * cos_sin_stride
+                rows = tl.arange(0, GROUP_PAD)[:, None]
+                one = tl.arange(0, 1)[:, None]
+                dims = tl.arange(0, DIM_PAD)[None, :]
+                heads = q_ptr + rows * q_stride_head
+                new_head = new_k_ptr + row * new_k_stride_seq + head * new_k_stride_head + one
+                q = load_heads(heads, q_weight_ptr, angles, rows < GROUP, HEAD_DIM, DIM_PAD, NORM)
+                new_k = load_heads(new_head, k_weight_ptr, angles, one < 1, HEAD_DIM, DIM_PAD, NORM)
+                new_v_ptr += row * new_v_stride_seq + head * new_v_stride_head
+                new_v = tl.load(new_v_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
+                q = rotate_heads(q, eps, HEAD_DIM, NORM)
+                new_k = rotate_heads(new_k, eps, HEAD_DIM, NORM)
+                new_k = quantised(new_k, k_scale_ptr, head, k_ptr.dtype.element_ty, K_SCALES, FP8)
+                new_v = quantised(new_v, v_scale_ptr, head, k_ptr.dtype.element_ty, V_SCALES, FP8)
+                mine = (index == pieces - 1) & (length > 0)
+                store_new_token(
+                    new_k, new_v, k_ptr, v_ptr, new_block, position, mine, stride_block, stride_slot, BLOCK_SIZE, HEAD_DIM, FP8
+                )
+                if RELEASE:
+                    if mine:
                         # A kernel like this one may come next, and read the token before it waits.
                         fence()
                         tl.debug_barrier()
-                    acc, m, total = attend_token(
-                        q, cached_value(new_k, FP8), cached_value(new_v, FP8), scale, acc, m, total, SOFT_CAP
-                    )
-                start = acc, m, total
-            if RELEASE:
-                tl.extra.cuda.gdc_launch_dependents()
+                    tl.extra.cuda.gdc_launch_dependents()
+                new_score = token_score(q, cached_value(new_k, FP8), scale, SOFT_CAP)
+                new_score = repeated(tl.where(mine, new_score, float("-inf"))[:, None], ROWS)
+                new_v = tl.where(mine, cached_value(new_v, FP8), 0.0)  # what is not attended to may be NaN
+                q = repeated(q, ROWS)
+            else:
+                q = load_queries(q_ptr, q_stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD)
+                if RELEASE:
+                    tl.extra.cuda.gdc_launch_dependents()
             acc, m, total = attend(
                 q,
                 k_ptr,
@@ -287,7 +292,7 @@ def decode_kernel(
                 begin,
                 end,
                 first_token,
-                cached,
+                end_token,
                 stride_block,
                 stride_slot,
                 scale,
@@ -299,7 +304,10 @@ def decode_kernel(
                 FP8,
                 start,
                 loaded,
+                EMPTY=ROTATE and WINDOW == 1,  # the new token is all there is to attend to
             )
+            if ROTATE:
+                acc, m, total = attend_token(tl.sum(new_score, 1), new_v, acc, m, total)
             if V_SCALES == 1:
                 acc *= tl.load(v_scale_ptr)
             elif V_SCALES == 2:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton_attention.common import attend
-from nanovllm.kernels.triton_attention.rotate import rotated_halves, rotated_tile
+from nanovllm.kernels.triton_attention.rotate import load_heads, rotate_heads, rotated_halves
 
 
 @triton.jit
@@ -170,7 +170,8 @@ def shared_kernel(
             if HEAD_DIM == DIM_PAD:
                 q = rotated_halves(q_rows, q_weight_ptr, angles, eps, live[:, None], HEAD_DIM, NORM)
             else:
-                q = rotated_tile(q_rows, q_weight_ptr, angles, eps, live[:, None], HEAD_DIM, DIM_PAD, NORM)
+                q = load_heads(q_rows, q_weight_ptr, angles, live[:, None], HEAD_DIM, DIM_PAD, NORM)
+                q = rotate_heads(q, eps, HEAD_DIM, NORM)
         else:
             dims = tl.arange(0, DIM_PAD)[None, :]
             q = tl.load(q_rows + dims, mask=live[:, None] & (dims < HEAD_DIM), other=0.0)
