@@ -41,14 +41,18 @@ def _refuse_rows(plan: Any, key: Key) -> str | None:
     return f"rows: a program of {elements} elements, more than {_MOST_ELEMENTS}" if elements > _MOST_ELEMENTS else None
 
 
-def _row_kernel(name: str, plan: str, kernel: str) -> Tunable:
+def _row_kernel(name: str, plan: str, *kernels: str) -> Tunable:
     refuse = _refuse_rows if plan == "RowPlan" else lambda plan, key: None
-    return Tunable(name, _ROWS, (f"{_OPS}.plans:{plan}",), (f"{_OPS}.{kernel}",), refuse, batch=("rows",))
+    return Tunable(
+        name, _ROWS, (f"{_OPS}.plans:{plan}",), tuple(f"{_OPS}.{k}" for k in kernels), refuse, batch=("rows",)
+    )
 
 
-RMS_NORM = _row_kernel("rms_norm", "RowPlan", "norm:_rms_norm_kernel")
+_PIECES = "pieces:norm_pieces_kernel"  # of many rows, where a plan's warps and one row a program allow it
+
+RMS_NORM = _row_kernel("rms_norm", "RowPlan", "norm:_rms_norm_kernel", _PIECES)
 ADD_RMS_NORM = _row_kernel("add_rms_norm", "WarpPlan", "norm:_add_rms_norm_kernel")
-LAYER_NORM = _row_kernel("layer_norm", "WarpPlan", "norm:_layer_norm_kernel")
+LAYER_NORM = _row_kernel("layer_norm", "WarpPlan", "norm:_layer_norm_kernel", _PIECES)
 SOFTMAX = _row_kernel("softmax", "RowPlan", "softmax:_softmax_kernel")
 
 # --------------------------------------------------------------------------------------------------------- elementwise
@@ -80,10 +84,11 @@ def elements_key(rows: int, size: int, dtype: torch.dtype) -> tuple[int, int, to
 _HEADS = {"tokens": int, "q_heads": int, "kv_heads": int, "head_dim": int, "dtype": torch.dtype, "norm": bool}
 
 ROTARY = Tunable(
-    "rotary", _HEADS, (f"{_OPS}.plans:HeadPlan",), (f"{_OPS}.rotary:_rotary_kernel",), batch=("tokens",),
+    "rotary", _HEADS, (f"{_OPS}.plans:HeadPlan",), (f"{_OPS}.rotary_kernels:rotary_kernel", f"{_OPS}.rotary_kernels:rotary_tokens_kernel"),
+    batch=("tokens",),
 )  # fmt: skip
 ROTARY_STORE = Tunable(
-    "rotary_store", _HEADS, (f"{_OPS}.plans:HeadPlan",), (f"{_OPS}.rotary:_store_kernel",), batch=("tokens",),
+    "rotary_store", _HEADS, (f"{_OPS}.plans:HeadPlan",), (f"{_OPS}.rotary_kernels:store_kernel",), batch=("tokens",),
 )  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------------------- products

@@ -192,6 +192,71 @@ def test_layernorm_chain(dtype, approximate, p):
             close(y, F.gelu(normed + residual.double(), approximate=approximate), dtype, slack=6)
 
 
+@pytest.fixture
+def many(monkeypatch):
+    """A few rows, elements or tokens count as many."""
+    from nanovllm.kernels.triton_ops import activation, elementwise, layernorm_chain, norm, rotary
+
+    for module, name in (
+        (norm, "MANY_ROWS"), (layernorm_chain, "MANY_ROWS"), (activation, "_FEW_ELEMENTS"), (elementwise, "_FEW_ELEMENTS"),
+        (rotary, "_MANY_TOKENS"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, 0)
+
+
+@pytest.mark.parametrize(
+    "size, pieces", [(1024, 2), (1280, 5), (1536, 3), (5120, 5), (7168, 7), (1100, 0), (2048, 0), (512, 0)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_many_rows(many, size, pieces, dtype):
+    from nanovllm.kernels.triton_ops import norm
+
+    cut = norm._cut(3, size, 1, None)
+    assert (cut[0] if cut else 0) == pieces
+    x = randn(3, size, dtype=dtype, scale=3) + 2
+    weight, bias = randn(size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
+    expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
+    for given in (x, strided(x)):
+        like(ops.rms_norm(given, weight, 1e-6), native_rms_norm.native(x, weight, 1e-6))
+        close(ops.layer_norm(given, weight, bias, 1e-5), expected, dtype, slack=3)
+    heads = randn(2, 5, size, dtype=dtype)[:, 1:4]
+    like(ops.rms_norm(heads, weight, 1e-6), native_rms_norm.native(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_many_rows_keep_infinities_to_their_row(many, dtype):
+    x, weight = randn(4, 1280, dtype=dtype), randn(1280, dtype=dtype, seed=1)
+    x[1, 1279], x[2, 300] = float("inf"), float("nan")
+    rms, layer = ops.rms_norm(x, weight, 1e-6), ops.layer_norm(x, weight, weight, 1e-6)
+    assert rms[2].isnan().all() and layer[1:3].isnan().all() and rms[1].isnan().sum() == 1
+    assert rms[::3].isfinite().all() and layer[::3].isfinite().all()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layernorm_chain_of_many_rows(many, dtype, p):
+    for size in (1024, 1280, 130):
+        x, residual = randn(3, size, dtype=dtype), randn(3, size, dtype=dtype, seed=1)
+        args = (randn(size, dtype=dtype, seed=2), randn(size, dtype=dtype, seed=3), 1e-5, p, 2**40 + 3)
+        y = ops.layernorm_residual_dropout_gelu(x, residual, *args)
+        close(y, native_chain.native(x, residual, *args), dtype, slack=4)
+        assert torch.equal(y, ops.layernorm_residual_dropout_gelu(strided(x), strided(residual), *args))
+
+
+def test_dropout_drops_the_words_whose_uniform_is_below_p():
+    """Its threshold on words against the words' uniforms in float32."""
+    from nanovllm.kernels.triton_ops.layernorm_chain import _dropout_limit
+
+    def uniform(word):
+        return torch.tensor(word).float().clamp(0.5, 4294967040.0) * 2.0**-32
+
+    for p in (1e-10, 2e-10, 1e-3, 0.1, 0.3, 0.5, 0.9, 1 - 2**-24, 1.0):
+        limit = _dropout_limit(p)
+        assert limit == -1 or uniform(limit) < torch.tensor(p, dtype=torch.float32)
+        assert limit == 2**32 - 1 or uniform(limit + 1) >= torch.tensor(p, dtype=torch.float32)
+    assert _dropout_limit(0.0) == -1 and _dropout_limit(1.0) == 2**32 - 1
+
+
 # -------------------------------------------------------------------------------------------------------- elementwise
 
 
@@ -225,6 +290,35 @@ def test_activations_of_a_fused_gate_up(shape, dtype):
         for approximate in ("none", "tanh"):
             close(ops.gelu_and_mul(given, approximate), F.gelu(gate, approximate=approximate) * up, dtype, slack=2)
     like(ops.silu_and_mul(x), native_silu_and_mul.native(x))
+
+
+@pytest.mark.parametrize("size", [512, 1536, 6146], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_elementwise_ops_of_many_elements(many, size, dtype):
+    x, bias = randn(3, 2 * size, dtype=dtype, scale=4), randn(2 * size, dtype=dtype, seed=1)
+    gate, up = x.double().chunk(2, -1)
+    for given in (x, strided(x)):
+        close(ops.silu_and_mul(given), F.silu(gate) * up, dtype, slack=2)
+        for approximate in ("none", "tanh"):
+            close(ops.gelu_and_mul(given, approximate), F.gelu(gate, approximate=approximate) * up, dtype, slack=2)
+            for other in (bias, x):
+                expected = F.gelu((x + other).double(), approximate=approximate)
+                close(ops.fused_add_gelu(given, other, approximate), expected, dtype)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_float32_activations_to_a_few_units_in_the_last_place(kind):
+    """Relative, also in the tails; where e^z is below the smallest normal number they may be 0."""
+    x = torch.cat((magnitudes(torch.float32), torch.linspace(-100, 100, 20001).to(DEVICE)))
+    x = x[x.abs() < 1e12]  # beyond it x^3 overflows in float32, and z is infinite
+    y, wide = ops.fused_activation(x, kind).double(), x.double()
+    # (torch's gelu adds 1 and a tanh near -1.)
+    z = wide if kind == "silu" else 1.5957691216057308 * (wide + 0.044715 * wide**3)
+    expected = wide * torch.sigmoid(z)
+    error = (y - expected).abs() / expected.abs().clamp(min=1e-30)
+    allowed = 1e-6 + 2e-7 * z.clamp(-90, 0).abs()  # z's own roundings: an absolute error of z is a relative one of e^z
+    worst = (error / allowed).argmax()
+    assert error[worst] <= allowed[worst], f"{float(error[worst])} at {float(x[worst])}"
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
@@ -290,6 +384,25 @@ def test_rotary_embedding_and_qk_norm_rope(heads, dtype):
         assert torch.equal(qkv, before)
 
 
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 64), (12, 4, 128), (8, 8, 96)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotation_of_many_tokens(many, heads, dtype):
+    num_heads, num_kv_heads, head_dim = heads
+    weights = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
+    angles = torch.outer(torch.arange(50.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2))
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+    for tokens in (2, 3):
+        qkv = randn(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=tokens)
+        q, k, _ = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        positions = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        got = ops.rotary_embedding(positions, q, k, table)
+        for g, native in zip(got, native_rotary_embedding.native(positions, q, k, table)):
+            assert torch.equal(g, native) and g.is_contiguous()
+        normed = ops.qk_norm_rope(positions, q, k, *weights, 1e-6, table)
+        for g, native in zip(normed, native_qk_norm_rope.native(positions, q, k, *weights, 1e-6, table)):
+            like(g, native)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_store_kvcache(dtype):
     for tokens, num_kv_heads, head_dim in ((0, 2, 32), (1, 8, 128), (11, 3, 64)):
@@ -323,6 +436,60 @@ def test_embedding(dtype):
         ids = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
         assert torch.equal(ops.embedding(ids, weight), weight[ids])
         assert torch.equal(ops.embedding(ids, strided(weight)), weight[ids])
+
+
+# ----------------------------------------------------------------------------------------------- launched early, captured
+
+
+if DEVICE == "cuda":
+
+    @pytest.mark.parametrize("rows", [1, 32])
+    def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypatch):
+        """A captured step of them, between matrix products: every replay has the bits of one in which none is launched early."""
+        from nanovllm.kernels.triton_ops import _launch
+
+        monkeypatch.undo()  # no kernel that fills memory between two of the step
+        dtype, size, inner, vocab = torch.bfloat16, 1024, 3072, 32000
+        table, weight = randn(vocab, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+        ups = [randn(2 * inner, size, dtype=dtype, seed=s, scale=size**-0.5) for s in range(2, 8)]
+        downs = [randn(size, inner, dtype=dtype, seed=s, scale=inner**-0.5) for s in range(8, 14)]
+        first = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        ids = first.clone()
+        zeros, hot = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.ones(rows, device=DEVICE)
+
+        def step():
+            x = ops.embedding(ids, table)
+            residual = x.clone()
+            x = ops.rms_norm(x, weight, 1e-6)
+            for up, down in zip(ups, downs):
+                x = F.linear(ops.silu_and_mul(F.linear(x, up)), down)
+                x, residual = ops.add_rms_norm(x, residual, weight, 1e-6)
+            ids.copy_(ops.sample(F.linear(x, table), hot, None, None, None, zeros, zeros))
+            return x, residual
+
+        def captured():
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = step()
+            return graph, results
+
+        def run(graph, results):
+            ids.copy_(first)
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+            return [t.clone() for t in (*results, ids)]
+
+        early = captured()
+        monkeypatch.setattr(_launch, "has_dependent_launch", lambda device: False)
+        expected = run(*captured())
+        assert all(t.isfinite().all() for t in expected[:2])
+        for _ in range(100):
+            assert all(torch.equal(a, b) for a, b in zip(run(*early), expected))
 
 
 # ------------------------------------------------------------------------------------------------- where there is no GPU

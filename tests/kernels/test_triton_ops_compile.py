@@ -21,6 +21,8 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
 import nanovllm.kernels.triton_ops as ops  # noqa: E402
+from nanovllm.kernels.triton_ops import _launch  # noqa: E402
+from nanovllm.kernels.triton_ops.sampling_advance import advance_rows  # noqa: E402
 
 CAPABILITIES = [80, 90, 100]
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -90,6 +92,9 @@ def tensors(dtype):
 def norm_cases(t):
     yield "rms_norm", lambda: ops.rms_norm(t(8, 4096), t(4096), 1e-6)
     yield "rms_norm of 5120", lambda: ops.rms_norm(t(2048, 5120), t(5120), 1e-6)
+    for size in (1024, 3072, 7168, 12288):
+        yield f"rms_norm of {size}", lambda n=size: ops.rms_norm(t(2048, n), t(n), 1e-6)
+        yield f"layer_norm of {size}", lambda n=size: ops.layer_norm(t(2048, n), t(n), t(n), 1e-6)
     yield "rms_norm of heads", lambda: ops.rms_norm(t(64, 32, 128)[:, :16], t(128), 1e-6)
     yield "rms_norm of a long row", lambda: ops.rms_norm(t(2, 65536), t(65536), 1e-6)
     yield "add_rms_norm", lambda: ops.add_rms_norm(t(8, 1024), t(8, 1024), t(1024), 1e-6)
@@ -98,10 +103,13 @@ def norm_cases(t):
     yield "softmax", lambda: ops.softmax(t(64, 16384))
     yield "long softmax", lambda: ops.softmax(t(2, 151936))
     for p in (0.0, 0.1):
-        yield (
-            f"chain, p={p}",
-            lambda p=p: ops.layernorm_residual_dropout_gelu(t(64, 4096), t(64, 4096), t(4096), t(4096), 1e-5, p, 3),
-        )
+        for rows, size in ((64, 4096), (2048, 4096), (2048, 1280)):
+            yield (
+                f"chain of {rows}x{size}, p={p}",
+                lambda r=rows, n=size, p=p: ops.layernorm_residual_dropout_gelu(
+                    t(r, n), t(r, n), t(n), t(n), 1e-5, p, 3
+                ),
+            )
 
 
 def elementwise_cases(t):
@@ -118,17 +126,19 @@ def elementwise_cases(t):
 
 
 def attention_cases(t):
-    def qkv(tokens):
-        return t(tokens, 32, 128).split((16, 8, 8), 1)
+    def qkv(tokens, heads=16):
+        return t(tokens, heads + 16, 128).split((heads, 8, 8), 1)
 
-    def rotary(tokens, norm):
-        q, k, _ = qkv(tokens)
+    def rotary(tokens, norm, heads=16):
+        q, k, _ = qkv(tokens, heads)
         positions, table = torch.zeros(tokens, dtype=torch.int64), torch.empty(4096, 128)
         return ops.qk_norm_rope(positions, q, k, t(128), t(128), 1e-6, table) if norm else ops.rotary_embedding(positions, q, k, table)
 
     for tokens in (1, 4096):
         yield f"rotary_embedding of {tokens}", lambda n=tokens: rotary(n, False)
         yield f"qk_norm_rope of {tokens}", lambda n=tokens: rotary(n, True)
+    yield "qk_norm_rope of 32 heads", lambda: rotary(4096, True, 32)
+    yield "qk_norm_rope of 28 heads and many tokens", lambda: rotary(4096, True, 28)
     slots = torch.zeros(64, dtype=torch.int64)
     yield "store_kvcache", lambda: ops.store_kvcache(*qkv(64)[1:], t(9, 16, 8, 128), t(9, 16, 8, 128), slots)
     yield "embedding", lambda: ops.embedding(slots, t(1000, 1024))
@@ -155,6 +165,39 @@ def test_no_spills_and_wide_accesses(cases, dtype, capability, tmp_path):
         assert stack == local == 0 and registers <= 255, f"{name}: {registers} registers, {stack} stack, {local} local"
         ptx = binary.asm["ptx"]
         assert wide(ptx, "ld") and wide(ptx, "st"), f"{name}: no 16-byte access"
+
+
+def dependent_cases(t):
+    yield "rms_norm", True, lambda: ops.rms_norm(t(8, 1024), t(1024), 1e-6)
+    yield "rms_norm of heads", True, lambda: ops.rms_norm(t(4, 8, 128), t(128), 1e-6)
+    yield "add_rms_norm", True, lambda: ops.add_rms_norm(t(32, 4096), t(32, 4096), t(4096), 1e-6)
+    yield "silu_and_mul", False, lambda: ops.silu_and_mul(t(8, 6144))
+    yield "embedding", False, lambda: ops.embedding(torch.zeros(32, dtype=torch.int64), t(1000, 1024))
+    yield "sample", False, lambda: ops.sample(*sampling_arguments(1, torch.bfloat16, 0, 0, 0))
+    yield "advance_rows", False, advance
+
+
+def advance():
+    ints, lens = torch.zeros((7, 8), dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
+    advance_rows(ints[0], ints, lens, torch.zeros((8, 4), dtype=torch.int32), torch.zeros(9, dtype=torch.int64), 16)
+
+
+def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
+    """Every program waits, once, before all loads but the norms' weights; none lets its own dependents start."""
+    monkeypatch.setattr(_launch, "has_dependent_launch", lambda device: True)
+    for case, early_loads, call in dependent_cases(tensors(torch.bfloat16)):
+        for name, kernel, args, options in launches_of([(case, call)]):
+            assert options["launch_pdl"], name
+            ptx = compiled(kernel, args, options, 90).asm["ptx"]
+            before, wait, after = ptx.partition("griddepcontrol.wait")
+            assert wait and "griddepcontrol" not in after, name
+            # Nothing but arithmetic comes before, so no program takes a way around the wait.
+            assert not re.search(r"\bbra\b|\bret;|st\.global|atom|red\.global", before), name
+            assert bool(re.search(r"ld\.global", before)) == early_loads and re.search(r"ld\.global", after), name
+    t = tensors(torch.bfloat16)
+    for rows in (33, 4096):
+        for *_, options in launches_of([("", lambda n=rows: ops.add_rms_norm(t(n, 64), t(n, 64), t(64), 1e-6))]):
+            assert not options["launch_pdl"]
 
 
 def sampling_arguments(rows, dtype, top_k, top_p, min_p):

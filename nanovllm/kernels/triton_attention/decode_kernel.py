@@ -28,9 +28,8 @@ from nanovllm.kernels.triton_attention.common import (
     token_score,
 )
 from nanovllm.kernels.triton_attention.rotate import cached_value, load_heads, rotate_heads, store_new_token
-from nanovllm.kernels.triton_ops.cache import quantised
 from nanovllm.kernels.triton_attention.shared_kernel import shared_start
-
+from nanovllm.kernels.triton_ops.cache import quantised
 
 if INTERPRETED:
 

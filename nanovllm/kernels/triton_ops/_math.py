@@ -25,6 +25,22 @@ if INTERPRETED:
         return x * y
 
     @triton.jit
+    def ex2(x):
+        return tl.exp2(x)
+
+    @triton.jit
+    def rcp(x):
+        return 1.0 / x
+
+    @triton.jit
+    def wide(x):
+        return x.to(tl.float32)
+
+    @triton.jit
+    def round2(x, dtype: tl.constexpr):
+        return to_dtype(x, dtype).to(tl.float32)
+
+    @triton.jit
     def exp(x):
         return tl.exp(x.to(tl.float64)).to(tl.float32)
 
@@ -56,6 +72,41 @@ else:
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
         )
 
+    @triton.jit
+    def ex2(x):
+        """2^x in one instruction, to a relative 2^-22; results below 2^-126 are 0."""
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def rcp(x):
+        """1 / x in one instruction, to one unit in the last place; results below 2^-126 are 0."""
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def wide(x):
+        """x as float32: two instructions for two bfloat16, where the compiler takes three."""
+        if x.dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+            )  # fmt: skip
+        else:
+            return x.to(tl.float32)
+
+    @triton.jit
+    def round2(x, dtype: tl.constexpr):
+        """`rounded`, in three instructions for two bfloat16."""
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
+                "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            return to_dtype(x, dtype).to(tl.float32)
+
     # tl.exp and tl.log are the fast approximations in some versions of Triton; these are PyTorch's functions.
     @triton.jit
     def exp(x):
@@ -77,15 +128,21 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def sigmoid_product(x, z, dtype: tl.constexpr):
-    """x / (1 + exp(-z)). exp(-z) may become infinite: the quotient is then 0, its limit.
+def _logistic_product(x, z):
+    """x / (1 + exp(-z)) to a few units in the last place; where exp(z) is below 2^-126, 0.
 
-    The quotient is exact to rounding for float32 results; for narrower ones the fast exponential and division are.
+    From e = exp(-|z|), in [0, 1]: nothing overflows, so that the reciprocal is one instruction and a Newton step.
     """
-    if dtype == tl.float32:
-        return tl.div_rn(x, 1.0 + exp(-z))
-    else:
-        return x / (1.0 + tl.exp(-z))
+    a = tl.maximum(-tl.abs(z), -150.0)
+    high = a * 1.4426950408889634
+    low = tl.fma(a, 1.4426950408889634, -high)
+    low = tl.fma(a, 1.925963033500e-8, low)
+    e = ex2(high)
+    e = tl.fma(e, low * 0.6931471805599453, e)
+    d = 1.0 + e
+    r = rcp(d)
+    r = tl.fma(r, tl.fma(-d, r, 1.0), r)
+    return tl.where(z >= 0.0, x, x * e) * r
 
 
 @triton.jit
@@ -103,23 +160,28 @@ def _gelu(x, dtype: tl.constexpr):
     if dtype == tl.float32:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        # The upper tail to 1e-7, in half the instructions (Abramowitz and Stegun, 7.1.26, coefficients halved).
-        z = tl.abs(x) * 0.7071067811865476
-        t = 1.0 / (1.0 + 0.3275911 * z)
+        # The upper tail to 1e-7, in half the instructions (Abramowitz and Stegun, 7.1.26, of |x| / sqrt(2), coefficients
+        # halved).
+        t = rcp(1.0 + 0.23164189263955 * tl.abs(x))
         tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
-        tail = tail * tl.exp(-z * z)
+        tail = tail * ex2((x * x) * -0.7213475204444817)
         return x * tl.where(x < 0.0, tail, 1.0 - tail)
 
 
 @triton.jit
 def activation(x, KIND: tl.constexpr, dtype: tl.constexpr):
     """The activation KIND of float32 x; `dtype` is what the result will be rounded to, and decides how exact it is."""
+    # In 16 bits e^-z may become infinite: its reciprocal is then 0, the limit.
     if KIND == "silu":
-        return sigmoid_product(x, x, dtype)
+        if dtype == tl.float32:
+            return _logistic_product(x, x)
+        return x * rcp(1.0 + ex2(x * -1.4426950408889634))
     elif KIND == "gelu_tanh":
         # (1 + tanh(z)) / 2 is the logistic function of 2 z, which needs no tanh and does not cancel for negative z.
-        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        return sigmoid_product(x, z, dtype)
+        if dtype == tl.float32:
+            return _logistic_product(x, 1.5957691216057308 * (x + 0.044715 * x * x * x))
+        # -1.5957691216057308 log2(e), and that times 0.044715
+        return x * rcp(1.0 + ex2(x * (-2.302208198144325 + -0.10294323957002849 * (x * x))))
     elif KIND == "gelu":
         return _gelu(x, dtype)
     elif KIND == "mish":

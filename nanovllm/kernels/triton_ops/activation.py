@@ -5,25 +5,71 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2, warps_for
-from nanovllm.kernels.triton_ops._math import activation, rounded, to_dtype
+from nanovllm.kernels.triton_ops._launch import (
+    cdiv,
+    largest_block,
+    launched_early,
+    matrix_of,
+    next_power_of_2,
+    warps_for,
+)
+from nanovllm.kernels.triton_ops._math import activation, rounded, to_dtype, wide
 
 _KINDS = ("gelu", "gelu_tanh", "silu", "mish", "relu")
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
+_FEW_ELEMENTS = 1 << 21
+_MOST_CONSTANT_BLOCKS = 16
+
+
 @triton.jit
-def _activate_and_mul_kernel(gate_up, y, size, stride, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def piece_of_row(blocks, BLOCKS: tl.constexpr):
+    """(row as int64, piece) of a program. Neighbouring programs take neighbouring pieces of a row."""
+    # Division by a constant is a multiplication.
+    if BLOCKS:
+        return (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
+    else:
+        return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+
+
+def constant_blocks(blocks: int) -> int:
+    """BLOCKS for `piece_of_row`: 0 where there are so many that a kernel for each number would be too many kernels."""
+    return blocks if blocks <= _MOST_CONSTANT_BLOCKS else 0
+
+
+@triton.jit
+def _activate_and_mul_kernel(
+    gate_up, y, size, stride, blocks,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr = 0, EVEN: tl.constexpr = False,
+    DEPENDENT: tl.constexpr = False,
+):  # fmt: skip
+    """EVEN: BLOCK divides size. DEPENDENT: launched before the kernel that writes gate_up has ended."""
     dtype = y.dtype.element_ty
-    # Neighbouring programs take neighbouring pieces of a row.
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    mask = col < size
+    row, piece = piece_of_row(blocks, BLOCKS)
+    col = piece * BLOCK + tl.arange(0, BLOCK)
     gate_up += row * stride
-    gate = tl.load(gate_up + col, mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + size + col, mask, other=0.0).to(tl.float32)
-    activated = rounded(activation(gate, KIND, dtype), dtype)
-    tl.store(y + row * size + col, to_dtype(activated * up, dtype), mask)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    if EVEN:
+        gate = tl.load(gate_up + col)
+        up = tl.load(gate_up + size + col)
+    else:
+        gate = tl.load(gate_up + col, col < size, other=0.0)
+        up = tl.load(gate_up + size + col, col < size, other=0.0)
+    activated = rounded(activation(wide(gate), KIND, dtype), dtype)
+    result = to_dtype(activated * up.to(tl.float32), dtype)
+    if EVEN:
+        tl.store(y + row * size + col, result)
+    else:
+        tl.store(y + row * size + col, result, col < size)
+
+
+def _block(rows: int, size: int) -> int:
+    """Elements of a program: of many, without an idle part at the end of a row where its size allows."""
+    if rows * size <= _FEW_ELEMENTS:
+        return min(next_power_of_2(size), 1024)
+    return largest_block(size, 1024, 512) or min(next_power_of_2(size), 2048)
 
 
 def _activate_and_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -34,11 +80,13 @@ def _activate_and_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     gate_up, rows, stride = matrix_of(gate_up)
     if rows and size:
         plan = tunables.ACTIVATE_AND_MUL.find(y.device, *tunables.elements_key(rows, size, y.dtype), kind)
-        block = plan.block if plan else min(next_power_of_2(size), 1024 if rows * size <= 1 << 21 else 2048)
+        block = plan.block if plan else _block(rows, size)
         blocks = cdiv(size, block)
+        early = launched_early(y, rows)
         _activate_and_mul_kernel[(rows * blocks,)](
-            gate_up, y, size, stride, blocks, kind, block, num_warps=plan.warps if plan else warps_for(block)
-        )
+            gate_up, y, size, stride, blocks, kind, block, constant_blocks(blocks), size % block == 0, early,
+            num_warps=plan.warps if plan else warps_for(block), launch_pdl=early,
+        )  # fmt: skip
     return y
 
 
@@ -83,7 +131,7 @@ def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
         x, rows, stride = matrix_of(x)
         size = x.shape[-1]
     plan = tunables.ACTIVATION.find(x.device, *tunables.elements_key(rows, size, x.dtype), kind)
-    block = plan.block if plan else min(next_power_of_2(size), 1024 if rows * size <= 1 << 21 else 2048)
+    block = plan.block if plan else min(next_power_of_2(size), 1024 if rows * size <= _FEW_ELEMENTS else 2048)
     blocks = cdiv(size, block)
     warps = plan.warps if plan else warps_for(block, most=4)
     _activation_kernel[(rows * blocks,)](x, y, size, stride, blocks, kind, block, num_warps=warps)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
-from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, warps_for
+from nanovllm.kernels.triton_ops._launch import cdiv, launched_early, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import to_dtype
 
 
@@ -129,10 +129,12 @@ def store_kvcache(
 
 
 @triton.jit
-def _embedding_kernel(token_ids, weight, y, size, stride, blocks, BLOCK: tl.constexpr):
+def _embedding_kernel(token_ids, weight, y, size, stride, blocks, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = col < size
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     token = tl.load(token_ids + row).to(tl.int64)
     tl.store(y + row * size + col, tl.load(weight + token * stride + col, mask), mask)
 
@@ -148,8 +150,9 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         plan = tunables.EMBEDDING.find(weight.device, *tunables.elements_key(rows, size, weight.dtype))
         block = plan.block if plan else min(next_power_of_2(size), 2048)
         blocks = cdiv(size, block)
-        warps = plan.warps if plan else warps_for(block)
+        early = launched_early(weight, rows)
         _embedding_kernel[(rows * blocks,)](
-            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, num_warps=warps
-        )
+            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, early,
+            num_warps=plan.warps if plan else warps_for(block), launch_pdl=early,
+        )  # fmt: skip
     return y

@@ -9,25 +9,38 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2, warps_for
-from nanovllm.kernels.triton_ops._math import activation, rounded, to_dtype
-from nanovllm.kernels.triton_ops.activation import gelu_kind
+from nanovllm.kernels.triton_ops._launch import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
+from nanovllm.kernels.triton_ops._math import activation, rounded, to_dtype, wide
+from nanovllm.kernels.triton_ops.activation import constant_blocks, gelu_kind, piece_of_row
 
 _FEW_ELEMENTS = 1 << 21
 
 
 @triton.jit
 def _add_activation_kernel(
-    x, bias, y, size, blocks, x_stride, bias_stride, KIND: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, bias, y, size, blocks, x_stride, bias_stride,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """EVEN: BLOCK divides size. STREAM: neither x nor y is to stay in the cache."""
     dtype = y.dtype.element_ty
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
+    row, piece = piece_of_row(blocks, BLOCKS)
+    start = piece.to(tl.int64) * BLOCK
     col = tl.arange(0, BLOCK)
-    mask = col < size - start
-    b = tl.load(bias + row * bias_stride + start + col, mask, other=0.0).to(tl.float32)
-    v = rounded(tl.load(x + row * x_stride + start + col, mask, other=0.0).to(tl.float32) + b, dtype)
-    tl.store(y + row * size + start + col, to_dtype(activation(v, KIND, dtype), dtype), mask)
+    policy: tl.constexpr = "evict_first" if STREAM else ""
+    if EVEN:
+        v = tl.load(x + row * x_stride + start + col, eviction_policy=policy)
+        b = tl.load(bias + row * bias_stride + start + col)
+    else:
+        v = tl.load(x + row * x_stride + start + col, col < size - start, other=0.0, eviction_policy=policy)
+        b = tl.load(bias + row * bias_stride + start + col, col < size - start, other=0.0)
+    # Narrowed and widened again in steps that leave one packed addition for two elements.
+    v = wide(to_dtype(v.to(tl.float32) + b.to(tl.float32), dtype))
+    v = to_dtype(activation(v, KIND, dtype), dtype)
+    modifier: tl.constexpr = ".cs" if STREAM else ""
+    if EVEN:
+        tl.store(y + row * size + start + col, v, cache_modifier=modifier)
+    else:
+        tl.store(y + row * size + start + col, v, col < size - start, cache_modifier=modifier)
 
 
 @triton.jit
@@ -67,6 +80,17 @@ def _block(rows: int, size: int) -> int:
     return min(next_power_of_2(size), 1024 if rows * size <= _FEW_ELEMENTS else 4096)
 
 
+def _add_plan(rows: int, size: int, kind: str, itemsize: int) -> tuple[int, int]:
+    """(block, warps) of `_add_activation_kernel`: of many elements two 16-byte loads of x a thread, and no idle part."""
+    if rows * size > _FEW_ELEMENTS:
+        most = 1024 if itemsize == 4 else 4096 if kind == "gelu" else 2048
+        block = largest_block(size, most, 512)
+        if block:
+            return block, warps_for(block, 8 if itemsize == 4 else 16)
+    block = _block(rows, size)
+    return block, warps_for(block, most=8)
+
+
 def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """The op `fused_add_gelu`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
     kind = gelu_kind(approximate)
@@ -75,11 +99,13 @@ def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh
         return y
     x, rows, size, strides, (bias,) = _operands(x, {"bias": bias})
     plan = tunables.ADD_ACTIVATION.find(x.device, *tunables.elements_key(rows, size, x.dtype), kind)
-    block = plan.block if plan else _block(rows, size)
+    block, warps = (plan.block, plan.warps) if plan else _add_plan(rows, size, kind, x.element_size())
     blocks = cdiv(size, block)
+    # Measured: with the longer of the functions in 16 bits it pays to stream.
+    stream = kind == "gelu" and x.element_size() == 2 and rows * size > _FEW_ELEMENTS
     _add_activation_kernel[(rows * blocks,)](
-        x, bias, y, size, blocks, *strides, kind, block, num_warps=plan.warps if plan else warps_for(block, most=8)
-    )
+        x, bias, y, size, blocks, *strides, kind, block, constant_blocks(blocks), size % block == 0, stream, num_warps=warps,
+    )  # fmt: skip
     return y
 
 

@@ -1,6 +1,9 @@
 """RMS normalisation, alone and with the residual addition before it; layer normalisation.
 
-A row is held in registers, so that it is read once. Rows of more than `_MAX_BLOCK` elements are read twice.
+A row is held in registers, so that it is read once: in one block, or where there are many rows in exact `pieces`. Rows of
+more than `_MAX_BLOCK` elements are read twice. For few rows the kernels are launched before their predecessor has ended,
+and wait for it (programmatic dependent launch). The norm's weight is loaded before the wait: it must not be what that
+kernel writes.
 """
 
 import torch
@@ -9,26 +12,39 @@ import triton.language as tl
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
-from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2, rows_of, warps_for
+from nanovllm.kernels.triton_ops._launch import (
+    cdiv,
+    launched_early,
+    matrix_of,
+    next_power_of_2,
+    rows_of,
+    warps_for,
+)
 from nanovllm.kernels.triton_ops._math import rounded, to_dtype
+from nanovllm.kernels.triton_ops.pieces import MANY_ROWS, norm_pieces_kernel, pieces_of, warps_of_pieces
 
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192
+_MOST_PIECES = 7
 _SHORT_TILE = 1024  # elements of a tile that holds several short rows (the heads of q and k)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, weight, y, rows, inner, outer_stride, inner_stride, size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, weight, y, rows, inner, outer_stride, inner_stride, size, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
+):  # fmt: skip
+    """DEPENDENT: launched before the kernel that writes x has ended."""
     dtype = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     in_row = col < size
     mask = (row < rows)[:, None] & in_row[None, :]
     start = (row // inner) * outer_stride + (row % inner) * inner_stride
+    w = tl.load(weight + col, in_row, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # the weight never changes; everything below depends on earlier kernels
     v = tl.load(x + start[:, None] + col[None, :], mask, other=0.0).to(tl.float32)
-    w = tl.load(weight + col, in_row, other=0.0).to(tl.float32)  # before the reduction, whose latency hides it
     scale = tl.rsqrt(tl.sum(v * v, 1) / size + eps)
     v = rounded(v * scale[:, None], dtype) * w[None, :]
     tl.store(y + row[:, None] * size + col[None, :], to_dtype(v, dtype), mask)
@@ -36,15 +52,28 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, BLOCK: tl.constexpr
+    x,
+    residual,
+    weight,
+    y,
+    new_residual,
+    x_stride,
+    residual_stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    """DEPENDENT: launched before the kernel that writes x has ended."""
     dtype = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < size
+    w = tl.load(weight + col, mask, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # the weight never changes; everything below depends on earlier kernels
     v = tl.load(x + row * x_stride + col, mask, other=0.0).to(tl.float32)
     r = tl.load(residual + row * residual_stride + col, mask, other=0.0).to(tl.float32)
-    w = tl.load(weight + col, mask, other=0.0).to(tl.float32)
     v = rounded(v + r, dtype)
     tl.store(new_residual + row * size + col, to_dtype(v, dtype), mask)
     scale = tl.rsqrt(tl.sum(v * v, 0) / size + eps)
@@ -64,7 +93,9 @@ def _long_rms_norm_kernel(
         col = start + tl.arange(0, BLOCK)
         v = tl.load(x + col, col < size, other=0.0).to(tl.float32)
         if ADD:
-            v = rounded(v + tl.load(residual + row * residual_stride + col, col < size, other=0.0).to(tl.float32), dtype)
+            v = rounded(
+                v + tl.load(residual + row * residual_stride + col, col < size, other=0.0).to(tl.float32), dtype
+            )
             tl.store(new_residual + row * size + col, to_dtype(v, dtype), col < size)
         squares += v * v
     scale = tl.rsqrt(tl.sum(squares, 0) / size + eps)
@@ -80,7 +111,21 @@ def _long_rms_norm_kernel(
 
 def _row_warps(block: int, rows: int) -> int:
     # Few rows: all of a row's loads at once, since latency is all there is. Many rows: other rows hide it.
-    return warps_for(block, 8 if rows <= 1024 else 16)
+    return warps_for(block, 8 if rows <= MANY_ROWS else 16)
+
+
+def _cut(rows: int, size: int, per_program: int, warps: int | None) -> tuple[int, int] | None:
+    """(pieces, warps) of rows that `norm_pieces_kernel` takes; None: the kernel with one block a row does.
+
+    warps: of a plan, which decides the pieces with it. Of powers of two above 1024 a block leaves nothing idle either, and pieces
+    gained nothing.
+    """
+    block = next_power_of_2(size)
+    if rows <= MANY_ROWS or per_program > 1 or block < 1024 or (size == block > 1024):
+        return None
+    warps = warps or warps_of_pieces(size, _MOST_PIECES)
+    pieces = pieces_of(size, warps, _MOST_PIECES) if warps else 0
+    return (pieces, warps) if pieces else None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -98,9 +143,29 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return y
     plan = tunables.RMS_NORM.find(x.device, bucket(rows), size, x.dtype)
     per_program = plan.rows if plan else max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
+    cut = _cut(rows, size, per_program, plan.warps if plan else None)
+    if cut:
+        pieces, warps = cut
+        norm_pieces_kernel[(rows,)](
+            x,
+            weight,
+            weight,
+            y,
+            inner,
+            outer_stride,
+            inner_stride,
+            size,
+            eps,
+            size // pieces,
+            pieces,
+            False,
+            num_warps=warps,
+        )
+        return y
+    early = launched_early(x, rows)
     _rms_norm_kernel[(cdiv(rows, per_program),)](
-        x, weight, y, rows, inner, outer_stride, inner_stride, size, eps, per_program, block,
-        num_warps=plan.warps if plan else _row_warps(block * per_program, rows),
+        x, weight, y, rows, inner, outer_stride, inner_stride, size, eps, per_program, block, early,
+        num_warps=plan.warps if plan else _row_warps(block * per_program, rows), launch_pdl=early,
     )  # fmt: skip
     return y
 
@@ -116,7 +181,12 @@ def add_rms_norm(
 
 
 def add_rms_norm_out(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor, new_residual: torch.Tensor
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    y: torch.Tensor,
+    new_residual: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` into given contiguous tensors, each of which may be x or residual themselves."""
     size = x.shape[-1]
@@ -132,9 +202,10 @@ def add_rms_norm_out(
         )  # fmt: skip
     else:
         plan = tunables.ADD_RMS_NORM.find(x.device, bucket(rows), size, x.dtype)
+        early = launched_early(x, rows)
         _add_rms_norm_kernel[(rows,)](
-            x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, block,
-            num_warps=plan.warps if plan else _row_warps(block, rows),
+            x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, block, early,
+            num_warps=plan.warps if plan else _row_warps(block, rows), launch_pdl=early,
         )  # fmt: skip
     return y, new_residual
 
@@ -186,6 +257,13 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
         _long_layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, _LONG_BLOCK, num_warps=16)
     elif rows:
         plan = tunables.LAYER_NORM.find(x.device, bucket(rows), size, x.dtype)
-        warps = plan.warps if plan else warps_for(block, 8 if rows <= 1024 else 32)
+        cut = _cut(rows, size, 1, plan.warps if plan else None)
+        if cut:
+            pieces, warps = cut
+            norm_pieces_kernel[(rows,)](
+                x, weight, bias, y, 1, stride, stride, size, eps, size // pieces, pieces, True, num_warps=warps
+            )
+            return y
+        warps = plan.warps if plan else warps_for(block, 8 if rows <= MANY_ROWS else 32)
         _layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, block, num_warps=warps)
     return y

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.ops.sample import QUARTER
-from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, num_sms
+from nanovllm.kernels.triton_ops._launch import cdiv, launched_early, next_power_of_2, num_sms
 from nanovllm.kernels.triton_ops._math import exp, log, log1p
 from nanovllm.kernels.triton_ops.philox import philox_four, uniform
 from nanovllm.kernels.triton_ops.sampling_filters import filter_thresholds
@@ -33,8 +33,10 @@ _HOPELESS = tl.constexpr(-26.5)
 @triton.jit
 def _row_max_kernel(
     logits, temperature, maxima, counters, bins, vocab_size, stride, groups, blocks_per_program,
-    BLOCK: tl.constexpr, BINS: tl.constexpr,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     piece = tl.program_id(1)
     PER_BLOCK: tl.constexpr = BLOCK // GROUP
@@ -58,8 +60,10 @@ def _draw_kernel(
     logits, temperature, min_p, seeds, positions, maxima, thresholds, counters, best_scores, best_columns, out,
     vocab_size, stride, groups, blocks_per_program, pieces,
     THRESHOLDS: tl.constexpr, MIN_P: tl.constexpr, SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr, GROUPS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, PIECES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     piece = tl.program_id(1)
     t = tl.load(temperature + row)
@@ -173,9 +177,10 @@ def sample(
     maxima = torch.empty((rows, groups), dtype=torch.float32, device=device)
     counters = torch.empty((rows, COUNTERS.value), dtype=torch.int32, device=device)
     bins = counters if top_p is None else torch.empty((rows, BINS), dtype=torch.int64, device=device)
+    early = launched_early(logits, rows)
     _row_max_kernel[(rows, pieces)](
         logits, temperature, maxima, counters, bins, vocab_size, logits.stride(0), groups, per_program,
-        BLOCK, 0 if top_p is None else BINS, num_warps=_WARPS,
+        BLOCK, 0 if top_p is None else BINS, early, num_warps=_WARPS, launch_pdl=early,
     )  # fmt: skip
     thresholds = counters
     if filtered:
@@ -188,6 +193,6 @@ def sample(
         logits, temperature, temperature if min_p is None else min_p, seeds, positions, maxima, thresholds, counters,
         best_scores, best_columns, out, vocab_size, logits.stride(0), groups, per_program, pieces,
         filtered, min_p is not None, KEY_SHIFT[logits.dtype], BLOCK, next_power_of_2(groups), next_power_of_2(pieces),
-        num_warps=_WARPS, enable_fp_fusion=False,
+        early, num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=early,
     )  # fmt: skip
     return out

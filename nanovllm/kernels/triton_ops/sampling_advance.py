@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton_ops._launch import launched_early
+
 _ROWS = 512
 
 
@@ -11,8 +13,10 @@ _ROWS = 512
 def _advance_kernel(
     tokens, ints, context_lens, block_table, last_tokens, host_tokens, count,
     n, stride, table_stride, columns, host_stride,
-    BLOCK_SIZE: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     # One program, since it counts the steps: another one might read the count after it was raised.
     step = tl.zeros([], tl.int64)
     if DEPTH:
@@ -59,8 +63,9 @@ def advance_rows(
         host_tokens = count = tokens
     else:
         depth, host_stride = len(host_tokens), host_tokens.stride(0)
+    early = launched_early(ints, len(tokens))
     _advance_kernel[(1,)](
         tokens, ints, context_lens, block_table, last_tokens, host_tokens, count,
         len(tokens), ints.stride(0), block_table.stride(0), block_table.shape[1], host_stride,
-        block_size, depth, _ROWS, num_warps=4,
+        block_size, depth, _ROWS, early, num_warps=4, launch_pdl=early,
     )  # fmt: skip

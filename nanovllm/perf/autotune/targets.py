@@ -274,7 +274,8 @@ def _builtin(tunable: Tunable, key: Named, arguments: Arguments, launch: Launch,
         return plan_prefill(key["group"], key["head_dim"], key["dtype"].itemsize, arguments["max_query_len"])
     (make,) = tunable.classes.values()
     named = {"rows": "ROWS", "block": "BLOCK", "heads": "HEADS"}
-    chosen = {field: launch.arguments[named[field]] for field in make.__dataclass_fields__ if field != "warps"}
+    # Kernels of one row a program have no ROWS.
+    chosen = {field: launch.arguments.get(named[field], 1) for field in make.__dataclass_fields__ if field != "warps"}
     return make(**chosen, warps=launch.options["num_warps"])
 
 

@@ -64,7 +64,7 @@ def compile_kernel(
 
     Args:
         kernel: the function.
-        arguments: every parameter: a `Pointer`, `Scalar` or `Descriptor`, a type such as "fp32", or the value of a constant.
+        arguments: every parameter that has no default: a `Pointer`, `Scalar` or `Descriptor`, a type such as "fp32", or the value of a constant.
         capability: the compute capability as a number: 90 for 9.0.
 
     Raises:
@@ -76,6 +76,7 @@ def compile_kernel(
     from triton.compiler import ASTSource
 
     names = [p.name for p in kernel.params]
+    arguments = {**{p.name: p.default for p in kernel.params if p.has_default}, **arguments}
     if set(names) != set(arguments):
         raise ValueError(f"arguments: expected {', '.join(names)}; differing: {sorted(set(names) ^ set(arguments))}")
     signature, constants, attributes = {}, {}, {}
