@@ -92,15 +92,15 @@ def plan_decode(
         tile = large_tile if cache_itemsize == 1 else small_tile
         return DecodePlan(pieces(3), tile, warps, stages=4, merge_registers=32, early=False)
     # Latency counts: every sequence is cut, into single tiles if it is short.
-    if num_seqs > 2 and group <= 16 and dim_pad <= 128:
-        # Programs of one warp, which waits for no other. Registers let eight run beside each other; where lengths do not divide
-        # evenly there are a few pieces more than asked for.
-        tile, stages = max(16, 8192 // bytes_per_token), 2 if rotate else 3
-        least = 1 if num_seqs <= 4 else 3  # a merge of more pieces takes longer than it saves
-        return DecodePlan(pieces(7.5), tile, 1, stages, merge_registers=64, early=rotate, least=least)
     if dim_pad > 128:
         return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=32, early=False)
-    return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=64, early=rotate)
+    if num_seqs > 4 and group <= 16:
+        # Programs of one warp, which waits for no other. Registers let eight run beside each other; where lengths do not divide
+        # evenly there are a few pieces more than asked for. A merge of more pieces than three tiles give takes longer than it saves.
+        tile, stages = max(16, 8192 // bytes_per_token), 2 if rotate and num_seqs > 8 else 3
+        return DecodePlan(pieces(7.5), tile, 1, stages, merge_registers=64, early=rotate, least=3)
+    programs, stages = (2, 3) if num_seqs <= 2 else (4, 2)
+    return DecodePlan(pieces(programs), small_tile, warps, stages, merge_registers=64, early=rotate)
 
 
 @dataclass(frozen=True)
