@@ -167,6 +167,26 @@ def test_no_spills_and_wide_accesses(cases, dtype, capability, tmp_path):
         assert wide(ptx, "ld") and wide(ptx, "st"), f"{name}: no 16-byte access"
 
 
+def small_cases(t):
+    for size in (1, 2, 3):
+        yield f"silu_and_mul of {size}", lambda n=size: ops.silu_and_mul(t(1, 2 * n))
+        yield f"gelu of {size}", lambda n=size: ops.fused_activation(t(1, n), "gelu_tanh")
+        for approximate in ("none", "tanh"):
+            yield f"fused_add_gelu of {size}", lambda n=size, a=approximate: ops.fused_add_gelu(t(1, n), t(n), a)
+        yield f"norms of {size}", lambda n=size: ops.layer_norm(ops.rms_norm(t(1, n), t(n), 1e-6), t(n), t(n), 1e-6)
+        for p in (0.0, 0.1):
+            yield (
+                f"chain of {size}, p={p}",
+                lambda n=size, p=p: ops.layernorm_residual_dropout_gelu(t(1, n), t(1, n), t(n), t(n), 1e-5, p, 3),
+            )
+
+
+def test_tiles_of_a_few_elements_compile():
+    """Arithmetic on pairs of elements must not need a pair."""
+    for name, kernel, args, options in launches_of(small_cases(tensors(torch.bfloat16))):
+        assert compiled(kernel, args, options, 90).asm["cubin"], name
+
+
 def dependent_cases(t):
     yield "rms_norm", True, lambda: ops.rms_norm(t(8, 1024), t(1024), 1e-6)
     yield "rms_norm of heads", True, lambda: ops.rms_norm(t(4, 8, 128), t(128), 1e-6)

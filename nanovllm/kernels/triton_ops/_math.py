@@ -89,7 +89,7 @@ else:
     @triton.jit
     def wide(x):
         """x as float32: two instructions for two bfloat16, where the compiler takes three."""
-        if x.dtype == tl.bfloat16:
+        if x.dtype == tl.bfloat16 and x.numel > 1:  # of a single element there are no two to pack
             return tl.inline_asm_elementwise(
                 "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
             )  # fmt: skip
@@ -99,7 +99,7 @@ else:
     @triton.jit
     def round2(x, dtype: tl.constexpr):
         """`rounded`, in three instructions for two bfloat16."""
-        if dtype == tl.bfloat16:
+        if dtype == tl.bfloat16 and x.numel > 1:
             return tl.inline_asm_elementwise(
                 "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
                 "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
