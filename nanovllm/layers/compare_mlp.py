@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from nanovllm.kernels import benchmark_kernel, unavailable_reason
+from nanovllm.kernels import all_ops, benchmark_kernel, unavailable_reason
 from nanovllm.kernels.declaration import TOLERANCE
 from nanovllm.layers.custom_mlp import CustomGatedMLP
 
@@ -31,13 +31,14 @@ def compare_mlp(
     if name not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{name}: expected bfloat16, float16 or float32", param_hint="--dtype")
     weights = getattr(torch, name)
-    priority = {"silu_and_mul": [kernels]} if kernels else None
+    priority = {name: [kernels] for name in ("silu_and_mul", "gated_mlp") if kernels in all_ops()[name].providers}
+    if kernels and not priority:
+        raise typer.BadParameter(f"{kernels}: no provider of silu_and_mul or gated_mlp", param_hint="--kernels")
     custom = CustomGatedMLP(hidden_size, intermediate_size, True, device, weights, priority)
     plain = CustomGatedMLP(hidden_size, intermediate_size, False, device, weights)
     plain.load_state_dict(custom.state_dict())
     table = Table(
-        "batch", f"plain us ({plain.providers['silu_and_mul']})", f"custom us ({custom.providers['silu_and_mul']})",
-        "speed-up", "largest difference", "equal within tolerance",
+        "batch", "plain us", "custom us", "custom, served by", "speed-up", "largest difference", "equal within tolerance",
         title=f"gated MLP {hidden_size} x {intermediate_size}, {name}, {where}",
     )  # fmt: skip
     same = plain.providers == custom.providers  # without a GPU, say: the times differ by chance
@@ -56,6 +57,7 @@ def compare_mlp(
             str(batch),
             f"{slow:.1f}",
             f"{fast:.1f}",
+            custom.served_by(x),
             "-" if same else f"{slow / fast:.2f}",
             f"{error:.2g}",
             "yes" if agrees else "NO",

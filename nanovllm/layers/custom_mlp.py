@@ -33,9 +33,13 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, tp, kernels)
         self._silu_and_mul = kernels.silu_and_mul
         self._add_rms_norm_gate_up = FusedOp("add_rms_norm_gate_up", kernels)
+        self._gated_mlp = FusedOp("gated_mlp", None if bias or tp.size > 1 else kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self._silu_and_mul(self.gate_up_proj(x)))
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if self._gated_mlp.takes(x, down.weight):
+            return self._gated_mlp(x, gate_up.weight, down.weight)
+        return down(self._silu_and_mul(gate_up(x)))
 
     def after_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
@@ -71,9 +75,14 @@ class CustomGatedMLP(GatedMLP):
         kernels = resolve_kernels(device, use_custom_kernels, kernel_priority)
         super().__init__(hidden_size, intermediate_size, kernels)
         self.to(device=device, dtype=dtype)
-        self.providers = {"silu_and_mul": kernels.providers["silu_and_mul"]}
+        self.providers = {name: kernels.providers[name] for name in ("gated_mlp", "silu_and_mul")}
         for projection in (self.gate_up_proj, self.down_proj):
             nn.init.kaiming_uniform_(projection.weight, a=5**0.5)
+
+    def served_by(self, x: torch.Tensor) -> str:
+        """The op, and its provider, that `forward` runs for x; "silu_and_mul: triton", say, between PyTorch's own products."""
+        name = "gated_mlp" if self._gated_mlp.takes(x, self.down_proj.weight) else "silu_and_mul"
+        return f"{name}: {self.providers[name]}"
 
 
 if __name__ == "__main__":

@@ -24,10 +24,50 @@ def test_values(device, custom):
 
 
 def test_kernels_are_chosen_as_for_an_engine():
-    assert CustomGatedMLP(8, 8, use_custom_kernels=False).providers == {"silu_and_mul": "native"}
-    assert CustomGatedMLP(8, 8, kernel_priority={"silu_and_mul": ["native"]}).providers == {"silu_and_mul": "native"}
+    native = {"gated_mlp": "native", "silu_and_mul": "native"}
+    assert CustomGatedMLP(8, 8, use_custom_kernels=False).providers == native
+    assert CustomGatedMLP(8, 8, kernel_priority={"silu_and_mul": ["native"]}).providers == native
     with pytest.raises(ValueError, match="'triton', which is not available for 'silu_and_mul'"):
         CustomGatedMLP(8, 8, device="cpu", kernel_priority={"silu_and_mul": ["triton"]})
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_a_kernel_for_the_whole_block_runs_in_the_layer(tmp_path, most):
+    """A plugin's, which is used up to as many tokens as it says, and not at all beside a provider that is named for a part."""
+    limit = f"whole.max_tokens = lambda down: {most}" if most else ""
+    plugin = tmp_path / f"whole_{most}.py"
+    plugin.write_text(f"""
+from nanovllm.kernels import all_ops
+op = all_ops()["gated_mlp"]
+seen = []
+def whole(x, gate_up, down, activation="silu"):
+    seen.append(len(x))
+    return op.native(x, gate_up, down, activation)
+{limit}
+op.provider("whole_{most}")(whole)
+""")
+    from nanovllm.kernels import all_ops, resolve_kernels
+    from nanovllm.layers.custom_mlp import GatedMLP
+
+    def mlp(priority=None):
+        made = GatedMLP(16, 24, resolve_kernels(torch.device("cpu"), priority=priority, plugins=[str(plugin)]))
+        for parameter in made.parameters():
+            parameter.data.normal_()
+        return made
+
+    providers = all_ops()["gated_mlp"].providers
+    try:
+        made = mlp()
+        seen = providers[f"whole_{most}"].fn.__globals__["seen"]
+        for rows in (4, 5):
+            x = torch.randn(rows, 16)
+            gate, up = F.linear(x, made.gate_up_proj.weight).chunk(2, -1)
+            torch.testing.assert_close(made(x), F.linear(F.silu(gate) * up, made.down_proj.weight))
+        assert seen == ([4] if most else [4, 5])
+        mlp({"silu_and_mul": ["native"]})(torch.randn(4, 16))
+        assert len(seen) == (1 if most else 2)
+    finally:
+        providers.pop(f"whole_{most}", None)
 
 
 def test_the_comparison_runs():

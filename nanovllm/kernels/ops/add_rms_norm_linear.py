@@ -102,7 +102,7 @@ def add_rms_norm_linear(
     ),
     cost=_gate_up_cost,
     tolerance=_TOLERANCE,
-    fuses=("add_rms_norm", "rms_norm", "silu_and_mul"),
+    fuses=("add_rms_norm", "rms_norm", "silu_and_mul", "gated_mlp"),
 )
 def add_rms_norm_gate_up(
     x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
