@@ -146,11 +146,13 @@ def load_tile(
     DIM_PAD: tl.constexpr,
     FP8: tl.constexpr,
     WHOLE: tl.constexpr,
+    FRESH: tl.constexpr = False,
 ):
     """A tile's keys and values, and which of its tokens are in [first_token, end_token): k, v [TILE, words], live [TILE].
 
-    `block` is the tile's, unless tiles straddle blocks. WHOLE: all tokens are live.
+    `block` is the tile's, unless tiles straddle blocks. WHOLE: all tokens are live. FRESH: past the first-level cache.
     """
+    CACHE: tl.constexpr = ".cg" if FRESH else ""
     WORDS: tl.constexpr = DIM_PAD // 2 if FP8 else DIM_PAD
     WORDS_USED: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
     offs_t = tl.arange(0, TILE)
@@ -163,18 +165,18 @@ def load_tile(
         k_tile = (k_ptr + base) + offsets
         v_tile = (v_ptr + base) + offsets
     else:
-        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0, cache_modifier=CACHE).to(tl.int64)
         rows = (blocks * stride_block + tokens % BLOCK_SIZE * stride_slot)[:, None] + offs_w[None, :]
         k_tile = k_ptr + rows
         v_tile = v_ptr + rows
     # Dead slots may hold NaN, and 0 * NaN is NaN: they are not read.
     if WHOLE and WORDS == WORDS_USED:
-        k = tl.load(k_tile)
-        v = tl.load(v_tile)
+        k = tl.load(k_tile, cache_modifier=CACHE)
+        v = tl.load(v_tile, cache_modifier=CACHE)
     else:
         mask = live[:, None] if WORDS == WORDS_USED else live[:, None] & (offs_w < WORDS_USED)[None, :]
-        k = tl.load(k_tile, mask=mask, other=0)
-        v = tl.load(v_tile, mask=mask, other=0)
+        k = tl.load(k_tile, mask=mask, other=0, cache_modifier=CACHE)
+        v = tl.load(v_tile, mask=mask, other=0, cache_modifier=CACHE)
     return k, v, live
 
 

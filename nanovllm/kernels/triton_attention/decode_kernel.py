@@ -71,20 +71,23 @@ def find_piece(
     WINDOW: tl.constexpr,
     SHARED: tl.constexpr,
     NEW: tl.constexpr,
+    FRESH: tl.constexpr,
 ):
-    """-> (seq, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
+    """-> (seq, its length, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
 
     No piece has more than `share` tiles, total / PIECES rounded up or LEAST, so there are fewer than num_seqs + PIECES of them.
-    The pieces of the sequences that are cut come first, since they are the largest.
+    The pieces of the sequences that are cut come first, since they are the largest. FRESH: lengths past the first-level cache.
     """
+    CACHE: tl.constexpr = ".cg" if FRESH else ""
     if SEQS_PAD == 1:
         shared = tl.load(shared_lens_ptr) if SHARED else 0
-        share = tl.maximum(tl.cdiv(planned_tiles(tl.load(lens_ptr), shared, NEW, TILE, WINDOW), PIECES), LEAST)
+        length = tl.load(lens_ptr, cache_modifier=CACHE)
+        share = tl.maximum(tl.cdiv(planned_tiles(length, shared, NEW, TILE, WINDOW), PIECES), LEAST)
         seq = 0
         first_piece = 0
     else:
         offs = tl.arange(0, SEQS_PAD)
-        lens = tl.load(lens_ptr + offs, mask=offs < num_seqs, other=0)
+        lens = tl.load(lens_ptr + offs, mask=offs < num_seqs, other=0, cache_modifier=CACHE)
         shared = 0
         if SHARED:
             shared = tl.load(shared_lens_ptr + offs, mask=offs < num_seqs, other=0)
@@ -99,7 +102,8 @@ def find_piece(
         found = tl.sum(tl.where(mine, (starts.to(tl.int64) << 32) | (offs + 1), 0), 0)
         seq = (found & 0xFFFFFFFF).to(tl.int32) - 1
         first_piece = (found >> 32).to(tl.int32)
-    return seq, first_piece, share
+        length = tl.sum(tl.where(offs == seq, lens, 0), 0)
+    return seq, length, first_piece, share
 
 
 @triton.jit
@@ -187,11 +191,12 @@ def decode_kernel(
     piece = tl.program_id(1)
     k_ptr += head * stride_head
     v_ptr += head * stride_head
-    seq, first_piece, share = find_piece(
-        piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, LEAST, SEQS_PAD, TILE, WINDOW, SHARED, NEW
+    # What is read before the wait comes from L2: the first-level cache may hold what was there before an earlier kernel wrote.
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    seq, length, first_piece, share = find_piece(
+        piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, LEAST, SEQS_PAD, TILE, WINDOW, SHARED, NEW, EARLY
     )
     if seq >= 0:
-        length = tl.load(lens_ptr + seq)
         first_token = 0
         if WINDOW > 0:
             first_token = tl.maximum(length - WINDOW, 0)
@@ -210,15 +215,15 @@ def decode_kernel(
             end_token = length - NEW
             position = tl.maximum(length - 1, 0)
             if ROTATE:
-                new_block = tl.load(table_ptr + position // BLOCK_SIZE)
+                new_block = tl.load(table_ptr + position // BLOCK_SIZE, cache_modifier=CACHE)
             loaded = None
             if EARLY:
                 # Tokens of earlier steps: they do not depend on the kernel before this one. A piece without tiles has no live one.
                 last = tl.maximum(end - 1, 0)
-                block = tl.load(table_ptr + last * TILE // BLOCK_SIZE)
+                block = tl.load(table_ptr + last * TILE // BLOCK_SIZE, cache_modifier=CACHE)
                 loaded = load_tile(
                     k_ptr, v_ptr, table_ptr, block, last, first_token, tl.where(begin < end, end_token, 0), stride_block,
-                    stride_slot, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, FP8, False,
+                    stride_slot, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, FP8, False, True,
                 )  # fmt: skip
                 end = last
                 if NORM:

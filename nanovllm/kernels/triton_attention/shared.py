@@ -93,13 +93,15 @@ def plan_rest(
     full_precision: bool,
     multiprocessors: int,
 ) -> DecodePlan:
-    """For the tokens behind the shared ones. Not measured yet. The arguments are those of `plan_decode`."""
+    """For the tokens behind the shared ones. The arguments are those of `plan_decode`."""
     plan = plan_decode(num_seqs, num_kv_heads, group, head_dim, cache_itemsize, full_precision, multiprocessors, False)
     if full_precision or cache_itemsize == 1:
         return plan
     # What a sequence has for itself is a few tiles, so that a program mostly starts and ends: half the tile lets twice the programs
     # run beside each other.
-    return replace(plan, tile=max(16, min(plan.tile, 16384 // (4 * next_power_of_2(head_dim)))))
+    tile = max(16, min(plan.tile, 16384 // (4 * next_power_of_2(head_dim))))
+    # Rows of 256 elements want the registers of all warps.
+    return replace(plan, tile=tile, warps=plan.warps // 2 if tile < plan.tile and head_dim <= 128 else plan.warps)
 
 
 def attention_decode_shared(
