@@ -247,8 +247,10 @@ def test_ctrl_c_writes_what_was_measured(model, tmp_path):
     command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu", "--workload", "tiny,bs128", "--repeat", "3",
                "--no-profile", "--json", str(tmp_path / "j.json")]  # fmt: skip
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # What starts these tests in the background may have turned interrupts off, for its children too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
     try:
         for line in process.stdout:
             if line.startswith("tiny ") and "nanovllm" in line:
