@@ -139,7 +139,8 @@ class ModelRunner:
         if logits is None:
             tested = self.device.type != "cuda" or self.config.enforce_eager or values_checked(self.device)
             return prefill if tested else None  # without graphs padding is but work
-        if not can_capture(kernels, "attention_prefill"):
+        asked = self.config.capture_prefill
+        if not can_capture(kernels, "attention_prefill", logging.WARNING if asked else logging.INFO):
             return None
         graphs = self.decoding.graphs
         try:
@@ -218,15 +219,15 @@ def shares_prefixes(kernels: Kernels) -> bool:
     )
 
 
-def can_capture(kernels: Kernels, name: str = "attention_decode") -> bool:
-    """Whether a CUDA graph can hold a step with this attention: not if the host plans it anew for every step."""
+def can_capture(kernels: Kernels, name: str = "attention_decode", level: int = logging.WARNING) -> bool:
+    """Whether a CUDA graph can hold a step with this attention: not if the host plans it anew for every step, which is logged."""
     provider = kernels.providers[name]
     capturable = getattr(all_ops()[name].providers[provider].fn, "capturable", True)
     if name == "attention_prefill" and provider == "native":
         capturable = False  # the reference reads the runs' lengths on the host
     if not capturable:
         steps = "decode steps" if name == "attention_decode" else "steps with prompts"
-        logger.warning("%s by %s cannot be captured: %s run without CUDA graphs", name, provider, steps)
+        logger.log(level, "%s by %s cannot be captured: %s run without CUDA graphs", name, provider, steps)
     return capturable
 
 
