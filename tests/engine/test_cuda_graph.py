@@ -55,6 +55,7 @@ def test_captured_steps_equal_eager_ones():
             "qwen3-0.6b",
             load_format="dummy",
             enforce_eager=enforce_eager,
+            capture_prefill=True,  # padded alike without graphs
             max_num_seqs=40,
             max_model_len=1024,
             num_kvcache_blocks=200,
