@@ -15,20 +15,17 @@ found for these.
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton_attention.attend import attend, attend_token, load_tile, token_score
 from nanovllm.kernels.triton_attention.common import (
-    INTERPRETED,
-    attend,
-    attend_token,
     load_queries,
-    load_tile,
     merge_partials,
     repeated,
     store_partial,
     store_rows,
-    token_score,
 )
 from nanovllm.kernels.triton_attention.rotate import cached_value, load_heads, rotate_heads, store_new_token
 from nanovllm.kernels.triton_attention.shared_kernel import shared_start
+from nanovllm.kernels.triton_ops._math import INTERPRETED
 from nanovllm.kernels.triton_ops.cache import quantised
 
 if INTERPRETED:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton_attention.common import soft_cap_scores
+from nanovllm.kernels.triton_attention.attend import soft_cap_scores
 
 
 @triton.jit

@@ -6,14 +6,14 @@ side by side, are dealt to the programs in equal stretches; a program takes its 
 many pieces as programs have a part of it. Everything follows from the groups alone, on the device, so that a captured graph
 replays with any groups and the same groups give the same bits.
 
-A piece leaves (sum of p v, maximum, sum of p) of each row in float32, as in `common`. The decode kernel, which comes behind it,
+A piece leaves (sum of p v, maximum, sum of p) of each row in float32, as in `attend.py`. The decode kernel, which comes behind it,
 merges a sequence's pieces in order, and goes on from there with the tokens that the sequence has for itself.
 """
 
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton_attention.common import attend
+from nanovllm.kernels.triton_attention.attend import attend
 from nanovllm.kernels.triton_attention.rotate import load_heads, rotate_heads, rotated_halves
 
 

@@ -36,7 +36,7 @@ WANTED_BLOCKS = 4
 _CONVERT_LANES = 64
 """Integer and conversion instructions a cycle of a multiprocessor (CUDA C++ Programming Guide, "Arithmetic Instructions")."""
 CONVERT = {"int4": 1.25, "int8": 1.0, "float8": 1.0}
-"""Instructions that unpack and scale one weight, two at a time as in `triton_attention.common.fp8_pair`. ASSUMED."""
+"""Instructions that unpack and scale one weight, two at a time as in `triton_attention.attend.fp8_pair`. ASSUMED."""
 _L2_SHARE = 0.8
 """Of the L2 cache, what operands that are read again can count on. ASSUMED."""
 
