@@ -20,6 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 import nanovllm.kernels.triton_ops as ops  # noqa: E402
 from nanovllm.kernels.ops.activation import silu_and_mul as native_silu_and_mul  # noqa: E402
+from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import dropout_counts  # noqa: E402
 from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import (  # noqa: E402
     layernorm_residual_dropout_gelu as native_chain,
 )
@@ -27,6 +28,7 @@ from nanovllm.kernels.ops.norm import add_rms_norm as native_add_rms_norm  # noq
 from nanovllm.kernels.ops.norm import rms_norm as native_rms_norm  # noqa: E402
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rope  # noqa: E402
 from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding  # noqa: E402
+from nanovllm.kernels.ops.sample import philox  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -243,18 +245,87 @@ def test_layernorm_chain_of_many_rows(many, dtype, p):
         assert torch.equal(y, ops.layernorm_residual_dropout_gelu(strided(x), strided(residual), *args))
 
 
-def test_dropout_drops_the_words_whose_uniform_is_below_p():
-    """Its threshold on words against the words' uniforms in float32."""
-    from nanovllm.kernels.triton_ops.layernorm_chain import _dropout_limit
+def kept_by_hand(rows, size, limit, seed):
+    """Which elements dropout keeps, from one counter after the other."""
+    zero, keep = torch.zeros(1, dtype=torch.int64), torch.empty(rows, size).bool()
+    key = torch.tensor([(seed + 2**63) % 2**64 - 2**63])
+    for row in range(rows):
+        for column in range(size):
+            words = philox(torch.tensor([column // 8]), torch.tensor([row]), zero, zero, key)
+            half = int(words[column % 8 // 2]) >> 16 * (column % 2)
+            keep[row, column] = half % 2**15 >= limit
+    return keep
 
-    def uniform(word):
-        return torch.tensor(word).float().clamp(0.5, 4294967040.0) * 2.0**-32
 
-    for p in (1e-10, 2e-10, 1e-3, 0.1, 0.3, 0.5, 0.9, 1 - 2**-24, 1.0):
-        limit = _dropout_limit(p)
-        assert limit == -1 or uniform(limit) < torch.tensor(p, dtype=torch.float32)
-        assert limit == 2**32 - 1 or uniform(limit + 1) >= torch.tensor(p, dtype=torch.float32)
-    assert _dropout_limit(0.0) == -1 and _dropout_limit(1.0) == 2**32 - 1
+def test_dropout_mask_of_the_reference():
+    for size, limit, seed in ((1, 16384, 0), (21, 13107, -5), (16, 30000, 2**63 + 11)):
+        x, one = torch.randn(3, size), torch.ones(size)
+        y = native_chain.native(x, x * 0 + 9, one, one, 1e-5, limit / 2**15, seed)
+        assert torch.equal(y != 0, kept_by_hand(3, size, limit, seed))
+
+
+# 0.984375 is above what is compared in pairs; 0.5 has a factor that bfloat16 holds; 0.96 is the first whose factor is split
+# inexactly; the last and the first leave and drop one in 32768.
+@pytest.mark.parametrize("p", [2**-15, 0.1, 0.5, 0.96, 0.984375, 1 - 2**-15], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dropout_mask_is_the_references(dtype, p, monkeypatch):
+    from nanovllm.kernels.triton_ops import layernorm_chain
+
+    few, many = (1, 7, 130), (512,)
+    if DEVICE == "cuda":
+        few, many = [(1, 2, 7, 8, 33, 130, 512, 1024, 1100, 1280, 4096, 5120, 20000)] * 2
+    for most_rows, sizes in ((1 << 30, few), (0, many)):
+        monkeypatch.setattr(layernorm_chain, "MANY_ROWS", most_rows)
+        for size in sizes:
+            rows = 300 if DEVICE == "cuda" else 3
+            x, weight = randn(rows, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+            residual = torch.full_like(x, 40)  # so that nothing but dropout gives 0
+            args = (weight, weight, 1e-5, p, size * 2**33 + 1)
+            got, native = ops.layernorm_residual_dropout_gelu(x, residual, *args), native_chain.native(x, residual, *args)
+            assert torch.equal(got != 0, native != 0)
+            close(got, native, dtype, slack=4)
+
+
+def test_dropout_keeps_the_expectation():
+    drops = {0.0: 0, 2**-17: 0, 2**-16: 0, 1.6e-5: 1, 0.1: 3277, 0.5: 16384, 1 - 2**-17: 32767, 1.0: 32768}
+    for p, expected in drops.items():
+        limit, factor = dropout_counts(p)
+        assert limit == expected and (limit == 2**15 or factor * (1 - limit / 2**15) == pytest.approx(1, rel=1e-15))
+    for p in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="^p: "):
+            dropout_counts(p)
+    x, weight = torch.full((64, 4096), 1.0), torch.zeros(4096)
+    for p in (0.1, 0.7):
+        y = native_chain.native(x, x + 8, weight, weight, 1e-5, p, 3)
+        limit, factor = dropout_counts(p)
+        assert ((y == 0) | (y == 9 * torch.tensor(factor))).all()
+        assert (y == 0).double().mean().item() == pytest.approx(p, abs=5 * (p * (1 - p) / y.numel()) ** 0.5)
+
+
+def test_float16_compares_random_bits_as_integers_do():
+    """What the kernel relies on where it compares two halves in one instruction."""
+    from nanovllm.kernels.triton_ops.layernorm_chain import _MOST_PACKED
+
+    halves = torch.arange(2**16)
+    numbers = halves.to(torch.int16).view(torch.float16).abs()
+    for limit in (1, 2, 1023, 1024, 3277, 16384, 31743, _MOST_PACKED):
+        bound = torch.tensor([limit], dtype=torch.int16).view(torch.float16)
+        assert torch.equal(~(numbers < bound), halves % 2**15 >= limit)
+
+
+def test_factors_split_in_two_bfloat16():
+    """Of every probability, all 128 significands: rounded twice as the kernel does, and once."""
+    from nanovllm.kernels.triton_ops.layernorm_chain import _split
+
+    scales = [2**15 / (2**15 - limit) for limit in range(1, 0x7C01, 7)]
+    high, low = torch.tensor([_split(s) for s in scales], dtype=torch.float64).unbind(-1)
+    v, factor = torch.arange(128, 256).double()[:, None], torch.tensor(scales)
+    assert torch.equal(high.bfloat16().double(), high) and (low >= 0).all() and (low <= high / 128).all()
+    once = (v.float() * factor).bfloat16()
+    twice = (v * high + (v * low.bfloat16().double()).bfloat16().double()).bfloat16()
+    different = once != twice
+    assert different.any(0).double().mean() < 0.2 and different.sum(0).max() <= 5
+    torch.testing.assert_close(twice, once, rtol=2**-7, atol=0)
 
 
 # -------------------------------------------------------------------------------------------------------- elementwise

@@ -167,6 +167,26 @@ def test_no_spills_and_wide_accesses(cases, dtype, capability, tmp_path):
         assert wide(ptx, "ld") and wide(ptx, "st"), f"{name}: no 16-byte access"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dropout_moves_nothing_between_threads(dtype):
+    """It has its random words where it needs them, and draws a counter (19 products) for eight elements."""
+    t = tensors(dtype)
+    for rows, size in ((64, 4096), (2048, 4096), (2048, 5120)):
+        found = []
+        for p in (0.0, 0.1):
+
+            def call(r=rows, n=size, p=p):
+                return ops.layernorm_residual_dropout_gelu(t(r, n), t(r, n), t(n), t(n), 1e-5, p, 3)
+
+            ((_, kernel, args, options),) = launches_of([("chain", call)])
+            ptx = compiled(kernel, args, options, 90).asm["ptx"]
+            found.append([len(re.findall(what, ptx)) for what in (r"\.shared", "shfl", "bar.sync", r"mul\.wide\.u32")])
+        (*moves, _), (*with_dropout, products) = found
+        assert moves == with_dropout, f"{rows}x{size}"
+        counters = size / (32 * options["num_warps"]) / (4 if dtype == torch.float32 else 8)
+        assert products <= 19 * counters + 4, f"{rows}x{size}: {products} products"
+
+
 def small_cases(t):
     for size in (1, 2, 3):
         yield f"silu_and_mul of {size}", lambda n=size: ops.silu_and_mul(t(1, 2 * n))

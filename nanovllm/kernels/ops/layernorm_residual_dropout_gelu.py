@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
-from nanovllm.kernels.ops.sample import philox, uniform
+from nanovllm.kernels.ops.sample import philox
 from nanovllm.kernels.registry import op
 
 
@@ -19,6 +19,25 @@ def _inputs(t, rows, size):
 
 def _cost(x, residual, weight, bias, **_):
     return Cost(nbytes(x, residual, weight, bias, x), 20 * x.numel())
+
+
+_STEPS = 1 << 15
+"""Dropout compares 15 random bits: probabilities are multiples of 2^-15."""
+
+
+def dropout_counts(p: float) -> tuple[int, float]:
+    """How many of 2^15 equally likely numbers, the lowest, drop an element, and what the others are multiplied by.
+
+    The number is p * 2^15 rounded to nearest, but only p = 1 drops all. The factor is the reciprocal of the probability of
+    being kept that results, so that dropout keeps the expectation exactly for every p < 1 (0 for p = 1).
+
+    Raises:
+        ValueError: p is outside [0, 1].
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"p: expected a probability in [0, 1], not {p}")
+    drops = _STEPS if p == 1 else min(round(p * _STEPS), _STEPS - 1)
+    return drops, _STEPS / (_STEPS - drops) if drops < _STEPS else 0.0
 
 
 @op(
@@ -47,9 +66,14 @@ def layernorm_residual_dropout_gelu(
 ) -> torch.Tensor:
     """gelu(dropout(layer_norm(x) + residual)).
 
-    Dropout zeroes an element with probability p and divides the others by 1 - p. Which ones depends on the seed and on
-    the element's place alone: column c of row r (of x seen as a matrix) stays if uniform(w) >= p, w being word c % 4 of
-    Philox4x32-10 under the key `seed` and the counter (c // 4, r, 0, 0). p = 0 draws nothing and changes nothing.
+    Dropout zeroes an element with probability q, p rounded to a multiple of 2^-15, and divides the others by 1 - q, so that
+    the expectation is exact for q. A p of at most 2^-16 rounds to 0: nothing is drawn and nothing changes. A p below 1 never
+    rounds to 1: q is then 1 - 2^-15 at most.
+
+    Which elements depends on the seed and on the element's place alone. Of column c of row r (of x seen as a matrix), let w
+    be word (c % 8) // 2 of Philox4x32-10 under the key `seed` and the counter (c // 8, r, 0, 0), and h the low half of w for
+    even c, the high half for odd c. The element stays if the low 15 bits of h are at least q * 2^15. So a counter serves
+    eight elements, 16 bytes of a 16-bit dtype, which a thread loads at once.
 
     Args:
         x, residual: [..., size], any float dtype; weight, bias: [size], same dtype.
@@ -65,15 +89,14 @@ def layernorm_residual_dropout_gelu(
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate: expected 'none' or 'tanh', not {approximate!r}")
-    if not 0 <= p <= 1:
-        raise ValueError(f"p: expected a probability in [0, 1], not {p}")
+    drops, factor = dropout_counts(p)
     y = F.layer_norm(x, x.shape[-1:], weight, bias, eps) + residual
-    if p > 0:
+    if drops:
         size = x.shape[-1]
-        rows, fours = (torch.arange(n, device=x.device) for n in (x.numel() // max(size, 1), -(-size // 4)))
+        rows, eights = (torch.arange(n, device=x.device) for n in (x.numel() // max(size, 1), -(-size // 8)))
         zero = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
         key = torch.full((1, 1), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=x.device)
-        words = torch.stack(philox(fours[None, :], rows[:, None] & 0xFFFFFFFF, zero, zero, key), -1)
-        keep = (uniform(words.flatten(1)[:, :size]) >= p).view(x.shape)
-        y = torch.where(keep, y * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+        words = torch.stack(philox(eights[None, :], rows[:, None] & 0xFFFFFFFF, zero, zero, key), -1)
+        bits = torch.stack((words, words >> 16), -1).flatten(1)[:, :size] & (_STEPS - 1)
+        y = torch.where((bits >= drops).view(x.shape), y * factor, 0.0)
     return F.gelu(y, approximate=approximate)

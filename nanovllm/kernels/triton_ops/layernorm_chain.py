@@ -1,29 +1,68 @@
 """gelu(dropout(layer_norm(x) + residual)) in one kernel: one read of x and residual, one write."""
 
 import struct
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import dropout_counts
 from nanovllm.kernels.triton_ops._launch import matrix_of, next_power_of_2, warps_for
-from nanovllm.kernels.triton_ops._math import activation, round2, rounded, to_dtype, wide
+from nanovllm.kernels.triton_ops._math import INTERPRETED, activation, round2, rounded, to_dtype, wide
 from nanovllm.kernels.triton_ops.activation import gelu_kind
-from nanovllm.kernels.triton_ops.philox import philox_words
+from nanovllm.kernels.triton_ops.philox import philox_halves
 from nanovllm.kernels.triton_ops.pieces import MANY_ROWS, load_pieces, pieces_of, warps_of_pieces
 
 _MAX_BLOCK = 32768
 _MOST_PIECES = 5
+_MOST_PACKED = 0x7C00  # infinity in float16
+
+
+@triton.jit
+def _kept(v, halves, limit):
+    """16-bit v where the low 15 bits of its random half are at least `limit`, else 0; limit is at most _MOST_PACKED.
+
+    In two instructions for two elements: without their signs, float16 numbers compare as their bits do, with NaN, which the
+    unordered comparison takes for larger, above infinity.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; abs.f16x2 t, $2; set.geu.u32.f16x2 t, t, $3; and.b32 $0, $1, t; }",
+        "=r,r,r,r", [v, halves, limit.to(tl.uint16)], dtype=v.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scaled(v, high, low, LOW: tl.constexpr):
+    """bfloat16 v * (high + low) in at most two instructions for two elements, where float32 takes seven.
+
+    high is a bfloat16; low is rounded to one, positive (so that infinity stays) if LOW, else 0. The product with low is rounded
+    too: for five probabilities in six that never changes the result, else it does for 1 to 5 of the 128 significands that v
+    may have, by one unit in the last place.
+    """
+    if LOW:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; mov.b32 t, 0x80008000; fma.rn.bf16x2 t, $1, $3, t; fma.rn.bf16x2 $0, $1, $2, t; }",
+            "=r,r,r,r", [v, high.to(v.dtype), low.to(v.dtype)], dtype=v.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; mov.b32 t, 0x80008000; fma.rn.bf16x2 $0, $1, $2, t; }",
+            "=r,r,r", [v, high.to(v.dtype)], dtype=v.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "limit"])
 def _chain_kernel(
-    x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, seed_low, seed_high,
-    DROPOUT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
+    x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, scale_low, seed_low, seed_high,
+    DROPOUT: tl.constexpr, PACKED: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """EVEN: PIECES * BLOCK = size. limit: dropout keeps where the random word, as uint32, is above it."""
+    """EVEN: PIECES * BLOCK = size. limit: dropout keeps where the low 15 bits of the random half are at least as large.
+
+    PACKED: of 16-bit elements two at a time; then, of bfloat16, scale + scale_low is the factor, as in `_scaled`.
+    """
     dtype: tl.constexpr = y.dtype.element_ty
+    VECTOR: tl.constexpr = 128 // dtype.primitive_bitwidth  # elements side by side in a thread
     index = tl.program_id(0)
     row = index.to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -45,31 +84,24 @@ def _chain_kernel(
     for i in tl.static_range(PIECES):
         place = i * BLOCK + col
         v = (wide(loaded[i]) - mean) * factor * wide(weights[i]) + wide(biases[i])
-        v = wide(to_dtype(rounded(v, dtype) + others[i].to(tl.float32), dtype))
+        v = to_dtype(rounded(v, dtype) + others[i].to(tl.float32), dtype)
         if DROPOUT:
-            words = philox_words(i * (BLOCK // 4), index, seed_low.to(tl.uint32), seed_high.to(tl.uint32), BLOCK)
-            v = tl.where(words > limit.to(tl.uint32), round2(v * scale, dtype), 0.0)
+            halves = philox_halves(
+                i * (BLOCK // 8), index, seed_low.to(tl.uint32), seed_high.to(tl.uint32), BLOCK, VECTOR
+            )
+            if PACKED and dtype == tl.bfloat16:
+                v = wide(_scaled(_kept(v, halves, limit), scale, scale_low, LOW))
+            elif PACKED:
+                v = round2(wide(_kept(v, halves, limit)) * scale, dtype)
+            else:
+                v = tl.where((halves & 0x7FFF).to(tl.int32) >= limit, round2(wide(v) * scale, dtype), 0.0)
+        else:
+            v = wide(v)
         v = to_dtype(activation(v, KIND, dtype), dtype)
         if EVEN:
             tl.store(y + row * size + place, v)
         else:
             tl.store(y + row * size + place, v, place < size)
-
-
-def _float32(x: float) -> float:
-    return struct.unpack("f", struct.pack("f", x))[0]
-
-
-@cache
-def _dropout_limit(p: float) -> int:
-    """The largest word w with `philox.uniform`(w) < p, or -1: uniform(w) >= p is w > limit, since uniform never falls."""
-    least = _float32(p)
-    low, high = -1, 2**32 - 1  # low drops, or is -1
-    while low < high:
-        middle = (low + high + 1) // 2
-        drops = min(max(_float32(middle), 0.5), 4294967040.0) * 2.0**-32 < least
-        low, high = (middle, high) if drops else (low, middle - 1)
-    return low
 
 
 def layernorm_residual_dropout_gelu(
@@ -88,10 +120,9 @@ def layernorm_residual_dropout_gelu(
         ValueError: p outside [0, 1], an unknown approximation, or rows of more than 32768 elements.
     """
     kind = gelu_kind(approximate)
-    if not 0 <= p <= 1:
-        raise ValueError(f"p: expected a probability in [0, 1], not {p}")
+    limit, scale = dropout_counts(p)
     size = x.shape[-1]
-    block = max(4, next_power_of_2(size))  # dropout draws four words at a time
+    block = max(8, next_power_of_2(size))  # a counter of dropout serves eight elements
     if block > _MAX_BLOCK:
         raise ValueError(f"x: expected rows of at most {_MAX_BLOCK} elements, not {size}")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -99,16 +130,37 @@ def layernorm_residual_dropout_gelu(
     residual, _, residual_stride = matrix_of(residual)
     if rows:
         pieces, warps = 1, warps_for(block, 8 if rows <= MANY_ROWS else 16)
-        cut = warps_of_pieces(size, _MOST_PIECES) if rows > MANY_ROWS else 0
+        cut = _warps(size, limit > 0) if rows > MANY_ROWS else 0
         if cut:
             pieces, warps = pieces_of(size, cut, _MOST_PIECES), cut
             block = size // pieces
-        limit = _dropout_limit(p)
+        packed = not INTERPRETED and x.element_size() == 2 and limit <= _MOST_PACKED
+        low = 0.0
+        if packed and x.dtype == torch.bfloat16:
+            scale, low = _split(scale)
         _chain_kernel[(rows,)](
-            x, residual, weight, bias, y, x_stride, residual_stride, size, eps, _signed(limit), 1.0 / (1.0 - p) if p < 1 else 0.0,
-            _signed(seed), _signed(seed >> 32), limit >= 0, kind, block, pieces, pieces * block == size, num_warps=warps,
+            x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, low,
+            _signed(seed), _signed(seed >> 32), limit > 0, packed, low > 0, kind, block, pieces,
+            pieces * block == size, num_warps=warps,
         )  # fmt: skip
     return y
+
+
+def _warps(size: int, dropout: bool) -> int:
+    """Warps with which a row is cut into pieces; 0: it is not.
+
+    With dropout instructions bind, and fewer threads spend fewer on reductions, addresses and Philox's keys.
+    """
+    if not dropout:
+        return warps_of_pieces(size, _MOST_PIECES)
+    return next((warps for warps in (1, 2, 4, 8) if pieces_of(size, warps, _MOST_PIECES)), 0)
+
+
+def _split(scale: float) -> tuple[float, float]:
+    """A factor of at least 1 as a bfloat16 that is not above it and the rest, which the kernel rounds to bfloat16."""
+    (bits,) = struct.unpack("I", struct.pack("f", scale))
+    (high,) = struct.unpack("f", struct.pack("I", bits & 0xFFFF0000))
+    return high, max(scale - high, 0.0)
 
 
 def _signed(word: int) -> int:
