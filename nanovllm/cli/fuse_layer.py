@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels, all_ops
-from nanovllm.models.decoder import SINGLE, AttentionMetadata, Decoder, LayerCache
+from nanovllm.models.decoder import SINGLE, AttentionMetadata, Decoder, LayerCache, ResidualStream
 from nanovllm.models.presets import preset
 from nanovllm.models.registry import model_class
 
@@ -50,7 +50,10 @@ class LayerOfTensors(nn.Module):
             context_lens=context_lens, max_context_len=self._max_context_len, cu_seqlens_q=cu_seqlens_q,
             max_query_len=0 if self._decode else tokens,
         )  # fmt: skip
-        return self.layer(x, residual, positions, LayerCache(k_cache, v_cache), metadata)
+        # With the reference of every op the next layer's norm is left to that layer.
+        cache, norm = LayerCache(k_cache, v_cache), self.layer.input_layernorm
+        stream = self.layer(ResidualStream(x, residual), positions, cache, metadata, norm)
+        return stream.x, stream.residual
 
 
 def reference_kernels() -> Kernels:

@@ -20,7 +20,7 @@ def warm_up(runner: ModelRunner) -> None:
     """Run small batches with runs of tokens, of every kind, so that kernels are compiled now and not while serving."""
     padding_block, device = runner.num_kvcache_blocks, runner.device
     # One-token and longer runs, alone and beside decodes, in numbers that kernels specialise on (1, 16) and others.
-    for num_decodes, runs in ((0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (0, (1024,))):
+    for num_decodes, runs in ((0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (5, (40,)), (0, (100,)), (0, (1024,))):
         num_tokens = num_decodes + sum(runs)
         if num_tokens > runner.max_num_batched_tokens or max(runs) > runner.max_model_len:
             continue

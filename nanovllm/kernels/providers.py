@@ -45,7 +45,7 @@ for _op in (
     _triton(_op)
 _triton(ops.layernorm_residual_dropout_gelu, accepts=_short_rows)
 # Chained by programmatic dependent launch where the GPU has it.
-for _op in (ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear):
+for _op in (ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear, ops.linear_add_rms_norm, ops.linear_silu_and_mul):
     # For small batches.
     _triton(_op, "triton_decode")
 _triton(ops.qk_norm_rope_attention, "triton_attention.decode", interpretable_dot)

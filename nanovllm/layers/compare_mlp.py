@@ -31,9 +31,9 @@ def compare_mlp(
     if name not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{name}: expected bfloat16, float16 or float32", param_hint="--dtype")
     weights = getattr(torch, name)
-    priority = {name: [kernels] for name in ("silu_and_mul", "gated_mlp") if kernels in all_ops()[name].providers}
+    priority = {name: [kernels] for name in ("silu_and_mul", "linear_silu_and_mul") if kernels in all_ops()[name].providers}
     if kernels and not priority:
-        raise typer.BadParameter(f"{kernels}: no provider of silu_and_mul or gated_mlp", param_hint="--kernels")
+        raise typer.BadParameter(f"{kernels}: no provider of silu_and_mul or linear_silu_and_mul", param_hint="--kernels")
     custom = CustomGatedMLP(hidden_size, intermediate_size, True, device, weights, priority)
     plain = CustomGatedMLP(hidden_size, intermediate_size, False, device, weights)
     plain.load_state_dict(custom.state_dict())

@@ -13,6 +13,7 @@ from nanovllm.layers.fused_op import FusedOp
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.layers.residual_stream import ResidualStream
 
 
 class GatedMLP(nn.Module):
@@ -28,29 +29,32 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up_proj = ColumnParallelLinear(
-            hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias, tp
+            hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias, tp, kernels
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, tp, kernels)
         self._silu_and_mul = kernels.silu_and_mul
-        self._add_rms_norm_gate_up = FusedOp("add_rms_norm_gate_up", kernels)
-        self._gated_mlp = FusedOp("gated_mlp", None if bias or tp.size > 1 else kernels)
+        # The fused ops have no bias.
+        self._linear_silu_and_mul = FusedOp("linear_silu_and_mul", None if bias else kernels)
+        self._add_rms_norm_gate_up = FusedOp("add_rms_norm_gate_up", None if bias else kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up, down = self.gate_up_proj, self.down_proj
-        if self._gated_mlp.takes(x, down.weight):
-            return self._gated_mlp(x, gate_up.weight, down.weight)
-        return down(self._silu_and_mul(gate_up(x)))
+        return self.down_proj(self._gate_up(x))
 
-    def after_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this block of norm(x + residual), x + residual); the norm and the first half in one op for a small batch."""
-        gate_up = self.gate_up_proj
-        if gate_up.bias is None and self._add_rms_norm_gate_up.takes(x, gate_up.weight):
-            x, residual = self._add_rms_norm_gate_up(x, residual, norm.weight, norm.eps, gate_up.weight)
-            return self.down_proj(x), residual
-        x, residual = norm.add(x, residual)
-        return self(x), residual
+    def _gate_up(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate(x)) * up(x)."""
+        if self._linear_silu_and_mul.takes(x, self.gate_up_proj.weight):
+            return self._linear_silu_and_mul(x, self.gate_up_proj.weight)
+        return self._silu_and_mul(self.gate_up_proj(x))
+
+    def between_norms(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> ResidualStream:
+        """This block of norm(x + residual), for one that begins with `next_norm`; a norm goes with a product if the batch is small."""
+        weight = self.gate_up_proj.weight
+        if not stream.normed and self._add_rms_norm_gate_up.takes(stream.x, weight):
+            x, residual = self._add_rms_norm_gate_up(stream.x, stream.residual, norm.weight, norm.eps, weight)
+        else:
+            x, residual = norm.of(stream)
+            x = self._gate_up(x)
+        return self.down_proj.before_norm(x, residual, next_norm)
 
 
 class CustomGatedMLP(GatedMLP):
@@ -75,13 +79,13 @@ class CustomGatedMLP(GatedMLP):
         kernels = resolve_kernels(device, use_custom_kernels, kernel_priority)
         super().__init__(hidden_size, intermediate_size, kernels)
         self.to(device=device, dtype=dtype)
-        self.providers = {name: kernels.providers[name] for name in ("gated_mlp", "silu_and_mul")}
+        self.providers = {name: kernels.providers[name] for name in ("linear_silu_and_mul", "silu_and_mul")}
         for projection in (self.gate_up_proj, self.down_proj):
             nn.init.kaiming_uniform_(projection.weight, a=5**0.5)
 
     def served_by(self, x: torch.Tensor) -> str:
-        """The op, and its provider, that `forward` runs for x; "silu_and_mul: triton", say, between PyTorch's own products."""
-        name = "gated_mlp" if self._gated_mlp.takes(x, self.down_proj.weight) else "silu_and_mul"
+        """The op, and its provider, that computes silu(gate(x)) * up(x): "silu_and_mul: triton", say, behind PyTorch's product."""
+        name = "linear_silu_and_mul" if self._linear_silu_and_mul.takes(x, self.gate_up_proj.weight) else "silu_and_mul"
         return f"{name}: {self.providers[name]}"
 
 

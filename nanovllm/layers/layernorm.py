@@ -5,6 +5,7 @@ import torch.nn as nn
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.linear import ShardedParameters
+from nanovllm.layers.residual_stream import ResidualStream
 
 
 class RMSNorm(ShardedParameters):
@@ -20,8 +21,11 @@ class RMSNorm(ShardedParameters):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); without a residual yet, (norm(x), x)."""
+    def of(self, stream: ResidualStream) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual); without a residual yet, (norm(x), x). Nothing is left to do if it is normed."""
+        x, residual, normed = stream
+        if normed:
+            return x, residual
         if residual is None:
             return self._rms_norm(x, self.weight, self.eps), x
         return self._add_rms_norm(x, residual, self.weight, self.eps)

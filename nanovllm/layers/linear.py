@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from nanovllm.kernels import Kernels
 from nanovllm.layers.fused_op import FusedOp
 from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.layers.residual_stream import ResidualStream
 
 if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
@@ -40,7 +41,7 @@ class ColumnParallelLinear(ShardedParameters):
     Args:
         in_features: size of x's last dimension.
         out_features: total output features of each shard, by shard name.
-        kernels: needed for `after_norm` only.
+        kernels: None: PyTorch's product.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ColumnParallelLinear(ShardedParameters):
     ) -> None:
         super().__init__()
         self.tp = tp
+        self._linear = FusedOp("linear", kernels)
         self._add_rms_norm_linear = FusedOp("add_rms_norm_linear", kernels)
         self.shards = tuple(out_features)
         self.full_sizes = dict(out_features)
@@ -67,15 +69,15 @@ class ColumnParallelLinear(ShardedParameters):
         return self.tp.rank * self.sizes[shard]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        linear = self._linear if self._linear.takes(x, self.weight) else F.linear
+        return linear(x, self.weight, self.bias)
 
-    def after_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_norm(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """(this layer of norm(x + residual), x + residual); one op where the batch is small."""
-        if self._add_rms_norm_linear.takes(x, self.weight):
+        x, residual, normed = stream
+        if not normed and self._add_rms_norm_linear.takes(x, self.weight):
             return self._add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
-        x, residual = norm.add(x, residual)
+        x, residual = norm.of(stream)
         return ColumnParallelLinear.forward(self, x), residual
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
@@ -128,10 +130,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         return self._heads(super().forward(x))
 
     def after_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+        self, stream: ResidualStream, norm: RMSNorm
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """((q, k, v) of norm(x + residual), x + residual); one op where the batch is small."""
-        qkv, residual = super().after_norm(x, residual, norm)
+        qkv, residual = super().after_norm(stream, norm)
         return self._heads(qkv), residual
 
     def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,6 +155,8 @@ class RowParallelLinear(ShardedParameters):
         super().__init__()
         self.tp = tp
         self._linear = FusedOp("linear", kernels)
+        # A norm needs the sum over the group.
+        self._linear_add_rms_norm = FusedOp("linear_add_rms_norm", kernels if tp.size == 1 else None)
         self.full_in = in_features
         self.weight = nn.Parameter(
             torch.empty(out_features, tp.divide(in_features, "input features")), requires_grad=False
@@ -163,6 +167,13 @@ class RowParallelLinear(ShardedParameters):
         # The bias is added once, not once a rank.
         linear = self._linear if self._linear.takes(x, self.weight) else F.linear
         return self.tp.all_reduce(linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
+
+    def before_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> ResidualStream:
+        """This layer of x, for a block that begins with `norm` of its sum with the residual; all in one op where the batch is small."""
+        if self._linear_add_rms_norm.takes(x, self.weight):
+            done = self._linear_add_rms_norm(x, self.weight, residual, norm.weight, norm.eps, self.bias)
+            return ResidualStream(*done, normed=True)
+        return ResidualStream(self(x), residual)
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.weight.shape[0], self.full_in) if name == "weight" else tuple(self.bias.shape)

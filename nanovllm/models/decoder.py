@@ -15,6 +15,7 @@ from nanovllm.layers.embed_head import LMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
@@ -37,25 +38,25 @@ class DecoderAttention(nn.Module):
         self._rotary = rotary
         self._attention = Attention(c.head_dim**-0.5, kernels)
 
-    def after_norm(
+    def between_norms(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
+        stream: ResidualStream,
         norm: RMSNorm,
         positions: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this block of norm(x + residual), x + residual)."""
-        (q, k, v), residual = self.qkv_proj.after_norm(x, residual, norm)
+        next_norm: RMSNorm,
+    ) -> ResidualStream:
+        """This block of norm(x + residual), for one that begins with `next_norm`."""
+        (q, k, v), residual = self.qkv_proj.after_norm(stream, norm)
         out = self._attention.of_projection(
             positions, q, k, v, self._rotary, self.q_norm, self.k_norm, cache, metadata
         )
-        return self.o_proj(out.flatten(1)), residual
+        return self.o_proj.before_norm(out.flatten(1), residual, next_norm)
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); each sum and norm is fused into the block that follows it."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); each sum and norm is fused into what comes before or after it."""
 
     def __init__(
         self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool
@@ -68,15 +69,16 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
+        stream: ResidualStream,
         positions: torch.Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this block's output, the residual stream it is still to be added to)."""
-        x, residual = self.self_attn.after_norm(x, residual, self.input_layernorm, positions, cache, metadata)
-        return self.mlp.after_norm(x, residual, self.post_attention_layernorm)
+        next_norm: RMSNorm,
+    ) -> ResidualStream:
+        """next_norm: what the next layer begins with."""
+        norm = self.post_attention_layernorm
+        stream = self.self_attn.between_norms(stream, self.input_layernorm, positions, cache, metadata, norm)
+        return self.mlp.between_norms(stream, norm, next_norm)
 
 
 class Decoder(nn.Module):
@@ -100,10 +102,11 @@ class Decoder(nn.Module):
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        x, residual = self.embed_tokens(token_ids), None
-        for layer, cache in zip(self.layers, caches):
-            x, residual = layer(x, residual, positions, cache, metadata)
-        return self.norm.add(x, residual)[0]
+        stream = ResidualStream(self.embed_tokens(token_ids))
+        next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for layer, cache, next_norm in zip(self.layers, caches, next_norms):
+            stream = layer(stream, positions, cache, metadata, next_norm)
+        return self.norm.of(stream)[0]
 
 
 class DecoderForCausalLM(nn.Module):

@@ -153,7 +153,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def expected(directory):
-    return generate(make(directory, async_scheduling=False), prompts_of(LENGTHS), GREEDY)[0]
+    return generate(make(directory, async_scheduling=False, capture_prefill=False), prompts_of(LENGTHS), GREEDY)[0]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_captured_steps_give_the_same_tokens(directory, small_sizes, monkeypatch
         SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=8 + 2 * i, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    want = generate(make(directory, async_scheduling=False), prompts, params)[0]
+    want = generate(make(directory, async_scheduling=False, capture_prefill=False), prompts, params)[0]
     llm = make(directory, capture_prefill=True, async_scheduling=asynchronous)
     replayed = pretend_to_capture(llm, monkeypatch) if DEVICE == "cpu" else None
     got, steps = generate(llm, prompts, params)
@@ -254,8 +254,13 @@ def test_captured_steps_give_the_same_tokens(directory, small_sizes, monkeypatch
         assert replayed == [bucket for *_, bucket in steps if bucket is not None] and len(set(replayed)) > 2
 
 
-def test_off_by_default(directory):
-    assert make(directory).engine.runner.prefill is None
+def test_by_default_steps_with_prompts_are_captured_where_decode_steps_are(directory):
+    """On a GPU, that is; without graphs they are not padded either."""
+    runner = make(directory).engine.runner
+    assert (runner.prefill is not None) == (runner.decoding.graphs is not None) == (DEVICE == "cuda")
+    assert runner.prefill is None or len(runner.prefill) == len(runner.prefill.buckets)
+    for off in (dict(enforce_eager=True), dict(capture_prefill=False)):
+        assert make(directory, **off).engine.runner.prefill is None
 
 
 @pytest.mark.parametrize("provider, fails", [("triton", True), ("native", False)])

@@ -24,27 +24,28 @@ def test_values(device, custom):
 
 
 def test_kernels_are_chosen_as_for_an_engine():
-    native = {"gated_mlp": "native", "silu_and_mul": "native"}
+    native = {"linear_silu_and_mul": "native", "silu_and_mul": "native"}
     assert CustomGatedMLP(8, 8, use_custom_kernels=False).providers == native
     assert CustomGatedMLP(8, 8, kernel_priority={"silu_and_mul": ["native"]}).providers == native
     with pytest.raises(ValueError, match="'triton', which is not available for 'silu_and_mul'"):
         CustomGatedMLP(8, 8, device="cpu", kernel_priority={"silu_and_mul": ["triton"]})
 
 
-@pytest.mark.parametrize("most", [None, 4])
-def test_a_kernel_for_the_whole_block_runs_in_the_layer(tmp_path, most):
-    """A plugin's, which is used up to as many tokens as it says, and not at all beside a provider that is named for a part."""
-    limit = f"whole.max_tokens = lambda down: {most}" if most else ""
-    plugin = tmp_path / f"whole_{most}.py"
+@pytest.mark.parametrize("range_", [None, "range(2, 5)"])
+def test_a_kernel_of_the_first_half_runs_in_the_layer(tmp_path, range_):
+    """A plugin's, which is used for the numbers of tokens that it says, and not at all beside a provider named for a part."""
+    name = f"half_{range_ is not None}"
+    said = f"half.num_tokens = lambda weight: {range_} if weight.shape == (48, 16) else None" if range_ else ""
+    plugin = tmp_path / f"{name}.py"
     plugin.write_text(f"""
 from nanovllm.kernels import all_ops
-op = all_ops()["gated_mlp"]
+op = all_ops()["linear_silu_and_mul"]
 seen = []
-def whole(x, gate_up, down, activation="silu"):
+def half(x, weight):
     seen.append(len(x))
-    return op.native(x, gate_up, down, activation)
-{limit}
-op.provider("whole_{most}")(whole)
+    return op.native(x, weight)
+{said}
+op.provider("{name}")(half)
 """)
     from nanovllm.kernels import all_ops, resolve_kernels
     from nanovllm.layers.custom_mlp import GatedMLP
@@ -55,19 +56,30 @@ op.provider("whole_{most}")(whole)
             parameter.data.normal_()
         return made
 
-    providers = all_ops()["gated_mlp"].providers
+    providers = all_ops()["linear_silu_and_mul"].providers
     try:
         made = mlp()
-        seen = providers[f"whole_{most}"].fn.__globals__["seen"]
-        for rows in (4, 5):
+        seen = providers[name].fn.__globals__["seen"]
+        for rows in (1, 2, 4, 5):
             x = torch.randn(rows, 16)
             gate, up = F.linear(x, made.gate_up_proj.weight).chunk(2, -1)
             torch.testing.assert_close(made(x), F.linear(F.silu(gate) * up, made.down_proj.weight))
-        assert seen == ([4] if most else [4, 5])
+        expected = [2, 4] if range_ else [1, 2, 4, 5]
+        assert seen == expected
         mlp({"silu_and_mul": ["native"]})(torch.randn(4, 16))
-        assert len(seen) == (1 if most else 2)
+        assert seen == expected
     finally:
-        providers.pop(f"whole_{most}", None)
+        providers.pop(name, None)
+
+
+def test_what_serves_a_batch_is_said(monkeypatch):
+    mlp = CustomGatedMLP(8, 8, use_custom_kernels=False)
+    assert mlp.served_by(torch.randn(3, 8)) == "silu_and_mul: native"
+    monkeypatch.setattr(mlp._linear_silu_and_mul, "used", True)
+    monkeypatch.setattr(mlp._linear_silu_and_mul, "_num_tokens", lambda weight: range(2, 4))
+    monkeypatch.setitem(mlp.providers, "linear_silu_and_mul", "mine")
+    served = [mlp.served_by(torch.randn(rows, 8)) for rows in (1, 2, 3, 4)]
+    assert served == ["silu_and_mul: native", *["linear_silu_and_mul: mine"] * 2, "silu_and_mul: native"]
 
 
 def test_the_comparison_runs():

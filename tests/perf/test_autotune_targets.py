@@ -38,7 +38,8 @@ def test_every_tunable_has_a_target_and_a_space():
     for name, t in TARGETS.items():
         for device in (H200, A100):
             found, _ = jobs(t, None, BF16, device)
-            assert found, name
+            # All that it declares for benchmarks has a kernel of its own on Hopper, which chooses nothing.
+            assert found or (name, device) == ("linear", H200), name
             reached |= {job.tunable.name for job in found}
     assert reached == set(tunables.ALL)
 
@@ -85,6 +86,13 @@ def test_what_chooses_nothing_is_said():
     assert not found and remarks == ["linear_bias_act 4x64x64 float32: its kernel chooses nothing for such a call"]
     found, remarks = jobs(target("linear"), [(64, 1024, 1024)], BF16, H200)
     assert not found and "chooses nothing" in remarks[0]
+    few = [(1, 1024, 2048), (8, 1024, 2048), (8, 1024, 100), (1, 40000, 1024)]  # on Hopper the first two choose nothing
+    for device, skipped in ((H200, 2), (A100, 0)):
+        found, remarks = jobs(target("linear"), few, BF16, device)
+        assert [tuple(job.named[k] for k in ("tokens", "outputs", "size")) for job in found] == few[skipped:]
+        assert len(remarks) == skipped and all("chooses nothing" in r for r in remarks)
+        assert len(jobs(target("add_rms_norm_linear"), few, BF16, device)[0]) == len(few)
+    assert len(jobs(target("linear"), few[:1], torch.float32, H200)[0]) == 1
     with pytest.raises(ValueError, match="store_kvcache: its kernels choose nothing that can be tuned"):
         target("store_kvcache")
     with pytest.raises(ValueError, match="unknown op 'rms_nrom'; did you mean 'rms_norm'"):
@@ -175,7 +183,7 @@ def test_a_plan_that_does_not_compile_is_left_out_with_the_compilers_words(monke
 
 @pytest.mark.parametrize(
     "op, shape",
-    [("add_rms_norm", (8, 256)), ("silu_and_mul", (8, 256)), ("qk_norm_rope_store", (4, 4, 2, 64)), ("linear", (2, 64, 128)),
+    [("add_rms_norm", (8, 256)), ("silu_and_mul", (8, 256)), ("qk_norm_rope_store", (4, 4, 2, 64)), ("linear", (2, 64, 136)),
      ("attention_decode", (2, 40, 40, 4, 2, 64, 32)), ("gated_mlp", (32, 64, 64))],
 )  # fmt: skip
 def test_launches_of_every_kind_compile_without_a_gpu(op, shape):

@@ -162,11 +162,12 @@ def test_the_ops_that_we_have_are_the_ones_that_a_decode_step_wants():
     layer, kwargs, known = decoder_layer("qwen3-0.6b", 1, 1024)
     one = FusionAnalyzer(layer, (), kwargs, known=known).report()
     assert [r.served for r in one.rows if r.served != "linear"] == [
-        "add_rms_norm_linear", "qk_norm_rope_store", "attention_decode", "linear (1 of 2 kernels)", "add_rms_norm_gate_up",
+        "add_rms_norm_linear", "qk_norm_rope_store", "attention_decode",
+        "linear (1 of 2 kernels); part of linear_add_rms_norm", "add_rms_norm_gate_up",
     ]  # fmt: skip
     layer, kwargs, known = decoder_layer("qwen3-0.6b", 64, 1024)
     many = FusionAnalyzer(layer, (), kwargs, known=known).report()
-    assert {"add_rms_norm", "qk_norm_rope_store", "silu_and_mul + linear"} <= {r.served for r in many.rows}
+    assert {"add_rms_norm", "qk_norm_rope_store", "linear_silu_and_mul"} <= {r.served for r in many.rows}
     assert any("every tile repeats" in d.reason for d in many.decisions if not d.made)
     # Attention's traffic is that of the keys and values: 64 sequences of 1024 tokens, 8 heads of 128.
     (attention,) = [r for r in many.rows if r.served == "attention_decode"]

@@ -82,6 +82,14 @@ def test_other_spellings():
     assert "silu_and_mul" in whole(lambda g: (lambda a, b: (a * torch.sigmoid(a)) * b)(*g.split(8, -1)), X)
     assert "linear" in whole(lambda x, w, b: F.linear(x, w, b), X, torch.randn(3, 16), torch.randn(3))
     assert "linear_bias_act" in whole(lambda x, w: F.relu(F.linear(x, w)), X, torch.randn(3, 16))
+    product, bias = torch.randn(24, 16), torch.randn(24)
+    assert "linear_silu_and_mul" in whole(
+        lambda x, w: (lambda g: g[:, 12:] * F.silu(g[:, :12]))(F.linear(x, w)), X, product
+    )
+    for given in (None, bias[:16]):
+        fn = lambda x, r, w, n, b=given: (lambda s: (norm(s, n), s))(r + F.linear(x, w, b))  # noqa: E731
+        (m,) = [m for m in find(build(fn, (X, R, product[:16], W))) if m.op == "linear_add_rms_norm"]
+        assert (m.arguments.get("bias") is None) == (given is None)
     # More dimensions in front are more rows.
     assert whole(norm, torch.randn(2, 3, 16), W) == {"rms_norm"}
 

@@ -13,7 +13,9 @@ from nanovllm.kernels.ops.gelu_and_mul import gelu_and_mul
 from nanovllm.kernels.ops.layer_norm import layer_norm
 from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import layernorm_residual_dropout_gelu
 from nanovllm.kernels.ops.linear import linear
+from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
 from nanovllm.kernels.ops.linear_bias_act import linear_bias_act
+from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
 from nanovllm.kernels.ops.qk_norm_rope_attention import qk_norm_rope_attention
@@ -39,7 +41,9 @@ __all__ = [
     "layer_norm",
     "layernorm_residual_dropout_gelu",
     "linear",
+    "linear_add_rms_norm",
     "linear_bias_act",
+    "linear_silu_and_mul",
     "qk_norm_rope",
     "qk_norm_rope_store",
     "qk_norm_rope_attention",

@@ -67,7 +67,7 @@ def _normed(
     ),
     cost=_cost,
     tolerance=_TOLERANCE,
-    fuses=("add_rms_norm", "rms_norm"),
+    fuses=("add_rms_norm", "rms_norm", "linear"),
 )  # fmt: skip
 def add_rms_norm_linear(
     x: torch.Tensor,
@@ -102,7 +102,7 @@ def add_rms_norm_linear(
     ),
     cost=_gate_up_cost,
     tolerance=_TOLERANCE,
-    fuses=("add_rms_norm", "rms_norm", "silu_and_mul", "gated_mlp"),
+    fuses=("add_rms_norm", "rms_norm", "silu_and_mul", "linear", "linear_silu_and_mul"),
 )
 def add_rms_norm_gate_up(
     x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor

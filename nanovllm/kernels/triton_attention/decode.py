@@ -24,7 +24,7 @@ from nanovllm.kernels.triton_attention.common import (
     padded_count,
 )
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
-from nanovllm.kernels.triton_decode.plan import MAX_TOKENS
+from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
 
@@ -94,13 +94,18 @@ def plan_decode(
     # Latency counts: every sequence is cut, into single tiles if it is short.
     if dim_pad > 128:
         return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=32, early=False)
-    if num_seqs > 4 and group <= 16:
-        # Programs of one warp, which waits for no other. Registers let eight run beside each other; where lengths do not divide
-        # evenly there are a few pieces more than asked for. A merge of more pieces than three tiles give takes longer than it saves.
-        tile, stages = max(16, 8192 // bytes_per_token), 2 if rotate and num_seqs > 8 else 3
-        return DecodePlan(pieces(7.5), tile, 1, stages, merge_registers=64, early=rotate, least=3)
-    programs, stages = (2, 3) if num_seqs <= 2 else (4, 2)
-    return DecodePlan(pieces(programs), small_tile, warps, stages, merge_registers=64, early=rotate)
+    if num_seqs <= 2 or group > 16:
+        return DecodePlan(pieces(num_seqs), small_tile, warps, stages=3, merge_registers=64, early=rotate)
+    if pairs >= 3 * multiprocessors:
+        return DecodePlan(pieces(3), small_tile, warps, stages=3, merge_registers=64, early=False, least=2)
+    if num_seqs > 8:
+        return DecodePlan(pieces(4 if num_seqs <= 16 else 3), large_tile, 2, stages=2, merge_registers=64, early=rotate, least=2)
+    # Programs of one warp, which waits for no other. Registers let eight run beside each other; where lengths do not divide
+    # evenly there are a few pieces more than asked for. A merge of more pieces than three tiles give takes longer than it saves.
+    tile = max(16, 8192 // bytes_per_token)
+    if num_seqs <= 4:
+        return DecodePlan(pieces(4), tile, 1, stages=2, merge_registers=64, early=rotate, least=2)
+    return DecodePlan(pieces(7.5), tile, 1, stages=3, merge_registers=64, early=rotate, least=3)
 
 
 @dataclass(frozen=True)

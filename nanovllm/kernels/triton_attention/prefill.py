@@ -149,36 +149,13 @@ def _suits_hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor)
     return steps % 8 == 0 and addresses % 16 == 0
 
 
-@dataclass(frozen=True)
-class _Address:
-    """What a descriptor asks of a tensor, without the tensor, whose memory a kept descriptor would hold on to."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-# The caches of every layer, and some queries: a launch has three, and Triton checks a new one for 3 us.
-@functools.lru_cache(maxsize=1024)
-def _descriptor(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> Any:
-    """For the copy engine: boxes of a tensor, in shared memory as tensor cores read them."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), list(box), layout)
-
-
 @functools.cache
-def _hopper_kernel() -> Any:
-    """Imported where it can run: Gluon is not in every Triton."""
+def _hopper() -> tuple[Any, Any]:
+    """(the kernel, `descriptor`), imported where they can run: Gluon is not in every Triton."""
     from nanovllm.kernels.triton_attention.prefill_hopper import prefill_hopper_kernel
+    from nanovllm.kernels.triton_ops._gluon import descriptor
 
-    return prefill_hopper_kernel
+    return prefill_hopper_kernel, descriptor
 
 
 def _launch_hopper(
@@ -188,16 +165,17 @@ def _launch_hopper(
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     num_seqs = context_lens.shape[0]
     dim_pad = max(64, next_power_of_2(head_dim))
-    queries = _descriptor(q.data_ptr(), q.dtype, q.shape, q.stride(), (64 // plan.pack, plan.pack, dim_pad))
+    kernel, descriptor = _hopper()
+    queries = descriptor(q.data_ptr(), q.dtype, q.shape, q.stride(), (64 // plan.pack, plan.pack, dim_pad))
     slots, strides = (num_blocks * block_size, num_kv_heads, head_dim), k_cache.stride()[1:]
     box = min(block_size, plan.tile), 1, 64
-    keys = _descriptor(k_cache.data_ptr(), k_cache.dtype, slots, strides, box)
-    values = _descriptor(v_cache.data_ptr(), v_cache.dtype, slots, strides, box)
+    keys = descriptor(k_cache.data_ptr(), k_cache.dtype, slots, strides, box)
+    values = descriptor(v_cache.data_ptr(), v_cache.dtype, slots, strides, box)
     # Sequence s may need a tile more than its share of the tokens.
     items_per_head = num_tokens // (128 // plan.pack) + num_seqs
     num_items = items_per_head * (num_heads // plan.pack)
     programs = min(num_items, plan.programs or num_multiprocessors(q.device))
-    _hopper_kernel()[(programs,)](
+    kernel[(programs,)](
         out,
         queries,
         keys,

@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nanovllm.kernels.triton_attention.prefill_hopper_load import produce, tile_range, warps_barrier
+from nanovllm.kernels.triton_attention.prefill_hopper_load import produce, tile_range
+from nanovllm.kernels.triton_ops._gluon import warps_barrier
 
 
 @gluon.jit

@@ -2,12 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-# Renamed after Triton 3.6.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-warps_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from nanovllm.kernels.triton_ops._gluon import reinterpret, tma_load, warps_barrier
 
 
 @gluon.jit

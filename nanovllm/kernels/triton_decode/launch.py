@@ -1,4 +1,4 @@
-"""The small-batch products of a decoder layer as ops: one kernel each where `plan` says so, else the kernels they fuse.
+"""The small-batch products of a decoder layer as ops: a kernel or two each where `hopper` or `plan` says so, else what they fuse.
 
 With dependent launch the weights, of the product and of the norm, are read while the kernel before may still run: they must
 not be what that kernel writes. Inputs may be.
@@ -12,18 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import tunables
+from nanovllm.kernels.triton_decode import hopper
 from nanovllm.kernels.triton_decode.matrix_kernel import matrix_kernel
 from nanovllm.kernels.triton_decode.plan import MatrixPlan, VectorPlan, max_tokens, plan
 from nanovllm.kernels.triton_decode.vector_kernel import vector_kernel
-from nanovllm.kernels.triton_ops._launch import cdiv, matrix_of, next_power_of_2
+from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, matrix_of, next_power_of_2
 from nanovllm.kernels.triton_ops.activation import silu_and_mul
 from nanovllm.kernels.triton_ops.norm import add_rms_norm_out, rms_norm
-
-
-@functools.cache
-def _dependent_launch(index: int) -> bool:
-    """Whether the GPU has programmatic dependent launch."""
-    return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 def _launch(
@@ -44,7 +39,7 @@ def _launch(
     new_residual = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, num_tokens, x_stride = matrix_of(x)
     others, _, residual_stride = (x, 0, 0) if residual is None else matrix_of(residual)
-    pdl = x.is_cuda and _dependent_launch(x.device.index)
+    pdl = has_dependent_launch(x.device)
     outputs = cut.rows // 2 if gated else cut.rows
     tensors = (
         x, others, x if norm_weight is None else norm_weight, weight, x if bias is None else bias, y, new_residual,
@@ -118,17 +113,49 @@ def add_rms_norm_gate_up(
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The op `linear`."""
+    if hopper.takes(x, weight):
+        return hopper.product(x, weight, bias)
     cut = _plan(x, weight, False, False)
     if cut is not None:
         return _launch(x, None, None, 0.0, weight, bias, False, cut)[0]
     return F.linear(x, weight, bias)
 
 
-def _most(weight: torch.Tensor, gated: bool) -> int:
-    return max_tokens(weight.shape[0] // (2 if gated else 1), weight.shape[1], gated, weight.dtype)
+def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The op `linear_silu_and_mul`."""
+    if hopper.takes(x, weight, gated=True):
+        return hopper.product(x, weight, gated=True)
+    return silu_and_mul(F.linear(x, weight))
 
 
-# Layers ask. For a batch of more tokens they call the ops that are fused here, each with its own provider.
-add_rms_norm_linear.max_tokens = functools.partial(_most, gated=False)
-add_rms_norm_gate_up.max_tokens = functools.partial(_most, gated=True)
-linear.max_tokens = functools.partial(_most, gated=False)
+def linear_add_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `linear_add_rms_norm`."""
+    if hopper.takes(x, weight):
+        return hopper.sum_add_rms_norm(hopper.product(x, weight, split=True), bias, residual, norm_weight, eps)
+    return _add_rms_norm(F.linear(x, weight, bias), residual, norm_weight, eps)
+
+
+def _few(weight: torch.Tensor, gated: bool) -> range:
+    few = max_tokens(weight.shape[0] // (2 if gated else 1), weight.shape[1], gated, weight.dtype)
+    taken = hopper.num_tokens_taken(weight, gated)  # there it is faster with the norm in another kernel
+    return range(1, min(1 + few, taken.start) if taken else 1 + few)
+
+
+def _few_or_many(weight: torch.Tensor) -> range:
+    few, many = _few(weight, False), hopper.num_tokens_taken(weight)
+    return range(1, many.stop) if few and many else many or few
+
+
+# Layers ask. For a batch of other numbers of tokens they call the ops that are fused here, each with its own provider.
+add_rms_norm_linear.num_tokens = functools.partial(_few, gated=False)
+add_rms_norm_gate_up.num_tokens = functools.partial(_few, gated=True)
+linear.num_tokens = _few_or_many
+linear_add_rms_norm.num_tokens = hopper.num_tokens_taken
+linear_silu_and_mul.num_tokens = functools.partial(hopper.num_tokens_taken, gated=True)

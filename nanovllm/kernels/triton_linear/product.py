@@ -88,12 +88,3 @@ def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activa
     # Longer rows of `down` do better to wait: what is loaded early takes bandwidth from the kernel that still runs.
     return matmul(hidden, down, None, "none", False, early=hidden.shape[1] <= 4096).view(x.shape)
 
-
-def _most_tokens(down: torch.Tensor) -> int:
-    # Measured on an H200 at 16 tokens: 9.0 us against 13.8 for cuBLAS and `silu_and_mul` with hidden size 1024, and no more than
-    # 2 % less with 4096. More tokens have other plans, not timed below 256, which would also compile while serving.
-    return 16 if down.element_size() == 2 and down.shape[0] <= 1024 else 0
-
-
-# A layer asks; for a larger batch it calls the ops that are fused here.
-gated_mlp.max_tokens = _most_tokens

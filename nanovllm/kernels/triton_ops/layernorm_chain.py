@@ -130,7 +130,7 @@ def layernorm_residual_dropout_gelu(
     residual, _, residual_stride = matrix_of(residual)
     if rows:
         pieces, warps = 1, warps_for(block, 8 if rows <= MANY_ROWS else 16)
-        cut = _warps(size, limit > 0) if rows > MANY_ROWS else 0
+        cut = warps_of_pieces(size, _MOST_PIECES) if rows > MANY_ROWS else 0
         if cut:
             pieces, warps = pieces_of(size, cut, _MOST_PIECES), cut
             block = size // pieces
@@ -144,16 +144,6 @@ def layernorm_residual_dropout_gelu(
             pieces * block == size, num_warps=warps,
         )  # fmt: skip
     return y
-
-
-def _warps(size: int, dropout: bool) -> int:
-    """Warps with which a row is cut into pieces; 0: it is not.
-
-    With dropout instructions bind, and fewer threads spend fewer on reductions, addresses and Philox's keys.
-    """
-    if not dropout:
-        return warps_of_pieces(size, _MOST_PIECES)
-    return next((warps for warps in (1, 2, 4, 8) if pieces_of(size, warps, _MOST_PIECES)), 0)
 
 
 def _split(scale: float) -> tuple[float, float]:

@@ -30,7 +30,7 @@ def shapes_of(config: Mapping[str, Any], block_size: int = 256) -> dict[str, Seq
         "attention_prefill": [(4, 512, 512, 0, *cache), (1, 4096, 4096, 0, *cache)],
         "add_rms_norm_linear": [(n, qkv, hidden) for n in few],
         "add_rms_norm_gate_up": [(n, inter, hidden) for n in few],
-        "linear": [(n, hidden, size) for size in (heads * head_dim, inter) for n in few],
+        "linear": [*((n, hidden, size) for size in (heads * head_dim, inter) for n in few), (1, config["vocab_size"], hidden)],
         "qk_norm_rope_store": [(n, heads, kv_heads, head_dim) for n in steps],
         "add_rms_norm": [(n, hidden) for n in steps],
         "silu_and_mul": [(n, inter) for n in steps],

@@ -205,7 +205,7 @@ def _attention_decode(tunable: Tunable, key: Key, device: DeviceModel) -> list[T
     parameters = [
         Parameter("pieces", tuple(pieces)), Parameter("tile", (16, 32, 64, 128)), Parameter("warps", (1, 2, 4, 8)),
         Parameter("stages", (2, 3, 4, 5)), Parameter("merge_registers", (16, 32, 64)),
-        Parameter("early", (False, True), when=lambda c: key["rotate"], otherwise=False), Parameter("least", (1, 3)),
+        Parameter("early", (False, True), when=lambda c: key["rotate"], otherwise=False), Parameter("least", (1, 2, 3)),
     ]  # fmt: skip
     held = Constraint(
         "more than 128 registers a thread for the tile that is loaded early",

@@ -203,7 +203,10 @@ def _job(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Named, d
         for key in keys:
             if not job_target.wants(tunable.named(key)):
                 continue
-            there, its_key = _on_device(tunable, key, device)
+            elsewhere = _on_device(tunable, key, device)
+            if elsewhere is None:
+                continue
+            there, its_key = elsewhere
             launch = next(i for i in launches if i.kernel in _kernels(tunable))
             builtin = _builtin(there, there.named(its_key), arguments, launch, device)
             return Job(job_target, there, its_key, (tunable, key), (shape,), dtype, variant, builtin)
@@ -216,8 +219,8 @@ def _kernels(tunable: Tunable) -> list[Any]:
     return [imported(kernel) for kernel in tunable.kernels]
 
 
-def _on_device(tunable: Tunable, key: tuple[Any, ...], device: DeviceModel) -> tuple[Tunable, tuple[Any, ...]]:
-    """What a call asks on `device` that asks for `key` on a CPU."""
+def _on_device(tunable: Tunable, key: tuple[Any, ...], device: DeviceModel) -> tuple[Tunable, tuple[Any, ...]] | None:
+    """What a call asks on `device` that asks for `key` on a CPU; None: nothing."""
     named = tunable.named(key)
     if tunable is tunables.PRODUCT:
         from nanovllm.kernels.triton_linear.product import _TMA_SHARED
@@ -229,6 +232,12 @@ def _on_device(tunable: Tunable, key: tuple[Any, ...], device: DeviceModel) -> t
             and named["n"] % 8 == 0
         )
         return tunable, tuple({**named, "tma": tma}.values())
+    if tunable is tunables.SMALL_PRODUCT and device.capability == 90 and not named["gated"] and not named["norm"]:
+        from nanovllm.kernels.triton_decode.hopper import worth
+
+        # What the kernel for Hopper takes asks nothing.
+        taken = named["tokens"] in worth(named["outputs"], named["size"], False, named["dtype"])
+        return None if taken else (tunable, key)
     if (
         tunable is tunables.ATTENTION_PREFILL
         and device.capability == 90

@@ -62,6 +62,7 @@ _OPTIONAL: dict[str, list[Callable[[dict[str, Any]], dict[str, Any]]]] = {
         lambda a: {"residual": None, "bias": a["weight"].new_empty(a["weight"].shape[0])},
     ],
     "add_rms_norm_gate_up": [lambda a: {"residual": None}],
+    "linear_add_rms_norm": [lambda a: {"bias": a["weight"].new_empty(a["weight"].shape[0])}],
     "linear_bias_act": [lambda a: {"bias": None}],
 }
 

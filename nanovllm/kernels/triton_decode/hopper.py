@@ -1,0 +1,174 @@
+"""Products of few tokens on Hopper: how they are cut, and their launch. The kernel is in `hopper_kernel.py`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.triton_decode.plan import MANY_OUTPUTS
+from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, num_sms, warps_for
+
+# Rows of the weight that a program has, and columns of a tile: a swizzled line of 128 bytes.
+ROWS = 64
+_TILE = 64
+# Tokens that a program has at most.
+_BLOCK = 128
+# Above this many tokens the library is the faster one, and for large weights above a block: every block reads them again.
+MAX_TOKENS = 256
+_LARGE_WEIGHT = 8 << 20
+# Shared memory for tiles.
+_ROOM = 200 << 10
+
+
+@dataclass(frozen=True)
+class HopperPlan:
+    """How a product is cut into programs."""
+
+    splits: int
+    """Programs that share the columns of the same rows."""
+    chunks: int
+    """Tiles of 64 columns that a program asks for, and multiplies, at a time: a group."""
+    slots: int
+    """Groups in shared memory at a time."""
+    rounds: int
+    """How often a slot is filled."""
+
+
+@functools.cache
+def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, multiprocessors: int) -> HopperPlan:
+    """For x [num_tokens, size] and a weight of `num_rows` rows. Measured on an H200 in whole layers of Qwen3-0.6B and 8B.
+
+    Args:
+        may_split: whether float32 sums of parts of the columns are wanted.
+    """
+    tiles, columns = cdiv(num_rows, ROWS), cdiv(size, _TILE)
+    splits = 1
+    if may_split:
+        # Enough programs to ask for all the weights at once; more only leave more sums to add, of more tokens.
+        waves = 3 if num_tokens <= 16 else 2 if num_tokens <= 32 else 1
+        wanted = cdiv(columns, 12) if columns < 64 else columns // 32
+        splits = max(1, min(wanted, waves * multiprocessors // tiles))
+    columns = cdiv(columns, splits)
+    fit = _ROOM // ((ROWS + _padded(num_tokens)) * _TILE * 2)
+    programs = tiles * splits * cdiv(num_tokens, _BLOCK)
+    if columns <= fit and programs <= multiprocessors:
+        chunks, slots = 4, cdiv(columns, 4)  # all that a program has
+    elif fit >= 16 and (programs <= multiprocessors or num_tokens > 16):
+        chunks, slots = 4, 4
+    else:  # what lets programs of the next kernel in, and suffices to keep reading
+        chunks, slots = (2, 4) if fit >= 16 else (1, min(8, fit))
+    slots = min(slots, cdiv(columns, chunks))
+    rounds = cdiv(columns, chunks * slots)
+    return HopperPlan(cdiv(cdiv(size, _TILE), chunks * slots * rounds), chunks, slots, rounds)
+
+
+def _padded(num_tokens: int) -> int:
+    return min(_BLOCK, max(8, next_power_of_2(num_tokens)))
+
+
+@functools.cache
+def _is_hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index)[0] == 9
+
+
+def worth(num_rows: int, size: int, gated: bool, dtype: torch.dtype) -> range:
+    """The numbers of tokens that products with a weight of this shape are worth it for, on a GPU that has them.
+
+    Measured on an H200 with the decoder layers of Qwen3. A layer's weights share the hidden size, the lesser of their two, so that
+    they are all taken for one token, or none is.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or size <= 0 or size % _TILE:
+        return range(0)
+    if not 0 < num_rows <= (2 if gated else 1) * MANY_OUTPUTS or (gated and num_rows % 16):
+        return range(0)
+    least = 2 if 1024 < min(num_rows, size) < 4096 else 1
+    return range(least, 1 + (MAX_TOKENS if num_rows * size < _LARGE_WEIGHT else _BLOCK))
+
+
+def num_tokens_taken(weight: torch.Tensor, gated: bool = False) -> range:
+    """The numbers of tokens that products with this weight [rows, size] are taken for."""
+    if not (weight.is_cuda and _is_hopper(weight.device.index) and weight.is_contiguous() and weight.data_ptr() % 16 == 0):
+        return range(0)
+    return worth(*weight.shape, gated, weight.dtype)
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
+    """Whether `product` can and should be used for x [num_tokens, size]."""
+    aligned = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return aligned and x.dtype == weight.dtype and x.shape[0] in num_tokens_taken(weight, gated)
+
+
+@functools.cache
+def _hopper() -> tuple[Any, Any]:
+    """(the kernel, `descriptor`), imported where they can run: Gluon is not in every Triton."""
+    from nanovllm.kernels.triton_decode.hopper_kernel import hopper_kernel
+    from nanovllm.kernels.triton_ops._gluon import descriptor
+
+    return hopper_kernel, descriptor
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, split: bool = False,
+    plan: HopperPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x W^T + b, or if gated silu(x G^T) * (x U^T), for what `takes` says.
+
+    Args:
+        x: [num_tokens, size], bfloat16 or float16; weight: [rows, size], if gated the rows of the gate, then those of the up projection.
+        split: leave float32 sums [splits, num_tokens, rows] of parts of the columns, without bias.
+        plan: instead of the one that `plan_product` picks.
+    """
+    num_tokens, size = x.shape
+    rows = weight.shape[0]
+    outputs = rows // 2 if gated else rows
+    plan = plan or plan_product(num_tokens, rows, size, split, num_sms(x))
+    if split:
+        y = torch.empty((plan.splits, num_tokens, outputs), dtype=torch.float32, device=x.device)
+    else:
+        y = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
+    tokens, columns = _padded(num_tokens), size // _TILE
+    kernel, descriptor = _hopper()
+    # Columns in tiles of 64, the outermost dimension: so one request brings a group of tiles, one after the other.
+    if gated:
+        shape, strides = (columns, outputs // 8, 2, 8, _TILE), (_TILE, 8 * size, outputs * size, size, 1)
+        box: tuple[int, ...] = (plan.chunks, ROWS // 16, 2, 8, _TILE)
+    else:
+        shape, strides, box = (columns, rows, _TILE), (_TILE, size, 1), (plan.chunks, ROWS, _TILE)
+    kernel[cdiv(rows, ROWS), plan.splits, cdiv(num_tokens, tokens)](
+        descriptor(weight.data_ptr(), weight.dtype, shape, strides, box),
+        descriptor(x.data_ptr(), x.dtype, (columns, num_tokens, _TILE), (_TILE, x.stride(0), 1), (plan.chunks, tokens, _TILE)),
+        x if bias is None else bias,
+        y,
+        num_tokens,
+        OUTPUTS=outputs,
+        TOKENS=tokens,
+        CHUNKS=plan.chunks,
+        SLOTS=plan.slots,
+        ROUNDS=plan.rounds,
+        SPLITS=plan.splits,
+        GATED=gated,
+        BIAS=bias is not None,
+        num_warps=4,
+        launch_pdl=True,
+    )  # fmt: skip
+    return y
+
+
+def sum_add_rms_norm(
+    parts: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm of residual + the sum of parts [splits, num_tokens, size], that sum), each rounded as `add_rms_norm` rounds."""
+    from nanovllm.kernels.triton_decode.sum_norm_kernel import sum_norm_kernel
+
+    splits, num_tokens, size = parts.shape
+    residual = residual.contiguous()
+    y, new_residual = torch.empty_like(residual), torch.empty_like(residual)
+    block = next_power_of_2(size)
+    sum_norm_kernel[(num_tokens,)](
+        parts, residual if bias is None else bias, residual, norm_weight, y, new_residual, num_tokens, eps,
+        SIZE=size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, num_warps=warps_for(block, 8), launch_pdl=True,
+    )  # fmt: skip
+    return y, new_residual

@@ -1,0 +1,258 @@
+"""Products of few tokens on Hopper: against float64 there; elsewhere the plans, what is taken, and what the kernels compile to."""
+
+import itertools
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
+
+from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm  # noqa: E402
+from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul  # noqa: E402
+from nanovllm.kernels.triton_decode import hopper, launch  # noqa: E402
+from nanovllm.kernels.triton_decode.hopper import HopperPlan, plan_product  # noqa: E402
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+DTYPES = [torch.bfloat16, torch.float16]
+RELATIVE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+# QKV, output, gate-up and down projections (rows of the weight, columns) of Qwen3-0.6B, 8B and SmolLM2-135M, and odd ones:
+# rows that end inside a program's 64, one tile of columns, columns that no number of slots divides.
+SHAPES = [
+    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (24576, 4096), (4096, 12288), (960, 576), (576, 1536),
+    (16, 64), (80, 64), (208, 1088), (48, 4416), (1040, 320),
+]  # fmt: skip
+TOKENS = (1, 3, 8, 9, 16, 31, 32, 33, 64, 100, 129, 256)
+
+
+def bound_of(expected, dtype):
+    return RELATIVE[dtype] * max(1.0, expected.abs().amax().item())
+
+
+def make(tokens, rows, size, dtype, seed, scale=1.0, stride=None):
+    """x, a view of rows `stride` apart whose gaps are NaN, and a weight."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    wide = torch.full((tokens, stride or size), float("nan"), dtype=dtype, device="cuda")
+    wide[:, :size] = torch.randn(tokens, size, generator=g, device="cuda") * scale
+    return wide[:, :size], (torch.randn(rows, size, generator=g, device="cuda") * size**-0.5).to(dtype)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Memory that a kernel gets is NaN, and what lies around it must stay so."""
+    original, allocated = torch.empty, []
+    with torch.device("cpu"):
+        original(0)
+
+    def poisoned(*size, dtype=torch.float32, device=None, **kwargs):
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        memory = original(shape.numel() + 256, dtype=dtype, device=device, **kwargs).fill_(float("nan"))
+        allocated.append(memory)
+        return memory[128 : shape.numel() + 128].view(shape)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    yield
+    for memory in allocated:
+        assert memory[:128].isnan().all() and memory[-128:].isnan().all(), "wrote outside of its memory"
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, size", SHAPES, ids=str)
+def test_products(rows, size, dtype, poison):
+    for tokens in TOKENS:
+        x, weight = make(tokens, rows, size, dtype, tokens, stride=size + 8 * (tokens % 3))
+        assert hopper.takes(x, weight) == (tokens in hopper.num_tokens_taken(weight))
+        bias = torch.randn(rows, device="cuda").to(dtype)
+        for b in (None, bias):
+            expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+            got = hopper.product(x, weight, b)
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound_of(expected, dtype))
+        parts = hopper.product(x, weight, split=True)
+        expected = F.linear(x.double(), weight.double())
+        assert parts.dtype == torch.float32
+        torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=2e-5 * max(1.0, expected.abs().amax().item()))
+        if rows % 16 == 0:
+            gate, up = expected.chunk(2, -1)
+            expected = F.silu(gate) * up
+            got = hopper.product(x, weight, gated=True)
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=2 * bound_of(expected, dtype))
+
+
+@on_hopper
+@pytest.mark.parametrize("plan", [HopperPlan(s, c, n, r) for s, c, n, r in (
+    (1, 4, 2, 3), (1, 1, 2, 9), (1, 2, 3, 3), (2, 2, 2, 3), (5, 4, 1, 1), (3, 1, 6, 1), (17, 1, 1, 1), (1, 2, 4, 3),
+)], ids=str)  # fmt: skip
+def test_any_plan(plan, poison):
+    """Slots used once and many times, a last group that is partly there, more programs than columns need."""
+    assert plan.splits * plan.chunks * plan.slots * plan.rounds >= 17
+    for tokens, seed in itertools.product((2, 17, 40), range(3)):
+        x, weight = make(tokens, 208, 17 * 64, torch.bfloat16, seed)
+        expected = F.linear(x.double(), weight.double())
+        parts = hopper.product(x, weight, split=True, plan=plan)
+        torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=1e-4)
+        if plan.splits == 1:
+            got = hopper.product(x, weight, plan=plan)
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound_of(expected, x.dtype))
+
+
+@on_hopper
+@pytest.mark.parametrize("scale", [1e-3, 50.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_ops_round_as_the_ops_they_fuse(dtype, scale, poison):
+    for tokens, (rows, size) in itertools.product((2, 8, 32, 64), ((1024, 3072), (576, 1536), (4096, 4096))):
+        x, weight = make(tokens, rows, size, dtype, tokens, scale)
+        residual = torch.randn(tokens, 2 * rows, device="cuda").to(dtype)[:, ::2] * scale
+        norm, bias = torch.rand(rows, device="cuda").to(dtype) + 0.5, torch.randn(rows, device="cuda").to(dtype)
+        for b in (None, bias):
+            got, total = launch.linear_add_rms_norm(x, weight, residual, norm, 1e-6, b)
+            want, want_total = linear_add_rms_norm.native(x, weight, residual, norm, 1e-6, b)
+            for a, e in ((got, want), (total, want_total)):
+                assert (a.double() - e.double()).norm() / e.double().norm() < {torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+        got, want = launch.linear_silu_and_mul(x, weight), linear_silu_and_mul.native(x, weight)
+        assert (got.double() - want.double()).norm() / want.double().norm() < {torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+
+
+@on_hopper
+def test_tokens_do_not_see_each_other():
+    """A token's bits do not depend on the others, whose numbers may be infinite or not numbers; and no run differs from another."""
+    x, weight = make(32, 4096, 1024, torch.bfloat16, 0)
+    first = hopper.product(x, weight)
+    x = x.clone()
+    x[5], x[31] = float("nan"), float("inf")
+    for _ in range(20):
+        again = hopper.product(x, weight)
+        kept = [i for i in range(32) if i not in (5, 31)]
+        assert torch.equal(again[kept], first[kept]) and again[5].isnan().all()
+
+
+@on_hopper
+def test_a_chain_replays_with_new_tokens():
+    """Kernels that start before their predecessors have ended read what those wrote, in a graph too, ten thousand times."""
+    tokens, hidden, inner = 32, 1024, 3072
+    _, gate_up = make(tokens, 2 * inner, hidden, torch.bfloat16, 1)
+    _, down = make(tokens, hidden, inner, torch.bfloat16, 2)
+    norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
+    x, residual = torch.randn(2, tokens, hidden, device="cuda").bfloat16()
+
+    def chain():
+        y, r = x, residual
+        for _ in range(4):
+            y, r = launch.linear_add_rms_norm(launch.linear_silu_and_mul(y, gate_up), down, r, norm, 1e-6)
+        return y
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = chain()
+    for seed in range(3):
+        x.copy_(torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        expected, r = x, residual
+        for _ in range(4):
+            expected, r = linear_add_rms_norm.native(linear_silu_and_mul.native(expected, gate_up), down, r, norm, 1e-6)
+        assert (out.double() - expected.double()).norm() / expected.double().norm() < 1e-2
+        first = out.clone()
+        for _ in range(3333):
+            graph.replay()
+        assert torch.equal(out, first)
+
+
+def test_plans_cover_every_column_and_fit():
+    large = [(51200, 5120), (57344, 8192), (65536, 4096)]
+    for (rows, size), tokens, split, sms in itertools.product(SHAPES + large, TOKENS, (False, True), (78, 114, 132)):
+        plan = plan_product(tokens, rows, size, split, sms)
+        assert plan.splits == 1 or split
+        columns = plan.chunks * plan.slots * plan.rounds
+        assert plan.splits * columns * 64 >= size, "columns left out"
+        assert (plan.splits - 1) * columns * 64 < size, "a program without columns"
+        assert plan.chunks * plan.slots * (64 + hopper._padded(tokens)) * 128 <= 227 << 10
+        assert plan.slots > 1 or plan.rounds == 1, "a slot that is refilled needs another beside it"
+
+
+def weight_like(rows, size, dtype=torch.bfloat16, contiguous=True, address=0):
+    return SimpleNamespace(
+        shape=(rows, size), dtype=dtype, is_cuda=True, device=SimpleNamespace(index=0), is_contiguous=lambda: contiguous,
+        data_ptr=lambda: address,
+    )  # fmt: skip
+
+
+def test_what_is_taken(monkeypatch):
+    monkeypatch.setattr(hopper, "_is_hopper", lambda index: True)
+    taken = hopper.num_tokens_taken
+    assert taken(weight_like(4096, 1024)) == range(1, 257) == taken(weight_like(4096, 1024, torch.float16))
+    assert taken(weight_like(24576, 4096), gated=True) == range(1, 129) and taken(weight_like(2048, 6144)) == range(2, 129)
+    refused = [
+        weight_like(4096, 1024, torch.float32), weight_like(4096, 1000), weight_like(4096, 0), weight_like(0, 64),
+        weight_like(151936, 1024), weight_like(4096, 1024, contiguous=False), weight_like(4096, 1024, address=8),
+    ]  # fmt: skip
+    assert not any(taken(w) for w in refused)
+    assert taken(weight_like(4104, 1024)) and not taken(weight_like(4104, 1024), gated=True)
+    assert launch.linear_add_rms_norm.num_tokens(weight_like(4096, 1024)) == range(1, 257)
+    assert launch.linear.num_tokens(weight_like(4096, 1024)) == range(1, 257)
+    assert not launch.add_rms_norm_linear.num_tokens(weight_like(4096, 1024))
+    assert launch.linear.num_tokens(weight_like(151936, 1024)) == range(1, 2)
+    # One token of a layer of this size is better in the kernels that have the norm before the product.
+    assert launch.linear.num_tokens(weight_like(4096, 2048)) == range(1, 129)
+    assert launch.add_rms_norm_linear.num_tokens(weight_like(4096, 2048)) == range(1, 2)
+    monkeypatch.setattr(hopper, "_is_hopper", lambda index: False)
+    assert not launch.linear_add_rms_norm.num_tokens(weight_like(4096, 1024))
+    assert launch.add_rms_norm_linear.num_tokens(weight_like(4096, 1024)) == range(1, 9)
+
+
+COMPILED = [
+    (8, 4096, 1024, {}), (32, 6144, 1024, {"gated": True}), (64, 6144, 1024, {"gated": True}), (32, 1024, 3072, {"split": True}),
+    (64, 4096, 12288, {"split": True}), (64, 6144, 4096, {"bias": True}), (256, 4096, 1024, {}), (128, 6144, 1024, {"gated": True}), (8, 24576, 4096, {"gated": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens, rows, size, what", COMPILED, ids=str)
+def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
+    pytest.importorskip("triton.experimental.gluon")
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from nanovllm.kernels.triton_decode.hopper_kernel import hopper_kernel
+
+    gated, split, bias = (what.get(name, False) for name in ("gated", "split", "bias"))
+    plan, padded = plan_product(tokens, rows, size, split, 132), hopper._padded(tokens)
+
+    def boxes(*box):
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
+        return f"tensordesc<bf16{list(box)},{layout!r}>"
+
+    constants = {
+        "OUTPUTS": rows // 2 if gated else rows, "TOKENS": padded, "CHUNKS": plan.chunks, "SLOTS": plan.slots,
+        "ROUNDS": plan.rounds, "SPLITS": plan.splits, "GATED": gated, "BIAS": bias,
+    }  # fmt: skip
+    signature = {
+        "weight": boxes(plan.chunks, 4, 2, 8, 64) if gated else boxes(plan.chunks, 64, 64),
+        "x": boxes(plan.chunks, padded, 64), "bias": "*bf16", "y": "*fp32" if split else "*bf16", "num_tokens": "i32",
+        **dict.fromkeys(constants, "constexpr"),
+    }  # fmt: skip
+    binary = triton.compile(
+        GluonASTSource(hopper_kernel, signature, constants, {}), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+    )
+    assert binary.metadata.shared <= 227 << 10
+    ptx = binary.asm["ptx"]
+    # The weights are asked for before the wait, the tokens after it; every tile is multiplied where it lies.
+    wait = ptx.index("griddepcontrol.wait")
+    copies = [m.start() for m in re.finditer("cp.async.bulk.tensor", ptx)]
+    assert sum(at < wait for at in copies) == plan.slots and sum(at > wait for at in copies) >= plan.slots
+    assert ptx.count("wgmma.mma_async") == 4 * plan.chunks * plan.slots
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(binary.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    done = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
+    assert re.search(r"REG:\d+ STACK:0 .*?LOCAL:0", done.stdout), done.stdout

@@ -1,0 +1,227 @@
+"""Which fused ops a decoder calls for a batch, in which order and with which norms; the values are those without them.
+
+Stubs stand for the providers: each is used for some numbers of tokens, notes what it was called with, and computes the reference.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.config import ModelConfig
+from nanovllm.kernels import Kernels, all_ops
+from nanovllm.layers import fused_op
+from nanovllm.layers.attention import AttentionMetadata, LayerCache
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.layers.residual_stream import ResidualStream
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+# What begins with a norm takes one token, what a norm may follow two to four.
+RANGES = {
+    "add_rms_norm_linear": range(1, 2), "add_rms_norm_gate_up": range(1, 2), "linear": range(1, 5),
+    "linear_add_rms_norm": range(2, 5), "linear_silu_and_mul": range(2, 5),
+}  # fmt: skip
+NORMS = ("rms_norm", "add_rms_norm")
+LAYERS = 3
+
+
+class Rank(TensorParallel):
+    """One of two ranks, whose partner always has computed the same."""
+
+    def all_reduce(self, x):
+        return 2 * x
+
+
+RANK = Rank(0, 2)
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    """(kernels with a stub for each of RANGES, kernels without; the calls so far: op, arguments by name)."""
+    calls = []
+
+    def stub(name):
+        declared = all_ops()[name]
+
+        def fn(*args, **kwargs):
+            calls.append((name, declared.signature.bind(*args, **kwargs).arguments))
+            return declared.native(*args, **kwargs)
+
+        if name in RANGES:
+            fn.num_tokens = lambda weight: RANGES[name]
+        return fn
+
+    native = {name: ("native", declared.native) for name, declared in all_ops().items()}
+    fused = {name: ("stub", stub(name)) for name in RANGES}
+    noted = {name: ("native", stub(name)) for name in (*NORMS, "silu_and_mul")}
+    declared = {name: SimpleNamespace(providers={"stub": SimpleNamespace(fn=fn)}) for name, (_, fn) in fused.items()}
+    monkeypatch.setattr(fused_op, "all_ops", lambda: declared)
+    return Kernels(native | noted | fused), Kernels(native), calls
+
+
+def decoder(kernels, bias=False, tp=SINGLE):
+    config = ModelConfig.from_dict(dict(
+        architectures=["Qwen3ForCausalLM"], vocab_size=50, hidden_size=24, intermediate_size=20, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_bias=bias, max_position_embeddings=64,
+    ))  # fmt: skip
+    config = replace(config, mlp_bias=bias)
+    model = Qwen3ForCausalLM(config, 64, kernels, tp).requires_grad_(False).model
+    g = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=g)
+        parameter.data.copy_(noise * 0.2 if parameter.dim() > 1 else 1 + 0.2 * noise)
+    return model
+
+
+def hidden(model, tokens):
+    """Of one new token for each of `tokens` sequences."""
+    g = torch.Generator().manual_seed(1)
+    lens = torch.arange(5, 5 + tokens)
+    table = torch.arange(tokens, dtype=torch.int32)[:, None]
+    metadata = AttentionMetadata(tokens, table[:, 0].long() * 16 + lens - 1, table, lens.int(), 16)
+    heads = model.layers[0].self_attn.qkv_proj.num_kv_heads
+    caches = [LayerCache(*(torch.randn(tokens, 16, heads, 8, generator=g) for _ in range(2))) for _ in range(LAYERS)]
+    return model(torch.arange(tokens) * 7 % 25, lens - 1, caches, metadata)
+
+
+def described(calls, model):
+    """The calls as "op weight norm", by the names that the model has for them; those of the norms of heads are left out."""
+    names = {id(p): n.removesuffix(".weight") for n, p in model.named_parameters()}
+    told = []
+    for op, arguments in calls:
+        given = [names[id(arguments[key])] for key in ("weight", "norm_weight") if key in arguments]
+        if not any(name.endswith(("q_norm", "k_norm")) for name in given):
+            told.append(" ".join((op, *given)))
+    return told
+
+
+def layer_names(i):
+    layer = f"layers.{i}"
+    names = (
+        "input_layernorm self_attn.qkv_proj self_attn.o_proj post_attention_layernorm mlp.gate_up_proj mlp.down_proj"
+    )
+    return (
+        *(f"{layer}.{name}" for name in names.split()),
+        f"layers.{i + 1}.input_layernorm" if i + 1 < LAYERS else "norm",
+    )
+
+
+def check(stubs, tokens, expected, bias=False, tp=SINGLE):
+    """Values in float32, and the calls: `expected` gives those of a layer from its number and the names of its parts."""
+    fused, native, calls = stubs
+    want = hidden(decoder(native, bias, tp), tokens)
+    assert not calls and want.isfinite().all()
+    model = decoder(fused, bias, tp)
+    torch.testing.assert_close(hidden(model, tokens), want, rtol=1e-6, atol=1e-6)
+    told = described(calls, model)
+    every = [call for i in range(LAYERS) for call in expected(i, *layer_names(i))]
+    assert told[: len(every)] == every
+    return model, told[len(every) :]
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_a_norm_goes_with_the_product_before_it(stubs, tokens):
+    def expected(i, norm, qkv, o, post, gate_up, down, following):
+        return [
+            *([f"rms_norm {norm}"] if i == 0 else []),
+            f"linear {qkv}", f"linear_add_rms_norm {o} {post}", f"linear_silu_and_mul {gate_up}",
+            f"linear_add_rms_norm {down} {following}",
+        ]  # fmt: skip
+
+    assert check(stubs, tokens, expected)[1] == []
+
+
+def test_one_token_has_its_norms_with_the_products_behind_them(stubs):
+    def expected(i, norm, qkv, o, post, gate_up, down, following):
+        return [
+            f"add_rms_norm_linear {qkv} {norm}",
+            f"linear {o}",
+            f"add_rms_norm_gate_up {gate_up} {post}",
+            f"linear {down}",
+        ]
+
+    assert check(stubs, 1, expected)[1] == ["add_rms_norm norm"]
+
+
+def test_more_tokens_than_any_range_has_call_no_fused_op(stubs):
+    def expected(i, norm, qkv, o, post, gate_up, down, following):
+        return [f"{'add_' if i else ''}rms_norm {norm}", f"add_rms_norm {post}", "silu_and_mul"]
+
+    assert check(stubs, 5, expected)[1] == ["add_rms_norm norm"]
+
+
+def test_a_norm_waits_for_the_sum_over_the_group(stubs):
+    def expected(i, norm, qkv, o, post, gate_up, down, following):
+        return [
+            f"{'add_' if i else ''}rms_norm {norm}", f"linear {qkv}", f"linear {o}",
+            f"add_rms_norm {post}", f"linear_silu_and_mul {gate_up}", f"linear {down}",
+        ]  # fmt: skip
+
+    assert check(stubs, 3, expected, tp=RANK)[1] == ["add_rms_norm norm"]
+
+
+def test_biases(stubs):
+    """`linear_silu_and_mul` has none; `linear_add_rms_norm` gets its own."""
+
+    def expected(i, norm, qkv, o, post, gate_up, down, following):
+        return [
+            *([f"rms_norm {norm}"] if i == 0 else []),
+            f"linear {qkv}", f"linear_add_rms_norm {o} {post}", f"linear {gate_up}", "silu_and_mul",
+            f"linear_add_rms_norm {down} {following}",
+        ]  # fmt: skip
+
+    model, rest = check(stubs, 3, expected, bias=True)
+    assert rest == []
+    biases = [arguments["bias"] for op, arguments in stubs[2] if op == "linear_add_rms_norm"]
+    parts = [part for layer in model.layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    assert len(biases) == len(parts) and all(b is part.bias and b is not None for b, part in zip(biases, parts))
+
+
+def test_biases_with_one_token(stubs):
+    def expected(i, norm, qkv, o, post, gate_up, down, following):
+        return [
+            f"add_rms_norm_linear {qkv} {norm}", f"linear {o}", f"add_rms_norm {post}", f"linear {gate_up}", "silu_and_mul",
+            f"linear {down}",
+        ]  # fmt: skip
+
+    assert check(stubs, 1, expected, bias=True)[1] == ["add_rms_norm norm"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "tokens, tp, normed", [(3, SINGLE, True), (1, SINGLE, False), (5, SINGLE, False), (3, RANK, False)]
+)
+def test_a_projection_before_a_norm(stubs, tokens, tp, normed, bias):
+    """Whoever does the sum and the norm, they are those of the reference, of the stream as it was before."""
+    fused, _, calls = stubs
+    layer, norm = RowParallelLinear(12, 6, bias, tp, fused), RMSNorm(6, 1e-3, fused)
+    for parameter in (*layer.parameters(), *norm.parameters()):
+        parameter.data.normal_()
+    x, residual = torch.randn(tokens, 12 // tp.size), torch.randn(tokens, 6)
+    stream = layer.before_norm(x, residual, norm)
+    assert isinstance(stream, ResidualStream) and stream.normed is normed
+    assert ("linear_add_rms_norm" in [op for op, _ in calls]) == normed
+    y, total = norm.of(stream)
+    wanted = residual + tp.all_reduce(F.linear(x, layer.weight, layer.bias))
+    torch.testing.assert_close(total, wanted)
+    torch.testing.assert_close(y, F.rms_norm(wanted, (6,), norm.weight, 1e-3))
+
+
+def test_a_norm_of_each_kind_of_stream(stubs):
+    fused, _, calls = stubs
+    norm = RMSNorm(6, 1e-3, fused)
+    norm.weight.data.normal_()
+    x, residual = torch.randn(2, 3, 6).unbind()
+    y, total = norm.of(ResidualStream(x))
+    assert total is x
+    torch.testing.assert_close(y, F.rms_norm(x, (6,), norm.weight, 1e-3))
+    y, total = norm.of(ResidualStream(x, residual))
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(y, F.rms_norm(x + residual, (6,), norm.weight, 1e-3))
+    assert [op for op, _ in calls] == ["rms_norm", "add_rms_norm"]
+    y, total = norm.of(ResidualStream(x, residual, normed=True))
+    assert y is x and total is residual and len(calls) == 2
