@@ -25,7 +25,6 @@ DEVICE = "cuda" if GPU else "cpu"
 from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
     HopperPlan,
     PrefillPlan,
-    _descriptor,
     attention_prefill,
     plan_hopper,
     plan_prefill,
@@ -395,10 +394,12 @@ def test_descriptors_are_kept_and_tensors_are_not():
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime.jit import mangle_type
 
+    from nanovllm.kernels.triton_ops._gluon import descriptor
+
     tensor = torch.empty(64, 4, 128, dtype=BF16)[:, 1:3]
 
     def kept(x, box=(16, 1, 64)):
-        return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), box)
+        return descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), box)
 
     ours = kept(tensor)
     direct = TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [16, 1, 64], ours.layout)
@@ -410,9 +411,9 @@ def test_descriptors_are_kept_and_tensors_are_not():
     others = [tensor[1:], tensor[:8], tensor.view(F16), torch.empty(64, 2, 128, dtype=BF16)]
     found = [kept(tensor, (32, 1, 64)), *map(kept, others)]
     assert len({id(d) for d in [ours, *found]}) == 6
-    for x, descriptor in zip([tensor, *others], found):
-        assert (descriptor.base.data_ptr(), descriptor.base.dtype) == (x.data_ptr(), x.dtype)
-        assert (descriptor.shape, descriptor.strides) == (list(x.shape), list(x.stride()))
+    for x, made in zip([tensor, *others], found):
+        assert (made.base.data_ptr(), made.base.dtype) == (x.data_ptr(), x.dtype)
+        assert (made.shape, made.strides) == (list(x.shape), list(x.stride()))
     alive = weakref.ref(tensor)
     del tensor, direct, others, x
     assert alive() is None

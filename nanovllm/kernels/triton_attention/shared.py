@@ -94,7 +94,9 @@ def plan_rest(
     multiprocessors: int,
 ) -> DecodePlan:
     """For the tokens behind the shared ones. The arguments are those of `plan_decode`."""
-    plan = plan_decode(num_seqs, num_kv_heads, group, head_dim, cache_itemsize, full_precision, multiprocessors, False)
+    # Measured with programs of one warp for less than a wave, as up to eight sequences have them.
+    alike = min(num_seqs, 8) if num_seqs * num_kv_heads < 4 * multiprocessors else num_seqs
+    plan = plan_decode(alike, num_kv_heads, group, head_dim, cache_itemsize, full_precision, multiprocessors, False)
     if full_precision or cache_itemsize == 1:
         return plan
     # What a sequence has for itself is a few tiles, so that a program mostly starts and ends: half the tile lets twice the programs
