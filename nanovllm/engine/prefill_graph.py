@@ -150,13 +150,17 @@ class PrefillRunner:
         graphs = {bucket: self._capture(bucket, logits, stream, pool) for bucket in reversed(self.buckets)}
         self._graphs, self._logits = graphs, logits
 
+    def visit(self, logits: torch.Tensor) -> None:
+        """Run every size once. logits: as for `capture`."""
+        for bucket in self.buckets:
+            self._send(_NOTHING, bucket)
+            self._run(bucket, logits)
+
     def _prepare(self, logits: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Run every size once, on the stream that captures: first calls compile kernels and make workspaces."""
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            for bucket in self.buckets:
-                self._send(_NOTHING, bucket)
-                self._run(bucket, logits)
+            self.visit(logits)
         torch.cuda.synchronize(stream.device)
 
     def _capture(self, bucket: PrefillBucket, logits: torch.Tensor, stream: torch.cuda.Stream, pool: Any) -> Any:
