@@ -25,6 +25,8 @@ _DECODE = "nanovllm.kernels.triton_decode"
 _ATTENTION = "nanovllm.kernels.triton_attention"
 _MOST_ELEMENTS = 1 << 20
 """Of a tile, in Triton."""
+# Of a program of the product for Hopper: columns of a tile, rows of the weight, tokens at most, and shared memory on such a GPU.
+_HOPPER_TILE, _HOPPER_ROWS, _HOPPER_BLOCK, _HOPPER_SHARED = 64, 64, 128, 227 << 10
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -160,6 +162,49 @@ SMALL_PRODUCT = Tunable(
     batch=("tokens",),
 )
 
+
+def _refuse_hopper_product(plan: Any, key: Key) -> str | None:
+    if key["dtype"] not in (torch.bfloat16, torch.float16) or key["size"] % _HOPPER_TILE:
+        return f"dtype, size: only rows of whole tiles of {_HOPPER_TILE} 16-bit numbers"
+    if key["gated"] and key["outputs"] % 8:
+        return f"outputs: {key['outputs']} are not groups of eight, in which the gate and the up projection alternate"
+    if plan.chunks & (plan.chunks - 1):
+        return "chunks: expected a power of two"
+    if plan.slots == 1 and plan.rounds > 1:
+        return "slots: one that is filled again needs another beside it"
+    if plan.splits > 1 and not key["split"]:
+        return "splits: nothing adds the sums of parts for this call"
+    columns = _HOPPER_TILE * plan.chunks * plan.slots * plan.rounds
+    if plan.splits * columns < key["size"]:
+        return f"splits, chunks, slots, rounds: {plan.splits} x {columns} columns of {key['size']}, the others are left out"
+    if (plan.splits - 1) * columns >= key["size"]:
+        return "splits: programs without columns"
+    # Rows of the weight and tokens, in lines of 128 bytes, and a barrier a slot.
+    tokens = min(_HOPPER_BLOCK, key["tokens"])
+    shared = plan.slots * (plan.chunks * (_HOPPER_ROWS + tokens) * 2 * _HOPPER_TILE + 8)
+    if shared > _HOPPER_SHARED:
+        return f"chunks, slots: more than the {_HOPPER_SHARED >> 10} KiB of shared memory that a program may have"
+    return None
+
+
+HOPPER_PRODUCT = Tunable(
+    "hopper_product",
+    {"tokens": int, "outputs": int, "size": int, "dtype": torch.dtype, "gated": bool, "split": bool},
+    (f"{_DECODE}.hopper:HopperPlan",),
+    (f"{_DECODE}.hopper_kernel:hopper_kernel", f"{_DECODE}.sum_norm_kernel:sum_norm_kernel"),
+    _refuse_hopper_product,
+    batch=("tokens",),
+)
+"""tokens: a bucket; up to 128 it is what a program is compiled for, at least 8. split: whether float32 sums of parts of the columns
+are wanted, which the next kernel adds."""
+
+
+def hopper_product_key(
+    tokens: int, outputs: int, size: int, dtype: torch.dtype, gated: bool, split: bool
+) -> tuple[Any, ...]:
+    return max(8, bucket(tokens)), outputs, size, dtype, gated, split
+
+
 # -------------------------------------------------------------------------------------------------------------- attention
 
 
@@ -218,6 +263,6 @@ ALL: Mapping[str, Tunable] = {
     t.name: t
     for t in (
         RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SOFTMAX, ACTIVATE_AND_MUL, ACTIVATION, ADD_ACTIVATION, MUL_ADD, EMBEDDING, ROTARY,
-        ROTARY_STORE, PRODUCT, SMALL_PRODUCT, ATTENTION_DECODE, ATTENTION_PREFILL, ATTENTION_PREFILL_HOPPER,
+        ROTARY_STORE, PRODUCT, SMALL_PRODUCT, HOPPER_PRODUCT, ATTENTION_DECODE, ATTENTION_PREFILL, ATTENTION_PREFILL_HOPPER,
     )
 }  # fmt: skip

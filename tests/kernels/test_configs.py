@@ -1,6 +1,7 @@
 """Tuned configurations: files, precedence, what is stale or malformed, and that the launched kernel has them."""
 
 import dataclasses
+import functools
 import json
 import logging
 
@@ -198,6 +199,50 @@ def test_what_a_kernel_refuses_is_malformed_too(folders):
         tunables.PRODUCT.find(CPU, *key.values())
 
 
+HOPPER = {"tokens": 128, "outputs": 4096, "size": 1024, "dtype": BF16, "gated": False, "split": True}
+
+
+@pytest.mark.parametrize(
+    "plan, differ, said",
+    [
+        ((1, 4, 1, 4), {}, "slots: one that is filled again needs another"),
+        ((2, 4, 2, 1), {"split": False}, "splits: nothing adds the sums"),
+        ((1, 4, 3, 1), {}, "splits, chunks, slots, rounds: 1 x 768 columns of 1024, the others are left out"),
+        ((3, 1, 5, 1), {}, "3 x 320 columns of 1024"),
+        ((3, 4, 2, 1), {}, "splits: programs without columns"),
+        ((2, 2, 4, 2), {}, "splits: programs without columns"),
+        ((1, 3, 2, 3), {}, "chunks: expected a power of two"),
+        ((1, 2, 5, 2), {}, "chunks, slots: more than the 227 KiB of shared memory"),  # 240 KiB
+        ((1, 1, 10, 2), {"tokens": 256}, "chunks, slots: more than the 227 KiB of shared memory"),
+        ((1, 4, 4, 1), {"gated": True, "split": False, "outputs": 4100}, "outputs: 4100 are not groups of eight"),
+        ((1, 4, 4, 1), {"dtype": torch.float32}, "dtype, size: only rows of whole tiles of 64 16-bit numbers"),
+        ((1, 4, 4, 1), {"dtype": torch.int16}, "dtype, size: "),
+        ((1, 4, 5, 1), {"size": 1080}, "dtype, size: "),
+    ],
+)  # fmt: skip
+def test_a_product_for_hopper_refuses_what_cannot_work(plan, differ, said):
+    tunable = tunables.HOPPER_PRODUCT
+    key = tuple({**HOPPER, **differ}.values())
+    with pytest.raises(ValueError, match=said):
+        tunable.plan_from_json(dict(zip(("splits", "chunks", "slots", "rounds"), plan)), key)
+
+
+@pytest.mark.parametrize(
+    "plan, differ",
+    [
+        ((1, 4, 2, 2), {}), ((16, 1, 1, 1), {}), ((2, 1, 9, 1), {}), ((4, 4, 1, 1), {}), ((1, 1, 9, 2), {"tokens": 256}),
+        ((1, 8, 3, 1), {"tokens": 8, "size": 1536}), ((1, 2, 4, 2), {"gated": True, "split": False, "outputs": 4104}),
+        ((1, 1, 25, 1), {"tokens": 8, "dtype": torch.float16, "size": 1600, "split": False}),
+    ],
+)  # fmt: skip
+def test_a_product_for_hopper_takes_what_can(plan, differ):
+    """Up to 25 tiles of 8 tokens: 225 KiB."""
+    tunable = tunables.HOPPER_PRODUCT
+    made = tunable.classes["HopperPlan"](*plan)
+    key = tuple({**HOPPER, **differ}.values())
+    assert tunable.plan_from_json(tunable.plan_to_json(made), key) == made
+
+
 # ----------------------------------------------------------------------------------------------- declarations and hashes
 
 
@@ -296,6 +341,19 @@ def small_product(norm, tokens=2):
     )
 
 
+def hopper_product(**options):
+    """As on a Hopper GPU, up to the launch. The tensors stay, since descriptors of them are told apart by their addresses."""
+    pytest.importorskip("triton.experimental.gluon")
+    from nanovllm.kernels.triton_decode import hopper
+
+    return hopper.product(*_kept(), **options)
+
+
+@functools.cache
+def _kept():
+    return tensors((20, 1024), (96, 1024))
+
+
 def op(name):
     return all_ops()[name].providers["triton"].fn
 
@@ -338,6 +396,10 @@ CALLS = [
      {"ROWS": 2, "BLOCK": 16, "TOKENS": 2, "num_warps": 1}),
     (tunables.SMALL_PRODUCT, lambda: small_product(False), tunables.SMALL_PRODUCT.plan_to_json(MatrixPlan(64, 2, 32)),
      {"ROWS": 64, "SPLIT": 2, "DEPTH": 32, "num_warps": 2}),
+    (tunables.HOPPER_PRODUCT, hopper_product, {"splits": 1, "chunks": 2, "slots": 3, "rounds": 3},
+     {"CHUNKS": 2, "SLOTS": 3, "ROUNDS": 3, "SPLITS": 1, "TOKENS": 32}),
+    (tunables.HOPPER_PRODUCT, lambda: hopper_product(split=True), {"splits": 3, "chunks": 1, "slots": 6, "rounds": 1},
+     {"CHUNKS": 1, "SLOTS": 6, "ROUNDS": 1, "SPLITS": 3}),
     (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "early": False, "least": 2},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),
     (tunables.ATTENTION_PREFILL, lambda: attention(prefill=8), {"rows": 32, "tile": 16, "warps": 2, "stages": 4},

@@ -12,6 +12,7 @@ from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan  # noqa: E4
 from nanovllm.kernels.triton_ops.plans import RowPlan  # noqa: E402
 from nanovllm.perf.autotune import Budget, Skipped  # noqa: E402
 from nanovllm.perf.autotune.measure import Bench  # noqa: E402
+from nanovllm.perf.autotune.pruning import candidates  # noqa: E402
 from nanovllm.perf.autotune.targets import jobs, target  # noqa: E402
 from nanovllm.perf.autotune.tune import tune  # noqa: E402
 
@@ -66,6 +67,37 @@ def test_every_kind_of_kernel_asks_for_its_key_and_the_built_in_choice_is_right(
     times = [bench.measure(job.builtin, 10), bench.measure(None, 10)]  # None: as the kernel chooses
     assert max(times) < 1.3 * min(times)
     bench.verify(job.builtin)
+
+
+HOPPER_SHAPES = [
+    ("linear", (8, 4096, 1024)), ("linear", (100, 6144, 4096)), ("linear_silu_and_mul", (32, 3072, 1024)),
+    ("linear_silu_and_mul", (128, 12288, 4096)), ("linear_add_rms_norm", (1, 1024, 3072)), ("linear_add_rms_norm", (64, 4096, 12288)),
+    ("linear_add_rms_norm", (200, 1024, 2048)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op, shape", HOPPER_SHAPES)
+def test_products_for_hopper_ask_for_their_key_and_all_that_is_tried_is_right(gpu, op, shape):
+    """Of what is tried, the plans at its edges and some between: they compile, fit as computed, and are right."""
+    device, model = gpu
+    if model.capability != 90:
+        pytest.skip("no Hopper GPU")
+    job = one(op, shape, model=model)
+    assert job.tunable is tunables.HOPPER_PRODUCT
+    bench = Bench(job, device)
+    times = [bench.measure(job.builtin, 10), bench.measure(None, 10)]  # None: as the kernel chooses
+    assert max(times) < 1.3 * min(times)
+    plans = candidates(job, model).plans
+    values = [
+        lambda p: p.chunks * p.slots, lambda p: (p.chunks, p.slots), lambda p: (p.slots, p.chunks),
+        lambda p: (p.splits, p.slots), lambda p: (p.rounds, p.slots), lambda p: (p.splits * p.chunks * p.slots * p.rounds, p.chunks),
+    ]  # fmt: skip
+    edges = [edge(plans, key=value) for edge in (max, min) for value in values]
+    tried = list(dict.fromkeys([job.builtin, *edges, *plans[1::29]]))
+    bench.prepare(tried)
+    for plan in tried:
+        bench.verify(plan)
+        assert bench.measure(plan, 3) > 0
 
 
 def test_what_does_not_fit_or_does_not_compile_is_skipped_with_its_reason(gpu):

@@ -1,10 +1,12 @@
 """From ops and shapes to candidates: keys, built-in choices, spaces, what planner and compiler leave out."""
 
 import inspect
+import itertools
 import os
 import subprocess
 import sys
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +17,13 @@ if triton.knobs.runtime.interpret:
 
 from nanovllm.kernels import tunables  # noqa: E402
 from nanovllm.models.presets import PRESETS, preset  # noqa: E402
-from nanovllm.perf.autotune import pruning  # noqa: E402
+from nanovllm.perf.autotune import measure, pruning  # noqa: E402
+from nanovllm.perf.autotune.launches import recorded  # noqa: E402
 from nanovllm.perf.autotune.measure import Bench, TuningError, reason_of  # noqa: E402
 from nanovllm.perf.autotune.pruning import candidates, compile_all, distance  # noqa: E402
 from nanovllm.perf.autotune.shapes import shapes_of  # noqa: E402
 from nanovllm.perf.autotune.spaces import spaces_of  # noqa: E402
-from nanovllm.perf.autotune.targets import TARGETS, jobs, neighbour, target  # noqa: E402
+from nanovllm.perf.autotune.targets import TARGETS, arguments_of, jobs, neighbour, target  # noqa: E402
 from nanovllm.perf.presets import device_model  # noqa: E402
 
 H200, A100 = device_model("h200"), device_model("a100")
@@ -38,8 +41,7 @@ def test_every_tunable_has_a_target_and_a_space():
     for name, t in TARGETS.items():
         for device in (H200, A100):
             found, _ = jobs(t, None, BF16, device)
-            # All that it declares for benchmarks has a kernel of its own on Hopper, which chooses nothing.
-            assert found or (name, device) == ("linear", H200), name
+            assert found or (device is A100 and t.choices == (tunables.HOPPER_PRODUCT,)), name
             reached |= {job.tunable.name for job in found}
     assert reached == set(tunables.ALL)
 
@@ -84,21 +86,100 @@ def test_a_key_is_what_the_kernel_asks_on_that_gpu():
 def test_what_chooses_nothing_is_said():
     found, remarks = jobs(target("linear_bias_act"), [(4, 64, 64)], torch.float32, H200)
     assert not found and remarks == ["linear_bias_act 4x64x64 float32: its kernel chooses nothing for such a call"]
-    found, remarks = jobs(target("linear"), [(64, 1024, 1024)], BF16, H200)
-    assert not found and "chooses nothing" in remarks[0]
-    few = [(1, 1024, 2048), (8, 1024, 2048), (8, 1024, 100), (1, 40000, 1024)]  # on Hopper the first two choose nothing
-    for device, skipped in ((H200, 2), (A100, 0)):
-        found, remarks = jobs(target("linear"), few, BF16, device)
-        assert [tuple(job.named[k] for k in ("tokens", "outputs", "size")) for job in found] == few[skipped:]
-        assert len(remarks) == skipped and all("chooses nothing" in r for r in remarks)
-        assert len(jobs(target("add_rms_norm_linear"), few, BF16, device)[0]) == len(few)
-    assert len(jobs(target("linear"), few[:1], torch.float32, H200)[0]) == 1
+    found, remarks = jobs(target("linear"), [(64, 1024, 1024), (8, 1024, 1024)], BF16, A100)
+    assert [job.tunable for job in found] == [tunables.SMALL_PRODUCT]
+    assert remarks == ["linear 64x1024x1024 bfloat16: its kernel chooses nothing for such a call"]
+    for op in ("linear_silu_and_mul", "linear_add_rms_norm"):
+        found, remarks = jobs(target(op), [(8, 1024, 1024), (32, 1024, 1024)], BF16, A100)
+        said = f"{op}: only its kernel for Hopper chooses anything, and nvidia-a100 is another GPU"
+        assert not found and remarks == [said]
+        found, remarks = jobs(target(op), [(8, 1024, 100), (257, 64, 64), (1, 2048, 2048)], BF16, H200)
+        assert not found and len(remarks) == 3 and all("chooses nothing" in r for r in remarks)
+        assert not jobs(target(op), [(8, 1024, 1024)], torch.float32, H200)[0]
     with pytest.raises(ValueError, match="store_kvcache: its kernels choose nothing that can be tuned"):
         target("store_kvcache")
     with pytest.raises(ValueError, match="unknown op 'rms_nrom'; did you mean 'rms_norm'"):
         target("rms_nrom")
     with pytest.raises(ValueError, match="shape: expected ROWSxSIZE, not 3"):
         jobs(target("rms_norm"), [(3,)], BF16, H200)
+
+
+def test_what_the_product_for_hopper_takes_is_tuned_for_it_and_the_rest_for_the_other_kernels():
+    few = [(1, 1024, 2048), (8, 1024, 2048), (8, 1024, 100), (1, 40000, 1024)]  # Hopper's takes the first two
+    for device, taken in ((H200, few[:2]), (A100, [])):
+        found, remarks = jobs(target("linear"), few, BF16, device)
+        hopper = [job for job in found if job.tunable is tunables.HOPPER_PRODUCT]
+        assert [job.shapes for job in hopper] == ([tuple(taken)] if taken else []) and not remarks
+        small = [tuple(job.named[k] for k in ("tokens", "outputs", "size")) for job in found if job not in hopper]
+        assert small == [shape for shape in few if shape not in taken]
+        assert len(jobs(target("add_rms_norm_linear"), few, BF16, device)[0]) == len(few)
+    assert one("linear", (1, 2048, 2048)).tunable is tunables.SMALL_PRODUCT  # only from two tokens on
+    assert one("linear", few[0], dtype=torch.float32).tunable is tunables.SMALL_PRODUCT
+
+
+@pytest.mark.parametrize(
+    "op, gated, split",
+    [("linear", False, False), ("linear_silu_and_mul", True, False), ("linear_add_rms_norm", False, True)],
+)
+def test_the_key_of_a_product_for_hopper_is_what_its_launch_asks(op, gated, split, monkeypatch):
+    """As a Hopper GPU calls it: the wrapper up to the launch runs here too."""
+    pytest.importorskip("triton.experimental.gluon")
+    from nanovllm.kernels.triton_decode import hopper
+
+    monkeypatch.setattr(hopper, "takes", lambda *args, **kwargs: True)
+    cpu = torch.device("cpu")
+    for tokens, size in ((1, 1024), (8, 192), (9, 1024), (32, 1024), (100, 1024), (256, 1024)):
+        job = one(op, (tokens, 96, size))
+        assert job.tunable is tunables.HOPPER_PRODUCT and job.asked is None
+        assert job.named == {
+            "tokens": max(8, 1 << (tokens - 1).bit_length()), "outputs": 96, "size": size, "dtype": BF16, "gated": gated,
+            "split": split,
+        }  # fmt: skip
+        arguments = arguments_of(job.target, job.shapes[0], BF16, {})
+        plans = candidates(job, H200).plans
+        for plan in (job.builtin, plans[-1], None):  # None: as `plan_product` says, for the multiprocessors of an H200
+            with tunables.HOPPER_PRODUCT.using(cpu, job.key, plan) as asked, recorded() as launches:
+                job.target.launcher.fn(**arguments)
+            assert asked == [job.key]
+            product = launches[0]
+            assert product.name == "hopper_kernel" and product.arguments["TOKENS"] == min(128, job.named["tokens"])
+            given = tuple(product.arguments[name.upper()] for name in ("splits", "chunks", "slots", "rounds"))
+            assert hopper.HopperPlan(*given) == (plan or job.builtin)
+            assert product.arguments["GATED"] == gated
+            assert [launch.name for launch in launches[1:]] == (["sum_norm_kernel"] if split else [])
+
+
+def test_a_product_for_hopper_has_one_plan_for_all_tokens_of_a_key():
+    """So a configuration replaces the choice that the kernel would make for any of them."""
+    from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS, _padded, plan_product
+
+    shapes = (4096, 1024), (1024, 3072), (6144, 4096), (4096, 12288), (80, 64)
+    for (rows, size), split in itertools.product(shapes, (False, True)):
+        for tokens in range(1, MAX_TOKENS + 1):
+            of_key = tunables.hopper_product_key(tokens, rows, size, BF16, False, split)[0]
+            assert of_key >= tokens and _padded(of_key) == _padded(tokens)
+            for sms in (78, 132):
+                assert plan_product(tokens, rows, size, split, sms) == plan_product(of_key, rows, size, split, sms)
+    job = one("linear", (1, 4096, 1024), (8, 4096, 1024))
+    assert job.shapes == ((1, 4096, 1024), (8, 4096, 1024))
+
+
+def test_what_is_tried_of_a_product_for_hopper():
+    plain, parts = one("linear", (32, 1024, 3072)), one("linear_add_rms_norm", (32, 1024, 3072))
+    for job in (plain, parts):
+        plans = candidates(job, H200).plans
+        assert plans[0] == job.builtin
+        assert {p.chunks for p in plans} == {1, 2, 4, 8} and max(p.slots for p in plans) == 16
+        for p in plans:  # all columns are covered, with no round, slot or program more than that takes
+            columns = p.chunks * p.slots * p.rounds
+            assert (p.splits - 1) * columns < 48 <= p.splits * columns and p.chunks * (p.slots - 1) < -(-48 // p.splits)
+            assert p.splits * p.chunks * p.slots * (p.rounds - 1) < 48
+            assert p.chunks * p.slots * 96 * 128 <= H200.shared_per_block
+    assert {p.splits for p in candidates(plain, H200).plans} == {1}
+    assert {p.splits for p in candidates(parts, H200).plans} >= {1, 2, 3, 4, 6, 8, 12, 16}
+    found = candidates(one("linear_add_rms_norm", (64, 4096, 12288)), H200)
+    assert max(p.splits for p in found.plans) * 4096 // 64 <= 4 * H200.sms
+    assert any("splits where the programs already fill the GPU" in reason for reason in found.counts())
 
 
 def test_the_first_to_try_are_near_the_built_in_choice():
@@ -163,10 +244,10 @@ def test_compiling_ends_with_the_limit_and_says_what_is_left():
     compile_all(job, found, H200, 4.0, clock=lambda: next(times))
     assert len(found.plans) == number and len(found.compiled) == 1
     assert found.remarks[-1] == f"not compiled: {number - 1} of {number}, for the time limit of 4 s"
-    hopper = one("attention_prefill", (2, 64, 64, 0, 8, 4, 64, 32))
-    found = candidates(hopper, H200)
-    compile_all(hopper, found, H200, None)
-    assert found.remarks[-1].startswith("not compiled: only a GPU of that kind")
+    for hopper in (one("attention_prefill", (2, 64, 64, 0, 8, 4, 64, 32)), one("linear", (8, 1024, 1024))):
+        found = candidates(hopper, H200)
+        compile_all(hopper, found, H200, None)
+        assert found.remarks[-1].startswith("not compiled: only a GPU of that kind")
 
 
 def test_a_plan_that_does_not_compile_is_left_out_with_the_compilers_words(monkeypatch):
@@ -237,6 +318,21 @@ def test_an_error_that_may_have_cost_the_device_names_the_plan():
         TuningError, match=r"rms_norm: .*rows=64 .*RowPlan\(rows=1, warps=4\) failed .*illegal memory access"
     ):
         bench._tried(job.builtin, lost)
+
+
+def test_a_plan_is_verified_with_the_most_rows_that_it_is_for_and_with_one_fewer(monkeypatch):
+    """1 and 8 tokens have one plan: that it is right for one says little."""
+    verified = []
+
+    def record(op, launcher, device, case):
+        verified.append(case.shape)
+        return SimpleNamespace(failure=None)
+
+    monkeypatch.setattr(measure, "verify", record)
+    bench = object.__new__(Bench)
+    bench._device, bench._job = torch.device("cpu"), one("linear", (1, 96, 128), (8, 96, 128), (2, 96, 128))
+    bench.verify(bench._job.builtin)
+    assert verified == [(8, 96, 128), (7, 96, 128)]
 
 
 def test_in_the_interpreter(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels import tunables
 from nanovllm.kernels.triton_decode.plan import MANY_OUTPUTS
 from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, num_sms, warps_for
 
@@ -119,12 +120,14 @@ def product(
     Args:
         x: [num_tokens, size], bfloat16 or float16; weight: [rows, size], if gated the rows of the gate, then those of the up projection.
         split: leave float32 sums [splits, num_tokens, rows] of parts of the columns, without bias.
-        plan: instead of the one that `plan_product` picks.
+        plan: instead of the tuned one, or where there is none of the one that `plan_product` picks.
     """
     num_tokens, size = x.shape
     rows = weight.shape[0]
     outputs = rows // 2 if gated else rows
-    plan = plan or plan_product(num_tokens, rows, size, split, num_sms(x))
+    if plan is None:
+        key = tunables.hopper_product_key(num_tokens, outputs, size, x.dtype, gated, split)
+        plan = tunables.HOPPER_PRODUCT.find(x.device, *key) or plan_product(num_tokens, rows, size, split, num_sms(x))
     if split:
         y = torch.empty((plan.splits, num_tokens, outputs), dtype=torch.float32, device=x.device)
     else:

@@ -154,7 +154,7 @@ def compile_all(
     pruned, kept = Pruned(), []
     start = clock()
     result.pruned["compiler"] = pruned
-    if job.asked[0] is not job.tunable:
+    if job.asked is None or job.asked[0] is not job.tunable:
         result.remarks.append("not compiled: only a GPU of that kind makes such a launch")
         return
     plans = result.plans
@@ -172,6 +172,7 @@ def compile_all(
 
 
 def _compile(job: Job, plan: Any, device: DeviceModel, result: Candidates) -> str | None:
+    assert job.asked is not None
     tunable, key = job.asked
     arguments = arguments_of(job.target, job.shapes[0], job.dtype, job.variant)
     with tunable.using(torch.device("cpu"), key, plan), recorded() as launches:

@@ -11,6 +11,8 @@ BATCHES = (1, 8, 64, 256)
 """Sequences of a decode step."""
 TOKENS = (2048, 8192)
 """Of a prefill step."""
+FEW = (1, 8, 32, 64, 128)
+"""Tokens of a step whose products have a kernel of their own on Hopper."""
 
 
 def shapes_of(config: Mapping[str, Any], block_size: int = 256) -> dict[str, Sequence[Shape]]:
@@ -30,7 +32,12 @@ def shapes_of(config: Mapping[str, Any], block_size: int = 256) -> dict[str, Seq
         "attention_prefill": [(4, 512, 512, 0, *cache), (1, 4096, 4096, 0, *cache)],
         "add_rms_norm_linear": [(n, qkv, hidden) for n in few],
         "add_rms_norm_gate_up": [(n, inter, hidden) for n in few],
-        "linear": [*((n, hidden, size) for size in (heads * head_dim, inter) for n in few), (1, config["vocab_size"], hidden)],
+        "linear": [
+            *((n, qkv, hidden) for n in FEW), *((n, hidden, size) for size in (heads * head_dim, inter) for n in few),
+            (1, config["vocab_size"], hidden),
+        ],
+        "linear_silu_and_mul": [(n, inter, hidden) for n in FEW],
+        "linear_add_rms_norm": [(n, hidden, size) for size in (heads * head_dim, inter) for n in FEW],
         "qk_norm_rope_store": [(n, heads, kv_heads, head_dim) for n in steps],
         "add_rms_norm": [(n, hidden) for n in steps],
         "silu_and_mul": [(n, inter) for n in steps],

@@ -33,9 +33,11 @@ def spaces_of(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpa
 
 
 def _space(
-    tunable: Tunable, plan: str, key: Key, parameters: Sequence[Parameter], *rules: Constraint
-) -> TuningSpace[Any]:
-    make = tunable.classes[plan]
+    tunable: Tunable, plan: str, key: Key, parameters: Sequence[Parameter], *rules: Constraint,
+    make: Callable[..., Any] | None = None,
+) -> TuningSpace[Any]:  # fmt: skip
+    """make: the parameters -> a plan, where they are not its fields."""
+    make = make or tunable.classes[plan]
 
     def refused_by_kernel(values: Mapping[str, Any]) -> str | None:
         reason = tunable.refuse(make(**values), key)
@@ -114,10 +116,11 @@ def _steps(k: int) -> Constraint:
     )
 
 
-def _splits(programs: Callable[[Mapping[str, Any]], int], device: DeviceModel) -> Constraint:
+def _splits(programs: Callable[[Mapping[str, Any]], int], device: DeviceModel, most: int = 8) -> Constraint:
+    """most: programs a multiprocessor, with splits."""
     return Constraint(
         "splits where the programs already fill the GPU",
-        lambda c: c["splits"] > 1 and programs(c) * c["splits"] > 8 * device.sms,
+        lambda c: c["splits"] > 1 and programs(c) * c["splits"] > most * device.sms,
     )
 
 
@@ -198,6 +201,31 @@ def _small_product(tunable: Tunable, key: Key, device: DeviceModel) -> list[Tuni
     return [vector, matrix]
 
 
+def _hopper_product(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
+    tiles, tokens = cdiv(key["size"], 64), key["tokens"]
+    programs = cdiv(key["outputs"] * (2 if key["gated"] else 1), 64) * cdiv(tokens, 128)
+    hopper_plan = tunable.classes["HopperPlan"]
+
+    def columns(splits: int) -> int:
+        """Tiles of 64 that a program has."""
+        return cdiv(tiles, splits)
+
+    def make(splits: int, chunks: int, slots: int) -> Any:
+        return hopper_plan(splits, chunks, slots, cdiv(columns(splits), chunks * slots))
+
+    parameters = [
+        Parameter("splits", tuple(range(1, 17)) if key["split"] else (1,)), Parameter("chunks", (1, 2, 4, 8)),
+        Parameter("slots", tuple(range(1, 17))),
+    ]  # fmt: skip
+    return [
+        _space(
+            tunable, "HopperPlan", key, parameters,
+            Constraint("more slots than groups of columns", lambda c: c["chunks"] * (c["slots"] - 1) >= columns(c["splits"])),
+            _splits(lambda c: programs, device, 4), make=make,
+        )
+    ]  # fmt: skip
+
+
 def _attention_decode(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
     dim, itemsize = bucket(key["head_dim"]), key["cache_dtype"].itemsize
     rows = max(16, bucket(key["group"]))
@@ -253,6 +281,7 @@ _SPACES: dict[str, Callable[[Tunable, Key, Any], list[TuningSpace[Any]]]] = {
     **dict.fromkeys(("rotary", "rotary_store"), _heads),
     "product": _product,
     "small_product": _small_product,
+    "hopper_product": _hopper_product,
     "attention_decode": _attention_decode,
     "attention_prefill": _attention_prefill,
     "attention_prefill_hopper": _attention_prefill_hopper,

@@ -15,7 +15,8 @@ from nanovllm.kernels import all_ops, tunables
 from nanovllm.kernels.configs import Tunable, bucket
 from nanovllm.kernels.declaration import Arguments, Shape, Tensors
 from nanovllm.kernels.registry import Op, Provider
-from nanovllm.perf.autotune.launches import Launch, recorded
+from nanovllm.perf.autotune.launches import recorded
+from nanovllm.perf.autotune.planned import asked_on, builtin_plan, hopper_asks
 
 if TYPE_CHECKING:
     from nanovllm.perf.presets import DeviceModel
@@ -78,7 +79,9 @@ _TARGETS = (
     Target("qk_norm_rope_store", (tunables.ROTARY_STORE,)),
     Target("linear_bias_act", (tunables.PRODUCT,)),
     Target("gated_mlp", (tunables.PRODUCT,), wants=lambda key: key["gated"]),
-    Target("linear", (tunables.SMALL_PRODUCT,)),
+    Target("linear", (tunables.HOPPER_PRODUCT, tunables.SMALL_PRODUCT)),
+    Target("linear_silu_and_mul", (tunables.HOPPER_PRODUCT,)),
+    Target("linear_add_rms_norm", (tunables.HOPPER_PRODUCT,)),
     Target("add_rms_norm_linear", (tunables.SMALL_PRODUCT,)),
     Target("add_rms_norm_gate_up", (tunables.SMALL_PRODUCT,)),
     Target("attention_decode", (tunables.ATTENTION_DECODE,), shrink=_short_decode),
@@ -88,6 +91,7 @@ _TARGETS = (
     ),
 )  # fmt: skip
 TARGETS: Mapping[str, Target] = {t.op: t for t in _TARGETS}
+_NOTHING = "its kernel chooses nothing for such a call"
 
 
 def target(op: str) -> Target:
@@ -113,7 +117,7 @@ class Job:
 
     Attributes:
         tunable, key: where the plan is looked up.
-        asked: the tunable and key that a call without the GPU asks; the same as `tunable` and `key` with it.
+        asked: the tunable and key that a call without the GPU asks; the same as `tunable` and `key` with it. None: it asks nothing.
         shapes: of the op's inputs; all have this key.
         variant: further keyword arguments of the op.
         builtin: what the kernel chooses by itself.
@@ -122,7 +126,7 @@ class Job:
     target: Target
     tunable: Tunable
     key: tuple[Any, ...]
-    asked: tuple[Tunable, tuple[Any, ...]]
+    asked: tuple[Tunable, tuple[Any, ...]] | None
     shapes: tuple[Shape, ...]
     dtype: torch.dtype
     variant: Mapping[str, Any]
@@ -167,6 +171,8 @@ def jobs(
     inputs = job_target.declared.inputs
     assert inputs is not None
     variant = inputs.variants[0]
+    if job_target.choices == (tunables.HOPPER_PRODUCT,) and device.capability != 90:
+        return [], [f"{job_target.op}: only its kernel for Hopper chooses anything, and {device.name} is another GPU"]
     found: dict[tuple[str, tuple[Any, ...]], Job] = {}
     remarks = []
     for shape in (*inputs.decode, *inputs.large) if shapes is None else shapes:
@@ -196,96 +202,32 @@ def _joined(a: Job, b: Job) -> Job:
 def _job(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Named, device: DeviceModel) -> Job | str:
     cpu = torch.device("cpu")
     arguments = arguments_of(job_target, shape, dtype, variant)
+    its_key = hopper_asks(job_target.op, arguments, device)
+    if its_key is not None:
+        there = tunables.HOPPER_PRODUCT
+        builtin = builtin_plan(there, there.named(its_key), arguments, None, device)
+        return Job(job_target, there, its_key, None, (shape,), dtype, variant, builtin)
+    choices = [t for t in job_target.choices if t is not tunables.HOPPER_PRODUCT]
+    if not choices:
+        return _NOTHING
     with ExitStack() as stack, recorded() as launches:
-        asked = [(t, stack.enter_context(t.using(cpu, (), None))) for t in job_target.choices]
+        asked = [(t, stack.enter_context(t.using(cpu, (), None))) for t in choices]
         job_target.launcher.fn(**arguments)
     for tunable, keys in asked:
         for key in keys:
             if not job_target.wants(tunable.named(key)):
                 continue
-            elsewhere = _on_device(tunable, key, device)
-            if elsewhere is None:
-                continue
-            there, its_key = elsewhere
+            there, its_key = asked_on(tunable, key, device)
             launch = next(i for i in launches if i.kernel in _kernels(tunable))
-            builtin = _builtin(there, there.named(its_key), arguments, launch, device)
+            builtin = builtin_plan(there, there.named(its_key), arguments, launch, device)
             return Job(job_target, there, its_key, (tunable, key), (shape,), dtype, variant, builtin)
-    return "its kernel chooses nothing for such a call"
+    return _NOTHING
 
 
 def _kernels(tunable: Tunable) -> list[Any]:
     from nanovllm.kernels.configs import imported
 
     return [imported(kernel) for kernel in tunable.kernels]
-
-
-def _on_device(tunable: Tunable, key: tuple[Any, ...], device: DeviceModel) -> tuple[Tunable, tuple[Any, ...]] | None:
-    """What a call asks on `device` that asks for `key` on a CPU; None: nothing."""
-    named = tunable.named(key)
-    if tunable is tunables.PRODUCT:
-        from nanovllm.kernels.triton_linear.product import _TMA_SHARED
-
-        tma = (
-            device.capability >= 90
-            and device.shared_per_block >= _TMA_SHARED
-            and named["k"] % 8 == 0
-            and named["n"] % 8 == 0
-        )
-        return tunable, tuple({**named, "tma": tma}.values())
-    if tunable is tunables.SMALL_PRODUCT and device.capability == 90 and not named["gated"] and not named["norm"]:
-        from nanovllm.kernels.triton_decode.hopper import worth
-
-        # What the kernel for Hopper takes asks nothing.
-        taken = named["tokens"] in worth(named["outputs"], named["size"], False, named["dtype"])
-        return None if taken else (tunable, key)
-    if (
-        tunable is tunables.ATTENTION_PREFILL
-        and device.capability == 90
-        and named["dtype"].itemsize == 2
-        and not named["few_rows"]
-    ):
-        from nanovllm.kernels.triton_attention.prefill import plan_hopper
-
-        if named["cache_dtype"] == named["dtype"] and plan_hopper(
-            named["group"], named["head_dim"], named["block_size"]
-        ):
-            return tunables.ATTENTION_PREFILL_HOPPER, key[:-1]
-    return tunable, key
-
-
-def _builtin(tunable: Tunable, key: Named, arguments: Arguments, launch: Launch, device: DeviceModel) -> Any:
-    """The kernel's own choice: of the simple kernels as launched, of the others as planned for `device`."""
-    if tunable.name == "product":
-        from nanovllm.kernels.triton_linear.plan import plan_product
-
-        x = arguments["x"]
-        rows = x.numel() // x.shape[-1]
-        return plan_product(rows, key["n"], key["k"], x.element_size(), key["gated"], True, key["tma"], device.sms)
-    if tunable.name == "small_product":
-        from nanovllm.kernels.triton_decode.plan import plan
-
-        return plan(key["tokens"], key["outputs"], key["size"], key["gated"], key["dtype"])
-    if tunable.name == "attention_decode":
-        from nanovllm.kernels.triton_attention.decode import plan_decode
-
-        size, precise = key["cache_dtype"].itemsize, key["dtype"] == torch.float32
-        return plan_decode(
-            len(arguments["context_lens"]), key["kv_heads"], key["group"], key["head_dim"], size, precise, device.sms,
-            key["rotate"],
-        )  # fmt: skip
-    if tunable.name == "attention_prefill_hopper":
-        from nanovllm.kernels.triton_attention.prefill import plan_hopper
-
-        return plan_hopper(key["group"], key["head_dim"], key["block_size"])
-    if tunable.name == "attention_prefill":
-        from nanovllm.kernels.triton_attention.prefill import plan_prefill
-
-        return plan_prefill(key["group"], key["head_dim"], key["dtype"].itemsize, arguments["max_query_len"])
-    (make,) = tunable.classes.values()
-    named = {"rows": "ROWS", "block": "BLOCK", "heads": "HEADS"}
-    # Kernels of one row a program have no ROWS.
-    chosen = {field: launch.arguments.get(named[field], 1) for field in make.__dataclass_fields__ if field != "warps"}
-    return make(**chosen, warps=launch.options["num_warps"])
 
 
 def neighbour(shape: Shape) -> Shape | None:
