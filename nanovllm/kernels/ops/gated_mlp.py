@@ -36,7 +36,6 @@ def _cost(x, gate_up, down, activation="silu"):
     cost=_cost,
     # Gate, up, activation, product and sum are each rounded by the reference.
     tolerance={torch.float16: 4e-3, torch.float32: 2e-5, torch.bfloat16: 3e-2},
-    fuses=("silu_and_mul",),
 )
 def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """(activation(x @ gate^T) * (x @ up^T)) @ down^T (Shazeer, "GLU variants improve transformer", 2020).
