@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention
+
 MAX_POSITION = 8192
 
 
@@ -102,6 +104,26 @@ def expected(given):
         weights = torch.softmax(scores * given["scale"], -1)
         out[i] = torch.einsum("hgt,thd->hgd", weights, values.double()).reshape(-1, head_dim)
     return out, new
+
+
+def run(given, plan=None):
+    """The op that the arguments are of."""
+    return (qk_norm_rope_attention if "k" in given else attention_decode)(**given, plan=plan)
+
+
+def heads_apart(x):
+    """x [tokens, heads, dims] with other strides; the next two as well."""
+    wide = x.new_full((x.shape[0], 3 * x.shape[1], x.shape[2]), float("nan"))
+    wide[:, ::3] = x
+    return wide[:, ::3]
+
+
+def tokens_apart(x):
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def dims_apart(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def compiled(plan, seqs_pad, group=2, head_dim=128, block_size=256, dtype="bf16", new=True, norm=True, release=True):
