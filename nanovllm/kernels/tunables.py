@@ -222,12 +222,24 @@ ATTENTION_DECODE = Tunable(
         "num_seqs": int, "kv_heads": int, "group": int, "head_dim": int, "dtype": torch.dtype, "cache_dtype": torch.dtype,
         "block_size": int, "rotate": bool,
     },
-    (f"{_ATTENTION}.decode:DecodePlan",),
+    (f"{_ATTENTION}.decode_plan:DecodePlan",),
     (f"{_ATTENTION}.decode_kernel:decode_kernel",),
     _refuse_tile,
     batch=("num_seqs",),
 )  # fmt: skip
 """No lengths: a captured graph replays with any. rotate: whether the kernel also norms, rotates and stores the new token."""
+
+ATTENTION_DECODE_HOPPER = Tunable(
+    "attention_decode_hopper",
+    {
+        "num_seqs": int, "kv_heads": int, "group": int, "head_dim": int, "dtype": torch.dtype, "block_size": int, "new": bool,
+    },
+    (f"{_ATTENTION}.decode_plan:HopperDecodePlan",),
+    (f"{_ATTENTION}.decode_hopper_kernel:decode_hopper_kernel",),
+    lambda plan, key: plan.refused(key["head_dim"], key["block_size"]),
+    batch=("num_seqs",),
+)  # fmt: skip
+"""As `ATTENTION_DECODE`, for what the kernel for Hopper takes there. new: whether the last token comes with the call."""
 
 _PREFILL = {"group": int, "head_dim": int, "dtype": torch.dtype, "cache_dtype": torch.dtype, "block_size": int}
 
@@ -263,6 +275,7 @@ ALL: Mapping[str, Tunable] = {
     t.name: t
     for t in (
         RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SOFTMAX, ACTIVATE_AND_MUL, ACTIVATION, ADD_ACTIVATION, MUL_ADD, EMBEDDING, ROTARY,
-        ROTARY_STORE, PRODUCT, SMALL_PRODUCT, HOPPER_PRODUCT, ATTENTION_DECODE, ATTENTION_PREFILL, ATTENTION_PREFILL_HOPPER,
+        ROTARY_STORE, PRODUCT, SMALL_PRODUCT, HOPPER_PRODUCT, ATTENTION_DECODE, ATTENTION_DECODE_HOPPER, ATTENTION_PREFILL,
+        ATTENTION_PREFILL_HOPPER,
     )
 }  # fmt: skip

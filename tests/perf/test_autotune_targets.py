@@ -61,12 +61,12 @@ def test_the_built_in_choice_is_among_what_is_tried_or_launches_at_least(op):
 
 
 def test_shapes_with_the_same_key_are_one_job():
-    found, remarks = jobs(target("attention_decode"), [(8, 512, 512, 16, 8, 128, 256), (8, 4096, 4096, 16, 8, 128, 256), (64, 512, 512, 16, 8, 128, 256)], BF16, H200)  # fmt: skip
-    assert [len(j.shapes) for j in found] == [2, 1] and not remarks
-    assert found[0].named == {
-        "num_seqs": 8, "kv_heads": 8, "group": 2, "head_dim": 128, "dtype": BF16, "cache_dtype": BF16, "block_size": 256,
-        "rotate": False,
-    }  # fmt: skip
+    shapes = [(n, length, length, 16, 8, 128, 256) for n, length in ((8, 512), (8, 4096), (64, 512))]
+    named = {"num_seqs": 8, "kv_heads": 8, "group": 2, "head_dim": 128, "dtype": BF16, "block_size": 256}
+    for device, more in ((A100, {"cache_dtype": BF16, "rotate": False}), (H200, {"new": False})):
+        found, remarks = jobs(target("attention_decode"), shapes, BF16, device)
+        assert [len(j.shapes) for j in found] == [2, 1] and not remarks
+        assert found[0].named == named | more
 
 
 def test_a_key_is_what_the_kernel_asks_on_that_gpu():
@@ -76,6 +76,12 @@ def test_a_key_is_what_the_kernel_asks_on_that_gpu():
     assert not older.named["tma"] and not older.builtin.tma
     assert not one("linear_bias_act", (256, 1023, 4096)).named["tma"]  # rows of 2046 bytes
     assert one("gated_mlp", (256, 1024, 3072)).named["gated"]
+    decode = (8, 512, 512, 16, 8, 128, 256)
+    for op in ("attention_decode", "qk_norm_rope_attention"):
+        assert one(op, decode).tunable is tunables.ATTENTION_DECODE_HOPPER
+        assert one(op, decode, dtype=torch.float32).tunable is one(op, decode, device=A100).tunable is tunables.ATTENTION_DECODE
+        for other in ((600, *decode[1:]), (8, 512, 512, 72, 8, 128, 256), (8, 512, 512, 16, 8, 80, 256), (*decode[:-1], 32)):
+            assert one(op, other).tunable is tunables.ATTENTION_DECODE
     assert one("attention_prefill", (2, 64, 64, 0, 8, 4, 64, 32)).tunable is tunables.ATTENTION_PREFILL_HOPPER
     few = one("attention_prefill", (2, 8, 8, 0, 8, 4, 64, 32))
     assert few.tunable is tunables.ATTENTION_PREFILL and few.named["few_rows"] == 16
@@ -147,6 +153,37 @@ def test_the_key_of_a_product_for_hopper_is_what_its_launch_asks(op, gated, spli
             assert hopper.HopperPlan(*given) == (plan or job.builtin)
             assert product.arguments["GATED"] == gated
             assert [launch.name for launch in launches[1:]] == (["sum_norm_kernel"] if split else [])
+
+
+@pytest.mark.parametrize("op, new", [("attention_decode", False), ("qk_norm_rope_attention", True)])
+def test_the_key_of_decode_attention_for_hopper_is_what_its_launch_asks(op, new, monkeypatch):
+    """As a Hopper GPU calls it: the wrapper up to the launch runs here too."""
+    pytest.importorskip("triton.experimental.gluon")
+    from nanovllm.kernels.triton_attention import decode, decode_hopper
+    from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan
+
+    monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(decode_hopper, "num_multiprocessors", lambda device: H200.sms)
+    assert decode.takes is decode_hopper.takes
+    cpu = torch.device("cpu")
+    for count, heads, kv_heads, dim, block in ((1, 16, 8, 128, 256), (9, 9, 3, 64, 64), (64, 32, 8, 128, 128), (300, 14, 2, 64, 256)):
+        job = one(op, (count, 512, 512, heads, kv_heads, dim, block))
+        assert job.tunable is tunables.ATTENTION_DECODE_HOPPER
+        assert job.named == {
+            "num_seqs": 1 << (count - 1).bit_length(), "kv_heads": kv_heads, "group": heads // kv_heads, "head_dim": dim,
+            "dtype": BF16, "block_size": block, "new": new,
+        }  # fmt: skip
+        arguments = arguments_of(job.target, job.shapes[0], BF16, {})
+        plans = candidates(job, H200).plans
+        for plan in (job.builtin, plans[-1], None):  # None: as `plan_hopper_decode` says, for the multiprocessors of an H200
+            with tunables.ATTENTION_DECODE_HOPPER.using(cpu, job.key, plan) as asked, recorded() as launches:
+                job.target.launcher.fn(**arguments)
+            assert asked == [job.key]
+            (launch,) = launches
+            assert launch.name == "decode_hopper_kernel" and launch.arguments["NEW"] == new
+            assert launch.options["num_warps"] == launch.arguments["WARPS"]
+            given = [launch.arguments[n] for n in ("most_pieces", "least", "WARPS", "SLOTS", "BOX", "CHUNK")]
+            assert HopperDecodePlan(*given) == (plan or job.builtin)
 
 
 def test_a_product_for_hopper_has_one_plan_for_all_tokens_of_a_key():
@@ -244,7 +281,8 @@ def test_compiling_ends_with_the_limit_and_says_what_is_left():
     compile_all(job, found, H200, 4.0, clock=lambda: next(times))
     assert len(found.plans) == number and len(found.compiled) == 1
     assert found.remarks[-1] == f"not compiled: {number - 1} of {number}, for the time limit of 4 s"
-    for hopper in (one("attention_prefill", (2, 64, 64, 0, 8, 4, 64, 32)), one("linear", (8, 1024, 1024))):
+    shapes = {"attention_prefill": (2, 64, 64, 0, 8, 4, 64, 32), "attention_decode": (8, 512, 512, 16, 8, 128, 256), "linear": (8, 1024, 1024)}
+    for hopper in (one(*item) for item in shapes.items()):
         found = candidates(hopper, H200)
         compile_all(hopper, found, H200, None)
         assert found.remarks[-1].startswith("not compiled: only a GPU of that kind")

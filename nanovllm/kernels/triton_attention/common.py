@@ -7,6 +7,7 @@ on which program arrives last.
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import torch
 import triton
@@ -21,6 +22,14 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter: few programs, but more than one
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether the kernels that are written in Gluon for Hopper can run there: Gluon is not in every Triton."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def padded_count(count: int) -> int:

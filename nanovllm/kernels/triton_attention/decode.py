@@ -1,8 +1,7 @@
-"""Decode attention over the paged KV cache: the wrapper, and the choice of tile sizes."""
+"""Decode attention over the paged KV cache: the wrappers, and the launch of the kernel for any GPU."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,89 +22,12 @@ from nanovllm.kernels.triton_attention.common import (
     num_multiprocessors,
     padded_count,
 )
+from nanovllm.kernels.triton_attention.decode_hopper import launch_hopper, refused, takes
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
+from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, HopperDecodePlan, plan_decode
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """What is fixed when a launch is captured: it follows from shapes and the bound on the lengths alone."""
-
-    pieces: int
-    """The batch is cut into pieces of 1 / `pieces` of its tokens, or shorter where a sequence is."""
-    tile: int
-    """KV tokens a step."""
-    warps: int
-    stages: int
-    merge_registers: int
-    """Registers a thread for the partial results that are merged at a time: few steps for many."""
-    early: bool
-    """Whether a piece's last tile is in registers before the queries are: `qk_norm_rope_attention` only."""
-    least: int = 1
-    """Tiles that no sequence is cut below."""
-
-    def chunk(self, elements: int) -> int:
-        """Partial results of `elements` each that are merged at a time."""
-        return max(1, min(32, 32 * self.warps * self.merge_registers // elements))
-
-
-@functools.cache
-def plan_decode(
-    num_seqs: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    cache_itemsize: int,
-    full_precision: bool,
-    multiprocessors: int,
-    rotate: bool,
-) -> DecodePlan:
-    """Measured on an H200 with bf16, fp8 and head_dim 128; other sizes get tiles of as many bytes.
-
-    Args:
-        cache_itemsize: bytes an element of the cache; tiles of float8 have twice the tokens of 16-bit ones where that pays.
-        full_precision: whether products are float32, which no tensor core computes.
-        rotate: for `qk_norm_rope_attention`.
-    """
-    pairs = num_seqs * num_kv_heads
-    dim_pad = next_power_of_2(head_dim)
-    bytes_per_token = 4 * dim_pad  # of a 16-bit cache
-    small_tile = max(16, min(32, 16384 // bytes_per_token))
-    large_tile = max(16, min(64, 32768 // bytes_per_token))
-    warps = 2 if group <= 16 else 4 if group <= 32 else 8
-
-    def pieces(programs_per_multiprocessor: float) -> int:
-        return max(1, int(programs_per_multiprocessor * multiprocessors) // num_kv_heads)
-
-    if full_precision:  # small tiles and many threads, or registers spill
-        warps = 4 if group <= 16 and dim_pad <= 128 and cache_itemsize != 2 else 8
-        return DecodePlan(pieces(2), 16, warps, stages=3 if dim_pad <= 128 else 2, merge_registers=16, early=False)
-    if pairs >= 6 * multiprocessors:
-        # Enough sequences to fill several waves: large tiles, since few streams at a time suit DRAM, and cut only what is
-        # far longer than the average.
-        warps *= min(cache_itemsize, 2)
-        return DecodePlan(pieces(3), large_tile, warps, stages=3, merge_registers=32, early=False)
-    if pairs >= 4 * multiprocessors:
-        # About one wave: all programs resident at once.
-        tile = large_tile if cache_itemsize == 1 else small_tile
-        return DecodePlan(pieces(3), tile, warps, stages=4, merge_registers=32, early=False)
-    # Latency counts: every sequence is cut, into single tiles if it is short.
-    if dim_pad > 128:
-        return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=32, early=False)
-    if num_seqs <= 2 or group > 16:
-        return DecodePlan(pieces(num_seqs), small_tile, warps, stages=3, merge_registers=64, early=rotate)
-    if pairs >= 3 * multiprocessors:
-        return DecodePlan(pieces(3), small_tile, warps, stages=3, merge_registers=64, early=False, least=2)
-    if num_seqs > 8:
-        return DecodePlan(pieces(4 if num_seqs <= 16 else 3), large_tile, 2, stages=2, merge_registers=64, early=rotate, least=2)
-    # Programs of one warp, which waits for no other. Registers let eight run beside each other; where lengths do not divide
-    # evenly there are a few pieces more than asked for. A merge of more pieces than three tiles give takes longer than it saves.
-    tile = max(16, 8192 // bytes_per_token)
-    if num_seqs <= 4:
-        return DecodePlan(pieces(4), tile, 1, stages=2, merge_registers=64, early=rotate, least=2)
-    return DecodePlan(pieces(7.5), tile, 1, stages=3, merge_registers=64, early=rotate, least=3)
 
 
 @dataclass(frozen=True)
@@ -144,12 +66,13 @@ def attention_decode(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     *,
-    plan: DecodePlan | None = None,
+    plan: DecodePlan | HopperDecodePlan | None = None,
 ) -> torch.Tensor:
     """One query token a sequence against its cached tokens: see `ops.attention.attention_decode`.
 
     Args:
-        plan: instead of the one that `plan_decode` picks.
+        plan: instead of the one that `plan_decode` or `plan_hopper_decode` picks; its class says which kernel is launched. A
+            `HopperDecodePlan` needs a Hopper GPU, and arguments that `decode_hopper.refused` does not name.
 
     Safe under CUDA graph capture; a replay may change context_lens (within max_context_len) and block_table. The same
     inputs give the same bits every time; a sequence's bits do depend on the lengths beside it.
@@ -158,7 +81,7 @@ def attention_decode(
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     scales = (k_scale, v_scale)
-    return launch_decode(
+    return _launch(
         q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, None, plan
     )
 
@@ -182,7 +105,7 @@ def qk_norm_rope_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     *,
-    plan: DecodePlan | None = None,
+    plan: DecodePlan | HopperDecodePlan | None = None,
 ) -> torch.Tensor:
     """The op `qk_norm_rope_attention`, in one kernel. q, k and v may have any token and head strides.
 
@@ -197,9 +120,24 @@ def qk_norm_rope_attention(
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     new = NewTokens(k, v, cos_sin_cache, q_weight, k_weight, eps)
     scales = (k_scale, v_scale)
-    return launch_decode(
+    return _launch(
         q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan
     )
+
+
+def _launch(
+    q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan
+) -> torch.Tensor:
+    """The kernel for Hopper where it takes the call, else the one for any GPU; with a plan, the plan's."""
+    given = q, k_cache, v_cache, block_table, context_lens, max_context_len, scale
+    if isinstance(plan, HopperDecodePlan):
+        reason = refused(q, k_cache, v_cache, new, window, soft_cap, scales)
+        if reason:
+            raise ValueError(f"{reason}; a HopperDecodePlan is for its kernel only")
+        return launch_hopper(*given, new, plan)
+    if plan is None and takes(q, k_cache, v_cache, new, window, soft_cap, scales):
+        return launch_hopper(*given, new, None)
+    return launch_decode(*given, window, soft_cap, scales, new, plan)
 
 
 def launch_decode(
@@ -217,7 +155,7 @@ def launch_decode(
     plan: DecodePlan | None,
     shared: SharedParts | None = None,
 ) -> torch.Tensor:
-    """The launch behind the wrappers, which have checked the arguments."""
+    """The launch of the kernel for any GPU behind the wrappers, which have checked the arguments."""
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
-from nanovllm.kernels.triton_attention.common import LOG2E, arrival_counters, num_multiprocessors
+from nanovllm.kernels.triton_attention.common import LOG2E, arrival_counters, has_hopper_kernels, num_multiprocessors
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
 from nanovllm.kernels.triton_ops._launch import next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
@@ -66,13 +65,6 @@ def plan_hopper(group: int, head_dim: int, block_size: int) -> HopperPlan | None
     if head_dim > 128:
         return HopperPlan(pack, tile=64, stages=2)
     return HopperPlan(pack, tile=128, stages=2 if head_dim > 64 else 4)
-
-
-@functools.cache
-def has_hopper_kernel(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def attention_prefill(
@@ -139,7 +131,7 @@ def attention_prefill(
 
 def _suits_hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether the copy engine can read these: 16-byte steps, and the cache as rows of slots."""
-    if not has_hopper_kernel(q.device) or q.dtype not in (torch.float16, torch.bfloat16) or k_cache.dtype != q.dtype:
+    if not has_hopper_kernels(q.device) or q.dtype not in (torch.float16, torch.bfloat16) or k_cache.dtype != q.dtype:
         return False
     q_strides, strides = q.stride(), k_cache.stride()
     if strides[0] != k_cache.shape[1] * strides[1]:

@@ -60,6 +60,14 @@ def rotate_heads(loaded, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
+def rotated_pair(x1, x2, cos, sin, dtype: tl.constexpr):
+    """(lower, upper) halves of heads, of a shape and float32 like cos and sin -> both rotated, in `dtype`. Also called from Gluon."""
+    low = rounded(product(x1, cos), dtype) - rounded(product(x2, sin), dtype)
+    high = rounded(product(x2, cos), dtype) + rounded(product(x1, sin), dtype)
+    return to_dtype(low, dtype), to_dtype(high, dtype)
+
+
+@triton.jit
 def rotated_halves(
     heads,  # [ROWS, 1] pointers
     weight_ptr,
@@ -82,8 +90,7 @@ def rotated_halves(
         factor = tl.rsqrt(tl.sum(squares, 1) / HEAD_DIM + eps)[:, None]
         x1 = rounded(rounded(x1 * factor, dtype) * tl.load(weight_ptr + dims).to(tl.float32), dtype)
         x2 = rounded(rounded(x2 * factor, dtype) * tl.load(weight_ptr + HALF + dims).to(tl.float32), dtype)
-    low = to_dtype(rounded(product(x1, cos), dtype) - rounded(product(x2, sin), dtype), dtype)
-    high = to_dtype(rounded(product(x2, cos), dtype) + rounded(product(x1, sin), dtype), dtype)
+    low, high = rotated_pair(x1, x2, cos, sin, dtype)
     return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [heads.shape[0], HEAD_DIM])
 
 

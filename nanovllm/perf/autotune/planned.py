@@ -33,6 +33,13 @@ def asked_on(tunable: Tunable, key: tuple[Any, ...], device: DeviceModel) -> tup
             and named["n"] % 8 == 0
         )
         return tunable, tuple({**named, "tma": tma}.values())
+    if tunable is tunables.ATTENTION_DECODE and device.capability == 90:
+        from nanovllm.kernels.triton_attention.decode_hopper import unsuited
+
+        shape = {n: value for n, value in named.items() if n not in ("kv_heads", "rotate")}
+        if unsuited(**shape) is None:
+            without = {n: value for n, value in named.items() if n != "cache_dtype"}
+            return tunables.ATTENTION_DECODE_HOPPER, tuple(without.values())
     if (
         tunable is tunables.ATTENTION_PREFILL
         and device.capability == 90
@@ -66,13 +73,17 @@ def builtin_plan(tunable: Tunable, key: Named, arguments: Arguments, launch: Lau
 
         return plan(key["tokens"], key["outputs"], key["size"], key["gated"], key["dtype"])
     if tunable.name == "attention_decode":
-        from nanovllm.kernels.triton_attention.decode import plan_decode
+        from nanovllm.kernels.triton_attention.decode_plan import plan_decode
 
         size, precise = key["cache_dtype"].itemsize, key["dtype"] == torch.float32
         return plan_decode(
             len(arguments["context_lens"]), key["kv_heads"], key["group"], key["head_dim"], size, precise, device.sms,
             key["rotate"],
         )  # fmt: skip
+    if tunable.name == "attention_decode_hopper":
+        from nanovllm.kernels.triton_attention.decode_plan import plan_hopper_decode
+
+        return plan_hopper_decode(len(arguments["context_lens"]), key["kv_heads"], key["head_dim"], device.sms)
     if tunable.name == "attention_prefill_hopper":
         from nanovllm.kernels.triton_attention.prefill import plan_hopper
 

@@ -248,6 +248,21 @@ def _attention_decode(tunable: Tunable, key: Key, device: DeviceModel) -> list[T
     return [_space(tunable, "DecodePlan", key, parameters, sums, held, narrow, shared)]
 
 
+def _attention_decode_hopper(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
+    row = 4 * key["head_dim"]  # bytes of a key and its value
+    pieces = sorted({max(1, int(n * device.sms) // key["kv_heads"]) for n in (0.5, 1, 2, 4)})
+    parameters = [
+        Parameter("pieces", tuple(pieces)), Parameter("least", (1, 2, 4, 16)), Parameter("warps", (1, 2, 4, 8)),
+        Parameter("slots", (1, 2, 3, 4, 6, 8)), Parameter("box", (16, 32, 64)), Parameter("chunk", (4, 8)),
+    ]  # fmt: skip
+    few = Constraint(
+        "less than 16 KiB asked for at a time, or more than 192",
+        lambda c: not 16 << 10 <= 16 * c["warps"] * c["slots"] * row <= 192 << 10,
+    )
+    shared = _shared(lambda c: 16 * c["warps"] * c["slots"] * row + _BARRIERS, device)
+    return [_space(tunable, "HopperDecodePlan", key, parameters, few, shared)]
+
+
 def _attention_prefill(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
     dim, itemsize = bucket(key["head_dim"]), key["dtype"].itemsize
     few = key["few_rows"]
@@ -283,6 +298,7 @@ _SPACES: dict[str, Callable[[Tunable, Key, Any], list[TuningSpace[Any]]]] = {
     "small_product": _small_product,
     "hopper_product": _hopper_product,
     "attention_decode": _attention_decode,
+    "attention_decode_hopper": _attention_decode_hopper,
     "attention_prefill": _attention_prefill,
     "attention_prefill_hopper": _attention_prefill_hopper,
 }

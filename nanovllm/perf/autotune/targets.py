@@ -84,8 +84,12 @@ _TARGETS = (
     Target("linear_add_rms_norm", (tunables.HOPPER_PRODUCT,)),
     Target("add_rms_norm_linear", (tunables.SMALL_PRODUCT,)),
     Target("add_rms_norm_gate_up", (tunables.SMALL_PRODUCT,)),
-    Target("attention_decode", (tunables.ATTENTION_DECODE,), shrink=_short_decode),
-    Target("qk_norm_rope_attention", (tunables.ATTENTION_DECODE,), shrink=_short_decode),
+    Target(
+        "attention_decode", (tunables.ATTENTION_DECODE_HOPPER, tunables.ATTENTION_DECODE), shrink=_short_decode
+    ),
+    Target(
+        "qk_norm_rope_attention", (tunables.ATTENTION_DECODE_HOPPER, tunables.ATTENTION_DECODE), shrink=_short_decode
+    ),
     Target(
         "attention_prefill", (tunables.ATTENTION_PREFILL_HOPPER, tunables.ATTENTION_PREFILL), shrink=_short_prefill
     ),

@@ -1,0 +1,196 @@
+"""Decode attention for Hopper: what its kernel takes, and the launch. The kernel is in `decode_hopper_kernel.py`."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.kernels import tunables
+from nanovllm.kernels.configs import bucket
+from nanovllm.kernels.triton_attention.common import (
+    LOG2E,
+    arrival_counters,
+    has_hopper_kernels,
+    num_multiprocessors,
+    padded_count,
+)
+from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan_hopper_decode
+from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
+from nanovllm.kernels.triton_ops._launch import cdiv
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.triton_attention.decode import NewTokens
+
+MAX_SEQS = 512
+"""Every warp finds its piece by itself: sixteen sequences a lane."""
+_MAX_GROUP = 8  # the N of the tensor-core instruction
+
+
+def unsuited(
+    num_seqs: int, group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int
+) -> str | None:
+    """Why the kernel does not take such a call, or None: what shapes and dtypes alone say."""
+    if dtype not in (torch.bfloat16, torch.float16) or cache_dtype != dtype:
+        return f"q, k_cache: expected the same 16-bit dtype, got {dtype} and {cache_dtype}"
+    if head_dim not in (64, 128):
+        return f"q: expected head_dim 64 or 128, got {head_dim}"
+    if group > _MAX_GROUP:
+        return f"q: expected up to {_MAX_GROUP} query heads a KV head, got {group}"
+    if block_size % 64:
+        return f"k_cache: expected blocks of a multiple of 64 tokens, got {block_size}"
+    if num_seqs > MAX_SEQS:
+        return f"q: expected up to {MAX_SEQS} sequences, got {num_seqs}"
+    return None
+
+
+def refused(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    new: NewTokens | None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> str | None:
+    """Why the kernel does not take these arguments, which are right for the op, whatever the GPU is; None: it does."""
+    if window is not None or soft_cap is not None or any(scale is not None for scale in scales):
+        return "window, soft_cap, k_scale, v_scale: expected none of them"
+    num_seqs, num_heads, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    reason = unsuited(num_seqs, num_heads // num_kv_heads, head_dim, q.dtype, k_cache.dtype, block_size)
+    if reason:
+        return reason
+    if new is not None and (new.k.dtype != q.dtype or new.v.dtype != q.dtype):
+        return f"k, v: expected {q.dtype}, got {new.k.dtype} and {new.v.dtype}"
+    if not 0 < num_blocks * block_size < 2**31:
+        return f"k_cache: expected 1 to {2**31 - 1} slots, got {num_blocks * block_size}"
+    # The copy engine reads slots by their number, whatever their block, in steps of 16 bytes.
+    block, slot, head, _ = k_cache.stride()
+    if num_blocks > 1 and block != block_size * slot:
+        return f"k_cache: expected blocks one after the other, got strides {list(k_cache.stride())}"
+    if (slot | head) % 8 or (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+        return f"k_cache, v_cache: expected rows at multiples of 16 bytes, got strides {list(k_cache.stride())}"
+    return None
+
+
+def takes(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    new: NewTokens | None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> bool:
+    """Whether `launch_hopper` can be used; the rest has the kernel for any GPU."""
+    return has_hopper_kernels(q.device) and refused(q, k_cache, v_cache, new, window, soft_cap, scales) is None
+
+
+@functools.cache
+def _hopper() -> tuple[Any, Any]:
+    """(the kernel, `descriptor`), imported where they can run: Gluon is not in every Triton."""
+    from nanovllm.kernels.triton_attention.decode_hopper_kernel import decode_hopper_kernel
+    from nanovllm.kernels.triton_ops._gluon import descriptor
+
+    return decode_hopper_kernel, descriptor
+
+
+def launch_hopper(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+    new: NewTokens | None,
+    plan: HopperDecodePlan | None,
+) -> torch.Tensor:
+    """The launch behind the wrappers, which have checked the arguments, for what `refused` does not name.
+
+    Args:
+        new: as for `launch_decode`.
+        plan: instead of the tuned one, or where there is none of the one that `plan_hopper_decode` picks.
+
+    Raises:
+        ValueError: no kernel can be launched so.
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if not num_seqs:
+        return out
+    q = q if q.stride(2) == 1 else q.contiguous()
+    if plan is None:
+        key = bucket(num_seqs), num_kv_heads, group, head_dim, q.dtype, block_size, new is not None
+        plan = tunables.ATTENTION_DECODE_HOPPER.find(q.device, *key)
+    plan = plan or plan_hopper_decode(num_seqs, num_kv_heads, head_dim, num_multiprocessors(q.device))
+    reason = plan.refused(head_dim, block_size)
+    if reason:
+        raise ValueError(f"plan.{reason}")
+    most_tiles = cdiv(max(1, min(max_context_len, block_table.shape[1] * block_size)), plan.tile)
+    pieces = min(num_seqs - 1 + plan.pieces, num_seqs * most_tiles)
+    partials = pieces * num_kv_heads
+    kernel, descriptor = _hopper()
+    # In shared memory a tile is boxes, a box columns of 64 dims, and a column lines of 128 bytes: so one request brings it.
+    _, slot, head, _ = k_cache.stride()
+    columns = head_dim // 64
+    shape = (num_blocks * block_size // plan.box, columns, plan.box, num_kv_heads, 64)
+    strides = (plan.box * slot, 64, slot, head, 1)
+    tiles = [
+        descriptor(cache.data_ptr(), cache.dtype, shape, strides, (boxes, columns, plan.box, 1, 64))
+        for boxes in (plan.tile // plan.box, 1)
+        for cache in (k_cache, v_cache)
+    ]
+    k, v, angles = (q, q, q) if new is None else (new.k, new.v, new.cos_sin_cache)
+    norm = new is not None and new.q_weight is not None
+    kernel[num_kv_heads, pieces](
+        out,
+        q,
+        k,
+        v,
+        *tiles,
+        k_cache,
+        v_cache,
+        block_table,
+        context_lens,
+        torch.empty((partials, group, head_dim), dtype=torch.float32, device=q.device),
+        torch.empty((partials, 2, group), dtype=torch.float32, device=q.device),
+        arrival_counters(q.device, num_seqs * num_kv_heads),
+        angles,
+        new.q_weight if norm else q,
+        new.k_weight if norm else q,
+        num_seqs,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        angles.stride(0),
+        0.0 if new is None else new.eps,
+        slot,
+        head,
+        block_table.stride(0),
+        scale * LOG2E,
+        plan.pieces,
+        plan.least,
+        SEQS_PAD=padded_count(num_seqs),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WARPS=plan.warps,
+        BOX=plan.box,
+        SLOTS=plan.slots,
+        CHUNK=plan.chunk,
+        NEW=new is not None,
+        NORM=norm,
+        # The output projection of so few tokens waits as well, and loads its weights before: let it start.
+        RELEASE=num_seqs <= MAX_TOKENS,
+        num_warps=plan.warps,
+        launch_pdl=True,
+    )
+    return out

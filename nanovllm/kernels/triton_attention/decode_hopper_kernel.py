@@ -1,0 +1,261 @@
+"""Decode attention for Hopper: keys and values stream through shared memory, asked for before there are queries.
+
+As in `decode_kernel.py` a program has a piece of a sequence under one KV head, the plan is made on the device, and the program that
+comes last merges a sequence's pieces. Here one thread asks the copy engine for as many tiles as the program's ring holds, which takes
+no registers and outlasts a wait. A slot of the ring is asked to take the next tile as soon as its tile is in registers, before any
+arithmetic.
+
+With NEW the queries come as the QKV projection gives them, and so do the new token's key and value. Cached tokens do not depend on it:
+the ring is asked for before the program waits for the projection. The new token is attended to from registers by the program with
+the sequence's last piece, which also writes it to the cache. Without NEW the kernel before this one may have stored that token,
+so that the wait comes first.
+
+It is written in Gluon, Triton's lower level: Triton itself has no copies that outlast a wait, and no softmax without exchange between
+warps.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
+
+from nanovllm.kernels.triton_attention.decode_hopper_merge import (
+    arrived_last,
+    merge_partials,
+    merge_warps,
+    store_partial,
+    store_rows,
+)
+from nanovllm.kernels.triton_attention.decode_hopper_pieces import find_piece
+from nanovllm.kernels.triton_attention.decode_hopper_tiles import attend_tile, request_tile, tile_view
+from nanovllm.kernels.triton_attention.decode_hopper_token import acquire, attend_token, release, rotated
+from nanovllm.kernels.triton_ops._gluon import reinterpret, warps_barrier
+from nanovllm.kernels.triton_ops._math import product
+
+
+@gluon.jit
+def operand(x, mma: gl.constexpr, WARPS: gl.constexpr):
+    """Rows of x [8, n], one a query, as every warp's second operand [WARPS, n, 8]."""
+    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    x = gl.expand_dims(gl.convert_layout(gl.permute(x, [1, 0]), gl.SliceLayout(0, layout)), 0)
+    return gl.broadcast(x, gl.zeros([WARPS, x.shape[1], 8], x.dtype, layout))[0]
+
+
+@gluon.jit
+def halves(k, mma: gl.constexpr):
+    """First operands [WARPS, 16, n] -> their lower and their upper half of the dims; in registers they are that already."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    pairs = gl.reshape(k, [k.shape[0], 16, 2, k.shape[2] // 2])
+    low, high = gl.split(gl.permute(pairs, [0, 1, 3, 2]))
+    low = gl.convert_layout(low, layout, assert_trivial=True)
+    return low, gl.convert_layout(high, layout, assert_trivial=True)
+
+
+# What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
+@gluon.jit(
+    do_not_specialize=["num_seqs", "table_stride", "most_pieces", "least"],
+    do_not_specialize_on_alignment=["table_ptr", "lens_ptr"],
+)
+def decode_hopper_kernel(
+    out_ptr,  # [num_seqs, num_kv_heads, GROUP, HEAD_DIM]
+    q_ptr,  # [num_seqs, num_kv_heads * GROUP, HEAD_DIM], any strides between tokens and heads; so are the next two
+    new_k_ptr,  # [num_seqs, num_kv_heads, HEAD_DIM], if NEW
+    new_v_ptr,
+    k_whole_descriptor,  # tiles, [TILE / BOX, HEAD_DIM / 64, BOX, 1, 64] of [slots / BOX, HEAD_DIM / 64, BOX, KV heads, 64]
+    v_whole_descriptor,
+    k_part_descriptor,  # boxes of a tile, [1, HEAD_DIM / 64, BOX, 1, 64] of the same
+    v_part_descriptor,
+    k_ptr,  # what the descriptors describe, for the new token
+    v_ptr,
+    table_ptr,
+    lens_ptr,
+    acc_ptr,  # [pieces, num_kv_heads, GROUP, HEAD_DIM] float32
+    ml_ptr,  # [pieces, num_kv_heads, 2, GROUP] float32
+    counters_ptr,  # [num_seqs, num_kv_heads] int32, zero before and after
+    cos_sin_ptr,  # [max_position, HEAD_DIM] float32, if NEW
+    q_weight_ptr,  # [HEAD_DIM], if NORM
+    k_weight_ptr,
+    num_seqs,
+    q_stride_seq,
+    q_stride_head,
+    new_k_stride_seq,
+    new_k_stride_head,
+    new_v_stride_seq,
+    new_v_stride_head,
+    cos_sin_stride,
+    eps,
+    stride_slot,
+    stride_head,
+    table_stride,
+    scale,  # times log2(e)
+    most_pieces,
+    least,  # tiles that no sequence is cut below
+    SEQS_PAD: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    WARPS: gl.constexpr,
+    BOX: gl.constexpr,  # keys a request
+    SLOTS: gl.constexpr,  # tiles in shared memory at a time
+    CHUNK: gl.constexpr,  # partial results that are merged at a time
+    NEW: gl.constexpr,  # whether the last token comes with the call, and not in the cache; queries are then to be rotated
+    NORM: gl.constexpr,  # and normalised
+    RELEASE: gl.constexpr,  # the kernel after this one may start before this one ends
+):
+    """Grid [num_kv_heads, pieces]. Launched with programmatic dependent launch, WARPS warps."""
+    dtype: gl.constexpr = k_whole_descriptor.dtype
+    TILE: gl.constexpr = 16 * WARPS
+    HALF: gl.constexpr = HEAD_DIM // 2
+    LINES: gl.constexpr = TILE * HEAD_DIM // 64
+    VIEW: gl.constexpr = tile_view(WARPS, HEAD_DIM, BOX)
+    lines_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    k_operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    # A row of 16 lanes for each of eight queries; a half of the dims, and all of them.
+    half_layout: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [2, 16], [WARPS, 1], [1, 0])
+    rows_layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 16], [2, 16], [WARPS, 1], [1, 0])
+    descriptors = (k_whole_descriptor, v_whole_descriptor, k_part_descriptor, v_part_descriptor)
+    k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, LINES, 64], lines_layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [SLOTS, LINES, 64], lines_layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+
+    if not NEW:
+        gdc_wait()
+    head = gl.program_id(0)
+    num_heads = gl.num_programs(0)
+    seq, length, first_piece, piece, share = find_piece(
+        gl.program_id(1), gl.num_programs(1), lens_ptr, num_seqs, most_pieces, least, NEW, SEQS_PAD, TILE
+    )
+    if seq >= 0:
+        end_token = gl.maximum(length - NEW, 0)  # of the cached tokens; also where a new one goes
+        tiles = gl.cdiv(end_token, TILE)
+        pieces = gl.cdiv(gl.maximum(tiles, 1), share)
+        index = piece - first_piece
+        if index < pieces:
+            row = gl.cast(seq, gl.int64)
+            table_ptr += row * table_stride
+            begin = index * tiles // pieces
+            end = (index + 1) * tiles // pieces
+            mine = (index == pieces - 1) & (length > 0)
+            acquire()
+            # All of them before the first request, which waits for its own.
+            blocks = ()
+            for i in gl.static_range(SLOTS + 1):
+                tile = begin + i
+                at = table_ptr + tile * TILE // BLOCK_SIZE
+                blocks = blocks + (gl.load(at, mask=tile < end, other=0, cache_modifier=".cg"),)
+            if NEW:
+                new_block = gl.load(table_ptr + end_token // BLOCK_SIZE, mask=mine, other=0, cache_modifier=".cg")
+            for i in gl.static_range(SLOTS):
+                mbarrier.init(full.index(i), count=1)
+            fence_async_shared()
+            warps_barrier()
+            for i in gl.static_range(SLOTS):
+                if begin + i < end:
+                    request_tile(
+                        descriptors, k_tiles.index(i), v_tiles.index(i), full.index(i), blocks[i], begin + i, head, end_token,
+                        BLOCK_SIZE, TILE, BOX,
+                    )  # fmt: skip
+            dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, half_layout))
+            if NEW:
+                angles = cos_sin_ptr + end_token.to(gl.int64) * cos_sin_stride
+                cos = gl.load(angles + dims)
+                sin = gl.load(angles + HALF + dims)
+                q_low_weight = dims
+                q_high_weight = dims
+                k_low_weight = dims
+                k_high_weight = dims
+                if NORM:
+                    q_low_weight = gl.load(q_weight_ptr + dims)
+                    q_high_weight = gl.load(q_weight_ptr + HALF + dims)
+                    k_low_weight = gl.load(k_weight_ptr + dims)
+                    k_high_weight = gl.load(k_weight_ptr + HALF + dims)
+                gdc_wait()  # what was read so far is not the projection's
+
+            rows = gl.arange(0, 8, layout=gl.SliceLayout(1, half_layout))[:, None]
+            offsets = rows * 0 + dims[None, :]
+            q_rows = q_ptr + row * q_stride_seq + head * GROUP * q_stride_head + rows * q_stride_head + dims[None, :]
+            in_group = gl.broadcast(rows < GROUP, offsets)[0]
+            q_low = gl.load(q_rows, mask=in_group, other=0.0)
+            q_high = gl.load(q_rows + HALF, mask=in_group, other=0.0)
+            if NEW:
+                # Every program has the new token, in each of its rows, and one makes use of it.
+                new_k = new_k_ptr + row * new_k_stride_seq + head * new_k_stride_head + offsets
+                k_low = gl.load(new_k)
+                k_high = gl.load(new_k + HALF)
+                all_rows = gl.arange(0, 8, layout=gl.SliceLayout(1, rows_layout))[:, None]
+                all_dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows_layout))[None, :]
+                all_offsets = all_rows * 0 + all_dims
+                new_v = gl.load(new_v_ptr + row * new_v_stride_seq + head * new_v_stride_head + all_offsets)
+                q_low, q_high = rotated(q_low, q_high, q_low_weight, q_high_weight, cos, sin, eps, HEAD_DIM, NORM)
+            low = operand(q_low, mma, WARPS)
+            high = operand(q_high, mma, WARPS)
+            if NEW:
+                k_low, k_high = rotated(k_low, k_high, k_low_weight, k_high_weight, cos, sin, eps, HEAD_DIM, NORM)
+                target = (
+                    new_block.to(gl.int64) * BLOCK_SIZE + end_token % BLOCK_SIZE
+                ) * stride_slot + head * stride_head
+                stores = gl.broadcast((rows == 0) & mine, offsets)[0]
+                gl.store(k_ptr + target + offsets, k_low, mask=stores)
+                gl.store(k_ptr + target + HALF + offsets, k_high, mask=stores)
+                gl.store(v_ptr + target + all_offsets, new_v, mask=gl.broadcast((all_rows == 0) & mine, all_offsets)[0])
+                scores = product(q_low.to(gl.float32), k_low.to(gl.float32))
+                scores += product(q_high.to(gl.float32), k_high.to(gl.float32))
+                score = gl.where(mine, gl.sum(scores, 1) * scale, float("-inf"))
+                score = gl.convert_layout(score, gl.SliceLayout(1, rows_layout), assert_trivial=True)
+
+            acc = gl.zeros([WARPS, HEAD_DIM, 8], gl.float32, mma)
+            m = gl.full([WARPS, 8], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
+            total = gl.zeros([WARPS, 16, 8], gl.float32, mma)
+            block = blocks[SLOTS]
+            place = 0
+            phase = 0
+            for tile in range(begin, end):
+                mbarrier.wait(full.index(place), phase)
+                k = reinterpret(k_tiles.index(place), dtype, [WARPS, 16, HEAD_DIM], VIEW).load(k_operand)
+                v = (
+                    reinterpret(v_tiles.index(place), dtype, [WARPS, 16, HEAD_DIM], VIEW)
+                    .permute([0, 2, 1])
+                    .load(k_operand)
+                )
+                later = tile + SLOTS
+                if later < end:
+                    warps_barrier()  # every warp has its part of the tile
+                    request_tile(
+                        descriptors, k_tiles.index(place), v_tiles.index(place), full.index(place), block, later, head, end_token,
+                        BLOCK_SIZE, TILE, BOX,
+                    )  # fmt: skip
+                # Read a tile ahead: a request would otherwise wait for the table.
+                block = gl.load(
+                    table_ptr + (later + 1) * TILE // BLOCK_SIZE, mask=later + 1 < end, other=0, cache_modifier=".cg"
+                )
+                tile_low, tile_high = halves(k, mma)
+                acc, m, total = attend_tile(
+                    low, high, tile_low, tile_high, v, tile * TILE, end_token, scale, acc, m, total, mma, WARPS
+                )
+                place += 1
+                if place == SLOTS:
+                    place = 0
+                    phase ^= 1
+                if RELEASE and tile == begin:
+                    # Not before: the stores have arrived by now, so that nobody waits for them.
+                    release(mine, NEW)
+            if RELEASE and begin == end:
+                release(mine, NEW)
+
+            acc, m, total = merge_warps(acc, m, total, HEAD_DIM, WARPS, rows_layout)
+            if NEW:
+                new_v = gl.where(mine, new_v.to(gl.float32), 0.0)  # what is not attended to may be NaN
+                acc, m, total = attend_token(score, new_v, acc, m, total)
+            out_ptr += (row * num_heads + head) * GROUP * HEAD_DIM
+            if pieces == 1:
+                # A sequence without tokens gets zeros.
+                store_rows(out_ptr, gl.where(length > 0, acc / total[:, None], 0.0), GROUP, HEAD_DIM)
+            else:
+                store_partial(acc_ptr, ml_ptr, piece * num_heads + head, acc, m, total, GROUP, HEAD_DIM)
+                if arrived_last(counters_ptr + seq * num_heads + head, pieces):
+                    first = first_piece * num_heads + head
+                    merged = merge_partials(
+                        acc_ptr, ml_ptr, first, num_heads, pieces, GROUP, HEAD_DIM, CHUNK, rows_layout, WARPS
+                    )
+                    store_rows(out_ptr, merged, GROUP, HEAD_DIM)

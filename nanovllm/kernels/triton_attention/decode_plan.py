@@ -1,0 +1,162 @@
+"""Plans of decode attention, of the kernel for any GPU and of the one for Hopper: how a batch is cut, tile sizes, warps."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What is fixed when a launch is captured: it follows from shapes and the bound on the lengths alone."""
+
+    pieces: int
+    """The batch is cut into pieces of 1 / `pieces` of its tokens, or shorter where a sequence is."""
+    tile: int
+    """KV tokens a step."""
+    warps: int
+    stages: int
+    merge_registers: int
+    """Registers a thread for the partial results that are merged at a time: few steps for many."""
+    early: bool
+    """Whether a piece's last tile is in registers before the queries are: `qk_norm_rope_attention` only."""
+    least: int = 1
+    """Tiles that no sequence is cut below."""
+
+    def chunk(self, elements: int) -> int:
+        """Partial results of `elements` each that are merged at a time."""
+        return max(1, min(32, 32 * self.warps * self.merge_registers // elements))
+
+
+@functools.cache
+def plan_decode(
+    num_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    cache_itemsize: int,
+    full_precision: bool,
+    multiprocessors: int,
+    rotate: bool,
+) -> DecodePlan:
+    """Measured on an H200 with bf16, fp8 and head_dim 128; other sizes get tiles of as many bytes.
+
+    Args:
+        cache_itemsize: bytes an element of the cache; tiles of float8 have twice the tokens of 16-bit ones where that pays.
+        full_precision: whether products are float32, which no tensor core computes.
+        rotate: for `qk_norm_rope_attention`.
+    """
+    pairs = num_seqs * num_kv_heads
+    dim_pad = next_power_of_2(head_dim)
+    bytes_per_token = 4 * dim_pad  # of a 16-bit cache
+    small_tile = max(16, min(32, 16384 // bytes_per_token))
+    large_tile = max(16, min(64, 32768 // bytes_per_token))
+    warps = 2 if group <= 16 else 4 if group <= 32 else 8
+
+    def pieces(programs_per_multiprocessor: float) -> int:
+        return max(1, int(programs_per_multiprocessor * multiprocessors) // num_kv_heads)
+
+    if full_precision:  # small tiles and many threads, or registers spill
+        warps = 4 if group <= 16 and dim_pad <= 128 and cache_itemsize != 2 else 8
+        return DecodePlan(pieces(2), 16, warps, stages=3 if dim_pad <= 128 else 2, merge_registers=16, early=False)
+    if pairs >= 6 * multiprocessors:
+        # Enough sequences to fill several waves: large tiles, since few streams at a time suit DRAM, and cut only what is
+        # far longer than the average.
+        warps *= min(cache_itemsize, 2)
+        return DecodePlan(pieces(3), large_tile, warps, stages=3, merge_registers=32, early=False)
+    if pairs >= 4 * multiprocessors:
+        # About one wave: all programs resident at once.
+        tile = large_tile if cache_itemsize == 1 else small_tile
+        return DecodePlan(pieces(3), tile, warps, stages=4, merge_registers=32, early=False)
+    # Latency counts: every sequence is cut, into single tiles if it is short.
+    if dim_pad > 128:
+        return DecodePlan(pieces(2), small_tile, warps, stages=3, merge_registers=32, early=False)
+    if num_seqs <= 2 or group > 16:
+        return DecodePlan(pieces(num_seqs), small_tile, warps, stages=3, merge_registers=64, early=rotate)
+    if pairs >= 3 * multiprocessors:
+        return DecodePlan(pieces(3), small_tile, warps, stages=3, merge_registers=64, early=False, least=2)
+    if num_seqs > 8:
+        return DecodePlan(
+            pieces(4 if num_seqs <= 16 else 3), large_tile, 2, stages=2, merge_registers=64, early=rotate, least=2
+        )
+    # Programs of one warp, which waits for no other. Registers let eight run beside each other; where lengths do not divide
+    # evenly there are a few pieces more than asked for. A merge of more pieces than three tiles give takes longer than it saves.
+    tile = max(16, 8192 // bytes_per_token)
+    if num_seqs <= 4:
+        return DecodePlan(pieces(4), tile, 1, stages=2, merge_registers=64, early=rotate, least=2)
+    return DecodePlan(pieces(7.5), tile, 1, stages=3, merge_registers=64, early=rotate, least=3)
+
+
+_SHARED = (227 << 10) - 4096
+"""Bytes of shared memory for tiles: what a program may have on Hopper, but for barriers, scratch and alignment."""
+
+
+@dataclass(frozen=True)
+class HopperDecodePlan:
+    """As `DecodePlan`, for `decode_hopper_kernel`."""
+
+    pieces: int
+    """The batch is cut into pieces of 1 / `pieces` of its tokens, or shorter where a sequence is."""
+    least: int = 1
+    """Tiles that no sequence is cut below."""
+    warps: int = 4
+    """Of a program, with 16 keys of a tile each."""
+    slots: int = 2
+    """Tiles in shared memory at a time; with a new token all of them are asked for before the wait."""
+    box: int = 16
+    """Keys a request to the copy engine: fewer than that are read beyond a sequence's last token."""
+    chunk: int = 4
+    """Partial results that are merged at a time."""
+
+    @property
+    def tile(self) -> int:
+        """KV tokens a step."""
+        return 16 * self.warps
+
+    def shared_memory(self, head_dim: int) -> int:
+        """Bytes, but for barriers."""
+        return self.slots * self.tile * head_dim * 4
+
+    def refused(self, head_dim: int, block_size: int) -> str | None:
+        """Why there is no kernel for this plan, if there is none."""
+        if self.warps not in (1, 2, 4, 8) or block_size % self.tile:
+            return f"warps: expected 1, 2, 4 or 8, and 16 times that to divide blocks of {block_size}, not {self.warps}"
+        if self.box not in (8, 16, 32, 64, 128) or self.box > self.tile:
+            return f"box: expected 8, 16, ... up to a tile, {self.tile}, not {self.box}"
+        if not 0 < self.pieces < 2**14:
+            return f"pieces: expected 1 to {2**14 - 1}, not {self.pieces}"
+        if self.least < 1 or self.slots < 1:
+            return f"least, slots: expected at least 1, not {self.least} and {self.slots}"
+        if self.chunk not in (1, 2, 4, 8):
+            return f"chunk: expected 1, 2, 4 or 8, not {self.chunk}"
+        if self.shared_memory(head_dim) > _SHARED:
+            return f"slots: {self.shared_memory(head_dim)} bytes of tiles, more than {_SHARED} of shared memory"
+        return None
+
+
+# Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence is cut below,
+# warps, slots, box, chunk. Measured on an H200, in whole layers of Qwen3-0.6B, with sequences of 250 to 800 tokens: 8, 32, 64, 128
+# and 256 of them. Where none is cut, half a program is better than two: the grid has fewer programs that find no piece.
+_MEASURED = (
+    (
+        2,
+        (1.0, 1, 4, 3, 16, 8),
+    ),  # not measured: a sequence over the whole GPU, since it may be long; merges of many pieces
+    (4, (2.0, 2, 4, 2, 16, 8)),  # not measured
+    (16, (2.0, 2, 4, 1, 16, 4)),
+    (48, (0.5, 1, 2, 6, 32, 4)),
+    (96, (2.0, 16, 4, 3, 32, 4)),
+    (192, (0.5, 1, 4, 2, 64, 4)),
+    (None, (2.0, 16, 4, 2, 64, 4)),
+)
+
+
+@functools.cache
+def plan_hopper_decode(num_seqs: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> HopperDecodePlan:
+    """As `_MEASURED` says for as many sequences and heads; with head_dim 64 there are more slots, of half the bytes."""
+    alike = cdiv(num_seqs * num_kv_heads, 8)
+    programs, least, warps, slots, box, chunk = next(row for most, row in _MEASURED if most is None or alike <= most)
+    pieces = max(1, int(programs * multiprocessors) // num_kv_heads)
+    return HopperDecodePlan(pieces, least, warps, slots if head_dim > 64 else min(8, 2 * slots), box, chunk)

@@ -1,0 +1,174 @@
+"""What the tests of the decode kernel for Hopper share: arguments with everything poisoned, results in float64, compiled kernels."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention
+
+MAX_POSITION = 8192
+
+
+def angles(head_dim, device, dtype=torch.float32):
+    """[MAX_POSITION, head_dim]: cosines, then sines."""
+    frequencies = 1e6 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    table = torch.arange(MAX_POSITION, device=device)[:, None] * frequencies
+    return torch.cat((table.cos(), table.sin()), -1).to(dtype)
+
+
+def make(lens, group, kv_heads, head_dim, block_size, dtype, norm=True, device="cuda", seed=0, spare=0, new=True):
+    """Arguments of `qk_norm_rope_attention`, or unless `new` of `attention_decode`.
+
+    Blocks are shuffled. NaN: slots without a token, those of the new tokens, blocks of no sequence. Table entries without a token: 2^30.
+    q, k and v are views of a fused projection's rows.
+
+    Args:
+        spare: tokens that each sequence has room for beside its own.
+    """
+    g = torch.Generator().manual_seed(seed)
+    counts = [-(-(n + spare) // block_size) if n + spare else 0 for n in lens]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=g)
+    table = torch.full((len(lens), max(*counts, 1) + 1), 2**30, dtype=torch.int32)
+    at = 0
+    for i, n in enumerate(counts):
+        table[i, :n] = order[at : at + n].int()
+        at += n
+    shape = (num_blocks, block_size, kv_heads, head_dim)
+    caches = []
+    for s in range(2):
+        fill = torch.Generator(device).manual_seed(seed + s)
+        cache = torch.randn(shape, generator=fill, device=device).to(dtype).view(-1, kv_heads, head_dim)
+        live = torch.zeros(num_blocks * block_size, dtype=torch.bool)
+        for i, n in enumerate(lens):
+            if n > new:
+                live[slots_of(table[i], n - new, block_size)] = True
+        cache[~live.to(device)] = float("nan")
+        caches.append(cache.view(shape))
+    qkv = torch.randn(len(lens), (group + 2) * kv_heads, head_dim, generator=g).to(device, dtype)
+    q, k, v = qkv.split((group * kv_heads, kv_heads, kv_heads), 1)
+    given = {
+        "q": q, "k_cache": caches[0], "v_cache": caches[1], "block_table": table.to(device),
+        "context_lens": torch.tensor(lens, dtype=torch.int32, device=device), "max_context_len": max(*lens, 1) + spare,
+        "scale": head_dim**-0.5,
+    }  # fmt: skip
+    if new:
+        given |= {"k": k, "v": v, "cos_sin_cache": angles(head_dim, device)}
+        if norm:
+            weights = [(torch.rand(head_dim, generator=g) + 0.5).to(device, dtype) for _ in range(2)]
+            given |= {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6}
+    return given
+
+
+def slots_of(table, count, block_size):
+    positions = torch.arange(count, device=table.device)
+    return table[positions // block_size].long() * block_size + positions % block_size
+
+
+def _rotated(x, weight, angle, eps):
+    """[heads, head_dim] float64, normalised with a weight if there is one, and rotated."""
+    half = x.shape[-1] // 2
+    if weight is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    cos, sin = angle[:half], angle[half:]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def expected(given):
+    """(out [num_seqs, num_heads, head_dim] float64, {slot of a new token: (its key, its value)} float64)."""
+    q, new = given["q"].double(), {}
+    block_size, kv_heads, head_dim = given["k_cache"].shape[1:]
+    table = angles(head_dim, q.device, torch.float64)
+    out = torch.zeros_like(q)
+    k_rows, v_rows = (given[n].view(-1, kv_heads, head_dim) for n in ("k_cache", "v_cache"))
+    for i, n in enumerate(given["context_lens"].tolist()):
+        if not n:
+            continue
+        slots = slots_of(given["block_table"][i], n, block_size)
+        queries = q[i]
+        if "k" in given:
+            eps = given.get("eps")
+            queries = _rotated(queries, given.get("q_weight"), table[n - 1], eps)
+            key = _rotated(given["k"][i].double(), given.get("k_weight"), table[n - 1], eps)
+            new[int(slots[-1])] = key, given["v"][i].double()
+            keys = torch.cat((k_rows[slots[:-1]].double(), key[None]))
+            values = torch.cat((v_rows[slots[:-1]], given["v"][i][None]))
+        else:
+            keys, values = k_rows[slots].double(), v_rows[slots]
+        scores = torch.einsum("hgd,thd->hgt", queries.view(kv_heads, -1, head_dim), keys)
+        weights = torch.softmax(scores * given["scale"], -1)
+        out[i] = torch.einsum("hgt,thd->hgd", weights, values.double()).reshape(-1, head_dim)
+    return out, new
+
+
+def run(given, plan=None):
+    """The op that the arguments are of."""
+    return (qk_norm_rope_attention if "k" in given else attention_decode)(**given, plan=plan)
+
+
+def heads_apart(x):
+    """x [tokens, heads, dims] with other strides; the next two as well."""
+    wide = x.new_full((x.shape[0], 3 * x.shape[1], x.shape[2]), float("nan"))
+    wide[:, ::3] = x
+    return wide[:, ::3]
+
+
+def tokens_apart(x):
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def dims_apart(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def compiled(plan, seqs_pad, group=2, head_dim=128, block_size=256, dtype="bf16", new=True, norm=True, release=True):
+    """The kernel as it is compiled for a launch with aligned tensors, without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from nanovllm.kernels.triton_attention.decode_hopper_kernel import decode_hopper_kernel as kernel
+
+    constants = dict(
+        SEQS_PAD=seqs_pad, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,
+        CHUNK=plan.chunk, NEW=new, NORM=new and norm, RELEASE=release,
+    )  # fmt: skip
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+    types = {
+        **dict.fromkeys(("table_ptr", "lens_ptr", "counters_ptr"), "*i32"),
+        **dict.fromkeys(("acc_ptr", "ml_ptr"), "*fp32"),
+        **dict.fromkeys(("eps", "scale"), "fp32"),
+        "cos_sin_ptr": "*fp32" if new else f"*{dtype}",
+    }
+    signature, attributes = {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_descriptor"):
+            boxes = plan.tile // plan.box if "whole" in name else 1
+            signature[name] = f"tensordesc<{dtype}[{boxes}, {head_dim // 64}, {plan.box}, 1, 64],{layout!r}>"
+        else:
+            signature[name] = types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
+        aligned = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        if aligned and signature[name][0] in "*i":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": plan.warps})
+
+
+def resources(binary, directory):
+    """(registers, bytes of stack, bytes of local memory) a thread, as the assembler allotted them."""
+    import triton
+
+    cubin = Path(directory) / "kernel.cubin"
+    cubin.write_bytes(binary.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    done = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
+    return tuple(int(n) for n in re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", done.stdout).groups())

@@ -1,0 +1,291 @@
+"""Decode attention on a Hopper GPU: against float64 and the kernel for any GPU, in graphs, and again and again.
+
+Without a GPU: `test_triton_attention_decode_hopper_plan.py`, and `test_ptx_decode_hopper.py`, which runs the compiled kernel.
+"""
+
+import functools
+import itertools
+import random
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
+
+from nanovllm.kernels.triton_attention import decode  # noqa: E402
+from nanovllm.kernels.triton_attention.common import _counters  # noqa: E402
+from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention  # noqa: E402
+from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
+from nanovllm.kernels.triton_attention.decode_plan import plan_decode  # noqa: E402
+from nanovllm.kernels.triton_decode import hopper  # noqa: E402
+from tests.kernels.decode_hopper import dims_apart, expected, heads_apart, make, run, tokens_apart  # noqa: E402
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
+BF16, F16 = torch.bfloat16, torch.float16
+ERROR = {BF16: 1e-2, F16: 1.5e-3}
+EDGES = [0, 1, 2, 16, 17, 63, 64, 65, 66, 129, 255, 256, 257, 258, 4000]
+
+
+def mixed(count, longest, seed=0):
+    return [random.Random(seed + i).randint(1, longest) for i in range(count)]
+
+
+# name: (lens, group, kv_heads, head_dim, block_size, dtype, norm, plan)
+SHAPES = {
+    **{f"group {g}": (EDGES + mixed(10, 700), g, h, 128, 256, BF16, True, None) for g, h in ((1, 8), (2, 8), (3, 3), (4, 8), (7, 2), (8, 4))},
+    "fp16, no norm": (EDGES, 2, 8, 128, 256, F16, False, None),
+    "dim 64, blocks of 64": (EDGES, 3, 3, 64, 64, BF16, True, None),
+    "dim 64, fp16": (EDGES, 7, 2, 64, 128, F16, True, None),
+    "blocks of 64": (EDGES, 4, 2, 128, 64, BF16, True, None),
+    **{f"{n} sequences": (mixed(n, 900, n), 2, 8, 128, 256, BF16, True, None) for n in (1, 2, 3, 8, 9, 33, 64, 65, 128, 256, 300, 512)},
+    "one of 1": ([1], 2, 8, 128, 256, BF16, True, None),
+    "one of 4000": ([4000], 2, 8, 128, 256, BF16, True, None),
+    "one of 0": ([0], 2, 8, 128, 256, BF16, True, None),
+    "long beside short": ([4000] + [5] * 40, 2, 8, 128, 256, BF16, True, None),
+}  # fmt: skip
+PLANS = [
+    Plan(1), Plan(33, 999), Plan(200, 1), Plan(33, 2, slots=3, box=32), Plan(33, 1, slots=1, box=64), Plan(5, 3, slots=6, box=16),
+    Plan(66, 1, warps=2, slots=4), Plan(66, 2, warps=1, slots=3), Plan(20, 1, warps=8, slots=1, box=128), Plan(20, 1, warps=8, slots=3, box=16),
+    Plan(40, 1, slots=2, box=8, chunk=1), Plan(400, 1, slots=2, chunk=8),
+]  # fmt: skip
+for _plan in PLANS:
+    SHAPES[str(_plan)] = EDGES + mixed(20, 600, 5), 2, 8, 128, 256, BF16, True, _plan
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Memory that a kernel gets is NaN, and no result of an earlier launch."""
+    original = torch.empty
+    with torch.device("cpu"):
+        original(0)
+
+    def empty(*size, **options):
+        x = original(*size, **options)
+        return x.fill_(float("nan")) if x.is_floating_point() and not torch.cuda.is_current_stream_capturing() else x
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+def copied(given):
+    return given | {n: given[n].clone() for n in ("k_cache", "v_cache")}
+
+
+def bits(x):
+    return x.view(torch.int16)
+
+
+def portable_plan(given):
+    num_seqs, heads, dim = given["q"].shape
+    kv_heads = given["k_cache"].shape[2]
+    return plan_decode(num_seqs, kv_heads, heads // kv_heads, dim, 2, False, 132, "k" in given)
+
+
+def check_caches(used, given, of_portable):
+    """The slots of new tokens hold what the other kernel stores there, but for a last bit of a few keys; nothing else has changed."""
+    for name in ("k_cache", "v_cache"):
+        new = (bits(of_portable[name]) != bits(given[name])).flatten(2).any(-1)
+        assert new.sum() == ((given["context_lens"] > 0).sum() if "k" in given else 0)
+        assert torch.equal(bits(used[name])[~new], bits(given[name])[~new]), f"{name}: other slots were written"
+        if not new.any():
+            continue
+        got, want = used[name][new], of_portable[name][new]
+        same = (bits(got) == bits(want)).double().mean().item()
+        assert same == 1 if name == "v_cache" else same > 0.999, f"{name}: {same} of the elements are the other kernel's"
+        torch.testing.assert_close(got.float(), want.float(), rtol=1.6e-2, atol=4e-2)
+
+
+def check(given, plan=None):
+    lens, dtype = given["context_lens"].tolist(), given["q"].dtype
+    want, _ = expected(given)
+    used, of_portable = copied(given), copied(given)
+    got, other = run(used, plan), run(of_portable, portable_plan(given))
+    scale = want.norm().item() or 1.0
+    error, of_other = ((x.double() - want).norm().item() / scale for x in (got, other))
+    assert got.is_contiguous() and not got.isnan().any() and max(error, of_other) < ERROR[dtype], (error, of_other)
+    rows = (got.double() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1).clamp(min=1e-30)
+    assert rows.max() < 3 * ERROR[dtype], f"sequence {rows.argmax()} of {lens[rows.argmax()]} tokens is off by {rows.max()}"
+    check_caches(used, given, of_portable)
+    for _ in range(3):
+        again = copied(given)
+        assert torch.equal(got, run(again, plan)), "other bits in another run"
+        assert all(torch.equal(bits(again[n]), bits(used[n])) for n in ("k_cache", "v_cache"))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Which kernels the ops launch."""
+    seen = []
+    for name in ("launch_hopper", "launch_decode"):
+        original = getattr(decode, name)
+        monkeypatch.setattr(decode, name, lambda *a, n=name, f=original: seen.append(n) or f(*a))
+    return seen
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name, new, poison, launches):
+    *shape, plan = SHAPES[name]
+    check(make(*shape, new=new), plan)
+    assert launches == ["launch_hopper", "launch_decode", *["launch_hopper"] * 3]
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
+def test_any_strides(new, poison, launches):
+    """Heads of q, k and v apart, or dims that are; caches of some of the heads, or with room between tokens; tables in wider ones."""
+    given = make(EDGES, 2, 4, 128, 256, BF16, new=new)
+    wanted = run(copied(given))
+    for name, turn in itertools.product("qkv" if new else "q", (heads_apart, tokens_apart, dims_apart)):
+        turned = copied(given) | {name: turn(given[name])}
+        assert turned[name].stride() != given[name].stride() and torch.equal(run(turned), wanted)
+    wide = given["block_table"].new_full((len(EDGES), 40), 2**30)
+    wide[:, 3 : 3 + given["block_table"].shape[1]] = given["block_table"]
+    assert torch.equal(run(copied(given) | {"block_table": wide[:, 3:]}), wanted)
+    for shape, part in (((0, 0, 8, 0), (..., slice(2, 6), slice(None))), ((0, 0, 0, 64), (..., slice(128)))):
+        used = dict(given)
+        for name in ("k_cache", "v_cache"):
+            cache = torch.full([n + more for n, more in zip(given[name].shape, shape)], float("nan"), dtype=BF16, device="cuda")
+            used[name] = cache[part]
+            used[name].copy_(given[name])
+        assert torch.equal(run(used), wanted)
+    assert set(launches) == {"launch_hopper"}
+
+
+def test_what_the_kernel_does_not_take_has_the_other_one(launches):
+    given = make([300, 17], 2, 8, 128, 256, BF16)
+    calls = [given | {"window": 100}, given | {"soft_cap": 20.0}, given | {"k_scale": torch.ones(1, device="cuda")}]
+    calls.append(make([300, 17], 9, 2, 128, 256, BF16, norm=False))
+    calls.append(make([300, 17], 2, 2, 128, 32, BF16, new=False))
+    calls.append(make([5] * 513, 1, 2, 128, 64, BF16, new=False))
+    for call in calls:
+        run(copied(call))
+    assert launches == ["launch_decode"] * len(calls)
+    with pytest.raises(ValueError, match="window, soft_cap, k_scale, v_scale: expected none"):
+        run(copied(calls[0]), Plan(33))
+
+
+def graph_of(fn):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fn()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = fn()
+    return graph, out
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
+def test_replays_with_other_batches(new):
+    """One capture, other lengths and tables: as an eager call."""
+    count = 40
+    given = make([700] * count, 2, 8, 128, 256, BF16, spare=324, new=new)
+    for n in ("k_cache", "v_cache"):
+        given[n] = torch.randn(given[n].shape, device="cuda").to(BF16)
+    given["max_context_len"] = 1024
+    replayed = copied(given) | {n: given[n].clone() for n in ("context_lens", "block_table")}
+    graph, out = graph_of(lambda: run(replayed))
+    for step in range(20):
+        lens = torch.tensor([0, *mixed(count - 1, 1024, 100 * step)], dtype=torch.int32, device="cuda")
+        table = given["block_table"][torch.randperm(count, device="cuda")]
+        for n in ("k_cache", "v_cache"):
+            replayed[n].copy_(given[n])
+        replayed["context_lens"].copy_(lens)
+        replayed["block_table"].copy_(table)
+        graph.replay()
+        eager = copied(given) | {"context_lens": lens, "block_table": table}
+        assert torch.equal(out, run(eager)), step
+        assert all(torch.equal(bits(eager[n]), bits(replayed[n])) for n in ("k_cache", "v_cache")), step
+        want, _ = expected(copied(given) | {"context_lens": lens, "block_table": table})
+        assert (out.double() - want).norm() / want.norm() < ERROR[BF16], step
+
+
+def chained(given, tokens, lens, wait=False):
+    out = []
+    for new, length in zip(tokens, lens):
+        out.append(qk_norm_rope_attention(**given | new | {"context_lens": length}))
+        if wait:
+            torch.cuda.synchronize()
+    return out
+
+
+@pytest.mark.parametrize("count", [1, 4, 8, 40, 100])
+def test_calls_that_read_what_the_one_before_them_stored(count):
+    """A call asks for keys before it waits for the kernel before it, which may be this one with the last token."""
+    calls = 24
+    given = make([230 + 11 * i for i in range(count)], 2, 8, 128, 256, BF16, spare=calls + 1)
+    given["max_context_len"] = 2048
+    lens = [given["context_lens"] + i for i in range(calls)]
+    tokens = [{n: torch.randn_like(given[n]) for n in "qkv"} for _ in range(calls)]
+    saved = {n: given[n].clone() for n in ("k_cache", "v_cache")}
+    want = chained(given, tokens, lens, wait=True)
+    for name, cache in saved.items():
+        given[name].copy_(cache)
+    graph, out = graph_of(functools.partial(chained, given, tokens, lens))
+    for replay in range(50):
+        for name, cache in saved.items():
+            given[name].copy_(cache)
+        graph.replay()
+        wrong = [i for i, (a, b) in enumerate(zip(out, want)) if not torch.equal(a, b)]
+        assert not wrong, (replay, wrong)
+
+
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_cached_tokens_that_the_kernel_before_stored(count):
+    """`store_kvcache` and then `attention_decode`, as layers without the fused op call them, many times in a graph."""
+    from nanovllm.kernels import all_ops
+
+    store = all_ops()["store_kvcache"].providers["triton"].fn
+    given = make([230 + 11 * i for i in range(count)], 2, 8, 128, 256, BF16, spare=1, new=False)
+    given["max_context_len"] = 2048
+    at = (given["context_lens"] - 1).long()
+    rows = torch.arange(count, device="cuda")
+    slots = given["block_table"][rows, at // 256].long() * 256 + at % 256
+    tokens = [torch.randn(2, count, 8, 128, device="cuda").to(BF16) for _ in range(20)]
+
+    def steps(wait=False):
+        out = []
+        for k, v in tokens:
+            store(k, v, given["k_cache"], given["v_cache"], slots)
+            if wait:
+                torch.cuda.synchronize()
+            out.append(attention_decode(**given))
+            if wait:
+                torch.cuda.synchronize()
+        return out
+
+    want = steps(wait=True)
+    graph, out = graph_of(steps)
+    for replay in range(50):
+        graph.replay()
+        wrong = [i for i, (a, b) in enumerate(zip(out, want)) if not torch.equal(a, b)]
+        assert not wrong, (replay, wrong)
+
+
+def layers(x, given, qkv_weight, out_weight):
+    kept = []
+    for _ in range(6):
+        q, k, v = hopper.product(x, qkv_weight).view(len(x), 32, 128).split((16, 8, 8), 1)
+        kept.append(qk_norm_rope_attention(**given | {"q": q, "k": k, "v": v}))
+        x = hopper.product(kept[-1].flatten(1), out_weight)
+    return kept
+
+
+@pytest.mark.parametrize("count, longest", [(1, 4000), (8, 900), (32, 400), (64, 900), (256, 300)])
+def test_a_thousand_replays(count, longest):
+    """Behind a product that it overlaps with, and before one that overlaps with it: the same bits a thousand times."""
+    given = make(mixed(count, longest, 3), 2, 8, 128, 256, BF16)
+    qkv_weight = (torch.randn(4096, 1024, device="cuda") / 32).to(BF16)
+    out_weight = (torch.randn(1024, 2048, device="cuda") / 45).to(BF16)
+    x = torch.randn(count, 1024, device="cuda").to(BF16)
+    graph, out = graph_of(functools.partial(layers, x, given, qkv_weight, out_weight))
+    graph.replay()
+    first = [o.clone() for o in out]
+    assert not any(o.isnan().any() for o in first)
+    for _ in range(50):
+        for _ in range(20):
+            graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(out, first))
+    assert all((c == 0).all() for c in _counters.values()), "counters are not left zero"

@@ -1,0 +1,159 @@
+"""Decode attention for Hopper without a GPU: what is taken, the plans, which kernel is launched, and what the kernel compiles to."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
+
+from nanovllm.kernels.triton_attention import decode, decode_hopper, decode_plan  # noqa: E402
+from nanovllm.kernels.triton_attention.common import padded_count  # noqa: E402
+from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention  # noqa: E402
+from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, plan_hopper_decode  # noqa: E402
+from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
+from tests.kernels.decode_hopper import compiled, dims_apart, heads_apart, make, resources, run  # noqa: E402
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def given_for(lens=(40, 3), group=2, kv_heads=2, head_dim=128, block_size=64, dtype=BF16, **options):
+    given = make(list(lens), group, kv_heads, head_dim, block_size, dtype, device="cpu", **options)
+    new = decode.NewTokens(given["k"], given["v"], given["cos_sin_cache"], None, None, 0.0)
+    return given["q"], given["k_cache"], given["v_cache"], new
+
+
+def test_what_is_taken(monkeypatch):
+    taken = given_for()
+    assert not decode_hopper.takes(*taken)  # no GPU
+    monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
+    q, k_cache, v_cache, new = taken
+    for q_like, new_like in ((q, new), (q, None), (heads_apart(q), new), (dims_apart(q), None)):
+        assert decode_hopper.takes(q_like, k_cache, v_cache, new_like)
+    for shape in ({"group": 8}, {"group": 7, "kv_heads": 1}, {"head_dim": 64, "dtype": F16}, {"block_size": 256}, {"lens": [5] * 512}):
+        assert decode_hopper.takes(*given_for(**shape))
+    assert decode_hopper.takes(q[:0], k_cache, v_cache, None)
+
+
+def strided(cache, step):
+    """The same numbers; rows `step` elements longer."""
+    wide = torch.zeros(*cache.shape[:3], cache.shape[3] + step, dtype=cache.dtype)
+    wide[..., : cache.shape[3]] = cache
+    return wide[..., : cache.shape[3]]
+
+
+def test_what_is_not_taken_is_said():
+    q, k_cache, v_cache, new = given_for()
+    scale = torch.ones(1)
+    for options in ({"window": 5}, {"soft_cap": 1.0}, {"scales": (scale, None)}, {"scales": (None, scale)}):
+        assert "expected none of them" in decode_hopper.refused(q, k_cache, v_cache, new, **options)
+    for shape, said in (
+        ({"dtype": torch.float32}, "the same 16-bit dtype"), ({"head_dim": 80}, "head_dim 64 or 128"), ({"head_dim": 256}, "head_dim"),
+        ({"group": 9}, "up to 8 query heads a KV head, got 9"), ({"block_size": 32}, "blocks of a multiple of 64"),
+        ({"block_size": 96}, "blocks of"), ({"lens": [5] * 513}, "up to 512 sequences, got 513"),
+    ):  # fmt: skip
+        assert said in decode_hopper.refused(*given_for(**shape)), shape
+    other = replace(new, v=new.v.to(F16))
+    assert "k, v: expected torch.bfloat16" in decode_hopper.refused(q, k_cache, v_cache, other)
+    assert "16-bit dtype" in decode_hopper.refused(q, k_cache.to(F16), v_cache.to(F16), None)
+    assert "1 to 2147483647 slots" in decode_hopper.refused(q, k_cache[:0], v_cache[:0], None)
+    for caches, said in (
+        ([c[::2] for c in (k_cache, v_cache)], "blocks one after the other"),
+        ([c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k_cache, v_cache)], "blocks one after the other"),
+        ([strided(c, 4) for c in (k_cache, v_cache)], "multiples of 16 bytes"),
+        ([strided(c, 8)[..., 1:65] for c in (k_cache, v_cache)], "multiples of 16 bytes"),
+    ):
+        queries = q[..., : caches[0].shape[3]]
+        assert said in decode_hopper.refused(queries, *caches, None), said
+    assert decode_hopper.refused(q, *(strided(c, 8) for c in (k_cache, v_cache)), new) is None
+
+
+def test_a_plan_that_cannot_be_launched_is_said():
+    for plan, said in (
+        (Plan(0), "pieces: expected 1 to 16383, not 0"), (Plan(2**14), "pieces: "), (Plan(5, least=0), "least, slots: expected at least 1"),
+        (Plan(5, slots=0), "least, slots: "), (Plan(5, warps=3), "warps: expected 1, 2, 4 or 8"), (Plan(5, warps=8), "to divide blocks of 64"),
+        (Plan(5, box=128), "box: expected 8, 16, ... up to a tile, 64"), (Plan(5, box=24), "box: "), (Plan(5, warps=1, box=32), "box: "),
+        (Plan(5, chunk=3), "chunk: "), (Plan(5, slots=7), "slots: 229376 bytes of tiles, more than"),
+    ):  # fmt: skip
+        given = make([40, 3], 2, 2, 128, 64, BF16, device="cpu")
+        with pytest.raises(ValueError, match=r"^plan\..*" + re.escape(said)):
+            qk_norm_rope_attention(**given, plan=plan)
+        assert said in plan.refused(128, 64)
+    assert Plan(5, slots=6).refused(128, 64) is None and Plan(5, slots=13).refused(64, 64) is None
+    given = make([40, 3], 2, 2, 80, 64, BF16, device="cpu", new=False)
+    with pytest.raises(ValueError, match="head_dim 64 or 128, got 80; a HopperDecodePlan is for its kernel only"):
+        attention_decode(**given, plan=Plan(5))
+
+
+def test_a_plan_says_which_kernel(monkeypatch):
+    calls = []
+    monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(decode, "launch_hopper", lambda *args: calls.append(("hopper", args[-2] is None, args[-1])))
+    monkeypatch.setattr(decode, "launch_decode", lambda *args: calls.append(("any", args[-2] is None, args[-1])))
+    plans = DecodePlan(7, 32, 4, 1, 16, False), Plan(5)
+    for new in (True, False):
+        given = make([40, 3], 2, 2, 128, 64, BF16, device="cpu", new=new)
+        for plan in (None, *plans):
+            run(given, plan)
+        run(given | {"window": 9})
+        assert calls == [("hopper", not new, None), ("any", not new, plans[0]), ("hopper", not new, plans[1]), ("any", not new, None)]
+        calls.clear()
+
+
+def test_built_in_plans_can_be_launched_and_use_the_gpu():
+    for num_seqs, kv_heads, dim, sms in itertools.product((*range(1, 513, 7), 512), (1, 2, 3, 8, 32), (64, 128), (78, 114, 132)):
+        plan = plan_hopper_decode(num_seqs, kv_heads, dim, sms)
+        assert plan.refused(dim, 64) is None
+    most = [row[0] for row in decode_plan._MEASURED]
+    assert most[-1] is None and most[:-1] == sorted(set(most[:-1]))
+    one = plan_hopper_decode(1, 8, 128, 132)
+    assert one.least == 1 and 0.9 * 132 <= one.pieces * 8 <= 2 * 132  # about a program a multiprocessor for a long one
+    assert plan_hopper_decode(64, 2, 128, 132).tile == plan_hopper_decode(16, 8, 128, 132).tile  # as many programs
+
+
+# name: (plan, sequences, options)
+COMPILED = {
+    "1": (plan_hopper_decode(1, 8, 128, 132), 1, {}),
+    "8": (plan_hopper_decode(8, 8, 128, 132), 8, {}),
+    "32": (plan_hopper_decode(32, 8, 128, 132), 32, {}),
+    "64, group 8, fp16": (plan_hopper_decode(64, 8, 128, 132), 64, {"group": 8, "dtype": "fp16", "norm": False, "release": False}),
+    "256": (plan_hopper_decode(256, 8, 128, 132), 256, {}),
+    "dim 64": (plan_hopper_decode(32, 8, 64, 132), 32, {"head_dim": 64, "group": 7, "block_size": 64}),
+    "8 warps": (Plan(33, 1, 8, 1, 32), 8, {}),
+    "1 warp": (Plan(33, 1, 1, 4), 8, {}),
+    "cached 1": (plan_hopper_decode(1, 8, 128, 132), 1, {"new": False}),
+    "cached 64": (plan_hopper_decode(64, 8, 128, 132), 64, {"new": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills(name, tmp_path):
+    pytest.importorskip("triton.experimental.gluon")
+    plan, count, options = COMPILED[name]
+    binary = compiled(plan, padded_count(count), **options)
+    registers, stack, local = resources(binary, tmp_path)
+    assert stack == local == 0 and registers <= 176, (registers, stack, local)
+    head_dim, new = options.get("head_dim", 128), options.get("new", True)
+    assert plan.shared_memory(head_dim) < binary.metadata.shared <= plan.shared_memory(head_dim) + 4096
+    ptx = binary.asm["ptx"]
+    wait = ptx.index("griddepcontrol.wait")
+
+    def count_of(pattern, text=ptx):
+        return len(re.findall(pattern, text))
+
+    # A whole tile of keys and of values, or the boxes of a part of one.
+    each = 2 + (2 * plan.tile // plan.box if plan.tile > plan.box else 0)
+    # Before the wait the ring is asked for, and read what the projection does not write; without a new token nothing is.
+    requests, loads = r"cp\.async\.bulk\.tensor", r"ld\.global"
+    assert count_of(requests) == (plan.slots + 1) * each
+    assert count_of(requests, ptx[:wait]) == (plan.slots * each if new else 0)
+    assert (count_of(loads, ptx[:wait]) > plan.slots) if new else not count_of(loads, ptx[:wait])
+    assert count_of(r"st\.global|red\.(global|async)|atom\.", ptx[:wait]) == 0
+    # A product for 16 dims of the scores, and one for 16 dims of the output; no operand is moved through shared memory.
+    assert count_of(r"mma\.sync") == head_dim // 8
+    assert count_of(r"ldmatrix[^\n]*x4\.trans") == head_dim // 16 and count_of("movmatrix") == 2
+    assert count_of(r"griddepcontrol\.launch_dependents") == (0 if not options.get("release", True) else 4 if new else 2)
