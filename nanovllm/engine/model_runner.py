@@ -101,7 +101,8 @@ class ModelRunner:
             if logits is not None:
                 compile_ahead(self, logits)
                 self.decoding.capture(logits)
-                self.prefill = self.prefill and self._captured(self.prefill, logits)
+                if self.prefill is not None:
+                    self.prefill = self._captured(self.prefill, logits)
             if on_gpu:
                 warm_up(self)
 
