@@ -1,0 +1,172 @@
+"""What arithmetic, bitwise and conversion instructions of PTX compute: a warp's 32 values at a time, as numpy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
+UNSIGNED = {1: U8, 2: U16, 4: U32, 8: U64}
+TYPES = {
+    "b16": U16, "u16": U16, "s16": np.int16, "b32": U32, "u32": U32, "s32": np.int32, "f32": np.float32, "b64": U64, "u64": U64,
+    "s64": np.int64,
+}  # fmt: skip
+
+
+class UnknownInstruction(Exception):
+    """PTX that the emulator does not know: a test that meets it says nothing about the kernel."""
+
+
+def type_of(name):
+    return chosen(TYPES, name)
+
+
+def chosen(table, name):
+    if name not in table:
+        raise UnknownInstruction(name)
+    return table[name]
+
+
+def _bf16(bits):
+    return (bits.astype(U32) << U32(16)).view(np.float32)
+
+
+def _to_bf16(x):
+    bits = np.ascontiguousarray(x, np.float32).view(U32)
+    rounded = ((bits.astype(U64) + 0x7FFF + ((bits >> U32(16)) & U32(1))) >> 16).astype(U16)
+    return np.where(np.isnan(x), U16(0x7FFF), rounded)
+
+
+def _f16(bits):
+    return bits.astype(U16).view(np.float16).astype(np.float32)
+
+
+def _to_f16(x):
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).view(U16)
+
+
+HALVES = {"bf16": (_bf16, _to_bf16), "f16": (_f16, _to_f16)}
+"""Format -> (its bits as float32, float32 rounded to its bits)."""
+
+
+class Arithmetic:
+    """Instructions of a warp, which has `value`, `put` and the registers `r`. p: the operation's words; on: the threads that take part."""
+
+    def calculate(self, p, args, on):
+        t = p[-1]
+        if t.removesuffix("x2") in HALVES:
+            v = self._half(p, args)
+        elif t == "f32":
+            v = self._float(p[0], [self.value(a, np.float32).astype(np.float64) for a in args[1:]])
+        else:
+            v = self._integer(p, args)
+        self.put(args[0], v, on)
+
+    def _float(self, name, x):
+        """From exact values, rounded once."""
+        with np.errstate(all="ignore"):
+            table = {
+                "add": lambda: x[0] + x[1], "sub": lambda: x[0] - x[1], "mul": lambda: x[0] * x[1], "fma": lambda: x[0] * x[1] + x[2],
+                "max": lambda: np.fmax(x[0], x[1]), "min": lambda: np.fmin(x[0], x[1]), "div": lambda: x[0] / x[1],
+                "ex2": lambda: np.exp2(x[0]), "rsqrt": lambda: x[0] ** -0.5, "rcp": lambda: 1 / x[0], "neg": lambda: -x[0],
+                "abs": lambda: abs(x[0]),
+            }  # fmt: skip
+            return chosen(table, name)().astype(np.float32)
+
+    def _half(self, p, args):
+        pair = p[-1].endswith("x2")
+        read, write = HALVES[p[-1].removesuffix("x2")]
+        bits = [self.value(a, U32 if pair else U16) for a in args[1:]]
+
+        def one(parts):
+            return write(self._float(p[0], [read(x.astype(U16)).astype(np.float64) for x in parts]))
+
+        if not pair:
+            return one(bits)
+        low, high = one([x & U32(0xFFFF) for x in bits]), one([x >> U32(16) for x in bits])
+        return low.astype(U32) | (high.astype(U32) << U32(16))
+
+    def _integer(self, p, args):
+        kind = np.dtype(type_of(p[-1]))
+        wide = "wide" in p
+        size = 8 if wide else kind.itemsize
+        if kind.itemsize == 8 and (kind.kind == "u" and p[0] in ("div", "rem", "max", "min") or "hi" in p):
+            raise UnknownInstruction(".".join(p))
+        # 64 bits wrap as they should, whatever their sign.
+        x = [self.value(a, kind).astype(np.int64) for a in args[1:3]]
+        if len(args) > 3:
+            x.append(self.value(args[3], np.int64 if wide else kind).astype(np.int64))
+        if p[0] in ("div", "rem"):
+            q, r = np.divmod(abs(x[0]), abs(x[1]))
+            v = np.where((x[0] < 0) != (x[1] < 0), -q, q) if p[0] == "div" else np.where(x[0] < 0, -r, r)
+        elif "hi" in p:
+            v = np.array([int(a) * int(b) >> 32 for a, b in zip(*x[:2])], np.int64) + (x[2] if len(x) > 2 else 0)
+        else:
+            table = {
+                "add": lambda: x[0] + x[1], "sub": lambda: x[0] - x[1], "mul": lambda: x[0] * x[1],
+                "mad": lambda: x[0] * x[1] + x[2], "max": lambda: np.maximum(x[0], x[1]), "min": lambda: np.minimum(x[0], x[1]),
+                "neg": lambda: -x[0], "abs": lambda: abs(x[0]),
+            }  # fmt: skip
+            v = chosen(table, p[0])()
+        return v.view(U64).astype(UNSIGNED[size])
+
+    def bitwise(self, p, args, on):
+        t = p[-1]
+        if p[0] == "lop3":
+            a, b, c = (self.value(x, U32) for x in args[1:4])
+            table, v = int(args[4], 0), np.zeros(self.n, U32)
+            for i in range(8):
+                if table >> i & 1:
+                    v |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        elif p[0] in ("shl", "shr"):
+            a, b = self.value(args[1], type_of(t)), self.value(args[2], U32)
+            bits = 8 * a.dtype.itemsize
+            by = np.minimum(b, bits - 1).astype(a.dtype)
+            v = (a << by) if p[0] == "shl" else (a >> by)
+            v = np.where(b >= bits, 0 if p[0] == "shl" or a.dtype.kind == "u" else v, v).astype(a.dtype)
+        elif p[0] == "bfe":
+            a, start, length = self.value(args[1], type_of(t)).astype(np.int64), int(args[2]), int(args[3])
+            v = (a >> start) & ((1 << length) - 1)
+            if t == "s32":
+                v = np.where(v >> (length - 1) & 1, v - (1 << length), v)
+            v = v.astype(np.int32)
+        else:
+            x = [self.predicate(a) if t == "pred" else self.value(a, type_of(t)) for a in args[1:]]
+            v = {"and": lambda: x[0] & x[1], "or": lambda: x[0] | x[1], "xor": lambda: x[0] ^ x[1], "not": lambda: ~x[0]}[p[0]]()
+        self.put(args[0], v, on)
+
+    def compare(self, p, args, on):
+        t = p[-1]
+        read = HALVES[t][0] if t in HALVES else None
+        a, b = (read(self.value(x, U16)) if read else self.value(x, type_of(t)) for x in args[1:3])
+        unordered = np.isnan(a) | np.isnan(b) if a.dtype.kind == "f" else np.zeros(self.n, bool)
+        ordered = {
+            "eq": lambda: a == b, "ne": lambda: a != b, "lt": lambda: a < b, "le": lambda: a <= b, "gt": lambda: a > b, "ge": lambda: a >= b,
+            "num": lambda: ~unordered, "nan": lambda: unordered,
+        }  # fmt: skip
+        name = p[1]
+        if name in ordered:
+            v = ordered[name]() & (~unordered | (name == "nan"))
+        else:
+            v = chosen(ordered, name.removesuffix("u"))() | unordered
+        if len(args) > 3:
+            other = self.predicate(args[3])
+            v = {"and": v & other, "or": v | other}[p[2]]
+        self.put(args[0], v, on)
+
+    def convert(self, p, args, on):
+        to, source = p[-2:]
+        if to in ("bf16x2", "f16x2"):
+            write = HALVES[to[:-2]][1]
+            high, low = (write(self.value(a, np.float32)).astype(U32) for a in args[1:3])
+            v = low | (high << U32(16))
+        elif source in HALVES:
+            v = HALVES[source][0](self.value(args[1], U16))
+        elif to in HALVES:
+            v = HALVES[to][1](self.value(args[1], np.float32))
+        else:
+            x = self.value(args[1], type_of(source))
+            if to != "f32" and x.dtype.kind == "f":
+                raise UnknownInstruction(".".join(p))
+            v = x.astype(type_of(to))  # of integers: signs extend as the source has them
+        self.put(args[0], v, on)

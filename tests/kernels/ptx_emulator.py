@@ -1,0 +1,283 @@
+"""Runs compiled PTX of a Gluon kernel on the CPU: addresses, layouts of operands, arithmetic, barriers and copies, without a GPU.
+
+What an instruction does is taken from the PTX manual. The warps of a program run in random order, each as far as its next barrier; a
+copy lands at once or when its barrier is waited for; shared memory begins as NaN. Programs run one after the other, in the order of
+the caller. Not checked: what of another program or kernel a thread sees when, and what the hardware asks of a descriptor.
+Python 3, numpy, about 20,000 instructions of a warp a second.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from tests.kernels.ptx_arithmetic import U8, U32, U64, UNSIGNED, Arithmetic, UnknownInstruction, chosen, type_of
+from tests.kernels.ptx_tensor import Copies, Matrices
+
+BASE = 1 << 32
+"""Address of the first byte of global memory."""
+PARAMETERS = 1 << 28
+"""Address of parameter 0; parameter i is i bytes on. Some versions take a parameter's address in 32 bits."""
+_MOST_STEPS = 200_000
+_BITS = {"b16": 16, "b32": 32, "b64": 64}
+
+
+def parse(ptx):
+    """-> ([(guard is negated, guard or None, words of the operation, operands)], label -> index)."""
+    body = ptx[ptx.index(".entry") :]
+    body = body[body.index("\n{") + 2 :].partition(".section")[0]
+    body = re.sub(r"//[^\n]*", "", body)
+    body = re.sub(r"\n\s*\.(loc|file|pragma|reg)[^\n]*", "\n", body)
+    lines, labels = [], {}
+    for statement in re.split(r";|(?<=:)\s*\n", body):
+        s = statement.strip()
+        # Braces are scopes, or at the start of a statement the operands of one.
+        while s[:1] == "}" or (s[:1] == "{" and not re.match(r"\{\s*%", s)):
+            s = s[1:].strip()
+        s = re.sub(r"^\.reg[^\n]*\n?", "", s).strip()
+        while m := re.match(r"^([$\w]+):\s*", s):
+            labels[m[1]] = len(lines)
+            s = s[m.end() :].strip()
+        s = s.strip("{} \n\t") if s in "{}" else s
+        if not s or s.startswith(".reg"):
+            continue
+        m = re.match(r"(?:@(!?)([%\w]+)\s+)?([\w.:]+)\s*(.*)", s, re.S)
+        lines.append((m[1] == "!", m[2], m[3].split("."), _operands(m[4])))
+    return lines, labels
+
+
+def _operands(text):
+    out, depth, at = [], 0, ""
+    for c in text.strip():
+        depth += (c in "{[") - (c in "}]")
+        if c == "," and depth == 0:
+            out.append(at.strip())
+            at = ""
+        else:
+            at += c
+    return [*out, at.strip()] if at.strip() else out
+
+
+class Machine:
+    """A compiled kernel and what its launches share.
+
+    Args:
+        parameters: numbers in the kernel's order; addresses are from BASE on. memory: uint8 [bytes], global memory.
+        descriptors: index of a parameter -> (the tensor as a uint16 view of memory, its box).
+        shared: bytes of shared memory.
+    """
+
+    def __init__(self, ptx, warps, parameters, memory, descriptors, shared):
+        self.lines, self.labels = parse(ptx)
+        self.warps, self.shared = warps, shared
+        self.given = dict(
+            lines=self.lines, labels=self.labels, memory=memory, parameters=parameters,
+            descriptors={PARAMETERS + i: d for i, d in descriptors.items()},
+        )  # fmt: skip
+
+    def run(self, block, grid, random):
+        """One program, to its end."""
+        bars, smem = {}, np.full(self.shared + 1024, 0xFF, U8)
+        of_block = self.given | dict(bars=bars, smem=smem, block=block, grid=grid, random=random)
+        warps = [Warp(32 * i, of_block) for i in range(self.warps)]
+        states = ["ready"] * len(warps)
+        while any(s != "done" for s in states):
+            ready = [i for i, s in enumerate(states) if s == "ready"]
+            if not ready:
+                stuck = [i for i, s in enumerate(states) if s == "waits"]
+                assert not stuck, f"warps {stuck} wait forever"
+                assert all(s == "barrier" for s in states), "a barrier that not all warps come to"
+                states = ["ready"] * len(warps)
+                continue
+            i = random.choice(ready)
+            states[i] = warps[i].go()
+            states = ["ready" if s == "waits" and states[i] != "waits" else s for s in states]
+        assert not any(b["waiting"] for b in bars.values()), "copies nobody waited for"
+
+
+class Warp(Arithmetic, Matrices, Copies):
+    """32 threads, which branch together. Registers hold their bits, predicates bools."""
+
+    n = 32
+
+    def __init__(self, first_thread, of_block):
+        self.first_thread, self.at, self.steps, self.r = first_thread, 0, 0, {}
+        self.__dict__.update(of_block)
+
+    def go(self):
+        """To the next point where others have to do something: "barrier", "waits" for a copy, or "done"."""
+        while self.at < len(self.lines):
+            negated, guard, p, args = self.lines[self.at]
+            on = np.ones(self.n, bool)
+            if guard:
+                on = ~self.r[guard] if negated else self.r[guard]
+            self.steps += 1
+            assert self.steps < _MOST_STEPS, "does not end"
+            if p[0] == "bra":
+                assert on.all() or not on.any(), f"threads part at {self.at}"
+                self.at = self.labels[args[0]] if on.all() else self.at + 1
+                continue
+            if p[0] == "ret":
+                return "done"
+            if p[0] == "bar" and p[1] == "sync":
+                assert on.all()
+                self.at += 1
+                return "barrier"
+            if p[0] not in _METHODS:
+                raise UnknownInstruction(".".join(p))
+            try:
+                blocked = _METHODS[p[0]](self, p, args, on)
+            except UnknownInstruction:
+                raise
+            except Exception as e:
+                raise AssertionError(f"statement {self.at}: {'.'.join(p)} {args}: {e}") from e
+            if blocked:
+                return "waits"
+            self.at += 1
+        return "done"
+
+    # ---- operands
+
+    def value(self, a, kind):
+        """An operand's bits as 32 of `kind`, a type of numpy."""
+        unsigned = UNSIGNED[np.dtype(kind).itemsize]
+        if a in self.r:
+            return np.ascontiguousarray(self.r[a].astype(unsigned)).view(kind)
+        if a == "%tid.x":
+            return np.arange(self.first_thread, self.first_thread + self.n, dtype=U32).astype(unsigned).view(kind)
+        if m := re.fullmatch(r"%(n?ctaid)\.([xyz])", a):
+            number = (self.block if m[1] == "ctaid" else self.grid)["xyz".index(m[2])]
+        elif m := re.fullmatch(r"\w+_param_(\d+)", a):
+            number = PARAMETERS + int(m[1])
+        elif a == "global_smem":
+            number = 0
+        elif re.fullmatch(r"0[fhb][0-9A-Fa-f]+", a):
+            number = int(a[2:], 16)
+        elif re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+", a):
+            number = int(a, 0)
+        else:
+            assert not re.match(r"%[a-z]+\d+$", a), f"{a} has not been written"
+            raise UnknownInstruction(f"operand {a}")
+        return np.full(self.n, number & ((1 << 8 * np.dtype(unsigned).itemsize) - 1), unsigned).view(kind)
+
+    def predicate(self, a):
+        if a[0] in "%!" or a in self.r:
+            return ~self.r[a[1:]] if a[0] == "!" else self.r[a]
+        return np.full(self.n, a not in ("0", "false"))
+
+    def put(self, name, v, on):
+        if name == "_":
+            return
+        v = np.asarray(v)
+        if v.dtype != bool:
+            v = np.ascontiguousarray(v).view(UNSIGNED[v.dtype.itemsize])
+        if not on.all():
+            v = np.where(on, v, self.r.get(name, np.zeros_like(v)))
+        self.r[name] = v
+
+    def names(self, a):
+        return [n.strip() for n in a.strip("{} \n\t").split(",")]
+
+    def address(self, a):
+        m = re.match(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", a)
+        narrow = m[1] in self.r and self.r[m[1]].dtype == U32
+        return self.value(m[1], U32 if narrow else U64).astype(np.int64) + int(m[2] or 0)
+
+    # ---- memory
+
+    def _bytes(self, shared, at, size, on):
+        """(the memory, the indices [threads, size] of bytes); threads that do not take part have the first ones."""
+        store = self.smem if shared else self.memory
+        i = np.where(on, at - (0 if shared else BASE), 0)
+        assert (i >= 0).all() and (i + size <= len(store)).all(), "outside of memory"
+        assert (i % size == 0).all(), "misaligned"
+        return store, i[:, None] + np.arange(size)
+
+    def access(self, p, args, on):
+        if p[1] == "param":
+            v = self.parameters[int(re.search(r"param_(\d+)", args[1])[1])]
+            kind = UNSIGNED[np.dtype(type_of(p[-1])).itemsize]
+            v = int(np.float32(v).view(U32)) if isinstance(v, float) else v
+            return self.put(args[0], np.full(self.n, v & int(np.iinfo(kind).max), kind), on)
+        count = next((int(w[1:]) for w in p if re.fullmatch(r"v\d", w)), 1)
+        shared = p[1].startswith("shared")
+        if not shared and p[1] != "global":
+            raise UnknownInstruction(".".join(p))
+        kind = U8 if p[-1] == "b8" else UNSIGNED[np.dtype(type_of(p[-1])).itemsize]
+        size = np.dtype(kind).itemsize
+        names, where = (args[0], args[1]) if p[0] == "ld" else (args[1], args[0])
+        at = self.address(where)
+        assert (at[on] % (size * count) == 0).all(), "misaligned vector"
+        for i, name in enumerate(self.names(names)):
+            store, places = self._bytes(shared, at + size * i, size, on)
+            if p[0] == "ld":
+                self.put(name, np.ascontiguousarray(store[places]).view(kind)[:, 0], on)
+            else:
+                data = np.ascontiguousarray(self.value(name, kind)[on])
+                store[places[on]] = data[:, None].view(U8).reshape(-1, size)
+
+    def add_atomically(self, p, args, on):
+        if "add" not in p:
+            raise UnknownInstruction(".".join(p))
+        at, v, before = self.address(args[1]), self.value(args[2], U32), np.zeros(self.n, U32)
+        for i in np.nonzero(on)[0]:
+            store, places = self._bytes(False, at, 4, np.arange(self.n) == i)
+            before[i] = store[places[i]].view(U32)[0]
+            store[places[i]] = (before[i : i + 1] + v[i : i + 1]).view(U8)
+        self.put(args[0], before, on)
+
+    # ---- between registers
+
+    def move(self, p, args, on):
+        t = p[-1]
+        if t == "pred":
+            return self.put(args[0], self.predicate(args[1]), on)
+        if "{" in args[0] or "{" in args[1]:  # a register as several, or the other way round
+            parts = self.names(args[0] if "{" in args[0] else args[1])
+            bits = _BITS[t] // len(parts)
+            part, whole = UNSIGNED[bits // 8], UNSIGNED[_BITS[t] // 8]
+            if "{" in args[0]:
+                v = self.value(args[1], whole)
+                for i, name in enumerate(parts):
+                    self.put(name, (v >> whole(bits * i)).astype(part), on)
+            else:
+                v = sum(self.value(name, part).astype(whole) << whole(bits * i) for i, name in enumerate(parts))
+                self.put(args[0], v, on)
+            return None
+        return self.put(args[0], self.value(args[1], type_of(t)), on)
+
+    def select(self, p, args, on):
+        kind = type_of(p[-1])
+        self.put(args[0], np.where(self.predicate(args[3]), self.value(args[1], kind), self.value(args[2], kind)), on)
+
+    def shuffle(self, p, args, on):
+        lane, by = np.arange(self.n), int(args[2])
+        sources = {"bfly": lane ^ by, "up": np.where(lane >= by, lane - by, lane), "idx": lane * 0 + by}
+        if p[2] not in sources:
+            raise UnknownInstruction(".".join(p))
+        # `to|valid`, or the register alone
+        self.put(args[0].partition("|")[0], self.value(args[1], U32)[sources[p[2]]], on)
+
+    def reduce(self, p, args, on):
+        assert (self.value(args[2], U32) == 0xFFFFFFFF).all()
+        v = self.value(args[1], np.int32)
+        self.put(args[0], np.full(self.n, chosen({"add": np.sum, "max": np.max, "min": np.min}, p[2])(v).astype(np.int32)), on)
+
+    def elect(self, p, args, on):
+        self.put(args[0].split("|")[1], np.arange(self.n) == 0, on)
+
+    def nothing(self, p, args, on):
+        """Of the order of memory, and of other kernels, nothing is checked."""
+
+
+_METHODS = {
+    **dict.fromkeys(("add", "sub", "mul", "fma", "max", "min", "neg", "abs", "div", "rem", "mad", "ex2", "rsqrt", "rcp"), Warp.calculate),
+    **dict.fromkeys(("and", "or", "xor", "not", "shl", "shr", "lop3", "bfe"), Warp.bitwise),
+    **dict.fromkeys(("bar", "griddepcontrol", "fence"), Warp.nothing),
+    **dict.fromkeys(("ld", "st"), Warp.access),
+    **dict.fromkeys(("mov", "cvta"), Warp.move),
+    "setp": Warp.compare, "selp": Warp.select, "cvt": Warp.convert, "shfl": Warp.shuffle, "redux": Warp.reduce, "elect": Warp.elect,
+    "atom": Warp.add_atomically, "mbarrier": Warp.barrier, "cp": Warp.copy, "ldmatrix": Warp.load_matrices,
+    "stmatrix": Warp.store_matrices, "movmatrix": Warp.move_matrix, "mma": Warp.multiply,
+}  # fmt: skip

@@ -1,0 +1,119 @@
+"""Matrices in a warp's registers, the copy engine and its barriers, as the PTX manual says what their instructions do."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from tests.kernels.ptx_arithmetic import HALVES, U8, U16, U32, U64, UnknownInstruction
+
+
+class Matrices:
+    """8 x 8 matrices of 16-bit elements: thread i of a warp has elements 2 i % 8 and the one after it of row i // 4."""
+
+    def load_matrices(self, p, args, on):
+        names, at = self.names(args[0]), self.address(args[1]).reshape(-1, 8)  # eight threads give a matrix' rows
+        for name, rows in zip(names, at):
+            assert (rows % 16 == 0).all(), "misaligned row"
+            data = np.ascontiguousarray(self.smem[rows[:, None] + np.arange(16)]).view(U16)
+            self.put(name, _registers(data.T if "trans" in p else data), on)
+
+    def store_matrices(self, p, args, on):
+        names, at = self.names(args[1]), self.address(args[0]).reshape(-1, 8)
+        for name, rows in zip(names, at):
+            assert (rows % 16 == 0).all(), "misaligned row"
+            data = self.value(name, U32).view(U16).reshape(8, 8)
+            data = np.ascontiguousarray(data.T if "trans" in p else data)
+            self.smem[rows[:, None] + np.arange(16)] = data.view(U8).reshape(8, 16)
+
+    def move_matrix(self, p, args, on):
+        self.put(args[0], _registers(self.value(args[1], U32).view(U16).reshape(8, 8).T), on)
+
+    def multiply(self, p, args, on):
+        """mma.m16n8k16: D = A B + C in float32."""
+        if "m16n8k16" not in p or p[-1] != "f32" or p[-3] not in HALVES:
+            raise UnknownInstruction(".".join(p))
+        read = HALVES[p[-3]][0]
+        a, b, c = ([self.value(n, U32) for n in self.names(x)] for x in args[1:4])
+
+        def block(register):
+            return read(np.ascontiguousarray(register).view(U16)).reshape(8, 8).astype(np.float64)
+
+        left = np.block([[block(a[0]), block(a[2])], [block(a[1]), block(a[3])]])  # [16, 16]
+        right = np.hstack([block(x) for x in b]).T  # [16, 8]
+        c = [x.view(np.float32).reshape(8, 4) for x in c]  # thread (row, pair of columns)
+        sums = np.vstack([np.stack(c[i : i + 2], -1).reshape(8, 8) for i in (0, 2)])
+        with np.errstate(all="ignore"):
+            d = (sums + left @ right).astype(np.float32)
+        for i, name in enumerate(self.names(args[0])):
+            self.put(name, d[8 * (i // 2) :][:8].reshape(32, 2)[:, i % 2], on)
+
+
+def _registers(matrix):
+    return np.ascontiguousarray(matrix).reshape(32, 2).view(U32)[:, 0]
+
+
+class Copies:
+    """mbarriers, by their address in `bars`, and the copies that arrive there."""
+
+    def barrier(self, p, args, on):
+        """True: the warp has to wait."""
+        if p[1] == "try_wait":
+            b = self.bars[int(self.address(args[1])[0])]
+            parity = self.value(args[2], U32)
+            assert (parity == parity[0]).all()
+            if b["phase"] == parity[0]:
+                if b["count"] or b["bytes"] != b["expected"]:
+                    assert b["bytes"] <= b["expected"] or b["count"], "more bytes than are waited for"
+                    return True
+                for arrive in b["waiting"]:
+                    arrive()
+                b.update(phase=b["phase"] ^ 1, count=b["init"], bytes=0, expected=0, waiting=[])
+            self.put(args[0], np.ones(self.n, bool), on)
+            return False
+        for i in np.nonzero(on)[0]:
+            if p[1] == "init":
+                where, count = int(self.address(args[0])[i]), int(args[1])
+                self.bars[where] = dict(init=count, count=count, phase=0, bytes=0, expected=0, waiting=[])
+            elif "expect_tx" in p:
+                b = self.bars[int(self.address(args[1])[i])]
+                b["count"] -= 1
+                b["expected"] += int(args[2])
+                assert b["count"] >= 0
+            else:
+                raise UnknownInstruction(".".join(p))
+
+    def copy(self, p, args, on):
+        """A box of a tensor; what lies outside of it is zero. In shared memory, lines of 128 bytes, swizzled."""
+        if p[:4] != ["cp", "async", "bulk", "tensor"]:
+            raise UnknownInstruction(".".join(p))
+        for i in np.nonzero(on)[0]:
+            target = int(self.address(args[0])[i])
+            m = re.match(r"\[\s*(%\w+)\s*,\s*\{([^}]*)\}\s*\]", args[1])
+            tensor, box = self.descriptors[int(self.value(m[1], U64)[i])]
+            first = [int(self.value(c, np.int32)[i]) for c in self.names(m[2])][::-1]
+            assert target % 1024 == 0, "swizzled lines start at multiples of 1024 bytes"
+            data, source, into = np.zeros(box, U16), [], []
+            for at, n, size in zip(first, box, tensor.shape):
+                low, high = max(at, 0), min(at + n, size)
+                source.append(slice(low, max(high, low)))
+                into.append(slice(low - at, max(high, low) - at))
+            b = self.bars[int(self.address(args[2])[i])]
+            b["bytes"] += data.size * 2
+
+            def arrive(data=data, source=tuple(source), into=tuple(into), tensor=tensor, target=target):
+                if all(s.stop > s.start for s in source):
+                    data[into] = tensor[source]
+                pieces = data.reshape(-1, 8, 8)  # lines of eight pieces of 16 bytes
+                line = np.arange(len(pieces)) + target // 128
+                swizzled = np.empty_like(pieces)
+                for piece in range(8):
+                    swizzled[np.arange(len(pieces)), piece ^ (line % 8)] = pieces[:, piece]
+                self.smem[target : target + data.size * 2] = swizzled.reshape(-1).view(U8)
+
+            # At once, or as late as may be.
+            if self.random.random() < 0.5:
+                arrive()
+            else:
+                b["waiting"].append(arrive)

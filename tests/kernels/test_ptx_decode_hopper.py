@@ -1,0 +1,181 @@
+"""The compiled decode kernel for Hopper, run on the CPU from its PTX: against float64, with everything poisoned that nobody may use."""
+
+import random
+
+import pytest
+import torch
+
+np = pytest.importorskip("numpy")
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
+pytest.importorskip("triton.experimental.gluon")
+
+from nanovllm.kernels.triton_attention.common import LOG2E, padded_count  # noqa: E402
+from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
+from tests.kernels.decode_hopper import compiled, expected, make  # noqa: E402
+from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
+from tests.kernels.ptx_emulator import BASE, Machine  # noqa: E402
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ERROR = {"bf16": 1e-2, "fp16": 1.5e-3}
+
+
+def unknown(error):
+    """Of a Triton that the emulator was written for nothing is."""
+    if triton.__version__.startswith(("3.6.", "3.9.")):
+        raise error
+    pytest.skip(f"the PTX of Triton {triton.__version__} has what the emulator does not know: {error}")
+
+
+class Memory:
+    """Global memory with 0xFF, which is NaN and -1, between what is placed there."""
+
+    def __init__(self):
+        self._bytes, self._at = bytearray(b"\xff" * 4096), {}
+
+    def place(self, name, data):
+        """-> its address."""
+        if isinstance(data, torch.Tensor):
+            data = data.contiguous().view(torch.uint8).numpy().tobytes()
+        self._at[name] = len(self._bytes)
+        self._bytes += data + b"\xff" * (-(len(self._bytes) + len(data)) % 256 + 256)
+        return BASE + self._at[name]
+
+    def finish(self):
+        self.array = np.frombuffer(self._bytes, np.uint8).copy()
+        return self.array
+
+    def words(self, name, count):
+        """The first 16-bit words of what is there, as a view."""
+        return self.array[self._at[name] :][: 2 * count].view(np.uint16)
+
+    def read(self, name, dtype, shape):
+        size = int(np.prod(shape)) * dtype.itemsize
+        return torch.frombuffer(bytearray(self.array[self._at[name] :][:size].tobytes()), dtype=dtype).view(shape)
+
+
+def emulate(lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype="bf16", norm=True, new=True, ptx=lambda ptx: ptx):
+    """One launch: (arguments, memory, what runs a program).
+
+    Args:
+        ptx: changes the compiled code.
+    """
+    given = make(lens, group, kv_heads, head_dim, block_size, DTYPES[dtype], norm, "cpu", new=new)
+    binary = compiled(plan, padded_count(len(lens)), group, head_dim, block_size, dtype, new, norm)
+    pieces = len(lens) - 1 + plan.pieces
+    num_slots, slot = given["k_cache"].shape[0] * block_size, kv_heads * head_dim
+    memory = Memory()
+    at = {n: memory.place(n, given[n]) for n in ("q", "k_cache", "v_cache", "block_table", "context_lens")}
+    optional = ("k", "v", "cos_sin_cache", "q_weight", "k_weight")
+    at |= {n: memory.place(n, given[n]) if n in given else at["q"] for n in optional}
+    partials = pieces * kv_heads * group
+    sizes = {"out": len(lens) * kv_heads * group * head_dim * 2, "acc": partials * head_dim * 4, "ml": partials * 8}
+    at |= {n: memory.place(n, b"\xff" * size) for n, size in sizes.items()}
+    at["counters"] = memory.place("counters", bytes(4 * len(lens) * kv_heads))
+    array = memory.finish()
+
+    parameters, descriptors = [at[n] for n in ("out", "q", "k", "v")], {}
+    shape = (num_slots // plan.box, head_dim // 64, plan.box, kv_heads, 64)
+    strides = (plan.box * slot, 64, slot, head_dim, 1)
+    for boxes in (plan.tile // plan.box, 1):
+        for cache in ("k_cache", "v_cache"):
+            words = memory.words(cache, num_slots * slot)
+            view = np.lib.stride_tricks.as_strided(words, shape, [2 * s for s in strides])
+            descriptors[len(parameters)] = view, (boxes, head_dim // 64, plan.box, 1, 64)
+            parameters += [0, *shape, *strides]
+    parameters += [at[n] for n in ("k_cache", "v_cache", "block_table", "context_lens", "acc", "ml", "counters")]
+    parameters += [at[n] for n in ("cos_sin_cache", "q_weight", "k_weight")]
+    rows = [group * slot, head_dim, slot, head_dim, slot, head_dim]  # strides of q, k and v
+    parameters += [len(lens), *rows, head_dim, 1e-6, slot, head_dim, given["block_table"].stride(0), given["scale"] * LOG2E]
+    parameters += [plan.pieces, plan.least, 0, 0]
+    machine = Machine(ptx(binary.asm["ptx"]), plan.warps, parameters, array, descriptors, binary.metadata.shared)
+    grid = kv_heads, pieces, 1
+    return given, memory, lambda x, y: machine.run((x, y, 0), grid, random.Random(y)), grid
+
+
+def check(lens, plan, order=None, dtype="bf16", **options):
+    """The output's bits. order: of the pieces, first to last unless given."""
+    given, memory, program, (kv_heads, pieces, _) = emulate(lens, plan, dtype=dtype, **options)
+    try:
+        for piece in order or range(pieces):
+            for head in range(kv_heads):
+                program(head, piece)
+    except UnknownInstruction as e:
+        unknown(e)
+    got, (want, stored) = memory.read("out", DTYPES[dtype], given["q"].shape), expected(given)
+    error = ((got.double() - want).norm() / (want.norm() + 1e-30)).item()
+    assert not got.isnan().any() and error < ERROR[dtype], error
+    assert not memory.read("counters", torch.int32, (len(lens) * kv_heads,)).any(), "counters are not left zero"
+    for index, name in enumerate(("k_cache", "v_cache")):
+        before = given[name].flatten(0, 1)
+        cache = memory.read(name, DTYPES[dtype], before.shape)
+        changed = (cache.view(torch.int16) != before.view(torch.int16)).flatten(1).any(1)
+        assert set(changed.nonzero()[:, 0].tolist()) == set(stored), "slots that were written"
+        for slot, pair in stored.items():
+            torch.testing.assert_close(cache[slot].double(), pair[index], rtol=2e-2, atol=0 if index else 4e-2)
+    return got
+
+
+CASES = {
+    "several pieces, none, and edges of tiles": dict(lens=[300, 1, 0, 65, 130], plan=Plan(3), kv_heads=1),
+    "group 7, fp16, no norm, more slots than tiles": dict(
+        lens=[64, 66, 200], plan=Plan(12, slots=3, box=32, chunk=2), group=7, kv_heads=1, dtype="fp16", norm=False
+    ),
+    "one slot, whole tiles": dict(lens=[70, 2, 129, 16, 17, 255, 256, 257], plan=Plan(6, slots=1, box=64), group=8, kv_heads=1),
+    "head_dim 64, heads, blocks of 64": dict(
+        lens=[130, 40], plan=Plan(4, warps=2, slots=3), group=4, kv_heads=3, head_dim=64, block_size=64
+    ),
+    "eight warps": dict(lens=[300, 200], plan=Plan(2, warps=8, slots=1, box=32), group=1, kv_heads=1),
+    "one warp, one sequence": dict(lens=[100], plan=Plan(3, warps=1), group=1, kv_heads=2),
+    "lengths through shared memory": dict(lens=[200, *[1] * 60, 0, 70, 33, 2], plan=Plan(3, warps=2, box=8), kv_heads=1),
+    "cached, several pieces": dict(lens=[300, 1, 0, 64, 130], plan=Plan(3), kv_heads=1, new=False),
+    "cached, one sequence": dict(lens=[449], plan=Plan(5, slots=3, box=16, chunk=8), kv_heads=2, new=False),
+    "cached, head_dim 64, fp16": dict(
+        lens=[130, 65], plan=Plan(4, warps=2, slots=4, box=32), group=8, kv_heads=1, head_dim=64, block_size=64, dtype="fp16", new=False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_compiled_kernel(name):
+    check(**CASES[name])
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_bits_do_not_depend_on_the_order_of_the_programs(new):
+    case = dict(lens=[330], plan=Plan(3), group=3, kv_heads=1, new=new)
+    first = check(**case)
+    for order in ([2, 1, 0], [1, 2, 0]):
+        assert torch.equal(check(**case, order=order), first)
+
+
+def _without_barriers(ptx):
+    """Those of the loop: a slot's tile is read, asked for anew, and what was read multiplied."""
+    begin = ptx.rindex("$L__", 0, ptx.index("cp.async.bulk.tensor", ptx.index("griddepcontrol.wait")))
+    end = ptx.index("griddepcontrol.launch_dependents")
+    assert begin < ptx.index("ldmatrix") < end
+    return ptx[:begin] + ptx[begin:end].replace("bar.sync", "bar.warp.sync") + ptx[end:]
+
+
+@pytest.mark.parametrize(
+    "what, change",
+    [
+        ("barriers between reading a slot and filling it again", _without_barriers),
+        ("the mask of values that no token has", lambda ptx: ptx.replace("and.b32 ", "or.b32 ")),
+        ("the weights as the second product wants them", lambda ptx: ptx.replace("movmatrix.sync.aligned.m8n8.trans.b16", "mov.b32")),
+    ],
+)
+def test_the_emulator_finds_what_is_missing(what, change):
+    """A test that could not fail would be none."""
+    given, memory, program, _ = emulate([700, 3], Plan(1, slots=1), group=2, kv_heads=1, ptx=change)
+    try:
+        for piece in range(2):
+            program(0, piece)
+    except AssertionError:
+        return
+    except UnknownInstruction as e:
+        unknown(e)
+    want, _ = expected(given)
+    got = memory.read("out", torch.bfloat16, given["q"].shape).double()
+    assert got.isnan().any() or (got - want).norm() > 0.05 * want.norm(), what
