@@ -70,6 +70,13 @@ def test_the_tokens_are_the_references(dtype, vocab_size, filters):
         agree(logits, arguments(rows, vocab_size, FILTERS[filters], seed=vocab_size))
 
 
+@pytest.mark.parametrize("vocab_size", [256 * 256, 300_001])
+def test_blocks_of_more_than_one_random_counter(vocab_size):
+    # 1,173 blocks: the fifth 256 of them begin the second round of counters. Rows with a stride that nothing divides.
+    logits = randn(4, vocab_size + 5, torch.float32, 0.6)[:, :vocab_size]
+    agree(logits, arguments(4, vocab_size, "", seed=3))
+
+
 @pytest.mark.parametrize("filters", ["k", "p", "kp"])
 def test_equal_logits(filters):
     # Few values, so that both thresholds fall on ties, whose lowest ids top-p keeps.
