@@ -75,10 +75,11 @@ def warm_up(runner: ModelRunner) -> None:
     """Run small batches with runs of tokens, of every kind, so that kernels are compiled now and not while serving."""
     _run(runner, list(_SMALL))
     device = runner.device
-    hidden = torch.zeros(16, runner.model_config.hidden_size, dtype=runner.dtype, device=device)
+    # Sampling kernels have a variant for few rows, which start before their predecessor has ended, and one for many.
+    hidden = torch.zeros(40, runner.model_config.hidden_size, dtype=runner.dtype, device=device)
     filters = SamplingParams(top_k=min(10, runner.model_config.vocab_size), top_p=0.9, min_p=0.01)
     for params in (SamplingParams(temperature=0), SamplingParams(), filters):
-        for num_rows in {min(n, runner.config.max_num_seqs) for n in (1, 3, 16)}:
+        for num_rows in {min(n, runner.config.max_num_seqs) for n in (1, 3, 16, 40)}:
             rows = [SamplingRow(params, seed=0, position=0, slot=i) for i in range(num_rows)]
             logits = runner.model.compute_logits(hidden[:num_rows])
             runner.sampler(logits, SamplingMetadata.build(rows, device))

@@ -15,11 +15,11 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
 from nanovllm.kernels.triton_attention import decode  # noqa: E402
-from nanovllm.kernels.triton_attention.common import _counters  # noqa: E402
 from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_plan import plan_decode  # noqa: E402
 from nanovllm.kernels.triton_decode import hopper  # noqa: E402
+from nanovllm.kernels.triton_ops._counters import _counters  # noqa: E402
 from tests.kernels.decode_hopper import dims_apart, expected, heads_apart, make, run, tokens_apart  # noqa: E402
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
