@@ -44,6 +44,10 @@ class HopperPlan:
     """0: as many as there are multiprocessors."""
 
 
+# Bytes of a program on Hopper, and more than that kernel needs beside queries, keys and values: barriers, and 2 KiB a consumer.
+_SHARED_MEMORY, _SCRATCH = 227 << 10, 5 << 10
+
+
 @functools.cache
 def plan_prefill(group: int, head_dim: int, itemsize: int, max_query_len: int) -> PrefillPlan:
     dim_pad = next_power_of_2(head_dim)
@@ -66,6 +70,14 @@ def plan_hopper(group: int, head_dim: int, block_size: int) -> HopperPlan | None
     if head_dim > 128:
         return HopperPlan(pack, tile=64, stages=2)
     return HopperPlan(pack, tile=128, stages=2 if head_dim > 64 else 4)
+
+
+def fit_hopper(plan: HopperPlan, dim_pad: int) -> tuple[int, bool]:
+    """(of how many work items queries fit into shared memory beside keys and values: 2, or else 1; whether there is room for
+    what a wide store of the output needs)."""
+    left = _SHARED_MEMORY - 2 * 2 * plan.stages * plan.tile * dim_pad
+    queries = 2 if 2 * 2 * 128 * dim_pad + _SCRATCH <= left else 1
+    return queries, 2 * queries * 128 * dim_pad + _SCRATCH <= left
 
 
 def attention_prefill(
@@ -159,6 +171,7 @@ def _launch_hopper(
     num_seqs = context_lens.shape[0]
     dim_pad = max(64, next_power_of_2(head_dim))
     kernel, descriptor = _hopper()
+    query_buffers, wide = fit_hopper(plan, dim_pad)
     queries = descriptor(q.data_ptr(), q.dtype, q.shape, q.stride(), (64 // plan.pack, plan.pack, dim_pad))
     slots, strides = (num_blocks * block_size, num_kv_heads, head_dim), k_cache.stride()[1:]
     box = min(block_size, plan.tile), 1, 64
@@ -190,8 +203,10 @@ def _launch_hopper(
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
         STAGES=plan.stages,
+        QUERIES=query_buffers,
         SOFT_CAP=soft_cap or 0.0,
         WINDOW=window or 0,
+        WIDE=wide,
         # 12 warps share 65536 registers: 168 a thread, moved to where they are needed.
         CONSUMER_REGISTERS=232,
         PRODUCER_REGISTERS=40,
