@@ -38,19 +38,34 @@ def softmax(
 
 
 @gluon.jit
+def queries_of(q_buffers, index, QUERIES: gl.constexpr):
+    """The buffer of queries to multiply now.
+
+    Of two buffers the index goes through a shuffle in every tile, so that what follows from it is computed there: ptxas (of CUDA 12.8
+    to 13.0) otherwise computes descriptors before a loop that may be skipped, and uses them after it.
+    """
+    if QUERIES > 1:
+        index = gl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1
+        )
+    return q_buffers.index(index)
+
+
+@gluon.jit
 def step(
-    acc, p, m, total, q, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr,
+    acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Scores and probabilities of `tile`, while the probabilities p of the tile before are multiplied with its values.
 
     Returns the output with the tile before, then as `softmax` does. The tile before may be of the item before: m and total are
     then those of no tile.
     """
-    _, k_buffers, v_buffers, _ = buffers
+    q_buffers, k_buffers, v_buffers, _ = buffers
     _, _, k_full, k_empty, v_full, v_empty, _ = barriers
     stage = count_tiles % STAGES
     before = (count_tiles - 1) % STAGES
+    q = queries_of(q_buffers, q_index, QUERIES)
     mbarrier.wait(k_full.index(stage), count_tiles // STAGES & 1)
     zeros = gl.zeros([64, TILE], gl.float32, layout)
     scores = warpgroup_mma(q, k_buffers.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -68,16 +83,17 @@ def step(
 
 @gluon.jit
 def advance(
-    acc, p, m, total, q, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr, o_layout: gl.constexpr,
+    acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr,
+    o_layout: gl.constexpr,
 ):  # fmt: skip
     """One tile on, of the same item."""
     acc, p_next, m, total, alpha = step(
-        acc, p, m, total, q, buffers, barriers, tile, positions, count_tiles, scale, MASKED, TILE, STAGES, SOFT_CAP, WINDOW,
-        layout,
+        acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED, TILE, STAGES, QUERIES, SOFT_CAP,
+        WINDOW, layout,
     )  # fmt: skip
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
-    return acc, gl.convert_layout(p_next.to(q.dtype), gl.DotOperandLayout(0, o_layout, 2)), m, total
+    return acc, gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, o_layout, 2)), m, total
 
 
 @gluon.jit
@@ -195,13 +211,13 @@ def consume(
             )  # fmt: skip
     while num_tokens > 0:
         slot = count_items % QUERIES
-        q = q_buffers.index(2 * slot + half)
+        q_index = 2 * slot + half
         positions = row_positions(half, num_tokens, first_position, PACK, layout)
         first, end = tile_range(first_position, first_position + num_tokens - 1, TILE, WINDOW)
         tile = end - 1
         if QUERIES == 1:
             p, m, total = first_probabilities(
-                q, buffers, barriers, tile, positions, count_tiles, scale, TILE, STAGES, SOFT_CAP, WINDOW, layout, o_layout,
+                q_buffers.index(half), buffers, barriers, tile, positions, count_tiles, scale, TILE, STAGES, SOFT_CAP, WINDOW, layout, o_layout,
             )  # fmt: skip
         count_tiles += 1
 
@@ -214,22 +230,22 @@ def consume(
             end_unmasked = gl.maximum(end_unmasked, gl.minimum(first_unmasked, tile))
         for i in range(tile - end_unmasked):
             acc, p, m, total = advance(
-                acc, p, m, total, q, buffers, barriers, tile - 1 - i, positions, count_tiles, scale, True, TILE, STAGES, SOFT_CAP,
-                WINDOW, layout, o_layout,
+                acc, p, m, total, q_index, buffers, barriers, tile - 1 - i, positions, count_tiles, scale, True, TILE, STAGES,
+                QUERIES, SOFT_CAP, WINDOW, layout, o_layout,
             )  # fmt: skip
             count_tiles += 1
         for i in range(end_unmasked - first_unmasked):
             acc, p, m, total = advance(
-                acc, p, m, total, q, buffers, barriers, end_unmasked - 1 - i, positions, count_tiles, scale, False, TILE, STAGES,
-                SOFT_CAP, WINDOW, layout, o_layout,
+                acc, p, m, total, q_index, buffers, barriers, end_unmasked - 1 - i, positions, count_tiles, scale, False, TILE, STAGES,
+                QUERIES, SOFT_CAP, WINDOW, layout, o_layout,
             )  # fmt: skip
             count_tiles += 1
         if WINDOW > 0:
             last = gl.minimum(end_unmasked, first_unmasked)
             for i in range(last - first):
                 acc, p, m, total = advance(
-                    acc, p, m, total, q, buffers, barriers, last - 1 - i, positions, count_tiles, scale, True, TILE, STAGES,
-                    SOFT_CAP, WINDOW, layout, o_layout,
+                    acc, p, m, total, q_index, buffers, barriers, last - 1 - i, positions, count_tiles, scale, True, TILE, STAGES,
+                    QUERIES, SOFT_CAP, WINDOW, layout, o_layout,
                 )  # fmt: skip
                 count_tiles += 1
         # The queries have been read, and so has the info: others may come.
@@ -246,10 +262,10 @@ def consume(
                 first, end = tile_range(next_position, next_position + next_tokens - 1, TILE, WINDOW)
                 m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
                 acc, p_next, m, next_total, alpha = step(
-                    acc, p, m, gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)), q_buffers.index(2 * slot + half), buffers,
-                    barriers, end - 1, positions, count_tiles, scale, True, TILE, STAGES, SOFT_CAP, WINDOW, layout,
+                    acc, p, m, gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)), 2 * slot + half, buffers,
+                    barriers, end - 1, positions, count_tiles, scale, True, TILE, STAGES, QUERIES, SOFT_CAP, WINDOW, layout,
                 )  # fmt: skip
-                p = gl.convert_layout(p_next.to(q.dtype), gl.DotOperandLayout(0, o_layout, 2))
+                p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, o_layout, 2))
             else:
                 acc = last_product(acc, p, buffers, barriers, count_tiles, STAGES)
             store_output(
