@@ -58,7 +58,7 @@ class EngineConfig:
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     capture_prefill: bool | None = None
-    """Steps of up to 2,048 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes. None: where
+    """Steps of up to 4,096 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes. None: where
     decode steps are. True: without CUDA graphs they are padded alike, for tests."""
     async_scheduling: bool | None = None
     """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""

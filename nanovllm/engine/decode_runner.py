@@ -40,24 +40,39 @@ class DecodeRunner:
     ) -> None:
         self.state = state
         self._model = model
-        self._caches = caches
+        self.caches = caches
         self._sampler = sampler
         self._buckets = buckets
         self._sampling_kernel = sampling_kernel
         self._logits: torch.Tensor | None = None
         self.graphs: DecodeGraphs | None = None
 
+    @property
+    def _modes(self) -> tuple[SamplingMode, ...]:
+        return (SamplingMode.PLAIN, SamplingMode.FILTERED) if self._sampling_kernel else ()
+
+    def visit(self, logits: torch.Tensor) -> None:
+        """Run every step that will be captured, once. logits: as for `capture`."""
+        buckets = self._buckets
+        assert buckets is not None
+        longest = buckets.context_lens[-1]
+        calls = [(rows, False) for rows in buckets.batch_sizes] + [(rows, True) for rows in buckets.shared_sizes]
+        for rows, shared in calls:
+            self._run_model(rows, longest, shared, logits[:rows])
+        for rows in buckets.batch_sizes:
+            for mode in self._modes:
+                self._draw(logits[:rows], mode)
+
     def capture(self, logits: torch.Tensor) -> None:
         """Capture every step that can come. logits: [max_num_seqs, vocab_size], which graphs that do not sample write to."""
         assert self._buckets is not None
         self._logits = logits
-        modes = (SamplingMode.PLAIN, SamplingMode.FILTERED) if self._sampling_kernel else ()
         self.graphs = DecodeGraphs(
             lambda rows, context, shared: self._run_model(rows, context, shared, logits[:rows]),
             lambda rows, mode: self._draw(logits[:rows], mode),
             lambda rows, context, mode: self._draw(self._run_model(rows, context, False), mode),
             self._buckets,
-            modes,
+            self._modes,
             logits.device,
         )
 
@@ -106,7 +121,7 @@ class DecodeRunner:
     ) -> torch.Tensor:
         """Logits [rows, vocab_size] of the state's first rows. shared: blocks that several have are attended to once."""
         batch = self.state.batch(rows, max_context_len, shared)
-        hidden = self._model(batch.token_ids, batch.positions, self._caches, batch.metadata)
+        hidden = self._model(batch.token_ids, batch.positions, self.caches, batch.metadata)
         return self._model.lm_head(hidden, out)
 
     def _draw(self, logits: torch.Tensor, mode: SamplingMode) -> None:

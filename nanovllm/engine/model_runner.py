@@ -21,7 +21,7 @@ from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prom
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.engine.token_ring import TokenRing
-from nanovllm.engine.warm_up import profile_peak, warm_up
+from nanovllm.engine.warm_up import compile_ahead, profile_peak, warm_up
 from nanovllm.kernels import Kernels, all_ops
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.models.loader import Checkpoint, load_model
@@ -96,10 +96,13 @@ class ModelRunner:
             self.decoding = DecodeRunner(
                 self.model, self.caches, self.sampler, self.state, self.buckets if on_gpu else None, sampling_kernel
             )
-            if logits is not None:
-                self.decoding.capture(logits)
             pad = config.capture_prefill or (config.capture_prefill is None and logits is not None)
-            self.prefill = self._pad_prefill(kernels, logits) if pad else None
+            self.prefill = self._padded_prefill(kernels, logits is not None) if pad else None
+            if logits is not None:
+                compile_ahead(self, logits)
+                self.decoding.capture(logits)
+                if self.prefill is not None:
+                    self.prefill = self._captured(self.prefill, logits)
             if on_gpu:
                 warm_up(self)
 
@@ -121,12 +124,8 @@ class ModelRunner:
             logits = self._run_mixed(batch)
         return self._sample(step, batch, logits)
 
-    def _pad_prefill(self, kernels: Kernels, logits: torch.Tensor | None) -> PrefillRunner | None:
-        """What runs steps with pieces of prompts in them, captured with the decode steps; None if that fails.
-
-        Args:
-            logits: what decode graphs write to; None: nothing is captured.
-        """
+    def _padded_prefill(self, kernels: Kernels, captures: bool) -> PrefillRunner | None:
+        """What runs steps with pieces of prompts in them, padded; None where that would be work for nothing."""
         prefill = PrefillRunner(
             self.forward,
             self.model.lm_head,
@@ -136,12 +135,14 @@ class ModelRunner:
             self.num_kvcache_blocks,
             self.device,
         )
-        if logits is None:
+        if not captures:
             tested = self.device.type != "cuda" or self.config.enforce_eager or values_checked(self.device)
             return prefill if tested else None  # without graphs padding is but work
         asked = self.config.capture_prefill
-        if not can_capture(kernels, "attention_prefill", logging.WARNING if asked else logging.INFO):
-            return None
+        return prefill if can_capture(kernels, "attention_prefill", logging.WARNING if asked else logging.INFO) else None
+
+    def _captured(self, prefill: PrefillRunner, logits: torch.Tensor) -> PrefillRunner | None:
+        """Capture steps with prompts beside the decode steps; None if that fails. logits: what decode graphs write to."""
         graphs = self.decoding.graphs
         try:
             prefill.capture(logits, graphs.stream, graphs.pool)

@@ -1,7 +1,7 @@
 """Steps that have pieces of prompts in them as CUDA graphs: one launch instead of some hundred kernels.
 
 Launched one by one, the kernels of such a step take the host 14 to 17 ms (Qwen3-0.6B, H200), whatever the step's size;
-up to about 2,000 tokens the GPU needs less. A graph has fixed shapes, so a step is padded to one of a few numbers of
+up to some 5,000 tokens the GPU needs less. A graph has fixed shapes, so a step is padded to one of a few numbers of
 tokens, and to one of two bounds on its sequences. How these share the tokens does not matter: the op `attention_prefill` reads
 the runs' lengths on the device, and a sequence that decodes is a run of one token. The graphs are captured when the engine
 starts: in the middle of serving a capture would stall every sequence for longer than the eager step that it
@@ -23,7 +23,7 @@ import torch
 
 from nanovllm.engine.batch import Batch, DeviceBatch
 
-SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048)
+SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Tokens of a step to capture. Larger steps keep the GPU busy for as long as the host needs to launch them."""
 SEQS = (64, 256)
 """Sequences of a captured step: it computes as many rows of logits, and its attention looks at each, there or not."""
@@ -150,13 +150,17 @@ class PrefillRunner:
         graphs = {bucket: self._capture(bucket, logits, stream, pool) for bucket in reversed(self.buckets)}
         self._graphs, self._logits = graphs, logits
 
+    def visit(self, logits: torch.Tensor) -> None:
+        """Run every size once. logits: as for `capture`."""
+        for bucket in self.buckets:
+            self._send(_NOTHING, bucket)
+            self._run(bucket, logits)
+
     def _prepare(self, logits: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Run every size once, on the stream that captures: first calls compile kernels and make workspaces."""
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            for bucket in self.buckets:
-                self._send(_NOTHING, bucket)
-                self._run(bucket, logits)
+            self.visit(logits)
         torch.cuda.synchronize(stream.device)
 
     def _capture(self, bucket: PrefillBucket, logits: torch.Tensor, stream: torch.cuda.Stream, pool: Any) -> Any:

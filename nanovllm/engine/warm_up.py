@@ -1,8 +1,11 @@
-"""What a GPU engine runs when it starts: the largest steps, to see how much memory they take, and small ones of every kind."""
+"""What a GPU engine runs when it starts: the largest steps, to see how much memory they take, and steps of every kind."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,17 +13,51 @@ import torch
 from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import DeviceBatch
 from nanovllm.engine.sampler import SamplingMetadata, SamplingRow
+from nanovllm.kernels.compile_ahead import compiling_only
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
 
-def warm_up(runner: ModelRunner) -> None:
-    """Run small batches with runs of tokens, of every kind, so that kernels are compiled now and not while serving."""
+logger = logging.getLogger(__name__)
+
+# (decodes, runs of tokens): one-token and longer runs, alone and beside decodes, in numbers that kernels specialise on (1, 16) and others.
+_SMALL = ((0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (5, (40,)), (0, (100,)), (0, (1024,)))
+
+
+def compile_ahead(runner: ModelRunner, logits: torch.Tensor) -> None:
+    """Compile what steps will launch, several kernels at a time, before they are run one by one and captured.
+
+    Two layers stand for all. logits: as for `DecodeRunner.capture`.
+    """
+    sizes = [size for size in runner.buckets.batch_sizes if size <= runner.max_num_batched_tokens - 3]
+    try:
+        with torch.inference_mode(), _two_layers(runner), compiling_only():
+            runner.decoding.visit(logits)
+            if runner.prefill is not None:
+                runner.prefill.visit(logits)
+            # Steps that are too large for a graph: decodes have attention of their own there, with a plan for each size.
+            _run(runner, [*_SMALL, *((size, (3,)) for size in sizes)])
+    except Exception as e:
+        logger.info("kernels are compiled one after the other: %s: %s", type(e).__name__, e)
+    torch.cuda.synchronize(runner.device)
+
+
+@contextmanager
+def _two_layers(runner: ModelRunner) -> Iterator[None]:
+    caches = runner.caches
+    runner.caches = runner.decoding.caches = caches[:2]  # the model runs as many layers as there are caches
+    try:
+        yield
+    finally:
+        runner.caches = runner.decoding.caches = caches
+
+
+def _run(runner: ModelRunner, batches: list[tuple[int, tuple[int, ...]]]) -> None:
+    """Run batches of (decodes, runs of tokens) on the padding block."""
     padding_block, device = runner.num_kvcache_blocks, runner.device
-    # One-token and longer runs, alone and beside decodes, in numbers that kernels specialise on (1, 16) and others.
-    for num_decodes, runs in ((0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (5, (40,)), (0, (100,)), (0, (1024,))):
+    for num_decodes, runs in batches:
         num_tokens = num_decodes + sum(runs)
         if num_tokens > runner.max_num_batched_tokens or max(runs) > runner.max_model_len:
             continue
@@ -32,10 +69,17 @@ def warm_up(runner: ModelRunner) -> None:
         starts = torch.tensor((0, *itertools.accumulate(runs)), dtype=torch.int32, device=device)
         bound = 1 if runner.buckets.by_context else runner.max_model_len
         runner.forward(DeviceBatch.from_tensors(tokens, lens, table, bound, starts, max(runs)))
-    hidden = torch.zeros(16, runner.model_config.hidden_size, dtype=runner.dtype, device=device)
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run small batches with runs of tokens, of every kind, so that kernels are compiled now and not while serving."""
+    _run(runner, list(_SMALL))
+    device = runner.device
+    # Sampling kernels have a variant for few rows, which start before their predecessor has ended, and one for many.
+    hidden = torch.zeros(40, runner.model_config.hidden_size, dtype=runner.dtype, device=device)
     filters = SamplingParams(top_k=min(10, runner.model_config.vocab_size), top_p=0.9, min_p=0.01)
     for params in (SamplingParams(temperature=0), SamplingParams(), filters):
-        for num_rows in {min(n, runner.config.max_num_seqs) for n in (1, 3, 16)}:
+        for num_rows in {min(n, runner.config.max_num_seqs) for n in (1, 3, 16, 40)}:
             rows = [SamplingRow(params, seed=0, position=0, slot=i) for i in range(num_rows)]
             logits = runner.model.compute_logits(hidden[:num_rows])
             runner.sampler(logits, SamplingMetadata.build(rows, device))

@@ -285,4 +285,5 @@ _METHODS = {
     "setp": Warp.compare, "selp": Warp.select, "cvt": Warp.convert, "shfl": Warp.shuffle, "redux": Warp.reduce, "elect": Warp.elect,
     "atom": Warp.add_atomically, "mbarrier": Warp.barrier, "cp": Warp.copy, "ldmatrix": Warp.load_matrices,
     "stmatrix": Warp.store_matrices, "movmatrix": Warp.move_matrix, "mma": Warp.multiply,
+    "wgmma": Warp.multiply_group,
 }  # fmt: skip

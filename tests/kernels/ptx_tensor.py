@@ -10,7 +10,7 @@ from tests.kernels.ptx_arithmetic import HALVES, U8, U16, U32, U64, UnknownInstr
 
 
 class Matrices:
-    """8 x 8 matrices of 16-bit elements: thread i of a warp has elements 2 i % 8 and the one after it of row i // 4."""
+    """Mostly 8 x 8 matrices of 16-bit elements: thread i of a warp has elements 2 i % 8 and the one after it of row i // 4."""
 
     def load_matrices(self, p, args, on):
         names, at = self.names(args[0]), self.address(args[1]).reshape(-1, 8)  # eight threads give a matrix' rows
@@ -48,6 +48,37 @@ class Matrices:
             d = (sums + left @ right).astype(np.float32)
         for i, name in enumerate(self.names(args[0])):
             self.put(name, d[8 * (i // 2) :][:8].reshape(32, 2)[:, i % 2], on)
+
+
+    def multiply_group(self, p, args, on):
+        """wgmma with both operands in shared memory, lines of 128 bytes: a warp's 16 of the 64 rows. It is done at once."""
+        if p[1] in ("fence", "commit_group", "wait_group"):
+            return
+        m = re.fullmatch(r"m64n(\d+)k16", p[4])
+        if not m or p[5] != "f32" or p[6] not in HALVES or args[4:] != ["1", "1", "0", "0"]:
+            raise UnknownInstruction(".".join(p))
+        left = self._lines(args[1], np.arange(16) + self.first_thread // 32 % 4 * 16, p[6])
+        right = self._lines(args[2], np.arange(int(m[1])), p[6])
+        keep = self.predicate(args[3])
+        assert keep.all() or not keep.any()
+        names = self.names(args[0])
+        # Registers 4 i to 4 i + 3: columns 8 i on, two of row thread / 4 and two of the row eight below.
+        sums = np.stack([self.value(n, np.float32) if keep.any() else np.zeros(32, np.float32) for n in names])
+        sums = sums.reshape(-1, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, -1)
+        d = (sums + left @ right.T).astype(np.float32)
+        d = d.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, 32)
+        for name, v in zip(names, d):
+            self.put(name, v, on)
+
+    def _lines(self, descriptor, rows, kind):
+        """16 columns of a matrix in shared memory whose groups of eight rows are as far apart as the descriptor says."""
+        d = int(self.value(descriptor, U64)[0])
+        assert d >> 62 == 1, "not swizzled by 128 bytes"
+        at = ((d & 0x3FFF) << 4) + rows // 8 * ((d >> 32 & 0x3FFF) << 4) + rows % 8 * 128
+        at = at[:, None] + np.arange(0, 32, 16)
+        at = at ^ ((at >> 7 & 7) << 4)
+        bits = np.ascontiguousarray(self.smem[at[:, :, None] + np.arange(16)]).view(U16).reshape(len(rows), 16)
+        return HALVES[kind][0](bits).astype(np.float64)
 
 
 def _registers(matrix):

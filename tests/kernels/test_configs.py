@@ -243,6 +243,22 @@ def test_a_product_for_hopper_takes_what_can(plan, differ):
     assert tunable.plan_from_json(tunable.plan_to_json(made), key) == made
 
 
+HOPPER_DECODE = {"num_seqs": 64, "kv_heads": 8, "group": 2, "head_dim": 128, "dtype": BF16, "cache_dtype": BF16, "block_size": 64, "new": True}
+
+
+def test_decode_attention_for_hopper_refuses_what_its_launch_does():
+    tunable = tunables.ATTENTION_DECODE_HOPPER
+    key, plan = tuple(HOPPER_DECODE.values()), {"pieces": 33, "least": 2, "warps": 4, "slots": 3, "box": 16, "chunk": 4}
+    made = tunable.plan_from_json(plan, key)
+    assert tunable.plan_to_json(made) == plan and made.refused(128, 64) is None
+    for change, said in (
+        ({"warps": 8}, "warps: expected 1, 2, 4 or 8"), ({"box": 128}, "box: expected 8, 16"), ({"slots": 7}, "slots: 229376 bytes"),
+        ({"chunk": 16}, "chunk: expected 1, 2, 4 or 8"), ({"pieces": 1 << 14}, "pieces: expected 1 to 16383"), ({"least": 0}, "least"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            tunable.plan_from_json(plan | change, key)
+
+
 # ----------------------------------------------------------------------------------------------- declarations and hashes
 
 
@@ -333,6 +349,21 @@ def attention(num_seqs=4, heads=8, kv_heads=4, dim=64, block=32, prefill=0):
     return all_ops()["attention_decode"].providers["triton"].fn(q, cache, cache, table, lens, 64, 1.0)
 
 
+def hopper_attention():
+    """As on a Hopper GPU, up to the launch."""
+    pytest.importorskip("triton.experimental.gluon")
+    from nanovllm.kernels.triton_attention.decode_hopper import launch_hopper
+
+    q, cache, table, lens = _kept_for_attention()
+    return launch_hopper(q, cache, cache, table, lens, 64, 1.0, (None, None), None, None)
+
+
+@functools.cache
+def _kept_for_attention():
+    lens = torch.full((4,), 32, dtype=torch.int32)
+    return *tensors((4, 8, 64), (9, 64, 4, 64)), torch.zeros((4, 4), dtype=torch.int32), lens
+
+
 def small_product(norm, tokens=2):
     x, residual, weight, scale = tensors((tokens, 64), (tokens, 64), (96, 64), (64,))
     providers = {name: all_ops()[name].providers["triton"].fn for name in ("linear", "add_rms_norm_linear")}
@@ -402,6 +433,8 @@ CALLS = [
      {"CHUNKS": 1, "SLOTS": 6, "ROUNDS": 1, "SPLITS": 3}),
     (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "early": False, "least": 2},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),
+    (tunables.ATTENTION_DECODE_HOPPER, hopper_attention, {"pieces": 7, "least": 3, "warps": 2, "slots": 5, "box": 8, "chunk": 2},
+     {"WARPS": 2, "SLOTS": 5, "BOX": 8, "CHUNK": 2, "most_pieces": 7, "least": 3, "num_warps": 2}),
     (tunables.ATTENTION_PREFILL, lambda: attention(prefill=8), {"rows": 32, "tile": 16, "warps": 2, "stages": 4},
      {"ROWS": 32, "TILE": 16, "STAGES": 4, "num_warps": 2, "num_stages": 4}),
 ]  # fmt: skip

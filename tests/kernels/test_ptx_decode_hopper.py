@@ -15,59 +15,17 @@ from nanovllm.kernels.triton_attention.common import LOG2E, padded_count  # noqa
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
 from tests.kernels.decode_hopper import check_stored, compiled, expected, make  # noqa: E402
 from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
-from tests.kernels.ptx_emulator import BASE, Machine  # noqa: E402
+from tests.kernels.ptx_emulator import Machine  # noqa: E402
+from tests.kernels.ptx_launch import Memory, unknown  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ERROR = {"bf16": 1e-2, "fp16": 1.5e-3}
 
 
-def unknown(error):
-    """Of a Triton that the emulator was written for nothing is."""
-    if triton.__version__.startswith(("3.6.", "3.9.")):
-        raise error
-    pytest.skip(f"the PTX of Triton {triton.__version__} has what the emulator does not know: {error}")
-
-
-class Memory:
-    """Global memory with 0xFF, which is NaN and -1, between what is placed there."""
-
-    def __init__(self):
-        self._bytes, self._at = bytearray(b"\xff" * 4096), {}
-
-    def place(self, name, data):
-        """-> its address."""
-        if isinstance(data, torch.Tensor):
-            data = data.contiguous().view(torch.uint8).numpy().tobytes()
-        self._at[name] = len(self._bytes)
-        self._bytes += data + b"\xff" * (-(len(self._bytes) + len(data)) % 256 + 256)
-        return BASE + self._at[name]
-
-    def finish(self):
-        self.array = np.frombuffer(self._bytes, np.uint8).copy()
-        return self.array
-
-    def words(self, name, count):
-        """The first 16-bit words of what is there, as a view."""
-        return self.array[self._at[name] :][: 2 * count].view(np.uint16)
-
-    def read(self, name, dtype, shape):
-        size = int(np.prod(shape)) * dtype.itemsize
-        return torch.frombuffer(bytearray(self.array[self._at[name] :][:size].tobytes()), dtype=dtype).view(shape)
-
-
 def emulate(
-    lens,
-    plan,
-    group=2,
-    kv_heads=2,
-    head_dim=128,
-    block_size=256,
-    dtype="bf16",
-    norm=True,
-    new=True,
-    scales=None,
+    lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype="bf16", norm=True, new=True, scales=None,
     ptx=lambda ptx: ptx,
-):
+):  # fmt: skip
     """One launch: (arguments, memory, what runs a program).
 
     Args:

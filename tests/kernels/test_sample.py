@@ -13,7 +13,18 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.ops.sample import apply_penalties, filter_logits, gumbel_noise, philox, sample, uniform
+from nanovllm.kernels.ops.sample import (
+    BLOCK,
+    BLOCK_COUNTERS,
+    apply_penalties,
+    as_blocks,
+    block_scores,
+    exponentials,
+    filter_logits,
+    philox,
+    sample,
+    uniform,
+)
 
 # The package's attribute of this name is the op; the module holds the chunk size.
 SAMPLE_MODULE = sys.modules["nanovllm.kernels.ops.sample"]
@@ -99,29 +110,44 @@ def test_uniform_is_inside_the_open_interval_and_as_documented():
     words = torch.cat([words, torch.arange(4096), torch.randint(2**32, (100_000,), generator=torch.Generator().manual_seed(0))])
     u = uniform(words)
     assert u.dtype == torch.float32 and u.min() == 2.0**-33 and u.max() == 1 - 2.0**-24
-    numpy = np.clip(words.numpy().astype(np.uint32).astype(np.float32), np.float32(0.5), np.float32(2**32 - 256))
+    numpy = np.minimum(words.numpy().astype(np.uint32).astype(np.float32) + np.float32(0.5), np.float32(2**32 - 256))
     assert np.array_equal(u.numpy(), numpy * np.float32(2.0**-32))
-    assert torch.equal(uniform(torch.arange(1, 2**16)) * 2.0**32, torch.arange(1, 2**16).float())  # no bit is lost
+    small = torch.arange(2**16)  # no bit is lost
+    assert torch.equal(uniform(small).double() * 2.0**32, small + 0.5)
 
 
-def test_noise_is_gumbel():
-    noise = gumbel_noise(torch.arange(100), torch.arange(100) * 7, 5000).double().flatten()
-    assert noise.isfinite().all()
-    cdf = torch.exp(-torch.exp(-noise.sort().values))
+@pytest.mark.parametrize("first_counter", [0, BLOCK_COUNTERS])
+def test_variates_are_exponential(first_counter):
+    values = exponentials(torch.arange(100), torch.arange(100) * 7, torch.arange(5000)[None], first_counter).double().flatten()
+    assert values.isfinite().all() and values.min() > 0
+    cdf = -torch.expm1(-values.sort().values)
     ranks = (torch.arange(len(cdf)) + 0.5) / len(cdf)
     # Kolmogorov-Smirnov; sqrt(n) * distance exceeds 2.6 once in a million.
     assert (cdf - ranks).abs().max() * math.sqrt(len(cdf)) < 2.6
 
 
-def test_which_word_a_column_gets():
+def test_the_extremes_of_random_words_are_finite():
+    values = -torch.log1p(-uniform(torch.tensor([0, 2**32 - 1])))
+    assert values.tolist() == pytest.approx([2.0**-33, 24 * math.log(2)]) and values.log().isfinite().all()
+
+
+def test_which_word_an_index_gets():
     seeds, positions = torch.tensor([5, -7]), torch.tensor([3, 2**31])
-    noise = gumbel_noise(seeds, positions, 3000)
-    for row, column in ((0, 0), (0, 255), (1, 256), (1, 1023), (0, 1024), (1, 2999)):
-        block, within = divmod(column, 1024)
-        counter = torch.tensor(block * 256 + within % 256)
-        zero = torch.tensor(0)
-        word = philox(counter, positions[row], zero, zero, seeds[row])[within // 256]
-        assert noise[row, column] == -torch.log(-torch.log1p(-uniform(word)))
+    zero = torch.tensor(0)
+    for first in (0, BLOCK_COUNTERS):
+        values = exponentials(seeds, positions, torch.arange(3000)[None], first)
+        some = exponentials(seeds, positions, torch.tensor([[700, 2, 2999], [1024, 0, 5]]), first)
+        assert torch.equal(some, torch.stack([values[0, [700, 2, 2999]], values[1, [1024, 0, 5]]]))
+        for row, index in ((0, 0), (0, 255), (1, 256), (1, 1023), (0, 1024), (1, 2999)):
+            counter = torch.tensor(first + index // 1024 * 256 + index % 256)
+            word = philox(counter, positions[row], zero, zero, seeds[row])[index % 1024 // 256]
+            assert values[row, index] == -torch.log1p(-uniform(word))
+
+
+def test_no_counter_serves_a_block_and_a_column():
+    largest = 2**31 - 1  # more columns than a row may have
+    assert largest // (4 * BLOCK) * BLOCK + BLOCK - 1 < BLOCK_COUNTERS
+    assert BLOCK_COUNTERS + largest // BLOCK // 4 + BLOCK < 2**32
 
 
 TRITON_CHECK = '''
@@ -142,7 +168,7 @@ def kernel(seeds, positions, words, uniforms, vocab, BLOCK: tl.constexpr):
     position = tl.load(positions + row).to(tl.uint32)
     zero = columns.to(tl.uint32) * 0
     word, _, _, _ = tl.philox(tl.load(seeds + row), columns.to(tl.uint32), zero + position, zero, zero)
-    u = tl.minimum(tl.maximum(word.to(tl.float32), 0.5), 4294967040.0) * 2.3283064365386963e-10
+    u = tl.minimum(word.to(tl.float32) + 0.5, 4294967040.0) * 2.3283064365386963e-10
     tl.store(words + row * vocab + columns, word.to(tl.int64), mask=columns < vocab)
     tl.store(uniforms + row * vocab + columns, u, mask=columns < vocab)
 
@@ -310,6 +336,89 @@ def test_frequencies_match_the_filtered_softmax(case, vary):
     counts = np.bincount(tokens.numpy(), minlength=vocab)
     assert counts[expected == 0].sum() == 0
     assert chi_square_is_plausible(counts, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_frequencies_over_several_blocks(case, spread):
+    """Tokens of every block, and the blocks themselves: of unequal weight, one of a single token, one of none."""
+    draws, vocab = 20_000, 3 * BLOCK + 1
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(5)).mul(spread)
+    logits[BLOCK : 2 * BLOCK] += torch.linspace(-3, 3, BLOCK)
+    logits[2 * BLOCK : 3 * BLOCK] = -torch.inf
+    tokens = sample(logits.expand(draws, vocab), *tensors(draws, **CASES[case], seeds=7, positions=range(draws)))
+    expected = np.zeros(vocab)
+    for i, p in reference_probabilities(logits.tolist(), **CASES[case]).items():
+        expected[i] = p * draws
+    counts = np.bincount(tokens.numpy(), minlength=vocab)
+    assert counts[expected == 0].sum() == 0
+    assert chi_square_is_plausible(counts, expected)
+    of_blocks = np.add.reduceat(counts, range(0, vocab, BLOCK)), np.add.reduceat(expected, range(0, vocab, BLOCK))
+    assert chi_square_is_plausible(*of_blocks)
+
+
+def test_the_levels_are_independent():
+    """Which token of its block is drawn says nothing about the block."""
+    draws, vocab = 20_000, 4 * BLOCK
+    tokens = sample(torch.zeros(draws, vocab), *tensors(draws, seeds=range(draws)))
+    together = np.bincount((tokens // BLOCK * 16 + tokens % BLOCK // 16).numpy(), minlength=64)
+    assert chi_square_is_plausible(together, np.full(64, draws / 64))
+    same = (tokens % BLOCK // 64 == tokens // BLOCK).sum().item()  # the words of one counter go to four blocks
+    assert abs(same - draws / 4) < 5 * math.sqrt(draws * 3 / 16)
+
+
+def test_rare_tokens_keep_their_share():
+    """A likely token beside 100,000, each of 1e-9 of its weight: 1e-4 together, which single draws of 32 bits would hardly see."""
+    vocab, rare = 100_001, 1e-9
+    logits = torch.full((1, vocab), math.log(rare))
+    logits[0, 0] = 0.0
+    blocks = as_blocks(filter_logits(logits, *tensors(1)[:4]))
+    n = 100_000
+    scores = block_scores(blocks, torch.tensor([3]), torch.tensor([4]))
+    noise = -exponentials(torch.tensor([3]), torch.tensor([4]), torch.arange(blocks.shape[1])[None], BLOCK_COUNTERS).log()
+    weights = (scores - noise).double().exp()[0]
+    assert weights[1:].sum().item() == pytest.approx((vocab - BLOCK) * rare, rel=1e-5)
+    assert weights[0].item() == pytest.approx(1 + (BLOCK - 1) * rare, rel=1e-6)
+    # The draw of a block is a race of exponentials between the first and the rest.
+    seeds = torch.arange(n)
+    first, rest = (exponentials(seeds, seeds * 3, torch.tensor([[i]]), BLOCK_COUNTERS)[:, 0].double() for i in (0, 1))
+    share = 1e-3
+    won = (rest / share < first).sum().item()
+    assert abs(won - n * share / (1 + share)) < 5 * math.sqrt(n * share)
+
+
+def test_weights_are_added_in_pairs():
+    """The order of the sum is part of the definition: float32 results that another order would not give."""
+    g = torch.Generator().manual_seed(0)
+    log_weights = as_blocks(-torch.rand(7, 3000, generator=g) * 9)
+    seeds = torch.arange(7)
+    got = block_scores(log_weights, seeds, seeds)
+    largest = log_weights.numpy().max(-1)
+    weights = (log_weights - torch.from_numpy(largest)[..., None]).exp().numpy()
+
+    def total(row):
+        return row[0] if len(row) == 1 else total(row[: len(row) // 2]) + total(row[len(row) // 2 :])
+
+    sums = torch.from_numpy(np.array([[total(block) for block in row] for row in weights], dtype=np.float32))
+    noise = exponentials(seeds, seeds, torch.arange(12)[None], BLOCK_COUNTERS)
+    assert torch.equal(got, torch.from_numpy(largest) + (sums / noise).log())
+    for row in range(7):
+        assert torch.equal(block_scores(log_weights[row : row + 1], seeds[row : row + 1], seeds[row : row + 1])[0], got[row])
+
+
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_top_k_1_is_the_largest_and_extremes_do_not_overflow(vocab, dtype):
+    logits = torch.randn(30, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[torch.arange(30), torch.arange(30) * 7 % vocab] = 9.0
+    expected = torch.arange(30) * 7 % vocab
+    for temperature in (1e-6, 0.6, 1e3):
+        got = sample(logits, *tensors(30, top_k=1, temperature=temperature, seeds=range(30)))
+        assert torch.equal(got, expected)
+    far = (logits.float() * 1100).to(dtype)  # about 1e4
+    assert torch.equal(sample(far, *tensors(30, temperature=1e-6, seeds=range(30))), expected)
+    hot = sample(far, *tensors(30, temperature=1e3, seeds=range(30)))
+    assert ((hot >= 0) & (hot < vocab)).all()
 
 
 def test_the_chi_square_bound_notices_a_wrong_distribution():

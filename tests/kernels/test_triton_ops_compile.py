@@ -46,8 +46,8 @@ def recorded(launches):
         JITFunction.run = original
 
 
-def compiled(kernel, args, options, capability):
-    """What Triton would compile for this launch."""
+def specialised(kernel, args):
+    """What Triton compiles a kernel for, of a launch's arguments: (types, constants, attributes)."""
     signature, constants, attributes = {}, {}, {}
     for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
         fixed = parameter.is_constexpr or (type(value) is int and value == 1 and not parameter.do_not_specialize)
@@ -55,7 +55,7 @@ def compiled(kernel, args, options, capability):
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + TYPES[value.dtype]
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -63,7 +63,12 @@ def compiled(kernel, args, options, capability):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"
-    source = ASTSource(kernel, signature, constants, attributes)
+    return signature, constants, attributes
+
+
+def compiled(kernel, args, options, capability):
+    """What Triton would compile for this launch."""
+    source = ASTSource(kernel, *specialised(kernel, args))
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -260,6 +265,36 @@ def test_sampling_does_not_spill(filters, dtype, capability, tmp_path):
             binary = compiled(kernel, args, options, capability)
             registers, stack, local = resources(binary, tmp_path)
             assert stack == local == 0, f"{name} {kernel.__name__}: {registers} registers, {stack} stack, {local} local"
-            # Candidates to resolve are few. A draw takes the columns of one random word in one go, two a thread.
-            if "resolve" not in kernel.__name__ and "draw" not in kernel.__name__:
+            if "resolve" not in kernel.__name__:  # candidates to resolve are few
                 assert wide(binary.asm["ptx"], "ld"), f"{name} {kernel.__name__}: no 16-byte load"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_draw_reads_logits_once_and_moves_little_between_threads(capability):
+    """A warp has whole blocks: reductions are shuffles, and two barriers a tile are for the store of what they found."""
+    ((_, kernel, args, options),) = launches_of([("", lambda: ops.sample(*sampling_arguments(256, torch.bfloat16, 0, 0, 0)))])
+    ptx = compiled(kernel, args, options, capability).asm["ptx"]
+    before = ptx.partition("atom.global")[0]
+    assert len(re.findall(r"bar\.sync", before)) <= 2 + 2 and len(re.findall(r"st\.shared", before)) <= 2
+    assert len(re.findall(r"ex2\.approx", before)) == args[kernel.arg_names.index("TILE")] * 256 // (32 * options["num_warps"])
+
+
+def test_few_variants_of_sampling(monkeypatch):
+    """What a batch changes makes the compiler start again for nothing but filters, and launches before the predecessor's end."""
+    monkeypatch.setattr(_launch, "has_dependent_launch", lambda device: True)
+    found = {}
+    wanted = [(0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)]
+    for rows in (1, 2, 3, 7, 16, 32, 33, 64, 100, 128, 200, 256, 512, 1056, 2000):
+        for filters in wanted:
+            logits, *rest = sampling_arguments(rows, torch.bfloat16, *filters)
+            # Views into larger tensors, with any alignment.
+            rest = [None if r is None else torch.ones(rows + 1, dtype=r.dtype)[rows % 2 :][:rows] for r in rest]
+            launches = []
+            with recorded(launches):
+                ops.sample(logits, *rest)
+            for kernel, args, options in launches:
+                found.setdefault(kernel.__name__, set()).add(repr((specialised(kernel, args), sorted(options.items()))))
+    assert {name: len(variants) for name, variants in found.items()} == {
+        "_draw_kernel": 2, "_maxima_kernel": 2, "_filtered_draw_kernel": 2, "_mass_kernel": 1, "_gather_kernel": 1,
+        "resolve_kernel": 1,
+    }  # fmt: skip

@@ -8,9 +8,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
-from nanovllm.kernels.ops.sample import gumbel_noise  # noqa: E402
+from nanovllm.kernels.ops.sample import BLOCK, exponentials  # noqa: E402
 from nanovllm.kernels.ops.sample import sample as sample_op  # noqa: E402
-from nanovllm.kernels.triton_ops import sample, sampling_resolve  # noqa: E402
+from nanovllm.kernels.triton_ops import _counters, sample, sampling_resolve  # noqa: E402
 
 ROWS = 256 if DEVICE == "cuda" else 6
 VOCABULARIES = [1, 5, 1000, 2600] + ([1024, 32003, 49152, 151936] if DEVICE == "cuda" else [])
@@ -32,7 +32,7 @@ def arguments(rows, vocab_size, filters, seed=0):
     """Parameters of `sample` after the logits: every extreme of each, mixed at random over the rows."""
     g = torch.Generator().manual_seed(seed)
     return (
-        pick(g, rows, [0.0, 1e-3, 0.6, 1.0, 1.0, 1.7, 50.0], torch.float32),
+        pick(g, rows, [0.0, 1e-6, 1e-3, 0.6, 1.0, 1.0, 1.7, 50.0, 1e3], torch.float32),
         pick(g, rows, [-1, 0, 1, 2, 20, 50, 700, vocab_size - 1, vocab_size, 2**31 - 1], torch.int32) if "k" in filters else None,
         pick(g, rows, [1e-30, 1e-3, 0.3, 0.9, 0.95, 0.999, 1 - 2**-24, 1.0], torch.float32) if "p" in filters else None,
         pick(g, rows, [0.0, 1e-8, 0.05, 0.5, 1.0], torch.float32) if "m" in filters else None,
@@ -45,12 +45,20 @@ def randn(rows, vocab_size, dtype, scale=3.0, seed=0):
     return (torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype).to(DEVICE)
 
 
+NAMES = ("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+
+
 def agree(logits, args):
-    """The kernel's tokens are the reference's."""
+    """The kernel's tokens are the reference's, but for a block in a million that wins by a rounding of its weight."""
     got, expected = sample(logits, *args), sample_op.native(logits, *args)
     assert got.dtype == torch.int64 and got.shape == expected.shape
     wrong = (got != expected).nonzero().flatten().tolist()
-    assert not wrong, f"rows {wrong}: {got[wrong].tolist()} instead of {expected[wrong].tolist()}"
+    told = f"rows {wrong}: {got[wrong].tolist()} instead of {expected[wrong].tolist()}"
+    assert len(wrong) <= 1, told
+    if wrong:
+        row = slice(wrong[0], wrong[0] + 1)
+        one = {name: None if a is None else a[row] for name, a in zip(NAMES, (logits, *args), strict=True)}
+        assert sample_op.compare(got[row], one, logits.dtype) is None, told
 
 
 @pytest.mark.parametrize("filters", FILTERS)
@@ -60,6 +68,13 @@ def test_the_tokens_are_the_references(dtype, vocab_size, filters):
     for rows, scale in ((1, 3.0), (ROWS, 3.0), (ROWS, 0.02)):  # 0.02: nearly flat
         logits = randn(rows, vocab_size, dtype, scale, seed=rows)
         agree(logits, arguments(rows, vocab_size, FILTERS[filters], seed=vocab_size))
+
+
+@pytest.mark.parametrize("vocab_size", [256 * 256, 300_001])
+def test_blocks_of_more_than_one_random_counter(vocab_size):
+    # 1,173 blocks: the fifth 256 of them begin the second round of counters. Rows with a stride that nothing divides.
+    logits = randn(4, vocab_size + 5, torch.float32, 0.6)[:, :vocab_size]
+    agree(logits, arguments(4, vocab_size, "", seed=3))
 
 
 @pytest.mark.parametrize("filters", ["k", "p", "kp"])
@@ -109,6 +124,20 @@ def test_other_non_finite_values_give_a_valid_id(filters):
 
 
 @pytest.mark.parametrize("filters", ["", "kpm"])
+def test_a_row_does_not_depend_on_its_dtype(filters):
+    # A batch in which some row has penalties is float32, without it bfloat16: a warp holds other columns then.
+    logits = randn(ROWS, 3000, torch.bfloat16)
+    args = arguments(ROWS, 3000, filters)
+    assert torch.equal(sample(logits, *args), sample(logits.float(), *args))
+
+
+def test_the_counters_are_left_at_zero():
+    for filters in ("", "p"):
+        sample(randn(3, 9000, torch.float32), *arguments(3, 9000, filters))
+    assert all(not buffer.any() for buffer in _counters._counters.values()) and _counters._counters
+
+
+@pytest.mark.parametrize("filters", ["", "kpm"])
 def test_a_row_does_not_depend_on_the_batch_or_its_memory(filters):
     vocab_size = 151936 if DEVICE == "cuda" else 2500
     logits = randn(ROWS, vocab_size, torch.bfloat16)
@@ -135,12 +164,26 @@ def test_every_way_to_resolve_is_among_the_cases():
 if DEVICE == "cuda":
 
     def test_the_noise_is_the_references_to_the_bit():
-        # With equal logits and every filter off the score is the noise; two tokens that differ by a bit would swap.
-        vocab_size, rows = 151936, 64
+        # In one block of equal logits the score is the noise; two tokens that differ by a bit would swap.
+        rows = 100_000
         seeds, positions = torch.arange(rows, device=DEVICE) * 977, torch.arange(rows, device=DEVICE)
-        one = torch.ones(rows, device=DEVICE)
-        got = sample(torch.zeros(rows, vocab_size, device=DEVICE), one, None, None, None, seeds, positions)
-        assert torch.equal(got, gumbel_noise(seeds, positions, vocab_size).argmax(-1))
+        got = sample(torch.zeros(rows, BLOCK, device=DEVICE), seeds.float() * 0 + 1, None, None, None, seeds, positions)
+        noise = exponentials(seeds, positions, torch.arange(BLOCK, device=DEVICE)[None]).log().neg_()
+        assert torch.equal(got, noise.argmax(-1))
+
+    def test_the_distribution_is_the_softmax():
+        # Over blocks of unequal weight; 5 standard deviations.
+        rows, vocab_size = 100_000, 2 * BLOCK + 3
+        logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        logits[:BLOCK] -= 1
+        p = (logits / 0.8).double().softmax(0)
+        row = torch.arange(rows, device=DEVICE)
+        tokens = sample(logits.expand(rows, -1), torch.full((rows,), 0.8, device=DEVICE), None, None, None, row * 3, row)
+        counts = torch.bincount(tokens, minlength=vocab_size).double()
+        for kind in (torch.arange(vocab_size, device=DEVICE) // BLOCK, torch.arange(vocab_size, device=DEVICE) % 16):
+            expected = torch.zeros(16, dtype=torch.float64, device=DEVICE).index_add_(0, kind, p) * rows
+            got = torch.zeros(16, dtype=torch.float64, device=DEVICE).index_add_(0, kind, counts)
+            assert ((got - expected).abs() <= 5 * expected.sqrt()).all()
 
     @pytest.mark.parametrize("filters", ["", "kpm"])
     def test_a_graph_replays_with_new_data(filters):
@@ -155,7 +198,8 @@ if DEVICE == "cuda":
             logits.copy_(randn(4, vocab_size, torch.bfloat16, seed=seed))
             args[-1].add_(1)
             graph.replay()
-            assert torch.equal(tokens, sample_op.native(logits, *args))
+            assert torch.equal(tokens, sample(logits, *args))
+            agree(logits, args)
 
 
 # Only what can run here is collected; without a GPU test_triton_ops.py starts the interpreter.

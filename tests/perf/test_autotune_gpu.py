@@ -100,6 +100,25 @@ def test_products_for_hopper_ask_for_their_key_and_all_that_is_tried_is_right(gp
         assert bench.measure(plan, 3) > 0
 
 
+@pytest.mark.parametrize("op", ["attention_decode", "qk_norm_rope_attention"])
+@pytest.mark.parametrize("shape", [(1, 2048, 2048, 16, 8, 128, 256), (64, 512, 512, 9, 3, 64, 64)], ids=str)
+def test_decode_attention_for_hopper_asks_for_its_key_and_what_is_tried_is_right(gpu, op, shape):
+    device, model = gpu
+    if model.capability != 90:
+        pytest.skip("no Hopper GPU")
+    job = one(op, shape, model=model)
+    assert job.tunable is tunables.ATTENTION_DECODE_HOPPER
+    bench = Bench(job, device)
+    times = [bench.measure(job.builtin, 10), bench.measure(None, 10)]  # None: as the kernel chooses
+    assert max(times) < 1.3 * min(times)
+    plans = candidates(job, model).plans
+    tried = list(dict.fromkeys([job.builtin, *plans[1::97]]))
+    bench.prepare(tried)
+    for plan in tried:
+        bench.verify(plan)
+        assert bench.measure(plan, 3) > 0
+
+
 def test_what_does_not_fit_or_does_not_compile_is_skipped_with_its_reason(gpu):
     device, model = gpu
     job = one("linear_bias_act", (64, 1024, 4096), model=model)

@@ -1,15 +1,22 @@
 """Sampling one token per row: temperature, top-k, top-p, min-p, then Gumbel-max with counter-based random numbers.
 
+The draw has two levels, since random numbers are what it costs. The vocabulary is cut into blocks of 256 columns. First a
+block is drawn, with the probability of all its tokens together, then a token within it: softmax(token) is the product of
+the two. A row over 151,936 columns takes 594 + 256 random numbers instead of 151,936, and a rare token keeps its share
+however many of them there are: a block's share adds up before 32 bits of randomness decide on it.
+
 A row's token is a function of that row alone, to the bit: its logits, its parameters, its seed and its position. What
 else is in the batch, how the batch is cut into chunks and where a row lies in memory must not matter, or a seeded
 request would not repeat. Hence the random numbers come from a counter (seed, position, column) instead of a shared
-stream, and no float is ever summed over the vocabulary: how a float sum rounds depends on the order of its additions,
-which GPU reductions and scans choose by batch size and alignment. Integer sums and maxima have no such freedom.
+stream, and every sum over columns is in a fixed order. How a float sum rounds depends on the order of its additions, which
+GPU reductions and scans choose by batch size, dtype and alignment. So the floats of a block are added in a tree of pairs that is
+part of the definition, and what top-p adds up are integers. Maxima have no such freedom.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.registry import op
@@ -19,12 +26,14 @@ _MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _LOW_32 = 0xFFFFFFFF
-QUARTER = 256
-"""Columns in a row whose random numbers are the same word of one counter each."""
+BLOCK = 256
+"""Columns that the first level of a draw takes together; a power of two."""
+BLOCK_COUNTERS = 1 << 31
+"""From here on counters are of blocks; below, of columns, of which there are four to a counter and fewer than 2^33."""
 
-# Elements of a [rows, vocab] chunk. Philox has eight or so int64 temporaries of that size alive at once: chunks keep the
-# workspace of 256 rows over a vocabulary of 151,936 at 170 MiB instead of 3 GiB, memory that the KV cache would miss.
-# Smaller chunks are slower on a large GPU (more launches); larger ones are hardly faster.
+# Elements of a [rows, vocab] chunk. The sort for top-k and top-p has float32, int64 and bool temporaries of that size: chunks
+# keep the workspace of 256 rows over a vocabulary of 151,936 below 300 MiB instead of gigabytes, memory that the KV cache
+# would miss. Smaller chunks are slower on a large GPU (more launches); larger ones are hardly faster.
 CHUNK_ELEMENTS = 1 << 21
 
 _FIXED_POINT = 2.0**40
@@ -51,12 +60,12 @@ def _inputs(t, rows, vocab_size, filtered=0):
 
 
 def _cost(logits, temperature, top_k, top_p, min_p, seeds, positions):
-    # Ten rounds of Philox, of two products and some logic each, for every four logits, and two logarithms for each.
-    return Cost(nbytes(logits) + 8 * logits.shape[0], 35 * logits.numel())
+    # A maximum, a difference, a product, an exponential and a sum for each logit; the random numbers hardly count.
+    return Cost(nbytes(logits) + 8 * logits.shape[0], 5 * logits.numel())
 
 
 def _compare(got, arguments, dtype):
-    """Rounding may decide between tokens whose perturbed weights are all but equal; nothing else may."""
+    """Rounding may decide between blocks, or tokens of a block, with all but equal scores; nothing else may."""
     logits, temperature, top_k, top_p, min_p, seeds, positions = arguments.values()
     if got.shape != logits.shape[:1] or got.dtype != torch.int64:
         return f"gave {got.dtype}{list(got.shape)}"
@@ -64,15 +73,21 @@ def _compare(got, arguments, dtype):
         return None
     if bool(((got < 0) | (got >= logits.shape[1])).any()):
         return "gave an id outside the vocabulary"
-    keys = filter_logits(logits, temperature, top_k, top_p, min_p)
-    noise = gumbel_noise(seeds, positions, logits.shape[1])
-    keys = torch.where((temperature == 0)[:, None], logits.float(), keys + noise)
-    best, chosen = keys.amax(-1), keys.gather(-1, got[:, None])[:, 0]
-    short = (best - chosen) / best.abs().clamp_min(1)
-    allowed = torch.where(temperature == 0, 0.0, 1e-4)
-    if bool((short > allowed).any() or chosen.isneginf().any()):
-        row = int((short - allowed).argmax())
-        return f"row {row}: token {int(got[row])} lies {float(short[row]):.3g} below the best"
+    log_weights = as_blocks(filter_logits(logits, temperature, top_k, top_p, min_p))
+    block, column = got[:, None] // BLOCK, got[:, None] % BLOCK
+    levels = {
+        "block": (block_scores(log_weights, seeds, positions), block, 1e-4),
+        "token": (token_scores(log_weights, block, seeds, positions), column, 1e-4),
+        "greedy token": (logits.float(), got[:, None], 0.0),
+    }
+    greedy = temperature == 0
+    for name, (scores, chosen, tolerance) in levels.items():
+        best, score = scores.amax(-1), scores.gather(-1, chosen)[:, 0]
+        short = (best - score) / best.abs().clamp_min(1)
+        wrong = ((short > tolerance) | score.isneginf()) & (greedy if name == "greedy token" else ~greedy)
+        if bool(wrong.any()):
+            row = int(wrong.int().argmax())
+            return f"row {row}: the {name} of {int(got[row])} lies {float(short[row]):.3g} below the best"
     return None
 
 
@@ -108,8 +123,8 @@ def sample(
 ) -> torch.Tensor:
     """Draw one token id per row.
 
-    Row r takes the largest logit if `temperature[r]` is 0, else the argmax of `filter_logits(...) + gumbel_noise(...)`,
-    which is a draw from the softmax of what the filters keep (the Gumbel-max trick). Ties go to the lowest id.
+    Row r takes the largest logit if `temperature[r]` is 0, else a draw from the softmax of what the filters keep, by the
+    Gumbel-max trick: the argmax of `block_scores`, then that of `token_scores` in this block. Ties go to the lowest id.
     Pure; launches no host synchronisation and has no data-dependent shape, so a CUDA graph can capture it.
 
     Args:
@@ -124,19 +139,22 @@ def sample(
     Returns:
         [R] int64 token ids.
     """
-    n = rows_per_chunk(logits.shape[-1])
+    n = rows_per_chunk(max(logits.shape[-1], BLOCK))
     tokens = []
     for start in range(0, max(logits.shape[0], 1), n):
         rows = slice(start, start + n)
-        log_weights = filter_logits(
-            logits[rows],
-            temperature[rows],
-            None if top_k is None else top_k[rows],
-            None if top_p is None else top_p[rows],
-            None if min_p is None else min_p[rows],
+        log_weights = as_blocks(
+            filter_logits(
+                logits[rows],
+                temperature[rows],
+                None if top_k is None else top_k[rows],
+                None if top_p is None else top_p[rows],
+                None if min_p is None else min_p[rows],
+            )
         )
-        noise = gumbel_noise(seeds[rows], positions[rows], logits.shape[-1])
-        tokens.append(noise.add_(log_weights).argmax(-1))
+        block = block_scores(log_weights, seeds[rows], positions[rows]).argmax(-1, keepdim=True)
+        column = token_scores(log_weights, block, seeds[rows], positions[rows]).argmax(-1)
+        tokens.append(block[:, 0] * BLOCK + column)
     return torch.where(temperature == 0, logits.argmax(-1), torch.cat(tokens))
 
 
@@ -187,39 +205,76 @@ def filter_logits(
     return log_weights
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Independent standard Gumbel variates, one per row and vocabulary column.
+def as_blocks(log_weights: torch.Tensor) -> torch.Tensor:
+    """[R, V] as [R, blocks, BLOCK], with -inf after the last column."""
+    rows, vocab_size = log_weights.shape
+    num_blocks = -(-vocab_size // BLOCK)
+    return F.pad(log_weights, (0, num_blocks * BLOCK - vocab_size), value=-torch.inf).view(rows, num_blocks, BLOCK)
 
-    Column c of row r is -log(-log1p(-u)) in float32, u = uniform(w), with w one of the four output words of Philox4x32-10
-    under key (low, high half of seeds[r]) and counter (n, low half of positions[r], 0, 0), what `tl.philox(seed, n, position,
-    0, 0)` returns in Triton. A block of 1024 columns has 256 counters n, one after the other, whose first words are for
-    the block's first 256 columns, and so on: a kernel has them where it needs them, without moving any.
 
-    It is -log1p(-u) rather than -log(u) because a float32 is dense near 0 and coarse (2^-24) near 1, and the argmax
-    is decided where the exponential variate is near 0: with -log(u) tokens of probability below 1e-7 would hardly ever
-    be drawn, and 1 % of the draws over 150,000 equal logits would be ties.
+def block_scores(log_weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[R, blocks] float32: the logarithm of each block's weight plus Gumbel noise, -log of an exponential variate.
+
+    Args:
+        log_weights: [R, blocks, BLOCK] float32, of `filter_logits`.
+    """
+    largest = log_weights.amax(-1).clamp_min(torch.finfo(torch.float32).min)
+    weights = (log_weights - largest[..., None]).exp()
+    while weights.shape[-1] > 1:  # in pairs: see the module's docstring
+        weights = weights[..., ::2] + weights[..., 1::2]
+    index = torch.arange(log_weights.shape[1], device=log_weights.device)[None, :]
+    return largest + (weights[..., 0] / exponentials(seeds, positions, index, BLOCK_COUNTERS)).log()
+
+
+def token_scores(
+    log_weights: torch.Tensor, block: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """[R, BLOCK] float32: the logarithmic weights of one block's tokens plus Gumbel noise.
+
+    Args:
+        log_weights: [R, blocks, BLOCK] float32, of `filter_logits`.
+        block: [R, 1] int64, which block of each row.
+    """
+    column = torch.arange(BLOCK, device=block.device)[None, :]
+    inside = log_weights.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
+    return inside - exponentials(seeds, positions, block * BLOCK + column).log()
+
+
+def exponentials(
+    seeds: torch.Tensor, positions: torch.Tensor, index: torch.Tensor, first_counter: int = 0
+) -> torch.Tensor:
+    """Independent standard exponential variates, one for each row and index.
+
+    -log1p(-u) in float32, u = uniform(w), with w one of the four output words of Philox4x32-10 under key (low, high half of
+    seeds[r]) and counter (n, low half of positions[r], 0, 0), what `tl.philox(seed, n, position, 0, 0)` returns in Triton.
+    1024 indices have 256 counters n, one after the other from `first_counter` on, whose first words are for the first 256
+    indices, and so on: a kernel has them where it needs them, without moving any.
+
+    It is -log1p(-u) rather than -log(u) because a float32 is dense near 0 and coarse (2^-24) near 1, and a draw is decided
+    where the variate is near 0: with -log(u) tokens of probability below 1e-7 would hardly ever be drawn.
 
     Args:
         seeds, positions: [R] int64.
+        index: [R, n] or [1, n] int64.
 
     Returns:
-        [R, vocab_size] float32, finite.
+        [R, n] float32, positive and finite.
     """
-    blocks = -(-vocab_size // (4 * QUARTER))
-    counters = torch.arange(blocks * QUARTER, device=seeds.device)[None, :]
+    counters = first_counter + index // (4 * BLOCK) * BLOCK + index % BLOCK
     zero = torch.zeros_like(counters[:, :1])
-    words = philox(counters, (positions & _LOW_32)[:, None], zero, zero, seeds[:, None])
-    in_order = torch.stack([w.view(-1, blocks, QUARTER) for w in words], 2).flatten(1)[:, :vocab_size]
-    return uniform(in_order).neg_().log1p_().neg_().log_().neg_()
+    words = torch.stack(philox(counters, (positions & _LOW_32)[:, None], zero, zero, seeds[:, None]))
+    word = words.gather(0, (index // BLOCK % 4).expand(words.shape[1:])[None])[0]
+    return -torch.log1p(-uniform(word))
 
 
 def uniform(words: torch.Tensor) -> torch.Tensor:
-    """Random 32-bit words to float32 in (0, 1): min(max(float32(word), 0.5), 2^32 - 256) * 2^-32.
+    """Random 32-bit words to float32 in (0, 1): min(float32(word) + 0.5, 2^32 - 256) * 2^-32.
 
-    float32() rounds to nearest, ties to even; the rest is exact. The extremes are 2^-33 and 1 - 2^-24, never 0 or 1.
-    All 32 bits count for small values, unlike in Triton's `uint_to_uniform_float`, which also yields 0.
+    float32() and the sum round to nearest, ties to even; the rest is exact. The extremes are 2^-33 and 1 - 2^-24, never 0 or
+    1. All 32 bits count for small values, unlike in Triton's `uint_to_uniform_float`, which also yields 0. The half puts a value in the
+    middle of the 2^-32 that its word stands for: without it a token would be drawn 2^-33 too often.
     """
-    return words.float().clamp_(0.5, 2.0**32 - 256).mul_(2.0**-32)
+    return words.float().add_(0.5).clamp_max_(2.0**32 - 256).mul_(2.0**-32)
 
 
 def philox(

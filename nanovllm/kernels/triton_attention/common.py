@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
-_COUNTERS = 1 << 16
 
 
 @functools.cache
@@ -43,31 +42,6 @@ def padded_count(count: int) -> int:
 def as_words(cache: torch.Tensor) -> torch.Tensor:
     """A float8 cache as int16, two elements a word; any other as it is."""
     return cache.view(torch.int16) if cache.element_size() == 1 else cache
-
-
-# The arrival counters of a stream. They outlive a launch: each launch leaves them zero for the next.
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-
-def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
-    """int32 zeros that every kernel leaves zero: [at least count].
-
-    One buffer a stream, since launches on one stream do not overlap. During a graph capture a buffer cannot be created (its
-    zeros would be recorded, not written), so a first call inside a capture records a memset with every launch instead.
-    """
-    stream = triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
-    buffer = _counters.get((device, stream))
-    if buffer is None or buffer.shape[0] < count:
-        buffer = torch.zeros(max(count, _COUNTERS), dtype=torch.int32, device=device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return buffer
-        _kept.append(buffer)
-        _counters[device, stream] = buffer
-    return buffer
-
-
-# Graphs hold addresses, not references: no buffer that one may have recorded is ever freed.
-_kept: list[torch.Tensor] = []
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from nanovllm.kernels.ops.checks import (
 )
 from nanovllm.kernels.triton_attention.common import (
     LOG2E,
-    arrival_counters,
     as_words,
     num_multiprocessors,
     padded_count,
@@ -26,6 +25,7 @@ from nanovllm.kernels.triton_attention.decode_hopper import launch_hopper, refus
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, HopperDecodePlan, plan_decode
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
+from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
 

@@ -12,13 +12,13 @@ from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.triton_attention.common import (
     LOG2E,
-    arrival_counters,
     has_hopper_kernels,
     num_multiprocessors,
     padded_count,
 )
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan_hopper_decode
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
+from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import cdiv
 from nanovllm.kernels.triton_ops.cache import num_scales
 

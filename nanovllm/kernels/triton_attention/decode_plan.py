@@ -137,29 +137,27 @@ class HopperDecodePlan:
 
 
 # Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence is cut below,
-# warps, slots, box, chunk. Measured on an H200, in whole layers of Qwen3-0.6B, with sequences of 250 to 800 tokens: 8, 32, 64, 128
-# and 256 of them. Where none is cut, half a program is better than two: the grid has fewer programs that find no piece.
+# warps, slots, box, chunk. Measured on an H200 in whole layers of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. From 9 to 132
+# sequences all programs are resident at once, with as much shared memory as that leaves each. Half a program: no sequence is cut,
+# unless it is very long, and the grid has few programs that find no piece.
 _MEASURED = (
-    (
-        2,
-        (1.0, 1, 4, 3, 16, 8),
-    ),  # not measured: a sequence over the whole GPU, since it may be long; merges of many pieces
-    (4, (2.0, 2, 4, 2, 16, 8)),  # not measured
-    (16, (2.0, 2, 4, 1, 16, 4)),
-    (48, (0.5, 1, 2, 6, 32, 4)),
-    (96, (2.0, 16, 4, 3, 32, 4)),
-    (192, (0.5, 1, 4, 2, 64, 4)),
-    (None, (2.0, 16, 4, 2, 64, 4)),
-)
-# The same for a float8 cache, whose tiles have half the bytes: registers and shared memory for four programs. Not measured.
-_FLOAT8 = (
-    (2, (1.0, 1, 4, 3, 32, 8)),
+    (1, (2.0, 4, 4, 3, 32, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),
-    (16, (2.0, 2, 4, 2, 32, 4)),
-    (48, (0.5, 1, 2, 6, 32, 4)),
-    (96, (2.0, 16, 4, 4, 32, 4)),
-    (192, (0.5, 1, 4, 3, 32, 4)),
-    (None, (2.0, 16, 4, 3, 32, 4)),
+    (8, (1.0, 4, 4, 3, 16, 8)),
+    (16, (1.0, 8, 4, 3, 32, 8)),
+    (33, (0.5, 1, 2, 5, 32, 8)),
+    (49, (3.0, 4, 2, 4, 32, 4)),
+    (66, (3.0, 8, 2, 3, 32, 4)),
+    (99, (0.5, 1, 2, 2, 32, 4)),
+    (132, (0.5, 1, 2, 3, 32, 4)),
+    (None, (1.0, 1, 4, 2, 16, 4)),
+)
+# The same for a float8 cache, whose tiles have half the bytes: four programs a multiprocessor. Measured from 8 sequences on.
+_FLOAT8 = (
+    (4, (2.0, 2, 4, 2, 32, 8)),
+    (99, (1.0, 4, 4, 2, 32, 4)),
+    (132, (2.0, 8, 1, 6, 16, 4)),
+    (None, (1.0, 4, 4, 2, 32, 4)),
 )
 
 

@@ -11,8 +11,9 @@ import torch
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
-from nanovllm.kernels.triton_attention.common import LOG2E, arrival_counters, has_hopper_kernels, num_multiprocessors
+from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, num_multiprocessors
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
+from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
 

@@ -15,15 +15,9 @@ from nanovllm.kernels.triton_attention.common import (
     num_multiprocessors,
     padded_count,
 )
-from nanovllm.kernels.triton_attention.decode import (
-    DecodePlan,
-    NewTokens,
-    SharedParts,
-    attention_decode,
-    launch_decode,
-    plan_decode,
-)
+from nanovllm.kernels.triton_attention.decode import NewTokens, SharedParts, attention_decode, launch_decode
 from nanovllm.kernels.triton_attention.decode import qk_norm_rope_attention as unshared
+from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, plan_decode
 from nanovllm.kernels.triton_attention.shared_kernel import shared_kernel
 from nanovllm.kernels.triton_ops._launch import has_dependent_launch, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales

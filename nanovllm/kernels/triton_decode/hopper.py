@@ -57,7 +57,7 @@ def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, mul
     programs = tiles * splits * cdiv(num_tokens, _BLOCK)
     if columns <= fit and programs <= multiprocessors:
         chunks, slots = 4, cdiv(columns, 4)  # all that a program has
-    elif fit >= 16 and (programs <= multiprocessors or num_tokens > 16):
+    elif fit >= 16 and (programs <= multiprocessors or (num_tokens > 16 and programs <= 8 * multiprocessors)):
         chunks, slots = 4, 4
     else:  # what lets programs of the next kernel in, and suffices to keep reading
         chunks, slots = (2, 4) if fit >= 16 else (1, min(8, fit))
@@ -78,13 +78,15 @@ def _is_hopper(index: int) -> bool:
 def worth(num_rows: int, size: int, gated: bool, dtype: torch.dtype) -> range:
     """The numbers of tokens that products with a weight of this shape are worth it for, on a GPU that has them.
 
-    Measured on an H200 with the decoder layers of Qwen3. A layer's weights share the hidden size, the lesser of their two, so that
-    they are all taken for one token, or none is.
+    Measured on an H200 with the decoder layers and the LM head of Qwen3. A layer's weights share the hidden size, the lesser of
+    their two, so that they are all taken for one token, or none is.
     """
     if dtype not in (torch.bfloat16, torch.float16) or size <= 0 or size % _TILE:
         return range(0)
-    if not 0 < num_rows <= (2 if gated else 1) * MANY_OUTPUTS or (gated and num_rows % 16):
+    if num_rows <= 0 or (gated and num_rows % 16):
         return range(0)
+    if num_rows > (2 if gated else 1) * MANY_OUTPUTS:
+        return range(0) if gated else range(2, 33)
     least = 2 if 1024 < min(num_rows, size) < 4096 else 1
     return range(least, 1 + (MAX_TOKENS if num_rows * size < _LARGE_WEIGHT else _BLOCK))
 

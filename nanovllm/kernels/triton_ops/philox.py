@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton_ops._math import INTERPRETED
+from nanovllm.kernels.triton_ops._math import INTERPRETED, log1p
 
 
 @triton.jit
@@ -107,5 +107,11 @@ def philox_halves(first, c1, k0, k1, COUNT: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def uniform(word):
-    """A random word as float32 in (0, 1): min(max(float32(word), 0.5), 2^32 - 256) * 2^-32."""
-    return tl.minimum(tl.maximum(word.to(tl.float32), 0.5), 4294967040.0) * 2.3283064365386963e-10
+    """A random word as float32 in (0, 1): min(float32(word) + 0.5, 2^32 - 256) * 2^-32."""
+    return tl.minimum(word.to(tl.float32) + 0.5, 4294967040.0) * 2.3283064365386963e-10
+
+
+@triton.jit
+def exponential(word):
+    """A random word as a standard exponential variate, positive and finite."""
+    return -log1p(-uniform(word))

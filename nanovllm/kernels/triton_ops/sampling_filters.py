@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton_ops._launch import next_power_of_2
+from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2
 from nanovllm.kernels.triton_ops.sampling_keys import (
     BINS,
     COUNTERS,
@@ -25,9 +25,13 @@ from nanovllm.kernels.triton_ops.sampling_keys import (
     order_key,
     row_best,
     row_filters,
+    split,
     weight_of,
 )
 from nanovllm.kernels.triton_ops.sampling_resolve import CAPACITY, SCAN_BLOCK, resolve_kernel
+
+_BLOCK = 1024
+_PROGRAMS = 8  # on each multiprocessor
 
 
 @triton.jit
@@ -55,16 +59,20 @@ def _bin(x, best, t, p, vocab_size, BINS: tl.constexpr):
     return tl.minimum((best - x) / width, 2.0 * BINS).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["blocks_per_program", "has_k", "has_p"],
+    do_not_specialize_on_alignment=["temperature", "top_k", "top_p"],
+)
 def _mass_kernel(
-    logits, temperature, top_k, top_p, maxima, counters, bins, vocab_size, stride, groups, blocks_per_program,
-    TOP_K: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    logits, temperature, top_k, top_p, maxima, counters, bins,
+    vocab_size, stride, groups, has_k, has_p, blocks_per_program,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     t = tl.load(temperature + row)
-    k, p = row_filters(top_k, top_p, row, vocab_size, TOP_K, True)
+    k, p = row_filters(top_k, top_p, row, vocab_size, has_k, has_p)
     if (t != 0.0) & (k == 0) & (p < 1.0):
-        best = row_best(maxima, row, groups, GROUPS)
+        best = row_best(maxima + row * groups, groups, GROUPS)
         total = tl.zeros([BLOCK], tl.int64)
         logits += row.to(tl.int64) * stride
         for i in range(blocks_per_program):
@@ -77,16 +85,18 @@ def _mass_kernel(
         tl.atomic_add((counters + row * COUNTERS + 2).to(tl.pointer_type(tl.int64)), tl.sum(total, 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["blocks_per_program", "has_k", "has_p"],
+    do_not_specialize_on_alignment=["temperature", "top_k", "top_p"],
+)
 def _gather_kernel(
     logits, temperature, top_k, top_p, maxima, counters, bins, candidates, candidate_ids,
-    vocab_size, stride, groups, blocks_per_program,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, CAPACITY: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
+    vocab_size, stride, groups, has_k, has_p, blocks_per_program,
+    CAPACITY: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     t = tl.load(temperature + row)
-    k, p = row_filters(top_k, top_p, row, vocab_size, TOP_K, TOP_P)
+    k, p = row_filters(top_k, top_p, row, vocab_size, has_k, has_p)
     counters += row * COUNTERS
     if (t != 0.0) & ((k > 0) | (p < 1.0)):
         best = tl.zeros([], tl.float32)
@@ -97,8 +107,8 @@ def _gather_kernel(
                 index = tl.arange(0, GROUPS)
                 m = tl.load(maxima + row * groups + index, index < groups, other=-float("inf"))
                 least_key = _kth_largest(m, k, 16)
-        elif TOP_P:
-            best = row_best(maxima, row, groups, GROUPS)
+        else:
+            best = row_best(maxima + row * groups, groups, GROUPS)
             needed = p.to(tl.float64) * tl.load((counters + 2).to(tl.pointer_type(tl.int64))).to(tl.float64)
             mass = tl.load(bins + row * BINS + tl.arange(0, BINS))
             below = tl.cumsum(mass, 0).to(tl.float64) < needed
@@ -123,7 +133,7 @@ def _gather_kernel(
                     keep = keep & (_bin(x, best, t, p, vocab_size, BINS) == wanted)
                 found = tl.sum(keep.to(tl.int32), 0)
                 if found > 0:
-                    slot = tl.atomic_add(counters + 1, found, sem="relaxed") + tl.cumsum(keep.to(tl.int32), 0) - 1
+                    slot = tl.atomic_add(counters, found, sem="relaxed") + tl.cumsum(keep.to(tl.int32), 0) - 1
                     keep = keep & (slot < CAPACITY)
                     tl.store(candidates + row * CAPACITY + slot, x, keep)
                     tl.store(candidate_ids + row * CAPACITY + slot, col, keep)
@@ -137,41 +147,38 @@ def filter_thresholds(
     maxima: torch.Tensor,
     counters: torch.Tensor,
     bins: torch.Tensor,
-    pieces: int,
-    blocks_per_program: int,
-    block: int,
 ) -> torch.Tensor:
     """[R, 2] int32: the key (`order_key`, shifted) of each row's threshold, and the last id kept among equals.
 
     Args:
         logits, temperature, top_k, top_p: as `sample`; not both filters None.
         maxima: [R, groups] float32, the largest of each GROUP of a row's logits.
-        counters: [R, COUNTERS] int32, bins: [R, BINS] int64 if there is a top_p. Zeros, which are used up, but for
-            column 0 of the counters.
-        pieces, blocks_per_program, block: how many programs share a row, how many blocks each takes, and of what size.
+        counters: [R, COUNTERS] int32, bins: [R, BINS] int64; zeros, which are used up.
     """
     rows, vocab_size = logits.shape
     device = logits.device
     candidates = torch.empty((rows, CAPACITY), dtype=torch.float32, device=device)
     candidate_ids = torch.empty((rows, CAPACITY), dtype=torch.int32, device=device)
     thresholds = torch.empty((rows, 2), dtype=torch.int32, device=device)
-    has_k, has_p = top_k is not None, top_p is not None
-    k = top_k.contiguous() if has_k else temperature
+    has_k, has_p = int(top_k is not None), int(top_p is not None)
+    # Something of the same type in place of a filter that is off, so that no kernel is compiled twice.
+    k = top_k.contiguous() if has_k else counters
     p = top_p.contiguous() if has_p else temperature
     groups = maxima.shape[1]
     padded_groups = next_power_of_2(groups)
-    row_inputs = (logits, temperature, k, p, maxima, counters)
-    sizes = (vocab_size, logits.stride(0), groups)
+    row_inputs = (logits, temperature, k, p, maxima, counters, bins)
+    sizes = (vocab_size, logits.stride(0), groups, has_k, has_p)
+    pieces, per_program = split(cdiv(vocab_size, _BLOCK), logits, _PROGRAMS)
     if has_p:
         _mass_kernel[(rows, pieces)](
-            *row_inputs, bins, *sizes, blocks_per_program, has_k, BINS, block, padded_groups, num_warps=4, enable_fp_fusion=False
+            *row_inputs, *sizes, per_program, BINS, _BLOCK, padded_groups, num_warps=4, enable_fp_fusion=False
         )
     _gather_kernel[(rows, pieces)](
-        *row_inputs, bins, candidates, candidate_ids, *sizes, blocks_per_program, has_k, has_p, CAPACITY, BINS, block,
-        padded_groups, num_warps=4, enable_fp_fusion=False,
+        *row_inputs, candidates, candidate_ids, *sizes, per_program, CAPACITY, BINS, _BLOCK, padded_groups,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     resolve_kernel[(rows,)](
-        *row_inputs, bins, candidates, candidate_ids, thresholds, *sizes, has_k, has_p, KEY_SHIFT[logits.dtype],
-        vocab_size.bit_length(), CAPACITY, BINS, SCAN_BLOCK, padded_groups, num_warps=16, enable_fp_fusion=False,
+        *row_inputs, candidates, candidate_ids, thresholds, *sizes, KEY_SHIFT[logits.dtype], vocab_size.bit_length(),
+        CAPACITY, BINS, SCAN_BLOCK, padded_groups, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return thresholds

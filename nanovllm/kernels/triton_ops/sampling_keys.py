@@ -4,18 +4,36 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.ops.sample import BLOCK
+from nanovllm.kernels.triton_ops._launch import cdiv, num_sms
 from nanovllm.kernels.triton_ops._math import exp
 
 BINS = 1024
-# Logits of which `maxima` keeps the largest. Blocks are multiples of it.
-GROUP = tl.constexpr(256)
+# Logits of which `maxima` keeps the largest: the blocks that a draw first chooses from.
+GROUP = tl.constexpr(BLOCK)
 
-# int32 fields of a row's counters: 0 programs that finished, 1 candidates, 2 and 3 the row's mass, 4 and 5 the mass above
-# the candidates (64 bits each).
+# int32 fields of a row's counters: 0 candidates, 2 and 3 the row's mass, 4 and 5 the mass above the candidates (64 bits each).
 COUNTERS = tl.constexpr(8)
 
 # Low bits of a logit's key that its dtype leaves constant.
 KEY_SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+
+
+def split(tiles: int, logits: torch.Tensor, programs: int) -> tuple[int, int]:
+    """(programs for each row, tiles for each of these), with about so many programs on each multiprocessor."""
+    per_program = cdiv(tiles, max(1, programs * num_sms(logits) // logits.shape[0]))
+    return cdiv(tiles, per_program), per_program
+
+
+@triton.jit
+def pair_sum(x):
+    """The sums of rows of x [n, GROUP], in the reference's order: a sum of two is the same in any layout. [n]."""
+    n: tl.constexpr = x.shape[0]
+    size: tl.constexpr = GROUP
+    tl.static_assert(x.shape[1] == size and size == 256)
+    for level in tl.static_range(8):
+        x = tl.sum(tl.reshape(x, [n, 128 >> level, 2]), 2)
+    return tl.reshape(x, [n])
 
 
 @triton.jit
@@ -26,10 +44,10 @@ def order_key(x):
 
 
 @triton.jit
-def row_best(maxima, row, groups, GROUPS: tl.constexpr):
-    """The row's largest logit; finite, so that a row of nothing but -inf does not turn into NaN."""
+def row_best(maxima, groups, GROUPS: tl.constexpr):
+    """A row's largest logit; finite, so that a row of nothing but -inf does not turn into NaN."""
     index = tl.arange(0, GROUPS)
-    best = tl.max(tl.load(maxima + row * groups + index, index < groups, other=-float("inf")), 0)
+    best = tl.max(tl.load(maxima + index, index < groups, other=-float("inf")), 0)
     return tl.maximum(best, -3.4028234663852886e38)
 
 
@@ -48,13 +66,13 @@ def weight_of(x, best, t):
 
 
 @triton.jit
-def row_filters(top_k, top_p, row, vocab_size, TOP_K: tl.constexpr, TOP_P: tl.constexpr):
+def row_filters(top_k, top_p, row, vocab_size, has_k, has_p):
     """(k, p) of a row; k = 0 and p = 1 where off."""
     k = tl.zeros([], tl.int32)
     p = tl.full([], 1.0, tl.float32)
-    if TOP_K:
+    if has_k != 0:
         k = tl.load(top_k + row).to(tl.int32)
         k = tl.where((k <= 0) | (k >= vocab_size), 0, k)
-    if TOP_P:
+    if has_p != 0:
         p = tl.load(top_p + row)
     return k, p

@@ -138,21 +138,21 @@ def _resolve_few(candidates, candidate_ids, scratch, count, vocab_size, k, p, be
     return least, last_id
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["has_k", "has_p"], do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
 def resolve_kernel(
     logits, temperature, top_k, top_p, maxima, counters, bins, candidates, candidate_ids, thresholds,
-    vocab_size, stride, groups,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, SHIFT: tl.constexpr, ID_BITS: tl.constexpr, CAPACITY: tl.constexpr,
+    vocab_size, stride, groups, has_k, has_p,
+    SHIFT: tl.constexpr, ID_BITS: tl.constexpr, CAPACITY: tl.constexpr,
     BINS: tl.constexpr, SCAN: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     t = tl.load(temperature + row)
-    k, p = row_filters(top_k, top_p, row, vocab_size, TOP_K, TOP_P)
+    k, p = row_filters(top_k, top_p, row, vocab_size, has_k, has_p)
     key = tl.full([], -0x80000000, tl.int64).to(tl.int32)
     last_id = vocab_size + tl.zeros([], tl.int32)
     if (t != 0.0) & ((k > 0) | (p < 1.0)):
-        best = row_best(maxima, row, groups, GROUPS)
-        count = tl.load(counters + row * COUNTERS + 1)
+        best = row_best(maxima + row * groups, groups, GROUPS)
+        count = tl.load(counters + row * COUNTERS)
         total_mass = tl.load((counters + row * COUNTERS + 2).to(tl.pointer_type(tl.int64)))
         base_mass = tl.load((counters + row * COUNTERS + 4).to(tl.pointer_type(tl.int64)))
         if (count > 0) & (count <= FEW):

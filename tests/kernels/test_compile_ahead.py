@@ -1,0 +1,68 @@
+"""Compiling without launching, several kernels at a time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("nothing is compiled under TRITON_INTERPRET", allow_module_level=True)
+
+from triton.runtime import _async_compile  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from nanovllm.kernels.compile_ahead import compiling_only  # noqa: E402
+from nanovllm.kernels.triton_ops.activation import _activation_kernel  # noqa: E402
+
+
+def test_launches_only_compile_inside_the_block(monkeypatch):
+    seen = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        seen.append((self, args, warmup, _async_compile.active_mode.get() is not None))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    x = torch.zeros(4)
+    with compiling_only(2):
+        _activation_kernel[(1,)](x)
+    _activation_kernel[(1,)](x)
+    assert [(kernel, args, *rest) for kernel, args, *rest in seen] == [
+        (_activation_kernel, (x,), True, True), (_activation_kernel, (x,), False, False),
+    ]  # fmt: skip
+    assert JITFunction.run is run
+
+
+def test_launches_run_again_after_an_error(monkeypatch):
+    before = JITFunction.run
+    with pytest.raises(RuntimeError, match="no such thing"), compiling_only(1):
+        raise RuntimeError("no such thing")
+    assert JITFunction.run is before and _async_compile.active_mode.get() is None
+
+
+COLD = """
+import time, torch, triton
+compiled = []
+triton.knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(kwargs["repr"])
+import nanovllm.kernels.triton_ops as ops
+from nanovllm.kernels.compile_ahead import compiling_only
+x = torch.randn(8, 1024, device="cuda").bfloat16()
+w = torch.ones(1024, device="cuda").bfloat16()
+calls = [lambda: ops.rms_norm(x, w, 1e-6), lambda: ops.softmax(x), lambda: ops.silu_and_mul(x), lambda: ops.fused_add_gelu(x, x)]
+with compiling_only():
+    for call in calls:
+        call()
+torch.cuda.synchronize()
+n = len(compiled)
+for call in calls:
+    assert call().isfinite().all()
+assert n >= 4 and len(compiled) == n, compiled
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_was_compiled_ahead_is_not_compiled_again(tmp_path):
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", COLD], env=env, check=True, timeout=300)

@@ -1,0 +1,91 @@
+"""The compiled product of few tokens for Hopper, run on the CPU from its PTX: against float64."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+np = pytest.importorskip("numpy")
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
+pytest.importorskip("triton.experimental.gluon")
+
+from nanovllm.kernels.triton_decode.hopper import HopperPlan, _padded  # noqa: E402
+from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
+from tests.kernels.ptx_emulator import Machine  # noqa: E402
+from tests.kernels.ptx_launch import Memory, unknown  # noqa: E402
+
+BF16 = torch.bfloat16
+
+
+def compiled(plan, tokens, outputs, gated, bias):
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from nanovllm.kernels.triton_decode.hopper_kernel import hopper_kernel
+
+    def boxes(*box):
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
+        return f"tensordesc<bf16{list(box)},{layout!r}>"
+
+    constants = {
+        "OUTPUTS": outputs, "TOKENS": tokens, "CHUNKS": plan.chunks, "SLOTS": plan.slots, "ROUNDS": plan.rounds, "SPLITS": plan.splits,
+        "GATED": gated, "BIAS": bias,
+    }  # fmt: skip
+    signature = {
+        "weight": boxes(plan.chunks, 4, 2, 8, 64) if gated else boxes(plan.chunks, 64, 64), "x": boxes(plan.chunks, tokens, 64),
+        "bias": "*bf16", "y": "*fp32" if plan.splits > 1 else "*bf16", "num_tokens": "i32", **dict.fromkeys(constants, "constexpr"),
+    }  # fmt: skip
+    source = GluonASTSource(hopper_kernel, signature, constants, {})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+@pytest.mark.parametrize(
+    "tokens, rows, columns, plan, gated, bias",
+    [
+        (5, 80, 6, HopperPlan(1, 2, 2, 2), False, True),  # slots that are filled again, columns and rows that there are not
+        (8, 64, 5, HopperPlan(3, 1, 2, 1), False, False),  # parts of the columns
+        (19, 96, 3, HopperPlan(1, 1, 3, 1), True, False),
+    ],
+)
+def test_the_compiled_product(tokens, rows, columns, plan, gated, bias):
+    g = torch.Generator().manual_seed(tokens)
+    size, outputs, padded = 64 * columns, rows // 2 if gated else rows, _padded(tokens)
+    given = {
+        "x": torch.randn(tokens, size, generator=g).to(BF16), "w": (torch.randn(rows, size, generator=g) * size**-0.5).to(BF16),
+        "b": torch.randn(rows, generator=g).to(BF16),
+    }  # fmt: skip
+    kind = torch.float32 if plan.splits > 1 else BF16
+    memory = Memory()
+    at = {name: memory.place(name, tensor) for name, tensor in given.items()}
+    at["y"] = memory.place("y", b"\xff" * (plan.splits * tokens * outputs * kind.itemsize))
+    array = memory.finish()
+    if gated:
+        shape, strides, box = (columns, outputs // 8, 2, 8, 64), (64, 8 * size, outputs * size, size, 1), (plan.chunks, 4, 2, 8, 64)
+    else:
+        shape, strides, box = (columns, rows, 64), (64, size, 1), (plan.chunks, 64, 64)
+    x_shape, x_strides = (columns, tokens, 64), (64, size, 1)
+
+    def view(name, shape, strides):
+        return np.lib.stride_tricks.as_strided(memory.words(name, given[name].numel()), shape, [2 * s for s in strides])
+
+    parameters = [0, *shape, *strides]
+    descriptors = {0: (view("w", shape, strides), box), len(parameters): (view("x", x_shape, x_strides), (plan.chunks, padded, 64))}
+    parameters += [0, *x_shape, *x_strides, at["b"], at["y"], tokens, 0, 0]
+    binary = compiled(plan, padded, outputs, gated, bias)
+    machine = Machine(binary.asm["ptx"], 4, parameters, array, descriptors, binary.metadata.shared)
+    grid = -(-rows // 64), plan.splits, 1
+    try:
+        for block in np.ndindex(grid):
+            machine.run(block, grid, random.Random(sum(block)))
+    except UnknownInstruction as e:
+        unknown(e)
+    got = memory.read("y", kind, (plan.splits, tokens, outputs)).double().sum(0)
+    want = F.linear(given["x"].double(), given["w"].double(), given["b"].double() if bias else None)
+    if gated:
+        gate, up = want.chunk(2, -1)
+        want = F.silu(gate) * up
+    assert (got - want).norm() < (1e-5 if plan.splits > 1 else 6e-3) * want.norm()
