@@ -232,11 +232,12 @@ ATTENTION_DECODE = Tunable(
 ATTENTION_DECODE_HOPPER = Tunable(
     "attention_decode_hopper",
     {
-        "num_seqs": int, "kv_heads": int, "group": int, "head_dim": int, "dtype": torch.dtype, "block_size": int, "new": bool,
+        "num_seqs": int, "kv_heads": int, "group": int, "head_dim": int, "dtype": torch.dtype, "cache_dtype": torch.dtype,
+        "block_size": int, "new": bool,
     },
     (f"{_ATTENTION}.decode_plan:HopperDecodePlan",),
     (f"{_ATTENTION}.decode_hopper_kernel:decode_hopper_kernel",),
-    lambda plan, key: plan.refused(key["head_dim"], key["block_size"]),
+    lambda plan, key: plan.refused(key["head_dim"], key["block_size"], key["cache_dtype"].itemsize),
     batch=("num_seqs",),
 )  # fmt: skip
 """As `ATTENTION_DECODE`, for what the kernel for Hopper takes there. new: whether the last token comes with the call."""

@@ -40,6 +40,27 @@ def _f16(bits):
     return bits.astype(U16).view(np.float16).astype(np.float32)
 
 
+def _e4m3(bits):
+    """float8_e4m3fn -> float32."""
+    bits = bits.astype(np.int32)
+    exponent, fraction = bits >> 3 & 15, bits & 7
+    size = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0))
+    size = np.where((bits & 0x7F) == 0x7F, np.nan, size)
+    return np.where(bits & 0x80, -size, size).astype(np.float32)
+
+
+_E4M3 = _e4m3(np.arange(0x7F)).astype(np.float64)  # from 0 to 448, in order
+
+
+def _to_e4m3(x):
+    """The nearest, ties to even codes, at most +-448; NaN becomes 0x7f."""
+    size = np.nan_to_num(np.minimum(np.abs(x).astype(np.float64), 448.0))
+    above = np.searchsorted(_E4M3, size).clip(1, 0x7E)
+    low, high = size - _E4M3[above - 1], _E4M3[above] - size
+    code = np.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
+    return np.where(np.isnan(x), 0x7F, code | np.where(np.signbit(x), 0x80, 0)).astype(U8)
+
+
 def _to_f16(x):
     with np.errstate(over="ignore"):
         return x.astype(np.float16).view(U16)
@@ -132,7 +153,12 @@ class Arithmetic:
             v = v.astype(np.int32)
         else:
             x = [self.predicate(a) if t == "pred" else self.value(a, type_of(t)) for a in args[1:]]
-            v = {"and": lambda: x[0] & x[1], "or": lambda: x[0] | x[1], "xor": lambda: x[0] ^ x[1], "not": lambda: ~x[0]}[p[0]]()
+            v = {
+                "and": lambda: x[0] & x[1],
+                "or": lambda: x[0] | x[1],
+                "xor": lambda: x[0] ^ x[1],
+                "not": lambda: ~x[0],
+            }[p[0]]()
         self.put(args[0], v, on)
 
     def compare(self, p, args, on):
@@ -154,9 +180,29 @@ class Arithmetic:
             v = {"and": v & other, "or": v | other}[p[2]]
         self.put(args[0], v, on)
 
+    def permute(self, p, args, on):
+        """prmt: each byte one of eight, or its sign eight times."""
+        a, b, selector = (self.value(x, U32).astype(U64) for x in args[1:4])
+        if p[1:] != ["b32"]:
+            raise UnknownInstruction(".".join(p))
+        both, v = a | (b << U64(32)), np.zeros(self.n, U64)
+        for i in range(4):
+            nibble = selector >> U64(4 * i) & U64(15)
+            byte = both >> (U64(8) * (nibble & U64(7))) & U64(0xFF)
+            sign = np.where(byte & U64(0x80), U64(0xFF), U64(0))
+            v |= np.where(nibble & U64(8), sign, byte) << U64(8 * i)
+        self.put(args[0], v.astype(U32), on)
+
     def convert(self, p, args, on):
         to, source = p[-2:]
-        if to in ("bf16x2", "f16x2"):
+        if source == "e4m3x2" and to == "f16x2":
+            pair = self.value(args[1], U16)
+            low, high = (_to_f16(_e4m3(x)).astype(U32) for x in (pair & U16(0xFF), pair >> U16(8)))
+            v = low | (high << U32(16))
+        elif to == "e4m3x2" and source == "f32" and "satfinite" in p:
+            high, low = (_to_e4m3(self.value(a, np.float32)).astype(U16) for a in args[1:3])
+            v = low | (high << U16(8))
+        elif to in ("bf16x2", "f16x2"):
             write = HALVES[to[:-2]][1]
             high, low = (write(self.value(a, np.float32)).astype(U32) for a in args[1:3])
             v = low | (high << U32(16))

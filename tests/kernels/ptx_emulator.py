@@ -154,8 +154,8 @@ class Warp(Arithmetic, Matrices, Copies):
             number = 0
         elif re.fullmatch(r"0[fhb][0-9A-Fa-f]+", a):
             number = int(a[2:], 16)
-        elif re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+", a):
-            number = int(a, 0)
+        elif re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+U?", a):
+            number = int(a.rstrip("U"), 0)
         else:
             assert not re.match(r"%[a-z]+\d+$", a), f"{a} has not been written"
             raise UnknownInstruction(f"operand {a}")
@@ -262,7 +262,11 @@ class Warp(Arithmetic, Matrices, Copies):
     def reduce(self, p, args, on):
         assert (self.value(args[2], U32) == 0xFFFFFFFF).all()
         v = self.value(args[1], np.int32)
-        self.put(args[0], np.full(self.n, chosen({"add": np.sum, "max": np.max, "min": np.min}, p[2])(v).astype(np.int32)), on)
+        self.put(
+            args[0],
+            np.full(self.n, chosen({"add": np.sum, "max": np.max, "min": np.min}, p[2])(v).astype(np.int32)),
+            on,
+        )
 
     def elect(self, p, args, on):
         self.put(args[0].split("|")[1], np.arange(self.n) == 0, on)
@@ -274,6 +278,7 @@ class Warp(Arithmetic, Matrices, Copies):
 _METHODS = {
     **dict.fromkeys(("add", "sub", "mul", "fma", "max", "min", "neg", "abs", "div", "rem", "mad", "ex2", "rsqrt", "rcp"), Warp.calculate),
     **dict.fromkeys(("and", "or", "xor", "not", "shl", "shr", "lop3", "bfe"), Warp.bitwise),
+    "prmt": Warp.permute,
     **dict.fromkeys(("bar", "griddepcontrol", "fence"), Warp.nothing),
     **dict.fromkeys(("ld", "st"), Warp.access),
     **dict.fromkeys(("mov", "cvta"), Warp.move),

@@ -116,7 +116,7 @@ class Copies:
                 raise UnknownInstruction(".".join(p))
 
     def copy(self, p, args, on):
-        """A box of a tensor; what lies outside of it is zero. In shared memory, lines of 128 bytes, swizzled."""
+        """A box of a tensor; what lies outside of it is zero. In shared memory, lines of 128 or 64 bytes, swizzled."""
         if p[:4] != ["cp", "async", "bulk", "tensor"]:
             raise UnknownInstruction(".".join(p))
         for i in np.nonzero(on)[0]:
@@ -124,7 +124,10 @@ class Copies:
             m = re.match(r"\[\s*(%\w+)\s*,\s*\{([^}]*)\}\s*\]", args[1])
             tensor, box = self.descriptors[int(self.value(m[1], U64)[i])]
             first = [int(self.value(c, np.int32)[i]) for c in self.names(m[2])][::-1]
-            assert target % 1024 == 0, "swizzled lines start at multiples of 1024 bytes"
+            line = 2 * box[-1]
+            if line not in (64, 128):
+                raise UnknownInstruction(f"lines of {line} bytes")
+            assert target % (8 * line) == 0, "swizzled lines start at multiples of eight"
             data, source, into = np.zeros(box, U16), [], []
             for at, n, size in zip(first, box, tensor.shape):
                 low, high = max(at, 0), min(at + n, size)
@@ -133,14 +136,14 @@ class Copies:
             b = self.bars[int(self.address(args[2])[i])]
             b["bytes"] += data.size * 2
 
-            def arrive(data=data, source=tuple(source), into=tuple(into), tensor=tensor, target=target):
+            def arrive(data=data, source=tuple(source), into=tuple(into), tensor=tensor, target=target, line=line):
                 if all(s.stop > s.start for s in source):
                     data[into] = tensor[source]
-                pieces = data.reshape(-1, 8, 8)  # lines of eight pieces of 16 bytes
-                line = np.arange(len(pieces)) + target // 128
+                # Of a piece's address, in 16 bytes, the bits from 3 on change the lower 3 bits, or in lines of 64 bytes the lower 2.
+                pieces = data.reshape(-1, 8)
+                at = np.arange(len(pieces)) + target // 16
                 swizzled = np.empty_like(pieces)
-                for piece in range(8):
-                    swizzled[np.arange(len(pieces)), piece ^ (line % 8)] = pieces[:, piece]
+                swizzled[(at ^ (at >> 3) % (line // 16)) - target // 16] = pieces
                 self.smem[target : target + data.size * 2] = swizzled.reshape(-1).view(U8)
 
             # At once, or as late as may be.

@@ -243,7 +243,7 @@ def test_a_product_for_hopper_takes_what_can(plan, differ):
     assert tunable.plan_from_json(tunable.plan_to_json(made), key) == made
 
 
-HOPPER_DECODE = {"num_seqs": 64, "kv_heads": 8, "group": 2, "head_dim": 128, "dtype": BF16, "block_size": 64, "new": True}
+HOPPER_DECODE = {"num_seqs": 64, "kv_heads": 8, "group": 2, "head_dim": 128, "dtype": BF16, "cache_dtype": BF16, "block_size": 64, "new": True}
 
 
 def test_decode_attention_for_hopper_refuses_what_its_launch_does():
@@ -355,7 +355,7 @@ def hopper_attention():
     from nanovllm.kernels.triton_attention.decode_hopper import launch_hopper
 
     q, cache, table, lens = _kept_for_attention()
-    return launch_hopper(q, cache, cache, table, lens, 64, 1.0, None, None)
+    return launch_hopper(q, cache, cache, table, lens, 64, 1.0, (None, None), None, None)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels.triton_attention.common import LOG2E, padded_count  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
-from tests.kernels.decode_hopper import compiled, expected, make  # noqa: E402
+from tests.kernels.decode_hopper import check_stored, compiled, expected, make  # noqa: E402
 from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
 from tests.kernels.ptx_emulator import Machine  # noqa: E402
 from tests.kernels.ptx_launch import Memory, unknown  # noqa: E402
@@ -22,19 +22,22 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ERROR = {"bf16": 1e-2, "fp16": 1.5e-3}
 
 
-def emulate(lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype="bf16", norm=True, new=True, ptx=lambda ptx: ptx):
+def emulate(
+    lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype="bf16", norm=True, new=True, scales=None,
+    ptx=lambda ptx: ptx,
+):  # fmt: skip
     """One launch: (arguments, memory, what runs a program).
 
     Args:
         ptx: changes the compiled code.
     """
-    given = make(lens, group, kv_heads, head_dim, block_size, DTYPES[dtype], norm, "cpu", new=new)
-    binary = compiled(plan, padded_count(len(lens)), group, head_dim, block_size, dtype, new, norm)
+    given = make(lens, group, kv_heads, head_dim, block_size, DTYPES[dtype], norm, "cpu", new=new, scales=scales)
+    binary = compiled(plan, padded_count(len(lens)), group, head_dim, block_size, dtype, new, norm, scales=scales)
     pieces = len(lens) - 1 + plan.pieces
     num_slots, slot = given["k_cache"].shape[0] * block_size, kv_heads * head_dim
     memory = Memory()
     at = {n: memory.place(n, given[n]) for n in ("q", "k_cache", "v_cache", "block_table", "context_lens")}
-    optional = ("k", "v", "cos_sin_cache", "q_weight", "k_weight")
+    optional = ("k", "v", "cos_sin_cache", "q_weight", "k_weight", "k_scale", "v_scale")
     at |= {n: memory.place(n, given[n]) if n in given else at["q"] for n in optional}
     partials = pieces * kv_heads * group
     sizes = {"out": len(lens) * kv_heads * group * head_dim * 2, "acc": partials * head_dim * 4, "ml": partials * 8}
@@ -43,18 +46,33 @@ def emulate(lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype
     array = memory.finish()
 
     parameters, descriptors = [at[n] for n in ("out", "q", "k", "v")], {}
-    shape = (num_slots // plan.box, head_dim // 64, plan.box, kv_heads, 64)
-    strides = (plan.box * slot, 64, slot, head_dim, 1)
+    # In words of 16 bits.
+    head, row = (n * given["k_cache"].element_size() // 2 for n in (head_dim, slot))
+    line = min(64, head)
+    shape = (num_slots // plan.box, head // line, plan.box, kv_heads, line)
+    strides = (plan.box * row, line, row, head, 1)
     for boxes in (plan.tile // plan.box, 1):
         for cache in ("k_cache", "v_cache"):
-            words = memory.words(cache, num_slots * slot)
+            words = memory.words(cache, num_slots * row)
             view = np.lib.stride_tricks.as_strided(words, shape, [2 * s for s in strides])
-            descriptors[len(parameters)] = view, (boxes, head_dim // 64, plan.box, 1, 64)
+            descriptors[len(parameters)] = view, (boxes, head // line, plan.box, 1, line)
             parameters += [0, *shape, *strides]
-    parameters += [at[n] for n in ("k_cache", "v_cache", "block_table", "context_lens", "acc", "ml", "counters")]
+    parameters += [
+        at[n]
+        for n in ("k_cache", "v_cache", "block_table", "context_lens", "k_scale", "v_scale", "acc", "ml", "counters")
+    ]
     parameters += [at[n] for n in ("cos_sin_cache", "q_weight", "k_weight")]
     rows = [group * slot, head_dim, slot, head_dim, slot, head_dim]  # strides of q, k and v
-    parameters += [len(lens), *rows, head_dim, 1e-6, slot, head_dim, given["block_table"].stride(0), given["scale"] * LOG2E]
+    parameters += [
+        len(lens),
+        *rows,
+        head_dim,
+        1e-6,
+        slot,
+        head_dim,
+        given["block_table"].stride(0),
+        given["scale"] * LOG2E,
+    ]
     parameters += [plan.pieces, plan.least, 0, 0]
     machine = Machine(ptx(binary.asm["ptx"]), plan.warps, parameters, array, descriptors, binary.metadata.shared)
     grid = kv_heads, pieces, 1
@@ -70,17 +88,19 @@ def check(lens, plan, order=None, dtype="bf16", **options):
                 program(head, piece)
     except UnknownInstruction as e:
         unknown(e)
-    got, (want, stored) = memory.read("out", DTYPES[dtype], given["q"].shape), expected(given)
+    got = memory.read("out", DTYPES[dtype], given["q"].shape)
+    after = {n: memory.read(n, given[n].dtype, given[n].shape) for n in ("k_cache", "v_cache")}
+    want, stored = expected(given, after if options.get("scales") else None)
     error = ((got.double() - want).norm() / (want.norm() + 1e-30)).item()
     assert not got.isnan().any() and error < ERROR[dtype], error
     assert not memory.read("counters", torch.int32, (len(lens) * kv_heads,)).any(), "counters are not left zero"
     for index, name in enumerate(("k_cache", "v_cache")):
         before = given[name].flatten(0, 1)
-        cache = memory.read(name, DTYPES[dtype], before.shape)
-        changed = (cache.view(torch.int16) != before.view(torch.int16)).flatten(1).any(1)
+        cache = after[name].flatten(0, 1)
+        changed = (cache.view(torch.uint8) != before.view(torch.uint8)).flatten(1).any(1)
         assert set(changed.nonzero()[:, 0].tolist()) == set(stored), "slots that were written"
         for slot, pair in stored.items():
-            torch.testing.assert_close(cache[slot].double(), pair[index], rtol=2e-2, atol=0 if index else 4e-2)
+            check_stored(cache[slot], pair[index], exact=index == 1)
     return got
 
 
@@ -101,6 +121,12 @@ CASES = {
     "cached, head_dim 64, fp16": dict(
         lens=[130, 65], plan=Plan(4, warps=2, slots=4, box=32), group=8, kv_heads=1, head_dim=64, block_size=64, dtype="fp16", new=False
     ),
+    "float8": dict(lens=[300, 1, 0, 65, 130], plan=Plan(3), kv_heads=2, scales=(1, 2)),
+    "float8, group 7, fp16, no norm": dict(
+        lens=[64, 66], plan=Plan(5, slots=3, box=32), group=7, kv_heads=2, dtype="fp16", norm=False, scales=(2, 0)
+    ),
+    "float8, head_dim 64": dict(lens=[130, 40, 3], plan=Plan(4, slots=3, box=8), group=5, kv_heads=2, head_dim=64, block_size=64, scales=(2, 1)),
+    "float8, cached": dict(lens=[130, 64], plan=Plan(3, warps=2, slots=4, box=32), group=8, kv_heads=1, new=False, scales=(0, 0)),
 }  # fmt: skip
 
 

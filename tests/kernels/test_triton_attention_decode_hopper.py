@@ -14,13 +14,14 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
+from nanovllm.kernels.ops.checks import FP8  # noqa: E402
 from nanovllm.kernels.triton_attention import decode  # noqa: E402
 from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_plan import plan_decode  # noqa: E402
 from nanovllm.kernels.triton_decode import hopper  # noqa: E402
 from nanovllm.kernels.triton_ops._counters import _counters  # noqa: E402
-from tests.kernels.decode_hopper import dims_apart, expected, heads_apart, make, run, tokens_apart  # noqa: E402
+from tests.kernels.decode_hopper import check_stored, dims_apart, expected, heads_apart, make, run, tokens_apart  # noqa: E402
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
@@ -33,7 +34,7 @@ def mixed(count, longest, seed=0):
     return [random.Random(seed + i).randint(1, longest) for i in range(count)]
 
 
-# name: (lens, group, kv_heads, head_dim, block_size, dtype, norm, plan)
+# name: (lens, group, kv_heads, head_dim, block_size, dtype, norm, plan[, scales of a float8 cache])
 SHAPES = {
     **{f"group {g}": (EDGES + mixed(10, 700), g, h, 128, 256, BF16, True, None) for g, h in ((1, 8), (2, 8), (3, 3), (4, 8), (7, 2), (8, 4))},
     "fp16, no norm": (EDGES, 2, 8, 128, 256, F16, False, None),
@@ -53,6 +54,17 @@ PLANS = [
 ]  # fmt: skip
 for _plan in PLANS:
     SHAPES[str(_plan)] = EDGES + mixed(20, 600, 5), 2, 8, 128, 256, BF16, True, _plan
+    SHAPES[f"float8 {_plan}"] = EDGES + mixed(20, 600, 5), 2, 8, 128, 256, BF16, True, _plan, (0, 0)
+SHAPES |= {
+    **{f"float8, group {g}": (EDGES + mixed(10, 700), g, h, 128, 256, BF16, True, None, s)
+       for g, h, s in ((1, 8, (0, 0)), (2, 8, (1, 2)), (3, 3, (2, 1)), (4, 8, (0, 1)), (5, 2, (1, 0)), (7, 2, (2, 2)), (8, 4, (1, 1)))},
+    "float8, fp16, no norm": (EDGES, 2, 8, 128, 256, F16, False, None, (2, 2)),
+    "float8, dim 64, blocks of 64": (EDGES, 3, 3, 64, 64, BF16, True, None, (2, 0)),
+    "float8, dim 64, box 8": (EDGES + mixed(20, 600, 5), 7, 2, 64, 256, F16, True, Plan(40, 1, slots=2, box=8, chunk=1), (0, 2)),
+    **{f"float8, {n} sequences": (mixed(n, 900, n), 2, 8, 128, 256, BF16, True, None, (0, 0)) for n in (1, 2, 8, 33, 64, 128, 256, 512)},
+    "float8, one of 4000": ([4000], 2, 8, 128, 256, BF16, True, None, (1, 2)),
+    "float8, one of 0": ([0], 2, 8, 128, 256, BF16, True, None, (0, 0)),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -74,13 +86,15 @@ def copied(given):
 
 
 def bits(x):
-    return x.view(torch.int16)
+    return x.view(torch.uint8 if x.dtype == FP8 else torch.int16)
 
 
 def portable_plan(given):
     num_seqs, heads, dim = given["q"].shape
     kv_heads = given["k_cache"].shape[2]
-    return plan_decode(num_seqs, kv_heads, heads // kv_heads, dim, 2, False, 132, "k" in given)
+    return plan_decode(
+        num_seqs, kv_heads, heads // kv_heads, dim, given["k_cache"].element_size(), False, 132, "k" in given
+    )
 
 
 def check_caches(used, given, of_portable):
@@ -91,22 +105,30 @@ def check_caches(used, given, of_portable):
         assert torch.equal(bits(used[name])[~new], bits(given[name])[~new]), f"{name}: other slots were written"
         if not new.any():
             continue
-        got, want = used[name][new], of_portable[name][new]
+        got, want = (bits(x[name])[new].view(x[name].dtype) for x in (used, of_portable))
         same = (bits(got) == bits(want)).double().mean().item()
-        assert same == 1 if name == "v_cache" else same > 0.999, f"{name}: {same} of the elements are the other kernel's"
-        torch.testing.assert_close(got.float(), want.float(), rtol=1.6e-2, atol=4e-2)
+        assert same == 1 if name == "v_cache" else same > 0.999, (
+            f"{name}: {same} of the elements are the other kernel's"
+        )
+        step = 1 / 8 if got.dtype == FP8 else 1.6e-2
+        torch.testing.assert_close(got.float(), want.float(), rtol=step, atol=4e-2)
 
 
 def check(given, plan=None):
     lens, dtype = given["context_lens"].tolist(), given["q"].dtype
-    want, _ = expected(given)
     used, of_portable = copied(given), copied(given)
     got, other = run(used, plan), run(of_portable, portable_plan(given))
+    want, stored = expected(given, used if given["k_cache"].dtype == FP8 else None)
+    for slot, pair in stored.items():
+        for index, name in enumerate(("k_cache", "v_cache")):
+            check_stored(used[name].flatten(0, 1)[slot], pair[index], exact=index == 1)
     scale = want.norm().item() or 1.0
     error, of_other = ((x.double() - want).norm().item() / scale for x in (got, other))
     assert got.is_contiguous() and not got.isnan().any() and error < ERROR[dtype], (error, of_other)
     rows = (got.double() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1).clamp(min=1e-30)
-    assert rows.max() < 3 * ERROR[dtype], f"sequence {rows.argmax()} of {lens[rows.argmax()]} tokens is off by {rows.max()}"
+    assert rows.max() < 3 * ERROR[dtype], (
+        f"sequence {rows.argmax()} of {lens[rows.argmax()]} tokens is off by {rows.max()}"
+    )
     check_caches(used, given, of_portable)
     for _ in range(3):
         again = copied(given)
@@ -127,8 +149,8 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name, new, poison, launches):
-    *shape, plan = SHAPES[name]
-    check(make(*shape, new=new), plan)
+    *shape, plan, scales = SHAPES[name] if len(SHAPES[name]) == 9 else (*SHAPES[name], None)
+    check(make(*shape, new=new, scales=scales), plan)
     assert launches == ["launch_hopper", "launch_decode", *["launch_hopper"] * 3]
 
 
@@ -146,7 +168,9 @@ def test_any_strides(new, poison, launches):
     for shape, part in (((0, 0, 8, 0), (..., slice(2, 6), slice(None))), ((0, 0, 0, 64), (..., slice(128)))):
         used = dict(given)
         for name in ("k_cache", "v_cache"):
-            cache = torch.full([n + more for n, more in zip(given[name].shape, shape)], float("nan"), dtype=BF16, device="cuda")
+            cache = torch.full(
+                [n + more for n, more in zip(given[name].shape, shape)], float("nan"), dtype=BF16, device="cuda"
+            )
             used[name] = cache[part]
             used[name].copy_(given[name])
         assert torch.equal(run(used), wanted)
@@ -162,7 +186,7 @@ def test_what_the_kernel_does_not_take_has_the_other_one(launches):
     for call in calls:
         run(copied(call))
     assert launches == ["launch_decode"] * len(calls)
-    with pytest.raises(ValueError, match="window, soft_cap, k_scale, v_scale: expected none"):
+    with pytest.raises(ValueError, match="window, soft_cap: expected none"):
         run(copied(calls[0]), Plan(33))
 
 

@@ -34,7 +34,15 @@ def test_what_is_taken(monkeypatch):
     q, k_cache, v_cache, new = taken
     for q_like, new_like in ((q, new), (q, None), (heads_apart(q), new), (dims_apart(q), None)):
         assert decode_hopper.takes(q_like, k_cache, v_cache, new_like)
-    for shape in ({"group": 8}, {"group": 7, "kv_heads": 1}, {"head_dim": 64, "dtype": F16}, {"block_size": 256}, {"lens": [5] * 512}):
+    for shape in (
+        {"group": 8},
+        {"group": 7, "kv_heads": 1},
+        {"head_dim": 64, "dtype": F16},
+        {"block_size": 256},
+        {"lens": [5] * 512},
+        {"scales": (0, 0)},
+        {"scales": (1, 2), "dtype": F16},
+    ):
         assert decode_hopper.takes(*given_for(**shape))
     assert decode_hopper.takes(q[:0], k_cache, v_cache, None)
 
@@ -51,6 +59,11 @@ def test_what_is_not_taken_is_said():
     scale = torch.ones(1)
     for options in ({"window": 5}, {"soft_cap": 1.0}, {"scales": (scale, None)}, {"scales": (None, scale)}):
         assert "expected none of them" in decode_hopper.refused(q, k_cache, v_cache, new, **options)
+    float8 = given_for(scales=(0, 0))
+    assert decode_hopper.refused(*float8, scales=(scale, scale)) is None
+    assert "expected none of them" in decode_hopper.refused(*float8, soft_cap=1.0)
+    apart = [strided(c.view(torch.uint8), 8).view(c.dtype) for c in float8[1:3]]
+    assert "multiples of 16 bytes" in decode_hopper.refused(float8[0], *apart, None)
     for shape, said in (
         ({"dtype": torch.float32}, "the same 16-bit dtype"), ({"head_dim": 80}, "head_dim 64 or 128"), ({"head_dim": 256}, "head_dim"),
         ({"group": 9}, "up to 8 query heads a KV head, got 9"), ({"block_size": 32}, "blocks of a multiple of 64"),
@@ -83,6 +96,7 @@ def test_a_plan_that_cannot_be_launched_is_said():
         with pytest.raises(ValueError, match=r"^plan\..*" + re.escape(said)):
             qk_norm_rope_attention(**given, plan=plan)
         assert said in plan.refused(128, 64)
+    assert Plan(5, slots=13).refused(128, 64, 1) is None and "slots: " in Plan(5, slots=14).refused(128, 64, 1)
     assert Plan(5, slots=6).refused(128, 64) is None and Plan(5, slots=13).refused(64, 64) is None
     given = make([40, 3], 2, 2, 80, 64, BF16, device="cpu", new=False)
     with pytest.raises(ValueError, match="head_dim 64 or 128, got 80; a HopperDecodePlan is for its kernel only"):
@@ -100,18 +114,27 @@ def test_a_plan_says_which_kernel(monkeypatch):
         for plan in (None, *plans):
             run(given, plan)
         run(given | {"window": 9})
-        assert calls == [("hopper", not new, None), ("any", not new, plans[0]), ("hopper", not new, plans[1]), ("any", not new, None)]
+        assert calls == [
+            ("hopper", not new, None),
+            ("any", not new, plans[0]),
+            ("hopper", not new, plans[1]),
+            ("any", not new, None),
+        ]
         calls.clear()
 
 
 def test_built_in_plans_can_be_launched_and_use_the_gpu():
-    for num_seqs, kv_heads, dim, sms in itertools.product((*range(1, 513, 7), 512), (1, 2, 3, 8, 32), (64, 128), (78, 114, 132)):
-        plan = plan_hopper_decode(num_seqs, kv_heads, dim, sms)
-        assert plan.refused(dim, 64) is None
-    most = [row[0] for row in decode_plan._MEASURED]
-    assert most[-1] is None and most[:-1] == sorted(set(most[:-1]))
+    for num_seqs, kv_heads, dim, sms in itertools.product(
+        (*range(1, 513, 7), 512), (1, 2, 3, 8, 32), (64, 128), (78, 114, 132)
+    ):
+        for itemsize in (2, 1):
+            plan = plan_hopper_decode(num_seqs, kv_heads, dim, sms, itemsize)
+            assert plan.refused(dim, 64, itemsize) is None
+    for table in (decode_plan._MEASURED, decode_plan._FLOAT8):
+        most = [row[0] for row in table]
+        assert most[-1] is None and most[:-1] == sorted(set(most[:-1]))
     one = plan_hopper_decode(1, 8, 128, 132)
-    assert one.least == 1 and 0.9 * 132 <= one.pieces * 8 <= 2 * 132  # about a program a multiprocessor for a long one
+    assert one.least * one.tile <= 256 and 0.9 * 132 <= one.pieces * 8 <= 2 * 132  # about a program a multiprocessor for a long one
     assert plan_hopper_decode(64, 2, 128, 132).tile == plan_hopper_decode(16, 8, 128, 132).tile  # as many programs
 
 
@@ -127,6 +150,10 @@ COMPILED = {
     "1 warp": (Plan(33, 1, 1, 4), 8, {}),
     "cached 1": (plan_hopper_decode(1, 8, 128, 132), 1, {"new": False}),
     "cached 64": (plan_hopper_decode(64, 8, 128, 132), 64, {"new": False}),
+    "float8 256": (plan_hopper_decode(256, 8, 128, 132, 1), 256, {"scales": (0, 0)}),
+    "float8 32, scales, group 8, fp16": (plan_hopper_decode(32, 8, 128, 132, 1), 32, {"scales": (1, 2), "group": 8, "dtype": "fp16"}),
+    "float8 dim 64": (plan_hopper_decode(32, 8, 64, 132, 1), 32, {"scales": (2, 1), "head_dim": 64, "block_size": 64}),
+    "float8 cached 64": (plan_hopper_decode(64, 8, 128, 132, 1), 64, {"scales": (0, 0), "new": False}),
 }  # fmt: skip
 
 
@@ -138,7 +165,8 @@ def test_compiles_without_spills(name, tmp_path):
     registers, stack, local = resources(binary, tmp_path)
     assert stack == local == 0 and registers <= 176, (registers, stack, local)
     head_dim, new = options.get("head_dim", 128), options.get("new", True)
-    assert plan.shared_memory(head_dim) < binary.metadata.shared <= plan.shared_memory(head_dim) + 4096
+    itemsize = 1 if "scales" in options else 2
+    assert 0 < binary.metadata.shared - plan.shared_memory(head_dim, itemsize) <= 4096
     ptx = binary.asm["ptx"]
     wait = ptx.index("griddepcontrol.wait")
 
@@ -155,5 +183,7 @@ def test_compiles_without_spills(name, tmp_path):
     assert count_of(r"st\.global|red\.(global|async)|atom\.", ptx[:wait]) == 0
     # A product for 16 dims of the scores, and one for 16 dims of the output; no operand is moved through shared memory.
     assert count_of(r"mma\.sync") == head_dim // 8
-    assert count_of(r"ldmatrix[^\n]*x4\.trans") == head_dim // 16 and count_of("movmatrix") == 2
-    assert count_of(r"griddepcontrol\.launch_dependents") == (0 if not options.get("release", True) else 4 if new else 2)
+    assert count_of(r"ldmatrix[^\n]*x4\.trans") == head_dim * itemsize // 32 and count_of("movmatrix") == 2
+    assert count_of(r"griddepcontrol\.launch_dependents") == (
+        0 if not options.get("release", True) else 4 if new else 2
+    )

@@ -62,8 +62,8 @@ def test_the_built_in_choice_is_among_what_is_tried_or_launches_at_least(op):
 
 def test_shapes_with_the_same_key_are_one_job():
     shapes = [(n, length, length, 16, 8, 128, 256) for n, length in ((8, 512), (8, 4096), (64, 512))]
-    named = {"num_seqs": 8, "kv_heads": 8, "group": 2, "head_dim": 128, "dtype": BF16, "block_size": 256}
-    for device, more in ((A100, {"cache_dtype": BF16, "rotate": False}), (H200, {"new": False})):
+    named = {"num_seqs": 8, "kv_heads": 8, "group": 2, "head_dim": 128, "dtype": BF16, "cache_dtype": BF16, "block_size": 256}
+    for device, more in ((A100, {"rotate": False}), (H200, {"new": False})):
         found, remarks = jobs(target("attention_decode"), shapes, BF16, device)
         assert [len(j.shapes) for j in found] == [2, 1] and not remarks
         assert found[0].named == named | more
@@ -171,7 +171,7 @@ def test_the_key_of_decode_attention_for_hopper_is_what_its_launch_asks(op, new,
         assert job.tunable is tunables.ATTENTION_DECODE_HOPPER
         assert job.named == {
             "num_seqs": 1 << (count - 1).bit_length(), "kv_heads": kv_heads, "group": heads // kv_heads, "head_dim": dim,
-            "dtype": BF16, "block_size": block, "new": new,
+            "dtype": BF16, "cache_dtype": BF16, "block_size": block, "new": new,
         }  # fmt: skip
         arguments = arguments_of(job.target, job.shapes[0], BF16, {})
         plans = candidates(job, H200).plans

@@ -134,9 +134,9 @@ def _launch(
         reason = refused(q, k_cache, v_cache, new, window, soft_cap, scales)
         if reason:
             raise ValueError(f"{reason}; a HopperDecodePlan is for its kernel only")
-        return launch_hopper(*given, new, plan)
+        return launch_hopper(*given, scales, new, plan)
     if plan is None and takes(q, k_cache, v_cache, new, window, soft_cap, scales):
-        return launch_hopper(*given, new, None)
+        return launch_hopper(*given, scales, new, None)
     return launch_decode(*given, window, soft_cap, scales, new, plan)
 
 

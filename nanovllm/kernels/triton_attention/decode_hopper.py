@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
+from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.triton_attention.common import (
     LOG2E,
     has_hopper_kernels,
@@ -19,6 +20,7 @@ from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import cdiv
+from nanovllm.kernels.triton_ops.cache import num_scales
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton_attention.decode import NewTokens
@@ -32,8 +34,8 @@ def unsuited(
     num_seqs: int, group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int
 ) -> str | None:
     """Why the kernel does not take such a call, or None: what shapes and dtypes alone say."""
-    if dtype not in (torch.bfloat16, torch.float16) or cache_dtype != dtype:
-        return f"q, k_cache: expected the same 16-bit dtype, got {dtype} and {cache_dtype}"
+    if dtype not in (torch.bfloat16, torch.float16) or cache_dtype not in (dtype, FP8):
+        return f"q, k_cache: expected the same 16-bit dtype or {FP8} for the cache, got {dtype} and {cache_dtype}"
     if head_dim not in (64, 128):
         return f"q: expected head_dim 64 or 128, got {head_dim}"
     if group > _MAX_GROUP:
@@ -55,8 +57,10 @@ def refused(
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> str | None:
     """Why the kernel does not take these arguments, which are right for the op, whatever the GPU is; None: it does."""
-    if window is not None or soft_cap is not None or any(scale is not None for scale in scales):
-        return "window, soft_cap, k_scale, v_scale: expected none of them"
+    if window is not None or soft_cap is not None:
+        return "window, soft_cap: expected none of them"
+    if k_cache.dtype != FP8 and any(scale is not None for scale in scales):
+        return f"k_scale, v_scale: expected none of them but with a cache of {FP8}, not {k_cache.dtype}"
     num_seqs, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     reason = unsuited(num_seqs, num_heads // num_kv_heads, head_dim, q.dtype, k_cache.dtype, block_size)
@@ -70,7 +74,7 @@ def refused(
     block, slot, head, _ = k_cache.stride()
     if num_blocks > 1 and block != block_size * slot:
         return f"k_cache: expected blocks one after the other, got strides {list(k_cache.stride())}"
-    if (slot | head) % 8 or (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+    if (slot | head) * k_cache.element_size() % 16 or (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         return f"k_cache, v_cache: expected rows at multiples of 16 bytes, got strides {list(k_cache.stride())}"
     return None
 
@@ -105,13 +109,14 @@ def launch_hopper(
     context_lens: torch.Tensor,
     max_context_len: int,
     scale: float,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
     new: NewTokens | None,
     plan: HopperDecodePlan | None,
 ) -> torch.Tensor:
     """The launch behind the wrappers, which have checked the arguments, for what `refused` does not name.
 
     Args:
-        new: as for `launch_decode`.
+        scales, new: as for `launch_decode`.
         plan: instead of the tuned one, or where there is none of the one that `plan_hopper_decode` picks.
 
     Raises:
@@ -125,26 +130,33 @@ def launch_hopper(
         return out
     q = q if q.stride(2) == 1 else q.contiguous()
     if plan is None:
-        key = bucket(num_seqs), num_kv_heads, group, head_dim, q.dtype, block_size, new is not None
+        key = bucket(num_seqs), num_kv_heads, group, head_dim, q.dtype, k_cache.dtype, block_size, new is not None
         plan = tunables.ATTENTION_DECODE_HOPPER.find(q.device, *key)
-    plan = plan or plan_hopper_decode(num_seqs, num_kv_heads, head_dim, num_multiprocessors(q.device))
-    reason = plan.refused(head_dim, block_size)
+    fp8, itemsize = k_cache.dtype == FP8, k_cache.element_size()
+    plan = plan or plan_hopper_decode(num_seqs, num_kv_heads, head_dim, num_multiprocessors(q.device), itemsize)
+    reason = plan.refused(head_dim, block_size, itemsize)
     if reason:
         raise ValueError(f"plan.{reason}")
     most_tiles = cdiv(max(1, min(max_context_len, block_table.shape[1] * block_size)), plan.tile)
     pieces = min(num_seqs - 1 + plan.pieces, num_seqs * most_tiles)
     partials = pieces * num_kv_heads
     kernel, descriptor = _hopper()
-    # In shared memory a tile is boxes, a box columns of 64 dims, and a column lines of 128 bytes: so one request brings it.
+    # In shared memory a tile is boxes, a box columns of 64 words of 16 bits, and a column lines of 128 bytes: so one request brings it.
+    # Keys of 32 words are lines of 64 bytes.
     _, slot, head, _ = k_cache.stride()
-    columns = head_dim // 64
-    shape = (num_blocks * block_size // plan.box, columns, plan.box, num_kv_heads, 64)
-    strides = (plan.box * slot, 64, slot, head, 1)
+    a_word = 2 // itemsize
+    line = min(64, head_dim // a_word)
+    columns = head_dim // a_word // line
+    shape = (num_blocks * block_size // plan.box, columns, plan.box, num_kv_heads, line)
+    strides = (plan.box * slot // a_word, line, slot // a_word, head // a_word, 1)
     tiles = [
-        descriptor(cache.data_ptr(), cache.dtype, shape, strides, (boxes, columns, plan.box, 1, 64))
+        descriptor(
+            cache.data_ptr(), torch.int16 if fp8 else q.dtype, shape, strides, (boxes, columns, plan.box, 1, line)
+        )
         for boxes in (plan.tile // plan.box, 1)
         for cache in (k_cache, v_cache)
     ]
+    k_scale, v_scale = scales
     k, v, angles = (q, q, q) if new is None else (new.k, new.v, new.cos_sin_cache)
     norm = new is not None and new.q_weight is not None
     kernel[num_kv_heads, pieces](
@@ -157,6 +169,8 @@ def launch_hopper(
         v_cache,
         block_table,
         context_lens,
+        context_lens if k_scale is None else k_scale,
+        context_lens if v_scale is None else v_scale,
         torch.empty((partials, group, head_dim), dtype=torch.float32, device=q.device),
         torch.empty((partials, 2, group), dtype=torch.float32, device=q.device),
         arrival_counters(q.device, num_seqs * num_kv_heads),
@@ -188,6 +202,9 @@ def launch_hopper(
         CHUNK=plan.chunk,
         NEW=new is not None,
         NORM=norm,
+        FP8=fp8,
+        K_SCALES=num_scales(k_scale),
+        V_SCALES=num_scales(v_scale),
         # The output projection of so few tokens waits as well, and loads its weights before: let it start.
         RELEASE=num_seqs <= MAX_TOKENS,
         num_warps=plan.warps,

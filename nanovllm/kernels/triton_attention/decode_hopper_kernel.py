@@ -19,6 +19,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from nanovllm.kernels.triton_attention.decode_hopper_fp8 import (
+    dims_in_order,
+    float16_keys,
+    float16_queries,
+    quantised,
+    scale_of_head,
+)
 from nanovllm.kernels.triton_attention.decode_hopper_merge import (
     arrived_last,
     merge_partials,
@@ -54,21 +61,23 @@ def halves(k, mma: gl.constexpr):
 # What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
 @gluon.jit(
     do_not_specialize=["num_seqs", "table_stride", "most_pieces", "least"],
-    do_not_specialize_on_alignment=["table_ptr", "lens_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "k_scale_ptr", "v_scale_ptr"],
 )
 def decode_hopper_kernel(
     out_ptr,  # [num_seqs, num_kv_heads, GROUP, HEAD_DIM]
     q_ptr,  # [num_seqs, num_kv_heads * GROUP, HEAD_DIM], any strides between tokens and heads; so are the next two
     new_k_ptr,  # [num_seqs, num_kv_heads, HEAD_DIM], if NEW
     new_v_ptr,
-    k_whole_descriptor,  # tiles, [TILE / BOX, HEAD_DIM / 64, BOX, 1, 64] of [slots / BOX, HEAD_DIM / 64, BOX, KV heads, 64]
+    k_whole_descriptor,  # tiles, [TILE / BOX, columns, BOX, 1, LINE] of [slots / BOX, columns, BOX, KV heads, LINE], 16 bits
     v_whole_descriptor,
-    k_part_descriptor,  # boxes of a tile, [1, HEAD_DIM / 64, BOX, 1, 64] of the same
+    k_part_descriptor,  # boxes of a tile, [1, columns, BOX, 1, LINE] of the same
     v_part_descriptor,
     k_ptr,  # what the descriptors describe, for the new token
     v_ptr,
     table_ptr,
     lens_ptr,
+    k_scale_ptr,  # [1] or [num_kv_heads] float32; anything where there is none
+    v_scale_ptr,
     acc_ptr,  # [pieces, num_kv_heads, GROUP, HEAD_DIM] float32
     ml_ptr,  # [pieces, num_kv_heads, 2, GROUP] float32
     counters_ptr,  # [num_seqs, num_kv_heads] int32, zero before and after
@@ -100,23 +109,28 @@ def decode_hopper_kernel(
     CHUNK: gl.constexpr,  # partial results that are merged at a time
     NEW: gl.constexpr,  # whether the last token comes with the call, and not in the cache; queries are then to be rotated
     NORM: gl.constexpr,  # and normalised
+    FP8: gl.constexpr,  # the caches are float8_e4m3fn, and the descriptors of words of two elements
+    K_SCALES: gl.constexpr,  # with FP8; 0: no scale, 1: one, 2: one a head
+    V_SCALES: gl.constexpr,
     RELEASE: gl.constexpr,  # the kernel after this one may start before this one ends
 ):
     """Grid [num_kv_heads, pieces]. Launched with programmatic dependent launch, WARPS warps."""
     dtype: gl.constexpr = k_whole_descriptor.dtype
     TILE: gl.constexpr = 16 * WARPS
     HALF: gl.constexpr = HEAD_DIM // 2
-    LINES: gl.constexpr = TILE * HEAD_DIM // 64
-    VIEW: gl.constexpr = tile_view(WARPS, HEAD_DIM, BOX)
-    lines_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    WORDS: gl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    LINE: gl.constexpr = min(WORDS, 64)
+    LINES: gl.constexpr = TILE * WORDS // LINE
+    VIEW: gl.constexpr = tile_view(WARPS, WORDS, BOX)
+    lines_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * LINE, element_bitwidth=16, rank=2)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     k_operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     # A row of 16 lanes for each of eight queries; a half of the dims, and all of them.
     half_layout: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [2, 16], [WARPS, 1], [1, 0])
     rows_layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 16], [2, 16], [WARPS, 1], [1, 0])
     descriptors = (k_whole_descriptor, v_whole_descriptor, k_part_descriptor, v_part_descriptor)
-    k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, LINES, 64], lines_layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [SLOTS, LINES, 64], lines_layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, LINES, LINE], lines_layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [SLOTS, LINES, LINE], lines_layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
 
     if not NEW:
@@ -156,6 +170,9 @@ def decode_hopper_kernel(
                         descriptors, k_tiles.index(i), v_tiles.index(i), full.index(i), blocks[i], begin + i, head, end_token,
                         BLOCK_SIZE, TILE, BOX,
                     )  # fmt: skip
+            k_scale = scale_of_head(k_scale_ptr, head, K_SCALES)
+            v_scale = scale_of_head(v_scale_ptr, head, V_SCALES)
+            scale *= k_scale
             dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, half_layout))
             if NEW:
                 angles = cos_sin_ptr + end_token.to(gl.int64) * cos_sin_stride
@@ -188,10 +205,22 @@ def decode_hopper_kernel(
                 all_offsets = all_rows * 0 + all_dims
                 new_v = gl.load(new_v_ptr + row * new_v_stride_seq + head * new_v_stride_head + all_offsets)
                 q_low, q_high = rotated(q_low, q_high, q_low_weight, q_high_weight, cos, sin, eps, HEAD_DIM, NORM)
-            low = operand(q_low, mma, WARPS)
-            high = operand(q_high, mma, WARPS)
+            tile_scale = scale
+            if FP8:
+                first_q, second_q, factor = float16_queries(q_low, q_high, WARPS)
+                low = operand(first_q, mma, WARPS)
+                high = operand(second_q, mma, WARPS)
+                factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, mma)))
+                tile_scale = (factor * scale)[None, None, :]
+            else:
+                low = operand(q_low, mma, WARPS)
+                high = operand(q_high, mma, WARPS)
             if NEW:
                 k_low, k_high = rotated(k_low, k_high, k_low_weight, k_high_weight, cos, sin, eps, HEAD_DIM, NORM)
+                if FP8:
+                    k_low = quantised(k_low, k_scale, K_SCALES)
+                    k_high = quantised(k_high, k_scale, K_SCALES)
+                    new_v = quantised(new_v, v_scale, V_SCALES)
                 target = (
                     new_block.to(gl.int64) * BLOCK_SIZE + end_token % BLOCK_SIZE
                 ) * stride_slot + head * stride_head
@@ -212,9 +241,9 @@ def decode_hopper_kernel(
             phase = 0
             for tile in range(begin, end):
                 mbarrier.wait(full.index(place), phase)
-                k = reinterpret(k_tiles.index(place), dtype, [WARPS, 16, HEAD_DIM], VIEW).load(k_operand)
+                k = reinterpret(k_tiles.index(place), dtype, [WARPS, 16, WORDS], VIEW).load(k_operand)
                 v = (
-                    reinterpret(v_tiles.index(place), dtype, [WARPS, 16, HEAD_DIM], VIEW)
+                    reinterpret(v_tiles.index(place), dtype, [WARPS, 16, WORDS], VIEW)
                     .permute([0, 2, 1])
                     .load(k_operand)
                 )
@@ -229,10 +258,13 @@ def decode_hopper_kernel(
                 block = gl.load(
                     table_ptr + (later + 1) * TILE // BLOCK_SIZE, mask=later + 1 < end, other=0, cache_modifier=".cg"
                 )
-                tile_low, tile_high = halves(k, mma)
+                if FP8:
+                    tile_low, tile_high = float16_keys(k)
+                else:
+                    tile_low, tile_high = halves(k, mma)
                 acc, m, total = attend_tile(
-                    low, high, tile_low, tile_high, v, tile * TILE, end_token, scale, acc, m, total, mma, WARPS
-                )
+                    low, high, tile_low, tile_high, v, tile * TILE, end_token, tile_scale, acc, m, total, mma, WARPS, FP8
+                )  # fmt: skip
                 place += 1
                 if place == SLOTS:
                     place = 0
@@ -243,10 +275,13 @@ def decode_hopper_kernel(
             if RELEASE and begin == end:
                 release(mine, NEW)
 
+            if FP8:
+                acc = dims_in_order(acc)
             acc, m, total = merge_warps(acc, m, total, HEAD_DIM, WARPS, rows_layout)
             if NEW:
                 new_v = gl.where(mine, new_v.to(gl.float32), 0.0)  # what is not attended to may be NaN
                 acc, m, total = attend_token(score, new_v, acc, m, total)
+            acc *= v_scale
             out_ptr += (row * num_heads + head) * GROUP * HEAD_DIM
             if pieces == 1:
                 # A sequence without tokens gets zeros.

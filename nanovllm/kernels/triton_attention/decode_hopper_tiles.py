@@ -10,22 +10,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from nanovllm.kernels.triton_attention.decode_hopper_fp8 import float16_values
 from nanovllm.kernels.triton_ops._gluon import reinterpret, tma_load
 
 
 @gluon.constexpr_function
-def tile_view(warps, head_dim, box):
-    """A tile in shared memory as [warps, 16 keys, head_dim].
+def tile_view(warps, words, box):
+    """A tile in shared memory as [warps, 16 keys, words of 16 bits].
 
-    It is boxes of `box` keys one after the other, a box is columns of 64 elements, and a column's rows are lines of 128 bytes, whose
-    16-byte pieces are permuted by the line's number (mod 8): eight keys' pieces of the same dims lie in different banks.
+    It is boxes of `box` keys one after the other, a box is columns of 64 words, and a column's rows are lines of 128 bytes, whose
+    16-byte pieces are permuted by the line's number (mod 8): eight keys' pieces of the same dims lie in different banks. Where a key
+    has 32 words, two keys are a line.
     """
-    bases = [[0, 0, 1 << i] for i in range(6)]
+    line = min(words, 64)
+    bases = [[0, 0, 1 << i] for i in range(line.bit_length() - 1)]
     rows = [[row // 16, row % 16, 0] for row in (1 << i for i in range((warps * 16).bit_length() - 1))]
     in_box = box.bit_length() - 1
-    bases += [[warp, row, 8 << i] for i, (warp, row, _) in enumerate(rows[:3])]
+    keys_a_line = 64 // line
+    bases += [
+        [warp, row, (8 << i) // keys_a_line if 1 << i >= keys_a_line else 0]
+        for i, (warp, row, _) in enumerate(rows[:3])
+    ]
     bases += rows[3:in_box]
-    bases += [[0, 0, 64 << i] for i in range((head_dim // 64).bit_length() - 1)]
+    bases += [[0, 0, line << i] for i in range((words // line).bit_length() - 1)]
     bases += rows[in_box:]
     return gl.SharedLinearLayout(bases, [], 1024)
 
@@ -64,7 +71,8 @@ def request_tile(
     k_whole, v_whole, k_part, v_part = descriptors
     first = tile * TILE
     box = (block * BLOCK_SIZE + first % BLOCK_SIZE) // BOX
-    mbarrier.expect(full, 2 * k_tile.shape[0] * 128)
+    LINE: gl.constexpr = k_tile.shape[1]
+    mbarrier.expect(full, 2 * k_tile.shape[0] * LINE * 2)
     whole = first + (TILE - BOX) < end_token
     if whole:
         tma_load(
@@ -74,8 +82,8 @@ def request_tile(
             v_whole, [box, 0, 0, head, 0], full, reinterpret(v_tile, v_tile.dtype, v_whole.block_shape, v_whole.layout)
         )
     elif BOXES > 1:
-        k_boxes = reinterpret(k_tile, k_tile.dtype, [BOXES, k_tile.shape[0] // BOXES, 64], k_tile.layout)
-        v_boxes = reinterpret(v_tile, v_tile.dtype, [BOXES, v_tile.shape[0] // BOXES, 64], v_tile.layout)
+        k_boxes = reinterpret(k_tile, k_tile.dtype, [BOXES, k_tile.shape[0] // BOXES, LINE], k_tile.layout)
+        v_boxes = reinterpret(v_tile, v_tile.dtype, [BOXES, v_tile.shape[0] // BOXES, LINE], v_tile.layout)
         for i in gl.static_range(BOXES):
             at = [gl.where(first + i * BOX < end_token, box + i, -1), 0, 0, head, 0]
             tma_load(k_part, at, full, reinterpret(k_boxes.index(i), k_tile.dtype, k_part.block_shape, k_part.layout))
@@ -84,13 +92,16 @@ def request_tile(
 
 @gluon.jit
 def attend_tile(
-    q_low, q_high, k_low, k_high, v, first, end_token, scale, acc, m, total, mma: gl.constexpr, WARPS: gl.constexpr
-):
+    q_low, q_high, k_low, k_high, v, first, end_token, scale, acc, m, total, mma: gl.constexpr, WARPS: gl.constexpr,
+    FP8: gl.constexpr,
+):  # fmt: skip
     """A tile, in registers, and a result (acc, m, total) -> the result with it.
 
     Args:
         q_low, q_high: [WARPS, HEAD_DIM / 2, 8], each half of the dims; k_low, k_high: [WARPS, 16, HEAD_DIM / 2]; v: [WARPS, HEAD_DIM, 16].
+            FP8: the operands of `decode_hopper_fp8`, and v as words, [WARPS, HEAD_DIM / 2, 16].
         first: the tile's first token. What tokens from end_token on have may be anything, also NaN.
+        scale: of the scores, one or [1, 1, 8].
         acc: [WARPS, HEAD_DIM, 8]; m: [WARPS, 8]; total: [WARPS, 16, 8], each key's part of the sum, added up in the end.
     """
     zeros = gl.zeros([WARPS, 16, 8], gl.float32, mma)
@@ -106,13 +117,17 @@ def attend_tile(
     alpha = gl.exp2(m - base)[:, None, :]
     total = total * alpha + p
     # A thread has pairs of queries of a key, and is to have pairs of keys of a query.
-    weights = transposed(p.to(v.dtype))
+    weights = transposed(p.to(q_low.dtype))
     weights = gl.reshape(gl.permute(gl.reshape(weights, [WARPS, 2, 8, 8]), [0, 1, 3, 2]), [WARPS, 16, 8])
     weights = gl.convert_layout(weights, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
     # Weights of dead tokens are 0, but 0 * NaN is NaN.
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, operand))), 1)
     column = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, operand))), 0)
-    mask = gl.expand_dims(gl.where(first + warp * 16 + column < end_token, -1, 0).to(gl.int16), 1)
-    acc = mma_v2(kept(v, mask), weights, acc * alpha)
+    live = first + warp * 16 + column < end_token
+    if FP8:
+        v = float16_values(v, live)
+    else:
+        v = kept(v, gl.expand_dims(gl.where(live, -1, 0).to(gl.int16), 1))
+    acc = mma_v2(v, weights, acc * alpha)
     return acc, new_m, total

@@ -115,11 +115,11 @@ class HopperDecodePlan:
         """KV tokens a step."""
         return 16 * self.warps
 
-    def shared_memory(self, head_dim: int) -> int:
+    def shared_memory(self, head_dim: int, cache_itemsize: int = 2) -> int:
         """Bytes, but for barriers."""
-        return self.slots * self.tile * head_dim * 4
+        return 2 * self.slots * self.tile * head_dim * cache_itemsize
 
-    def refused(self, head_dim: int, block_size: int) -> str | None:
+    def refused(self, head_dim: int, block_size: int, cache_itemsize: int = 2) -> str | None:
         """Why there is no kernel for this plan, if there is none."""
         if self.warps not in (1, 2, 4, 8) or block_size % self.tile:
             return f"warps: expected 1, 2, 4 or 8, and 16 times that to divide blocks of {block_size}, not {self.warps}"
@@ -131,8 +131,8 @@ class HopperDecodePlan:
             return f"least, slots: expected at least 1, not {self.least} and {self.slots}"
         if self.chunk not in (1, 2, 4, 8):
             return f"chunk: expected 1, 2, 4 or 8, not {self.chunk}"
-        if self.shared_memory(head_dim) > _SHARED:
-            return f"slots: {self.shared_memory(head_dim)} bytes of tiles, more than {_SHARED} of shared memory"
+        if (size := self.shared_memory(head_dim, cache_itemsize)) > _SHARED:
+            return f"slots: {size} bytes of tiles, more than {_SHARED} of shared memory"
         return None
 
 
@@ -152,12 +152,22 @@ _MEASURED = (
     (132, (0.5, 1, 2, 3, 32, 4)),
     (None, (1.0, 1, 4, 2, 16, 4)),
 )
+# The same for a float8 cache, whose tiles have half the bytes: four programs a multiprocessor. Measured from 8 sequences on.
+_FLOAT8 = (
+    (4, (2.0, 2, 4, 2, 32, 8)),
+    (99, (1.0, 4, 4, 2, 32, 4)),
+    (132, (2.0, 8, 1, 6, 16, 4)),
+    (None, (1.0, 4, 4, 2, 32, 4)),
+)
 
 
 @functools.cache
-def plan_hopper_decode(num_seqs: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> HopperDecodePlan:
-    """As `_MEASURED` says for as many sequences and heads; with head_dim 64 there are more slots, of half the bytes."""
+def plan_hopper_decode(
+    num_seqs: int, num_kv_heads: int, head_dim: int, multiprocessors: int, cache_itemsize: int = 2
+) -> HopperDecodePlan:
+    """As the tables say for as many sequences and heads; with head_dim 64 there are more slots, of half the bytes."""
     alike = cdiv(num_seqs * num_kv_heads, 8)
-    programs, least, warps, slots, box, chunk = next(row for most, row in _MEASURED if most is None or alike <= most)
+    table = _FLOAT8 if cache_itemsize == 1 else _MEASURED
+    programs, least, warps, slots, box, chunk = next(row for most, row in table if most is None or alike <= most)
     pieces = max(1, int(programs * multiprocessors) // num_kv_heads)
     return HopperDecodePlan(pieces, least, warps, slots if head_dim > 64 else min(8, 2 * slots), box, chunk)

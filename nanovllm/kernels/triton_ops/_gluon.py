@@ -35,6 +35,9 @@ class _Address:
 def descriptor(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
-    """For the copy engine: boxes of a 16-bit tensor, in shared memory as tensor cores read them."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
+    """For the copy engine: boxes of a 16-bit tensor, in shared memory as tensor cores read them.
+
+    A box's last dimension has 32 elements, lines of 64 bytes, or a multiple of 64, lines of 128.
+    """
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * box[-1]), element_bitwidth=16, rank=len(box))
     return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), list(box), layout)

@@ -38,8 +38,7 @@ def asked_on(tunable: Tunable, key: tuple[Any, ...], device: DeviceModel) -> tup
 
         shape = {n: value for n, value in named.items() if n not in ("kv_heads", "rotate")}
         if unsuited(**shape) is None:
-            without = {n: value for n, value in named.items() if n != "cache_dtype"}
-            return tunables.ATTENTION_DECODE_HOPPER, tuple(without.values())
+            return tunables.ATTENTION_DECODE_HOPPER, key
     if (
         tunable is tunables.ATTENTION_PREFILL
         and device.capability == 90
@@ -83,7 +82,8 @@ def builtin_plan(tunable: Tunable, key: Named, arguments: Arguments, launch: Lau
     if tunable.name == "attention_decode_hopper":
         from nanovllm.kernels.triton_attention.decode_plan import plan_hopper_decode
 
-        return plan_hopper_decode(len(arguments["context_lens"]), key["kv_heads"], key["head_dim"], device.sms)
+        size = key["cache_dtype"].itemsize
+        return plan_hopper_decode(len(arguments["context_lens"]), key["kv_heads"], key["head_dim"], device.sms, size)
     if tunable.name == "attention_prefill_hopper":
         from nanovllm.kernels.triton_attention.prefill import plan_hopper
 

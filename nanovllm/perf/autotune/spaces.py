@@ -249,7 +249,7 @@ def _attention_decode(tunable: Tunable, key: Key, device: DeviceModel) -> list[T
 
 
 def _attention_decode_hopper(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
-    row = 4 * key["head_dim"]  # bytes of a key and its value
+    row = 2 * key["head_dim"] * key["cache_dtype"].itemsize  # bytes of a key and its value
     pieces = sorted({max(1, int(n * device.sms) // key["kv_heads"]) for n in (0.5, 1, 2, 3, 4)})
     parameters = [
         Parameter("pieces", tuple(pieces)), Parameter("least", (1, 2, 4, 8)), Parameter("warps", (1, 2, 4, 8)),
