@@ -28,6 +28,7 @@ from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
     attention_prefill,
     fit_hopper,
     plan_hopper,
+    prefill_registers,
     plan_prefill,
 )
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel  # noqa: E402
@@ -373,7 +374,8 @@ def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, 
     constants = dict(
         HEADS=8 * group, PACK=plan.pack, GROUP=group, HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, TILE=plan.tile,
         STAGES=plan.stages, SOFT_CAP=options.get("soft_cap", 0.0), WINDOW=options.get("window", 0),
-        QUERIES=queries, WIDE=wide, CONSUMER_REGISTERS=232, PRODUCER_REGISTERS=40,
+        QUERIES=queries, WIDE=wide, CONSUMER_REGISTERS=prefill_registers(dim_pad)[0],
+        PRODUCER_REGISTERS=prefill_registers(dim_pad)[1],
     )  # fmt: skip
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     part = min(block_size, plan.tile)

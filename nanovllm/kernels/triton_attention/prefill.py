@@ -181,6 +181,7 @@ def _launch_hopper(
     items_per_head = num_tokens // (128 // plan.pack) + num_seqs
     num_items = items_per_head * (num_heads // plan.pack)
     programs = min(num_items, plan.programs or num_multiprocessors(q.device))
+    consumer, producer = prefill_registers(dim_pad)
     kernel[(programs,)](
         out,
         queries,
@@ -207,12 +208,16 @@ def _launch_hopper(
         SOFT_CAP=soft_cap or 0.0,
         WINDOW=window or 0,
         WIDE=wide,
-        # 12 warps share 65536 registers: 168 a thread, moved to where they are needed.
-        CONSUMER_REGISTERS=232,
-        PRODUCER_REGISTERS=40,
+        CONSUMER_REGISTERS=consumer,
+        PRODUCER_REGISTERS=producer,
         num_warps=4,
         maxnreg=168,
     )
+
+
+def prefill_registers(dim_pad: int) -> tuple[int, int]:
+    """Registers of a consumer's and of the producer's threads: 12 warps share 65536, 168 each, which move to where they are needed."""
+    return (224, 56) if dim_pad <= 128 else (232, 40)
 
 
 def _launch_anywhere(
