@@ -28,8 +28,8 @@ from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
     attention_prefill,
     fit_hopper,
     plan_hopper,
-    prefill_registers,
     plan_prefill,
+    prefill_registers,
 )
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel  # noqa: E402
 
