@@ -178,6 +178,8 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
     document = tmp_path / "doc.md"
     document.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     assert run("--tables", str(document))[0] == 0 and "| custom: 3 x 4-9 -> 5 | tiny-qwen3 |" in document.read_text()
+    # Another cache is not compared with this one.
+    assert run(*SMALL, "--kv-cache-dtype", "fp8")[2]["rows"][0]["model"] == "tiny-qwen3, fp8 cache"
     # A kept share that this machine cannot reach is a regression; one that it can is none.
     runs = json.loads(kept.read_text())
     for share, expected in ((0.999, 1), (1e-9, 0)):

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# (decodes, runs of tokens): one-token and longer runs, alone and beside decodes, in numbers that kernels specialise on (1, 16) and others.
-_SMALL = ((0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (5, (40,)), (0, (100,)), (0, (1024,)))
+# (decodes, runs of tokens): one-token and longer runs, alone and beside decodes, in numbers that kernels specialise on (1, 16) and others,
+# and as many long runs as attention has a kernel for each (`padded_count`).
+_SMALL: tuple[tuple[int, tuple[int, ...]], ...] = (
+    (0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (5, (40,)), (0, (100,)), (0, (100, 100)), (0, (100,) * 9),
+    (0, (64,) * 65), (0, (1024,)),
+)  # fmt: skip
 
 
 def compile_ahead(runner: ModelRunner, logits: torch.Tensor) -> None:

@@ -53,6 +53,8 @@ class Session:
         self.workloads = self._workloads()
         self.model = args.preset or args.model
         self.label = args.preset or Path(args.model).name
+        if args.kv_cache_dtype not in (None, "auto"):
+            self.label += f", {args.kv_cache_dtype} cache"  # results of their own, with tables and history
         # What decides the figures; not where this machine has its files.
         given = {k: v for k, v in vars(args).items() if k in _DECISIVE and v is not None}
         shown = {k: v for k, v in given.items() if v is not False or k == "capture_prefill"}

@@ -11,7 +11,7 @@ import torch
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
-from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, num_multiprocessors
+from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, num_multiprocessors, padded_count
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
 from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import next_power_of_2
@@ -248,7 +248,7 @@ def _launch_anywhere(
         *strides[:3],
         block_table.stride(0),
         scale * LOG2E,
-        SEQS_PAD=next_power_of_2(num_seqs),
+        SEQS_PAD=padded_count(num_seqs),
         GROUP=group,
         ROWS=rows,
         HEAD_DIM=head_dim,

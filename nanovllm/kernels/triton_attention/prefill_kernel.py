@@ -106,7 +106,11 @@ def attend_causal(
     return acc, m, total
 
 
-@triton.jit
+# What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
+@triton.jit(
+    do_not_specialize=["num_seqs", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "starts_ptr", "lens_ptr"],
+)
 def prefill_kernel(
     out_ptr,
     q_ptr,
