@@ -407,7 +407,9 @@ def test_timing_on_a_gpu(tmp_path, monkeypatch):
         assert not s["wrong"] and len(s["failed"]) <= 2, s
         assert 0.2 < s["first"]["predicted_us"] / s["first"]["us"] < 3, s
     started = time.monotonic()
-    assert not proof.prove(model, problems, measuring.GpuTimer(model), 0)["shapes"] and time.monotonic() - started < 5
+    with torch.inference_mode():
+        nothing = proof.prove(model, problems, measuring.GpuTimer(model), 0)
+    assert not nothing["shapes"] and time.monotonic() - started < 5
 
 
 def test_the_documentation_shows_what_was_measured():
