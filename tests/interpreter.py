@@ -19,7 +19,10 @@ _REPLACED_APART = {"reduce", "associative_scan"}
 
 
 def quicken() -> None:
-    """Call it in a process with TRITON_INTERPRET=1, before the first launch. Without Triton, or what it replaces there, nothing changes."""
+    """Call it in a process with TRITON_INTERPRET=1, before the first launch.
+
+    Without Triton, or in one that has no such search, nothing changes.
+    """
     try:
         from triton.runtime import interpreter
 
@@ -50,7 +53,11 @@ def quicken() -> None:
 
 
 def check_interpreted(*files: str | Path, skips: bool = False) -> None:
-    """Run test files in the interpreter, which is chosen when Triton is imported: in a process of its own. skips: some may be skipped."""
+    """Run test files in the interpreter, which is chosen when Triton is imported: in a process of its own.
+
+    Args:
+        skips: whether some tests may be skipped there.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)],
