@@ -1,10 +1,15 @@
 """Fixtures that several parts of the suite share."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from nanovllm.models.embedded import EmbeddedModelError, embedded_model_path
+from tests.interpreter import quicken
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 
 # They take a minute each without a GPU. Begun first, they do not keep one process busy while the others have nothing left to do.
 _LONGEST = ("test_smollm2.py", "test_triton_ops.py", "test_verify.py", "test_triton_linear.py", "test_triton_decode.py")

@@ -186,7 +186,7 @@ def prove(
     docs: Annotated[
         Path | None, typer.Option(help="A Markdown file whose table is to be filled, such as docs/planner.md.")
     ] = None,
-    limit: Annotated[float, typer.Option(min=10, help="Seconds in all.")] = 540,
+    limit: Annotated[float, typer.Option(min=10, help="Seconds in all.")] = 270,
     most: Annotated[int, typer.Option(min=0, help="Time at most so many configurations of a shape; 0: all.")] = 0,
     kind: Annotated[
         list[str] | None, typer.Option(help="gemm, attention or streaming; repeatable, by default all.")
@@ -194,12 +194,10 @@ def prove(
     resume: Annotated[bool, typer.Option(help="Leave out what the JSON file has already.")] = False,
 ) -> None:
     """On a GPU: time everything the planner keeps for some 50 shapes, and tell where its first choices stand."""
-    import os
-
-    from nanovllm.perf.tiles.proof import run
+    from nanovllm.perf.tiles.proof import processes, run
     from nanovllm.perf.tiles.shapes import ALL
 
-    run(out, docs, limit, most, min(16, os.cpu_count() or 1), kind or list(ALL), resume)
+    run(out, docs, limit, most, processes(), kind or list(ALL), resume)
 
 
 def _device(gpu: str | None) -> DeviceModel:

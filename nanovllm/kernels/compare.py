@@ -13,7 +13,7 @@ import torch
 from nanovllm.kernels.availability import triton_support
 from nanovllm.kernels.benchmark import Timing, copy_bandwidth, l2_bytes, matmul_rate, time_in_graph, time_kernel
 from nanovllm.kernels.declaration import Arguments, Shape, nbytes
-from nanovllm.kernels.registry import NATIVE, Op, Provider
+from nanovllm.kernels.registry import Op, Provider
 from nanovllm.kernels.verify import Case
 
 COMPILED = "torch.compile"
@@ -156,10 +156,6 @@ def slower_somewhere(measurements: Sequence[Measurement], chosen: str, margin: f
         and m.timing is not None
         and m.timing.median * margin < mine.get(_key(m.case), 0)
     ]
-
-
-def has_second_provider(declared: Op) -> bool:
-    return any(name != NATIVE for name in declared.providers)
 
 
 def _key(case: Case) -> Any:

@@ -49,7 +49,6 @@ class Matrices:
         for i, name in enumerate(self.names(args[0])):
             self.put(name, d[8 * (i // 2) :][:8].reshape(32, 2)[:, i % 2], on)
 
-
     def multiply_group(self, p, args, on):
         """wgmma with both operands in shared memory, lines of 128 bytes: a warp's 16 of the 64 rows. It is done at once."""
         if p[1] in ("fence", "commit_group", "wait_group"):

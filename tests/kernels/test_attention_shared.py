@@ -3,11 +3,7 @@
 As in `test_triton_attention`: on a GPU at real shapes, else in the interpreter on small ones, in a process of its own.
 """
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ from nanovllm.kernels.ops import attention_decode_shared as OP  # noqa: E402
 from nanovllm.kernels.triton_attention import decode, shared  # noqa: E402
 from nanovllm.kernels.triton_attention.decode import DecodePlan  # noqa: E402
 from nanovllm.kernels.triton_attention.shared import SharedPlan  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
 from tests.kernels import test_qk_norm_rope_attention as fused  # noqa: E402
 from tests.kernels.test_triton_attention import (  # noqa: E402
     BF16,
@@ -369,13 +366,7 @@ def test_both_passes_compile_without_spills(
 
 
 def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-300:]
+    check_interpreted(__file__)
 
 
 # Only what can run here is collected, so that nothing is reported as skipped.

@@ -3,11 +3,6 @@
 Triton runs on a GPU, or in its interpreter in a process of its own, as in test_triton_attention.py.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,6 +15,7 @@ from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store  # noqa: 
 from nanovllm.kernels.ops.store_kvcache import quantised, store_kvcache  # noqa: E402
 from nanovllm.kernels.triton_ops import cache as triton_cache  # noqa: E402
 from nanovllm.kernels.triton_ops import rotary as triton_rotary  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
 
 F8 = torch.float8_e4m3fn
 SHAPES = [(1, 4, 2, 64), (5, 9, 3, 80), (3, 7, 1, 96), (0, 4, 2, 64), (2, 4, 4, 256)]
@@ -108,13 +104,7 @@ def test_only_both_norms_or_neither():
 
 
 def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-300:]
+    check_interpreted(__file__)
 
 
 # Only what can run here is collected.

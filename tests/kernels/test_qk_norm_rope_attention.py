@@ -3,12 +3,8 @@
 As in `test_triton_attention`: on a GPU at real shapes, else in the interpreter on small ones, in a process of its own.
 """
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +15,7 @@ import triton.language as tl  # noqa: E402
 from nanovllm.kernels.ops import qk_norm_rope_attention as OP  # noqa: E402
 from nanovllm.kernels.triton_attention.decode import DecodePlan, qk_norm_rope_attention  # noqa: E402
 from nanovllm.kernels.triton_attention.rotate import load_heads, rotate_heads, rotated_halves  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
 from tests.kernels.test_triton_attention import (  # noqa: E402
     BF16,
     DEVICE,
@@ -276,13 +273,7 @@ def test_compiled_products_are_rounded_before_they_are_added(dtype, capability):
 
 
 def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-300:]
+    check_interpreted(__file__)
 
 
 # Only what can run here is collected, so that nothing is reported as skipped.

@@ -4,11 +4,9 @@ With a GPU they run there at real shapes, else in Triton's interpreter on small 
 is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`.
 """
 
-import os
 import random
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ DEVICE = "cuda" if GPU else "cpu"
 from nanovllm.kernels.triton_attention.common import padded_count  # noqa: E402
 from nanovllm.kernels.triton_attention.decode import DecodePlan, attention_decode, plan_decode  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
 
 F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 6e-3}
@@ -366,13 +365,7 @@ def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, t
 
 
 def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-300:]
+    check_interpreted(__file__)
 
 
 # Only what can run here is collected, so that nothing is reported as skipped.

@@ -5,11 +5,9 @@ is imported, by an environment variable, so it gets a process of its own: `test_
 for Hopper, which is compiled here for a GPU that need not be.
 """
 
-import os
 import random
 import re
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
     prefill_registers,
 )
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 6e-3}
@@ -424,13 +423,7 @@ def test_descriptors_are_kept_and_tensors_are_not():
 
 
 def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-300:]
+    check_interpreted(__file__)
 
 
 # Only what can run here is collected, so that nothing is reported as skipped.

@@ -5,10 +5,8 @@ is imported, by an environment variable, so it gets a process of its own: `test_
 """
 
 import functools
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +33,7 @@ from nanovllm.kernels.triton_decode.plan import (  # noqa: E402
     max_tokens,
     plan,
 )
+from tests.interpreter import check_interpreted  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -543,7 +542,4 @@ def test_compiles_without_spills_and_reads_weights_before_the_wait(capability, t
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter():
     """This file's tests of the kernels, without a GPU."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    check_interpreted(__file__, skips=True)

@@ -3,11 +3,6 @@
 With a GPU they run there at real shapes, else in Triton's interpreter on small ones, in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -23,6 +18,7 @@ from nanovllm.kernels.ops.linear_bias_act import linear_bias_act as native_linea
 from nanovllm.kernels.triton_linear import gated_mlp, linear_bias_act  # noqa: E402
 from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan, plan_product  # noqa: E402
 from nanovllm.kernels.triton_linear.product import features, matmul  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -308,14 +304,7 @@ def test_float32_is_not_tf32_unless_pytorch_is_told():
 
 @pytest.mark.slow
 def test_in_the_interpreter():
-    here = Path(__file__)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(here)],
-        env=environment, cwd=here.parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-300:]
+    check_interpreted(__file__)
 
 
 # Only what can run here is collected, so that nothing is reported as skipped.

@@ -4,9 +4,6 @@ With a GPU they run there at real shapes, else in Triton's interpreter on small 
 is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +26,7 @@ from nanovllm.kernels.ops.norm import rms_norm as native_rms_norm  # noqa: E402
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rope  # noqa: E402
 from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding  # noqa: E402
 from nanovllm.kernels.ops.sample import philox  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -568,15 +566,7 @@ if DEVICE == "cuda":
 
 @pytest.mark.slow
 def test_in_the_interpreter():
-    here = Path(__file__)
-    files = [here, here.with_name("test_triton_ops_sample.py")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)],
-        env=environment, cwd=here.parents[2], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-300:]
+    check_interpreted(__file__, Path(__file__).with_name("test_triton_ops_sample.py"))
 
 
 # Only what can run here is collected, so that nothing is reported as skipped.

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +136,8 @@ import json, sys, torch, warnings
 warnings.simplefilter("ignore")
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.verify import verify_op
+from tests.interpreter import quicken
+quicken()
 report = {{}}
 for name, provider in {names}:
     op = all_ops()[name]
@@ -143,7 +146,8 @@ for name, provider in {names}:
 print(json.dumps(report))
 """
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
     assert {name: wrong for name, (_, wrong) in report.items() if wrong} == {}

@@ -168,9 +168,163 @@ def test_the_table_of_the_documentation(tmp_path):
     assert table.markdown([]) == table.NOT_MEASURED
 
 
-def test_each_kernel_is_compiled_once():
-    keys = [(type(p).__name__, x.config) for p, mine in measuring.to_compile(H200, ["streaming"], 0) for x in mine]
-    assert 0 < len(keys) < sum(len(plan(p, H200)) for p in ALL["streaming"])
+class Clock:
+    """A bench whose calls are numbers: seconds that they take. Counts what a GPU and a host would spend."""
+
+    CAPTURE, LAUNCH = 3e-4, 6e-5
+
+    def __init__(self, noise=0.0):
+        self.spent, self.recorded, self.chance, self.noise = 0.0, 0, random.Random(0), noise
+
+    def once(self, call):
+        self.spent += call + self.LAUNCH
+        return call + self.LAUNCH
+
+    def record(self, calls):
+        self.recorded += 1
+        self.spent += self.CAPTURE + len(calls) * self.LAUNCH
+        return sum(calls)
+
+    def replays(self, graph, count):
+        return self.turns([graph], count)[0]
+
+    def turns(self, graphs, rounds):
+        times = [[g * self.chance.uniform(1 - self.noise, 1 + self.noise) for _ in range(rounds)] for g in graphs]
+        self.spent += graphs[-1] + sum(map(sum, times))
+        return times
+
+
+@pytest.mark.parametrize("seconds, sets, most", [(5e-6, 18, 4e-3), (30e-6, 4, 5e-3), (600e-6, 2, 15e-3)])
+def test_a_glance_costs_little(seconds, sets, most):
+    for best in (None, 0.7 * seconds, seconds, 3 * seconds):
+        clock = Clock()
+        timer = measuring.GpuTimer(H200, bench=clock)
+        assert timer.glance([seconds] * sets, seconds, best) == pytest.approx(seconds)
+        assert clock.spent < most
+    # Far from the best: two calls of a slow kernel, a graph of a fast one.
+    clock = Clock()
+    slow = measuring.GpuTimer(H200, bench=clock).glance([5 * seconds] * sets, seconds, seconds)
+    assert slow > measuring.FAR * seconds and clock.spent < 15e-3
+    assert clock.recorded == (seconds < 300e-6)
+
+
+def test_slow_only_once_is_not_far():
+    """The first call loads the kernel."""
+    clock = Clock()
+    found = measuring.GpuTimer(H200, bench=clock).glance([5e-3, 600e-6], 600e-6, 600e-6)
+    assert clock.recorded == 1 and found > 600e-6
+
+
+def test_the_nearer_the_more_exact():
+    def spread(best):
+        times = [
+            measuring.GpuTimer(H200, bench=clock).glance([20e-6] * 5, 20e-6, best)
+            for clock in [Clock(0.1)]
+            for _ in range(200)
+        ]
+        return max(times) / min(times)
+
+    assert spread(20e-6) < spread(10e-6)
+
+
+def test_finalists_are_compared_in_turns():
+    assert measuring.finalists({i: 1.0 / (1 + i) for i in range(20)}) == [0, 1, 2, 3, 4, *range(12, 20)]
+    assert measuring.finalists({3: 1.0, 7: 2.0}) == [3, 7]
+    clock = Clock(0.05)
+    found = measuring.GpuTimer(H200, bench=clock).compare([[1e-5] * 6, [2e-5] * 6, [5e-4] * 2])
+    assert found == pytest.approx([1e-5, 2e-5, 5e-4], rel=0.05)
+    assert measuring.repeats(1e-3, 25, 12e-3, 5) == 12 and measuring.repeats(1e-6, 25, 12e-3, 5) == 25
+    assert measuring.repeats(1.0, 25, 12e-3, 5) == 5
+
+
+def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
+    """Everything of `GpuTimer` but the GPU: seconds are the plans' own, some plans fail or compute something else."""
+    from contextlib import nullcontext
+
+    from nanovllm.perf.tiles import launch
+
+    problem = FEW["gemm"][0]
+    plans = plan(problem, H200)[:40]
+    right = torch.arange(6.0).reshape(2, 3)
+    tried = []
+
+    class Called(Clock):
+        def once(self, call):
+            call()
+            return super().once(call.args[0].seconds)
+
+        def record(self, calls):
+            for call in calls:
+                call()
+            return super().record([3e-6 if call.func is library else call.args[0].seconds for call in calls])
+
+    def run(x, arguments):
+        tried.append(x)
+        if x is plans[1]:
+            raise RuntimeError("out of resource\nmore")
+        return right + (x is plans[2])
+
+    def library(arguments):
+        return right
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(
+        launch, "prepare", lambda *_: launch.Inputs([(right,)] * 4, run, lambda arguments: arguments[0], library)
+    )
+    bench = Called()
+    bench.stream = None
+    timer = measuring.GpuTimer(H200, lambda p, i: "CompilationError: no" if p is problem and i == 3 else None, bench)
+    found = timer(problem, plans, time.monotonic() + 60)
+    assert found["failed"] == [
+        {"config": str(plans[1].config), "reason": "RuntimeError: out of resource"},
+        {"config": str(plans[3].config), "reason": "CompilationError: no"},
+    ]
+    assert tried.count(plans[1]) == 1 and plans[3] not in tried
+    assert set(found["seconds"]) == set(range(40)) - {1, 3} and found["library_us"] == pytest.approx(3.0)
+    assert found["seconds"] == pytest.approx({i: plans[i].seconds for i in found["seconds"]})
+    assert found["wrong"] == [{"config": str(plans[2].config), "error": pytest.approx(0.2)}]
+    assert timer(problem, plans, 0.0) == {"seconds": {}, "cut": True}
+    nothing = measuring.GpuTimer(H200, lambda p, i: "no", bench)(problem, plans[:2], time.monotonic() + 60)
+    assert not nothing["seconds"] and len(nothing["failed"]) == 2
+
+
+class Compiled:
+    """Stands for `Ahead`: has compiled one problem at once, the others when they are waited for."""
+
+    def __init__(self, never=()):
+        self.asked, self.waited, self.never = [], [], never
+
+    def ask(self, problem, plans, model):
+        self.asked.append((problem, len(plans)))
+
+    def ready(self, problem):
+        return problem in self.waited or problem == FEW["gemm"][1]
+
+    def wait(self, problem, deadline):
+        self.waited.append(problem)
+        return problem not in self.never
+
+
+def test_what_is_compiled_is_timed_first(monkeypatch):
+    monkeypatch.setattr(proof, "_KEEP_SECONDS", 0.0)
+    order, kept = [], []
+
+    def timer(problem, plans, deadline):
+        order.append(problem)
+        return noisy()(problem, plans, deadline)
+
+    ahead = Compiled()
+    found = proof.prove(H200, FEW, timer, 60, 7, ahead, kept.append)
+    assert ahead.asked == [(p, 7) for p in (FEW["gemm"][0], FEW["streaming"][0], FEW["gemm"][1])]
+    assert order == [FEW["gemm"][1], FEW["gemm"][0], FEW["streaming"][0]]
+    # In the order of the problems whatever the order of the timing, and written as it grows.
+    assert [s["problem"]["kind"] for s in found["shapes"]] == ["gemm", "streaming", "gemm"]
+    assert [len(k["shapes"]) for k in kept] == [1, 2, 3] and kept[-1] == found
+    assert [len(k["not_measured"]) for k in kept] == [2, 1, 0] and kept[0]["summary"]["gemm"]["shapes"] == 1
+    late = proof.prove(H200, FEW, timer, 60, 7, Compiled(never=FEW["streaming"]))
+    assert len(late["shapes"]) == 2 and [p["kind"] for p in late["not_measured"]] == ["streaming"]
 
 
 def test_what_cannot_be_launched():
@@ -226,8 +380,10 @@ def test_launches_compute_what_they_should():
 
 
 @pytest.mark.gpu
-def test_timing_on_a_gpu():
+def test_timing_on_a_gpu(tmp_path, monkeypatch):
+    triton = pytest.importorskip("triton")
     from nanovllm.perf.presets import this_device
+    from nanovllm.perf.tiles.ahead import Ahead
 
     model = this_device(torch.device("cuda", torch.cuda.current_device()))
     problems = {
@@ -235,14 +391,25 @@ def test_timing_on_a_gpu():
         "streaming": [ALL["streaming"][0], ALL["streaming"][7]],
     }
     problems["attention"] = [ALL["attention"][5]]
-    with torch.inference_mode():
-        found = proof.prove(model, problems, measuring.GpuTimer(model), 300, most=8)
-    assert len(found["shapes"]) == 5 and not found["stopped"]
+    missed = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, src, cache_hit, **rest: cache_hit or missed.append(src.name)
+    )
+    ahead = Ahead(4)
+    try:
+        with torch.inference_mode():
+            found = proof.prove(model, problems, measuring.GpuTimer(model, ahead.failure), 300, 8, ahead)
+    finally:
+        ahead.close()
+    assert len(found["shapes"]) == 5 and not found["stopped"] and not missed
     for s in found["shapes"]:
         assert not s["wrong"] and len(s["failed"]) <= 2, s
         assert 0.2 < s["first"]["predicted_us"] / s["first"]["us"] < 3, s
     started = time.monotonic()
-    assert not proof.prove(model, problems, measuring.GpuTimer(model), 0)["shapes"] and time.monotonic() - started < 5
+    with torch.inference_mode():
+        nothing = proof.prove(model, problems, measuring.GpuTimer(model), 0)
+    assert not nothing["shapes"] and time.monotonic() - started < 5
 
 
 def test_the_documentation_shows_what_was_measured():

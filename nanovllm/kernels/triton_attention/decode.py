@@ -8,19 +8,8 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
-from nanovllm.kernels.ops.checks import (
-    FP8,
-    check_attention,
-    check_attention_values,
-    check_new_tokens,
-    values_checked,
-)
-from nanovllm.kernels.triton_attention.common import (
-    LOG2E,
-    as_words,
-    num_multiprocessors,
-    padded_count,
-)
+from nanovllm.kernels.ops.checks import FP8, check_attention, check_attention_values, check_new_tokens, values_checked
+from nanovllm.kernels.triton_attention.common import LOG2E, as_words, num_multiprocessors, padded_count
 from nanovllm.kernels.triton_attention.decode_hopper import launch_hopper, refused, takes
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, HopperDecodePlan, plan_decode

@@ -66,7 +66,7 @@ def plan_product(
     """
     sums = n * (2 if gated else 1)
     if m == 1 and row_major:
-        return _vector_plan(sums, k, itemsize, gated, sms)
+        return _vector_plan(sums, k, itemsize, sms)
     if itemsize == 4:  # on the ordinary units: tiles as registers allow
         if m <= 16:
             return StreamPlan(16, 32, 32, _splits(cdiv(sums, 32), cdiv(k, 128), 16 * sums, sms), 4, 3)
@@ -81,7 +81,7 @@ def plan_product(
     return TilePlan(64, 32 if gated else 64, 64 if k % 8 == 0 else 32, 8, 1, 4, 3)
 
 
-def _vector_plan(sums: int, k: int, itemsize: int, gated: bool, sms: int) -> StreamPlan:
+def _vector_plan(sums: int, k: int, itemsize: int, sms: int) -> StreamPlan:
     rows = 4 if sums >= 4 * sms else 2
     if 1024 < k and k % 2048 == 0:
         block, warps = 2048, 8

@@ -1,7 +1,7 @@
 """top-k and top-p as a threshold: exactly the set of tokens that the reference of `sample` keeps, without a sort.
 
 A row's kept tokens are those with a logit above a threshold, and of those equal to it the ones with the lowest ids. Two
-launches find the threshold and the last such id:
+launches, three if a row of the batch has top-p, find the threshold and the last such id:
 
 1. With top-p alone, `_mass_kernel` adds up the mass of the logits in each of many narrow bins.
 2. `_gather_kernel` copies a row's *candidates* for the threshold. With top-k these are the logits not below the k-th largest

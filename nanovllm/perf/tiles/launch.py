@@ -42,7 +42,7 @@ def num_sets(bytes_of_a_set: float, l2_bytes: int) -> int:
 
 
 def prepare(problem: Any, where: torch.device, model: DeviceModel, sets: int | None = None, seed: int = 0) -> Inputs:
-    """Random inputs for a problem.
+    """Random inputs for a problem; on the device "meta" without memory, to follow launches that do not run.
 
     Args:
         sets: how many; by default as many as the L2 cache of `model` asks for.
@@ -50,11 +50,13 @@ def prepare(problem: Any, where: torch.device, model: DeviceModel, sets: int | N
     Raises:
         ValueError: nanovllm has no kernel for it (packed weights, float8, convolutions, more than three inputs, decoding in pieces).
     """
-    generator = torch.Generator(where).manual_seed(seed)
+    generator = None if where.type == "meta" else torch.Generator(where).manual_seed(seed)
 
     def random(*shape: int, dtype: str) -> torch.Tensor:
-        dtype = "float32" if dtype == "tfloat32" else dtype
-        return torch.randn(shape, device=where, generator=generator).to(getattr(torch, dtype))
+        kind = getattr(torch, "float32" if dtype == "tfloat32" else dtype)
+        if generator is None:
+            return torch.empty(shape, dtype=kind, device=where)
+        return torch.randn(shape, device=where, generator=generator).to(kind)
 
     for kind, make in _MAKERS.items():
         if isinstance(problem, kind):
@@ -101,7 +103,10 @@ def _attention(p: AttentionProblem, where: torch.device, model: DeviceModel, set
         )
         for _ in range(count)
     ]
-    table = torch.randperm(p.batch * blocks).to(torch.int32).view(p.batch, blocks).to(where)
+    # Rows of the block table begin at multiples of 16 entries, whatever the context: one kernel for all of them.
+    table = torch.zeros((p.batch, 16 * cdiv(blocks, 16)), dtype=torch.int32)
+    table[:, :blocks] = torch.randperm(p.batch * blocks).view(p.batch, blocks)
+    table = table.to(where)[:, :blocks]
     starts = torch.arange(0, p.batch * p.query + 1, p.query, dtype=torch.int32, device=where)
     lengths = torch.full((p.batch,), p.context, dtype=torch.int32, device=where)
     scale = p.head_dim**-0.5

@@ -1,10 +1,11 @@
 """Predicted against measured: time what the planner keeps, and see where its first choice and its first five stand.
 
-    python -m nanovllm.perf.tiles.proof --limit 540 --docs docs/planner.md
+    python -m nanovllm.perf.tiles.proof --limit 270 --docs docs/planner.md
 
-Needs a CUDA device. Inputs rotate through more than twice the L2 cache, calls run in a CUDA graph. Every configuration is timed once; the
-fastest of these and the planner's first five are timed again, in turns, and their results compared with a float32 reference. What
-does not compile or launch is counted, with its reason. The shapes' kernels are compiled beforehand by several processes.
+Needs a CUDA device. Inputs rotate through more than twice the L2 cache, calls run in a CUDA graph. Every configuration is timed, those
+near the best several times; the fastest of these and the planner's first five are timed again, in turns, and their results compared with a
+float32 reference. What does not compile or launch is counted, with its reason. Other processes compile each distinct kernel once
+meanwhile; a shape's turn comes when its kernels are there. What was measured is written every few seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,12 +24,15 @@ from typing import Any
 
 from nanovllm.perf.presets import DeviceModel
 from nanovllm.perf.tiles import table
-from nanovllm.perf.tiles.measuring import FIRST, GpuTimer, compile_ahead, compile_share, sample
+from nanovllm.perf.tiles.ahead import Ahead
+from nanovllm.perf.tiles.measuring import FIRST, GpuTimer, sample
 from nanovllm.perf.tiles.report import finite
 from nanovllm.perf.tiles.resources import Plan
 from nanovllm.perf.tiles.shapes import ALL, plan
 
 Timer = Callable[[Any, Sequence[Plan], float], dict[str, Any]]
+_KEEP_SECONDS = 5.0
+"""Between writings of what has been measured so far."""
 
 
 def judge(plans: Sequence[Plan], seconds: dict[int, float]) -> dict[str, Any]:
@@ -71,34 +76,54 @@ def summary(shapes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def prove(
-    model: DeviceModel, problems: dict[str, Sequence[Any]], timer: Timer, limit: float, most: int = 0
-) -> dict[str, Any]:
+    model: DeviceModel, problems: dict[str, Sequence[Any]], timer: Timer, limit: float, most: int = 0, ahead: Ahead | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Plan and time every problem until `limit` seconds have passed; what was not reached is named.
 
     Args:
         timer: (problem, plans, deadline) -> {"seconds": {rank: seconds}, ...}; what else it returns goes into the document.
+        ahead: compiles the plans; a problem is timed once they are.
+        keep: told every few seconds what there is so far, in the form of the result.
     """
     deadline = time.monotonic() + limit
-    shapes, missing, stopped = [], [], None
+    shapes, stopped, kept = [], None, time.monotonic()
     # Kinds in turns, so that a short run has some of each.
     turns = [(kind, p) for kind, ps in problems.items() for p in ps]
     turns.sort(key=lambda t: problems[t[0]].index(t[1]) / len(problems[t[0]]))
-    for kind, problem in turns:
-        words = _words(kind, problem)
-        if stopped or time.monotonic() > deadline:
-            missing.append(words)
-            continue
+    planned = {}
+    for _, problem in turns:
+        if time.monotonic() > deadline:
+            break
         plans = plan(problem, model)
-        chosen = sample(plans, most)
+        planned[problem] = plans, sample(plans, most)
+        if ahead is not None:
+            ahead.ask(problem, [plans[i] for i in planned[problem][1]], model)
+
+    def found() -> dict[str, Any]:
+        have = [s["problem"] for s in shapes]
+        words = [_words(*turn) for turn in turns]
+        missing = [w for w in words if w not in have]
+        mine = sorted(shapes, key=lambda s: words.index(s["problem"]))
+        return {"shapes": mine, "not_measured": missing, "summary": summary(mine), "stopped": stopped}
+
+    left = [turn for turn in turns if turn[1] in planned]
+    while left and not stopped and time.monotonic() <= deadline:
+        # The first whose kernels are compiled; else the first.
+        kind, problem = turn = next((t for t in left if ahead is None or ahead.ready(t[1])), left[0])
+        left.remove(turn)
+        if ahead is not None and not ahead.wait(problem, deadline):
+            break
+        plans, chosen = planned[problem]
+        words = _words(kind, problem)
+        began = time.monotonic()
         try:
             result = timer(problem, [plans[i] for i in chosen], deadline)
         except RuntimeError as e:  # a kernel broke the CUDA context: what was measured before it is kept
             stopped = f"{words}: {type(e).__name__}: {str(e).splitlines()[0]}"
-            missing.append(words)
             continue
         seconds = {chosen[i]: s for i, s in result.pop("seconds").items()}
         if result.pop("cut", False) or not seconds:
-            missing.append(words)
             continue
         shapes.append(
             {
@@ -106,11 +131,15 @@ def prove(
                 "problem": words,
                 "candidates": len(plans),
                 "timed": len(seconds),
+                "took_s": round(time.monotonic() - began, 3),
                 **judge(plans, seconds),
                 **result,
             }
         )
-    return {"shapes": shapes, "not_measured": missing, "summary": summary(shapes), "stopped": stopped}
+        if keep is not None and time.monotonic() > kept + _KEEP_SECONDS:
+            keep(found())
+            kept = time.monotonic()
+    return found()
 
 
 def _words(kind: str, problem: Any) -> dict[str, Any]:
@@ -121,20 +150,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m nanovllm.perf.tiles.proof", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="the JSON file; by default results/<gpu>/planner.json")
     parser.add_argument("--docs", type=Path, help="a Markdown file whose table is to be filled")
-    parser.add_argument("--limit", type=float, default=540, help="seconds in all")
+    parser.add_argument("--limit", type=float, default=270, help="seconds in all")
     parser.add_argument("--most", type=int, default=0, help="time at most so many configurations of a shape; 0: all")
-    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
+    parser.add_argument("--workers", type=int, default=processes(), help="that compile")
     parser.add_argument("--kinds", nargs="+", choices=list(ALL), default=list(ALL))
     parser.add_argument("--resume", action="store_true", help="leave out what the JSON file has already")
-    parser.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     a = parser.parse_args(arguments)
-    run(a.out, a.docs, a.limit, a.most, a.workers, a.kinds, a.resume, a.share)
+    run(a.out, a.docs, a.limit, a.most, a.workers, a.kinds, a.resume)
 
 
 def merged(known: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:
     """The document with the shapes of an earlier one that it lacks, if GPU and versions are the same."""
-    same = known is not None and all(known.get(k) == document[k] for k in ("schema", "gpu", "versions", "most"))
-    if not same:
+    if known is None or not _same(known, document):
         return document
     new = [s["problem"] for s in document["shapes"]]
     shapes = [*(s for s in known["shapes"] if s["problem"] not in new), *document["shapes"]]
@@ -145,13 +172,23 @@ def merged(known: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, 
     return {**document, "shapes": shapes, "not_measured": missing, "summary": summary(shapes)}
 
 
+def _same(known: dict[str, Any], document: dict[str, Any]) -> bool:
+    """Whether what was measured then may stand beside what is measured now."""
+    return all(known.get(k) == document[k] for k in ("schema", "gpu", "versions", "most"))
+
+
+def processes() -> int:
+    """Processes that compile: a core is left to the one that times."""
+    return max(1, min(16, os.cpu_count() or 1) - 1)
+
+
 def run(
-    out: Path | None, docs: Path | None, limit: float, most: int = 0, workers: int = 8, kinds: Sequence[str] = tuple(ALL),
-    resume: bool = False, share: Sequence[int] | None = None,
+    out: Path | None, docs: Path | None, limit: float, most: int = 0, workers: int | None = None, kinds: Sequence[str] = tuple(ALL),
+    resume: bool = False,
 ) -> dict[str, Any] | None:  # fmt: skip
     """The whole proof on the CUDA device here: measure, write the JSON, fill the table of `docs`.
 
-    What an earlier run on the same GPU and versions measured stays in the file. `share`: only compile, as (index, workers).
+    What an earlier run on the same GPU and versions measured stays in the file.
 
     Raises:
         ValueError: there is no CUDA device, or a kind is unknown.
@@ -166,28 +203,36 @@ def run(
     if not torch.cuda.is_available():
         raise ValueError("prove: needs a CUDA device: it times what `nanovllm plan` predicts")
     began = time.monotonic()
-    model = this_device(torch.device("cuda", torch.cuda.current_device()))
-    if share is not None:
-        compile_share(model, kinds, most, *share, limit)
-        return None
-    out = out or Path("results") / model.name / "planner.json"
-    known = json.loads(out.read_text()) if out.exists() else None
-    problems = {k: list(ALL[k]) for k in kinds}
-    if resume and known is not None:
-        have = [s["problem"] for s in known["shapes"]]
-        problems = {k: [p for p in ps if _words(k, p) not in have] for k, ps in problems.items()}
-    compile_ahead(0.45 * limit, most, workers, kinds)
-    with torch.inference_mode():
-        found = prove(model, problems, GpuTimer(model), limit - (time.monotonic() - began), most)
-    head = {
-        "schema": 1, "gpu": torch.cuda.get_device_name(), "versions": versions(), "most": most,
-        "date": datetime.now(timezone.utc).date().isoformat(), "device": asdict(model),
-    }  # fmt: skip
-    document = merged(known, finite({**head, **found}))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_suffix(".part")
-    part.write_text(json.dumps(document, indent=1) + "\n")
-    part.replace(out)
+    ahead = Ahead(workers or processes())
+    try:
+        model = this_device(torch.device("cuda", torch.cuda.current_device()))
+        out = out or Path("results") / model.name / "planner.json"
+        known = json.loads(out.read_text()) if out.exists() else None
+        head = {
+            "schema": 1, "gpu": torch.cuda.get_device_name(), "versions": versions(), "most": most,
+            "date": datetime.now(timezone.utc).date().isoformat(), "device": asdict(model),
+        }  # fmt: skip
+        problems = {k: list(ALL[k]) for k in kinds}
+        if resume and known is not None and _same(known, head):
+            have = [s["problem"] for s in known["shapes"]]
+            problems = {k: [p for p in ps if _words(k, p) not in have] for k, ps in problems.items()}
+
+        def write(found: dict[str, Any]) -> dict[str, Any]:
+            document = merged(known, finite({**head, **found}))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            part = out.with_suffix(".part")
+            part.write_text(json.dumps(document, indent=1) + "\n")
+            part.replace(out)
+            return document
+
+        with torch.inference_mode():
+            found = prove(
+                model, problems, GpuTimer(model, ahead.failure), limit - (time.monotonic() - began), most, ahead, write
+            )
+        print(f"{ahead.kernels} kernels, {time.monotonic() - began:.0f} s", file=sys.stderr)
+    finally:
+        ahead.close()
+    document = write(found)
     print(f"wrote {out}")
     print(table.markdown([document]))
     if docs is not None:

@@ -11,6 +11,9 @@ from nanovllm.perf.tiles.gemm import GemmProblem, plan_gemm
 from nanovllm.perf.tiles.reduction import ReductionProblem, plan_reduction
 from nanovllm.perf.tiles.resources import Plan
 
+# Shapes share kernels as far as they can: Triton compiles anew for another dtype, for sizes of 1, for sizes that 16 does not divide,
+# and attention for another number of query heads a KV head or of sequences, rounded up to a power of two.
+
 # Projections of models of 0.6 and 8 billion parameters (outputs, inputs) from decoding to prefill, squares, and odd sizes.
 _LAYERS = ((4096, 1024), (1024, 3072), (6144, 4096), (4096, 12288), (24576, 4096))
 _TOKENS = (16, 64, 256, 2048)
@@ -19,11 +22,11 @@ GEMM = (
     GemmProblem(8192, 6144, 4096),
     GemmProblem(1, 4096, 4096),
     GemmProblem(128, 151936, 1024),
-    GemmProblem(1024, 1024, 1024, "float16"),
+    GemmProblem(1024, 1024, 1024),
     GemmProblem(2048, 2048, 2048, "float16"),
     GemmProblem(4096, 4096, 4096, "float16"),
     GemmProblem(8192, 8192, 8192),
-    GemmProblem(300, 1000, 2000),
+    GemmProblem(304, 1008, 2000),
     GemmProblem(777, 3333, 1111),
     GemmProblem(1536, 640, 2560),
     GemmProblem(1024, 1024, 1024, "float32"),
@@ -34,10 +37,10 @@ ATTENTION = (
     AttentionProblem(4, 4096, 4096, 32, 8),
     AttentionProblem(1, 16384, 16384, 32, 8),
     AttentionProblem(4, 512, 8192, 32, 8),
-    AttentionProblem(1, 2048, 2048, 16, 8),
-    AttentionProblem(8, 256, 256, 16, 8),
-    AttentionProblem(2, 128, 16384, 16, 8),
-    AttentionProblem(32, 16, 2048, 32, 8),
+    AttentionProblem(3, 16, 8192, 32, 8),
+    AttentionProblem(4, 1024, 1024, 16, 8),
+    AttentionProblem(3, 300, 700, 16, 8),
+    AttentionProblem(4, 128, 16384, 16, 8),
     AttentionProblem(4, 2048, 2048, 16, 16, 64),
     AttentionProblem(2, 1000, 3000, 14, 2, 64, dtype="float16"),
 )
