@@ -86,7 +86,8 @@ def warm_up(runner: ModelRunner) -> None:
         for num_rows in {min(n, runner.config.max_num_seqs) for n in (1, 3, 16, 40)}:
             rows = [SamplingRow(params, seed=0, position=0, slot=i) for i in range(num_rows)]
             logits = runner.model.compute_logits(hidden[:num_rows])
-            runner.sampler(logits, SamplingMetadata.build(rows, device))
+            for given in (logits, logits.float()):  # penalties leave float32
+                runner.sampler(given, SamplingMetadata.build(rows, device))
     torch.cuda.synchronize(device)
 
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from unittest.mock import patch
 
 
 @contextmanager
@@ -34,5 +33,8 @@ def compiling_only(threads: int | None = None) -> Iterator[None]:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     with ThreadPoolExecutor(threads or os.cpu_count()) as executor, AsyncCompileMode(executor):
-        with patch.object(JITFunction, "run", compile_only):
+        JITFunction.run = compile_only
+        try:
             yield
+        finally:
+            JITFunction.run = launch

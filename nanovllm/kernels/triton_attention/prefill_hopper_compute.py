@@ -41,8 +41,8 @@ def softmax(
 def queries_of(q_buffers, index, QUERIES: gl.constexpr):
     """The buffer of queries to multiply now.
 
-    Of two buffers the index goes through a shuffle in every tile, so that what follows from it is computed there: ptxas (of CUDA 12.8
-    to 13.0) otherwise computes descriptors before a loop that may be skipped, and uses them after it.
+    Of two buffers the index goes through a shuffle in every tile. Without it ptxas (of CUDA 12.8, as Triton 3.6 brings it) computed
+    descriptors before a loop that may be skipped, and used them after it; with it they are computed in every tile.
     """
     if QUERIES > 1:
         index = gl.inline_asm_elementwise(
