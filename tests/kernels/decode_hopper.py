@@ -194,7 +194,7 @@ def compiled(
     from nanovllm.kernels.triton_attention.decode_hopper_kernel import decode_hopper_kernel as kernel
 
     constants = dict(
-        SEQS_PAD=seqs_pad, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,
+        SEQS_PAD=seqs_pad, EMPTY_LAST=plan.empty_last, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,
         CHUNK=plan.chunk, NEW=new, NORM=new and norm, RELEASE=release,
         FP8=scales is not None, K_SCALES=scales[0] if scales else 0, V_SCALES=scales[1] if scales else 0,
     )  # fmt: skip

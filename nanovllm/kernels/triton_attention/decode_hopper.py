@@ -188,6 +188,7 @@ def launch_hopper(
         plan.pieces,
         plan.least,
         SEQS_PAD=padded_count(num_seqs),
+        EMPTY_LAST=plan.empty_last,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,

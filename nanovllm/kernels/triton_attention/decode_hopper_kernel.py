@@ -100,6 +100,7 @@ def decode_hopper_kernel(
     most_pieces,
     least,  # tiles that no sequence is cut below
     SEQS_PAD: gl.constexpr,
+    EMPTY_LAST: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
@@ -138,7 +139,7 @@ def decode_hopper_kernel(
     head = gl.program_id(0)
     num_heads = gl.num_programs(0)
     seq, length, first_piece, piece, share = find_piece(
-        gl.program_id(1), gl.num_programs(1), lens_ptr, num_seqs, most_pieces, least, NEW, SEQS_PAD, TILE
+        gl.program_id(1), gl.num_programs(1), lens_ptr, num_seqs, most_pieces, least, NEW, SEQS_PAD, TILE, EMPTY_LAST
     )
     if seq >= 0:
         end_token = gl.maximum(length - NEW, 0)  # of the cached tokens; also where a new one goes

@@ -22,6 +22,7 @@ def find_piece(
     NEW: gl.constexpr,
     SEQS_PAD: gl.constexpr,
     TILE: gl.constexpr,
+    EMPTY_LAST: gl.constexpr,
 ):
     """-> (seq, its length, its first piece, this program's, tiles in a piece at most); seq is -1 for a program without a piece.
 
@@ -34,8 +35,8 @@ def find_piece(
         length = gl.load(lens_ptr, cache_modifier=".cg")
         tiles = planned_tiles(length, 0, NEW, TILE, 0)
         share = gl.maximum(gl.cdiv(tiles, most_pieces), least)
-        piece = program - num_programs + gl.cdiv(tiles, share)
-        return gl.where(piece < 0, -1, 0), length, 0, piece, share
+        piece = program if EMPTY_LAST else program - num_programs + gl.cdiv(tiles, share)
+        return gl.where((piece < 0) | (piece >= gl.cdiv(tiles, share)), -1, 0), length, 0, piece, share
     else:
         gl.static_assert(SEQS_PAD <= 1023, "what is packed into 32 bits, with fewer than 2^14 pieces")
         each: gl.constexpr = max(1, SEQS_PAD // 32)
@@ -57,7 +58,7 @@ def find_piece(
         before = gl.associative_scan(both, 0, _plus) - both
         all = gl.sum(both, 0)
         starts = gl.where(pieces > 1, before >> 16, (all >> 16) + (before & 0xFFFF))
-        piece = program - num_programs + (all >> 16) + (all & 0xFFFF)
+        piece = program if EMPTY_LAST else program - num_programs + (all >> 16) + (all & 0xFFFF)
         mine = (starts <= piece) & (piece < starts + pieces)
         found = gl.sum(gl.where(mine, starts * 1024 + offs + 1, 0), 0)
         length = gl.sum(gl.where(mine, lens, 0), 0)

@@ -109,6 +109,8 @@ class HopperDecodePlan:
     """Keys a request to the copy engine: fewer than that are read beyond a sequence's last token."""
     chunk: int = 4
     """Partial results that are merged at a time."""
+    empty_last: bool = False
+    """Whether programs that find no piece come last in the grid."""
 
     @property
     def tile(self) -> int:
