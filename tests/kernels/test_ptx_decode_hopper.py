@@ -114,10 +114,10 @@ CASES = {
         lens=[130, 40], plan=Plan(4, warps=2, slots=3), group=4, kv_heads=3, head_dim=64, block_size=64
     ),
     "eight warps": dict(lens=[300, 200], plan=Plan(2, warps=8, slots=1, box=32), group=1, kv_heads=1),
-    "one warp, one sequence": dict(lens=[100], plan=Plan(3, warps=1), group=1, kv_heads=2),
-    "lengths through shared memory": dict(lens=[200, *[1] * 60, 0, 70, 33, 2], plan=Plan(3, warps=2, box=8), kv_heads=1),
+    "one warp, one sequence": dict(lens=[100], plan=Plan(9, least=2, warps=1, empty_last=True), group=1, kv_heads=2),
+    "lengths through shared memory": dict(lens=[200, *[1] * 60, 0, 70, 33, 2], plan=Plan(9, warps=2, box=8, empty_last=True), kv_heads=1),
     "cached, several pieces": dict(lens=[300, 1, 0, 64, 130], plan=Plan(3), kv_heads=1, new=False),
-    "cached, one sequence": dict(lens=[449], plan=Plan(5, slots=3, box=16, chunk=8), kv_heads=2, new=False),
+    "cached, one sequence": dict(lens=[449], plan=Plan(5, slots=3, box=16, chunk=8, empty_last=True), kv_heads=2, new=False),
     "cached, head_dim 64, fp16": dict(
         lens=[130, 65], plan=Plan(4, warps=2, slots=4, box=32), group=8, kv_heads=1, head_dim=64, block_size=64, dtype="fp16", new=False
     ),

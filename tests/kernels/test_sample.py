@@ -89,19 +89,22 @@ def chi_square_is_plausible(counts, expected):
 
 
 @pytest.mark.parametrize(
-    "counter, key, words",
-    [  # kat_vectors of Random123, "philox4x32 10"
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    "rounds, counter, key, words",
+    [  # kat_vectors of Random123, "philox4x32 7" and "philox4x32 10"
+        (7, "00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        (7, "ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
+        (7, "243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
+        (10, "00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (10, "ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (10, "243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
 @pytest.mark.parametrize("device", DEVICES)
-def test_philox_gives_the_published_words(counter, key, words, device):
+def test_philox_gives_the_published_words(rounds, counter, key, words, device):
     counter = [torch.tensor([int(w, 16)], device=device) for w in counter.split()]
     low, high = (int(w, 16) for w in key.split())
     signed = np.array([high << 32 | low], dtype=np.uint64).view(np.int64)
-    got = philox(*counter, torch.from_numpy(signed).to(device))
+    got = philox(*counter, torch.from_numpy(signed).to(device), rounds)
     assert [f"{w.item():08x}" for w in got] == words.split()
 
 

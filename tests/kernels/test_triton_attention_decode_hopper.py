@@ -50,7 +50,7 @@ SHAPES = {
 PLANS = [
     Plan(1), Plan(33, 999), Plan(200, 1), Plan(33, 2, slots=3, box=32), Plan(33, 1, slots=1, box=64), Plan(5, 3, slots=6, box=16),
     Plan(66, 1, warps=2, slots=4), Plan(66, 2, warps=1, slots=3), Plan(20, 1, warps=8, slots=1, box=128), Plan(20, 1, warps=8, slots=3, box=16),
-    Plan(40, 1, slots=2, box=8, chunk=1), Plan(400, 1, slots=2, chunk=8),
+    Plan(40, 1, slots=2, box=8, chunk=1), Plan(400, 1, slots=2, chunk=8), Plan(66, 4, slots=3, box=32, empty_last=True),
 ]  # fmt: skip
 for _plan in PLANS:
     SHAPES[str(_plan)] = EDGES + mixed(20, 600, 5), 2, 8, 128, 256, BF16, True, _plan

@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 import nanovllm.kernels.triton_ops as ops  # noqa: E402
 from nanovllm.kernels.ops.activation import silu_and_mul as native_silu_and_mul  # noqa: E402
-from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import dropout_counts  # noqa: E402
+from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts  # noqa: E402
 from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import (  # noqa: E402
     layernorm_residual_dropout_gelu as native_chain,
 )
@@ -249,7 +249,7 @@ def kept_by_hand(rows, size, limit, seed):
     key = torch.tensor([(seed + 2**63) % 2**64 - 2**63])
     for row in range(rows):
         for column in range(size):
-            words = philox(torch.tensor([column // 8]), torch.tensor([row]), zero, zero, key)
+            words = philox(torch.tensor([column // 8]), torch.tensor([row]), zero, zero, key, DROPOUT_ROUNDS)
             half = int(words[column % 8 // 2]) >> 16 * (column % 2)
             keep[row, column] = half % 2**15 >= limit
     return keep

@@ -23,6 +23,8 @@ def _cost(x, residual, weight, bias, **_):
 
 _STEPS = 1 << 15
 """Dropout compares 15 random bits: probabilities are multiples of 2^-15."""
+DROPOUT_ROUNDS = 7
+"""Of Philox, as in FlashAttention's dropout."""
 
 
 def dropout_counts(p: float) -> tuple[int, float]:
@@ -71,7 +73,7 @@ def layernorm_residual_dropout_gelu(
     rounds to 1: q is then 1 - 2^-15 at most.
 
     Which elements depends on the seed and on the element's place alone. Of column c of row r (of x seen as a matrix), let w
-    be word (c % 8) // 2 of Philox4x32-10 under the key `seed` and the counter (c // 8, r, 0, 0), and h the low half of w for
+    be word (c % 8) // 2 of Philox4x32-7 under the key `seed` and the counter (c // 8, r, 0, 0), and h the low half of w for
     even c, the high half for odd c. The element stays if the low 15 bits of h are at least q * 2^15. So a counter serves
     eight elements, 16 bytes of a 16-bit dtype, which a thread loads at once.
 
@@ -96,7 +98,7 @@ def layernorm_residual_dropout_gelu(
         rows, eights = (torch.arange(n, device=x.device) for n in (x.numel() // max(size, 1), -(-size // 8)))
         zero = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
         key = torch.full((1, 1), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=x.device)
-        words = torch.stack(philox(eights[None, :], rows[:, None] & 0xFFFFFFFF, zero, zero, key), -1)
+        words = torch.stack(philox(eights[None, :], rows[:, None] & 0xFFFFFFFF, zero, zero, key, DROPOUT_ROUNDS), -1)
         bits = torch.stack((words, words >> 16), -1).flatten(1)[:, :size] & (_STEPS - 1)
         y = torch.where((bits >= drops).view(x.shape), y * factor, 0.0)
     return F.gelu(y, approximate=approximate)

@@ -24,7 +24,6 @@ from nanovllm.kernels.registry import op
 # Philox4x32: multipliers and Weyl constants (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 _MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
 _LOW_32 = 0xFFFFFFFF
 BLOCK = 256
 """Columns that the first level of a draw takes together; a power of two."""
@@ -278,19 +277,20 @@ def uniform(words: torch.Tensor) -> torch.Tensor:
 
 
 def philox(
-    c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor, key: torch.Tensor
+    c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor, key: torch.Tensor, rounds: int = 10
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32-10: a random function of a 128-bit counter and a 64-bit key (Salmon et al., SC 2011).
+    """Philox4x32, by default of 10 rounds: a random function of a 128-bit counter and a 64-bit key (Salmon et al., SC 2011).
 
     Args:
         c0, c1, c2, c3: the counter's words, int64 tensors in [0, 2^32), that broadcast against each other and the key.
         key: int64, its low half the first key word and its high half the second.
+        rounds: 7 are the fewest that pass the authors' statistical tests.
 
     Returns:
         The four output words, int64 in [0, 2^32).
     """
     k0, k1 = key & _LOW_32, (key >> 32) & _LOW_32
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         # The product of two 32-bit words wraps around int64 as it does around uint64, so its bits are right; the
         # arithmetic shift then fills the high half with sign bits, which the mask removes. The low half is masked
         # where it is used.

@@ -159,6 +159,12 @@ def _gelu(x, dtype: tl.constexpr):
     """x times the normal distribution function."""
     if dtype == tl.float32:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif dtype == tl.bfloat16:
+        # The distribution function is the logistic function of x P(x^2), here with P to relative errors of 1.3e-3, a third
+        # of what rounding gives, for x above -5; below, the result is off by 2e-9 at most.
+        u = x * x
+        p = -2.2976465 + u * (-0.10939677 + u * (1.4235603e-3 + u * -1.3032e-5))
+        return x * rcp(1.0 + ex2(x * p))
     else:
         # The upper tail to 1e-7, in half the instructions (Abramowitz and Stegun, 7.1.26, of |x| / sqrt(2), coefficients
         # halved).

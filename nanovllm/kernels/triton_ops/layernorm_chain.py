@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import dropout_counts
+from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts
 from nanovllm.kernels.triton_ops._launch import matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import INTERPRETED, activation, round2, rounded, to_dtype, wide
 from nanovllm.kernels.triton_ops.activation import gelu_kind
@@ -15,6 +15,7 @@ from nanovllm.kernels.triton_ops.pieces import MANY_ROWS, load_pieces, pieces_of
 
 _MAX_BLOCK = 32768
 _MOST_PIECES = 5
+_ROUNDS = tl.constexpr(DROPOUT_ROUNDS)
 _MOST_PACKED = 0x7C00  # infinity in float16
 
 
@@ -87,7 +88,7 @@ def _chain_kernel(
         v = to_dtype(rounded(v, dtype) + others[i].to(tl.float32), dtype)
         if DROPOUT:
             halves = philox_halves(
-                i * (BLOCK // 8), index, seed_low.to(tl.uint32), seed_high.to(tl.uint32), BLOCK, VECTOR
+                i * (BLOCK // 8), index, seed_low.to(tl.uint32), seed_high.to(tl.uint32), BLOCK, VECTOR, _ROUNDS
             )
             if PACKED and dtype == tl.bfloat16:
                 v = wide(_scaled(_kept(v, halves, limit), scale, scale_low, LOW))

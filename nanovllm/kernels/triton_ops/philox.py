@@ -62,8 +62,8 @@ else:
 
 
 @triton.jit
-def _words_of_one(c0, c1, k0, k1):
-    """`philox_four` for one c1 and key, scalars: what they alone decide in the first rounds is computed once a warp."""
+def _words_of_one(c0, c1, k0, k1, ROUNDS: tl.constexpr):
+    """As `philox_four`, of ROUNDS rounds, for one c1 and key, scalars: what they alone decide in the first rounds is computed once a warp."""
     A: tl.constexpr = 0xD2511F53
     B: tl.constexpr = 0xCD9E8D57
     low, high = _product(c0, A)
@@ -74,7 +74,7 @@ def _words_of_one(c0, c1, k0, k1):
     x0 = x0 ^ k0
     x2 = low ^ ((q >> 32).to(tl.uint32) ^ k1)
     x3 = q.to(tl.uint32)
-    for _ in tl.static_range(8):
+    for _ in tl.static_range(ROUNDS - 2):
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
         low0, high0 = _product(x0, A)
@@ -86,8 +86,8 @@ def _words_of_one(c0, c1, k0, k1):
 
 
 @triton.jit
-def philox_halves(first, c1, k0, k1, COUNT: tl.constexpr, EACH: tl.constexpr):
-    """[COUNT] uint16: the eight halves of the output words for the counters (first + i, c1, 0, 0), side by side.
+def philox_halves(first, c1, k0, k1, COUNT: tl.constexpr, EACH: tl.constexpr, ROUNDS: tl.constexpr):
+    """[COUNT] uint16: the eight halves of the output words of Philox4x32-ROUNDS for the counters (first + i, c1, 0, 0), side by side.
 
     Half h of word w (0 is the low one) of counter c stands at position 8 * (c - first) + 2 * w + h. EACH, 8 or 4, is how many
     side by side a thread is to hold: none moves to another thread; with 4, two threads compute the same counter.
@@ -95,7 +95,7 @@ def philox_halves(first, c1, k0, k1, COUNT: tl.constexpr, EACH: tl.constexpr):
     """
     lane = tl.arange(0, COUNT // EACH)
     c0 = (first + lane // (8 // EACH)).to(tl.uint32)
-    w0, w1, w2, w3 = _words_of_one(c0, c1.to(tl.uint32), k0, k1)
+    w0, w1, w2, w3 = _words_of_one(c0, c1.to(tl.uint32), k0, k1, ROUNDS)
     if EACH == 8:
         words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     else:

@@ -254,6 +254,7 @@ def _attention_decode_hopper(tunable: Tunable, key: Key, device: DeviceModel) ->
     parameters = [
         Parameter("pieces", tuple(pieces)), Parameter("least", (1, 2, 4, 8)), Parameter("warps", (1, 2, 4, 8)),
         Parameter("slots", (1, 2, 3, 4, 5, 6)), Parameter("box", (16, 32, 64)), Parameter("chunk", (4, 8)),
+        Parameter("empty_last", (False, True)),
     ]  # fmt: skip
     few = Constraint(
         "less than 16 KiB asked for at a time, or more than 192",
