@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,8 +31,9 @@ from nanovllm.cli.kernels_common import (
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.kernels import Op
+    from nanovllm.kernels import Op, Provider
     from nanovllm.kernels.compare import Measurement
+    from nanovllm.kernels.declaration import Shape
 
 
 def bench(
@@ -48,27 +50,24 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the providers of an op: medians, inputs from device memory, the share of what the hardware allows."""
-    from nanovllm.kernels.compare import bench_cases, compiled, measure
+    """Time the providers of an op: medians, inputs from device memory, share of what the hardware allows. Ctrl-C keeps what is measured."""
+    from nanovllm.kernels.compare import compiled
 
     where, ops, origins = prepare(device, kernel_plugin)
     if save_table is not None and where.type != "cuda":
         raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
-    results = []
-    for declared in with_provider(matching(ops, op), provider):
-        if declared.inputs is None or declared.cost is None:
-            print(f"{declared.name} declares no inputs or no cost: not timed", file=sys.stderr)
-            continue
-        shapes = None if shape is None else [shape_of(declared, s) for s in shape]
-        if where.type == "cpu" and shapes is None:
-            shapes = declared.inputs.decode[:1]
-        candidates = [p for name, p in declared.providers.items() if not provider or name in provider]
-        candidates += [compiled(declared)] if compile else []
-        for case in bench_cases(declared, dtype_of(dtype), shapes):
-            for candidate in candidates:
-                results.append(measure(declared, candidate, case, where))
-            if not as_json and sys.stderr.isatty():
-                print(f"\r{declared.name} {case}  ", end="", file=sys.stderr)
+    results: list[Measurement] = []
+    try:
+        for declared in with_provider(matching(ops, op), provider):
+            if declared.inputs is None or declared.cost is None:
+                print(f"{declared.name} declares no inputs or no cost: not timed", file=sys.stderr)
+                continue
+            shapes = None if shape is None else [shape_of(declared, s) for s in shape]
+            candidates = [p for name, p in declared.providers.items() if not provider or name in provider]
+            candidates += [compiled(declared)] if compile else []
+            _measure(declared, candidates, dtype_of(dtype), shapes, where, results, not as_json and sys.stderr.isatty())
+    except KeyboardInterrupt:
+        print("stopped early, with what was measured so far", file=sys.stderr)
     document = _bench_document(where, results)
     if as_json:
         print(json.dumps(document, indent=1))
@@ -80,6 +79,22 @@ def bench(
         save.write_text(json.dumps(document, indent=1) + "\n")
     if save_table is not None:
         print(f"wrote {_save_table(where, results, save_table, document['date'])}")
+
+
+def _measure(
+    declared: Op, candidates: Sequence[Provider], dtype: torch.dtype, shapes: list[Shape] | None, where: torch.device,
+    results: list[Measurement], progress: bool,
+) -> None:  # fmt: skip
+    """Append the times of an op's providers; shapes None: the declared ones, on a CPU the first of a decode step."""
+    from nanovllm.kernels.compare import bench_cases, measure
+
+    if where.type == "cpu" and shapes is None:
+        shapes = declared.inputs.decode[:1]
+    for case in bench_cases(declared, dtype, shapes):
+        for candidate in candidates:
+            results.append(measure(declared, candidate, case, where))
+        if progress:
+            print(f"\r{declared.name} {case}  ", end="", file=sys.stderr)
 
 
 def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str, Any]:

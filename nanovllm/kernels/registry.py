@@ -73,6 +73,7 @@ class Op:
         inputs: realistic inputs, for tests and benchmarks.
         cost: (arguments as the reference takes them) -> what such a call must do at least.
         tolerance: relative, per dtype, against the reference in float64.
+        magnitude: of what is rounded on the way to a result that may be smaller: errors are relative to at least that.
         mutates: arguments that the op writes to; they are results like its return value.
         reuses: arguments whose memory a provider may use for its results: not to be read after the call.
         fuses: ops that this one stands for: an engine does not use it where one of them is named, so that the name counts.
@@ -88,6 +89,7 @@ class Op:
         inputs: Inputs | None = None,
         cost: Callable[..., Cost] | None = None,
         tolerance: Mapping[torch.dtype, float] | None = None,
+        magnitude: float = 0.0,
         mutates: Sequence[str] = (),
         reuses: Sequence[str] = (),
         fuses: Sequence[str] = (),
@@ -101,6 +103,7 @@ class Op:
         self.inputs = inputs
         self.cost = cost
         self.tolerance = {**TOLERANCE, **(tolerance or {})}
+        self.magnitude = magnitude
         self.mutates, self.reuses = tuple(mutates), tuple(reuses)
         self.fuses = tuple(fuses)
         self.compare = compare

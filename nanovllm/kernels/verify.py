@@ -13,6 +13,8 @@ from nanovllm.kernels.declaration import Arguments, Shape, Tensors
 from nanovllm.kernels.memory_guard import MemoryGuard
 from nanovllm.kernels.registry import Op, Provider
 
+_ROW = 16
+
 
 @dataclass(frozen=True)
 class Case:
@@ -143,31 +145,45 @@ def _compare(declared: Op, case: Case, results: Sequence[torch.Tensor], expected
             if not torch.equal(got, want):
                 return Verdict(case, failure=f"result {i} differs")
             continue
-        error = _error(got.double(), want.double(), tolerance, torch.finfo(case.dtype))
-        largest = float(error.max())
-        if largest > max(worst, 1.0):
-            where = _describe_worst(i, error, got, want)
-        worst = max(worst, largest)
+        errors = _errors(got.double(), want.double(), tolerance, declared.magnitude, torch.finfo(case.dtype))
+        for error, description in zip(errors, (f"result {i} at", f"the root of the mean square of result {i}'s errors in row")):
+            largest = float(error.max())
+            if largest > max(worst, 1.0):
+                where = _describe_worst(description, error, got, want)
+            worst = max(worst, largest)
     return Verdict(case, worst, f"error {worst:.3g} times the tolerance: {where}" if not worst <= 1 else None)
 
 
-def _describe_worst(i: int, error: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> str:
+def _describe_worst(what: str, error: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> str:
     at = tuple(int(n) for n in torch.unravel_index(error.argmax(), error.shape))
     wrong = int((error > 1).sum())
-    return f"result {i} at {list(at)} is {got[at]:.6g} instead of {want[at]:.6g}; {wrong} of {error.numel()} elements are wrong"
+    if error.dim() < want.dim():
+        return f"{what} {list(at)}; {wrong} of {error.numel()} rows are wrong"
+    return f"{what} {list(at)} is {got[at]:.6g} instead of {want[at]:.6g}; {wrong} of {error.numel()} elements are wrong"
 
 
-def _error(got: torch.Tensor, want: torch.Tensor, tolerance: float, info: torch.finfo) -> torch.Tensor:
-    """Each element's error over what is allowed: the tolerance times the value, plus the tolerance times its row's typical value."""
+def _errors(
+    got: torch.Tensor, want: torch.Tensor, tolerance: float, magnitude: float, info: torch.finfo
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each element's error, and each row's (the root of the mean square), over what is allowed.
+
+    An element may be off by the tolerance times its value, plus the tolerance times the largest value of its row: it may be a
+    difference of such values, each of which was rounded. A row of at least _ROW elements may be off as a whole by the tolerance times
+    the root of its mean square, which a loss of precision in every element exceeds long before any element does.
+    """
     overflows = want.abs() > info.max
     agree = (got == want) | (got.isnan() & want.isnan()) | (overflows & (got.isinf() | (got.abs() >= 0.99 * info.max)))
     finite = torch.where(want.isfinite(), want, 0.0)
-    typical = finite.square().mean(-1, keepdim=True).sqrt() if want.dim() else finite.abs()
     # float16 keeps subnormals, the others may be flushed to zero.
     smallest = 2.0**-24 if info.bits == 16 and info.max < 1e5 else info.tiny
-    allowed = tolerance * (finite.abs() + typical) + smallest
-    error = torch.where(agree, 0.0, (got - want).abs() / allowed)
-    return error.nan_to_num(nan=torch.inf)
+    error = torch.where(agree, 0.0, (got - want).abs())
+    rows, values = (error, finite) if want.dim() else (error[None], finite[None])
+    largest = values.abs().amax(-1, keepdim=True).clamp_min(magnitude).view(want.shape[:-1] + (1,) * min(want.dim(), 1))
+    of_elements = error / (tolerance * (finite.abs() + largest) + smallest)
+    if values.shape[-1] < _ROW:
+        return of_elements.nan_to_num(nan=torch.inf), torch.zeros(1, device=got.device)
+    of_rows = rows.square().mean(-1).sqrt() / (tolerance * values.square().mean(-1).sqrt().clamp_min(magnitude) + smallest)
+    return of_elements.nan_to_num(nan=torch.inf), of_rows.nan_to_num(nan=torch.inf)
 
 
 def _is_float(value: Any) -> bool:

@@ -50,6 +50,19 @@ def test_small_errors_and_wrong_elements_fail():
     assert failures(last_is_wrong)
 
 
+def test_a_loss_of_precision_everywhere_fails_and_one_where_values_cancel_does_not():
+    off = failures(lambda x: x * 2.06)
+    assert any("root of the mean square of result 0's errors in row [" in f and "bfloat16" in f for f in off)
+    assert all("rows are wrong" in f or "elements are wrong" in f for f in off)
+
+    def difference(x):
+        return (x + 8 * x.flip(-1)) - 8 * x.flip(-1)  # of which the second parts cancel, but for their rounding
+
+    inputs = Inputs(lambda t, rows, size: {"x": t.normal(rows, size)}, small=[(3, 4)], decode=[], scales=())
+    small = Op(difference, arguments={"x": "[..., n]"}, inputs=inputs, cost=lambda x: Cost(2 * x.numel()), magnitude=8.0)
+    assert not failures(difference, small)
+
+
 def test_unwritten_memory_fails():
     def leaves_a_column(x):
         y = torch.empty_like(x)

@@ -161,7 +161,8 @@ def _prefill_one(q, k, v, out, scale, window, soft_cap) -> None:
     """One sequence: q, out [num_heads, num_new, head_dim]; k, v [num_heads, length, head_dim]."""
     num_heads, num_new, _ = q.shape
     length = k.shape[1]
-    if num_new == length and window is None and soft_cap is None:
+    # In float64 torch has only the form whose scores are in memory, all at once.
+    if num_new == length and window is None and soft_cap is None and q.dtype != torch.float64:
         out[:] = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0]
         return
     tokens = torch.arange(length, device=q.device)

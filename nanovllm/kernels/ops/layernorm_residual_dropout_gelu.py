@@ -55,6 +55,7 @@ def dropout_counts(p: float) -> tuple[int, float]:
     cost=_cost,
     # Four roundings in a row.
     tolerance={torch.float16: 3e-3, torch.bfloat16: 2.5e-2},
+    magnitude=1.0,  # of a layer norm's result; gelu makes any smaller
 )
 def layernorm_residual_dropout_gelu(
     x: torch.Tensor,

@@ -58,7 +58,7 @@ def _chain_kernel(
     DROPOUT: tl.constexpr, PACKED: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     PIECES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """EVEN: PIECES * BLOCK = size. limit: dropout keeps where the low 15 bits of the random half are at least as large.
+    """EVEN: PIECES * BLOCK = size, always with more than one piece. limit: dropout keeps where the low 15 bits of the random half are at least as large.
 
     PACKED: of 16-bit elements two at a time; then, of bfloat16, scale + scale_low is the factor, as in `_scaled`.
     """
@@ -69,8 +69,9 @@ def _chain_kernel(
     col = tl.arange(0, BLOCK)
     loaded = load_pieces(x + row * x_stride, col, size, BLOCK, PIECES, EVEN, False)
     others = load_pieces(residual + row * residual_stride, col, size, BLOCK, PIECES, EVEN, False)
-    weights = load_pieces(weight, col, size, BLOCK, PIECES, EVEN, False)
-    biases = load_pieces(bias, col, size, BLOCK, PIECES, EVEN, False)
+    if PIECES == 1:
+        weights = load_pieces(weight, col, size, BLOCK, PIECES, EVEN, False)
+        biases = load_pieces(bias, col, size, BLOCK, PIECES, EVEN, False)
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(PIECES):
         total += wide(loaded[i])
@@ -84,7 +85,12 @@ def _chain_kernel(
     factor = tl.rsqrt(tl.sum(total, 0) / size + eps)
     for i in tl.static_range(PIECES):
         place = i * BLOCK + col
-        v = (wide(loaded[i]) - mean) * factor * wide(weights[i]) + wide(biases[i])
+        if PIECES == 1:
+            w, b = weights[0], biases[0]
+        else:
+            # Of many rows, which hide what these take from L2: in registers all along they would cost every third program.
+            w, b = tl.load(weight + place), tl.load(bias + place)
+        v = (wide(loaded[i]) - mean) * factor * wide(w) + wide(b)
         v = to_dtype(rounded(v, dtype) + others[i].to(tl.float32), dtype)
         if DROPOUT:
             halves = philox_halves(
