@@ -148,7 +148,7 @@ COMPILED = {
     "dim 64": (plan_hopper_decode(32, 8, 64, 132), 32, {"head_dim": 64, "group": 7, "block_size": 64}),
     "8 warps": (Plan(33, 1, 8, 1, 32), 8, {}),
     "1 warp": (Plan(33, 1, 1, 4), 8, {}),
-    "cached 1": (plan_hopper_decode(1, 8, 128, 132), 1, {"new": False}),
+    "cached 1": (plan_hopper_decode(1, 8, 128, 132, new=False), 1, {"new": False}),
     "cached 64": (plan_hopper_decode(64, 8, 128, 132), 64, {"new": False}),
     "float8 256": (plan_hopper_decode(256, 8, 128, 132, 1), 256, {"scales": (0, 0)}),
     "float8 32, scales, group 8, fp16": (plan_hopper_decode(32, 8, 128, 132, 1), 32, {"scales": (1, 2), "group": 8, "dtype": "fp16"}),

@@ -217,6 +217,9 @@ def dependent_cases(t):
     yield "rms_norm of heads", True, lambda: ops.rms_norm(t(4, 8, 128), t(128), 1e-6)
     yield "add_rms_norm", True, lambda: ops.add_rms_norm(t(32, 4096), t(32, 4096), t(4096), 1e-6)
     yield "silu_and_mul", False, lambda: ops.silu_and_mul(t(8, 6144))
+    yield "fused_activation", False, lambda: ops.fused_activation(t(256, 4096), "gelu")
+    yield "fused_add_gelu", False, lambda: ops.fused_add_gelu(t(64, 3072), t(3072))
+    yield "element_wise_mul_add", False, lambda: ops.element_wise_mul_add(t(64, 1024), t(64, 1024), t(1024))
     yield "embedding", False, lambda: ops.embedding(torch.zeros(32, dtype=torch.int64), t(1000, 1024))
     yield "sample", False, lambda: ops.sample(*sampling_arguments(1, torch.bfloat16, 0, 0, 0))
     yield "advance_rows", False, advance
@@ -228,14 +231,17 @@ def advance():
 
 
 def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
-    """Every program waits, once, before all loads but the norms' weights; none lets its own dependents start."""
+    """Every program waits, once, before all loads but the norms' weights; only the elementwise ones let dependents start, right behind it."""
     monkeypatch.setattr(_launch, "has_dependent_launch", lambda device: True)
+    elementwise = "silu_and_mul", "fused_activation", "fused_add_gelu", "element_wise_mul_add"
     for case, early_loads, call in dependent_cases(tensors(torch.bfloat16)):
         for name, kernel, args, options in launches_of([(case, call)]):
             assert options["launch_pdl"], name
             ptx = compiled(kernel, args, options, 90).asm["ptx"]
             before, wait, after = ptx.partition("griddepcontrol.wait")
-            assert wait and "griddepcontrol" not in after, name
+            assert wait and "griddepcontrol.wait" not in after, name
+            assert after.count("griddepcontrol.launch_dependents") == (name in elementwise), name
+            assert not re.search(r"ld\.global|st\.global", after.partition("griddepcontrol")[0]) or name not in elementwise, name
             # Nothing but arithmetic comes before, so no program takes a way around the wait.
             assert not re.search(r"\bbra\b|\bret;|st\.global|atom|red\.global", before), name
             assert bool(re.search(r"ld\.global", before)) == early_loads and re.search(r"ld\.global", after), name
@@ -243,6 +249,8 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
     for rows in (33, 4096):
         for *_, options in launches_of([("", lambda n=rows: ops.add_rms_norm(t(n, 64), t(n, 64), t(64), 1e-6))]):
             assert not options["launch_pdl"]
+    for *_, options in launches_of([("", lambda: ops.silu_and_mul(t(4096, 6144)))]):
+        assert not options["launch_pdl"]
 
 
 def sampling_arguments(rows, dtype, top_k, top_p, min_p):

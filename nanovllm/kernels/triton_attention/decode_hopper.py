@@ -128,7 +128,9 @@ def launch_hopper(
         key = bucket(num_seqs), num_kv_heads, group, head_dim, q.dtype, k_cache.dtype, block_size, new is not None
         plan = tunables.ATTENTION_DECODE_HOPPER.find(q.device, *key)
     fp8, itemsize = k_cache.dtype == FP8, k_cache.element_size()
-    plan = plan or plan_hopper_decode(num_seqs, num_kv_heads, head_dim, num_multiprocessors(q.device), itemsize)
+    if plan is None:
+        sms = num_multiprocessors(q.device)
+        plan = plan_hopper_decode(num_seqs, num_kv_heads, head_dim, sms, itemsize, new is not None)
     reason = plan.refused(head_dim, block_size, itemsize)
     if reason:
         raise ValueError(f"plan.{reason}")

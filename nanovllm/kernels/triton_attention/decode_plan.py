@@ -164,13 +164,23 @@ _FLOAT8 = (
 )
 
 
+# One sequence whose last token is in the cache, so that nothing is asked for before the wait: fewer pieces, of one tile at least. In a row of such
+# calls (H200, 512, 4,096 and 32,768 tokens) 4.8, 9.2 and 35.5 us instead of 5.8, 10.5 and 38.4.
+_CACHED_ONE = 1.0, 1, 4, 2, 32, 8
+
+
 @functools.cache
 def plan_hopper_decode(
-    num_seqs: int, num_kv_heads: int, head_dim: int, multiprocessors: int, cache_itemsize: int = 2
+    num_seqs: int, num_kv_heads: int, head_dim: int, multiprocessors: int, cache_itemsize: int = 2, new: bool = True
 ) -> HopperDecodePlan:
-    """As the tables say for as many sequences and heads; with head_dim 64 there are more slots, of half the bytes."""
+    """As the tables say for as many sequences and heads; with head_dim 64 there are more slots, of half the bytes.
+
+    new: whether the last token comes with the call.
+    """
     alike = cdiv(num_seqs * num_kv_heads, 8)
     table = _FLOAT8 if cache_itemsize == 1 else _MEASURED
+    if not new and cache_itemsize == 2:
+        table = (1, _CACHED_ONE), *table
     programs, least, warps, slots, box, *rest = next(row for most, row in table if most is None or alike <= most)
     pieces = max(1, int(programs * multiprocessors) // num_kv_heads)
     return HopperDecodePlan(pieces, least, warps, slots if head_dim > 64 else min(8, 2 * slots), box, *rest)

@@ -33,6 +33,17 @@ def launched_early(x: torch.Tensor, rows: int) -> bool:
     return rows <= _FEW_ROWS and has_dependent_launch(x.device)
 
 
+_FEW_BYTES = 8 << 20
+
+
+def small_elementwise(y: torch.Tensor) -> bool:
+    """Whether an elementwise kernel with the result y is launched before its predecessor has ended, and lets its successor start.
+
+    Up to so many bytes the launch counts more than the memory; beyond, the wait in each of many programs costs more.
+    """
+    return y.nbytes <= _FEW_BYTES and has_dependent_launch(y.device)
+
+
 def largest_block(size: int, most: int, least: int) -> int | None:
     """The largest power of two that divides `size`, at most `most`; None if it is below `least`."""
     block = min(size & -size, most)

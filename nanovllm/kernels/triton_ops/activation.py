@@ -8,9 +8,9 @@ from nanovllm.kernels import tunables
 from nanovllm.kernels.triton_ops._launch import (
     cdiv,
     largest_block,
-    launched_early,
     matrix_of,
     next_power_of_2,
+    small_elementwise,
     warps_for,
 )
 from nanovllm.kernels.triton_ops._math import activation, rounded, to_dtype, wide
@@ -44,13 +44,14 @@ def _activate_and_mul_kernel(
     KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr = 0, EVEN: tl.constexpr = False,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """EVEN: BLOCK divides size. DEPENDENT: launched before the kernel that writes gate_up has ended."""
+    """EVEN: BLOCK divides size. DEPENDENT: as `small_elementwise` says."""
     dtype = y.dtype.element_ty
     row, piece = piece_of_row(blocks, BLOCKS)
     col = piece * BLOCK + tl.arange(0, BLOCK)
     gate_up += row * stride
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if EVEN:
         gate = tl.load(gate_up + col)
         up = tl.load(gate_up + size + col)
@@ -82,7 +83,7 @@ def _activate_and_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
         plan = tunables.ACTIVATE_AND_MUL.find(y.device, *tunables.elements_key(rows, size, y.dtype), kind)
         block = plan.block if plan else _block(rows, size)
         blocks = cdiv(size, block)
-        early = launched_early(y, rows)
+        early = small_elementwise(y)
         _activate_and_mul_kernel[(rows * blocks,)](
             gate_up, y, size, stride, blocks, kind, block, constant_blocks(blocks), size % block == 0, early,
             num_warps=plan.warps if plan else warps_for(block), launch_pdl=early,
@@ -108,12 +109,18 @@ def gelu_kind(approximate: str) -> str:
 
 
 @triton.jit
-def _activation_kernel(x, y, size, stride, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _activation_kernel(
+    x, y, size, stride, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
+):
+    """DEPENDENT: as `small_elementwise` says."""
     dtype = y.dtype.element_ty
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     col = tl.arange(0, BLOCK)
     mask = col < size - start
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     v = tl.load(x + row * stride + start + col, mask, other=0.0).to(tl.float32)
     tl.store(y + row * size + start + col, to_dtype(activation(v, KIND, dtype), dtype), mask)
 
@@ -134,5 +141,8 @@ def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     block = plan.block if plan else min(next_power_of_2(size), 1024 if rows * size <= _FEW_ELEMENTS else 2048)
     blocks = cdiv(size, block)
     warps = plan.warps if plan else warps_for(block, most=4)
-    _activation_kernel[(rows * blocks,)](x, y, size, stride, blocks, kind, block, num_warps=warps)
+    early = small_elementwise(y)
+    _activation_kernel[(rows * blocks,)](
+        x, y, size, stride, blocks, kind, block, early, num_warps=warps, launch_pdl=early
+    )
     return y

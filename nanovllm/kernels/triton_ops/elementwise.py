@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.triton_ops._launch import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
+from nanovllm.kernels.triton_ops._launch import (
+    cdiv,
+    largest_block,
+    matrix_of,
+    next_power_of_2,
+    small_elementwise,
+    warps_for,
+)
 from nanovllm.kernels.triton_ops._math import activation, rounded, to_dtype, wide
 from nanovllm.kernels.triton_ops.activation import constant_blocks, gelu_kind, piece_of_row
 
@@ -20,13 +27,17 @@ _FEW_ELEMENTS = 1 << 21
 def _add_activation_kernel(
     x, bias, y, size, blocks, x_stride, bias_stride,
     KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, STREAM: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """EVEN: BLOCK divides size. STREAM: neither x nor y is to stay in the cache."""
+    """EVEN: BLOCK divides size. STREAM: neither x nor y is to stay in the cache. DEPENDENT: as `small_elementwise` says."""
     dtype = y.dtype.element_ty
     row, piece = piece_of_row(blocks, BLOCKS)
     start = piece.to(tl.int64) * BLOCK
     col = tl.arange(0, BLOCK)
     policy: tl.constexpr = "evict_first" if STREAM else ""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if EVEN:
         v = tl.load(x + row * x_stride + start + col, eviction_policy=policy)
         b = tl.load(bias + row * bias_stride + start + col)
@@ -44,12 +55,18 @@ def _add_activation_kernel(
 
 
 @triton.jit
-def _mul_add_kernel(a, b, c, y, size, blocks, a_stride, b_stride, c_stride, BLOCK: tl.constexpr):
+def _mul_add_kernel(
+    a, b, c, y, size, blocks, a_stride, b_stride, c_stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
+):
+    """DEPENDENT: as `small_elementwise` says."""
     dtype = y.dtype.element_ty
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     col = tl.arange(0, BLOCK)
     mask = col < size - start
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     av = tl.load(a + row * a_stride + start + col, mask, other=0.0).to(tl.float32)
     bv = tl.load(b + row * b_stride + start + col, mask, other=0.0).to(tl.float32)
     cv = tl.load(c + row * c_stride + start + col, mask, other=0.0).to(tl.float32)
@@ -103,8 +120,10 @@ def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh
     blocks = cdiv(size, block)
     # Measured: with the longer of the functions in 16 bits it pays to stream.
     stream = kind == "gelu" and x.element_size() == 2 and rows * size > _FEW_ELEMENTS
+    early = small_elementwise(y)
     _add_activation_kernel[(rows * blocks,)](
-        x, bias, y, size, blocks, *strides, kind, block, constant_blocks(blocks), size % block == 0, stream, num_warps=warps,
+        x, bias, y, size, blocks, *strides, kind, block, constant_blocks(blocks), size % block == 0, stream, early,
+        num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return y
 
@@ -119,7 +138,8 @@ def element_wise_mul_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> t
     block = plan.block if plan else min(_block(rows, size), 1024)
     blocks = cdiv(size, block)
     warps = plan.warps if plan else warps_for(block)
+    early = small_elementwise(y)
     _mul_add_kernel[(rows * blocks,)](
-        a, b, c, y, size, blocks, *strides, block, num_warps=warps, enable_fp_fusion=False
+        a, b, c, y, size, blocks, *strides, block, early, num_warps=warps, enable_fp_fusion=False, launch_pdl=early
     )
     return y

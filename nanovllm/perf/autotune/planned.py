@@ -83,7 +83,8 @@ def builtin_plan(tunable: Tunable, key: Named, arguments: Arguments, launch: Lau
         from nanovllm.kernels.triton_attention.decode_plan import plan_hopper_decode
 
         size = key["cache_dtype"].itemsize
-        return plan_hopper_decode(len(arguments["context_lens"]), key["kv_heads"], key["head_dim"], device.sms, size)
+        count = len(arguments["context_lens"])
+        return plan_hopper_decode(count, key["kv_heads"], key["head_dim"], device.sms, size, key["new"])
     if tunable.name == "attention_prefill_hopper":
         from nanovllm.kernels.triton_attention.prefill import plan_hopper
 
