@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from nanovllm.kernels.triton_attention.prefill_hopper_load import tile_range
+from nanovllm.kernels.triton_attention.prefill_hopper_items import read_word, tile_range
 from nanovllm.kernels.triton_ops._gluon import warps_barrier
 
 
@@ -132,13 +132,13 @@ def last_product(acc, p, buffers, barriers, count_tiles, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def read_item(info, slot):
+def read_item(items, count_items):
     """(head group, first row of the queries, queries, position of the first); no queries: there is no item."""
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    group = gl.sum(info.index(4 * slot).load(scalar), 0)
-    begin = gl.sum(info.index(4 * slot + 1).load(scalar), 0)
-    num_tokens = gl.sum(info.index(4 * slot + 2).load(scalar), 0)
-    first_position = gl.sum(info.index(4 * slot + 3).load(scalar), 0)
+    group = read_word(items, count_items, 0, scalar)
+    begin = read_word(items, count_items, 3, scalar)
+    num_tokens = read_word(items, count_items, 4, scalar)
+    first_position = read_word(items, count_items, 5, scalar)
     return group, begin, num_tokens, first_position
 
 
@@ -188,7 +188,7 @@ def consume(
     With two buffers of queries the scores of an item's first tile are computed beside the product of the probabilities and values
     of the last tile of the item before; with one, whose next content waits for the last scores, they come after it.
     """
-    q_buffers, k_buffers, v_buffers, info = buffers
+    q_buffers, k_buffers, v_buffers, items = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = barriers
     TOKENS: gl.constexpr = 64 // PACK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -196,7 +196,7 @@ def consume(
     count_tiles = 0  # whose scores have been computed
     count_items = 0
     mbarrier.wait(q_full.index(0), 0)
-    group, begin, num_tokens, first_position = read_item(info, 0)
+    group, begin, num_tokens, first_position = read_item(items, 0)
     acc = gl.zeros([64, DIM_PAD], gl.float32, o_layout)
     p = gl.zeros([64, TILE], q_buffers.dtype, gl.DotOperandLayout(0, o_layout, 2))
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
@@ -248,14 +248,14 @@ def consume(
                     QUERIES, SOFT_CAP, WINDOW, layout, o_layout,
                 )  # fmt: skip
                 count_tiles += 1
-        # The queries have been read, and so has the info: others may come.
+        # The queries have been read: others may come.
         mbarrier.arrive(q_empty.index(slot), count=1)
         count_items += 1
         slot = count_items % QUERIES
         parity = count_items // QUERIES & 1
         if QUERIES > 1:
             mbarrier.wait(q_full.index(slot), parity)
-            next_group, next_begin, next_tokens, next_position = read_item(info, slot)
+            next_group, next_begin, next_tokens, next_position = read_item(items, count_items)
             next_total = total
             if next_tokens > 0:
                 positions = row_positions(half, next_tokens, next_position, PACK, layout)
@@ -278,6 +278,6 @@ def consume(
                 out_ptr, acc, total, half, group, begin, num_tokens, HEADS, PACK, HEAD_DIM, DIM_PAD, WIDE, o_layout
             )
             mbarrier.wait(q_full.index(slot), parity)
-            next_group, next_begin, next_tokens, next_position = read_item(info, slot)
+            next_group, next_begin, next_tokens, next_position = read_item(items, count_items)
         group, begin, num_tokens, first_position = next_group, next_begin, next_tokens, next_position
         acc = gl.zeros([64, DIM_PAD], gl.float32, o_layout)
