@@ -13,6 +13,17 @@ from nanovllm.kernels.triton_ops._gluon import warps_barrier
 
 
 @gluon.jit
+def own_value(x):
+    """x, as the assembler cannot know: by way of a shuffle that it keeps behind the wait for the scores.
+
+    Else it compares all columns with x before the wait, between the products that it should issue, and packs 128 results into bits.
+    """
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def softmax(
     scores, m, total, positions, tile, scale, MASKED: gl.constexpr, TILE: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr,
     layout: gl.constexpr,
@@ -23,10 +34,14 @@ def softmax(
         scores = (SOFT_CAP * 1.4426950408889634) * (1 - 2 / (1 + gl.exp2(scores * (scale * (2 / SOFT_CAP)))))
         scale = 1.0
     if MASKED:
-        tokens = (tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout)))[None, :]
-        seen = tokens <= positions[:, None]
+        last = own_value(positions - tile * TILE)
+        columns = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+        # A thread's columns differ from each other in other bits than from those of other threads: it compares with constants.
+        last = last[:, None] - (columns & 6)[None, :]
+        constants = (columns & ~6)[None, :]
+        seen = constants <= last
         if WINDOW > 0:
-            seen = seen & (tokens > positions[:, None] - WINDOW)
+            seen = seen & (constants > last - WINDOW)
         scores = gl.where(seen, scores, float("-inf"))
     new_m = gl.maximum(m, gl.max(scores, 1) * scale)
     shift = new_m
