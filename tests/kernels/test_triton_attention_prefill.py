@@ -374,7 +374,7 @@ def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, 
         HEADS=8 * group, PACK=plan.pack, GROUP=group, HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, TILE=plan.tile,
         STAGES=plan.stages, SOFT_CAP=options.get("soft_cap", 0.0), WINDOW=options.get("window", 0),
         QUERIES=queries, WIDE=wide, CONSUMER_REGISTERS=prefill_registers(dim_pad)[0],
-        PRODUCER_REGISTERS=prefill_registers(dim_pad)[1], AHEAD=2, EARLY=0,
+        PRODUCER_REGISTERS=prefill_registers(dim_pad)[1], AHEAD=2, EARLY=0, HAND_OVER=queries > 1,
     )  # fmt: skip
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     part = min(block_size, plan.tile)

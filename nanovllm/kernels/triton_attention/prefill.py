@@ -212,6 +212,7 @@ def _launch_hopper(
         PRODUCER_REGISTERS=producer,
         AHEAD=2,
         EARLY=0,
+        HAND_OVER=query_buffers > 1,
         num_warps=4,
         maxnreg=168,
     )

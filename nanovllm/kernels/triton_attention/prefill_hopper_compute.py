@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from nanovllm.kernels.triton_attention.prefill_hopper_items import read_word, tile_range
+from nanovllm.kernels.triton_attention.prefill_hopper_store import hand_over, store_output
 from nanovllm.kernels.triton_ops._gluon import warps_barrier
 
 
@@ -164,39 +165,11 @@ def row_positions(half, num_tokens, first_position, PACK: gl.constexpr, layout: 
     return first_position + gl.minimum(half * (64 // PACK) + rows // PACK, num_tokens - 1)
 
 
-@gluon.constexpr_function
-def row_layout(size):
-    """Of the output's [64, size]: a thread holds pieces of eight columns, and a warp the rows that it has in a product's result."""
-    columns = [[0, 32 << i] for i in range((size // 32).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], *columns], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
-        [64, size],
-    )  # fmt: skip
-
-
-@gluon.jit
-def store_output(
-    out_ptr, acc, total, half, group, begin, num_tokens, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
-    DIM_PAD: gl.constexpr, WIDE: gl.constexpr, o_layout: gl.constexpr,
-):  # fmt: skip
-    """The output of a consumer's rows of an item; WIDE: 16 bytes at a time."""
-    store_layout: gl.constexpr = row_layout(DIM_PAD) if WIDE else o_layout
-    inverse = gl.where(total > 0, 1.0 / total, 0.0)  # a query that sees nothing gets zeros
-    o = acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
-    o = gl.convert_layout(o.to(out_ptr.dtype.element_ty), store_layout)
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, store_layout))
-    dims = gl.arange(0, DIM_PAD, layout=gl.SliceLayout(0, store_layout))
-    token = half * (64 // PACK) + rows // PACK
-    live = (token < num_tokens)[:, None] & (dims < HEAD_DIM)[None, :]
-    row = (begin + token).to(gl.int64) * HEADS + group * PACK + rows % PACK
-    gl.store((out_ptr + row * HEAD_DIM)[:, None] + dims[None, :], o, mask=live)
-
-
 @gluon.jit
 def consume(
-    half: gl.constexpr, buffers, barriers, out_ptr, scale, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
+    half: gl.constexpr, buffers, barriers, handed, out_ptr, scale, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
     DIM_PAD: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr,
-    WINDOW: gl.constexpr, WIDE: gl.constexpr,
+    WINDOW: gl.constexpr, WIDE: gl.constexpr, HAND_OVER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: the rows [64 * half, 64 * half + 64) of every item.
 
@@ -264,7 +237,8 @@ def consume(
                 )  # fmt: skip
                 count_tiles += 1
         # The queries have been read: others may come.
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        if not HAND_OVER:
+            mbarrier.arrive(q_empty.index(slot), count=1)
         count_items += 1
         slot = count_items % QUERIES
         parity = count_items // QUERIES & 1
@@ -283,9 +257,12 @@ def consume(
                 p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, o_layout, 2))
             else:
                 acc = last_product(acc, p, buffers, barriers, count_tiles, STAGES)
-            store_output(
-                out_ptr, acc, total, half, group, begin, num_tokens, HEADS, PACK, HEAD_DIM, DIM_PAD, WIDE, o_layout
-            )
+            if HAND_OVER:
+                hand_over(q_buffers.index(q_index), handed.index(q_index), acc, total, o_layout)
+            else:
+                store_output(
+                    out_ptr, acc, total, half, group, begin, num_tokens, HEADS, PACK, HEAD_DIM, DIM_PAD, WIDE, o_layout
+                )
             total = next_total
         else:
             acc = last_product(acc, p, buffers, barriers, count_tiles, STAGES)
