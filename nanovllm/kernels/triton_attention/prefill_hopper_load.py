@@ -122,7 +122,19 @@ def produce(
             )  # fmt: skip
         if QUERIES > 1:
             if is_new:
-                copy_queries(q_buffers, q_full, q_empty, q_descriptor, count_items, group, begin, num_tokens, PACK, QUERIES, DIM_PAD)
+                copy_queries(
+                    q_buffers,
+                    q_full,
+                    q_empty,
+                    q_descriptor,
+                    count_items,
+                    group,
+                    begin,
+                    num_tokens,
+                    PACK,
+                    QUERIES,
+                    DIM_PAD,
+                )
         if v_tile >= 0:
             stage = (count_tiles - 1) % STAGES
             parity = ((count_tiles - 1) // STAGES & 1) ^ 1
@@ -146,7 +158,19 @@ def produce(
         if QUERIES == 1:
             # These wait for the consumers' last product with the item before, which may need the values above.
             if is_new:
-                copy_queries(q_buffers, q_full, q_empty, q_descriptor, count_items, group, begin, num_tokens, PACK, QUERIES, DIM_PAD)
+                copy_queries(
+                    q_buffers,
+                    q_full,
+                    q_empty,
+                    q_descriptor,
+                    count_items,
+                    group,
+                    begin,
+                    num_tokens,
+                    PACK,
+                    QUERIES,
+                    DIM_PAD,
+                )
         count_items += is_new.to(gl.int32)
         is_new = num_tokens < 0
         if (tile >= 0) & (tile == announced):
