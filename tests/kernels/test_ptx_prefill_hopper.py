@@ -13,7 +13,7 @@ if triton.knobs.runtime.interpret:
 pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels.triton_attention.common import LOG2E  # noqa: E402
-from nanovllm.kernels.triton_attention.prefill import fit_hopper, plan_hopper, prefill_registers  # noqa: E402
+from nanovllm.kernels.triton_attention.prefill import fit_hopper, plan_hopper  # noqa: E402
 from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
 from tests.kernels.ptx_emulator import BASE, Machine  # noqa: E402
 from tests.kernels.ptx_launch import Memory, unknown  # noqa: E402
