@@ -91,7 +91,7 @@ def check(*case, **options):
 
 
 @pytest.mark.parametrize("options", [
-    {}, dict(EARLY=1), dict(AHEAD=0), dict(HAND_OVER=False),
+    {}, dict(EARLY=1), dict(AHEAD=0), dict(HAND_OVER=False), dict(HALF_STEP=True),
 ], ids=lambda o: " ".join(o) or "as it is")  # fmt: skip
 def test_items_of_several_tiles(options):
     """A program with six items, one of which is not needed, of two sequences; tiles of 64 tokens."""

@@ -213,6 +213,7 @@ def _launch_hopper(
         AHEAD=2,
         EARLY=0,
         HAND_OVER=query_buffers > 1,
+        HALF_STEP=False,
         num_warps=4,
         maxnreg=168,
     )

@@ -53,6 +53,7 @@ def prefill_hopper_kernel(
     WINDOW: gl.constexpr,
     HAND_OVER: gl.constexpr,  # a warp stores the output, from where queries were: with two buffers of those
     WIDE: gl.constexpr,  # if it does not: 16 bytes of the output at a time, by way of 2 KiB of shared memory for a consumer
+    HALF_STEP: gl.constexpr,  # a first tile of which half is seen by no query is computed as half a tile
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,  # and the scheduler's: they share a warpgroup
     AHEAD: gl.constexpr,  # tiles whose keys the producer has yet to ask for when it wants the next item
@@ -104,9 +105,9 @@ def prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (consume, (gl.constexpr(0), buffers, barriers, handed, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, QUERIES,
-                       SOFT_CAP, WINDOW, WIDE, HAND_OVER)),
+                       SOFT_CAP, WINDOW, WIDE, HAND_OVER, HALF_STEP)),
             (consume, (gl.constexpr(1), buffers, barriers, handed, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, QUERIES,
-                       SOFT_CAP, WINDOW, WIDE, HAND_OVER)),
+                       SOFT_CAP, WINDOW, WIDE, HAND_OVER, HALF_STEP)),
             (produce, (buffers, barriers, described, wanted, (q_descriptor, k_descriptor, v_descriptor), table_ptr, table_stride, PACK,
                        GROUP, DIM_PAD, CHUNK, BLOCK_SIZE, TILE, STAGES, QUERIES, AHEAD)),
             (schedule, (items, described, wanted, table_ptr, starts_ptr, lens_ptr, counter_ptr, num_seqs, table_stride, items_per_head,

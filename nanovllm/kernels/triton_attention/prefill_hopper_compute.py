@@ -98,6 +98,44 @@ def step(
 
 
 @gluon.jit
+def half_step(
+    acc, p, q_index, buffers, barriers, tile, positions, count_tiles, scale, TILE: gl.constexpr, STAGES: gl.constexpr,
+    QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr, o_layout: gl.constexpr,
+):  # fmt: skip
+    """As `step`, of an item's first tile of which no row sees the upper half -> (output, all the probabilities, m, total)."""
+    q_buffers, k_buffers, v_buffers, _ = buffers
+    _, _, k_full, k_empty, v_full, v_empty, _ = barriers
+    HALF: gl.constexpr = TILE // 2
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, half_layout)
+    stage = count_tiles % STAGES
+    before = (count_tiles - 1) % STAGES
+    q = queries_of(q_buffers, q_index, QUERIES)
+    mbarrier.wait(k_full.index(stage), count_tiles // STAGES & 1)
+    zeros = gl.zeros([64, HALF], gl.float32, half_layout)
+    keys = k_buffers.index(stage).slice(0, HALF, dim=0)
+    scores = warpgroup_mma(q, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), (count_tiles - 1) // STAGES & 1)
+    acc = warpgroup_mma(p, v_buffers.index(before), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    warps_barrier()
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    m = gl.full([64], float("-inf"), gl.float32, rows)
+    total = gl.zeros([64], gl.float32, rows)
+    seen, m, total, _ = softmax(
+        scores, m, total, gl.convert_layout(positions, rows), 2 * tile, scale, True, HALF, SOFT_CAP, WINDOW, half_layout
+    )
+    seen = seen.to(p.dtype)
+    p_next = gl.join(seen, gl.zeros([64, HALF], p.dtype, half_layout)).permute([0, 2, 1]).reshape([64, TILE])
+    p_next = gl.convert_layout(p_next, gl.DotOperandLayout(0, o_layout, 2))
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    warps_barrier()
+    mbarrier.arrive(v_empty.index(before), count=1)
+    all_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    return acc, p_next, gl.convert_layout(m, all_rows), gl.convert_layout(total, all_rows)
+
+
+@gluon.jit
 def advance(
     acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr,
@@ -169,7 +207,7 @@ def row_positions(half, num_tokens, first_position, PACK: gl.constexpr, layout: 
 def consume(
     half: gl.constexpr, buffers, barriers, handed, out_ptr, scale, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
     DIM_PAD: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr,
-    WINDOW: gl.constexpr, WIDE: gl.constexpr, HAND_OVER: gl.constexpr,
+    WINDOW: gl.constexpr, WIDE: gl.constexpr, HAND_OVER: gl.constexpr, HALF_STEP: gl.constexpr,
 ):  # fmt: skip
     """A consumer: the rows [64 * half, 64 * half + 64) of every item.
 
@@ -249,12 +287,19 @@ def consume(
             if next_tokens > 0:
                 positions = row_positions(half, next_tokens, next_position, PACK, layout)
                 first, end = tile_range(next_position, next_position + next_tokens - 1, TILE, WINDOW)
-                m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-                acc, p_next, m, next_total, alpha = step(
-                    acc, p, m, gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)), 2 * slot + half, buffers,
-                    barriers, end - 1, positions, count_tiles, scale, True, TILE, STAGES, QUERIES, SOFT_CAP, WINDOW, layout,
-                )  # fmt: skip
-                p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, o_layout, 2))
+                is_half = next_position + next_tokens <= (end - 1) * TILE + TILE // 2
+                if HALF_STEP & is_half:
+                    acc, p, m, next_total = half_step(
+                        acc, p, 2 * slot + half, buffers, barriers, end - 1, positions, count_tiles, scale, TILE, STAGES, QUERIES,
+                        SOFT_CAP, WINDOW, layout, o_layout,
+                    )  # fmt: skip
+                else:
+                    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+                    acc, p_next, m, next_total, alpha = step(
+                        acc, p, m, gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)), 2 * slot + half, buffers,
+                        barriers, end - 1, positions, count_tiles, scale, True, TILE, STAGES, QUERIES, SOFT_CAP, WINDOW, layout,
+                    )  # fmt: skip
+                    p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, o_layout, 2))
             else:
                 acc = last_product(acc, p, buffers, barriers, count_tiles, STAGES)
             if HAND_OVER:
