@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 
 import pytest
 import torch
@@ -90,12 +91,14 @@ def check(*case, **options):
     assert (got.double() - expected).norm() < 6e-3 * expected.norm() and rows.max() < 2.4e-2
 
 
-@pytest.mark.parametrize("options", [
-    {}, dict(EARLY=1), dict(AHEAD=0), dict(HAND_OVER=False), dict(HALF_STEP=True),
-], ids=lambda o: " ".join(o) or "as it is")  # fmt: skip
-def test_items_of_several_tiles(options):
-    """A program with six items, one of which is not needed, of two sequences; tiles of 64 tokens."""
-    check([70, 1, 40], [160, 1, 140], 8, 2, 64, 32, 1, 1, plan=dict(tile=64, stages=2), **options)
+ITEMS = [70, 1, 40], [160, 1, 140], 8, 2, 64, 32
+"""Of two heads: sequences of several items, of which one is not needed. With tiles of 64 tokens: of several tiles."""
+SMALL = dict(tile=64, stages=2)
+
+
+@pytest.mark.parametrize("programs, wide", [(1, True), (1, False), (3, True)])
+def test_items_of_several_tiles(programs, wide):
+    check(*ITEMS, programs, 1, plan=SMALL, WIDE=wide)
 
 
 @pytest.mark.parametrize("case, options", [
@@ -107,18 +110,18 @@ def test_options(case, options):
     check(*case, **options)
 
 
-@pytest.mark.parametrize("behind", ["atom.global", "st.global"], ids=["scheduler", "store"])
-def test_a_missing_arrival_is_seen(behind):
-    """Of the role whose last such instruction comes before an arrival."""
+@pytest.mark.parametrize("fault", ["no arrival", "no wait"])
+def test_faults_are_seen(fault):
+    """A consumer that never releases its first keys, and consumers that release what their products still read."""
 
     def change(ptx):
-        lines = ptx.split("\n")
-        arrivals = [i for i, line in enumerate(lines) if "mbarrier.arrive.shared" in line]
-        before = {i: [j for j in range(i) if behind in lines[j]][-1:] for i in arrivals}
-        found = max(
-            filter(before.get, arrivals), key=lambda i: (before[i], -i)
-        )  # the first one behind the last such instruction
-        return "\n".join(line for i, line in enumerate(lines) if i != found)
+        first, wait, rest = ptx.partition("wgmma.wait_group.sync.aligned")
+        if fault == "no arrival":
+            before, _, after = rest.partition("mbarrier.arrive.shared")
+            before, _, _ = before.rpartition("\n")
+            return first + wait + before + "\n" + after.partition("\n")[2]
+        return re.sub(r"wgmma.wait_group.sync.aligned \d", "wgmma.wait_group.sync.aligned 9", ptx)
 
-    with pytest.raises(AssertionError):
-        emulate([70, 1, 40], [160, 1, 140], 8, 2, 64, 32, 1, 1, plan=dict(tile=64, stages=2), change=change)
+    message = {"no arrival": "wait forever", "no wait": "a copy to where a product reads"}[fault]
+    with pytest.raises(AssertionError, match=message):
+        emulate(*ITEMS, 1, 1, plan=SMALL, change=change)

@@ -371,7 +371,7 @@ def compile_hopper(plan, heads, kv_heads, dim, block_size, **options):
         HEADS=heads, PACK=plan.pack, GROUP=heads // kv_heads, HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, TILE=plan.tile,
         STAGES=plan.stages, SOFT_CAP=options.pop("soft_cap", 0.0), WINDOW=options.pop("window", 0),
         QUERIES=queries, WIDE=wide, CONSUMER_REGISTERS=prefill_registers(dim_pad)[0],
-        PRODUCER_REGISTERS=prefill_registers(dim_pad)[1], AHEAD=2, EARLY=0, HAND_OVER=queries > 1, HALF_STEP=False,
+        PRODUCER_REGISTERS=prefill_registers(dim_pad)[1],
     ) | options  # fmt: skip
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     part = min(block_size, plan.tile)

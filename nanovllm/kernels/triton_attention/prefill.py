@@ -210,18 +210,13 @@ def _launch_hopper(
         WIDE=wide,
         CONSUMER_REGISTERS=consumer,
         PRODUCER_REGISTERS=producer,
-        AHEAD=2,
-        EARLY=0,
-        HAND_OVER=query_buffers > 1,
-        HALF_STEP=False,
         num_warps=4,
         maxnreg=168,
     )
 
 
 def prefill_registers(dim_pad: int) -> tuple[int, int]:
-    """Registers of a consumer's threads, and of the producer's and the scheduler's: 12 warps share 65536, 168 each, which move to where
-    they are needed."""
+    """Registers of a consumer's and of the producer's threads: 12 warps share 65536, 168 each, which move to where they are needed."""
     return (224, 56) if dim_pad <= 128 else (232, 40)
 
 

@@ -1,8 +1,8 @@
-"""Prefill attention for Hopper: a persistent kernel of four specialised groups of warps, in the manner of FlashAttention-3.
+"""Prefill attention for Hopper: a persistent kernel of three specialised groups of warps, in the manner of FlashAttention-3.
 
-One warp finds work items (the scheduler) and one loads (the producer); two warpgroups compute (the consumers), each for half of the query rows of a work item, with the
-same keys and values. The scheduler takes items from a counter, so that every multiprocessor is busy until the queue is
-empty. The producer runs ahead of the consumers: the next item's queries and first keys arrive while they are at the last tiles of one. A
+One warp loads (the producer); two warpgroups compute (the consumers), each for half of the query rows of a work item, with the
+same keys and values. The producer takes items from a counter, so that every multiprocessor is busy until the queue is
+empty, and runs ahead of the consumers: the next item's queries and first keys arrive while they are at the last tiles of one. A
 consumer issues the product of queries and keys of one tile together with that of probabilities and values of the tile
 before, which may be the last of the item before, and does its softmax while the tensor cores work.
 
@@ -15,9 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from nanovllm.kernels.triton_attention.prefill_hopper_compute import consume
-from nanovllm.kernels.triton_attention.prefill_hopper_items import DESCRIPTIONS, WORDS, schedule
 from nanovllm.kernels.triton_attention.prefill_hopper_load import produce
-from nanovllm.kernels.triton_attention.prefill_hopper_store import store_handed
 from nanovllm.kernels.triton_ops._gluon import warps_barrier
 
 
@@ -51,32 +49,24 @@ def prefill_hopper_kernel(
     QUERIES: gl.constexpr,  # items whose queries are in shared memory at a time: 1 or 2
     SOFT_CAP: gl.constexpr,
     WINDOW: gl.constexpr,
-    HAND_OVER: gl.constexpr,  # a warp stores the output, from where queries were: with two buffers of those
-    WIDE: gl.constexpr,  # if it does not: 16 bytes of the output at a time, by way of 2 KiB of shared memory for a consumer
-    HALF_STEP: gl.constexpr,  # a first tile of which half is seen by no query is computed as half a tile
+    WIDE: gl.constexpr,  # 16 bytes of the output at a time, by way of 2 KiB of shared memory for a consumer
     CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,  # and the scheduler's: they share a warpgroup
-    AHEAD: gl.constexpr,  # tiles whose keys the producer has yet to ask for when it wants the next item
-    EARLY: gl.constexpr,  # items by which the scheduler is further ahead than that
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Grid [programs]: each takes items until the queue, head groups x items_per_head, is empty.
 
     An item is up to 128 // PACK query tokens of one sequence under PACK query heads of one KV head; row r of its tile is the
     token r // PACK under head r % PACK.
     """
-    gl.static_assert(QUERIES == 2 or not HAND_OVER)
     dtype: gl.constexpr = q_descriptor.dtype
     CHUNK: gl.constexpr = 64
     kv_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    item_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    info_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_buffers = gl.allocate_shared_memory(dtype, [2 * QUERIES, 64, DIM_PAD], kv_layout)
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES, TILE, DIM_PAD], kv_layout)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES, TILE, DIM_PAD], kv_layout)
-    items = gl.allocate_shared_memory(gl.int32, [DESCRIPTIONS * WORDS, 1], item_layout)
-    described = gl.allocate_shared_memory(gl.int64, [DESCRIPTIONS, 1], barrier_layout)
-    wanted = gl.allocate_shared_memory(gl.int64, [1], barrier_layout)
-    handed = gl.allocate_shared_memory(gl.int64, [2 * QUERIES, 1], barrier_layout)
+    info = gl.allocate_shared_memory(gl.int32, [4 * QUERIES, 1], info_layout)
     q_full = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], barrier_layout)
     q_empty = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], barrier_layout)
     v_landed = gl.allocate_shared_memory(gl.int64, [1], barrier_layout)
@@ -85,14 +75,9 @@ def prefill_hopper_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     mbarrier.init(v_landed, count=1)
-    mbarrier.init(wanted, count=1)
-    for slot in gl.static_range(DESCRIPTIONS):
-        mbarrier.init(described.index(slot), count=1)
     for slot in gl.static_range(QUERIES):
         mbarrier.init(q_full.index(slot), count=1)
         mbarrier.init(q_empty.index(slot), count=2)
-        for half in gl.static_range(2):
-            mbarrier.init(handed.index(2 * slot + half), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
@@ -100,20 +85,18 @@ def prefill_hopper_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
     warps_barrier()
-    buffers = (q_buffers, k_buffers, v_buffers, items)
+    buffers = (q_buffers, k_buffers, v_buffers, info)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed)
     gl.warp_specialize(
         [
-            (consume, (gl.constexpr(0), buffers, barriers, handed, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, QUERIES,
-                       SOFT_CAP, WINDOW, WIDE, HAND_OVER, HALF_STEP)),
-            (consume, (gl.constexpr(1), buffers, barriers, handed, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, QUERIES,
-                       SOFT_CAP, WINDOW, WIDE, HAND_OVER, HALF_STEP)),
-            (produce, (buffers, barriers, described, wanted, (q_descriptor, k_descriptor, v_descriptor), table_ptr, table_stride, PACK,
-                       GROUP, DIM_PAD, CHUNK, BLOCK_SIZE, TILE, STAGES, QUERIES, AHEAD)),
-            (schedule, (items, described, wanted, table_ptr, starts_ptr, lens_ptr, counter_ptr, num_seqs, table_stride, items_per_head,
-                        num_items, 128 // PACK, BLOCK_SIZE, TILE, WINDOW, EARLY)),
-            (store_handed, (buffers, described, handed, q_empty, out_ptr, HEADS, PACK, HEAD_DIM, DIM_PAD, CHUNK, QUERIES, HAND_OVER)),
+            (consume, (gl.constexpr(0), buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, QUERIES,
+                       SOFT_CAP, WINDOW, WIDE)),
+            (consume, (gl.constexpr(1), buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, QUERIES,
+                       SOFT_CAP, WINDOW, WIDE)),
+            (produce, (buffers, barriers, (q_descriptor, k_descriptor, v_descriptor), table_ptr, starts_ptr, lens_ptr, counter_ptr,
+                       num_seqs, table_stride, items_per_head, num_items, PACK, GROUP, DIM_PAD, CHUNK, BLOCK_SIZE,
+                       TILE, STAGES, QUERIES, WINDOW)),
         ],
-        [4, 1, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -8,20 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from nanovllm.kernels.triton_attention.prefill_hopper_items import read_word, tile_range
-from nanovllm.kernels.triton_attention.prefill_hopper_store import hand_over, store_output
+from nanovllm.kernels.triton_attention.prefill_hopper_load import tile_range
 from nanovllm.kernels.triton_ops._gluon import warps_barrier
-
-
-@gluon.jit
-def own_value(x):
-    """x, as the assembler cannot know: by way of a shuffle that it keeps behind the wait for the scores.
-
-    Else it compares all columns with x before the wait, between the products that it should issue, and packs 128 results into bits.
-    """
-    return gl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -35,10 +23,10 @@ def softmax(
         scores = (SOFT_CAP * 1.4426950408889634) * (1 - 2 / (1 + gl.exp2(scores * (scale * (2 / SOFT_CAP)))))
         scale = 1.0
     if MASKED:
-        last = own_value(positions - tile * TILE)
         columns = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-        # A thread's columns differ from each other in other bits than from those of other threads: it compares with constants.
-        last = last[:, None] - (columns & 6)[None, :]
+        # Bits 1 and 2 of a column are the thread's, all others the register's: what a thread compares with are constants. With two
+        # values only known at run time ptxas compared before it issued the second product, and kept 128 results packed into bits.
+        last = (positions - tile * TILE)[:, None] - (columns & 6)[None, :]
         constants = (columns & ~6)[None, :]
         seen = constants <= last
         if WINDOW > 0:
@@ -98,44 +86,6 @@ def step(
 
 
 @gluon.jit
-def half_step(
-    acc, p, q_index, buffers, barriers, tile, positions, count_tiles, scale, TILE: gl.constexpr, STAGES: gl.constexpr,
-    QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr, o_layout: gl.constexpr,
-):  # fmt: skip
-    """As `step`, of an item's first tile of which no row sees the upper half -> (output, all the probabilities, m, total)."""
-    q_buffers, k_buffers, v_buffers, _ = buffers
-    _, _, k_full, k_empty, v_full, v_empty, _ = barriers
-    HALF: gl.constexpr = TILE // 2
-    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, half_layout)
-    stage = count_tiles % STAGES
-    before = (count_tiles - 1) % STAGES
-    q = queries_of(q_buffers, q_index, QUERIES)
-    mbarrier.wait(k_full.index(stage), count_tiles // STAGES & 1)
-    zeros = gl.zeros([64, HALF], gl.float32, half_layout)
-    keys = k_buffers.index(stage).slice(0, HALF, dim=0)
-    scores = warpgroup_mma(q, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), (count_tiles - 1) // STAGES & 1)
-    acc = warpgroup_mma(p, v_buffers.index(before), acc, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[scores])
-    warps_barrier()
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    m = gl.full([64], float("-inf"), gl.float32, rows)
-    total = gl.zeros([64], gl.float32, rows)
-    seen, m, total, _ = softmax(
-        scores, m, total, gl.convert_layout(positions, rows), 2 * tile, scale, True, HALF, SOFT_CAP, WINDOW, half_layout
-    )
-    seen = seen.to(p.dtype)
-    p_next = gl.join(seen, gl.zeros([64, HALF], p.dtype, half_layout)).permute([0, 2, 1]).reshape([64, TILE])
-    p_next = gl.convert_layout(p_next, gl.DotOperandLayout(0, o_layout, 2))
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    warps_barrier()
-    mbarrier.arrive(v_empty.index(before), count=1)
-    all_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    return acc, p_next, gl.convert_layout(m, all_rows), gl.convert_layout(total, all_rows)
-
-
-@gluon.jit
 def advance(
     acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr,
@@ -186,13 +136,13 @@ def last_product(acc, p, buffers, barriers, count_tiles, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def read_item(items, count_items):
+def read_item(info, slot):
     """(head group, first row of the queries, queries, position of the first); no queries: there is no item."""
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    group = read_word(items, count_items, 0, scalar)
-    begin = read_word(items, count_items, 3, scalar)
-    num_tokens = read_word(items, count_items, 4, scalar)
-    first_position = read_word(items, count_items, 5, scalar)
+    group = gl.sum(info.index(4 * slot).load(scalar), 0)
+    begin = gl.sum(info.index(4 * slot + 1).load(scalar), 0)
+    num_tokens = gl.sum(info.index(4 * slot + 2).load(scalar), 0)
+    first_position = gl.sum(info.index(4 * slot + 3).load(scalar), 0)
     return group, begin, num_tokens, first_position
 
 
@@ -203,18 +153,46 @@ def row_positions(half, num_tokens, first_position, PACK: gl.constexpr, layout: 
     return first_position + gl.minimum(half * (64 // PACK) + rows // PACK, num_tokens - 1)
 
 
+@gluon.constexpr_function
+def row_layout(size):
+    """Of the output's [64, size]: a thread holds pieces of eight columns, and a warp the rows that it has in a product's result."""
+    columns = [[0, 32 << i] for i in range((size // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *columns], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [64, size],
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_output(
+    out_ptr, acc, total, half, group, begin, num_tokens, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
+    DIM_PAD: gl.constexpr, WIDE: gl.constexpr, o_layout: gl.constexpr,
+):  # fmt: skip
+    """The output of a consumer's rows of an item; WIDE: 16 bytes at a time."""
+    store_layout: gl.constexpr = row_layout(DIM_PAD) if WIDE else o_layout
+    inverse = gl.where(total > 0, 1.0 / total, 0.0)  # a query that sees nothing gets zeros
+    o = acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
+    o = gl.convert_layout(o.to(out_ptr.dtype.element_ty), store_layout)
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, store_layout))
+    dims = gl.arange(0, DIM_PAD, layout=gl.SliceLayout(0, store_layout))
+    token = half * (64 // PACK) + rows // PACK
+    live = (token < num_tokens)[:, None] & (dims < HEAD_DIM)[None, :]
+    row = (begin + token).to(gl.int64) * HEADS + group * PACK + rows % PACK
+    gl.store((out_ptr + row * HEAD_DIM)[:, None] + dims[None, :], o, mask=live)
+
+
 @gluon.jit
 def consume(
-    half: gl.constexpr, buffers, barriers, handed, out_ptr, scale, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
+    half: gl.constexpr, buffers, barriers, out_ptr, scale, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
     DIM_PAD: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr,
-    WINDOW: gl.constexpr, WIDE: gl.constexpr, HAND_OVER: gl.constexpr, HALF_STEP: gl.constexpr,
+    WINDOW: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: the rows [64 * half, 64 * half + 64) of every item.
 
     With two buffers of queries the scores of an item's first tile are computed beside the product of the probabilities and values
     of the last tile of the item before; with one, whose next content waits for the last scores, they come after it.
     """
-    q_buffers, k_buffers, v_buffers, items = buffers
+    q_buffers, k_buffers, v_buffers, info = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = barriers
     TOKENS: gl.constexpr = 64 // PACK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -222,7 +200,7 @@ def consume(
     count_tiles = 0  # whose scores have been computed
     count_items = 0
     mbarrier.wait(q_full.index(0), 0)
-    group, begin, num_tokens, first_position = read_item(items, 0)
+    group, begin, num_tokens, first_position = read_item(info, 0)
     acc = gl.zeros([64, DIM_PAD], gl.float32, o_layout)
     p = gl.zeros([64, TILE], q_buffers.dtype, gl.DotOperandLayout(0, o_layout, 2))
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
@@ -274,40 +252,29 @@ def consume(
                     QUERIES, SOFT_CAP, WINDOW, layout, o_layout,
                 )  # fmt: skip
                 count_tiles += 1
-        # The queries have been read: others may come.
-        if not HAND_OVER:
-            mbarrier.arrive(q_empty.index(slot), count=1)
+        # The queries have been read, and so has the info: others may come.
+        mbarrier.arrive(q_empty.index(slot), count=1)
         count_items += 1
         slot = count_items % QUERIES
         parity = count_items // QUERIES & 1
         if QUERIES > 1:
             mbarrier.wait(q_full.index(slot), parity)
-            next_group, next_begin, next_tokens, next_position = read_item(items, count_items)
+            next_group, next_begin, next_tokens, next_position = read_item(info, slot)
             next_total = total
             if next_tokens > 0:
                 positions = row_positions(half, next_tokens, next_position, PACK, layout)
                 first, end = tile_range(next_position, next_position + next_tokens - 1, TILE, WINDOW)
-                is_half = next_position + next_tokens <= (end - 1) * TILE + TILE // 2
-                if HALF_STEP & is_half:
-                    acc, p, m, next_total = half_step(
-                        acc, p, 2 * slot + half, buffers, barriers, end - 1, positions, count_tiles, scale, TILE, STAGES, QUERIES,
-                        SOFT_CAP, WINDOW, layout, o_layout,
-                    )  # fmt: skip
-                else:
-                    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-                    acc, p_next, m, next_total, alpha = step(
-                        acc, p, m, gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)), 2 * slot + half, buffers,
-                        barriers, end - 1, positions, count_tiles, scale, True, TILE, STAGES, QUERIES, SOFT_CAP, WINDOW, layout,
-                    )  # fmt: skip
-                    p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, o_layout, 2))
+                m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+                acc, p_next, m, next_total, alpha = step(
+                    acc, p, m, gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)), 2 * slot + half, buffers,
+                    barriers, end - 1, positions, count_tiles, scale, True, TILE, STAGES, QUERIES, SOFT_CAP, WINDOW, layout,
+                )  # fmt: skip
+                p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, o_layout, 2))
             else:
                 acc = last_product(acc, p, buffers, barriers, count_tiles, STAGES)
-            if HAND_OVER:
-                hand_over(q_buffers.index(q_index), handed.index(q_index), acc, total, o_layout)
-            else:
-                store_output(
-                    out_ptr, acc, total, half, group, begin, num_tokens, HEADS, PACK, HEAD_DIM, DIM_PAD, WIDE, o_layout
-                )
+            store_output(
+                out_ptr, acc, total, half, group, begin, num_tokens, HEADS, PACK, HEAD_DIM, DIM_PAD, WIDE, o_layout
+            )
             total = next_total
         else:
             acc = last_product(acc, p, buffers, barriers, count_tiles, STAGES)
@@ -315,6 +282,6 @@ def consume(
                 out_ptr, acc, total, half, group, begin, num_tokens, HEADS, PACK, HEAD_DIM, DIM_PAD, WIDE, o_layout
             )
             mbarrier.wait(q_full.index(slot), parity)
-            next_group, next_begin, next_tokens, next_position = read_item(items, count_items)
+            next_group, next_begin, next_tokens, next_position = read_item(info, slot)
         group, begin, num_tokens, first_position = next_group, next_begin, next_tokens, next_position
         acc = gl.zeros([64, DIM_PAD], gl.float32, o_layout)

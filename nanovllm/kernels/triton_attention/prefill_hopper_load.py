@@ -1,4 +1,4 @@
-"""The producer of the prefill kernel for Hopper: copies work items' queries, keys and values into shared memory.
+"""The producer of the prefill kernel for Hopper: takes work items, and copies their queries, keys and values into shared memory.
 
 Tiles are one sequence, whatever item they are of. For each the keys come first, then the values of the tile before, which the
 consumers multiply after them; the first keys of an item, and its queries, are asked for before the last values of the item before.
@@ -8,33 +8,86 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from nanovllm.kernels.triton_attention.prefill_hopper_items import DESCRIPTIONS, read_word
 from nanovllm.kernels.triton_ops._gluon import reinterpret, tma_load, warps_barrier
 
 
 @gluon.jit
-def read_item(items, described, count_items):
-    """Wait for the scheduler's description of an item -> what it says, see `find_item`."""
-    scalar: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mbarrier.wait(described.index(count_items % DESCRIPTIONS), count_items // DESCRIPTIONS & 1)
-    group = read_word(items, count_items, 0, scalar)
-    seq = read_word(items, count_items, 1, scalar)
-    length = read_word(items, count_items, 2, scalar)
-    begin = read_word(items, count_items, 3, scalar)
-    num_tokens = read_word(items, count_items, 4, scalar)
-    first = read_word(items, count_items, 6, scalar)
-    last = read_word(items, count_items, 7, scalar)
-    return group, seq, length, begin, num_tokens, first, last
+def decode_item(item, starts_ptr, lens_ptr, num_seqs, items_per_head, TOKENS: gl.constexpr):
+    """Work item -> (head group, sequence, first query of the run, queries in the run, tokens of the sequence).
+
+    One head group after the other, so that what the items in flight read stays in L2. Sequence s owns the items from
+    starts[s] // TOKENS + s on, at least as many as it needs (a first query below zero: not needed); its last queries, which
+    see the most, come first.
+    """
+    head = item // items_per_head
+    index = item % items_per_head
+    seq = -1
+    offs = gl.arange(0, 256, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    for base in range(0, num_seqs, 256):
+        seqs = base + offs
+        firsts = gl.load(starts_ptr + seqs, mask=seqs < num_seqs, other=2**30) // TOKENS + seqs
+        seq += gl.sum((firsts <= index).to(gl.int32), 0)
+    start = gl.load(starts_ptr + seq)
+    count = gl.load(starts_ptr + seq + 1) - start
+    length = gl.load(lens_ptr + seq)
+    first_query = (gl.cdiv(count, TOKENS) - 1 - (index - start // TOKENS - seq)) * TOKENS
+    return head, seq, start, first_query, count, length
+
+
+@gluon.jit
+def tile_range(first_position, last_position, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """The tiles that the queries at [first_position, last_position] see: [first, end), at least one."""
+    first = 0
+    if WINDOW > 0:
+        first = gl.maximum(first_position - WINDOW + 1, 0) // TILE
+    # At least one, also for a sequence without tokens: its queries see nothing of it.
+    return first, gl.maximum(last_position, 0) // TILE + 1
+
+
+@gluon.jit
+def find_item(
+    item, counter_ptr, starts_ptr, lens_ptr, num_seqs, items_per_head, num_items, TOKENS: gl.constexpr,
+    TILE: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The first item that is needed, of this one and those of the counter -> (head group, sequence, its tokens, first row of the
+    queries, queries, position of the first, first tile, last tile); no queries, and -1 as the last tile: there is none."""
+    group = 0
+    seq = 0
+    length = 0
+    begin = 0
+    num_tokens = 0
+    first_position = 0
+    first = 0
+    last = -1
+    while (num_tokens == 0) & (item < num_items):
+        group, seq, start, first_query, count, length = decode_item(
+            item, starts_ptr, lens_ptr, num_seqs, items_per_head, TOKENS
+        )
+        if first_query >= 0:
+            begin = start + first_query
+            num_tokens = gl.minimum(TOKENS, count - first_query)
+            first_position = length - count + first_query
+            first, end = tile_range(first_position, first_position + num_tokens - 1, TILE, WINDOW)
+            last = end - 1
+        else:
+            item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    return group, seq, length, begin, num_tokens, first_position, first, last
 
 
 @gluon.jit
 def copy_queries(
-    q_buffers, full, empty, descriptor, count_items, group, begin, num_tokens, PACK: gl.constexpr, QUERIES: gl.constexpr,
-    DIM_PAD: gl.constexpr,
+    q_buffers, info, full, empty, descriptor, count_items, group, begin, num_tokens, first_position, PACK: gl.constexpr,
+    QUERIES: gl.constexpr, DIM_PAD: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of an item's queries; for no tokens, which ends the consumers, only say that it is their turn."""
+    """Say what the next item is, and start the copy of its queries; for no tokens, which ends the consumers, there is none."""
+    scalar: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = count_items % QUERIES
     mbarrier.wait(empty.index(slot), (count_items // QUERIES & 1) ^ 1)
+    info.index(4 * slot).store(gl.full([1], group, gl.int32, scalar))
+    info.index(4 * slot + 1).store(gl.full([1], begin, gl.int32, scalar))
+    info.index(4 * slot + 2).store(gl.full([1], num_tokens, gl.int32, scalar))
+    info.index(4 * slot + 3).store(gl.full([1], first_position, gl.int32, scalar))
+    warps_barrier()
     if num_tokens > 0:
         mbarrier.expect(full.index(slot), 2 * 64 * DIM_PAD * 2)
         for half in gl.static_range(2):
@@ -89,23 +142,21 @@ def clear_dead_rows(buffer, first_dead, TILE: gl.constexpr, DIM_PAD: gl.constexp
 
 @gluon.jit
 def produce(
-    buffers, barriers, described, wanted, descriptors, table_ptr, table_stride, PACK: gl.constexpr, GROUP: gl.constexpr,
-    DIM_PAD: gl.constexpr, CHUNK: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    QUERIES: gl.constexpr, AHEAD: gl.constexpr,
+    buffers, barriers, descriptors, table_ptr, starts_ptr, lens_ptr, counter_ptr, num_seqs, table_stride, items_per_head,
+    num_items, PACK: gl.constexpr, GROUP: gl.constexpr, DIM_PAD: gl.constexpr, CHUNK: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, QUERIES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The producer: copies the queries, keys and values of items that the scheduler finds.
-
-    It wants the next item when it has asked for all but AHEAD tiles of keys of one, so that programs that finish early may have what
-    is left. The consumers are then done with the item before the one before.
-    """
-    q_buffers, k_buffers, v_buffers, items = buffers
+    """The producer: takes items, and copies their queries, keys and values into shared memory."""
+    q_buffers, k_buffers, v_buffers, info = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = barriers
     q_descriptor, k_descriptor, v_descriptor = descriptors
+    TOKENS: gl.constexpr = 2 * 64 // PACK
     count_items = 0
     count_tiles = 0
     partial_tiles = 0
-    group, seq, length, begin, num_tokens, first, tile = read_item(items, described, 0)
-    announced = gl.minimum(first + AHEAD, tile)
+    group, seq, length, begin, num_tokens, first_position, first, tile = find_item(
+        gl.program_id(0), counter_ptr, starts_ptr, lens_ptr, num_seqs, items_per_head, num_items, TOKENS, TILE, WINDOW
+    )
     is_new = num_tokens > 0
     # The tile before, whose values are still to be asked for; below zero: none.
     v_tile = -1
@@ -123,18 +174,9 @@ def produce(
         if QUERIES > 1:
             if is_new:
                 copy_queries(
-                    q_buffers,
-                    q_full,
-                    q_empty,
-                    q_descriptor,
-                    count_items,
-                    group,
-                    begin,
-                    num_tokens,
-                    PACK,
-                    QUERIES,
-                    DIM_PAD,
-                )
+                    q_buffers, info, q_full, q_empty, q_descriptor, count_items, group, begin, num_tokens, first_position, PACK,
+                    QUERIES, DIM_PAD,
+                )  # fmt: skip
         if v_tile >= 0:
             stage = (count_tiles - 1) % STAGES
             parity = ((count_tiles - 1) // STAGES & 1) ^ 1
@@ -159,22 +201,11 @@ def produce(
             # These wait for the consumers' last product with the item before, which may need the values above.
             if is_new:
                 copy_queries(
-                    q_buffers,
-                    q_full,
-                    q_empty,
-                    q_descriptor,
-                    count_items,
-                    group,
-                    begin,
-                    num_tokens,
-                    PACK,
-                    QUERIES,
-                    DIM_PAD,
-                )
+                    q_buffers, info, q_full, q_empty, q_descriptor, count_items, group, begin, num_tokens, first_position, PACK,
+                    QUERIES, DIM_PAD,
+                )  # fmt: skip
         count_items += is_new.to(gl.int32)
         is_new = num_tokens < 0
-        if (tile >= 0) & (tile == announced):
-            mbarrier.arrive(wanted, count=1)
         v_tile = tile
         v_seq = seq
         v_head = head
@@ -183,7 +214,15 @@ def produce(
             count_tiles += 1
             tile -= 1
             if tile < first:
-                group, seq, length, begin, num_tokens, first, tile = read_item(items, described, count_items)
-                announced = gl.minimum(first + AHEAD, tile)
+                item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+                group, seq, length, begin, num_tokens, first_position, first, tile = find_item(
+                    item, counter_ptr, starts_ptr, lens_ptr, num_seqs, items_per_head, num_items, TOKENS, TILE, WINDOW
+                )
                 is_new = num_tokens > 0
-    copy_queries(q_buffers, q_full, q_empty, q_descriptor, count_items, 0, 0, 0, PACK, QUERIES, DIM_PAD)
+    copy_queries(
+        q_buffers, info, q_full, q_empty, q_descriptor, count_items, 0, 0, 0, 0, PACK, QUERIES, DIM_PAD,
+    )  # fmt: skip
+    # The last program leaves the counters zero for the next launch.
+    if gl.atomic_add(counter_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
