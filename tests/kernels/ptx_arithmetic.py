@@ -139,6 +139,14 @@ class Arithmetic:
             for i in range(8):
                 if table >> i & 1:
                     v |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        elif p[0] == "shf":
+            if p[2] != "wrap":
+                raise UnknownInstruction(".".join(p))
+            low, high, by = (self.value(x, U32).astype(U64) for x in args[1:4])
+            both, by = low | (high << U64(32)), by & U64(31)
+            v = ((both << by) >> U64(32) if p[1] == "l" else both >> by).astype(U32)
+        elif p[0] == "popc":
+            v = np.array([int(x).bit_count() for x in self.value(args[1], U32)], U32)
         elif p[0] in ("shl", "shr"):
             a, b = self.value(args[1], type_of(t)), self.value(args[2], U32)
             bits = 8 * a.dtype.itemsize

@@ -1,7 +1,8 @@
 """Runs compiled PTX of a Gluon kernel on the CPU: addresses, layouts of operands, arithmetic, barriers and copies, without a GPU.
 
-What an instruction does is taken from the PTX manual. The warps of a program run in random order, each as far as its next barrier; a
-copy lands at once or when its barrier is waited for; shared memory begins as NaN. Programs run one after the other, in the order of
+What an instruction does is taken from the PTX manual. The warps of a program run in random order, each as far as its next barrier, and
+some groups of four more often than others; a copy lands at once or at any time later; shared memory begins as NaN, and is NaN from
+a copy's start to its end. A copy to where a product of tensor cores still reads is an error. Programs run one after the other, in the order of
 the caller. Not checked: what of another program or kernel a thread sees when, and what the hardware asks of a descriptor.
 Python 3, numpy, about 20,000 instructions of a warp a second.
 """
@@ -78,22 +79,29 @@ class Machine:
 
     def run(self, block, grid, random):
         """One program, to its end."""
-        bars, smem = {}, np.full(self.shared + 1024, 0xFF, U8)
-        of_block = self.given | dict(bars=bars, smem=smem, block=block, grid=grid, random=random)
+        flying, smem = [], np.full(self.shared + 1024, 0xFF, U8)
+        of_block = self.given | dict(bars={}, flying=flying, reads={}, smem=smem, block=block, grid=grid, random=random)
         warps = [Warp(32 * i, of_block) for i in range(self.warps)]
-        states = ["ready"] * len(warps)
+        speeds = [random.choice([0.2, 1, 5]) for _ in range(0, self.warps, 4)]
+        states, met = ["ready"] * len(warps), {}
         while any(s != "done" for s in states):
-            ready = [i for i, s in enumerate(states) if s == "ready"]
-            if not ready:
-                stuck = [i for i, s in enumerate(states) if s == "waits"]
-                assert not stuck, f"warps {stuck} wait forever"
-                assert all(s == "barrier" for s in states), "a barrier that not all warps come to"
-                states = ["ready"] * len(warps)
+            ready = [i for i, s in enumerate(states) if s == "ready" or s == "waits" and warps[i].has_waited()]
+            if flying and (not ready or random.random() < 0.2):
+                flying.pop(random.randrange(len(flying)))()
                 continue
-            i = random.choice(ready)
+            stuck = [i for i, s in enumerate(states) if s == "waits"]
+            assert ready or not stuck, f"warps {stuck} wait forever"
+            assert ready, f"barriers that not all warps come to: {met}"
+            i = random.choices(ready, [speeds[i // 4] for i in ready])[0]
             states[i] = warps[i].go()
-            states = ["ready" if s == "waits" and states[i] != "waits" else s for s in states]
-        assert not any(b["waiting"] for b in bars.values()), "copies nobody waited for"
+            if states[i] not in ("waits", "done"):  # a barrier's name, and how many warps meet there
+                name, count = states[i]
+                there = met.setdefault(name, set())
+                there.add(i)
+                if len(there) == (count or self.warps):
+                    states = ["ready" if j in there else s for j, s in enumerate(states)]
+                    there.clear()
+        assert not flying, "copies nobody waited for"
 
 
 class Warp(Arithmetic, Matrices, Copies):
@@ -102,11 +110,12 @@ class Warp(Arithmetic, Matrices, Copies):
     n = 32
 
     def __init__(self, first_thread, of_block):
-        self.first_thread, self.at, self.steps, self.r = first_thread, 0, 0, {}
+        self.first_thread, self.at, self.steps, self.r, self.in_flight = first_thread, 0, 0, {}, []
         self.__dict__.update(of_block)
 
     def go(self):
-        """To the next point where others have to do something: "barrier", "waits" for a copy, or "done"."""
+        """To the next point where others have to do something: (name of a barrier, warps or 0 for all), "waits" for an mbarrier, or
+        "done"."""
         while self.at < len(self.lines):
             negated, guard, p, args = self.lines[self.at]
             on = np.ones(self.n, bool)
@@ -118,12 +127,18 @@ class Warp(Arithmetic, Matrices, Copies):
                 assert on.all() or not on.any(), f"threads part at {self.at}"
                 self.at = self.labels[args[0]] if on.all() else self.at + 1
                 continue
+            if p[0] == "brx":
+                branches = self.lines[self.labels[args[1]]][3]
+                index = self.value(args[0], U32)
+                assert (index == index[0]).all(), f"threads part at {self.at}"
+                self.at = self.labels[branches[index[0]]]
+                continue
             if p[0] == "ret":
                 return "done"
-            if p[0] == "bar" and p[1] == "sync":
+            if p[0] in ("bar", "barrier") and p[1] == "sync":
                 assert on.all()
                 self.at += 1
-                return "barrier"
+                return args[0], int(args[1]) // 32 if len(args) > 1 else 0
             if p[0] not in _METHODS:
                 raise UnknownInstruction(".".join(p))
             try:
@@ -136,6 +151,11 @@ class Warp(Arithmetic, Matrices, Copies):
                 return "waits"
             self.at += 1
         return "done"
+
+    def has_waited(self):
+        """Of a warp that waits: whether what it waits for has happened."""
+        _, _, _, args = self.lines[self.at]
+        return self.bars[int(self.address(args[1])[0])]["phase"] != self.value(args[2], U32)[0]
 
     # ---- operands
 
@@ -277,9 +297,9 @@ class Warp(Arithmetic, Matrices, Copies):
 
 _METHODS = {
     **dict.fromkeys(("add", "sub", "mul", "fma", "max", "min", "neg", "abs", "div", "rem", "mad", "ex2", "rsqrt", "rcp"), Warp.calculate),
-    **dict.fromkeys(("and", "or", "xor", "not", "shl", "shr", "lop3", "bfe"), Warp.bitwise),
+    **dict.fromkeys(("and", "or", "xor", "not", "shl", "shr", "shf", "lop3", "bfe", "popc"), Warp.bitwise),
     "prmt": Warp.permute,
-    **dict.fromkeys(("bar", "griddepcontrol", "fence"), Warp.nothing),
+    **dict.fromkeys(("bar", "griddepcontrol", "fence", "setmaxnreg", ""), Warp.nothing),
     **dict.fromkeys(("ld", "st"), Warp.access),
     **dict.fromkeys(("mov", "cvta"), Warp.move),
     "setp": Warp.compare, "selp": Warp.select, "cvt": Warp.convert, "shfl": Warp.shuffle, "redux": Warp.reduce, "elect": Warp.elect,

@@ -50,33 +50,63 @@ class Matrices:
             self.put(name, d[8 * (i // 2) :][:8].reshape(32, 2)[:, i % 2], on)
 
     def multiply_group(self, p, args, on):
-        """wgmma with both operands in shared memory, lines of 128 bytes: a warp's 16 of the 64 rows. It is done at once."""
+        """wgmma: a warp's 16 of the 64 rows. It is done at once, and reads shared memory until it is waited for."""
+        if p[1] == "commit_group":
+            self.in_flight.append([])
+        if p[1] == "wait_group":
+            while len(self.in_flight) > int(args[0]) + 1:
+                for place in self.in_flight.pop(0):
+                    self.reads[place] -= 1
         if p[1] in ("fence", "commit_group", "wait_group"):
             return
         m = re.fullmatch(r"m64n(\d+)k16", p[4])
-        if not m or p[5] != "f32" or p[6] not in HALVES or args[4:] != ["1", "1", "0", "0"]:
+        in_registers = args[1].startswith("{")
+        if (
+            not m
+            or p[5] != "f32"
+            or p[6] not in HALVES
+            or args[4:6] != ["1", "1"]
+            or (not in_registers and args[6] != "0")
+        ):
             raise UnknownInstruction(".".join(p))
-        left = self._lines(args[1], np.arange(16) + self.first_thread // 32 % 4 * 16, p[6])
-        right = self._lines(args[2], np.arange(int(m[1])), p[6])
+        if in_registers:
+            # Four matrices of 8 x 8: rows eight apart, then columns.
+            parts = [self.value(n, U32).view(U16).reshape(8, 8) for n in self.names(args[1])]
+            left = HALVES[p[6]][0](np.block([[parts[0], parts[2]], [parts[1], parts[3]]])).astype(np.float64)
+        else:
+            left = self._lines(args[1], np.arange(64), p[6])[self.first_thread // 32 % 4 * 16 :][:16]
+        right = self._lines(args[2], np.arange(int(m[1])), p[6], transposed=args[-1] == "1")
         keep = self.predicate(args[3])
         assert keep.all() or not keep.any()
         names = self.names(args[0])
         # Registers 4 i to 4 i + 3: columns 8 i on, two of row thread / 4 and two of the row eight below.
         sums = np.stack([self.value(n, np.float32) if keep.any() else np.zeros(32, np.float32) for n in names])
         sums = sums.reshape(-1, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, -1)
-        d = (sums + left @ right.T).astype(np.float32)
+        with np.errstate(all="ignore"):
+            d = (sums + left @ right.T).astype(np.float32)
         d = d.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, 32)
         for name, v in zip(names, d):
             self.put(name, v, on)
 
-    def _lines(self, descriptor, rows, kind):
-        """16 columns of a matrix in shared memory whose groups of eight rows are as far apart as the descriptor says."""
-        d = int(self.value(descriptor, U64)[0])
-        assert d >> 62 == 1, "not swizzled by 128 bytes"
-        at = ((d & 0x3FFF) << 4) + rows // 8 * ((d >> 32 & 0x3FFF) << 4) + rows % 8 * 128
-        at = at[:, None] + np.arange(0, 32, 16)
-        at = at ^ ((at >> 7 & 7) << 4)
-        bits = np.ascontiguousarray(self.smem[at[:, :, None] + np.arange(16)]).view(U16).reshape(len(rows), 16)
+    def _lines(self, descriptor, rows, kind, transposed=False):
+        """[rows, 16] of a matrix in shared memory, in lines of 128 bytes: 16 columns of each row, whose groups of eight are as far
+        apart as the descriptor says; transposed: 16 lines of 64 rows each."""
+        d = self.value(descriptor, U64)
+        assert (d == d[0]).all()
+        first, far, near, kind_of_swizzle = (int(d[0]) >> i & 0x3FFF for i in (0, 16, 32, 62))
+        assert kind_of_swizzle == 1, "not swizzled by 128 bytes"
+        columns = np.arange(16)
+        if transposed:
+            at = (rows // 64 * (far << 4) + rows % 64 * 2)[:, None] + columns % 8 * 128 + columns // 8 * (near << 4)
+        else:
+            at = (rows // 8 * (near << 4) + rows % 8 * 128)[:, None] + columns * 2
+        at += first << 4
+        at ^= (at >> 7 & 7) << 4
+        place = int(at.min()) & -1024, (int(at.max()) | 1023) + 1
+        self.reads[place] = self.reads.get(place, 0) + 1
+        self.in_flight = self.in_flight or [[]]
+        self.in_flight[-1].append(place)
+        bits = np.ascontiguousarray(self.smem[at[:, :, None] + np.arange(2)]).view(U16)[:, :, 0]
         return HALVES[kind][0](bits).astype(np.float64)
 
 
@@ -94,25 +124,32 @@ class Copies:
             parity = self.value(args[2], U32)
             assert (parity == parity[0]).all()
             if b["phase"] == parity[0]:
-                if b["count"] or b["bytes"] != b["expected"]:
-                    assert b["bytes"] <= b["expected"] or b["count"], "more bytes than are waited for"
-                    return True
-                for arrive in b["waiting"]:
-                    arrive()
-                b.update(phase=b["phase"] ^ 1, count=b["init"], bytes=0, expected=0, waiting=[])
+                return True
             self.put(args[0], np.ones(self.n, bool), on)
             return False
         for i in np.nonzero(on)[0]:
             if p[1] == "init":
                 where, count = int(self.address(args[0])[i]), int(args[1])
-                self.bars[where] = dict(init=count, count=count, phase=0, bytes=0, expected=0, waiting=[])
-            elif "expect_tx" in p:
+                self.bars[where] = dict(init=count, count=count, phase=0, bytes=0)
+            elif p[1] == "arrive" and args[0] == "_":
                 b = self.bars[int(self.address(args[1])[i])]
-                b["count"] -= 1
-                b["expected"] += int(args[2])
-                assert b["count"] >= 0
+                number = int(args[2]) if len(args) > 2 else 1
+                self._arrive(b, 1, number) if "expect_tx" in p else self._arrive(b, number, 0)
             else:
                 raise UnknownInstruction(".".join(p))
+
+    def _arrive(self, b, count, expected):
+        """So many arrivals, and bytes to come (below zero: that came)."""
+        b["count"] -= count
+        b["bytes"] += expected
+        assert b["count"] >= 0, "more arrivals than a phase has"
+        if b["count"] == 0 and b["bytes"] == 0:
+            b.update(phase=b["phase"] ^ 1, count=b["init"])
+
+    def _poison(self, first, end):
+        for (low, high), count in self.reads.items():
+            assert not count or high <= first or low >= end, "a copy to where a product reads"
+        self.smem[first:end] = 0xFF
 
     def copy(self, p, args, on):
         """A box of a tensor; what lies outside of it is zero. In shared memory, lines of 128 or 64 bytes, swizzled."""
@@ -133,9 +170,9 @@ class Copies:
                 source.append(slice(low, max(high, low)))
                 into.append(slice(low - at, max(high, low) - at))
             b = self.bars[int(self.address(args[2])[i])]
-            b["bytes"] += data.size * 2
+            self._poison(target, target + data.size * 2)
 
-            def arrive(data=data, source=tuple(source), into=tuple(into), tensor=tensor, target=target, line=line):
+            def arrive(data=data, source=tuple(source), into=tuple(into), tensor=tensor, target=target, line=line, b=b):
                 if all(s.stop > s.start for s in source):
                     data[into] = tensor[source]
                 # Of a piece's address, in 16 bytes, the bits from 3 on change the lower 3 bits, or in lines of 64 bytes the lower 2.
@@ -143,10 +180,12 @@ class Copies:
                 at = np.arange(len(pieces)) + target // 16
                 swizzled = np.empty_like(pieces)
                 swizzled[(at ^ (at >> 3) % (line // 16)) - target // 16] = pieces
+                self._poison(target, target + data.size * 2)
                 self.smem[target : target + data.size * 2] = swizzled.reshape(-1).view(U8)
+                self._arrive(b, 0, -data.size * 2)
 
             # At once, or as late as may be.
             if self.random.random() < 0.5:
                 arrive()
             else:
-                b["waiting"].append(arrive)
+                self.flying.append(arrive)

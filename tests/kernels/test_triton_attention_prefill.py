@@ -357,25 +357,22 @@ def test_compiles_without_spills(dtype, dim, group, capability, tmp_path):
         assert binary.metadata.shared <= SHARED_MEMORY[capability]
 
 
-@pytest.mark.parametrize("dim, group, block_size, options", [
-    (64, 3, 16, {}), (80, 1, 256, {}), (96, 4, 64, {"window": 100}), (128, 2, 256, {}), (128, 7, 256, {"soft_cap": 20.0}), (256, 4, 256, {}),
-])  # fmt: skip
-def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, tmp_path):
+def compile_hopper(plan, heads, kv_heads, dim, block_size, **options):
+    """The kernel as the wrapper launches it, but for `options`: `soft_cap`, `window`, or constants of the kernel."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from nanovllm.kernels.triton_attention.prefill_hopper import prefill_hopper_kernel
 
-    plan = plan_hopper(group, dim, block_size)
     dim_pad = max(64, triton.next_power_of_2(dim))
     queries, wide = fit_hopper(plan, dim_pad)
     constants = dict(
-        HEADS=8 * group, PACK=plan.pack, GROUP=group, HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, TILE=plan.tile,
-        STAGES=plan.stages, SOFT_CAP=options.get("soft_cap", 0.0), WINDOW=options.get("window", 0),
+        HEADS=heads, PACK=plan.pack, GROUP=heads // kv_heads, HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, TILE=plan.tile,
+        STAGES=plan.stages, SOFT_CAP=options.pop("soft_cap", 0.0), WINDOW=options.pop("window", 0),
         QUERIES=queries, WIDE=wide, CONSUMER_REGISTERS=prefill_registers(dim_pad)[0],
         PRODUCER_REGISTERS=prefill_registers(dim_pad)[1],
-    )  # fmt: skip
+    ) | options  # fmt: skip
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     part = min(block_size, plan.tile)
     types = {n: "*i32" for n in ("table_ptr", "starts_ptr", "lens_ptr", "counter_ptr")} | {
@@ -384,11 +381,18 @@ def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, 
     }
     types |= {"q_descriptor": f"tensordesc<bf16[{64 // plan.pack}, {plan.pack}, {dim_pad}],{layout!r}>"}
     types |= {n: f"tensordesc<bf16[{part}, 1, 64],{layout!r}>" for n in ("k_descriptor", "v_descriptor")}
-    binary = triton.compile(
+    return triton.compile(
         GluonASTSource(prefill_hopper_kernel, *signature(prefill_hopper_kernel, constants, types)),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": 4, "maxnreg": 168},
     )
+
+
+@pytest.mark.parametrize("dim, group, block_size, options", [
+    (64, 3, 16, {}), (80, 1, 256, {}), (96, 4, 64, {"window": 100}), (128, 2, 256, {}), (128, 7, 256, {"soft_cap": 20.0}), (256, 4, 256, {}),
+])  # fmt: skip
+def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, tmp_path):
+    binary = compile_hopper(plan_hopper(group, dim, block_size), 8 * group, 8, dim, block_size, **options)
     assert stack(binary, tmp_path) <= STACK
     assert binary.metadata.shared <= SHARED_MEMORY[90]
 

@@ -23,10 +23,14 @@ def softmax(
         scores = (SOFT_CAP * 1.4426950408889634) * (1 - 2 / (1 + gl.exp2(scores * (scale * (2 / SOFT_CAP)))))
         scale = 1.0
     if MASKED:
-        tokens = (tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, layout)))[None, :]
-        seen = tokens <= positions[:, None]
+        columns = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+        # Bits 1 and 2 of a column are the thread's, all others the register's: what a thread compares with are constants. With two
+        # values only known at run time ptxas compared before it issued the second product, and kept 128 results packed into bits.
+        last = (positions - tile * TILE)[:, None] - (columns & 6)[None, :]
+        constants = (columns & ~6)[None, :]
+        seen = constants <= last
         if WINDOW > 0:
-            seen = seen & (tokens > positions[:, None] - WINDOW)
+            seen = seen & (constants > last - WINDOW)
         scores = gl.where(seen, scores, float("-inf"))
     new_m = gl.maximum(m, gl.max(scores, 1) * scale)
     shift = new_m
