@@ -83,6 +83,23 @@ def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
     assert run("kernels", "verify", "softmax", "--provider", "native").returncode == 0
 
 
+def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path, monkeypatch, capsys):
+    from nanovllm.cli import kernels_bench
+    from nanovllm.kernels import compare
+
+    def measure(declared, candidate, case, where, made=[]):  # noqa: B006
+        if len(made) == 1:
+            raise KeyboardInterrupt
+        made.append(None)
+        return compare.Measurement(declared.name, candidate.name, case, reason="not measured")
+
+    monkeypatch.setattr(compare, "measure", measure)
+    kernels_bench.bench("rms_norm", device="cpu", save=tmp_path / "it.json", dtype="float32", shape=None, provider=None, compile=False,
+                        kernel_plugin=None, save_table=None, as_json=False)  # fmt: skip
+    assert "stopped early" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "it.json").read_text())["measurements"]) == 1
+
+
 def test_kernels_bench_and_table(tmp_path):
     saved = tmp_path / "sub" / "bench.json"
     done = run(
@@ -91,5 +108,6 @@ def test_kernels_bench_and_table(tmp_path):
     assert done.returncode == 0 and "4x64 float32" in done.stdout
     document = json.loads(saved.read_text())
     assert document["versions"]["torch"] and document["measurements"][0]["us"] > 0
+    assert document["command"] == "nanovllm kernels bench rms_norm --shape 4x64 --dtype float32 --device cpu"
     table = run("kernels", "table").stdout
     assert all(f"| `{name}` |" in table for name in all_ops())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,7 +107,7 @@ def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str
         "device": device_name(where),
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
-        "command": "nanovllm " + " ".join(sys.argv[1:]),
+        "command": "nanovllm " + _command(sys.argv[1:]),
     }
     if where.type == "cuda":
         from nanovllm.kernels.benchmark import copy_bandwidth, empty_kernel_time
@@ -114,6 +115,12 @@ def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str
         document["copy_bytes_per_second"] = copy_bandwidth(where)
         document["empty_kernel_us"] = 1e6 * empty_kernel_time(where)
     return {**document, "measurements": [m.as_dict() for m in results]}
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The arguments without where the results go: a path of the machine that measured them."""
+    text, options = " ".join(arguments), r"--save(-table)?(=|\s+)\S+"
+    return " ".join(re.sub(options, "", text).split())
 
 
 def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
