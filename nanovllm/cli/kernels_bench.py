@@ -51,7 +51,7 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the providers of an op: medians, inputs from device memory, share of what the hardware allows. Ctrl-C keeps what is measured."""
+    """Time the providers of an op: medians, inputs from device memory, share of what the hardware allows and of what a plain copy reaches. Ctrl-C keeps what is measured."""
     from nanovllm.kernels.compare import compiled
 
     where, ops, origins = prepare(device, kernel_plugin)
@@ -130,17 +130,18 @@ def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
 
         title += f": copy {copy_bandwidth(where) / 1e12:.2f} TB/s, empty kernel {1e6 * empty_kernel_time(where):.2f} us"
     table = new_table(
-        "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "peak MiB", "how", title=title
-    )
+        "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "of copy", "peak MiB", "how", title=title,
+    )  # fmt: skip
     for m in results:
         if m.timing is None:
-            table.add_row(m.op, str(m.case), m.provider, "", "", "", "", "", "", m.reason)
+            table.add_row(m.op, str(m.case), m.provider, "", "", "", "", "", "", "", m.reason)
             continue
         t = m.timing
         table.add_row(
             m.op, str(m.case), m.provider, f"{1e6 * t.median:.2f}", f"{1e6 * t.p20:.2f}-{1e6 * t.p80:.2f}",
             f"{m.bytes / t.median / 1e12:.2f}", f"{m.flops / t.median / 1e12:.1f}",
             "" if m.share is None else f"{m.share:.0%}",
+            "" if m.copy is None else f"{m.copy / t.median:.0%}",
             "" if m.peak_bytes is None else f"{m.peak_bytes / 2**20:.1f}",
             m.method + (", cold" if m.cold else ""),
         )  # fmt: skip

@@ -130,6 +130,20 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 @cache
+def copy_time(device: torch.device, num_bytes: int) -> float:
+    """Seconds of a copy that reads and writes `num_bytes` in all, timed as kernels are: in a CUDA graph, from device memory.
+
+    Of 10 or 100 MB it takes longer than `copy_bandwidth` allows, as any kernel does that has to start, and to run out, in that time.
+    """
+    size = num_bytes // 2
+    pairs = -(-5 * l2_bytes(device) // 2 // max(1, size))
+    with torch.cuda.device(device):
+        sources = torch.empty(max(2, pairs), size, dtype=torch.int8, device=device).random_()
+        targets = torch.empty_like(sources)
+        return time_in_graph([lambda a=a, b=b: b.copy_(a) for a, b in zip(sources, targets)] * 4).median
+
+
+@cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Flops per second of an 8192^3 matrix product of random numbers on a CUDA device: the roof of arithmetic."""
     n = 8192

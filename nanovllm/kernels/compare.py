@@ -11,13 +11,25 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.availability import triton_support
-from nanovllm.kernels.benchmark import Timing, copy_bandwidth, l2_bytes, matmul_rate, time_in_graph, time_kernel
+from nanovllm.kernels.benchmark import (
+    Timing,
+    copy_bandwidth,
+    copy_time,
+    l2_bytes,
+    matmul_rate,
+    time_in_graph,
+    time_kernel,
+)
 from nanovllm.kernels.declaration import Arguments, Shape, nbytes
 from nanovllm.kernels.registry import Op, Provider
 from nanovllm.kernels.verify import Case
 
 COMPILED = "torch.compile"
 _MOST_SETS = 60
+_MOST_FLOPS = 50
+"""A byte. Only matrix products have more; others do not run on the unit whose rate is measured."""
+_LEAST_COPY = 8 << 20
+"""Bytes from which on a call is compared with a copy of as many."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,8 @@ class Measurement:
         method: "graph" (replays of a CUDA graph; device time), "events" (calls from Python) or "host" (a CPU's clock).
         cold: whether the inputs came from device memory rather than from the L2 cache.
         share: the least time that the call's cost allows on this device, over the median time. None on a CPU.
+        copy: the seconds of a plain copy of as many bytes: the limit where starting and running out count too. None on a CPU, for few
+            bytes, and for matrix products.
         peak_bytes: device memory above the inputs that the call took at its peak, results included. None on a CPU.
         reason: why there is no timing.
     """
@@ -41,6 +55,7 @@ class Measurement:
     bytes: int = 0
     flops: int = 0
     share: float | None = None
+    copy: float | None = None
     peak_bytes: int | None = None
     reason: str | None = None
 
@@ -63,6 +78,7 @@ class Measurement:
             "bytes": self.bytes,
             "flops": self.flops,
             "share_of_limit": self.share,
+            "copy_us": None if self.copy is None else 1e6 * self.copy,
             "peak_bytes": self.peak_bytes,
             "reason": self.reason,
         }
@@ -73,7 +89,7 @@ def least_time(declared: Op, arguments: Arguments, dtype: torch.dtype, device: t
     assert declared.cost is not None
     cost = declared.cost(**arguments)
     seconds = cost.bytes / copy_bandwidth(device)
-    if cost.flops > 50 * cost.bytes:  # only matrix products have so many; others do not run on that unit
+    if cost.flops > _MOST_FLOPS * cost.bytes:
         seconds = max(seconds, cost.flops / matmul_rate(device, dtype))
     return cost.bytes, cost.flops, seconds
 
@@ -102,9 +118,11 @@ def measure(declared: Op, provider: Provider, case: Case, device: torch.device) 
             torch.cuda.synchronize(device)
             timing, method, cold = time_kernel(provider.fn, warmup=3, iters=20, **sets[0]), "events", True
         num_bytes, flops, least = least_time(declared, sets[0], case.dtype, device)
+        copied = num_bytes >= _LEAST_COPY and flops <= _MOST_FLOPS * num_bytes
+        copy = copy_time(device, num_bytes) if copied else None
         return Measurement(
-            declared.name, provider.name, case, timing, method, cold, num_bytes, flops, least / timing.median, peak
-        )
+            declared.name, provider.name, case, timing, method, cold, num_bytes, flops, least / timing.median, copy, peak
+        )  # fmt: skip
     except torch.OutOfMemoryError:
         return Measurement(declared.name, provider.name, case, reason="out of memory")
     except Exception as e:

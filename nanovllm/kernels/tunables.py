@@ -90,7 +90,8 @@ ROTARY = Tunable(
     batch=("tokens",),
 )  # fmt: skip
 ROTARY_STORE = Tunable(
-    "rotary_store", _HEADS, (f"{_OPS}.plans:HeadPlan",), (f"{_OPS}.rotary_kernels:store_kernel",), batch=("tokens",),
+    "rotary_store", _HEADS, (f"{_OPS}.plans:HeadPlan",), (f"{_OPS}.rotary_kernels:store_kernel", f"{_OPS}.rotary_kernels:store_tokens_kernel"),
+    batch=("tokens",),
 )  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------------------- products

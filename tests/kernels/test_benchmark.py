@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels import Provider, all_ops, benchmark_kernel
 from nanovllm.kernels.availability import triton_support
-from nanovllm.kernels.benchmark import Timing, time_kernel
+from nanovllm.kernels.benchmark import Timing, copy_bandwidth, copy_time, time_kernel
 from nanovllm.kernels.compare import Measurement, bench_cases, measure, providers_by_speed, slower_somewhere
 from nanovllm.kernels.verify import Case
 
@@ -56,6 +56,18 @@ def measured(provider, shape, seconds):
     return Measurement("op", provider, Case(shape, torch.float32), timing)
 
 
+def test_a_copy_of_as_many_bytes(monkeypatch):
+    from nanovllm.cli.kernels_bench import _bench_table
+
+    assert measured("op", (1,), 4.0).as_dict()["copy_us"] is None
+    timing = Timing(4e-6, 4e-6, 4e-6)
+    m = Measurement("op", "own", Case((1,), torch.float32), timing, share=0.5, copy=3e-6)
+    assert m.as_dict()["copy_us"] == pytest.approx(3)
+    table = _bench_table(CPU, [m, measured("other", (1,), None), measured("third", (1,), 1.0)])
+    columns = {column.header: list(column.cells) for column in table.columns}
+    assert columns["of limit"] == ["50%", "", ""] and columns["of copy"] == ["75%", "", ""]
+
+
 def test_who_is_fastest():
     results = [
         measured("native", (1,), 4.0), measured("native", (2,), 4.0), measured("native", (3,), 1.0),
@@ -85,3 +97,14 @@ def test_a_share_of_the_limit_is_a_share():
     for case in bench_cases(op, torch.bfloat16):
         m = measure(op, op.providers["triton"], case, torch.device("cuda", 0))
         assert m.method == "graph" and 0 < m.share < 1.05 and m.peak_bytes > 0
+        assert (m.copy is None) == (m.bytes < 8 << 20)
+        if m.copy is not None:
+            assert m.share < m.copy / m.timing.median < 1.5  # starting and running out count in both
+
+
+@pytest.mark.gpu
+def test_a_copy_is_timed_once_for_each_size():
+    device = torch.device("cuda", 0)
+    small, large = copy_time(device, 8 << 20), copy_time(device, 512 << 20)
+    assert copy_time(device, 8 << 20) is small and 8 * small < large < 64 * small
+    assert 0.5 < (512 << 20) / large / copy_bandwidth(device) < 1.1

@@ -49,6 +49,16 @@ def test_store(shape, dtype, scales):
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, expected))
 
 
+# A token's heads by one program, in several tiles of q or of all.
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 8, 4, 128), (3, 16, 16, 64), (4, 24, 8, 64)])
+def test_fused_store_of_many_tokens(shape, dtype, norm, monkeypatch):
+    monkeypatch.setattr(triton_rotary, "_MANY_TOKENS", 0)
+    monkeypatch.setattr(triton_rotary, "store_kernel", None)  # the other one
+    test_fused_store(shape, dtype, norm)
+
+
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -58,7 +68,7 @@ def test_fused_store(shape, dtype, norm):
     table = torch.randn(100, dim, generator=g).to(DEVICE)
     positions = torch.randint(0, 100, (shape[0],), generator=g).to(DEVICE)
     weights = [(torch.rand(dim, generator=g) + 0.5).to(dtype).to(DEVICE) if norm else None for _ in range(2)]
-    for cache_dtype, scales in ((dtype, "none"), (F8, "none"), (F8, "heads")):
+    for cache_dtype, scales in ((dtype, "none"), (F8, "none"), (F8, "heads"), (F8, "one")):
         q, k, v, caches, slots, *factors = make(*shape, dtype, cache_dtype, scales)
         expected, got = ([c.clone() for c in caches] for _ in range(2))
         want = qk_norm_rope_store.native(positions, q, k, v, table, *expected, slots, *weights, 1e-6, *factors)

@@ -4,6 +4,7 @@ With a GPU they run there at real shapes, else in Triton's interpreter on small 
 is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,9 @@ def poison(monkeypatch):
     yield
     for memory in allocated:
         guard = memory[-64:]
-        assert (guard.isnan() if guard.is_floating_point() else guard == torch.iinfo(guard.dtype).max).all(), "wrote past the end"
+        assert (guard.isnan() if guard.is_floating_point() else guard == torch.iinfo(guard.dtype).max).all(), (
+            "wrote past the end"
+        )
 
 
 def strided(x):
@@ -153,6 +156,57 @@ def test_layer_norm(shape, dtype):
         close(ops.layer_norm(given, weight, bias, 1e-5), expected, dtype, slack=3)
 
 
+def far_rows(size):
+    """Rows whose mean is far from zero, or that begin with outliers: one, and so many that what a row is centred on is one."""
+    x = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
+    x[0] += 1e4
+    x[1] = x[1] * 100 - 1e4
+    x[2, 0] = 3e4
+    x[3, :40] = 1e4
+    x[4, -1] = -3e4
+    return x
+
+
+@pytest.mark.parametrize("size", [1024, 1280, 40] + ([1100, 5120, 20000] if DEVICE == "cuda" else []))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norms_of_rows_far_from_zero(dtype, size, monkeypatch):
+    from nanovllm.kernels.triton_ops import layernorm_chain, norm
+
+    x = far_rows(size).to(dtype).to(DEVICE)
+    weight, bias = randn(size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
+    expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
+    for most_rows in (1 << 30, 0):
+        for module in (norm, layernorm_chain):
+            monkeypatch.setattr(module, "MANY_ROWS", most_rows)
+        close(ops.layer_norm(x, weight, bias, 1e-5), expected, dtype, slack=3)
+        y = ops.layernorm_residual_dropout_gelu(x, torch.zeros_like(x), weight, bias)
+        # In float16 the first row is nearly constant; of many rows the chain has its mean in one number.
+        rows = slice(1, None) if dtype == torch.float16 and not most_rows else slice(None)
+        close(y[rows], F.gelu(expected[rows]), dtype, slack=6)
+
+
+@pytest.fixture
+def few_multiprocessors(monkeypatch):
+    """So few that long rows are not shared by programs."""
+    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton_ops.softmax"], "num_sms", lambda x: 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_of_long_rows_by_one_program_each(few_multiprocessors, dtype):
+    test_softmax((2, 33000), dtype)
+    test_softmax_of_infinities(40000)
+
+
+def test_softmax_of_rows_in_large_parts(monkeypatch):
+    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton_ops.softmax"], "_FEW_ROWS", 0)
+    test_softmax((2, 33000), torch.bfloat16)
+
+
+def test_softmax_of_one_row_is_the_same_beside_others():
+    x = randn(3, 40000, dtype=torch.float32)
+    assert torch.equal(ops.softmax(x)[1:2], ops.softmax(x[1:2]))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_softmax(shape, dtype):
@@ -163,7 +217,9 @@ def test_softmax(shape, dtype):
             assert got.dtype == dtype
             # Relative to the value: most of a long row is far below any absolute tolerance.
             expected = torch.softmax(x.double(), -1)
-            torch.testing.assert_close(got.double(), expected, rtol=RELATIVE[dtype] * (3 if scale > 1 else 1), atol=6e-8)
+            torch.testing.assert_close(
+                got.double(), expected, rtol=RELATIVE[dtype] * (3 if scale > 1 else 1), atol=6e-8
+            )
 
 
 @pytest.mark.parametrize("size", [5, 40000])
@@ -279,7 +335,10 @@ def test_dropout_mask_is_the_references(dtype, p, monkeypatch):
             x, weight = randn(rows, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
             residual = torch.full_like(x, 40)  # so that nothing but dropout gives 0
             args = (weight, weight, 1e-5, p, size * 2**33 + 1)
-            got, native = ops.layernorm_residual_dropout_gelu(x, residual, *args), native_chain.native(x, residual, *args)
+            got, native = (
+                ops.layernorm_residual_dropout_gelu(x, residual, *args),
+                native_chain.native(x, residual, *args),
+            )
             assert torch.equal(got != 0, native != 0)
             close(got, native, dtype, slack=4)
 
@@ -340,7 +399,12 @@ def magnitudes(dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_activation(kind, dtype):
-    for x in (magnitudes(dtype), randn(5, 1000, dtype=dtype), randn(0, dtype=dtype), strided(randn(5, 33, dtype=dtype))):
+    for x in (
+        magnitudes(dtype),
+        randn(5, 1000, dtype=dtype),
+        randn(0, dtype=dtype),
+        strided(randn(5, 33, dtype=dtype)),
+    ):
         y = ops.fused_activation(x, kind)
         close(y, KINDS[kind](x.double()), dtype)
         if kind != "relu":
@@ -488,14 +552,22 @@ def test_store_kvcache(dtype):
         both = torch.stack((k_cache, v_cache), 2)
         if tokens:
             ops.store_kvcache(v, k, both[:, :, 0], both[:, :, 1], slots)
-            assert torch.equal(both[:, :, 0].flatten(0, 1)[slots], v) and torch.equal(both[:, :, 1].flatten(0, 1)[slots], k)
+            assert torch.equal(both[:, :, 0].flatten(0, 1)[slots], v) and torch.equal(
+                both[:, :, 1].flatten(0, 1)[slots], k
+            )
 
 
 def test_store_kvcache_names_a_cache_it_cannot_write():
     k = randn(1, 2, 32, dtype=torch.float32)
     cache = randn(4, 2, 4, 32, dtype=torch.float32)
     with pytest.raises(ValueError, match="^v_cache: "):
-        ops.store_kvcache(k, k, cache.transpose(1, 2).contiguous(), cache.transpose(1, 2), torch.zeros(1, dtype=torch.int64, device=DEVICE))
+        ops.store_kvcache(
+            k,
+            k,
+            cache.transpose(1, 2).contiguous(),
+            cache.transpose(1, 2),
+            torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -28,6 +28,7 @@ CAPABILITIES = [80, 90, 100]
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
+    torch.uint8: "u8",
 }  # fmt: skip
 
 
@@ -76,7 +77,9 @@ def resources(binary, tmp_path):
     """(registers, bytes of stack, bytes of local memory) a thread, as the assembler allotted them."""
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(binary.asm["cubin"])
-    done = subprocess.run([TOOLS / "cuobjdump", "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [TOOLS / "cuobjdump", "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    )
     found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", done.stdout)
     assert found, done.stdout
     return tuple(int(n) for n in found.groups())
@@ -106,7 +109,8 @@ def norm_cases(t):
     yield "add_rms_norm of many", lambda: ops.add_rms_norm(t(4096, 4096), t(4096, 4096), t(4096), 1e-6)
     yield "layer_norm", lambda: ops.layer_norm(t(64, 4096), t(4096), t(4096), 1e-5)
     yield "softmax", lambda: ops.softmax(t(64, 16384))
-    yield "long softmax", lambda: ops.softmax(t(2, 151936))
+    yield "shared softmax", lambda: ops.softmax(t(2, 151936))
+    yield "long softmax", lambda: ops.softmax(t(1, 151936).expand(1000, -1))
     for p in (0.0, 0.1):
         for rows, size in ((64, 4096), (2048, 4096), (2048, 1280)):
             yield (
@@ -137,13 +141,30 @@ def attention_cases(t):
     def rotary(tokens, norm, heads=16):
         q, k, _ = qkv(tokens, heads)
         positions, table = torch.zeros(tokens, dtype=torch.int64), torch.empty(4096, 128)
-        return ops.qk_norm_rope(positions, q, k, t(128), t(128), 1e-6, table) if norm else ops.rotary_embedding(positions, q, k, table)
+        return (
+            ops.qk_norm_rope(positions, q, k, t(128), t(128), 1e-6, table)
+            if norm
+            else ops.rotary_embedding(positions, q, k, table)
+        )
 
     for tokens in (1, 4096):
         yield f"rotary_embedding of {tokens}", lambda n=tokens: rotary(n, False)
         yield f"qk_norm_rope of {tokens}", lambda n=tokens: rotary(n, True)
     yield "qk_norm_rope of 32 heads", lambda: rotary(4096, True, 32)
     yield "qk_norm_rope of 28 heads and many tokens", lambda: rotary(4096, True, 28)
+
+    def store(tokens, heads, cache_dtype, scales):
+        q, k, v = qkv(tokens, heads)
+        caches = [torch.empty(9, 16, 8, 128, dtype=cache_dtype)] * 2
+        zeros = torch.zeros(tokens, dtype=torch.int64)
+        scale = torch.ones(8) if scales else None
+        table = torch.empty(4096, 128)
+        return ops.qk_norm_rope_store(zeros, q, k, v, table, *caches, zeros, t(128), t(128), 1e-6, scale, scale)
+
+    yield "store", lambda: store(1, 16, t(1).dtype, False)
+    for heads in (16, 32):
+        yield f"store of many tokens, {heads} heads", lambda h=heads: store(4096, h, t(1).dtype, False)
+    yield "float8 store of many tokens", lambda: store(4096, 16, torch.float8_e4m3fn, True)
     slots = torch.zeros(64, dtype=torch.int64)
     yield "store_kvcache", lambda: ops.store_kvcache(*qkv(64)[1:], t(9, 16, 8, 128), t(9, 16, 8, 128), slots)
     yield "embedding", lambda: ops.embedding(slots, t(1000, 1024))
@@ -169,7 +190,10 @@ def test_no_spills_and_wide_accesses(cases, dtype, capability, tmp_path):
         registers, stack, local = resources(binary, tmp_path)
         assert stack == local == 0 and registers <= 255, f"{name}: {registers} registers, {stack} stack, {local} local"
         ptx = binary.asm["ptx"]
-        assert wide(ptx, "ld") and wide(ptx, "st"), f"{name}: no 16-byte access"
+        assert wide(ptx, "ld"), f"{name}: no 16-byte load"
+        # What the programs of a row tell each other is two numbers each; a thread has 4 elements of a token's tile.
+        narrow = kernel.__name__ in ("_softmax_parts_kernel", "store_tokens_kernel")
+        assert wide(ptx, "st") or narrow, f"{name}: no 16-byte store"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -215,7 +239,16 @@ def test_tiles_of_a_few_elements_compile():
 def dependent_cases(t):
     yield "rms_norm", True, lambda: ops.rms_norm(t(8, 1024), t(1024), 1e-6)
     yield "rms_norm of heads", True, lambda: ops.rms_norm(t(4, 8, 128), t(128), 1e-6)
+    yield "rms_norm of many rows in pieces", False, lambda: ops.rms_norm(t(2048, 5120), t(5120), 1e-6)
     yield "add_rms_norm", True, lambda: ops.add_rms_norm(t(32, 4096), t(32, 4096), t(4096), 1e-6)
+    yield "add_rms_norm of many rows", True, lambda: ops.add_rms_norm(t(2048, 5120), t(2048, 5120), t(5120), 1e-6)
+    yield "layer_norm of many rows", True, lambda: ops.layer_norm(t(2048, 4096), t(4096), t(4096), 1e-6)
+    yield "layer_norm of many rows in pieces", False, lambda: ops.layer_norm(t(2048, 5120), t(5120), t(5120), 1e-6)
+    for size, early in ((1100, True), (5120, False)):
+        yield (
+            f"chain of many rows of {size}", early,
+            lambda n=size: ops.layernorm_residual_dropout_gelu(t(2048, n), t(2048, n), t(n), t(n), p=0.1),
+        )  # fmt: skip
     yield "silu_and_mul", False, lambda: ops.silu_and_mul(t(8, 6144))
     yield "fused_activation", False, lambda: ops.fused_activation(t(256, 4096), "gelu")
     yield "fused_add_gelu", False, lambda: ops.fused_add_gelu(t(64, 3072), t(3072))
@@ -246,7 +279,7 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
             assert not re.search(r"\bbra\b|\bret;|st\.global|atom|red\.global", before), name
             assert bool(re.search(r"ld\.global", before)) == early_loads and re.search(r"ld\.global", after), name
     t = tensors(torch.bfloat16)
-    for rows in (33, 4096):
+    for rows in (33, 1024):
         for *_, options in launches_of([("", lambda n=rows: ops.add_rms_norm(t(n, 64), t(n, 64), t(64), 1e-6))]):
             assert not options["launch_pdl"]
     for *_, options in launches_of([("", lambda: ops.silu_and_mul(t(4096, 6144)))]):
@@ -280,11 +313,15 @@ def test_sampling_does_not_spill(filters, dtype, capability, tmp_path):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_draw_reads_logits_once_and_moves_little_between_threads(capability):
     """A warp has whole blocks: reductions are shuffles, and two barriers a tile are for the store of what they found."""
-    ((_, kernel, args, options),) = launches_of([("", lambda: ops.sample(*sampling_arguments(256, torch.bfloat16, 0, 0, 0)))])
+    ((_, kernel, args, options),) = launches_of(
+        [("", lambda: ops.sample(*sampling_arguments(256, torch.bfloat16, 0, 0, 0)))]
+    )
     ptx = compiled(kernel, args, options, capability).asm["ptx"]
     before = ptx.partition("atom.global")[0]
     assert len(re.findall(r"bar\.sync", before)) <= 2 + 2 and len(re.findall(r"st\.shared", before)) <= 2
-    assert len(re.findall(r"ex2\.approx", before)) == args[kernel.arg_names.index("TILE")] * 256 // (32 * options["num_warps"])
+    assert len(re.findall(r"ex2\.approx", before)) == args[kernel.arg_names.index("TILE")] * 256 // (
+        32 * options["num_warps"]
+    )
 
 
 def test_few_variants_of_sampling(monkeypatch):

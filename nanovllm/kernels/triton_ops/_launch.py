@@ -44,6 +44,14 @@ def small_elementwise(y: torch.Tensor) -> bool:
     return y.nbytes <= _FEW_BYTES and has_dependent_launch(y.device)
 
 
+def launched_early_of_many(x: torch.Tensor, rows: int, many: int) -> bool:
+    """The same for a kernel of more than `many` rows, for which the start is little of its time.
+
+    Measured on an H100: 0.3 to 0.7 us less among kernels of its kind, no difference between matrix products.
+    """
+    return rows > many and has_dependent_launch(x.device)
+
+
 def largest_block(size: int, most: int, least: int) -> int | None:
     """The largest power of two that divides `size`, at most `most`; None if it is below `least`."""
     block = min(size & -size, most)

@@ -7,11 +7,19 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts
-from nanovllm.kernels.triton_ops._launch import matrix_of, next_power_of_2, warps_for
+from nanovllm.kernels.triton_ops._launch import launched_early_of_many, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import INTERPRETED, activation, round2, rounded, to_dtype, wide
 from nanovllm.kernels.triton_ops.activation import gelu_kind
 from nanovllm.kernels.triton_ops.philox import philox_halves
-from nanovllm.kernels.triton_ops.pieces import MANY_ROWS, load_pieces, pieces_of, warps_of_pieces
+from nanovllm.kernels.triton_ops.pieces import (
+    MANY_ROWS,
+    few_pieces,
+    layer_normed,
+    layer_statistics,
+    load_pieces,
+    pieces_of,
+    warps_of_pieces,
+)
 
 _MAX_BLOCK = 32768
 _MOST_PIECES = 5
@@ -56,9 +64,10 @@ def _scaled(v, high, low, LOW: tl.constexpr):
 def _chain_kernel(
     x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, scale_low, seed_low, seed_high,
     DROPOUT: tl.constexpr, PACKED: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
-    PIECES: tl.constexpr, EVEN: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr, LATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """EVEN: PIECES * BLOCK = size, always with more than one piece. limit: dropout keeps where the low 15 bits of the random half are at least as large.
+    """EVEN: PIECES * BLOCK = size, always with more than one piece. LATE: of many rows, weight and bias are loaded when they are
+    used. DEPENDENT: launched before the kernel that writes x has ended. limit: dropout keeps where the low 15 bits of the random half are at least as large.
 
     PACKED: of 16-bit elements two at a time; then, of bfloat16, scale + scale_low is the factor, as in `_scaled`.
     """
@@ -67,30 +76,22 @@ def _chain_kernel(
     index = tl.program_id(0)
     row = index.to(tl.int64)
     col = tl.arange(0, BLOCK)
-    loaded = load_pieces(x + row * x_stride, col, size, BLOCK, PIECES, EVEN, False)
-    others = load_pieces(residual + row * residual_stride, col, size, BLOCK, PIECES, EVEN, False)
-    if PIECES == 1:
+    if not LATE:
         weights = load_pieces(weight, col, size, BLOCK, PIECES, EVEN, False)
         biases = load_pieces(bias, col, size, BLOCK, PIECES, EVEN, False)
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(PIECES):
-        total += wide(loaded[i])
-    mean = tl.sum(total, 0) / size
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(PIECES):
-        v = wide(loaded[i]) - mean
-        if not EVEN:
-            v = tl.where(i * BLOCK + col < size, v, 0.0)
-        total += v * v
-    factor = tl.rsqrt(tl.sum(total, 0) / size + eps)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # weight and bias never change; everything below depends on earlier kernels
+    loaded = load_pieces(x + row * x_stride, col, size, BLOCK, PIECES, EVEN, False)
+    others = load_pieces(residual + row * residual_stride, col, size, BLOCK, PIECES, EVEN, False)
+    statistics = layer_statistics(x + row * x_stride, loaded, col, size, eps, BLOCK, PIECES, EVEN)
     for i in tl.static_range(PIECES):
         place = i * BLOCK + col
-        if PIECES == 1:
-            w, b = weights[0], biases[0]
+        if not LATE:
+            w, b = weights[i], biases[i]
         else:
             # Of many rows, which hide what these take from L2: in registers all along they would cost every third program.
             w, b = tl.load(weight + place), tl.load(bias + place)
-        v = (wide(loaded[i]) - mean) * factor * wide(w) + wide(b)
+        v = layer_normed(loaded[i], statistics, not LATE or dtype == tl.float32) * wide(w) + wide(b)
         v = to_dtype(rounded(v, dtype) + others[i].to(tl.float32), dtype)
         if DROPOUT:
             halves = philox_halves(
@@ -137,10 +138,14 @@ def layernorm_residual_dropout_gelu(
     residual, _, residual_stride = matrix_of(residual)
     if rows:
         pieces, warps = 1, warps_for(block, 8 if rows <= MANY_ROWS else 16)
-        cut = warps_of_pieces(size, _MOST_PIECES) if rows > MANY_ROWS else 0
-        if cut:
-            pieces, warps = pieces_of(size, cut, _MOST_PIECES), cut
-            block = size // pieces
+        many = rows > MANY_ROWS
+        if many:
+            cut = warps_of_pieces(size, _MOST_PIECES)
+            pieces, warps = (pieces_of(size, cut, _MOST_PIECES), cut) if cut else (pieces, warps)
+        else:
+            pieces, warps = few_pieces(size) or (pieces, warps)
+        block = block if pieces == 1 else size // pieces
+        early = launched_early_of_many(x, rows, MANY_ROWS)
         packed = not INTERPRETED and x.element_size() == 2 and limit <= _MOST_PACKED
         low = 0.0
         if packed and x.dtype == torch.bfloat16:
@@ -148,7 +153,7 @@ def layernorm_residual_dropout_gelu(
         _chain_kernel[(rows,)](
             x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, low,
             _signed(seed), _signed(seed >> 32), limit > 0, packed, low > 0, kind, block, pieces,
-            pieces * block == size, num_warps=warps,
+            pieces * block == size, many and pieces > 1, early, num_warps=warps, launch_pdl=early,
         )  # fmt: skip
     return y
 

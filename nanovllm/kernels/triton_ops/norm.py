@@ -1,9 +1,8 @@
 """RMS normalisation, alone and with the residual addition before it; layer normalisation.
 
-A row is held in registers, so that it is read once: in one block, or where there are many rows in exact `pieces`. Rows of
-more than `_MAX_BLOCK` elements are read twice. For few rows the kernels are launched before their predecessor has ended,
-and wait for it (programmatic dependent launch). The norm's weight is loaded before the wait: it must not be what that
-kernel writes.
+A row is held in registers, so that it is read once: in one block, or in exact `pieces`. Rows of more than `_MAX_BLOCK` elements
+are read twice. For many rows, and RMS norms for few, the kernels are launched before their predecessor has ended, and wait for
+it (programmatic dependent launch). Weights may be loaded before the wait: they must not be what that kernel writes.
 """
 
 import torch
@@ -15,13 +14,22 @@ from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.triton_ops._launch import (
     cdiv,
     launched_early,
+    launched_early_of_many,
     matrix_of,
     next_power_of_2,
     rows_of,
     warps_for,
 )
 from nanovllm.kernels.triton_ops._math import rounded, to_dtype
-from nanovllm.kernels.triton_ops.pieces import MANY_ROWS, norm_pieces_kernel, pieces_of, warps_of_pieces
+from nanovllm.kernels.triton_ops.pieces import (
+    MANY_ROWS,
+    few_pieces,
+    layer_normed,
+    layer_statistics,
+    norm_pieces_kernel,
+    pieces_of,
+    warps_of_pieces,
+)
 
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192
@@ -109,6 +117,10 @@ def _long_rms_norm_kernel(
         tl.store(y + row * size + col, to_dtype(rounded(v * scale, dtype) * w, dtype), col < size)
 
 
+def _early(x: torch.Tensor, rows: int) -> bool:
+    return launched_early(x, rows) or launched_early_of_many(x, rows, MANY_ROWS)
+
+
 def _row_warps(block: int, rows: int) -> int:
     # Few rows: all of a row's loads at once, since latency is all there is. Many rows: other rows hide it.
     return warps_for(block, 8 if rows <= MANY_ROWS else 16)
@@ -144,25 +156,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     plan = tunables.RMS_NORM.find(x.device, bucket(rows), size, x.dtype)
     per_program = plan.rows if plan else max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
     cut = _cut(rows, size, per_program, plan.warps if plan else None)
+    early = _early(x, rows)
     if cut:
         pieces, warps = cut
         norm_pieces_kernel[(rows,)](
-            x,
-            weight,
-            weight,
-            y,
-            inner,
-            outer_stride,
-            inner_stride,
-            size,
-            eps,
-            size // pieces,
-            pieces,
-            False,
-            num_warps=warps,
-        )
+            x, weight, weight, y, inner, outer_stride, inner_stride, size, eps, size // pieces, pieces, False, True, early,
+            num_warps=warps, launch_pdl=early,
+        )  # fmt: skip
         return y
-    early = launched_early(x, rows)
     _rms_norm_kernel[(cdiv(rows, per_program),)](
         x, weight, y, rows, inner, outer_stride, inner_stride, size, eps, per_program, block, early,
         num_warps=plan.warps if plan else _row_warps(block * per_program, rows), launch_pdl=early,
@@ -202,7 +203,7 @@ def add_rms_norm_out(
         )  # fmt: skip
     else:
         plan = tunables.ADD_RMS_NORM.find(x.device, bucket(rows), size, x.dtype)
-        early = launched_early(x, rows)
+        early = _early(x, rows)
         _add_rms_norm_kernel[(rows,)](
             x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, block, early,
             num_warps=plan.warps if plan else _row_warps(block, rows), launch_pdl=early,
@@ -211,17 +212,19 @@ def add_rms_norm_out(
 
 
 @triton.jit
-def _layer_norm_kernel(x, weight, bias, y, stride, size, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _layer_norm_kernel(x, weight, bias, y, stride, size, eps, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False):
+    """DEPENDENT: launched before the kernel that writes x has ended."""
+    x += tl.program_id(0).to(tl.int64) * stride
     col = tl.arange(0, BLOCK)
     mask = col < size
-    v = tl.load(x + row * stride + col, mask, other=0.0).to(tl.float32)
-    w = tl.load(weight + col, mask, other=0.0).to(tl.float32)
-    b = tl.load(bias + col, mask, other=0.0).to(tl.float32)
-    # Two passes over registers: E[x^2] - E[x]^2 would cancel for a mean far from zero.
-    v = tl.where(mask, v - tl.sum(v, 0) / size, 0.0)
-    v = v * tl.rsqrt(tl.sum(v * v, 0) / size + eps) * w + b
-    tl.store(y + row * size + col, to_dtype(v, y.dtype.element_ty), mask)
+    w = tl.load(weight + col, mask, other=0.0)
+    b = tl.load(bias + col, mask, other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # weight and bias never change; everything below depends on earlier kernels
+    v = tl.load(x + col, mask, other=0.0)
+    statistics = layer_statistics(x, (v,), col, size, eps, BLOCK, 1, False)
+    v = layer_normed(v, statistics, True) * w.to(tl.float32) + b.to(tl.float32)
+    tl.store(y + tl.program_id(0).to(tl.int64) * size + col, to_dtype(v, y.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -257,13 +260,18 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
         _long_layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, _LONG_BLOCK, num_warps=16)
     elif rows:
         plan = tunables.LAYER_NORM.find(x.device, bucket(rows), size, x.dtype)
-        cut = _cut(rows, size, 1, plan.warps if plan else None)
+        many = rows > MANY_ROWS
+        early = launched_early_of_many(x, rows, MANY_ROWS)
+        cut = _cut(rows, size, 1, plan.warps if plan else None) if many else few_pieces(size)
         if cut:
             pieces, warps = cut
             norm_pieces_kernel[(rows,)](
-                x, weight, bias, y, 1, stride, stride, size, eps, size // pieces, pieces, True, num_warps=warps
-            )
+                x, weight, bias, y, 1, stride, stride, size, eps, size // pieces, pieces, True, many, early,
+                num_warps=plan.warps if plan else warps, launch_pdl=early,
+            )  # fmt: skip
             return y
-        warps = plan.warps if plan else warps_for(block, 8 if rows <= MANY_ROWS else 32)
-        _layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, block, num_warps=warps)
+        warps = plan.warps if plan else warps_for(block, 32 if many else 8)
+        _layer_norm_kernel[(rows,)](
+            x, weight, bias, y, stride, size, eps, block, early, num_warps=warps, launch_pdl=early
+        )
     return y

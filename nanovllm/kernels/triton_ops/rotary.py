@@ -3,11 +3,16 @@
 import torch
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.configs import bucket
+from nanovllm.kernels.configs import Tunable, bucket
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
 from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, next_power_of_2, num_sms, warps_for
 from nanovllm.kernels.triton_ops.cache import as_bytes, num_scales, slot_stride
-from nanovllm.kernels.triton_ops.rotary_kernels import rotary_kernel, rotary_tokens_kernel, store_kernel
+from nanovllm.kernels.triton_ops.rotary_kernels import (
+    rotary_kernel,
+    rotary_tokens_kernel,
+    store_kernel,
+    store_tokens_kernel,
+)
 
 _MANY_TOKENS = 1024
 
@@ -22,17 +27,44 @@ def _heads_and_warps(num_tokens: int, num_heads: int, most_heads: int, block: in
 
 
 def _tokens(
-    num_tokens: int, num_q_heads: int, num_k_heads: int, head_dim: int, itemsize: int, heads: int, warps: int
+    num_tokens: int,
+    num_q_heads: int,
+    num_k_heads: int,
+    num_heads: int,
+    head_dim: int,
+    itemsize: int,
+    heads: int,
+    warps: int,
 ) -> int:
-    """Tokens a program of `rotary_tokens_kernel`, which takes all their heads in tiles of `heads`; 0: it does not take them.
+    """Tokens a program of the kernels that take all their heads, `num_heads`, in tiles of `heads`; 0: they do not take them.
 
-    It needs many tokens, heads that come out even, and 64 registers a thread for what it has under way.
+    They need many tokens, heads that come out even, and 64 registers a thread for what they have under way.
     """
-    num_heads = num_q_heads + num_k_heads
     uneven = num_q_heads % heads or num_k_heads % heads or head_dim & (head_dim - 1)
     if num_tokens <= _MANY_TOKENS or uneven or num_heads * head_dim * itemsize > 256 * 32 * warps:
         return 0
     return 2 if num_heads > 32 and num_tokens % 2 == 0 else 1
+
+
+def _choice(
+    tunable: Tunable, q: torch.Tensor, num_k_heads: int, num_heads: int, norm: bool, each: int
+) -> tuple[int, int, int]:
+    """(heads, warps, tokens) of a program for `num_heads` heads a token in all; tokens 0: of some heads of one token.
+
+    each: elements of a tile that a thread has at best where a program has all of a token's.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    shape = num_tokens, num_q_heads, num_k_heads, num_heads, head_dim, q.element_size()
+    plan = tunable.find(q.device, bucket(num_tokens), num_q_heads, num_k_heads, head_dim, q.dtype, norm)
+    if plan:
+        return plan.heads, plan.warps, _tokens(*shape, plan.heads, plan.warps)
+    block = next_power_of_2(head_dim // 2)
+    heads = min(8, num_q_heads & -num_q_heads, num_k_heads & -num_k_heads)
+    warps = warps_for(heads * block, each)
+    tokens = _tokens(*shape, heads, warps) if heads * block >= 256 else 0
+    if not tokens:
+        heads, warps = _heads_and_warps(num_tokens, num_heads, max(num_q_heads, num_k_heads), block, q)
+    return heads, warps, tokens
 
 
 def _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, norm):
@@ -47,19 +79,8 @@ def _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, norm):
     q = q if q.stride(2) == 1 else q.contiguous()
     k = k if k.stride(2) == 1 else k.contiguous()
     block = next_power_of_2(head_dim // 2)
-    plan = tunables.ROTARY.find(q.device, bucket(num_tokens), num_q_heads, num_k_heads, head_dim, q.dtype, norm)
-    if plan:
-        heads, warps = plan.heads, plan.warps
-    else:
-        heads = min(8, num_q_heads & -num_q_heads, num_k_heads & -num_k_heads)
-        warps = warps_for(heads * block)
-        if heads * block < 256 or not _tokens(
-            num_tokens, num_q_heads, num_k_heads, head_dim, q.element_size(), heads, warps
-        ):
-            most = max(num_q_heads, num_k_heads)
-            heads, warps = _heads_and_warps(num_tokens, num_q_heads + num_k_heads, most, block, q)
+    heads, warps, tokens = _choice(tunables.ROTARY, q, num_k_heads, num_q_heads + num_k_heads, norm, 8)
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin_cache.stride(0)
-    tokens = _tokens(num_tokens, num_q_heads, num_k_heads, head_dim, q.element_size(), heads, warps)
     if tokens:
         rotary_tokens_kernel[(num_tokens // tokens,)](
             positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out, *strides, eps, num_q_heads // heads,
@@ -127,19 +148,24 @@ def qk_norm_rope_store(
         q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
     block = next_power_of_2(head_dim // 2)
     norm = q_weight is not None
-    plan = tunables.ROTARY_STORE.find(q.device, bucket(num_tokens), num_q_heads, num_k_heads, head_dim, q.dtype, norm)
-    if plan:
-        heads, warps = plan.heads, plan.warps
-    else:
-        most = max(num_q_heads, num_k_heads)
-        heads, warps = _heads_and_warps(num_tokens, num_q_heads + 2 * num_k_heads, most, block, q)
+    heads, warps, tokens = _choice(tunables.ROTARY_STORE, q, num_k_heads, num_q_heads + 2 * num_k_heads, norm, 4)
     dependent = has_dependent_launch(q.device)
     slots = slot_stride(k_cache, "k_cache")  # and of v_cache, which is laid out alike
-    store_kernel[(num_tokens, cdiv(num_q_heads, heads) + 2 * cdiv(num_k_heads, heads))](
+    tensors = (
         positions, q, k, v, q if q_weight is None else q_weight, k if k_weight is None else k_weight, cos_sin_cache, q_out,
         as_bytes(k_cache), as_bytes(v_cache), slot_mapping.contiguous(), q if k_scale is None else k_scale,
-        q if v_scale is None else v_scale, num_q_heads, num_k_heads, head_dim // 2, *q_stride[:2], *k_stride[:2],
-        *v_stride[:2], cos_sin_cache.stride(0), slots, slots, eps, norm, heads, block, num_scales(k_scale), num_scales(v_scale),
-        k_cache.dtype == FP8, dependent, num_warps=warps, enable_fp_fusion=False, launch_pdl=dependent,
+        q if v_scale is None else v_scale,
+    )  # fmt: skip
+    strides = *q_stride[:2], *k_stride[:2], *v_stride[:2], cos_sin_cache.stride(0), slots, slots
+    kinds = num_scales(k_scale), num_scales(v_scale), k_cache.dtype == FP8, dependent
+    if tokens:
+        store_tokens_kernel[(num_tokens,)](
+            *tensors, *strides, eps, num_q_heads // heads, num_k_heads // heads, block, norm, heads, *kinds,
+            num_warps=warps, enable_fp_fusion=False, launch_pdl=dependent,
+        )  # fmt: skip
+        return q_out
+    store_kernel[(num_tokens, cdiv(num_q_heads, heads) + 2 * cdiv(num_k_heads, heads))](
+        *tensors, num_q_heads, num_k_heads, head_dim // 2, *strides, eps, norm, heads, block, *kinds,
+        num_warps=warps, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
     return q_out

@@ -130,6 +130,15 @@ def _rotate_tiles(tiles, y, weights, angles, head, eps, HALF: tl.constexpr, PIEC
 
 
 @triton.jit
+def _store_tile(tile, slot, scale, piece, head, HALF: tl.constexpr, SCALES: tl.constexpr, FP8: tl.constexpr):
+    """The halves of tile `piece` of the heads into a cache's slot."""
+    known = piece * head.shape[0] + head
+    target = slot + known * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    store_quantised(target, tile[0], scale, known, None, SCALES, FP8)
+    store_quantised(target + HALF, tile[1], scale, known, None, SCALES, FP8)
+
+
+@triton.jit
 def rotary_tokens_kernel(
     positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out,
     q_stride, q_head_stride, k_stride, k_head_stride, cache_stride, eps,
@@ -156,6 +165,41 @@ def rotary_tokens_kernel(
         _rotate_tiles(
             ks, k_out + token * (K_PIECES * HEADS * 2 * HALF), k_weights, angles, head, eps, HALF, K_PIECES, NORM
         )
+
+
+@triton.jit
+def store_tokens_kernel(
+    positions, q, k, v, q_weight, k_weight, cos_sin_cache, q_out, k_cache, v_cache, slot_mapping, k_scale, v_scale,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cache_stride, k_slot_stride, v_slot_stride, eps,
+    Q_PIECES: tl.constexpr, K_PIECES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FP8: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """As `rotary_tokens_kernel` for one token, with k rotated into its cache slot, and v copied into its own."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # and no more: see `store_kernel`
+    dtype: tl.constexpr = q_out.dtype.element_ty
+    head = tl.arange(0, HEADS)[:, None]
+    token = tl.program_id(0).to(tl.int64)
+    # Both at the start: what either leads to waits for one round trip, not for two.
+    position = tl.load(positions + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    vs = _load_tiles(v + token * v_stride, head, v_head_stride, HALF, K_PIECES)
+    qs = _load_tiles(q + token * q_stride, head, q_head_stride, HALF, Q_PIECES)
+    ks = _load_tiles(k + token * k_stride, head, k_head_stride, HALF, K_PIECES)
+    angles = _load_row(cos_sin_cache + position * cache_stride, head, HALF, dtype)
+    weights = angles
+    if NORM:
+        weights = _load_row(q_weight, head, HALF, dtype)
+    for i in tl.static_range(K_PIECES):  # while the angles are on their way
+        _store_tile(vs[i], v_cache + slot * v_slot_stride, v_scale, i, head, HALF, V_SCALES, FP8)
+    _rotate_tiles(qs, q_out + token * (Q_PIECES * HEADS * 2 * HALF), weights, angles, head, eps, HALF, Q_PIECES, NORM)
+    if NORM:
+        weights = _load_row(
+            k_weight, head, HALF, dtype
+        )  # not sooner: in registers all along they would make others spill
+    for i in tl.static_range(K_PIECES):
+        rotated = _rotated(ks[i][0], ks[i][1], weights[0], weights[1], angles[0], angles[1], 2 * HALF, eps, dtype, NORM)
+        _store_tile(rotated, k_cache + slot * k_slot_stride, k_scale, i, head, HALF, K_SCALES, FP8)
 
 
 @triton.jit
