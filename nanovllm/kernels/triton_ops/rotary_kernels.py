@@ -194,9 +194,8 @@ def store_tokens_kernel(
         _store_tile(vs[i], v_cache + slot * v_slot_stride, v_scale, i, head, HALF, V_SCALES, FP8)
     _rotate_tiles(qs, q_out + token * (Q_PIECES * HEADS * 2 * HALF), weights, angles, head, eps, HALF, Q_PIECES, NORM)
     if NORM:
-        weights = _load_row(
-            k_weight, head, HALF, dtype
-        )  # not sooner: in registers all along they would make others spill
+        # Not sooner: in registers all along they would make others spill.
+        weights = _load_row(k_weight, head, HALF, dtype)
     for i in tl.static_range(K_PIECES):
         rotated = _rotated(ks[i][0], ks[i][1], weights[0], weights[1], angles[0], angles[1], 2 * HALF, eps, dtype, NORM)
         _store_tile(rotated, k_cache + slot * k_slot_stride, k_scale, i, head, HALF, K_SCALES, FP8)

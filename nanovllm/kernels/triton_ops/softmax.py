@@ -113,18 +113,8 @@ def _split_softmax(x: torch.Tensor, y: torch.Tensor, rows: int, size: int, strid
     warps = warps_for(part)
     _softmax_parts_kernel[(rows, pieces)](x, parts, size, stride, pieces, part, num_warps=warps)
     _softmax_pieces_kernel[(rows, pieces)](
-        x,
-        parts,
-        y,
-        size,
-        stride,
-        pieces,
-        part,
-        next_power_of_2(pieces),
-        dependent,
-        num_warps=warps,
-        launch_pdl=dependent,
-    )
+        x, parts, y, size, stride, pieces, part, next_power_of_2(pieces), dependent, num_warps=warps, launch_pdl=dependent,
+    )  # fmt: skip
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
