@@ -17,7 +17,7 @@ WANT_CPU_TORCH := $(if $(TORCH)$(HAS_GPU)$(filter Darwin,$(shell uname)),,yes)
 
 # Without a GPU two processes with a thread each; a test file stays in one of them, since its fixtures are costly.
 # With a GPU a single process: two would size their caches for the same memory.
-PYTEST_ARGS ?= $(if $(HAS_GPU),,-n 2 --dist loadfile)
+PYTEST_ARGS ?= $(if $(HAS_GPU),,-n 2 --dist loadfile --no-loadscope-reorder)
 ifndef HAS_GPU
 test: export OMP_NUM_THREADS := 1
 endif

@@ -11,8 +11,8 @@ from tests.interpreter import quicken
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
 
-# They take a minute each without a GPU. Begun first, they do not keep one process busy while the others have nothing left to do.
-_LONGEST = ("test_smollm2.py", "test_triton_ops.py", "test_verify.py", "test_triton_linear.py", "test_triton_decode.py")
+# They take a minute each without a GPU. Begun first (with --no-loadscope-reorder), they do not keep one process busy while others have nothing to do.
+_LONGEST = ("test_smollm2.py", "test_triton_ops.py", "test_triton_ops_sample.py", "test_verify.py", "test_triton_linear.py", "test_triton_decode.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,7 +68,9 @@ def bench(
             candidates += [compiled(declared)] if compile else []
             _measure(declared, candidates, dtype_of(dtype), shapes, where, results, not as_json and sys.stderr.isatty())
     except KeyboardInterrupt:
-        print("stopped early, with what was measured so far", file=sys.stderr)
+        # Who is fastest is not known: a table would lack ops, or providers that were not reached.
+        save_table = None
+        print("stopped early, with what was measured so far; no table is written", file=sys.stderr)
     document = _bench_document(where, results)
     if as_json:
         print(json.dumps(document, indent=1))

@@ -119,7 +119,7 @@ def measure(declared: Op, provider: Provider, case: Case, device: torch.device) 
             timing, method, cold = time_kernel(provider.fn, warmup=3, iters=20, **sets[0]), "events", True
         num_bytes, flops, least = least_time(declared, sets[0], case.dtype, device)
         copied = num_bytes >= _LEAST_COPY and flops <= _MOST_FLOPS * num_bytes
-        copy = copy_time(device, num_bytes) if copied else None
+        copy = _copy_time(device, num_bytes) if copied else None
         return Measurement(
             declared.name, provider.name, case, timing, method, cold, num_bytes, flops, least / timing.median, copy, peak
         )  # fmt: skip
@@ -131,6 +131,14 @@ def measure(declared: Op, provider: Provider, case: Case, device: torch.device) 
         del sets
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _copy_time(device: torch.device, num_bytes: int) -> float | None:
+    """None: there is no memory for such a copy beside the inputs."""
+    try:
+        return copy_time(device, num_bytes)
+    except torch.OutOfMemoryError:
+        return None
 
 
 def compiled(declared: Op) -> Provider:

@@ -69,6 +69,10 @@ class Tensors:
         wide[..., : shape[-1]] = x
         return wide[..., : shape[-1]]
 
+    def parameter(self, *shape: int, scale: float | None = None) -> torch.nn.Parameter:
+        """As `normal`, and a parameter of a module: what does not change, so that a kernel may read it early."""
+        return torch.nn.Parameter(self.normal(*shape, scale=scale), requires_grad=False)
+
     def uniform(
         self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
     ) -> torch.Tensor:

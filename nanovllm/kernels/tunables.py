@@ -50,7 +50,7 @@ def _row_kernel(name: str, plan: str, *kernels: str) -> Tunable:
     )
 
 
-_PIECES = "pieces:norm_pieces_kernel"  # of many rows, where a plan's warps and one row a program allow it
+_PIECES = "pieces:norm_pieces_kernel"  # of many rows, where a plan's warps and one row a program allow it; of few by layer_norm, with any plan
 
 RMS_NORM = _row_kernel("rms_norm", "RowPlan", "norm:_rms_norm_kernel", _PIECES)
 ADD_RMS_NORM = _row_kernel("add_rms_norm", "WarpPlan", "norm:_add_rms_norm_kernel")

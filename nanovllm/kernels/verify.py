@@ -173,7 +173,7 @@ def _errors(
     """
     overflows = want.abs() > info.max
     agree = (got == want) | (got.isnan() & want.isnan()) | (overflows & (got.isinf() | (got.abs() >= 0.99 * info.max)))
-    finite = torch.where(want.isfinite(), want, 0.0)
+    finite = torch.where(overflows | ~want.isfinite(), 0.0, want)
     # float16 keeps subnormals, the others may be flushed to zero.
     smallest = 2.0**-24 if info.bits == 16 and info.max < 1e5 else info.tiny
     error = torch.where(agree, 0.0, (got - want).abs())

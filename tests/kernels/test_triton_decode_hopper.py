@@ -258,3 +258,20 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     done = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
     assert re.search(r"REG:\d+ STACK:0 .*?LOCAL:0", done.stdout), done.stdout
+
+
+def test_weights_are_read_early_only_if_they_are_parameters():
+    """Any other tensor may be what the kernel before is about to write: then the launch waits for that, as usual."""
+    from nanovllm.perf.autotune.launches import recorded
+
+    x, parts = torch.randn(2, 1024, dtype=torch.bfloat16), torch.zeros(2, 2, 1024)
+    for plain in (False, True):
+
+        def weight(*shape, plain=plain):
+            w = torch.randn(*shape, dtype=torch.bfloat16)
+            return w if plain else torch.nn.Parameter(w, requires_grad=False)
+
+        with recorded() as launches:
+            hopper.product(x, weight(2048, 1024))
+            hopper.sum_add_rms_norm(parts, None, x, weight(1024), 1e-6)
+        assert [launch.options["launch_pdl"] for launch in launches] == [not plain] * 2

@@ -236,7 +236,12 @@ def test_tiles_of_a_few_elements_compile():
         assert compiled(kernel, args, options, 90).asm["cubin"], name
 
 
-def dependent_cases(t):
+def dependent_cases(tensor):
+    """With parameters as weights: any other is not read early, and its kernel not launched so."""
+
+    def t(*shape):
+        return torch.nn.Parameter(tensor(*shape), requires_grad=False) if len(shape) == 1 else tensor(*shape)
+
     yield "rms_norm", True, lambda: ops.rms_norm(t(8, 1024), t(1024), 1e-6)
     yield "rms_norm of heads", True, lambda: ops.rms_norm(t(4, 8, 128), t(128), 1e-6)
     yield "rms_norm of many rows in pieces", False, lambda: ops.rms_norm(t(2048, 5120), t(5120), 1e-6)
@@ -282,6 +287,14 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
     for rows in (33, 1024):
         for *_, options in launches_of([("", lambda n=rows: ops.add_rms_norm(t(n, 64), t(n, 64), t(64), 1e-6))]):
             assert not options["launch_pdl"]
+    for name, call in (
+        ("rms_norm", lambda: ops.rms_norm(t(8, 1024), t(1024), 1e-6)),
+        ("add_rms_norm", lambda: ops.add_rms_norm(t(8, 1024), t(8, 1024), t(1024), 1e-6)),
+        ("layer_norm", lambda: ops.layer_norm(t(2048, 5120), t(5120), t(5120), 1e-6)),
+        ("chain", lambda: ops.layernorm_residual_dropout_gelu(t(2048, 1024), t(2048, 1024), t(1024), t(1024))),
+    ):
+        for *_, options in launches_of([(name, call)]):
+            assert not options["launch_pdl"], f"{name}: reads a weight early that the kernel before may write"
     for *_, options in launches_of([("", lambda: ops.silu_and_mul(t(4096, 6144)))]):
         assert not options["launch_pdl"]
 

@@ -11,6 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 from nanovllm.kernels.ops.sample import BLOCK, exponentials  # noqa: E402
 from nanovllm.kernels.ops.sample import sample as sample_op  # noqa: E402
 from nanovllm.kernels.triton_ops import _counters, sample, sampling_resolve  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
 
 ROWS = 256 if DEVICE == "cuda" else 6
 VOCABULARIES = [1, 5, 1000, 2600] + ([1024, 32003, 49152, 151936] if DEVICE == "cuda" else [])
@@ -202,7 +203,11 @@ if DEVICE == "cuda":
             agree(logits, args)
 
 
-# Only what can run here is collected; without a GPU test_triton_ops.py starts the interpreter.
+# Only what can run here is collected; without a GPU the interpreter runs it, in a process of its own.
 if not RUNS_HERE:
     for _name in [name for name in globals() if name.startswith("test_")]:
         del globals()[_name]
+
+    @pytest.mark.slow
+    def test_in_the_interpreter():
+        check_interpreted(__file__)

@@ -20,10 +20,10 @@ def _inputs(t, tokens, outputs, size):
     return {
         "x": t.normal(tokens, size),
         "residual": t.normal(tokens, size),
-        "norm_weight": t.normal(size, scale=1),
+        "norm_weight": t.parameter(size, scale=1),
         "eps": 1e-6,
         # Weights that keep the variance of what they are applied to, as trained ones about do.
-        "weight": t.normal(outputs, size, scale=size**-0.5),
+        "weight": t.parameter(outputs, size, scale=size**-0.5),
     }
 
 

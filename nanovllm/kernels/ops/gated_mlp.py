@@ -13,8 +13,8 @@ GATES = ("silu", "gelu", "gelu_tanh")
 def _inputs(t, m, hidden, intermediate):
     return {
         "x": t.normal(m, hidden),
-        "gate_up": t.normal(2 * intermediate, hidden, scale=hidden**-0.5),
-        "down": t.normal(hidden, intermediate, scale=intermediate**-0.5),
+        "gate_up": t.parameter(2 * intermediate, hidden, scale=hidden**-0.5),
+        "down": t.parameter(hidden, intermediate, scale=intermediate**-0.5),
     }
 
 

@@ -8,7 +8,7 @@ from nanovllm.kernels.registry import op
 
 
 def _inputs(t, rows, size):
-    return {"x": t.normal(rows, size), "weight": t.normal(size, scale=1), "bias": t.normal(size, scale=1), "eps": 1e-5}
+    return {"x": t.normal(rows, size), "weight": t.parameter(size, scale=1), "bias": t.parameter(size, scale=1), "eps": 1e-5}
 
 
 def _cost(x, weight, bias, eps):

@@ -12,8 +12,8 @@ def _inputs(t, rows, size):
     return {
         "x": t.normal(rows, size),
         "residual": t.normal(rows, size),
-        "weight": t.normal(size, scale=1),
-        "bias": t.normal(size, scale=1),
+        "weight": t.parameter(size, scale=1),
+        "bias": t.parameter(size, scale=1),
     }
 
 

@@ -9,7 +9,7 @@ from nanovllm.kernels.registry import op
 
 def _inputs(t, tokens, outputs, size):
     # Weights that keep the variance of what they are applied to, as trained ones about do.
-    return {"x": t.normal(tokens, size), "weight": t.normal(outputs, size, scale=size**-0.5)}
+    return {"x": t.normal(tokens, size), "weight": t.parameter(outputs, size, scale=size**-0.5)}
 
 
 def _cost(x, weight, bias=None):

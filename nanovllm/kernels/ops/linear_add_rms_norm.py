@@ -14,9 +14,9 @@ def _inputs(t, tokens, outputs, size):
     return {
         "x": t.normal(tokens, size),
         # Weights that keep the variance of what they are applied to, as trained ones about do.
-        "weight": t.normal(outputs, size, scale=size**-0.5),
+        "weight": t.parameter(outputs, size, scale=size**-0.5),
         "residual": t.normal(tokens, outputs),
-        "norm_weight": t.normal(outputs, scale=1),
+        "norm_weight": t.parameter(outputs, scale=1),
         "eps": 1e-6,
     }
 

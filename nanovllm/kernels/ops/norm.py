@@ -14,7 +14,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def _rms_norm_inputs(t, rows, size):
-    return {"x": t.normal(rows, size), "weight": t.normal(size, scale=1), "eps": 1e-6}
+    return {"x": t.normal(rows, size), "weight": t.parameter(size, scale=1), "eps": 1e-6}
 
 
 def _rms_norm_cost(x, weight, eps):
@@ -48,7 +48,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _add_rms_norm_inputs(t, rows, size):
-    return {"x": t.normal(rows, size), "residual": t.normal(rows, size), "weight": t.normal(size, scale=1), "eps": 1e-6}
+    return {"x": t.normal(rows, size), "residual": t.normal(rows, size), "weight": t.parameter(size, scale=1), "eps": 1e-6}
 
 
 def _add_rms_norm_cost(x, residual, weight, eps):

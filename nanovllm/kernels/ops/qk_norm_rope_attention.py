@@ -20,8 +20,8 @@ def _inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, block_s
         "v": v,
         "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), -1).to(t.device, torch.float32),
         **given,
-        "q_weight": t.normal(head_dim, scale=1),
-        "k_weight": t.normal(head_dim, scale=1),
+        "q_weight": t.parameter(head_dim, scale=1),
+        "k_weight": t.parameter(head_dim, scale=1),
         "eps": 1e-6,
     }
 

@@ -19,8 +19,8 @@ def _inputs(t, num_tokens, num_heads, num_kv_heads, head_dim):
         "k_cache": t.normal(*cache).contiguous(),
         "v_cache": t.normal(*cache).contiguous(),
         "slot_mapping": t.permutation(num_blocks * block_size)[:num_tokens],
-        "q_weight": t.normal(head_dim, scale=1),
-        "k_weight": t.normal(head_dim, scale=1),
+        "q_weight": t.parameter(head_dim, scale=1),
+        "k_weight": t.parameter(head_dim, scale=1),
         "eps": 1e-6,
     }
 

@@ -15,7 +15,7 @@ from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, HopperDecodePlan, plan_decode
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._counters import arrival_counters
-from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, next_power_of_2
+from nanovllm.kernels.triton_ops._launch import are_constant, cdiv, has_dependent_launch, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 
@@ -251,6 +251,6 @@ def launch_decode(
         RELEASE=dependent and num_seqs <= MAX_TOKENS,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        launch_pdl=dependent,
+        launch_pdl=dependent and (new is None or are_constant(new.q_weight, new.k_weight)),
     )
     return out

@@ -164,7 +164,7 @@ _FLOAT8 = (
 )
 
 
-# One sequence whose last token is in the cache, so that nothing is asked for before the wait: fewer pieces, of one tile at least. In a row of such
+# One sequence of eight KV heads, or more of fewer, whose last token is in the cache, so that nothing is asked for before the wait: fewer pieces, of one tile at least. In a row of such
 # calls (H200, 512, 4,096 and 32,768 tokens) 4.8, 9.2 and 35.5 us instead of 5.8, 10.5 and 38.4.
 _CACHED_ONE = 1.0, 1, 4, 2, 32, 8
 

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.triton_decode.plan import MANY_OUTPUTS
-from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2, num_sms, warps_for
+from nanovllm.kernels.triton_ops._launch import are_constant, cdiv, next_power_of_2, num_sms, warps_for
 
 # Rows of the weight that a program has, and columns of a tile: a swizzled line of 128 bytes.
 ROWS = 64
@@ -157,7 +157,7 @@ def product(
         GATED=gated,
         BIAS=bias is not None,
         num_warps=4,
-        launch_pdl=True,
+        launch_pdl=are_constant(weight, bias),
     )  # fmt: skip
     return y
 
@@ -174,6 +174,7 @@ def sum_add_rms_norm(
     block = next_power_of_2(size)
     sum_norm_kernel[(num_tokens,)](
         parts, residual if bias is None else bias, residual, norm_weight, y, new_residual, num_tokens, eps,
-        SIZE=size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, num_warps=warps_for(block, 8), launch_pdl=True,
+        SIZE=size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, num_warps=warps_for(block, 8),
+        launch_pdl=are_constant(norm_weight, bias),
     )  # fmt: skip
     return y, new_residual

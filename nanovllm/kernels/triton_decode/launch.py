@@ -16,7 +16,7 @@ from nanovllm.kernels.triton_decode import hopper
 from nanovllm.kernels.triton_decode.matrix_kernel import matrix_kernel
 from nanovllm.kernels.triton_decode.plan import MatrixPlan, VectorPlan, max_tokens, plan
 from nanovllm.kernels.triton_decode.vector_kernel import vector_kernel
-from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, matrix_of, next_power_of_2
+from nanovllm.kernels.triton_ops._launch import are_constant, cdiv, has_dependent_launch, matrix_of, next_power_of_2
 from nanovllm.kernels.triton_ops.activation import silu_and_mul
 from nanovllm.kernels.triton_ops.norm import add_rms_norm_out, rms_norm
 
@@ -39,7 +39,7 @@ def _launch(
     new_residual = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, num_tokens, x_stride = matrix_of(x)
     others, _, residual_stride = (x, 0, 0) if residual is None else matrix_of(residual)
-    pdl = has_dependent_launch(x.device)
+    pdl = has_dependent_launch(x.device) and are_constant(weight, norm_weight, bias)
     outputs = cut.rows // 2 if gated else cut.rows
     tensors = (
         x, others, x if norm_weight is None else norm_weight, weight, x if bias is None else bias, y, new_residual,

@@ -33,6 +33,14 @@ def launched_early(x: torch.Tensor, rows: int) -> bool:
     return rows <= _FEW_ROWS and has_dependent_launch(x.device)
 
 
+def are_constant(*weights: torch.Tensor | None) -> bool:
+    """Whether a kernel may read them before its predecessor has ended: parameters of a module, which no kernel writes.
+
+    Any other tensor may be what the predecessor is about to write. Then the kernel is launched when that has ended, as usual.
+    """
+    return all(w is None or type(w) is torch.nn.Parameter for w in weights)
+
+
 _FEW_BYTES = 8 << 20
 
 

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts
-from nanovllm.kernels.triton_ops._launch import launched_early_of_many, matrix_of, next_power_of_2, warps_for
+from nanovllm.kernels.triton_ops._launch import (
+    are_constant,
+    launched_early_of_many,
+    matrix_of,
+    next_power_of_2,
+    warps_for,
+)
 from nanovllm.kernels.triton_ops._math import INTERPRETED, activation, round2, rounded, to_dtype, wide
 from nanovllm.kernels.triton_ops.activation import gelu_kind
 from nanovllm.kernels.triton_ops.philox import philox_halves
@@ -145,7 +151,7 @@ def layernorm_residual_dropout_gelu(
         else:
             pieces, warps = few_pieces(size) or (pieces, warps)
         block = block if pieces == 1 else size // pieces
-        early = launched_early_of_many(x, rows, MANY_ROWS)
+        early = launched_early_of_many(x, rows, MANY_ROWS) and are_constant(weight, bias)
         packed = not INTERPRETED and x.element_size() == 2 and limit <= _MOST_PACKED
         low = 0.0
         if packed and x.dtype == torch.bfloat16:

@@ -2,7 +2,7 @@
 
 A row is held in registers, so that it is read once: in one block, or in exact `pieces`. Rows of more than `_MAX_BLOCK` elements
 are read twice. For many rows, and RMS norms for few, the kernels are launched before their predecessor has ended, and wait for
-it (programmatic dependent launch). Weights may be loaded before the wait: they must not be what that kernel writes.
+it (programmatic dependent launch), if the weights, which are loaded before that wait, are parameters of a module.
 """
 
 import torch
@@ -12,6 +12,7 @@ import triton.language as tl
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.triton_ops._launch import (
+    are_constant,
     cdiv,
     launched_early,
     launched_early_of_many,
@@ -156,7 +157,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     plan = tunables.RMS_NORM.find(x.device, bucket(rows), size, x.dtype)
     per_program = plan.rows if plan else max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
     cut = _cut(rows, size, per_program, plan.warps if plan else None)
-    early = _early(x, rows)
+    early = _early(x, rows) and are_constant(weight)
     if cut:
         pieces, warps = cut
         norm_pieces_kernel[(rows,)](
@@ -203,7 +204,7 @@ def add_rms_norm_out(
         )  # fmt: skip
     else:
         plan = tunables.ADD_RMS_NORM.find(x.device, bucket(rows), size, x.dtype)
-        early = _early(x, rows)
+        early = _early(x, rows) and are_constant(weight)
         _add_rms_norm_kernel[(rows,)](
             x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, block, early,
             num_warps=plan.warps if plan else _row_warps(block, rows), launch_pdl=early,
@@ -261,7 +262,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     elif rows:
         plan = tunables.LAYER_NORM.find(x.device, bucket(rows), size, x.dtype)
         many = rows > MANY_ROWS
-        early = launched_early_of_many(x, rows, MANY_ROWS)
+        early = launched_early_of_many(x, rows, MANY_ROWS) and are_constant(weight, bias)
         cut = _cut(rows, size, 1, plan.warps if plan else None) if many else few_pieces(size)
         if cut:
             pieces, warps = cut

@@ -28,7 +28,7 @@ def pieces_of(size: int, warps: int, most: int) -> int:
 
 def few_pieces(size: int) -> tuple[int, int] | None:
     """(pieces, warps) of rows where there are few, 4 elements of every piece a thread; None: one block, or pieces that are too small."""
-    block = size & -size
+    block = max(1, size & -size)
     pieces = size // block
     return (pieces, max(1, min(16, block // 128))) if 2 <= pieces <= _MOST_FEW and block >= 256 else None
 
@@ -63,7 +63,8 @@ def layer_statistics(x, tiles, col, size, eps, BLOCK: tl.constexpr, PIECES: tl.c
 
     E[v^2] - E[v]^2 would cancel for a mean far from zero. Of v - centre, the mean of the first elements, it does not: the
     square of that mean is at most (size / 32 - 1) variances, whatever the row, and a few of them but for contrived ones. So
-    both sums need one exchange between the warps instead of two, and 16-bit results lose nothing; float32 results, of which
+    both sums need one exchange between the warps instead of two. 16-bit results lose nothing that shows (the scale is off by 2.4e-5
+    at most, in the worst rows tried); float32 results, of which
     more is expected, take the second pass over registers.
     """
     first = tl.arange(0, 32)

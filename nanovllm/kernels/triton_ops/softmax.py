@@ -23,6 +23,7 @@ _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192
 _PART, _LARGE_PART = 1024, 8192  # elements of a program where several share a row
 _FEW_ROWS = 16  # up to which these are _PART
+_MOST_PARTS = 1024  # of a row, all of which each of its programs loads
 _SHORT_TILE = 1024
 
 
@@ -106,7 +107,7 @@ def _warps(rows: int, elements: int) -> int:
 
 def _split_softmax(x: torch.Tensor, y: torch.Tensor, rows: int, size: int, stride: int) -> None:
     """Rows that are fewer than multiprocessors, each by many programs: first what they need of each other, then the result."""
-    part = _PART if rows <= _FEW_ROWS else _LARGE_PART
+    part = _PART if rows <= _FEW_ROWS and size <= _MOST_PARTS * _PART else _LARGE_PART
     pieces = cdiv(size, part)
     parts = torch.empty((rows, pieces, 2), dtype=torch.float32, device=x.device)
     dependent = has_dependent_launch(x.device)
@@ -125,7 +126,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     if not rows:
         return y
     block = next_power_of_2(size)
-    if block > _MAX_BLOCK and rows <= num_sms(x):
+    if block > _MAX_BLOCK and size <= _MOST_PARTS * _LARGE_PART and rows <= num_sms(x):
         _split_softmax(x, y, rows, size, stride)
         return y
     if block > _MAX_BLOCK:
