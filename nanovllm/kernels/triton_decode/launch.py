@@ -1,7 +1,7 @@
 """The small-batch products of a decoder layer as ops: a kernel or two each where `hopper` or `plan` says so, else what they fuse.
 
-With dependent launch the weights, of the product and of the norm, are read while the kernel before may still run: they must
-not be what that kernel writes. Inputs may be.
+With dependent launch the weights, of the product and of the norm, are read while the kernel before may still run. So they are launched
+like that only with parameters as weights, which no kernel writes (`are_constant`). Inputs may be what that kernel writes.
 """
 
 from __future__ import annotations
