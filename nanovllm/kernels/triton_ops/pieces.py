@@ -63,9 +63,8 @@ def layer_statistics(x, tiles, col, size, eps, BLOCK: tl.constexpr, PIECES: tl.c
 
     E[v^2] - E[v]^2 would cancel for a mean far from zero. Of v - centre, the mean of the first elements, it does not: the
     square of that mean is at most (size / 32 - 1) variances, whatever the row, and a few of them but for contrived ones. So
-    both sums need one exchange between the warps instead of two. 16-bit results lose nothing that shows (the scale is off by 2.4e-5
-    at most, in the worst rows tried); float32 results, of which
-    more is expected, take the second pass over registers.
+    both sums need one exchange between the warps instead of two. 16-bit results lose nothing that shows (the scale is off by
+    2.4e-5 at most, in the worst rows tried); float32 results, of which more is expected, take the second pass over registers.
     """
     first = tl.arange(0, 32)
     centre = tl.sum(tl.load(x + first, first < size, other=0.0).to(tl.float32), 0) / tl.minimum(size, 32)
