@@ -51,7 +51,10 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the providers of an op: medians, inputs from device memory, share of what the hardware allows and of what a plain copy reaches. Ctrl-C keeps what is measured."""
+    """Time the providers of an op: medians, inputs from device memory, shares of what the hardware allows and of what a copy reaches.
+
+    Ctrl-C keeps what was measured.
+    """
     from nanovllm.kernels.compare import compiled
 
     where, ops, origins = prepare(device, kernel_plugin)

@@ -13,7 +13,7 @@ from nanovllm.kernels.declaration import Arguments, Shape, Tensors
 from nanovllm.kernels.memory_guard import MemoryGuard
 from nanovllm.kernels.registry import Op, Provider
 
-_ROW = 16
+_ROW, _LARGE = 16, 3.0
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,10 @@ def _errors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each element's error, and each row's (the root of the mean square), over what is allowed.
 
-    An element may be off by the tolerance times its value, plus the tolerance times the largest value of its row: it may be a
-    difference of such values, each of which was rounded. A row of at least _ROW elements may be off as a whole by the tolerance times
-    the root of its mean square, which a loss of precision in every element exceeds long before any element does.
+    An element may be off by the tolerance times its value, plus the tolerance times a large value of its row (the largest, at most
+    _LARGE times the root of the mean square): it may be a difference of such values, each of which was rounded. A row of at least
+    _ROW elements may be off as a whole by the tolerance times the root of its mean square, which a loss of precision in every
+    element exceeds long before any element does.
     """
     overflows = want.abs() > info.max
     agree = (got == want) | (got.isnan() & want.isnan()) | (overflows & (got.isinf() | (got.abs() >= 0.99 * info.max)))
@@ -178,11 +179,12 @@ def _errors(
     smallest = 2.0**-24 if info.bits == 16 and info.max < 1e5 else info.tiny
     error = torch.where(agree, 0.0, (got - want).abs())
     rows, values = (error, finite) if want.dim() else (error[None], finite[None])
-    largest = values.abs().amax(-1, keepdim=True).clamp_min(magnitude).view(want.shape[:-1] + (1,) * min(want.dim(), 1))
-    of_elements = error / (tolerance * (finite.abs() + largest) + smallest)
+    root = values.square().mean(-1, keepdim=True).sqrt()
+    large = torch.minimum(values.abs().amax(-1, keepdim=True), _LARGE * root).clamp_min(magnitude)
+    of_elements = error / (tolerance * (finite.abs() + large.view(want.shape[:-1] + (1,) * min(want.dim(), 1))) + smallest)
     if values.shape[-1] < _ROW:
         return of_elements.nan_to_num(nan=torch.inf), torch.zeros(1, device=got.device)
-    of_rows = rows.square().mean(-1).sqrt() / (tolerance * values.square().mean(-1).sqrt().clamp_min(magnitude) + smallest)
+    of_rows = rows.square().mean(-1).sqrt() / (tolerance * root[..., 0].clamp_min(magnitude) + smallest)
     return of_elements.nan_to_num(nan=torch.inf), of_rows.nan_to_num(nan=torch.inf)
 
 

@@ -26,10 +26,10 @@ def find_piece(
 ):
     """-> (seq, its length, its first piece, this program's, tiles in a piece at most); seq is -1 for a program without a piece.
 
-    Pieces are cut as `decode_kernel` cuts them: into about `most_pieces`, of `least` tiles or more. The first programs, or with EMPTY_LAST the last, are those
-    without one. First: they end while others still wait for the kernel before this one. At the end they would take the places of the
-    next kernel's. Every warp finds its piece by itself. The lengths are read past the first-level cache, which may hold what
-    was there before an earlier kernel wrote.
+    Pieces are cut as `decode_kernel` cuts them: into about `most_pieces`, of `least` tiles or more. The first programs, or with EMPTY_LAST
+    the last, are those without one. First, they end while others still wait for the kernel before this one; last, where they are most of
+    the grid, they delay no other. Every warp finds its piece by itself. The lengths are read past the first-level cache, which may
+    hold what was there before an earlier kernel wrote.
     """
     if SEQS_PAD == 1:
         length = gl.load(lens_ptr, cache_modifier=".cg")

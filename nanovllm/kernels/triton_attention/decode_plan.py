@@ -141,8 +141,8 @@ class HopperDecodePlan:
 # Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence is cut below,
 # warps, slots, box, chunk, and whether programs without a piece come last. Measured on an H200 in whole layers of Qwen3-0.6B, with
 # sequences of 170 to 16,384 tokens. From 9 to 132 sequences all programs are resident at once, with as much shared memory as that
-# leaves each. Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece. Four programs for
-# 5 to 8 sequences: at 16,384 tokens they are 26 % faster than one, and where most find no piece nothing is lost if these come last.
+# leaves each. Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece. Four
+# programs for 5 to 8 sequences: at 16,384 tokens they take 26 % less than one, and where most find no piece nothing is lost if these come last.
 _MEASURED = (
     (1, (2.0, 4, 4, 3, 32, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),
@@ -164,8 +164,9 @@ _FLOAT8 = (
 )
 
 
-# One sequence of eight KV heads, or more of fewer, whose last token is in the cache, so that nothing is asked for before the wait: fewer pieces, of one tile at least. In a row of such
-# calls (H200, 512, 4,096 and 32,768 tokens) 4.8, 9.2 and 35.5 us instead of 5.8, 10.5 and 38.4.
+# One sequence of eight KV heads, or more of fewer, whose last token is in the cache, so that nothing is asked for before the wait:
+# fewer pieces, of one tile at least. In rows of such calls 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens) instead of 5.8, 10.6
+# and 38.4 by the row for one sequence above: results/nvidia-h200/kernels, attention_decode.json and all.json, the run before.
 _CACHED_ONE = 1.0, 1, 4, 2, 32, 8
 
 
