@@ -20,7 +20,7 @@ from nanovllm.kernels.benchmark import (
     time_in_graph,
     time_kernel,
 )
-from nanovllm.kernels.declaration import Arguments, Shape, nbytes
+from nanovllm.kernels.declaration import Arguments, Shape, copy_of, nbytes
 from nanovllm.kernels.registry import Op, Provider
 from nanovllm.kernels.verify import Case
 
@@ -199,7 +199,7 @@ def _argument_sets(declared: Op, case: Case, device: torch.device) -> list[Argum
 
 
 def _copy(arguments: Mapping[str, Any]) -> Arguments:
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    return {k: copy_of(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
 
 
 def _tensors(arguments: Mapping[str, Any]) -> list[torch.Tensor]:

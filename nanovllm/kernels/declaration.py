@@ -38,6 +38,12 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
+def copy_of(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, for which kernels are compiled; of a parameter a parameter, which kernels read early."""
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value.detach())
+    return torch.nn.Parameter(copy, value.requires_grad) if isinstance(value, torch.nn.Parameter) else copy
+
+
 @dataclass
 class Tensors:
     """Makes the tensors of one call: random, repeatable by the seed, of one dtype and device.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.declaration import Arguments, Shape, Tensors
+from nanovllm.kernels.declaration import Arguments, Shape, Tensors, copy_of
 from nanovllm.kernels.memory_guard import MemoryGuard
 from nanovllm.kernels.registry import Op, Provider
 
@@ -200,12 +200,7 @@ def _flat(results: Any) -> list[torch.Tensor]:
 
 def _copied(arguments: Arguments, names: Sequence[str]) -> Arguments:
     """The arguments, with copies (same strides) in place of those named."""
-    return {k: _clone(v) if k in names else v for k, v in arguments.items()}
-
-
-def _clone(value: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return copy.copy_(value)
+    return {k: copy_of(v) if k in names else v for k, v in arguments.items()}
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from nanovllm.kernels import Provider, all_ops, benchmark_kernel
 from nanovllm.kernels.availability import triton_support
 from nanovllm.kernels.benchmark import Timing, copy_bandwidth, copy_time, time_kernel
-from nanovllm.kernels.compare import Measurement, bench_cases, measure, providers_by_speed, slower_somewhere
+from nanovllm.kernels.compare import Measurement, _copy, bench_cases, measure, providers_by_speed, slower_somewhere
 from nanovllm.kernels.verify import Case
 
 CPU = torch.device("cpu")
@@ -108,3 +108,13 @@ def test_a_copy_is_timed_once_for_each_size():
     small, large = copy_time(device, 8 << 20), copy_time(device, 512 << 20)
     assert copy_time(device, 8 << 20) is small and 8 * small < large < 64 * small
     assert 0.5 < (512 << 20) / large / copy_bandwidth(device) < 1.1
+
+
+def test_copied_arguments_keep_strides_and_parameters():
+    """A kernel is compiled for strides, and reads a parameter early: a copy without either would time another launch."""
+    op = all_ops()["rms_norm"]
+    given = Case((4, 64), torch.float32, strided=True).arguments(op, CPU)
+    copied = _copy(given)
+    assert type(copied["weight"]) is torch.nn.Parameter and copied["x"].stride() == given["x"].stride() != (64, 1)
+    for name in ("x", "weight"):
+        assert torch.equal(copied[name], given[name]) and copied[name].data_ptr() != given[name].data_ptr()

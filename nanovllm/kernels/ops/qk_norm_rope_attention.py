@@ -48,7 +48,7 @@ def _cost(q, k, v, cos_sin_cache, k_cache, v_cache, block_table, context_lens, m
         decode=DECODE["inputs"].decode,
         large=DECODE["inputs"].large,
         variants=[{}, {"q_weight": None, "k_weight": None}, {"window": 20}, {"soft_cap": 5.0}],
-        scales=(1.0, 3.0),  # scores grow with the square, and so does what rounding q and k does to them
+        scales=(1.0, 2.0),  # scores grow with the square, and so does what rounding q and k does to them
     ),
     cost=_cost,
     tolerance=DECODE["tolerance"],

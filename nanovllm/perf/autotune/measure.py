@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.benchmark import l2_bytes, time_in_graph
-from nanovllm.kernels.declaration import Arguments, nbytes
+from nanovllm.kernels.declaration import Arguments, copy_of, nbytes
 from nanovllm.kernels.registry import Provider
 from nanovllm.kernels.verify import Case, verify
 from nanovllm.perf.autotune.launches import compile_together
@@ -106,15 +106,10 @@ class Bench:
         wanted = 5 * l2_bytes(self._device) // 2 // max(1, touched) + 1
         most = max(1, min(_MOST_SETS, _MOST_BYTES // max(1, size)))
         copies = [
-            {k: _copy(v) if isinstance(v, torch.Tensor) else v for k, v in first.items()}
+            {k: copy_of(v) if isinstance(v, torch.Tensor) else v for k, v in first.items()}
             for _ in range(min(most, wanted) - 1)
         ]
         return [first, *copies]
-
-
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """With the same strides: a kernel is compiled for them."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def reason_of(error: Exception) -> str | None:

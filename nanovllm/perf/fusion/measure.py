@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node as FxNode
 
 from nanovllm.kernels.benchmark import l2_bytes, time_in_graph, time_kernel
+from nanovllm.kernels.declaration import copy_of
 from nanovllm.perf.fusion.analyzer import FusionAnalyzer
 from nanovllm.perf.fusion.extract import Extract, extract, values
 from nanovllm.perf.fusion.grouping import Group
@@ -199,7 +200,7 @@ def _way(
 
 def _fresh(inputs: Sequence[Any]) -> list[Any]:
     """Copies, with the same strides: a group may write to what it is given."""
-    return [t.clone(memory_format=torch.preserve_format) if isinstance(t, torch.Tensor) else t for t in inputs]
+    return [copy_of(t) if isinstance(t, torch.Tensor) else t for t in inputs]
 
 
 def _copies(inputs: Sequence[Any], device: torch.device) -> tuple[int, bool]:
