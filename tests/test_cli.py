@@ -97,7 +97,7 @@ def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
     rows = {r["provider"]: r for r in json.loads(done.stdout)}
     assert done.returncode == 1 and not rows["right"]["failures"] and rows["native"]["cases"] > 50
     assert any("scale 50" in f for f in rows["wrong"]["failures"])
-    assert run("kernels", "verify", "softmax", "--provider", "native").returncode == 0
+    assert run_here("kernels", "verify", "softmax", "--provider", "native").returncode == 0
 
 
 def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path, monkeypatch, capsys):
