@@ -11,8 +11,13 @@ from tests.interpreter import quicken
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
 
-# They take a minute each without a GPU. Begun first (with --no-loadscope-reorder), they do not keep one process busy while others have nothing to do.
-_LONGEST = ("test_smollm2.py", "test_triton_ops.py", "test_triton_ops_sample.py", "test_verify.py", "test_triton_linear.py", "test_triton_decode.py")
+# They take half a minute to two and a half without a GPU. Begun first (with --no-loadscope-reorder), longest first, they do not
+# keep one process busy while others have nothing to do.
+_LONGEST = (
+    "test_triton_attention.py", "test_triton_ops_compile.py", "test_triton_attention_prefill.py", "test_triton_linear_compile.py",
+    "test_verify.py", "test_smollm2.py", "test_guide.py", "test_triton_decode.py", "test_attention_shared.py", "test_bench.py",
+    "test_triton_ops.py", "test_sample.py", "test_tiles_compile.py", "test_triton_ops_sample.py", "test_quickstart.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

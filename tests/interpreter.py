@@ -3,6 +3,10 @@
 At every call of a jitted function within a kernel, triton 3.6 to 3.9 look through some hundred attributes of `triton.language`
 for those that are still to be replaced by the interpreter's. At the launch they all were, but this search takes a third of the
 time of a small kernel. `quicken` has it look at one attribute of each module and class first: they are replaced together.
+
+Two more things are slow there. Which numpy type stands for one of Triton's is looked up in a table made anew each time; and a
+reduction by a function of the kernel's own combines one element after another, each a tensor. `quicken` keeps the table, and
+has neighbours combined in pairs, all pairs in one call, until one is left: as many combinations, in another order, as on a GPU.
 """
 
 import inspect
@@ -11,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 from types import FunctionType
+
+import numpy as np
 
 _ROOT = Path(__file__).parents[1]
 
@@ -27,6 +33,7 @@ def quicken() -> None:
         from triton.runtime import interpreter
 
         patch, no_change = interpreter._patch_lang, interpreter._LangPatchScope
+        np_dtype, generic_reduce = interpreter._get_np_dtype, interpreter.ReduceOps.generic_reduce
     except (ImportError, AttributeError):
         return
     tl = interpreter.tl
@@ -49,7 +56,55 @@ def quicken() -> None:
                 return patch(fn)
         return no_change()
 
+    np_dtypes: dict[str, np.dtype] = {}
+
+    def np_dtype_once(dtype: object) -> np.dtype:
+        name = dtype.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = np_dtype(dtype)
+        return np_dtypes[name]
+
+    def combined(self: object, tensors: tuple) -> list:
+        if self.axis is None or tensors[0].handle.data.shape[self.axis] & (tensors[0].handle.data.shape[self.axis] - 1):
+            return generic_reduce(self, tensors)
+        arrays = [np.moveaxis(t.handle.data, self.axis, 0) for t in tensors]
+        types = [t.dtype for t in tensors]
+
+        def halves(start: int) -> list:
+            return [self.to_tensor(array[start::2], dtype) for array, dtype in zip(arrays, types)]
+
+        while len(arrays[0]) > 1:
+            results = self.combine_fn.fn(*halves(0), *halves(1))
+            results = results if isinstance(results, tuple | tl.tuple) else (results,)
+            arrays = [r.handle.data if isinstance(r, tl.tensor) else np.full_like(a[::2], r) for r, a in zip(results, arrays)]
+        kept = [np.moveaxis(array, 0, self.axis) if self.keep_dims else array[0] for array in arrays]
+        return [self.to_tensor(data, dtype) for data, dtype in zip(kept, types)]
+
+    block_type, tensor = tl.block_type, tl.tensor
+    init_block, init_tensor = block_type.__init__, tensor.__init__
+    blocks: dict[tuple, tuple] = {}
+    shapes: dict[tuple[int, ...], tuple] = {}
+
+    def init_block_once(self: object, element_ty: object, shape: object) -> None:
+        key = (str(element_ty), *shape)
+        if key not in blocks:
+            init_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
+    def init_tensor_once(self: object, handle: object, type: object) -> None:
+        shape = type.shape if type.is_block() else ()
+        if shape not in shapes:
+            init_tensor(self, handle, type)
+            shapes[shape] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[shape]
+
+    block_type.__init__, tensor.__init__ = init_block_once, init_tensor_once
     interpreter._patch_lang = patch_once
+    interpreter._get_np_dtype = np_dtype_once
+    interpreter.ReduceOps.generic_reduce = combined
 
 
 def check_interpreted(*files: str | Path, skips: bool = False) -> None:

@@ -15,6 +15,8 @@ INTERPRETED = triton.knobs.runtime.interpret
 RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
+import triton.language as tl  # noqa: E402
+
 import nanovllm.kernels.triton_ops as ops  # noqa: E402
 from nanovllm.kernels.ops.activation import silu_and_mul as native_silu_and_mul  # noqa: E402
 from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts  # noqa: E402
@@ -639,6 +641,37 @@ if DEVICE == "cuda":
             assert all(torch.equal(a, b) for a, b in zip(run(*early), expected))
 
 
+# ----------------------------------------------------------------------------------------------------- the interpreter
+
+
+@triton.jit
+def _after(a, b, c, d):
+    """First x -> a * x + b, then x -> c * x + d: the order matters."""
+    return a * c, b * c + d
+
+
+@triton.jit
+def _chains(out_ptr, a_ptr, b_ptr, AXIS: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)
+    a, b = tl.reduce((tl.load(a_ptr + at), tl.load(b_ptr + at)), AXIS, _after, keep_dims=KEEP)
+    count: tl.constexpr = SIZE if AXIS == 0 else ROWS
+    to = tl.arange(0, count)
+    tl.store(out_ptr + to, a.reshape(count))
+    tl.store(out_ptr + count + to, b.reshape(count))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_quickened_reductions_keep_the_order_of_elements(axis, keep):
+    a, b = (torch.randint(-3, 4, (4, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.int64) for seed in (0, 1))
+    first, second = a.select(axis, 0), b.select(axis, 0)
+    for i in range(1, a.shape[axis]):
+        first, second = first * a.select(axis, i), second * a.select(axis, i) + b.select(axis, i)
+    out = torch.empty(2 * len(first), dtype=torch.int64)
+    _chains[(1,)](out, a, b, axis, keep, 4, 8)
+    assert torch.equal(out, torch.cat([first, second]))
+
+
 # ------------------------------------------------------------------------------------------------- where there is no GPU
 
 
@@ -649,5 +682,5 @@ def test_in_the_interpreter():
 
 # Only what can run here is collected, so that nothing is reported as skipped.
 for _name in [name for name in globals() if name.startswith("test_")]:
-    if (_name == "test_in_the_interpreter") == RUNS_HERE:
+    if (_name == "test_in_the_interpreter") == RUNS_HERE or "quickened" in _name and not INTERPRETED:
         del globals()[_name]

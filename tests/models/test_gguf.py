@@ -184,27 +184,6 @@ def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_smollm2_equals_transformers_loading_of_the_same_file(smollm2_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="transformers reads GGUF weights only with accelerate")
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32, local_files_only=True
-    )
-    expected = model.state_dict()
-    loaded = dict(ours.iter_weights(smollm2_path))
-    assert expected.keys() - loaded.keys() <= {"lm_head.weight"} and loaded.keys() <= expected.keys()
-    for name, tensor in loaded.items():
-        assert torch.equal(tensor, expected[name]), name
-    config, reference = ours.read_config(smollm2_path), model.config
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                "head_dim", "max_position_embeddings", "vocab_size", "tie_word_embeddings"):  # fmt: skip
-        assert config[key] == getattr(reference, key), key
-    assert config["rms_norm_eps"] == 1e-5 == pytest.approx(reference.rms_norm_eps)
-    assert config["rope_theta"] == reference.rope_parameters["rope_theta"]
-    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
-
-
 # ---- configuration ----------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models import gguf
 from nanovllm.models.embedded import embedded_model_path
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,6 +74,21 @@ def tokens(llm: LLM, prompts) -> list[list[int]]:
     outputs = [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
     llm.engine.scheduler.check()
     return outputs
+
+
+def test_weights_and_config_are_those_that_transformers_loads(path, reference):
+    expected = reference.state_dict()
+    loaded = dict(gguf.iter_weights(path))
+    assert expected.keys() - loaded.keys() <= {"lm_head.weight"} and loaded.keys() <= expected.keys()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, expected[name].cpu()), name
+    config, theirs = gguf.read_config(path), reference.config
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                "head_dim", "max_position_embeddings", "vocab_size", "tie_word_embeddings"):  # fmt: skip
+        assert config[key] == getattr(theirs, key), key
+    assert config["rms_norm_eps"] == 1e-5 == pytest.approx(theirs.rms_norm_eps)
+    assert config["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
 
 
 def test_logits(path, reference, prompts, monkeypatch):
