@@ -213,25 +213,17 @@ def add_rms_norm_out(
 
 
 @triton.jit
-def _layer_norm_kernel(
-    x, weight, bias, y, stride, size, eps, BLOCK: tl.constexpr, LATE: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """LATE: of many rows, weight and bias are loaded when they are used. DEPENDENT: launched before the kernel that writes x has
-    ended."""
+def _layer_norm_kernel(x, weight, bias, y, stride, size, eps, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False):
+    """DEPENDENT: launched before the kernel that writes x has ended."""
     x += tl.program_id(0).to(tl.int64) * stride
     col = tl.arange(0, BLOCK)
     mask = col < size
-    if not LATE:
-        w = tl.load(weight + col, mask, other=0.0)
-        b = tl.load(bias + col, mask, other=0.0)
+    w = tl.load(weight + col, mask, other=0.0)
+    b = tl.load(bias + col, mask, other=0.0)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # weight and bias never change; everything below depends on earlier kernels
     v = tl.load(x + col, mask, other=0.0)
     statistics = layer_statistics(x, (v,), col, size, eps, BLOCK, 1, False)
-    if LATE:
-        # Other rows hide what these take from L2; in registers all along they would leave room for fewer rows.
-        w = tl.load(weight + col, mask, other=0.0)
-        b = tl.load(bias + col, mask, other=0.0)
     v = layer_normed(v, statistics, True) * w.to(tl.float32) + b.to(tl.float32)
     tl.store(y + tl.program_id(0).to(tl.int64) * size + col, to_dtype(v, y.dtype.element_ty), mask)
 
@@ -281,6 +273,6 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
             return y
         warps = plan.warps if plan else warps_for(block, 32 if many else 8)
         _layer_norm_kernel[(rows,)](
-            x, weight, bias, y, stride, size, eps, block, many, early, num_warps=warps, launch_pdl=early
+            x, weight, bias, y, stride, size, eps, block, early, num_warps=warps, launch_pdl=early
         )
     return y
