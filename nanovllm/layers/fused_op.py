@@ -13,7 +13,7 @@ class FusedOp:
     """An op that fuses several, in a layer that can also call these one by one.
 
     The reference is never used: what it is made of has providers of its own. What multiplies by a weight is used for the numbers
-    of tokens that its provider's `num_tokens(weight)`, a range, has in it; for any if it does not say.
+    of tokens that its provider's `num_tokens(weight)`, one range or several, has in it; for any if it does not say.
 
     Attributes:
         used: whether a provider other than the reference was chosen.

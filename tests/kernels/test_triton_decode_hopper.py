@@ -201,6 +201,10 @@ def test_what_is_taken(monkeypatch):
     assert launch.linear_add_rms_norm.num_tokens(weight_like(4096, 1024)) == range(1, 257)
     assert launch.linear.num_tokens(weight_like(4096, 1024)) == range(1, 257)
     assert not launch.add_rms_norm_linear.num_tokens(weight_like(4096, 1024))
+    # A gated product has another kernel for many tokens, and none in between.
+    monkeypatch.setattr(launch, "many_tokens", lambda weight: range(4096, 1 << 31))
+    taken_gated = launch.linear_silu_and_mul.num_tokens(weight_like(6144, 1024))
+    assert [n for n in (0, 1, 256, 257, 4095, 4096, 16384) if n in taken_gated] == [1, 256, 4096, 16384]
     # The language-model head: one token has a kernel of its own, many are the library's.
     assert taken(weight_like(151936, 1024)) == range(2, 33) and not taken(weight_like(151936, 1024), gated=True)
     assert launch.linear.num_tokens(weight_like(151936, 1024)) == range(1, 33)

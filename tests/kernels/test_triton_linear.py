@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 from nanovllm.kernels.ops.gated_mlp import gated_mlp as native_gated_mlp  # noqa: E402
 from nanovllm.kernels.ops.linear_bias_act import ACTIVATIONS  # noqa: E402
 from nanovllm.kernels.ops.linear_bias_act import linear_bias_act as native_linear_bias_act  # noqa: E402
-from nanovllm.kernels.triton_linear import gated_mlp, linear_bias_act  # noqa: E402
+from nanovllm.kernels.triton_linear import gated_mlp, linear_bias_act, product  # noqa: E402
 from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan, plan_product  # noqa: E402
 from nanovllm.kernels.triton_linear.product import features, matmul  # noqa: E402
 from tests.interpreter import check_interpreted  # noqa: E402
@@ -181,6 +181,41 @@ def test_every_plan_on_every_shape(plan, dtype):
             check_linear(matmul(x, weight[:n], bias, activation, False, plan), x, weight[:n], bias, activation)
         if not (tma and plan.block_n == 256):  # 512 sums a row of the tile are more than a GPU has room for
             check_gated(matmul(x, weight, None, "gelu", True, plan), x, weight, "gelu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_silu_and_mul_of_many_tokens_rounds_as_the_ops_do(dtype, monkeypatch):
+    if not TMA:
+        assert not product.many_tokens(torch.empty(64, 64, dtype=dtype, device=DEVICE))
+        return
+    shapes = [(4096, 1024, 3072), (4099, 2048, 6144), (5000, 576, 1536)] if GPU else [(70, 72, 40), (64, 64, 16), (3, 40, 8)]
+    if not GPU:
+        monkeypatch.setattr(product, "_MANY_PLAN", TilePlan(64, 16, 32, 2, 1, 4, 2, tma=True, flatten=True))
+    for m, k, n in shapes:
+        x, weight = strided(randn(m, k, dtype=dtype)), randn(2 * n, k, dtype=dtype, seed=1, scale=k**-0.5)
+        got = product.silu_and_mul_of_many(x, weight)
+        gate, up = (x.double() @ weight.double().T).to(dtype).chunk(2, -1)
+        expected = torch.nn.functional.silu(gate.double()).to(dtype).double() * up.double()
+        assert got.dtype == dtype and got.shape == (m, n) and got.is_contiguous()
+        # Where float32 sums fall on the other side of a rounding than exact ones, a result differs; else never.
+        assert (got == expected.to(dtype)).double().mean() > 0.97
+        within(got, expected, 2 * RELATIVE[dtype] * (expected.abs() + 1e-3), dtype)
+
+
+def test_which_numbers_of_tokens_are_many(monkeypatch):
+    monkeypatch.setattr(product, "features", lambda device: (True, True))
+
+    def weight(rows, size, dtype=torch.bfloat16):
+        return type("Weight", (), {
+            "shape": (rows, size), "dtype": dtype, "is_cuda": True, "device": DEVICE, "stride": lambda self, i: (size, 1)[i],
+            "element_size": lambda self: 2, "data_ptr": lambda self: 256,
+        })()  # fmt: skip
+
+    assert product.many_tokens(weight(6144, 1024)) == range(4096, 1 << 31) == product.many_tokens(weight(12288, 2048))
+    refused = [weight(6144, 1024, torch.float32), weight(24576, 4096), weight(3072, 1020), weight(8, 0)]
+    assert not any(product.many_tokens(w) for w in refused)
+    monkeypatch.setattr(product, "features", lambda device: (True, False))
+    assert not product.many_tokens(weight(6144, 1024))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

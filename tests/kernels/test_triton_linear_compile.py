@@ -89,6 +89,8 @@ def calls(dtype, features, monkeypatch):
             yield f"linear {m}x{k} {n}", lambda m=m, n=n, k=k: linear_bias_act(t(m, k), t(n, k), t(n), "gelu")
         yield f"gated_mlp {m}", lambda m=m: gated_mlp(t(m, 1024), t(6144, 1024), t(1024, 3072))
     yield "gated_mlp 8192", lambda: gated_mlp(t(8192, 4096), t(2 * 12288, 4096), t(4096, 12288))
+    if features[1] and dtype != torch.float32:
+        yield "silu_and_mul of many", lambda: product.silu_and_mul_of_many(t(8192, 1024), t(6144, 1024))
     yield "sums of few rows", lambda: linear_bias_act(t(1, 1024), t(256, 1024), t(256), "silu")
     for m in (1, 3, 40, 300):
         yield f"odd {m}", lambda m=m: linear_bias_act(t(m, 100), t(3700, 100), t(3700), "silu")

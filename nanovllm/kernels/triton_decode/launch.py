@@ -1,5 +1,7 @@
 """The small-batch products of a decoder layer as ops: a kernel or two each where `hopper` or `plan` says so, else what they fuse.
 
+`linear_silu_and_mul` has a kernel for many tokens too.
+
 With dependent launch the weights, of the product and of the norm, are read while the kernel before may still run. So they are launched
 like that only with parameters as weights, which no kernel writes (`are_constant`). Inputs may be what that kernel writes.
 """
@@ -16,6 +18,8 @@ from nanovllm.kernels.triton_decode import hopper
 from nanovllm.kernels.triton_decode.matrix_kernel import matrix_kernel
 from nanovllm.kernels.triton_decode.plan import MatrixPlan, VectorPlan, max_tokens, plan
 from nanovllm.kernels.triton_decode.vector_kernel import vector_kernel
+from nanovllm.kernels.triton_linear.gemm import tma_fits
+from nanovllm.kernels.triton_linear.product import many_tokens, silu_and_mul_of_many
 from nanovllm.kernels.triton_ops._launch import are_constant, cdiv, has_dependent_launch, matrix_of, next_power_of_2
 from nanovllm.kernels.triton_ops.activation import silu_and_mul
 from nanovllm.kernels.triton_ops.norm import add_rms_norm_out, rms_norm
@@ -125,6 +129,8 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The op `linear_silu_and_mul`."""
     if hopper.takes(x, weight, gated=True):
         return hopper.product(x, weight, gated=True)
+    if x.dim() == 2 and x.dtype == weight.dtype and x.shape[0] in many_tokens(weight) and tma_fits(x):
+        return silu_and_mul_of_many(x, weight)
     return silu_and_mul(F.linear(x, weight))
 
 
@@ -153,9 +159,19 @@ def _few_or_many(weight: torch.Tensor) -> range:
     return range(1, many.stop) if few and many else many or few
 
 
+class _Either(tuple[range, ...]):
+    """The numbers in any of some ranges."""
+
+    def __new__(cls, *ranges: range) -> _Either:
+        return super().__new__(cls, ranges)
+
+    def __contains__(self, number: object) -> bool:
+        return any(number in r for r in self)
+
+
 # Layers ask. For a batch of other numbers of tokens they call the ops that are fused here, each with its own provider.
 add_rms_norm_linear.num_tokens = functools.partial(_few, gated=False)
 add_rms_norm_gate_up.num_tokens = functools.partial(_few, gated=True)
 linear.num_tokens = _few_or_many
 linear_add_rms_norm.num_tokens = hopper.num_tokens_taken
-linear_silu_and_mul.num_tokens = functools.partial(hopper.num_tokens_taken, gated=True)
+linear_silu_and_mul.num_tokens = lambda weight: _Either(hopper.num_tokens_taken(weight, gated=True), many_tokens(weight))

@@ -21,7 +21,7 @@ from nanovllm.kernels.triton_linear.tiles import (
     tile_position,
 )
 from nanovllm.kernels.triton_ops._launch import cdiv
-from nanovllm.kernels.triton_ops._math import activation, to_dtype
+from nanovllm.kernels.triton_ops._math import activation, rounded, to_dtype
 
 
 @triton.jit
@@ -63,17 +63,20 @@ def tile_kernel(
         store_sums(acc, bias, out, rows, col * BLOCK_N, m, n, split, KIND, False, SPLIT)
 
 
-@triton.jit
+# A batch's number of tokens is not specialised on: it would compile the kernel again, in the middle of serving.
+@triton.jit(do_not_specialize=["m"])
 def tma_kernel(
     x, weight, bias, out, m, n, k, k_split,
     KIND: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, HALVES: tl.constexpr, ROUND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [programs], each with every programs-th tile. x, weight and, but for splits, out are tensor descriptors: what lies
     outside of a tensor reads as zero and is not written.
 
     GATED: the weight is seen as [2, n, k], so that one load brings the rows of the gate and then those of the up
-    projection, and one product multiplies both. HALVES: finish and store a wide tile in two pieces, since erf needs registers.
+    projection, and one product multiplies both; with ROUND (and without splits) gate, up and activation are each rounded. HALVES:
+    finish and store a wide tile in two pieces, since erf needs registers.
     """
     if PDL:
         gdc_wait()
@@ -100,7 +103,12 @@ def tma_kernel(
             acc = tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), (0, 2, 1))
             if SPLITS == 1:
                 gate, up = tl.split(acc)
-                out.store([row, col], to_dtype(activation(gate, KIND, out.dtype) * up, out.dtype))
+                if ROUND:
+                    gate = rounded(activation(rounded(gate, out.dtype), KIND, out.dtype), out.dtype)
+                    up = rounded(up, out.dtype)
+                else:
+                    gate = activation(gate, KIND, out.dtype)
+                out.store([row, col], to_dtype(gate * up, out.dtype))
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for start in range(begin, end, BLOCK_K):
@@ -125,12 +133,13 @@ def tma_kernel(
 
 def gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, kind: str, gated: bool,
-    plan: TilePlan, precision: str, pdl: bool, programs: int,
+    plan: TilePlan, precision: str, pdl: bool, programs: int, stepwise: bool = False,
 ) -> None:  # fmt: skip
     """out [m, n] = kind(x [m, k] @ weight^T + bias); see `product.matmul`. With plan.tma, `tma_fits` must hold.
 
     pdl: launch while the kernel before still runs, and wait for it on the device.
     programs: how many a TMA kernel is to have at most.
+    stepwise: with plan.tma and without splits, round gate, up and activation, each in its turn.
     """
     m, k = x.shape
     n = out.shape[1]
@@ -150,7 +159,7 @@ def gemm(
             bias,
             target if split else TensorDescriptor.from_tensor(out, [plan.block_m, plan.block_n // (2 if halves else 1)]),
             m, n, k, k_split, kind, gated, plan.splits, plan.block_m, plan.block_n, plan.block_k, plan.group_m,
-            plan.flatten, halves, pdl, num_warps=plan.warps, num_stages=plan.stages, **launch_options(pdl),
+            plan.flatten, halves, stepwise, pdl, num_warps=plan.warps, num_stages=plan.stages, **launch_options(pdl),
         )  # fmt: skip
     else:
         tile_kernel[(tiles, plan.splits)](
