@@ -49,8 +49,8 @@ def compile_gemm(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> C
         }  # fmt: skip
         return run(
             tma_kernel,
-            {**common, **loads, **_divisible(m=p.m, n=p.n, k=p.k, k_split=k_split), "SPLITS": tile.splits,
-             "FLATTEN": tile.flatten, "HALVES": False},
+            {**common, **loads, "m": Scalar(False), **_divisible(n=p.n, k=p.k, k_split=k_split), "SPLITS": tile.splits,
+             "FLATTEN": tile.flatten, "HALVES": False, "ROUND": False},
         )  # fmt: skip
     pointers = {"x": Pointer(element), "weight": Pointer(element), "out": out}
     sizes = _divisible(m=p.m, n=p.n, k=p.k, k_split=k_split, stride_xm=p.k, stride_wn=p.k)
