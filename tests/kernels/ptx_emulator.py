@@ -3,7 +3,8 @@
 What an instruction does is taken from the PTX manual. The warps of a program run in random order, each as far as its next barrier, and
 some groups of four more often than others; a copy lands at once or at any time later; shared memory begins as NaN, and is NaN from
 a copy's start to its end. A copy to where a product of tensor cores still reads is an error. Programs run one after the other, in the order of
-the caller. Not checked: what of another program or kernel a thread sees when, and what the hardware asks of a descriptor.
+the caller; the blocks of a cluster run together, as any of their warps. An access to another block's shared memory is an error before the blocks
+have met and after that one's end. Not checked: what of another program or kernel a thread sees when, and what the hardware asks of a descriptor.
 Python 3, numpy, about 20,000 instructions of a warp a second.
 """
 
@@ -14,6 +15,7 @@ import re
 import numpy as np
 
 from tests.kernels.ptx_arithmetic import U8, U32, U64, UNSIGNED, Arithmetic, UnknownInstruction, chosen, type_of
+from tests.kernels.ptx_cluster import Cluster, Clusters
 from tests.kernels.ptx_tensor import Copies, Matrices
 
 BASE = 1 << 32
@@ -25,10 +27,21 @@ _BITS = {"b16": 16, "b32": 32, "b64": 64}
 
 
 def parse(ptx):
-    """-> ([(guard is negated, guard or None, words of the operation, operands)], label -> index)."""
+    """-> ([(guard is negated, guard or None, words of the operation, operands)], label -> index, {a shared variable: (address, bytes)}).
+
+    Variables lie before dynamic shared memory, whose address is the one of `global_smem`.
+    """
     body = ptx[ptx.index(".entry") :]
     body = body[body.index("\n{") + 2 :].partition(".section")[0]
     body = re.sub(r"//[^\n]*", "", body)
+    variables, end = {}, 0
+    for align, name, size in re.findall(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", body):
+        assert name not in variables, f"{name} is declared again"
+        end = -(-end // int(align)) * int(align)
+        variables[name] = end, int(size)
+        end += int(size)
+    variables["global_smem"] = -(-end // 16) * 16, 0
+    body = re.sub(r"\.shared [^;]*;", "", body)
     body = re.sub(r"\n\s*\.(loc|file|pragma|reg)[^\n]*", "\n", body)
     lines, labels = [], {}
     for statement in re.split(r";|(?<=:)\s*\n", body):
@@ -45,7 +58,7 @@ def parse(ptx):
             continue
         m = re.match(r"(?:@(!?)([%\w]+)\s+)?([\w.:]+)\s*(.*)", s, re.S)
         lines.append((m[1] == "!", m[2], m[3].split("."), _operands(m[4])))
-    return lines, labels
+    return lines, labels, variables
 
 
 def _operands(text):
@@ -70,19 +83,27 @@ class Machine:
     """
 
     def __init__(self, ptx, warps, parameters, memory, descriptors, shared):
-        self.lines, self.labels = parse(ptx)
-        self.warps, self.shared = warps, shared
+        self.lines, self.labels, variables = parse(ptx)
+        self.warps, self.shared = warps, variables["global_smem"][0] + shared
         self.given = dict(
-            lines=self.lines, labels=self.labels, memory=memory, parameters=parameters,
+            lines=self.lines, labels=self.labels, variables=variables, memory=memory, parameters=parameters,
             descriptors={PARAMETERS + i: d for i, d in descriptors.items()},
         )  # fmt: skip
 
     def run(self, block, grid, random):
         """One program, to its end."""
-        flying, smem = [], np.full(self.shared + 1024, 0xFF, U8)
-        of_block = self.given | dict(bars={}, flying=flying, reads={}, smem=smem, block=block, grid=grid, random=random)
-        warps = [Warp(32 * i, of_block) for i in range(self.warps)]
-        speeds = [random.choice([0.2, 1, 5]) for _ in range(0, self.warps, 4)]
+        self.run_cluster([block], grid, random)
+
+    def run_cluster(self, blocks, grid, random):
+        """The programs of a cluster by rank, together, to their end."""
+        flying, cluster, warps = [], Cluster(self.warps * len(blocks)), []
+        for rank, block in enumerate(blocks):
+            of_block = dict(bars={}, reads={}, smem=np.full(self.shared + 1024, 0xFF, U8), alive=set(range(self.warps)))
+            cluster.blocks.append(of_block)
+            of_block = self.given | of_block | dict(block=block, grid=grid, rank=rank)
+            of_block |= dict(flying=flying, cluster=cluster, random=random)
+            warps += [Warp(32 * i, of_block) for i in range(self.warps)]
+        speeds = [random.choice([0.2, 1, 5]) for _ in range(0, len(warps), 4)]
         states, met = ["ready"] * len(warps), {}
         while any(s != "done" for s in states):
             ready = [i for i, s in enumerate(states) if s == "ready" or s == "waits" and warps[i].has_waited()]
@@ -94,9 +115,12 @@ class Machine:
             assert ready, f"barriers that not all warps come to: {met}"
             i = random.choices(ready, [speeds[i // 4] for i in ready])[0]
             states[i] = warps[i].go()
-            if states[i] not in ("waits", "done"):  # a barrier's name, and how many warps meet there
+            if states[i] == "done":
+                warps[i].alive.discard(i % self.warps)
+                assert warps[i].arrived_at in (None, -1), "ends without having waited for the cluster's barrier"
+            elif states[i] != "waits":  # a barrier's name, and how many warps meet there
                 name, count = states[i]
-                there = met.setdefault(name, set())
+                there = met.setdefault((warps[i].rank, name), set())
                 there.add(i)
                 if len(there) == (count or self.warps):
                     states = ["ready" if j in there else s for j, s in enumerate(states)]
@@ -104,13 +128,14 @@ class Machine:
         assert not flying, "copies nobody waited for"
 
 
-class Warp(Arithmetic, Matrices, Copies):
+class Warp(Arithmetic, Matrices, Copies, Clusters):
     """32 threads, which branch together. Registers hold their bits, predicates bools."""
 
     n = 32
 
     def __init__(self, first_thread, of_block):
         self.first_thread, self.at, self.steps, self.r, self.in_flight = first_thread, 0, 0, {}, []
+        self.arrived_at = None  # at the cluster's barrier: never, and -1: waited for
         self.__dict__.update(of_block)
 
     def go(self):
@@ -154,7 +179,9 @@ class Warp(Arithmetic, Matrices, Copies):
 
     def has_waited(self):
         """Of a warp that waits: whether what it waits for has happened."""
-        _, _, _, args = self.lines[self.at]
+        _, _, p, args = self.lines[self.at]
+        if p[:2] == ["barrier", "cluster"]:
+            return self.have_met()
         return self.bars[int(self.address(args[1])[0])]["phase"] != self.value(args[2], U32)[0]
 
     # ---- operands
@@ -170,8 +197,8 @@ class Warp(Arithmetic, Matrices, Copies):
             number = (self.block if m[1] == "ctaid" else self.grid)["xyz".index(m[2])]
         elif m := re.fullmatch(r"\w+_param_(\d+)", a):
             number = PARAMETERS + int(m[1])
-        elif a == "global_smem":
-            number = 0
+        elif a in self.variables:
+            number = self.variables[a][0]
         elif re.fullmatch(r"0[fhb][0-9A-Fa-f]+", a):
             number = int(a[2:], 16)
         elif re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+U?", a):
@@ -201,7 +228,7 @@ class Warp(Arithmetic, Matrices, Copies):
 
     def address(self, a):
         m = re.match(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", a)
-        narrow = m[1] in self.r and self.r[m[1]].dtype == U32
+        narrow = m[1] in self.r and self.r[m[1]].dtype == U32 or m[1] in self.variables
         return self.value(m[1], U32 if narrow else U64).astype(np.int64) + int(m[2] or 0)
 
     # ---- memory
@@ -220,6 +247,8 @@ class Warp(Arithmetic, Matrices, Copies):
             kind = UNSIGNED[np.dtype(type_of(p[-1])).itemsize]
             v = int(np.float32(v).view(U32)) if isinstance(v, float) else v
             return self.put(args[0], np.full(self.n, v & int(np.iinfo(kind).max), kind), on)
+        if p[1] == "async":
+            return self.store_remotely(p, args, on)
         count = next((int(w[1:]) for w in p if re.fullmatch(r"v\d", w)), 1)
         shared = p[1].startswith("shared")
         if not shared and p[1] != "global":
@@ -303,7 +332,7 @@ _METHODS = {
     **dict.fromkeys(("ld", "st"), Warp.access),
     **dict.fromkeys(("mov", "cvta"), Warp.move),
     "setp": Warp.compare, "selp": Warp.select, "cvt": Warp.convert, "shfl": Warp.shuffle, "redux": Warp.reduce, "elect": Warp.elect,
-    "atom": Warp.add_atomically, "mbarrier": Warp.barrier, "cp": Warp.copy, "ldmatrix": Warp.load_matrices,
+    "atom": Warp.add_atomically, "mapa": Warp.map_address, "barrier": Warp.meet, "mbarrier": Warp.barrier, "cp": Warp.copy, "ldmatrix": Warp.load_matrices,
     "stmatrix": Warp.store_matrices, "movmatrix": Warp.move_matrix, "mma": Warp.multiply,
     "wgmma": Warp.multiply_group,
 }  # fmt: skip

@@ -133,7 +133,7 @@ class Copies:
                 self.bars[where] = dict(init=count, count=count, phase=0, bytes=0)
             elif p[1] == "arrive" and args[0] == "_":
                 b = self.bars[int(self.address(args[1])[i])]
-                number = int(args[2]) if len(args) > 2 else 1
+                number = int(self.value(args[2], U32)[i]) if len(args) > 2 else 1
                 self._arrive(b, 1, number) if "expect_tx" in p else self._arrive(b, number, 0)
             else:
                 raise UnknownInstruction(".".join(p))
