@@ -30,7 +30,7 @@ def compiling_only(threads: int | None = None) -> Iterator[None]:
     launch = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+        launch(self, *args, grid=grid, warmup=True, **kwargs)  # nothing is returned that could be launched
 
     with ThreadPoolExecutor(threads or os.cpu_count()) as executor, AsyncCompileMode(executor):
         JITFunction.run = compile_only

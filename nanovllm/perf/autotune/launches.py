@@ -43,13 +43,14 @@ def recorded(compile: bool = False) -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     original = JITFunction.run
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         names = [p.name for p in self.params]
         arguments = dict(zip(names, args))
         arguments |= {name: options[name] for name in names if name in options}
         rest = {k: v for k, v in options.items() if k not in arguments}
         launches.append(Launch(self, arguments, rest))
-        return original(self, *args, grid=grid, warmup=True, **options) if compile else None
+        if compile:
+            original(self, *args, grid=grid, warmup=True, **options)  # nothing is returned that could be launched
 
     JITFunction.run = run
     try:

@@ -1,0 +1,78 @@
+"""Launching in clusters what Triton compiles for single blocks, up to what its launcher is given."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("nothing is compiled under TRITON_INTERPRET", allow_module_level=True)
+
+from nanovllm.kernels.compile_ahead import compiling_only  # noqa: E402
+from nanovllm.kernels.triton_ops import _cluster  # noqa: E402
+from nanovllm.kernels.triton_ops.activation import _activation_kernel  # noqa: E402
+from nanovllm.perf.autotune.launches import recorded  # noqa: E402
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """What the launcher of a compiled kernel is given, and the compiled kernel."""
+    seen = []
+    compiled = SimpleNamespace(
+        packed_metadata=(4, 1, 1000), function="function", launch_metadata=lambda *args: ("metadata", *args),
+        run=lambda *args: seen.append(args),
+    )  # fmt: skip
+    driver = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: compiled)
+    return seen, compiled
+
+
+def test_this_triton_is_known():
+    """As are the versions that the kernels are tested with."""
+    if triton.__version__.startswith(("3.6.", "3.9.")):
+        assert _cluster.launches_clusters()
+
+
+def test_other_launchers_are_not(monkeypatch):
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    for pack in (
+        lambda self, m: (m.num_warps, m.num_ctas, m.shared, *m.cluster_dims),
+        lambda self, m: (m.num_warps, m.shared),
+    ):
+        monkeypatch.setattr(CUDABackend, "pack_metadata", pack)
+        _cluster.launches_clusters.cache_clear()
+        assert not _cluster.launches_clusters()
+    _cluster.launches_clusters.cache_clear()
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["compiled", "being compiled"])
+def test_the_launcher_gets_the_cluster(launcher, monkeypatch, later):
+    seen, compiled = launcher
+    if later:
+        future = SimpleNamespace(result=lambda: compiled)
+        monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: future)
+    names = _activation_kernel.arg_names
+    constants = dict(zip(names[2:], range(len(names))))
+    _cluster.launch_clusters(_activation_kernel, (1, 2, 3), 8, "x", "y", num_warps=4, launch_pdl=True, **constants)
+    values = ("x", "y", *range(len(names) - 2))
+    ((*given,),) = seen
+    assert given[:6] == [1, 2, 3, "stream of 3", "function", (4, 8, 1000)]
+    assert given[6] == ("metadata", (1, 2, 3), "stream of 3", *values) and tuple(given[9:]) == values
+    assert compiled.packed_metadata == (4, 1, 1000)  # of any other launch
+
+
+def test_nothing_is_launched_where_launches_are_recorded_or_only_compiled(launcher):
+    seen, _ = launcher
+    x, constants = torch.zeros(4), dict.fromkeys(_activation_kernel.arg_names[1:])
+    with recorded() as launches:
+        _cluster.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+    with recorded(compile=True):
+        _cluster.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+    with compiling_only(1):
+        _cluster.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+    assert not seen and launches[0].kernel is _activation_kernel
+    _cluster.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+    assert len(seen) == 1
