@@ -279,7 +279,7 @@ def _stale(data: Mapping[str, Any], tunable: Tunable) -> str | None:
 
 
 _POWERS = {"block", "block_m", "block_n", "block_k", "rows", "tokens", "tile", "depth", "split", "heads", "pack", "merge_registers"}  # fmt: skip
-_MAY_BE_ZERO = {"programs"}
+_MAY_BE_ZERO = {"programs", "cluster"}
 
 
 def _out_of_range(name: str, kind: str, value: Any) -> str | None:

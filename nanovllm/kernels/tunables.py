@@ -238,7 +238,7 @@ ATTENTION_DECODE_HOPPER = Tunable(
     },
     (f"{_ATTENTION}.decode_plan:HopperDecodePlan",),
     (f"{_ATTENTION}.decode_hopper_kernel:decode_hopper_kernel",),
-    lambda plan, key: plan.refused(key["head_dim"], key["block_size"], key["cache_dtype"].itemsize),
+    lambda plan, key: plan.refused(key["head_dim"], key["block_size"], key["cache_dtype"].itemsize, key["group"]),
     batch=("num_seqs",),
 )  # fmt: skip
 """As `ATTENTION_DECODE`, for what the kernel for Hopper takes there. new: whether the last token comes with the call."""

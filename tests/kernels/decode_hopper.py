@@ -195,7 +195,7 @@ def compiled(
 
     constants = dict(
         SEQS_PAD=seqs_pad, EMPTY_LAST=plan.empty_last, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,
-        CHUNK=plan.chunk, NEW=new, NORM=new and norm, RELEASE=release,
+        CHUNK=plan.chunk, NEW=new, NORM=new and norm, RELEASE=release, CLUSTER=plan.cluster,
         FP8=scales is not None, K_SCALES=scales[0] if scales else 0, V_SCALES=scales[1] if scales else 0,
     )  # fmt: skip
     words = head_dim if scales is None else head_dim // 2

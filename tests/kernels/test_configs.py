@@ -248,15 +248,19 @@ HOPPER_DECODE = {"num_seqs": 64, "kv_heads": 8, "group": 2, "head_dim": 128, "dt
 
 def test_decode_attention_for_hopper_refuses_what_its_launch_does():
     tunable = tunables.ATTENTION_DECODE_HOPPER
-    key, plan = tuple(HOPPER_DECODE.values()), {"pieces": 33, "least": 2, "warps": 4, "slots": 3, "box": 16, "chunk": 4, "empty_last": True}
+    key, plan = tuple(HOPPER_DECODE.values()), {"pieces": 33, "least": 2, "warps": 4, "slots": 3, "box": 16, "chunk": 4, "empty_last": True, "cluster": 8}
     made = tunable.plan_from_json(plan, key)
-    assert tunable.plan_to_json(made) == plan and made.refused(128, 64) is None
+    assert tunable.plan_to_json(made) == plan and made.refused(128, 64, 2, 2) is None
     for change, said in (
         ({"warps": 8}, "warps: expected 1, 2, 4 or 8"), ({"box": 128}, "box: expected 8, 16"), ({"slots": 7}, "slots: 229376 bytes"),
         ({"chunk": 16}, "chunk: expected 1, 2, 4 or 8"), ({"pieces": 1 << 14}, "pieces: expected 1 to 16383"), ({"least": 0}, "least"),
+        ({"cluster": 3}, "cluster: expected 0, 2, 4, 8 or 16"), ({"cluster": -2}, "cluster: expected a whole number from 0 on"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             tunable.plan_from_json(plan | change, key)
+    key = tuple((HOPPER_DECODE | {"group": 8}).values())
+    with pytest.raises(ValueError, match="cluster: 33792 bytes of partial results, more than 20480"):
+        tunable.plan_from_json(plan, key)
 
 
 # ----------------------------------------------------------------------------------------------- declarations and hashes
@@ -433,8 +437,8 @@ CALLS = [
      {"CHUNKS": 1, "SLOTS": 6, "ROUNDS": 1, "SPLITS": 3}),
     (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "early": False, "least": 2},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),
-    (tunables.ATTENTION_DECODE_HOPPER, hopper_attention, {"pieces": 7, "least": 3, "warps": 2, "slots": 5, "box": 8, "chunk": 2, "empty_last": True},
-     {"WARPS": 2, "SLOTS": 5, "BOX": 8, "CHUNK": 2, "EMPTY_LAST": True, "most_pieces": 7, "least": 3, "num_warps": 2}),
+    (tunables.ATTENTION_DECODE_HOPPER, hopper_attention, {"pieces": 7, "least": 3, "warps": 2, "slots": 5, "box": 8, "chunk": 2, "empty_last": True, "cluster": 4},
+     {"WARPS": 2, "SLOTS": 5, "BOX": 8, "CHUNK": 2, "EMPTY_LAST": True, "CLUSTER": 4, "most_pieces": 7, "least": 3, "num_warps": 2}),
     (tunables.ATTENTION_PREFILL, lambda: attention(prefill=8), {"rows": 32, "tile": 16, "warps": 2, "stages": 4},
      {"ROWS": 32, "TILE": 16, "STAGES": 4, "num_warps": 2, "num_stages": 4}),
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """The compiled decode kernel for Hopper, run on the CPU from its PTX: against float64, with everything poisoned that nobody may use."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,14 +27,15 @@ def emulate(
     lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype="bf16", norm=True, new=True, scales=None,
     ptx=lambda ptx: ptx,
 ):  # fmt: skip
-    """One launch: (arguments, memory, what runs a program).
+    """One launch: (arguments, memory, what runs a program or a cluster of them, (heads, programs of a head or clusters)).
 
     Args:
         ptx: changes the compiled code.
     """
     given = make(lens, group, kv_heads, head_dim, block_size, DTYPES[dtype], norm, "cpu", new=new, scales=scales)
     binary = compiled(plan, padded_count(len(lens)), group, head_dim, block_size, dtype, new, norm, scales=scales)
-    pieces = len(lens) - 1 + plan.pieces
+    clusters = -(-(len(lens) - 1 + plan.pieces) // max(1, plan.cluster))
+    pieces = clusters * max(1, plan.cluster)
     num_slots, slot = given["k_cache"].shape[0] * block_size, kv_heads * head_dim
     memory = Memory()
     at = {n: memory.place(n, given[n]) for n in ("q", "k_cache", "v_cache", "block_table", "context_lens")}
@@ -75,13 +77,19 @@ def emulate(
     ]
     parameters += [plan.pieces, plan.least, 0, 0]
     machine = Machine(ptx(binary.asm["ptx"]), plan.warps, parameters, array, descriptors, binary.metadata.shared)
-    grid = kv_heads, pieces, 1
-    return given, memory, lambda x, y: machine.run((x, y, 0), grid, random.Random(y)), grid
+
+    def program(head, piece):
+        if not plan.cluster:
+            return machine.run((head, piece, 0), (kv_heads, pieces, 1), random.Random(piece))
+        blocks = [(rank, head, piece) for rank in range(plan.cluster)]
+        return machine.run_cluster(blocks, (plan.cluster, kv_heads, clusters), random.Random(piece))
+
+    return given, memory, program, (kv_heads, clusters)
 
 
 def check(lens, plan, order=None, dtype="bf16", **options):
-    """The output's bits. order: of the pieces, first to last unless given."""
-    given, memory, program, (kv_heads, pieces, _) = emulate(lens, plan, dtype=dtype, **options)
+    """The output's bits. order: of the pieces or clusters, first to last unless given."""
+    given, memory, program, (kv_heads, pieces) = emulate(lens, plan, dtype=dtype, **options)
     try:
         for piece in order or range(pieces):
             for head in range(kv_heads):
@@ -135,9 +143,59 @@ def test_the_compiled_kernel(name):
     check(**CASES[name])
 
 
+# Sequences with all pieces in a cluster, across two, of one piece, without tokens; programs without a piece.
+CLUSTERS = {
+    "one sequence": dict(lens=[449], plan=Plan(8, chunk=8, cluster=8), kv_heads=2, new=False),
+    "fewer pieces than programs": dict(lens=[130], plan=Plan(8, empty_last=True, cluster=8), kv_heads=1),
+    "the last of a cluster": dict(lens=[130], plan=Plan(8, chunk=2, cluster=8), kv_heads=1),
+    "sixteen": dict(lens=[513], plan=Plan(16, warps=2, slots=4, box=32, chunk=8, cluster=16), kv_heads=1, new=False),
+    "more than a cluster has": dict(lens=[400], plan=Plan(6, warps=2, chunk=1, cluster=2), kv_heads=1),
+    "inside and across": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4, cluster=4), kv_heads=1),
+    "one warp, group 7, fp16, no norm": dict(
+        lens=[64, 40, 30], plan=Plan(6, warps=1, slots=3, cluster=2), group=7, kv_heads=2, dtype="fp16", norm=False
+    ),
+    "eight warps": dict(lens=[300, 200, 140], plan=Plan(4, warps=8, slots=1, box=32, cluster=4), group=1, kv_heads=1),
+    "head_dim 64": dict(
+        lens=[130, 129], plan=Plan(6, warps=2, slots=3, chunk=8, empty_last=True, cluster=8), group=4, kv_heads=2, head_dim=64, block_size=64
+    ),
+    "float8": dict(lens=[300, 0, 130], plan=Plan(4, chunk=2, cluster=4), kv_heads=1, scales=(1, 2)),
+    "float8, cached, head_dim 64": dict(
+        lens=[130, 64], plan=Plan(3, warps=2, slots=4, box=32, cluster=2), group=8, kv_heads=1, head_dim=64, new=False, scales=(0, 0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_merges_to_the_same_bits(name):
+    case = CLUSTERS[name]
+    shape = case.get("head_dim", 128), case.get("block_size", 256), 1 if "scales" in case else 2, case.get("group", 2)
+    assert case["plan"].refused(*shape) is None
+    assert torch.equal(check(**case), check(**case | {"plan": replace(case["plan"], cluster=0)}))
+
+
+def test_clusters_of_other_batches_on_the_same_counters():
+    """As a graph is replayed: other lengths, so that other sequences lie in a cluster or across two."""
+    plan = Plan(6, warps=2, slots=2, cluster=4)
+    given, memory, program, (_, clusters) = emulate([200, 130, 70], plan, kv_heads=1, new=False)
+    at = memory.words("context_lens", 6).view(np.int32)
+    for lens in ([200, 130, 70], [20, 130, 70], [200, 0, 0], [70, 100, 60], [200, 130, 70]):
+        at[:] = lens
+        memory.words("out", given["q"].numel())[:] = 0xFFFF
+        try:
+            for piece in range(clusters):
+                program(0, piece)
+        except UnknownInstruction as e:
+            unknown(e)
+        got = memory.read("out", torch.bfloat16, given["q"].shape).double()
+        want, _ = expected(given | {"context_lens": torch.tensor(lens, dtype=torch.int32)})
+        assert (got - want).norm() < 1e-2 * want.norm(), lens
+        assert not memory.read("counters", torch.int32, (3,)).any()
+
+
 @pytest.mark.parametrize("new", [True, False])
-def test_bits_do_not_depend_on_the_order_of_the_programs(new):
-    case = dict(lens=[330], plan=Plan(3), group=3, kv_heads=1, new=new)
+@pytest.mark.parametrize("cluster", [0, 2])
+def test_bits_do_not_depend_on_the_order_of_the_programs(new, cluster):
+    case = dict(lens=[330], plan=Plan(3 if not cluster else 6, cluster=cluster), group=3, kv_heads=1, new=new)
     first = check(**case)
     for order in ([2, 1, 0], [1, 2, 0]):
         assert torch.equal(check(**case, order=order), first)
@@ -172,3 +230,28 @@ def test_the_emulator_finds_what_is_missing(what, change):
     want, _ = expected(given)
     got = memory.read("out", torch.bfloat16, given["q"].shape).double()
     assert got.isnan().any() or (got - want).norm() > 0.05 * want.norm(), what
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        (", 1040;", ", 1048;", "wait forever"),  # bytes of a partial result, times how many
+        ("], 0;\n        @!there", "], 1;\n        @!there", "a store to a block that has ended"),  # a wait for nothing
+        ("barrier.cluster.wait.acquire.aligned;", "", "may not have begun|ends without having waited"),
+        ("barrier.cluster.arrive.relaxed.aligned;", "", "waits without having arrived"),
+        ("exchange[9216]", "exchange[8336]", "swizzled lines start at multiples of eight"),
+        ("@first mbarrier.init", "// @first mbarrier.init", "no barrier there"),
+        ("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32", "// ", "wait forever"),
+    ],
+)
+def test_the_emulator_finds_what_is_missing_in_a_cluster(old, new, said):
+    def change(ptx):
+        assert old in ptx
+        return ptx.replace(old, new)
+
+    _, _, program, _ = emulate([449], Plan(8, chunk=8, cluster=8), kv_heads=1, new=False, ptx=change)
+    try:
+        with pytest.raises(AssertionError, match=said):
+            program(0, 0)
+    except UnknownInstruction as e:
+        unknown(e)

@@ -45,12 +45,17 @@ SHAPES = {
     "one of 1": ([1], 2, 8, 128, 256, BF16, True, None),
     "one of 4000": ([4000], 2, 8, 128, 256, BF16, True, None),
     "one of 0": ([0], 2, 8, 128, 256, BF16, True, None),
+    **{f"one of {n} in a cluster": ([n], 2, 8, 128, 256, BF16, True, Plan(16, 1, chunk=8, cluster=16)) for n in (1, 100, 513, 4000)},
+    "one of 4000 in a cluster of 8, group 4": ([4000], 4, 8, 128, 256, BF16, True, Plan(8, 1, chunk=8, cluster=8)),
+    "dim 64, group 7, fp16, in clusters": ([500] * 8 + [90, 0], 7, 2, 64, 128, F16, False, Plan(20, 1, cluster=4)),
     "long beside short": ([4000] + [5] * 40, 2, 8, 128, 256, BF16, True, None),
 }  # fmt: skip
 PLANS = [
     Plan(1), Plan(33, 999), Plan(200, 1), Plan(33, 2, slots=3, box=32), Plan(33, 1, slots=1, box=64), Plan(5, 3, slots=6, box=16),
     Plan(66, 1, warps=2, slots=4), Plan(66, 2, warps=1, slots=3), Plan(20, 1, warps=8, slots=1, box=128), Plan(20, 1, warps=8, slots=3, box=16),
     Plan(40, 1, slots=2, box=8, chunk=1), Plan(400, 1, slots=2, chunk=8), Plan(66, 4, slots=3, box=32, empty_last=True),
+    Plan(33, 1, cluster=8), Plan(33, 1, chunk=8, empty_last=True, cluster=16), Plan(66, 2, warps=1, slots=3, cluster=2),
+    Plan(40, 1, warps=8, slots=1, box=32, chunk=2, cluster=4),
 ]  # fmt: skip
 for _plan in PLANS:
     SHAPES[str(_plan)] = EDGES + mixed(20, 600, 5), 2, 8, 128, 256, BF16, True, _plan

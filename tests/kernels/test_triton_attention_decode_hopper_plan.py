@@ -91,13 +91,17 @@ def test_a_plan_that_cannot_be_launched_is_said():
         (Plan(5, slots=0), "least, slots: "), (Plan(5, warps=3), "warps: expected 1, 2, 4 or 8"), (Plan(5, warps=8), "to divide blocks of 64"),
         (Plan(5, box=128), "box: expected 8, 16, ... up to a tile, 64"), (Plan(5, box=24), "box: "), (Plan(5, warps=1, box=32), "box: "),
         (Plan(5, chunk=3), "chunk: "), (Plan(5, slots=7), "slots: 229376 bytes of tiles, more than"),
+        (Plan(5, cluster=6), "cluster: expected 0, 2, 4, 8 or 16, not 6"), (Plan(5, warps=1, slots=5, cluster=8), "the 48 KiB that need no asking"),
+        (Plan(5, warps=2, slots=13, cluster=16), "slots: 212992 bytes of tiles, more than 210944 of"),
     ):  # fmt: skip
         given = make([40, 3], 2, 2, 128, 64, BF16, device="cpu")
         with pytest.raises(ValueError, match=r"^plan\..*" + re.escape(said)):
             qk_norm_rope_attention(**given, plan=plan)
-        assert said in plan.refused(128, 64)
+        assert said in plan.refused(128, 64, 2, 2)
     assert Plan(5, slots=13).refused(128, 64, 1) is None and "slots: " in Plan(5, slots=14).refused(128, 64, 1)
     assert Plan(5, slots=6).refused(128, 64) is None and Plan(5, slots=13).refused(64, 64) is None
+    assert "cluster: 33792 bytes of partial results" in Plan(5, cluster=8).refused(128, 64, 2, 8)
+    assert Plan(5, cluster=8).refused(128, 64, 2, 4) is None and Plan(5, slots=3, cluster=16).refused(64, 64, 2, 4) is None
     given = make([40, 3], 2, 2, 80, 64, BF16, device="cpu", new=False)
     with pytest.raises(ValueError, match="head_dim 64 or 128, got 80; a HopperDecodePlan is for its kernel only"):
         attention_decode(**given, plan=Plan(5))
@@ -153,6 +157,12 @@ COMPILED = {
     "float8 256": (plan_hopper_decode(256, 8, 128, 132, 1), 256, {"scales": (0, 0)}),
     "float8 32, scales, group 8, fp16": (plan_hopper_decode(32, 8, 128, 132, 1), 32, {"scales": (1, 2), "group": 8, "dtype": "fp16"}),
     "float8 dim 64": (plan_hopper_decode(32, 8, 64, 132, 1), 32, {"scales": (2, 1), "head_dim": 64, "block_size": 64}),
+    "cluster of 16": (Plan(16, 1, chunk=8, cluster=16), 1, {}),
+    "cached, cluster of 16": (Plan(16, 1, chunk=8, cluster=16), 1, {"new": False}),
+    "cached, cluster of 8, group 4": (replace(plan_hopper_decode(8, 8, 128, 132, new=False), cluster=8), 8, {"new": False, "group": 4}),
+    "float8, cluster of 8": (replace(plan_hopper_decode(8, 8, 128, 132, 1), cluster=8), 8, {"scales": (1, 2)}),
+    "dim 64, cluster of 4, group 7": (Plan(33, 1, 1, 4, cluster=4), 8, {"head_dim": 64, "group": 7, "block_size": 64, "dtype": "fp16"}),
+    "8 warps, cluster of 2": (Plan(33, 1, 8, 1, 32, cluster=2), 8, {}),
     "float8 cached 64": (plan_hopper_decode(64, 8, 128, 132, 1), 64, {"scales": (0, 0), "new": False}),
 }  # fmt: skip
 
@@ -187,3 +197,47 @@ def test_compiles_without_spills(name, tmp_path):
     assert count_of(r"griddepcontrol\.launch_dependents") == (
         0 if not options.get("release", True) else 4 if new else 2
     )
+    # Of a cluster: one variable, whose size keeps dynamic shared memory at a multiple of 1,024, and nothing where there is none.
+    group = options.get("group", 2)
+    exchanged = [plan.exchange(head_dim, group)] if plan.cluster else []
+    assert [int(n) for n in re.findall(r"\.shared \.align 1024 \.b8 exchange\[(\d+)\]", ptx)] == exchanged
+    assert all(n % 1024 == 0 for n in exchanged)
+    for once in (r"mapa\.shared::cluster", r"barrier\.cluster\.arrive", r"barrier\.cluster\.wait", r"fence\.mbarrier_init", r"try_wait\.parity\.acquire\.cluster"):
+        assert count_of(once) == bool(plan.cluster), once
+    # Of a thread 16 bytes at a time, of a row its maximum and sum; less than four warps have several rows each.
+    turns = max(1, 4 // plan.warps) if plan.cluster else 0
+    assert count_of(r"st\.async[^\n]*\.v4\.b32") == turns * head_dim // 64
+    assert count_of(r"st\.async[^\n]*\.v2\.b32") == turns and count_of(r"st\.async") == turns * (1 + head_dim // 64)
+
+
+def test_clusters_are_launched_where_the_launcher_is_known(monkeypatch):
+    """One grid of clusters, and the plan without them for any other launcher."""
+    pytest.importorskip("triton.experimental.gluon")
+    given = make([300, 40, 3], 2, 2, 128, 64, BF16, device="cpu", new=False)
+    launched = []
+    monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
+    monkeypatch.setattr(decode_hopper, "launch_clusters", lambda *args, **options: launched.append((args[1:3], options["CLUSTER"])))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append((grid, options["CLUSTER"]))
+
+    monkeypatch.setattr(decode_hopper, "_hopper", lambda: (Kernel(), decode_hopper.functools.partial(lambda *args: args)))
+    for known in (True, False):
+        monkeypatch.setattr(decode_hopper, "launches_clusters", lambda known=known: known)
+        for plan in (Plan(5, cluster=4), Plan(5)):
+            run(given, plan)
+    # 300 tokens are at most 5 pieces, so there are 7 programs, 8 in clusters of 4.
+    assert launched == [(((1, 2, 2), 4), 4), ((2, 7), 0), ((2, 7), 0), ((2, 7), 0)]
+
+
+def test_a_built_in_plan_has_a_cluster_only_where_it_can_exchange(monkeypatch):
+    monkeypatch.setattr(decode_plan, "_CLUSTERS", ((1, 16), (8, 8), (None, 0)))
+    found = {}
+    plan_hopper_decode.cache_clear()
+    for count, group, new in itertools.product((1, 8, 64), (2, 4, 8), (True, False)):
+        plan = plan_hopper_decode(count, 8, 128, 132, 2, new, group)
+        assert plan.refused(128, 64, 2, group) is None
+        found[count, group] = plan.cluster
+    plan_hopper_decode.cache_clear()
+    assert found == {(1, 2): 16, (1, 4): 0, (1, 8): 0, (8, 2): 8, (8, 4): 8, (8, 8): 0, (64, 2): 0, (64, 4): 0, (64, 8): 0}

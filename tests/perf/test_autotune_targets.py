@@ -182,7 +182,7 @@ def test_the_key_of_decode_attention_for_hopper_is_what_its_launch_asks(op, new,
             (launch,) = launches
             assert launch.name == "decode_hopper_kernel" and launch.arguments["NEW"] == new
             assert launch.options["num_warps"] == launch.arguments["WARPS"]
-            given = [launch.arguments[n] for n in ("most_pieces", "least", "WARPS", "SLOTS", "BOX", "CHUNK", "EMPTY_LAST")]
+            given = [launch.arguments[n] for n in ("most_pieces", "least", "WARPS", "SLOTS", "BOX", "CHUNK", "EMPTY_LAST", "CLUSTER")]
             assert HopperDecodePlan(*given) == (plan or job.builtin)
 
 

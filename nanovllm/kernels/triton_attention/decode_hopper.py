@@ -13,6 +13,7 @@ from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, num_multiprocessors, padded_count
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan_hopper_decode
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
+from nanovllm.kernels.triton_ops._cluster import launch_clusters, launches_clusters
 from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import are_constant, cdiv
 from nanovllm.kernels.triton_ops.cache import num_scales
@@ -130,12 +131,15 @@ def launch_hopper(
     fp8, itemsize = k_cache.dtype == FP8, k_cache.element_size()
     if plan is None:
         sms = num_multiprocessors(q.device)
-        plan = plan_hopper_decode(num_seqs, num_kv_heads, head_dim, sms, itemsize, new is not None)
-    reason = plan.refused(head_dim, block_size, itemsize)
+        plan = plan_hopper_decode(num_seqs, num_kv_heads, head_dim, sms, itemsize, new is not None, group)
+    reason = plan.refused(head_dim, block_size, itemsize, group)
     if reason:
         raise ValueError(f"plan.{reason}")
+    cluster = plan.cluster if plan.cluster and launches_clusters() else 0
     most_tiles = cdiv(max(1, min(max_context_len, block_table.shape[1] * block_size)), plan.tile)
     pieces = min(num_seqs - 1 + plan.pieces, num_seqs * most_tiles)
+    if cluster:
+        pieces = cdiv(pieces, cluster) * cluster
     partials = pieces * num_kv_heads
     kernel, descriptor = _hopper()
     # In shared memory a tile is boxes, a box columns of 64 words of 16 bits, and a column lines of 128 bytes: so one request brings it.
@@ -156,7 +160,12 @@ def launch_hopper(
     k_scale, v_scale = scales
     k, v, angles = (q, q, q) if new is None else (new.k, new.v, new.cos_sin_cache)
     norm = new is not None and new.q_weight is not None
-    kernel[num_kv_heads, pieces](
+    launch = (
+        functools.partial(launch_clusters, kernel, (1, num_kv_heads, pieces // cluster), cluster)
+        if cluster
+        else kernel[num_kv_heads, pieces]
+    )
+    launch(
         out,
         q,
         k,
@@ -205,6 +214,7 @@ def launch_hopper(
         V_SCALES=num_scales(v_scale),
         # The output projection of so few tokens waits as well, and loads its weights before: let it start.
         RELEASE=num_seqs <= MAX_TOKENS,
+        CLUSTER=cluster,
         num_warps=plan.warps,
         launch_pdl=new is None or are_constant(new.q_weight, new.k_weight),
     )

@@ -19,6 +19,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from nanovllm.kernels.triton_attention.decode_hopper_cluster import (
+    await_partials,
+    begin_exchange,
+    meet,
+    send_partial,
+)
 from nanovllm.kernels.triton_attention.decode_hopper_fp8 import (
     dims_in_order,
     float16_keys,
@@ -114,8 +120,9 @@ def decode_hopper_kernel(
     K_SCALES: gl.constexpr,  # with FP8; 0: no scale, 1: one, 2: one a head
     V_SCALES: gl.constexpr,
     RELEASE: gl.constexpr,  # the kernel after this one may start before this one ends
+    CLUSTER: gl.constexpr,  # blocks of a cluster, within which partial results go from block to block; 0: no clusters
 ):
-    """Grid [num_kv_heads, pieces]. Launched with programmatic dependent launch, WARPS warps."""
+    """Grid [num_kv_heads, pieces], or [CLUSTER, num_kv_heads, pieces / CLUSTER]. Programmatic dependent launch, WARPS warps."""
     dtype: gl.constexpr = k_whole_descriptor.dtype
     TILE: gl.constexpr = 16 * WARPS
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -134,13 +141,25 @@ def decode_hopper_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [SLOTS, LINES, LINE], lines_layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
 
+    if CLUSTER:
+        exchange = begin_exchange(CLUSTER, GROUP, HEAD_DIM)
     if not NEW:
         gdc_wait()
-    head = gl.program_id(0)
-    num_heads = gl.num_programs(0)
+    if CLUSTER:
+        head = gl.program_id(1)
+        num_heads = gl.num_programs(1)
+        program = gl.program_id(2) * CLUSTER + gl.program_id(0)
+        num_programs = gl.num_programs(2) * CLUSTER
+    else:
+        head = gl.program_id(0)
+        num_heads = gl.num_programs(0)
+        program = gl.program_id(1)
+        num_programs = gl.num_programs(1)
     seq, length, first_piece, piece, share = find_piece(
-        gl.program_id(1), gl.num_programs(1), lens_ptr, num_seqs, most_pieces, least, NEW, SEQS_PAD, TILE, EMPTY_LAST
+        program, num_programs, lens_ptr, num_seqs, most_pieces, least, NEW, SEQS_PAD, TILE, EMPTY_LAST
     )
+    if CLUSTER:
+        meet()  # by all programs, so that none ends with an arrival that it has not waited for
     if seq >= 0:
         end_token = gl.maximum(length - NEW, 0)  # of the cached tokens; also where a new one goes
         tiles = gl.cdiv(end_token, TILE)
@@ -288,10 +307,23 @@ def decode_hopper_kernel(
                 # A sequence without tokens gets zeros.
                 store_rows(out_ptr, gl.where(length > 0, acc / total[:, None], 0.0), GROUP, HEAD_DIM)
             else:
-                store_partial(acc_ptr, ml_ptr, piece * num_heads + head, acc, m, total, GROUP, HEAD_DIM)
-                if arrived_last(counters_ptr + seq * num_heads + head, pieces):
-                    first = first_piece * num_heads + head
-                    merged = merge_partials(
-                        acc_ptr, ml_ptr, first, num_heads, pieces, GROUP, HEAD_DIM, CHUNK, rows_layout, WARPS
-                    )
-                    store_rows(out_ptr, merged, GROUP, HEAD_DIM)
+                together = False
+                if CLUSTER:
+                    first_rank = gl.program_id(0) - index
+                    together = (first_rank >= 0) & (first_rank + pieces <= CLUSTER)
+                    if together & (index > 0):
+                        send_partial(exchange, first_rank, index, acc, m, total, CLUSTER, GROUP, HEAD_DIM)
+                    elif together:
+                        await_partials(exchange, pieces - 1, acc, m, total, CLUSTER, GROUP, HEAD_DIM)
+                        merged = merge_partials(
+                            exchange, ml_ptr, 0, 1, pieces, GROUP, HEAD_DIM, CHUNK, rows_layout, WARPS, CLUSTER
+                        )
+                        store_rows(out_ptr, merged, GROUP, HEAD_DIM)
+                if not together:
+                    store_partial(acc_ptr, ml_ptr, piece * num_heads + head, acc, m, total, GROUP, HEAD_DIM)
+                    if arrived_last(counters_ptr + seq * num_heads + head, pieces):
+                        first = first_piece * num_heads + head
+                        merged = merge_partials(
+                            acc_ptr, ml_ptr, first, num_heads, pieces, GROUP, HEAD_DIM, CHUNK, rows_layout, WARPS
+                        )
+                        store_rows(out_ptr, merged, GROUP, HEAD_DIM)

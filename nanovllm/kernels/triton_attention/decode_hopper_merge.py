@@ -6,6 +6,7 @@ What `common.py` is for the kernels in Triton, with the layouts that Gluon wants
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from nanovllm.kernels.triton_attention.decode_hopper_cluster import load_rows, load_sums
 from nanovllm.kernels.triton_attention.decode_hopper_tiles import finite
 from nanovllm.kernels.triton_ops._gluon import warps_barrier
 
@@ -60,9 +61,12 @@ def arrived_last(counter, pieces):
 @gluon.jit
 def merge_partials(
     acc_ptr, ml_ptr, first, step, count, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CHUNK: gl.constexpr,
-    rows_layout: gl.constexpr, WARPS: gl.constexpr,
+    rows_layout: gl.constexpr, WARPS: gl.constexpr, CLUSTER: gl.constexpr = 0,
 ):  # fmt: skip
-    """The merged output [8, HEAD_DIM] of `count` partials, in order; partial i has the slot first + i * step."""
+    """The merged output [8, HEAD_DIM] of `count` partials, in order; partial i has the slot first + i * step.
+
+    CLUSTER: they are in shared memory, in slots 0, 1, ... of the exchange `acc_ptr`; the bits are the same.
+    """
     layout: gl.constexpr = gl.BlockedLayout([CHUNK, 1, HEAD_DIM // 16], [1, 2, 16], [1, WARPS, 1], [2, 1, 0])
     ml_layout: gl.constexpr = gl.SliceLayout(2, layout)
     row_layout: gl.constexpr = gl.SliceLayout(0, ml_layout)
@@ -75,15 +79,24 @@ def merge_partials(
     acc = gl.zeros([8, HEAD_DIM], gl.float32, gl.SliceLayout(0, layout))
     for start in range(0, count, CHUNK):
         i = start + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ml_layout))[:, None]
-        slots = first + i * step
-        ml = ml_ptr + slots * (2 * GROUP) + groups
-        live = gl.broadcast(i < count, groups >= 0)[0]
-        # Other programs wrote these: the first-level cache, which is not coherent, is passed by.
-        part_m = gl.load(ml, mask=live, other=float("-inf"), cache_modifier=".cg")
-        part_total = gl.load(ml + GROUP, mask=live, other=0.0, cache_modifier=".cg")
-        pointers = acc_ptr + gl.expand_dims((slots * GROUP + groups) * HEAD_DIM, 2) + dims
-        all_live = gl.broadcast(gl.expand_dims(live, 2), dims >= 0)[0]
-        part_acc = gl.load(pointers, mask=all_live, other=0.0, cache_modifier=".cg")
+        if CLUSTER:
+            live = gl.broadcast(i < count, groups >= 0)[0]
+            all_live = gl.broadcast(gl.expand_dims(live, 2), dims >= 0)[0]
+            rows = gl.minimum(i, count - 1) * GROUP + groups
+            part_m, part_total = load_sums(acc_ptr, rows, CLUSTER, GROUP, HEAD_DIM)
+            part_m = gl.where(live, part_m, float("-inf"))
+            part_total = gl.where(live, part_total, 0.0)
+            part_acc = gl.where(all_live, load_rows(acc_ptr, gl.expand_dims(rows * HEAD_DIM, 2) + dims), 0.0)
+        else:
+            slots = first + i * step
+            ml = ml_ptr + slots * (2 * GROUP) + groups
+            live = gl.broadcast(i < count, groups >= 0)[0]
+            # Other programs wrote these: the first-level cache, which is not coherent, is passed by.
+            part_m = gl.load(ml, mask=live, other=float("-inf"), cache_modifier=".cg")
+            part_total = gl.load(ml + GROUP, mask=live, other=0.0, cache_modifier=".cg")
+            pointers = acc_ptr + gl.expand_dims((slots * GROUP + groups) * HEAD_DIM, 2) + dims
+            all_live = gl.broadcast(gl.expand_dims(live, 2), dims >= 0)[0]
+            part_acc = gl.load(pointers, mask=all_live, other=0.0, cache_modifier=".cg")
         new_m = gl.maximum(m, gl.max(part_m, 0))
         alpha = gl.exp2(m - new_m)
         weights = gl.exp2(part_m - new_m[None, :])

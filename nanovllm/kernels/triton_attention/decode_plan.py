@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.kernels.triton_ops._launch import cdiv, next_power_of_2
 
@@ -89,8 +89,11 @@ def plan_decode(
     return DecodePlan(pieces(7.5), tile, 1, stages=3, merge_registers=64, early=rotate, least=3)
 
 
-_SHARED = (227 << 10) - 4096
+_BARRIERS = 4096
+_SHARED = (227 << 10) - _BARRIERS
 """Bytes of shared memory for tiles: what a program may have on Hopper, but for barriers, scratch and alignment."""
+_EXCHANGED = 20 << 10
+"""Bytes at most of the partial results that a cluster exchanges: 8 blocks with 4 queries a KV head, 16 with 2."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class HopperDecodePlan:
     """Partial results that are merged at a time."""
     empty_last: bool = False
     """Whether programs that find no piece come last in the grid."""
+    cluster: int = 0
+    """Blocks of a cluster: a sequence whose pieces are all of one merges them there, the others through global memory. 0: no clusters."""
 
     @property
     def tile(self) -> int:
@@ -121,7 +126,11 @@ class HopperDecodePlan:
         """Bytes, but for barriers."""
         return 2 * self.slots * self.tile * head_dim * cache_itemsize
 
-    def refused(self, head_dim: int, block_size: int, cache_itemsize: int = 2) -> str | None:
+    def exchange(self, head_dim: int, group: int) -> int:
+        """Bytes of shared memory for the partial results of a cluster."""
+        return cdiv(16 + self.cluster * group * (head_dim + 2) * 4, 1024) * 1024 if self.cluster else 0
+
+    def refused(self, head_dim: int, block_size: int, cache_itemsize: int = 2, group: int = 8) -> str | None:
         """Why there is no kernel for this plan, if there is none."""
         if self.warps not in (1, 2, 4, 8) or block_size % self.tile:
             return f"warps: expected 1, 2, 4 or 8, and 16 times that to divide blocks of {block_size}, not {self.warps}"
@@ -133,8 +142,16 @@ class HopperDecodePlan:
             return f"least, slots: expected at least 1, not {self.least} and {self.slots}"
         if self.chunk not in (1, 2, 4, 8):
             return f"chunk: expected 1, 2, 4 or 8, not {self.chunk}"
-        if (size := self.shared_memory(head_dim, cache_itemsize)) > _SHARED:
-            return f"slots: {size} bytes of tiles, more than {_SHARED} of shared memory"
+        if self.cluster not in (0, 2, 4, 8, 16):
+            return f"cluster: expected 0, 2, 4, 8 or 16, not {self.cluster}"
+        exchange = self.exchange(head_dim, group)
+        if exchange > _EXCHANGED:
+            return f"cluster: {exchange} bytes of partial results, more than {_EXCHANGED}"
+        size = self.shared_memory(head_dim, cache_itemsize)
+        if size > _SHARED - exchange:
+            return f"slots: {size} bytes of tiles, more than {_SHARED - exchange} of shared memory"
+        if size < 48 << 10 < size + exchange + _BARRIERS and exchange:
+            return f"slots: with the exchange of a cluster {size} bytes of tiles are more than the 48 KiB that need no asking for"
         return None
 
 
@@ -170,13 +187,20 @@ _FLOAT8 = (
 _CACHED_ONE = 1.0, 1, 4, 2, 32, 8
 
 
+_CLUSTERS = ((None, 0),)
+"""Up to so many sequences of eight KV heads: blocks of a cluster, for a GPU and a Triton that launch clusters. Not timed, so there are none."""
+
+
 @functools.cache
 def plan_hopper_decode(
-    num_seqs: int, num_kv_heads: int, head_dim: int, multiprocessors: int, cache_itemsize: int = 2, new: bool = True
-) -> HopperDecodePlan:
+    num_seqs: int, num_kv_heads: int, head_dim: int, multiprocessors: int, cache_itemsize: int = 2, new: bool = True,
+    group: int = 8,
+) -> HopperDecodePlan:  # fmt: skip
     """As the tables say for as many sequences and heads; with head_dim 64 there are more slots, of half the bytes.
 
-    new: whether the last token comes with the call.
+    Args:
+        new: whether the last token comes with the call.
+        group: query heads a KV head. Where their partial results are too large for a cluster to exchange there is none.
     """
     alike = cdiv(num_seqs * num_kv_heads, 8)
     table = _FLOAT8 if cache_itemsize == 1 else _MEASURED
@@ -184,4 +208,6 @@ def plan_hopper_decode(
         table = (1, _CACHED_ONE), *table
     programs, least, warps, slots, box, *rest = next(row for most, row in table if most is None or alike <= most)
     pieces = max(1, int(programs * multiprocessors) // num_kv_heads)
-    return HopperDecodePlan(pieces, least, warps, slots if head_dim > 64 else min(8, 2 * slots), box, *rest)
+    plan = HopperDecodePlan(pieces, least, warps, slots if head_dim > 64 else min(8, 2 * slots), box, *rest)
+    clustered = replace(plan, cluster=next(blocks for most, blocks in _CLUSTERS if most is None or alike <= most))
+    return plan if clustered.refused(head_dim, 64, cache_itemsize, group) else clustered

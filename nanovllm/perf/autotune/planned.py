@@ -84,7 +84,7 @@ def builtin_plan(tunable: Tunable, key: Named, arguments: Arguments, launch: Lau
 
         size = key["cache_dtype"].itemsize
         count = len(arguments["context_lens"])
-        return plan_hopper_decode(count, key["kv_heads"], key["head_dim"], device.sms, size, key["new"])
+        return plan_hopper_decode(count, key["kv_heads"], key["head_dim"], device.sms, size, key["new"], key["group"])
     if tunable.name == "attention_prefill_hopper":
         from nanovllm.kernels.triton_attention.prefill import plan_hopper
 

@@ -254,14 +254,17 @@ def _attention_decode_hopper(tunable: Tunable, key: Key, device: DeviceModel) ->
     parameters = [
         Parameter("pieces", tuple(pieces)), Parameter("least", (1, 2, 4, 8)), Parameter("warps", (1, 2, 4, 8)),
         Parameter("slots", (1, 2, 3, 4, 5, 6)), Parameter("box", (16, 32, 64)), Parameter("chunk", (4, 8)),
-        Parameter("empty_last", (False, True)),
+        Parameter("empty_last", (False, True)), Parameter("cluster", (0, 2, 4, 8, 16)),
     ]  # fmt: skip
+    seqs = key["num_seqs"]
+    whole = Constraint("a cluster where most sequences are not cut", lambda c: c["cluster"] and c["pieces"] < 2 * seqs)
+    far = Constraint("a cluster of fewer programs than a sequence has", lambda c: 0 < c["cluster"] * seqs < c["pieces"])
     few = Constraint(
         "less than 16 KiB asked for at a time, or more than 192",
         lambda c: not 16 << 10 <= 16 * c["warps"] * c["slots"] * row <= 192 << 10,
     )
     shared = _shared(lambda c: 16 * c["warps"] * c["slots"] * row + _BARRIERS, device)
-    return [_space(tunable, "HopperDecodePlan", key, parameters, few, shared)]
+    return [_space(tunable, "HopperDecodePlan", key, parameters, few, shared, whole, far)]
 
 
 def _attention_prefill(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
