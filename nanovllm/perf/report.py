@@ -12,7 +12,7 @@ from nanovllm.perf.plots import svg
 from nanovllm.perf.summary import Profile, StepTime, host_times
 from nanovllm.perf.tables import percent
 
-OPS_HEAD = ("step", "op", "provider", "calls", "us a step", "share of step", "host us", "GB/s", "TFLOP/s", "of limit")
+OPS_HEAD = ("step", "op", "provider", "calls", "us a step", "early us", "share of step", "host us", "GB/s", "TFLOP/s", "of limit")  # fmt: skip
 
 
 def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
@@ -23,9 +23,9 @@ def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
     rows = []
     for o in profile.ops[:count]:
         rows.append([
-            o.phase, o.label, o.provider, f"{o.calls:g}", f"{o.device_us:,.1f}", percent(o.device_us / totals[o.phase]),
-            "-" if o.host_us is None else f"{o.host_us:,.0f}", _rate(o.bytes, o.device_us, 1e3),
-            _rate(o.flops, o.device_us, 1e6), percent(o.share),
+            o.phase, o.label, o.provider, f"{o.calls:g}", f"{o.device_us:,.1f}", f"{o.early_us:,.1f}" if o.early_us else "-",
+            percent(o.device_us / totals[o.phase]), "-" if o.host_us is None else f"{o.host_us:,.0f}",
+            _rate(o.bytes, o.device_us, 1e3), _rate(o.flops, o.device_us, 1e6), percent(o.share),
         ])  # fmt: skip
     return rows
 
@@ -42,7 +42,7 @@ def step_words(s: StepTime, profile: Profile) -> str:
     """A sentence or two on one kind of step."""
     text = f"{s.phase}: {s.what}; {s.wall_us / 1e3:,.3f} ms a step over {s.count}"
     if s.idle is not None:
-        text += f", {s.kernels:,.0f} kernels of {s.device_us / 1e3:,.3f} ms together, the GPU idle {s.idle:.1%}"
+        text += f", {s.kernels:,.0f} kernels in {s.device_us / 1e3:,.3f} ms of it, the GPU idle {s.idle:.1%}"
         if s.gaps_us is not None and s.gap_p50_us is not None:
             text += f"; gaps between kernels {s.gap_p50_us:.2f} us (p99 {s.gap_p99_us:.2f}), {s.gaps_us:,.0f} us a step"
     if s.phase == "decode" and profile.unprofiled_us is not None:
@@ -69,9 +69,15 @@ def facts(profile: Profile) -> list[str]:
         lines.append(
             "Times are of the engine as it runs; kernels inside CUDA graphs have their names from a second run without graphs."
         )
-    if any(s.phase == "decode" for s in profile.steps):
+    if any(o.early_us for o in profile.ops):
         lines.append(
-            "A kernel that is launched before the one before it ends counts its waiting, so kernels together can take longer than a step."
+            "A kernel's time begins when every kernel before it has ended, so times add up to those of the steps. "
+            "One that is launched earlier waits until then, or reads weights: early us, which lie in the time of the ops before it."
+        )
+    if early := [f"{o.phase} {o.label} {o.read_early_us:.1f} us" for o in profile.ops if o.read_early_us]:
+        lines.append(
+            "Some ops read so much early that their own time is less than the limit allows. So much of the time of the ops before "
+            f"them is counted as theirs that they stand at 100 %: {', '.join(early)}."
         )
     return lines
 
@@ -162,7 +168,8 @@ def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[Row] =
         ("steps", ""),
         (
             "roofline",
-            "Each dot is an op; the line is what this device was measured to reach, dashed from the L2 cache.",
+            "Each dot is an op; the line is what this device was measured to reach, dashed from the L2 cache. "
+            "Hollow: ops without arithmetic, at the left edge, as far below the line as their bandwidth is.",
         ),
         ("timeline", "Colours as above."),
     ):
