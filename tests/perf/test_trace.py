@@ -1,13 +1,18 @@
 """Reading traces: on a made-up one of a GPU, where every number is known, and on a real one of this machine."""
 
+import dataclasses
 import json
+import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from nanovllm import LLM
-from nanovllm.perf.device import Rates
+from nanovllm.models.presets import PRESETS
+from nanovllm.perf.device import Rates, rates
 from nanovllm.perf.job import Job
 from nanovllm.perf.profiler import merge, profile, write_trace
 from nanovllm.perf.report import over_limit
@@ -318,26 +323,82 @@ def test_a_real_trace_holds_the_expected_slices(real):
     assert result["unprofiled_us"] > 0
 
 
-def test_perfettos_own_trace_processor_reads_it(real):
-    perfetto = pytest.importorskip("perfetto.trace_processor", reason="pip install perfetto")
+def perfetto_reads(path):
+    """What Perfetto's own trace processor finds: (how many slices of each name, its errors as (name, count)).
+
+    Its binary is $TRACE_PROCESSOR_SHELL, or `trace_processor_shell` on the PATH, or what the package downloads.
+    """
+    pytest.importorskip("perfetto.trace_processor", reason="pip install perfetto")
+    binary = os.environ.get("TRACE_PROCESSOR_SHELL") or shutil.which("trace_processor_shell")
     # Apart, since a failed download leaves a thread behind.
     code = (
-        "import sys; from perfetto.trace_processor import TraceProcessor\n"
-        "with TraceProcessor(trace=sys.argv[1]) as tp:\n"
+        "import json, sys; from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig\n"
+        "with TraceProcessor(trace=sys.argv[1], config=TraceProcessorConfig(bin_path=sys.argv[2] or None)) as tp:\n"
         "    rows = tp.query('select name, count(*) as n from slice group by name')\n"
         "    names = {r.name: r.n for r in rows}\n"
         "    errors = [(r.name, r.value) for r in tp.query(\"select name, value from stats where severity = 'error' and value > 0\")]\n"
-        "print(names.get('attention_decode [native]', 0), names.get('layer 0', 0), errors)"
+        "print(json.dumps([names, errors]))"
     )
+    command = [sys.executable, "-c", code, str(path), binary or ""]
     try:
-        done = subprocess.run([sys.executable, "-c", code, str(real[1])], capture_output=True, text=True, timeout=90)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     except subprocess.TimeoutExpired:
-        pytest.skip("perfetto's trace processor, which the package downloads, did not come")
-    if done.returncode and any(
-        w in done.stderr for w in ("URLError", "urlopen", "HTTPError", "Connection", "download")
-    ):
+        if binary is None:
+            pytest.skip("perfetto's trace processor, which the package downloads, did not come")
+        raise
+    if binary is None and any(w in done.stderr for w in ("URLError", "urlopen", "HTTPError", "Connection", "download")):
         pytest.skip("perfetto's trace processor, which the package downloads, could not be fetched here")
     assert done.returncode == 0, done.stderr[-2000:]
-    decodes, layers, errors = done.stdout.strip().split(" ", 2)
-    assert int(decodes) >= 12 and int(layers) >= 7 and errors == "[]"
-    assert perfetto is not None
+    return json.loads(done.stdout)
+
+
+def test_perfettos_own_trace_processor_reads_it(real):
+    slices, errors = perfetto_reads(real[1])
+    assert slices["attention_decode [native]"] >= 12 and slices["layer 0"] >= 7 and errors == []
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory):
+    """Four layers of Qwen3-0.6B as they run and without graphs: both traces, and both together in a file."""
+    folder = tmp_path_factory.mktemp("profile")
+    config = {**PRESETS["qwen3-0.6b"], "num_hidden_layers": 4}
+    (folder / "config.json").write_text(json.dumps(config))  # all that random weights need
+    job = Job("nanovllm", "custom", str(folder), (Workload("w", 1, 128, 64),), config=config, trace=str(folder / "a.json"))
+    results, traces = [], []
+    for eager in (False, True):
+        options = {"gpu_memory_utilization": 0.3, **({"enforce_eager": True} if eager else {})}
+        results.append(profile(dataclasses.replace(job, options=options), LLM))
+        traces.append(json.loads((folder / "a.json").read_text()))
+    write_trace(merge(traces, ["as it runs", "without graphs"]), folder / "both.json")
+    return results, [Trace(t["traceEvents"]) for t in traces], folder / "both.json"
+
+
+@pytest.mark.gpu
+def test_viewers_can_draw_the_trace_of_a_gpu(on_gpu):
+    events = json.loads(on_gpu[2].read_text())["traceEvents"]
+    assert bad_nesting(events) == []
+    kernels = {(e["pid"], e["tid"], e["ts"]) for e in events if e.get("cat") == "kernel"}
+    streams = {(pid, tid) for pid, tid, _ in kernels}
+    ends = [e for e in events if e.get("ph") == "f" and (e["pid"], e["tid"]) in streams]
+    assert len(ends) > 100 and sum((e["pid"], e["tid"], e["ts"]) in kernels for e in ends) > 0.9 * len(ends)
+
+
+@pytest.mark.gpu
+def test_perfettos_own_trace_processor_reads_the_trace_of_a_gpu(on_gpu):
+    slices, errors = perfetto_reads(on_gpu[2])
+    assert slices["layer 0"] >= 7 and errors == []
+
+
+@pytest.mark.gpu
+def test_times_of_a_gpu_add_up_and_none_beats_the_limit(on_gpu):
+    (as_run, named), traces, _ = on_gpu
+    p = summarize(*traces, as_run, named["costs"], rates(torch.device("cuda")), "w", "l", "qwen3-0.6b")
+    for phase in p.phases():
+        (step,) = [s for s in p.steps if s.phase == phase]
+        ops = [o for o in p.ops if o.phase == phase]
+        assert sum(o.device_us for o in ops) == pytest.approx(step.device_us, rel=1e-3) and step.device_us <= step.wall_us * 1.001
+        assert sum(k.us for k in p.kernels if k.phase == phase) == pytest.approx(step.device_us, rel=1e-3)
+        # Nearly all of it has an op, the head among them.
+        assert sum(o.device_us for o in ops if o.op == "no op") < 0.2 * step.device_us
+        assert [o.device_us > 20 for o in ops if o.module == "lm_head"] == [True]
+    assert over_limit(p) == []
