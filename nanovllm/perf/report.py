@@ -71,7 +71,7 @@ def facts(profile: Profile) -> list[str]:
         )
     if any(o.early_us for o in profile.ops):
         lines.append(
-            "A kernel's time begins when every kernel before it has ended, so times add up to those of the steps. "
+            "A kernel's time begins when every kernel before it has ended, so times add up to that in which the GPU works. "
             "One that is launched earlier waits until then, or reads weights: early us, which lie in the time of the ops before it."
         )
     if early := [f"{o.phase} {o.label} {o.read_early_us:.1f} us" for o in profile.ops if o.read_early_us]:
