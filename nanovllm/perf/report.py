@@ -30,6 +30,15 @@ def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
     return rows
 
 
+def op_table(profile: Profile, count: int | None = None) -> list[list[str]]:
+    """`OPS_HEAD` and `op_rows`; where nothing ran early, as on a CPU, without that column."""
+    rows = [list(OPS_HEAD), *op_rows(profile, count)]
+    if any(o.early_us for o in profile.ops):
+        return rows
+    column = OPS_HEAD.index("early us")
+    return [row[:column] + row[column + 1 :] for row in rows]
+
+
 def _rate(amount: float, us: float, unit: float) -> str:
     """Three digits of `amount` over `us`, in a unit of so many a microsecond."""
     if not amount or not us:
@@ -108,7 +117,7 @@ def memory_words(profile: Profile) -> list[str]:
 def text_report(profile: Profile, rows: Sequence[Row] = ()) -> str:
     """The whole profile as plain text."""
     parts = ["\n".join(facts(profile)), "STEPS\n" + "\n".join(step_words(s, profile) for s in profile.steps)]
-    parts.append("OPS, most device time first\n" + _aligned([OPS_HEAD, *op_rows(profile, 40)], left=3))
+    parts.append("OPS, most device time first\n" + _aligned(op_table(profile, 40), left=3))
     if wrong := over_limit(profile):
         parts.append("ABOVE THE LIMIT: the account of these is wrong\n" + "\n".join(wrong))
     if profile.kernels:
@@ -175,7 +184,8 @@ def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[Row] =
     ):
         if name in figures:
             body.append(f'<div class="figure" id="{name}">{svg(figures[name])}</div><p class="small">{words}</p>')
-    body += ["<h2>Ops</h2>", _table(OPS_HEAD, op_rows(profile, 40), text=3)]
+    head, *ops = op_table(profile, 40)
+    body += ["<h2>Ops</h2>", _table(head, ops, text=3)]
     if profile.kernels:
         cells = [(k.phase, k.op, f"{k.calls:g}", f"{k.us:,.1f}", k.name[:80]) for k in profile.kernels[:25]]
         body += ["<h2>Kernels</h2>", _table(("step", "op", "calls", "us a step", "kernel"), cells, text=2)]

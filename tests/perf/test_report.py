@@ -64,7 +64,7 @@ def test_the_text_says_what_was_found(profile, rows):
     assert "4,500 GB/s (read 4,500, copy 4,200), 800 TFLOP/s bfloat16" in text
     assert "decode: 128 sequences; 2.100 ms a step over 6, 290 kernels in 2.050 ms of it, the GPU idle 2.0%" in text
     assert "2.080 ms without the profiler" in text
-    assert re.search(r"decode +attention_decode +triton +28 +1,200.0 +- +58.5% +- +3,750 +2.5 +83.3%", text)
+    assert re.search(r"decode +attention_decode +triton +28 +1,200.0 +58.5% +- +3,750 +2.5 +83.3%", text)
     assert "bs128: custom kernels are 2.00x native" in text and "ABOVE THE LIMIT" not in text
     assert host_times(profile)[:2] == [("<attention> & co", 600.0), ("decode step", 399.0)]
 
@@ -81,7 +81,7 @@ def test_a_share_above_all_is_said(profile):
 def test_how_overlap_is_counted_is_said_where_there_is_some(profile):
     import copy
 
-    assert "early us, which" not in text_report(profile) and "read so much early" not in text_report(profile)
+    assert "early us" not in text_report(profile) and "read so much early" not in text_report(profile)
     early = copy.copy(profile)
     first, *others = profile.ops
     early.ops = [dataclasses.replace(first, early_us=321.0), *others]
