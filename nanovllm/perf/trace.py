@@ -290,23 +290,32 @@ def plain_name(name: str) -> str:
     return f"{step['kind']} step" if step else re.sub(r" \d+$", "", name)
 
 
-def bad_nesting(events: Iterable[dict[str, Any]], tolerance: float = 0.01) -> list[str]:
-    """Pairs of ranges on one track that overlap without one containing the other: viewers cannot draw them."""
-    tracks: dict[tuple[Any, Any], list[tuple[float, float, str]]] = defaultdict(list)
+def bad_nesting(events: Iterable[dict[str, Any]]) -> list[str]:
+    """Pairs of ranges on one track that overlap without one containing the other: viewers cannot draw them.
+
+    Perfetto drops the later one of a pair; it counts in whole nanoseconds, and so does this.
+    """
+    tracks: dict[tuple[Any, Any], list[tuple[int, int, str]]] = defaultdict(list)
     for e in events:
         if e.get("ph") == "X":
-            tracks[e["pid"], e["tid"]].append((float(e["ts"]), float(e["ts"]) + float(e.get("dur", 0)), e["name"]))
+            tracks[e["pid"], e["tid"]].append((*_span(e), e["name"]))
     problems = []
     for track, ranges in tracks.items():
-        stack: list[tuple[float, float, str]] = []
+        stack: list[tuple[int, int, str]] = []
         for start, end, name in sorted(ranges, key=lambda r: (r[0], -r[1])):
-            while stack and stack[-1][1] <= start + tolerance:
+            while stack and stack[-1][1] <= start:
                 stack.pop()
-            if stack and end > stack[-1][1] + tolerance:
+            if stack and end > stack[-1][1]:
                 problems.append(f"{track}: {name!r} overlaps the end of {stack[-1][2]!r}")
             else:
                 stack.append((start, end, name))
     return problems
+
+
+def _span(event: dict[str, Any]) -> tuple[int, int]:
+    """An event's start and end in nanoseconds. Sums of microseconds since the machine's start have no digits left for that."""
+    start = round(1000 * float(event["ts"]))
+    return start, start + round(1000 * float(event.get("dur", 0)))
 
 
 def separate_overlaps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -316,12 +325,12 @@ def separate_overlaps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     its op; viewers only draw ranges of one track that nest.
     """
     streams: dict[tuple[Any, Any], list[_Lane]] = defaultdict(list)
-    moved: dict[tuple[Any, Any, float], Any] = {}  # where the kernel of a stream that starts at a time went
+    moved: dict[tuple[Any, Any, int], Any] = {}  # where the kernel of a stream that starts at a time went
     result = []
     # Of those that start together, the ones around the others first.
     for event in sorted(events, key=lambda e: (float(e.get("ts", -1)), e.get("cat") != _NOTE, -float(e.get("dur", 0)))):
         if event.get("ph") == "X" and event.get("cat") in (_NOTE, *_DEVICE):
-            start, end = float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
+            start, end = _span(event)
             lanes = streams[event["pid"], event["tid"]]
             places = [i for i, lane in enumerate(lanes) if lane.has_room(start, end)]
             if not places:
@@ -338,7 +347,7 @@ def separate_overlaps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         result.append(event)
     # An arrow from a launch ends where its kernel is.
     for i, event in enumerate(result):
-        if event.get("ph") in ("f", "t") and (at := (event["pid"], event["tid"], float(event["ts"]))) in moved:
+        if event.get("ph") in ("f", "t") and (at := (event["pid"], event["tid"], _span(event)[0])) in moved:
             result[i] = {**event, "tid": moved[at]}
     for (pid, tid), lanes in streams.items():
         for index in range(1, len(lanes)):
@@ -351,17 +360,17 @@ class _Lane:
     """A track: what is open on it, as (start, end, whether others may lie within)."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[float, float, bool]] = []
+        self.open: list[tuple[int, int, bool]] = []
 
     @property
     def began(self) -> float:
         return self.open[-1][0] if self.open else float("-inf")
 
-    def has_room(self, start: float, end: float) -> bool:
+    def has_room(self, start: int, end: int) -> bool:
         """Whether a range fits, once what has ended is closed."""
-        while self.open and self.open[-1][1] <= start + 0.002:
+        while self.open and self.open[-1][1] <= start:
             self.open.pop()
-        return not self.open or (self.open[-1][2] and end <= self.open[-1][1] + 0.002)
+        return not self.open or (self.open[-1][2] and end <= self.open[-1][1])
 
 
 def _lane_id(tid: Any, lane: int) -> Any:

@@ -269,6 +269,12 @@ def test_merging_keeps_clocks_and_tracks_apart():
 def test_what_viewers_cannot_draw_is_found():
     assert bad_nesting([host("a", 0, 10), host("b", 2, 3), host("c", 10, 5)]) == []
     assert len(bad_nesting([host("a", 0, 10), host("b", 5, 10)])) == 1
+    # A nanosecond is enough, of a clock that has run for two months.
+    late = 5e12
+    assert bad_nesting([host("a", late + 0.25, 10.003), host("b", late + 10.0, 0.253)]) == []
+    assert len(bad_nesting([host("a", late + 0.25, 10.003), host("b", late + 10.0, 0.254)])) == 1
+    apart = separate_overlaps([kernel("a", late + 0.25, 10.003, 1), kernel("b", late + 10.252, 1, 2), kernel("c", late + 20.0, 1, 3)])
+    assert bad_nesting(apart) == [] and [e["tid"] for e in apart if e["ph"] == "X"] == [7, 1_000_007, 7]
 
 
 def test_a_trace_is_kept_below_its_limit(tmp_path, monkeypatch):
