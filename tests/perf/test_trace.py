@@ -398,7 +398,7 @@ def test_perfettos_own_trace_processor_reads_the_trace_of_a_gpu(on_gpu):
 @pytest.mark.gpu
 def test_times_of_a_gpu_add_up_and_none_beats_the_limit(on_gpu):
     (as_run, named), traces, _ = on_gpu
-    p = summarize(*traces, as_run, named["costs"], rates(torch.device("cuda")), "w", "l", "qwen3-0.6b")
+    p = summarize(*traces, as_run, named["costs"], rates(torch.device("cuda"), refresh=True), "w", "l", "qwen3-0.6b")
     for phase in p.phases():
         (step,) = [s for s in p.steps if s.phase == phase]
         ops = [o for o in p.ops if o.phase == phase]
