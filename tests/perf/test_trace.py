@@ -17,7 +17,8 @@ from nanovllm.perf.job import Job
 from nanovllm.perf.profiler import merge, profile, write_trace
 from nanovllm.perf.report import over_limit
 from nanovllm.perf.summary import summarize
-from nanovllm.perf.trace import Trace, bad_nesting, busy, flame, gaps, name_graph_kernels, op_of, separate_overlaps
+from nanovllm.perf.trace import Trace, busy, flame, gaps, name_graph_kernels, op_of
+from nanovllm.perf.tracks import bad_nesting, separate_overlaps
 from nanovllm.perf.workloads import Workload
 from tests import tiny
 
@@ -132,7 +133,8 @@ def profile_of(events, costs):
 
 def linear_cost(module, megabytes):
     size = round(megabytes * 1e6)
-    return {"op": "linear", "module": module, "provider": "triton", "phase": "decode", "calls": 1, "cold_bytes": size, "bytes": size, "flops": 0}
+    names = {"op": "linear", "module": module, "provider": "triton", "phase": "decode"}
+    return {**names, "calls": 1, "cold_bytes": size, "bytes": size, "flops": 0}
 
 
 def test_waiting_is_not_an_ops_time():
