@@ -81,15 +81,19 @@ def _figure(height: float, rows: int = 1, **options: Any) -> tuple[Any, Any]:
 
 
 def _roofline(profile: Profile, colors: _Colors) -> Any:
-    """Each op a dot: flops a byte against flops a second, under the measured roof."""
-    dots = [o for o in profile.ops if o.flops and o.bytes and o.device_us]
+    """Each op a dot: flops a byte against flops a second, under the measured roof.
+
+    An op that only moves bytes has no place on these axes. It is a hollow dot at the left edge, as high as if it did that edge's
+    flops for each byte: as far below the roof as its bandwidth is.
+    """
+    dots = [o for o in profile.ops if o.bytes and o.device_us]
     matmul = profile.rates.matmul.get(profile.dtype)
     if not dots or not matmul:
         return None
     figure, (ax,) = _figure(4.2)
-    intensities = [o.flops / o.bytes for o in dots]
     ridge = matmul / profile.rates.bandwidth
-    low, high = min(*intensities, ridge) / 3, max(*intensities, ridge) * 3
+    known = [o.flops / o.bytes for o in dots if o.flops]
+    low, high = min([*known, ridge]) / 3, max([*known, ridge]) * 3
     x = [low * (high / low) ** (i / 100) for i in range(101)]
     ax.plot(x, [min(matmul, profile.rates.bandwidth * i) / 1e9 for i in x], color="0.2", lw=1.5)
     if profile.rates.cache_bandwidth:
@@ -98,10 +102,13 @@ def _roofline(profile: Profile, colors: _Colors) -> Any:
            title=f"Roofline, measured: {profile.rates.bandwidth / 1e9:,.0f} GB/s, {matmul / 1e12:,.3g} TFLOP/s")  # fmt: skip
     markers = {"prefill": "s", "mixed": "D", "decode": "o"}
     named = set()
-    for o, intensity in zip(dots, intensities):
-        ax.plot(intensity, o.flops / o.device_us / 1e3, markers[o.phase], color=colors[o.op], ms=6, mec="white", mew=0.5,
-                label=None if o.op in named else o.op)  # fmt: skip
+    for o in dots:
+        intensity = o.flops / o.bytes or low
+        look = {"mec": "white", "mew": 0.5} if o.flops else {"mfc": "none", "mew": 1.5, "clip_on": False}
+        ax.plot(intensity, o.bytes * intensity / o.device_us / 1e3, markers[o.phase], color=colors[o.op], ms=6,
+                label=None if o.op in named else o.op, **look)  # fmt: skip
         named.add(o.op)
+    ax.set_xlim(low, high)
     for phase in profile.phases():
         ax.plot([], [], markers[phase], color="0.5", label=phase)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)

@@ -23,7 +23,8 @@ from nanovllm.kernels.selection import decorated_kernels
 from nanovllm.perf.engines.nanovllm import NanovllmEngine
 from nanovllm.perf.instrument import Instrument
 from nanovllm.perf.job import Job
-from nanovllm.perf.trace import WINDOW, separate_overlaps
+from nanovllm.perf.trace import WINDOW
+from nanovllm.perf.tracks import separate_overlaps
 from nanovllm.perf.workloads import Item
 from nanovllm.sampling_params import SamplingParams
 

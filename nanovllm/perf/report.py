@@ -12,7 +12,7 @@ from nanovllm.perf.plots import svg
 from nanovllm.perf.summary import Profile, StepTime, host_times
 from nanovllm.perf.tables import percent
 
-OPS_HEAD = ("step", "op", "provider", "calls", "us a step", "share of step", "host us", "GB/s", "TFLOP/s", "of limit")
+OPS_HEAD = ("step", "op", "provider", "calls", "us a step", "early us", "share of step", "host us", "GB/s", "TFLOP/s", "of limit")  # fmt: skip
 
 
 def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
@@ -23,11 +23,20 @@ def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
     rows = []
     for o in profile.ops[:count]:
         rows.append([
-            o.phase, o.label, o.provider, f"{o.calls:g}", f"{o.device_us:,.1f}", percent(o.device_us / totals[o.phase]),
-            "-" if o.host_us is None else f"{o.host_us:,.0f}", _rate(o.bytes, o.device_us, 1e3),
-            _rate(o.flops, o.device_us, 1e6), percent(o.share),
+            o.phase, o.label, o.provider, f"{o.calls:g}", f"{o.device_us:,.1f}", f"{o.early_us:,.1f}" if o.early_us else "-",
+            percent(o.device_us / totals[o.phase]), "-" if o.host_us is None else f"{o.host_us:,.0f}",
+            _rate(o.bytes, o.device_us, 1e3), _rate(o.flops, o.device_us, 1e6), percent(o.share),
         ])  # fmt: skip
     return rows
+
+
+def op_table(profile: Profile, count: int | None = None) -> list[list[str]]:
+    """`OPS_HEAD` and `op_rows`; where nothing ran early, as on a CPU, without that column."""
+    rows = [list(OPS_HEAD), *op_rows(profile, count)]
+    if any(o.early_us for o in profile.ops):
+        return rows
+    column = OPS_HEAD.index("early us")
+    return [row[:column] + row[column + 1 :] for row in rows]
 
 
 def _rate(amount: float, us: float, unit: float) -> str:
@@ -42,7 +51,7 @@ def step_words(s: StepTime, profile: Profile) -> str:
     """A sentence or two on one kind of step."""
     text = f"{s.phase}: {s.what}; {s.wall_us / 1e3:,.3f} ms a step over {s.count}"
     if s.idle is not None:
-        text += f", {s.kernels:,.0f} kernels of {s.device_us / 1e3:,.3f} ms together, the GPU idle {s.idle:.1%}"
+        text += f", {s.kernels:,.0f} kernels in {s.device_us / 1e3:,.3f} ms of it, the GPU idle {s.idle:.1%}"
         if s.gaps_us is not None and s.gap_p50_us is not None:
             text += f"; gaps between kernels {s.gap_p50_us:.2f} us (p99 {s.gap_p99_us:.2f}), {s.gaps_us:,.0f} us a step"
     if s.phase == "decode" and profile.unprofiled_us is not None:
@@ -69,9 +78,15 @@ def facts(profile: Profile) -> list[str]:
         lines.append(
             "Times are of the engine as it runs; kernels inside CUDA graphs have their names from a second run without graphs."
         )
-    if any(s.phase == "decode" for s in profile.steps):
+    if any(o.early_us for o in profile.ops):
         lines.append(
-            "A kernel that is launched before the one before it ends counts its waiting, so kernels together can take longer than a step."
+            "A kernel's time begins when every kernel before it has ended, so times add up to that in which the GPU works. "
+            "One that is launched earlier waits until then, or reads weights: early us, which lie in the time of the ops before it."
+        )
+    if early := [f"{o.phase} {o.label} {o.read_early_us:.1f} us" for o in profile.ops if o.read_early_us]:
+        lines.append(
+            "Some ops read so much early that their own time is less than the limit allows. So much of the time of the ops before "
+            f"them is counted as theirs that they stand at 100 %: {', '.join(early)}."
         )
     return lines
 
@@ -102,7 +117,7 @@ def memory_words(profile: Profile) -> list[str]:
 def text_report(profile: Profile, rows: Sequence[Row] = ()) -> str:
     """The whole profile as plain text."""
     parts = ["\n".join(facts(profile)), "STEPS\n" + "\n".join(step_words(s, profile) for s in profile.steps)]
-    parts.append("OPS, most device time first\n" + _aligned([OPS_HEAD, *op_rows(profile, 40)], left=3))
+    parts.append("OPS, most device time first\n" + _aligned(op_table(profile, 40), left=3))
     if wrong := over_limit(profile):
         parts.append("ABOVE THE LIMIT: the account of these is wrong\n" + "\n".join(wrong))
     if profile.kernels:
@@ -162,13 +177,15 @@ def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[Row] =
         ("steps", ""),
         (
             "roofline",
-            "Each dot is an op; the line is what this device was measured to reach, dashed from the L2 cache.",
+            "Each dot is an op; the line is what this device was measured to reach, dashed from the L2 cache. "
+            "Hollow: ops without arithmetic, at the left edge, as far below the line as their bandwidth is.",
         ),
         ("timeline", "Colours as above."),
     ):
         if name in figures:
             body.append(f'<div class="figure" id="{name}">{svg(figures[name])}</div><p class="small">{words}</p>')
-    body += ["<h2>Ops</h2>", _table(OPS_HEAD, op_rows(profile, 40), text=3)]
+    head, *ops = op_table(profile, 40)
+    body += ["<h2>Ops</h2>", _table(head, ops, text=3)]
     if profile.kernels:
         cells = [(k.phase, k.op, f"{k.calls:g}", f"{k.us:,.1f}", k.name[:80]) for k in profile.kernels[:25]]
         body += ["<h2>Kernels</h2>", _table(("step", "op", "calls", "us a step", "kernel"), cells, text=2)]

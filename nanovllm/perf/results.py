@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -121,6 +122,30 @@ def kept_files(folder: Path, device: str | None = None) -> list[Path]:
 
 # ----------------------------------------------------------------------------------------------------------- comparing
 
+_SHARED = ("enforce_eager", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
+"""Arguments that every engine is given and that change its speed."""
+
+
+def settings(run: Record, row: Row) -> str:
+    """What a row was measured with other than the usual, "kernels rms_norm=native, enforce_eager"; "" if nothing."""
+    given = {name: run.arguments.get(name) for name in _SHARED}
+    if row.engine == "nanovllm":
+        choices = (run.arguments.get("kernels") or "").split(";")
+        given["kernels"] = ";".join(sorted("=".join(p.strip() for p in c.split("=")) for c in choices if c.strip()))
+        if run.arguments.get("capture_prefill") is False:
+            given["no capture_prefill"] = True
+    return ", ".join(n if v is True else f"{n} {v}" for n, v in sorted(given.items()) if v not in (None, False, ""))
+
+
+def configuration(run: Record, row: Row) -> tuple[str, ...]:
+    """What two rows must have in common for their speeds to say something of the code; all strings."""
+    return (*_load(run, row), row.engine, row.variant, settings(run, row))
+
+
+def _load(run: Record, row: Row) -> tuple[str, ...]:
+    """What two engines must have in common for their speeds to say something of them."""
+    return row.workload, row.load, row.model, row.about.get("dtype") or ""
+
 
 def find(rows: Iterable[Row], engine: str, variant: str | None, workload: str, model: str) -> Row | None:
     """The row of a configuration, if it was measured without an error."""
@@ -172,22 +197,33 @@ class Check:
 
 
 def check(record: Record, folder: Path, tolerance: float = TOLERANCE) -> list[Check]:
-    """Compare this run's ratios with the last kept run of the same device, model and configuration."""
+    """Compare this run's ratios with those of the last kept row of the same device and configuration."""
     checks = []
     device = record.rates.device if record.rates else ""
     for row in record.rows:
         if row.error is not None or row.engine != "nanovllm" or row.variant == "native" or not row.repeats:
             continue
-        for kept in reversed(load_runs(folder / slug(device) / f"{row.workload}.json")):
-            old = find(kept.rows, row.engine, row.variant, row.workload, row.model)
-            if old is None or old.about.get("dtype") != row.about.get("dtype") or old.load != row.load:
-                continue
-            before, now = ratios(old, kept.rows), ratios(row, record.rows)
-            spread = max(row.spread or 0.0, old.spread or 0.0)
-            checks += [
-                Check(row.workload, what, now[what], before[what], min(tolerance + spread, MOST_ALLOWED), kept.commit)
-                for what in now
-                if what in before
-            ]
-            break
+        runs = load_runs(folder / slug(device) / f"{row.workload}.json")
+        same = [(run, r) for run in runs for r in run.rows if configuration(run, r) == configuration(record, row)]
+        if not same:
+            continue
+        kept, old = same[-1]
+        before, now = ratios(old, _rows_beside(kept, old, runs)), ratios(row, record.rows)
+        spread = max(row.spread or 0.0, old.spread or 0.0)
+        checks += [
+            Check(row.workload, what, now[what], before[what], min(tolerance + spread, MOST_ALLOWED), kept.commit)
+            for what in now
+            if what in before
+        ]
     return checks
+
+
+def _rows_beside(kept: Record, old: Row, runs: Sequence[Record]) -> list[Row]:
+    """What a kept row is compared with: of each engine and variant the row of its own run, or else the last one of this load."""
+    found: dict[tuple[str, str], Row] = {}
+    for run in (*runs, kept):
+        for row in run.rows:
+            usual = settings(run, dataclasses.replace(row, engine="")) == settings(kept, dataclasses.replace(old, engine=""))
+            if row.error is None and usual and _load(run, row) == _load(kept, old):
+                found[row.engine, row.variant] = row
+    return [old, *(row for row in found.values() if row is not old)]

@@ -11,10 +11,9 @@ from typing import Any
 from nanovllm.perf.device import Rates
 from nanovllm.perf.job import percentile
 from nanovllm.perf.roofline import Work, op_floor
-from nanovllm.perf.trace import WINDOW, Kernel, Range, Step, Trace, busy, flame, gaps, name_graph_kernels
+from nanovllm.perf.trace import WINDOW, Kernel, Owner, Range, Step, Trace, busy, flame, gaps, name_graph_kernels
 
 OTHER = ("no op", "", "torch")
-Owner = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,12 @@ class OpTime:
     """An op at a place in the model, per step of a kind. Times in microseconds.
 
     Attributes:
-        device_us: of its kernels; on a CPU, of the op itself.
+        device_us: of its kernels, each from its turn on (`trace.Kernel.own`), and `read_early_us`; on a CPU, of the op itself.
         host_us: inside the op on the host, launches included; None where it ran from a CUDA graph.
         bytes, flops: what it must do at least; 0 if that is not declared.
         floor_us: the least time that needs, by the measured rates.
+        early_us: its kernels' time before their turn, beside kernels of earlier ops; not in device_us.
+        read_early_us: what was taken from the ops before it since it cannot have been faster: see `_with_early_reading`.
     """
 
     phase: str
@@ -38,6 +39,8 @@ class OpTime:
     bytes: float
     flops: float
     floor_us: float | None
+    early_us: float = 0.0
+    read_early_us: float = 0.0
 
     @property
     def share(self) -> float | None:
@@ -51,7 +54,12 @@ class OpTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A kind of step. Microseconds, the means over `count` steps; `idle` is the device's share of waiting, of 1."""
+    """A kind of step. Microseconds, the means over `count` steps.
+
+    Attributes:
+        device_us: in which at least one kernel ran; on a CPU, of the whole step.
+        idle: the device's share of waiting, of 1.
+    """
 
     phase: str
     what: str
@@ -67,6 +75,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class KernelTime:
+    """Kernels of one name in one op, per step of a kind; microseconds from their turn on."""
+
     phase: str
     name: str
     op: str
@@ -106,6 +116,13 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Profile:
+        """What `to_json` gave.
+
+        Raises:
+            ValueError: the profile counts a kernel's waiting as its op's time, as they did once.
+        """
+        if any("early_us" not in o for o in data["ops"]):
+            raise ValueError("this profile was made by an earlier version, which counted times differently; profile again")
         return cls(**{
             **data, "rates": Rates(**data["rates"]), "ops": [OpTime(**o) for o in data["ops"]],
             "steps": [StepTime(**s) for s in data["steps"]], "kernels": [KernelTime(**k) for k in data["kernels"]],
@@ -169,34 +186,74 @@ def _ops(
     device: dict[Owner, float] = defaultdict(float)
     host: dict[Owner, float] = defaultdict(float)
     calls: dict[Owner, int] = defaultdict(int)
-    for step, of_kernels in zip(steps, owners):
+    for step in steps:
         for owner, node in step.ops():
-            host[owner] += node.duration
+            host[owner] += node.duration / len(steps)
             calls[owner] += 1
-        for kernel, owner in zip(step.kernels, of_kernels):
-            device[owner or OTHER] += kernel.duration
         if not on_gpu:
-            device[OTHER] += step.range.duration - sum(node.duration for _, node in step.ops())
+            device[OTHER] += (step.range.duration - sum(node.duration for _, node in step.ops())) / len(steps)
     if not on_gpu:
         device.update(host)
-    matmul = profile.rates.matmul.get(profile.dtype)
+    kernels = [(k, owner or OTHER) for step, of in zip(steps, owners) for k, owner in zip(step.kernels, of)]
+    for kernel, owner in kernels:
+        device[owner] += kernel.own / len(steps)
+    beside = _beside(kernels, len(steps))
+    rates = profile.rates
+    matmul = rates.matmul.get(profile.dtype) or float("inf")
     # A small model's weights may all stay in the cache from one step to the next.
     own = [known[(phase, *owner)] for owner in device if (phase, *owner) in known]
-    fits = sum(per_step * cold for per_step, _, cold in own) <= profile.rates.cache_bytes
-    times = []
-    for owner, us in device.items():
-        op, module, provider = owner
-        per_step, work, cold = known.get((phase, *owner), (calls[owner] / len(steps), Work(), 0))
-        floor = None
+    fits = sum(per_step * cold for per_step, _, cold in own) <= rates.cache_bytes
+    floors = {}
+    for owner in device:
+        per_step, work, cold = known.get((phase, *owner), (0.0, Work(), 0))
         if work.bytes or work.flops:
-            r = profile.rates
-            floor = 1e6 * per_step * op_floor(
-                work, r.bandwidth, matmul or float("inf"), r.cache_bytes, r.cache_bandwidth, 0 if fits else cold
-            )  # fmt: skip
+            cold = 0 if fits else cold
+            least = op_floor(work, rates.bandwidth, matmul, rates.cache_bytes, rates.cache_bandwidth, cold)
+            floors[owner] = 1e6 * per_step * least
+    taken = _with_early_reading(device, floors, beside)
+    times = []
+    for owner, us in taken.items():
+        per_step, work, _ = known.get((phase, *owner), (calls[owner] / len(steps), Work(), 0))
         times.append(OpTime(
-            phase, op, module, provider, per_step, us / len(steps), host[owner] / len(steps) if owner in host else None,
-            per_step * work.bytes, per_step * work.flops, floor,
+            phase, *owner, per_step, us, host.get(owner), per_step * work.bytes, per_step * work.flops, floors.get(owner),
+            sum(beside[owner].values()), max(0.0, us - device[owner]),
         ))  # fmt: skip
+    return times
+
+
+def _beside(kernels: Sequence[tuple[Kernel, Owner]], num_steps: int) -> dict[Owner, dict[Owner, float]]:
+    """How long an op's kernels ran before their turn, in the time of which earlier op: microseconds a step."""
+    beside: dict[Owner, dict[Owner, float]] = defaultdict(lambda: defaultdict(float))
+    ordered = sorted(kernels, key=lambda item: item[0].start)
+    for i, (kernel, owner) in enumerate(ordered):
+        early_end = min(kernel.turn, kernel.end)
+        for other, of in reversed(ordered[:i]) if early_end > kernel.start else ():
+            both = min(early_end, other.end) - max(kernel.start, other.turn)
+            if both > 0 and of != owner:
+                beside[owner][of] += both / num_steps
+            if other.turn <= kernel.start:
+                break
+    return beside
+
+
+def _with_early_reading(
+    device: dict[Owner, float], floors: dict[Owner, float], beside: dict[Owner, dict[Owner, float]]
+) -> dict[Owner, float]:
+    """The ops' times, with what they certainly read before their turn.
+
+    A kernel that is launched early reads its weights in the time of the op before it; a trace does not tell how much. If its own
+    time is less than what the op needs by the measured rates, at least the difference was spent before its turn: so much of the
+    time of the ops that it ran beside, as far as those do not need it, is its own. The sum stays what it was. An op that is still
+    too fast after that has a wrong account.
+    """
+    times = dict(device)
+    for owner, floor in floors.items():
+        for other, us in sorted(beside[owner].items(), key=lambda item: -item[1]):
+            lacking = floor - times[owner]
+            moved = min(lacking, us, times[other] - floors.get(other, 0.0))
+            if moved > 0:
+                times[other] -= moved
+                times[owner] = floor if moved == lacking else times[owner] + moved
     return times
 
 
@@ -215,7 +272,7 @@ def _step_time(phase: str, steps: Sequence[Step]) -> StepTime:
     between = [gap for run in runs for gap in gaps(run)]
     active = sum(busy(run) for run in runs)
     return StepTime(
-        phase, what, n, span / n, sum(k.duration for k in kernels) / n, len(kernels) / n, 1 - active / span if span else 0.0,
+        phase, what, n, span / n, active / n, len(kernels) / n, 1 - active / span if span else 0.0,
         percentile(between, 50), percentile(between, 99), sum(between) / n,
     )  # fmt: skip
 
@@ -234,7 +291,7 @@ def _kernels(phase: str, steps: Sequence[Step], owners: Sequence[Sequence[Owner 
         for kernel, owner in zip(step.kernels, of_kernels):
             groups[kernel.name, (owner or OTHER)[0]].append(kernel)
     return [
-        KernelTime(phase, name, op, len(ks) / len(steps), sum(k.duration for k in ks) / len(steps))
+        KernelTime(phase, name, op, len(ks) / len(steps), sum(k.own for k in ks) / len(steps))
         for (name, op), ks in groups.items()
     ]
 
@@ -242,7 +299,7 @@ def _kernels(phase: str, steps: Sequence[Step], owners: Sequence[Sequence[Owner 
 def _timeline(step: Step, owners: Sequence[Owner | None], on_gpu: bool) -> list[tuple[str, float, float]]:
     if on_gpu:
         first = min((k.start for k in step.kernels), default=0.0)
-        return [((o or OTHER)[0], k.start - first, k.duration) for k, o in zip(step.kernels, owners)]
+        return [((o or OTHER)[0], k.turn - first, k.own) for k, o in zip(step.kernels, owners) if k.own]
     return [(owner[0], node.start - step.range.start, node.duration) for owner, node in step.ops()]
 
 

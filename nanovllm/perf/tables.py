@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.perf.job import Row
-from nanovllm.perf.results import Check, Record, find, load_runs
+from nanovllm.perf.results import Check, Record, configuration, find, load_runs, settings
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
@@ -85,33 +85,42 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
 
 def history_lines(path: Path) -> list[str]:
     """How a workload moved: a line for each kept run and configuration, with the change to the one before it."""
-    before: dict[tuple[str, str, str], float] = {}
+    before: dict[tuple[str, ...], float] = {}
     lines = [f"{path.stem} on {path.parent.name}"]
-    for run in load_runs(path):
+    runs = load_runs(path)
+    loads = {row.load for run in runs for row in run.rows}
+    for run in runs:
         for row in run.rows:
-            key = row.model, row.engine, row.variant
+            key = configuration(run, row)
             rate = row.median("output_rate") or 0.0
             change = f"{rate / before[key] - 1:+.1%}" if before.get(key) else ""
             before[key] = rate
             commit = run.commit + ("*" if run.dirty else "")
+            words = [f"torch {run.versions.get('torch', '?')}", *_special(run, row), *([row.load] if len(loads) > 1 else [])]
             name = f"{row.engine} {row.variant}".strip()
             lines.append(
                 f"  {run.date}  {commit:11}  {row.model:14}  {name:22}  {number(rate):>8} tok/s {change:>7}  {percent(row.limit):>6} of the limit"
-                f"  torch {run.versions.get('torch', '?')}"
+                f"  {', '.join(words)}"
             )
     return lines
 
 
+def _special(run: Record, row: Row) -> list[str]:
+    """What sets a row apart from others of its engine."""
+    words = run.arguments.get("dtype"), settings(run, row)
+    return [w for w in words if w]
+
+
 def markdown(files: Sequence[Path]) -> str:
-    """The last kept run of every workload, device and model, as Markdown tables."""
+    """The last kept row of every configuration, by device, as Markdown tables."""
     parts = []
     for folder in dict.fromkeys(path.parent for path in files):
-        latest: dict[tuple[str, str, str, str], tuple[Record, Row]] = {}
+        latest: dict[tuple[str, ...], tuple[Record, Row]] = {}
         for path in files:
             if path.parent == folder:
                 for run in load_runs(path):
                     for row in run.rows:
-                        latest[row.workload, row.model, row.engine, row.variant] = run, row
+                        latest[configuration(run, row)] = run, row
         if not latest:
             continue
         first = next(iter(latest.values()))[0]
@@ -129,10 +138,13 @@ def markdown(files: Sequence[Path]) -> str:
             "measured",
         )
         parts.append(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-        for (workload, model, engine, variant), (run, row) in sorted(latest.items()):
-            version = "" if engine == "nanovllm" else f" {row.about.get('version', '')}"
+        order = {key: (row.workload, row.model, row.engine, row.variant, *key) for key, (_, row) in latest.items()}
+        for key in sorted(latest, key=lambda key: order[key]):
+            run, row = latest[key]
+            version = "" if row.engine == "nanovllm" else f" {row.about.get('version', '')}"
+            engine = ", ".join([f"{row.engine}{version} {row.variant}".strip(), *_special(run, row)])
             cells = (
-                f"{workload}: {row.load}", model, f"{engine}{version} {variant}".strip(), number(row.median("output_rate")),
+                f"{row.workload}: {row.load}", row.model, engine, number(row.median("output_rate")),
                 percent(row.spread), ms(row.median("ttft_p50")), ms(row.median("itl_p50")), percent(row.limit),
                 f"{run.date[:10]}, {run.commit}{'*' if run.dirty else ''}, torch {run.versions.get('torch', '?')}",
             )  # fmt: skip

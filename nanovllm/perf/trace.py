@@ -15,9 +15,11 @@ from typing import Any
 from nanovllm.perf.instrument import OP_NAME, STEP_NAME
 
 _HOST = {"user_annotation", "cpu_op", "cuda_runtime", "cuda_driver", "python_function"}
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 
+Owner = tuple[str, str, str]
+"""(op, module, provider)"""
 
 WINDOW = "recorded window"
 """The range around steps that were recorded one after the other."""
@@ -53,16 +55,32 @@ class Range:
 
 @dataclass
 class Kernel:
-    """Something that ran on the device; `launch` is the host range that launched it, if the trace tells."""
+    """Something that ran on the device, in microseconds.
+
+    Attributes:
+        launch: the host range that launched it, if the trace tells.
+        turn: when everything that started before it had ended; until then it waited, or read what does not depend on that.
+    """
 
     name: str
     start: float
     duration: float
     launch: Range | None = None
+    turn: float = float("-inf")
 
     @property
     def end(self) -> float:
         return self.start + self.duration
+
+    @property
+    def own(self) -> float:
+        """Its time from its turn on: those of all kernels add up to the time in which the device works."""
+        return max(0.0, self.end - max(self.turn, self.start))
+
+    @property
+    def early(self) -> float:
+        """Its time before its turn."""
+        return self.duration - self.own
 
 
 @dataclass
@@ -73,7 +91,7 @@ class Step:
     range: Range
     kernels: list[Kernel] = field(default_factory=list)
 
-    def ops(self) -> Iterator[tuple[tuple[str, str, str], Range]]:
+    def ops(self) -> Iterator[tuple[Owner, Range]]:
         """((op, module, provider), range) of every innermost op."""
         for node in self.range.walk():
             found = op_of(node.name)
@@ -100,7 +118,7 @@ class Trace:
             category = event.get("cat", "").lower()
             name, start, duration = event["name"], float(event["ts"]), float(event.get("dur", 0))
             correlation = event.get("args", {}).get("correlation")
-            if category in _DEVICE:
+            if category in DEVICE:
                 device.append((Kernel(name, start, duration), correlation))
             elif category in _HOST:
                 node = Range(name, category, start, duration)
@@ -111,6 +129,10 @@ class Trace:
         for kernel, correlation in device:
             kernel.launch = launches.get(correlation)
         self.kernels = sorted((k for k, _ in device), key=lambda k: k.start)
+        end = float("-inf")
+        for kernel in self.kernels:
+            kernel.turn = max(kernel.start, end)
+            end = max(end, kernel.end)
         self.steps = self._steps()
 
     def _steps(self) -> list[Step]:
@@ -145,46 +167,78 @@ def nest(ranges: Sequence[Range]) -> list[Range]:
     return roots
 
 
-def op_of(name: str) -> tuple[str, str, str] | None:
+def op_of(name: str) -> Owner | None:
     """(op, module, provider) if a range's name is that of an op."""
     found = OP_NAME.match(name)
     return (found["op"], found["module"] or "", found["provider"]) if found else None
 
 
-def owner_of(kernel: Kernel) -> tuple[str, str, str] | None:
+def owner_of(kernel: Kernel) -> Owner | None:
     """The op that launched a kernel."""
     if kernel.launch is None:
         return None
     return next(filter(None, (op_of(node.name) for node in kernel.launch.up())), None)
 
 
-def name_graph_kernels(steps: Sequence[Step], named: Sequence[Step]) -> list[list[tuple[str, str, str] | None]]:
+def name_graph_kernels(steps: Sequence[Step], named: Sequence[Step]) -> list[list[Owner | None]]:
     """The op of each kernel of each step, also of kernels in a CUDA graph, which no op's range contains.
 
     Args:
         steps: as they ran.
         named: steps of the same kinds that ran eagerly, whose kernels are inside the ranges of their ops. The i-th kernel
-            of a name in a captured step is taken for the i-th of that name in an eager one.
+            of a name in a captured step is taken for the i-th of that name in an eager one. A kernel whose name no eager
+            step has is named by its place: see `_name_by_place`.
     """
-    known: dict[tuple[str, str], list[tuple[str, str, str] | None]] = {}
-    for step in named:
-        by_name: dict[str, list[tuple[str, str, str] | None]] = defaultdict(list)
-        for kernel in step.kernels:
-            by_name[kernel.name].append(owner_of(kernel))
-        for name, owners in by_name.items():
-            known.setdefault((step.kind, name), owners)
     result = []
     for step in steps:
+        models = [s for s in named if s.kind == step.kind]
+        # The one of the same size first: sizes decide which kernels a library takes.
+        models.sort(key=lambda s: s.range.name != step.range.name)
+        by_name: list[dict[str, list[int]]] = []
+        for model in models:
+            places: dict[str, list[int]] = defaultdict(list)
+            for i, kernel in enumerate(model.kernels):
+                places[kernel.name].append(i)
+            by_name.append(places)
         seen: dict[str, int] = defaultdict(int)
-        owners: list[tuple[str, str, str] | None] = []
+        owners: list[Owner | None] = []
+        found: list[int | None] = []  # the place in the first model, -1 in another one
         for kernel in step.kernels:
-            owner = owner_of(kernel)
-            if owner is None and (like := known.get((step.kind, kernel.name))):
-                owner = like[min(seen[kernel.name], len(like) - 1)]
+            owner, place = owner_of(kernel), None
+            which = next((m for m, places in enumerate(by_name) if kernel.name in places), None)
+            if which is not None:
+                like = by_name[which][kernel.name]
+                at = like[min(seen[kernel.name], len(like) - 1)]
+                owner, place = owner or owner_of(models[which].kernels[at]), -1 if which else at
             seen[kernel.name] += 1
             owners.append(owner)
+            found.append(place)
+        if models:
+            _name_by_place(step.kernels, owners, found, [owner_of(k) for k in models[0].kernels])
         result.append(owners)
     return result
+
+
+def _name_by_place(
+    kernels: Sequence[Kernel], owners: list[Owner | None], found: Sequence[int | None], model: Sequence[Owner | None]
+) -> None:
+    """Name kernels that only a graph has, as a library's for a product of padded shape, by what an eager step runs there.
+
+    Between two kernels that were found in the eager step, its ops between those two are missing from the graph. Each gets one of
+    the unknown kernels there, the longest of them, in order; what else is there only prepares.
+
+    Args:
+        found: each kernel's place in the eager step; None: no eager step has its name.
+        model: the ops of the eager step's kernels.
+    """
+    anchors = [(i, at) for i, at in enumerate(found) if at is not None and at >= 0 and model[at] is not None]
+    ends = [(-1, -1), *anchors, (len(kernels), len(model))]
+    for (i, first), (j, last) in zip(ends, ends[1:]):
+        missing = list(dict.fromkeys(o for o in model[first + 1 : last] if o is not None))
+        unknown = [k for k in range(i + 1, j) if found[k] is None and owners[k] is None]
+        longest = sorted(sorted(unknown, key=lambda k: -kernels[k].duration)[: len(missing)])
+        for k, owner in zip(longest, missing):
+            owners[k] = owner
 
 
 def busy(kernels: Sequence[Kernel]) -> float:
@@ -233,50 +287,3 @@ def plain_name(name: str) -> str:
     """A range's name without its numbers: "layer 3" -> "layer"; a step's is its kind."""
     step = STEP_NAME.match(name)
     return f"{step['kind']} step" if step else re.sub(r" \d+$", "", name)
-
-
-def bad_nesting(events: Iterable[dict[str, Any]], tolerance: float = 0.01) -> list[str]:
-    """Pairs of ranges on one track that overlap without one containing the other: viewers cannot draw them."""
-    tracks: dict[tuple[Any, Any], list[tuple[float, float, str]]] = defaultdict(list)
-    for e in events:
-        if e.get("ph") == "X":
-            tracks[e["pid"], e["tid"]].append((float(e["ts"]), float(e["ts"]) + float(e.get("dur", 0)), e["name"]))
-    problems = []
-    for track, ranges in tracks.items():
-        stack: list[tuple[float, float, str]] = []
-        for start, end, name in sorted(ranges, key=lambda r: (r[0], -r[1])):
-            while stack and stack[-1][1] <= start + tolerance:
-                stack.pop()
-            if stack and end > stack[-1][1] + tolerance:
-                problems.append(f"{track}: {name!r} overlaps the end of {stack[-1][2]!r}")
-            else:
-                stack.append((start, end, name))
-    return problems
-
-
-def separate_overlaps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Device events that overlap another one of their stream, on a track of their own.
-
-    With programmatic dependent launch a kernel begins before the one before it has ended; viewers only draw ranges of one
-    track that nest.
-    """
-    lanes: dict[tuple[Any, Any], list[float]] = {}  # the end of each track of a stream
-    result = []
-    for event in sorted(events, key=lambda e: float(e.get("ts", -1))):
-        if event.get("ph") == "X" and event.get("cat") in _DEVICE:
-            start, end = float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
-            ends = lanes.setdefault((event["pid"], event["tid"]), [start])
-            lane = next((i for i, e in enumerate(ends) if e <= start + 0.002), len(ends))
-            ends[lane : lane + 1] = [end]
-            if lane:
-                event = {**event, "tid": _lane_id(event["tid"], lane)}
-        result.append(event)
-    for (pid, tid), ends in lanes.items():
-        for lane in range(1, len(ends)):
-            name = {"name": f"stream {tid}, overlapping"}
-            result.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": _lane_id(tid, lane), "args": name})
-    return result
-
-
-def _lane_id(tid: Any, lane: int) -> Any:
-    return tid + 1_000_000 * lane if isinstance(tid, int) else f"{tid}, {lane}"

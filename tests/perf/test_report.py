@@ -1,5 +1,6 @@
 """The reports: what they say, and that the page is one that a phone can show."""
 
+import dataclasses
 import re
 import shutil
 import xml.dom.minidom
@@ -61,7 +62,7 @@ def test_the_text_says_what_was_found(profile, rows):
     text = text_report(profile, rows)
     assert "qwen3-0.6b, NVIDIA H200, bfloat16; workload bs128: 128 x 128 -> 256" in text
     assert "4,500 GB/s (read 4,500, copy 4,200), 800 TFLOP/s bfloat16" in text
-    assert "decode: 128 sequences; 2.100 ms a step over 6, 290 kernels of 2.050 ms together, the GPU idle 2.0%" in text
+    assert "decode: 128 sequences; 2.100 ms a step over 6, 290 kernels in 2.050 ms of it, the GPU idle 2.0%" in text
     assert "2.080 ms without the profiler" in text
     assert re.search(r"decode +attention_decode +triton +28 +1,200.0 +58.5% +- +3,750 +2.5 +83.3%", text)
     assert "bs128: custom kernels are 2.00x native" in text and "ABOVE THE LIMIT" not in text
@@ -75,6 +76,43 @@ def test_a_share_above_all_is_said(profile):
     wrong.ops = [op("rms_norm", "decode", 10.0, 9e9, 0, 12.0)]
     assert over_limit(wrong) == ["decode rms_norm: 120.0% of the limit"]
     assert "ABOVE THE LIMIT" in text_report(wrong)
+
+
+def test_how_overlap_is_counted_is_said_where_there_is_some(profile):
+    import copy
+
+    assert "early us" not in text_report(profile) and "read so much early" not in text_report(profile)
+    early = copy.copy(profile)
+    first, *others = profile.ops
+    early.ops = [dataclasses.replace(first, early_us=321.0), *others]
+    text = text_report(early)
+    assert "A kernel's time begins when every kernel before it has ended" in text and "read so much early" not in text
+    assert re.search(r"attention_decode +triton +28 +1,200.0 +321.0 +58.5%", text)
+    early.ops = [dataclasses.replace(first, early_us=321.0, read_early_us=12.0), *others]
+    assert "they stand at 100 %: decode attention_decode 12.0 us." in text_report(early)
+
+
+def test_a_profile_that_counted_otherwise_is_refused(profile):
+    old = profile.to_json()
+    for o in old["ops"]:
+        del o["early_us"]
+    with pytest.raises(ValueError, match="made by an earlier version"):
+        Profile.from_json(old)
+
+
+def test_every_op_has_a_dot(profile):
+    """Ops without arithmetic too: at the left edge, where the roof is the bandwidth."""
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    from nanovllm.perf.plots import figures
+
+    (ax,) = figures(profile)["roofline"].axes
+    dots = [line for line in ax.lines if len(line.get_xdata()) == 1]
+    assert len(dots) == 4  # all but "no op", of which nothing is known
+    (hollow,) = [d for d in dots if d.get_markerfacecolor() == "none"]
+    left = ax.get_xlim()[0]
+    assert hollow.get_xdata()[0] == pytest.approx(left) and hollow.get_label() == "store_kvcache"
+    # 2e8 bytes in 90 us are 2.22e12 a second; the roof there is 4.5e12 times the same intensity.
+    assert hollow.get_ydata()[0] == pytest.approx(2e8 / 90e-6 * left / 1e9)
 
 
 def test_a_profile_survives_json(profile):

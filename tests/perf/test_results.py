@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 
 import pytest
@@ -11,7 +12,7 @@ from nanovllm.perf.results import Record
 RATES = Rates("NVIDIA H200", 100.0, 100.0, 90.0, {"bfloat16": 1000.0})
 
 
-def row(rate, engine="nanovllm", variant="custom", workload="bs1", error=None, spread=0.0, **more):
+def row(rate, engine="nanovllm", variant="custom", workload="bs1", error=None, spread=0.0, load="1 x 2 -> 3", **more):
     repeats = [
         Repeat(100 / r, 100, 150, 0.5, 0.6, 0.01, 0.02, 50, 100)
         for r in (rate, rate * (1 - spread), rate * (1 - spread / 2))
@@ -21,7 +22,7 @@ def row(rate, engine="nanovllm", variant="custom", workload="bs1", error=None, s
         variant,
         "m",
         workload,
-        "1 x 2 -> 3",
+        load,
         error,
         [] if error else repeats,
         about={"device": "NVIDIA H200", "dtype": "bfloat16"},
@@ -29,9 +30,9 @@ def row(rate, engine="nanovllm", variant="custom", workload="bs1", error=None, s
     )
 
 
-def record(*rows, commit="abc"):
+def record(*rows, commit="abc", **arguments):
     made = Record(
-        "2026-01-02 03:04", commit, False, {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}, RATES, {}, list(rows)
+        "2026-01-02 03:04", commit, False, {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}, RATES, arguments, list(rows)
     )
     for r in rows:
         results.add_shares(r, RATES)
@@ -116,6 +117,67 @@ def test_only_the_same_thing_is_compared(tmp_path):
     assert results.check(record(other_load), tmp_path) == []
     assert results.check(record(row(10.0, workload="bs8")), tmp_path) == []
     assert results.check(record(row(10.0, variant="no rms_norm")), tmp_path) == []
+
+
+def in_dtype(made, dtype):
+    made.about = {**made.about, "dtype": dtype}
+    return made
+
+
+OTHERS = [
+    (record(row(20.0, load="9 x 2 -> 3")), "9 x 2 -> 3"),
+    (record(in_dtype(row(20.0), "float32"), dtype="float32"), "float32"),
+    (record(row(20.0), kernels="softmax=native; rms_norm = native"), "kernels rms_norm=native;softmax=native"),
+    (record(row(20.0), enforce_eager=True), "enforce_eager"),
+    (record(row(20.0), capture_prefill=False), "no capture_prefill"),
+    (record(row(20.0), max_num_seqs=4), "max_num_seqs 4"),
+]
+
+
+@pytest.mark.parametrize("other, words", OTHERS, ids=[words for _, words in OTHERS])
+def test_configurations_do_not_replace_each_other(tmp_path, other, words):
+    results.keep(record(row(1000.0)), tmp_path)
+    (path,) = results.keep(other, tmp_path)
+    results.keep(record(row(1100.0)), tmp_path)
+    lines = tables.history_lines(path)
+    assert len(lines) == 4 and not re.search(r"tok/s +[+-]", lines[2]) and words in lines[2]
+    assert "1,100 tok/s  +10.0%" in lines[3] and words not in lines[3]
+    table = tables.markdown([path])
+    assert re.search(r"\| nanovllm custom \| 1,100 \|", table) and re.search(r"\| nanovllm custom[^|]* \| 20.0 \|", table)
+    assert words in table and "1,000" not in table
+    # Each is checked against its own.
+    assert [c.kept for c in results.check(other, tmp_path)] == [other.rows[0].limit]
+
+
+def test_what_says_nothing_of_the_configuration_does_not_part_it(tmp_path):
+    """Old records lack some arguments; the same kernels may be written in another order; a peer has no kernels to choose."""
+    (path,) = results.keep(record(row(100.0), kernels="a=x;b=y", repeat=2), tmp_path)
+    results.keep(record(row(200.0), kernels="b = y; a=x", enforce_eager=False, capture_prefill=True), tmp_path)
+    assert "+100.0%" in tables.history_lines(path)[2]
+    results.keep(record(row(10.0, engine="vllm", variant=""), kernels="a=x"), tmp_path)
+    results.keep(record(row(20.0, engine="vllm", variant="")), tmp_path)
+    assert "+100.0%" in tables.history_lines(path)[4]
+
+
+def test_peers_may_have_been_kept_by_other_runs(tmp_path):
+    results.keep(record(row(40.0, engine="vllm", variant="")), tmp_path)
+    results.keep(record(row(100.0)), tmp_path)
+    results.keep(record(row(80.0, engine="vllm", variant="")), tmp_path)
+    results.keep(record(in_dtype(row(1.0, engine="vllm", variant=""), "float32"), dtype="float32"), tmp_path)
+    results.keep(record(row(1.0, engine="vllm", variant=""), enforce_eager=True), tmp_path)
+
+    def now(ours, theirs, **arguments):
+        new = record(row(ours), row(theirs, engine="vllm", variant=""), **arguments)
+        return {c.what: c for c in results.check(new, tmp_path)}
+
+    assert now(100.0, 80.0)["times vllm"].kept == pytest.approx(1.25) and now(100.0, 80.0)["times vllm"].holds
+    assert not now(100.0, 100.0)["times vllm"].holds
+    # Kernels of one's own choice are compared with the same peer; and the peer of the same run comes first.
+    results.keep(record(row(60.0), kernels="a=x"), tmp_path)
+    assert now(60.0, 80.0, kernels="a=x")["times vllm"].kept == pytest.approx(0.75)
+    results.keep(record(row(100.0), row(50.0, engine="vllm", variant="")), tmp_path)
+    results.keep(record(row(10.0, engine="vllm", variant="")), tmp_path)
+    assert now(100.0, 50.0)["times vllm"].kept == pytest.approx(2.0)
 
 
 def test_lines_of_comparisons():

@@ -1,17 +1,24 @@
 """Reading traces: on a made-up one of a GPU, where every number is known, and on a real one of this machine."""
 
+import dataclasses
 import json
+import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from nanovllm import LLM
-from nanovllm.perf.device import Rates
+from nanovllm.models.presets import PRESETS
+from nanovllm.perf.device import Rates, rates
 from nanovllm.perf.job import Job
 from nanovllm.perf.profiler import merge, profile, write_trace
+from nanovllm.perf.report import over_limit
 from nanovllm.perf.summary import summarize
-from nanovllm.perf.trace import Trace, bad_nesting, busy, flame, gaps, name_graph_kernels, op_of, separate_overlaps
+from nanovllm.perf.trace import Trace, busy, flame, gaps, name_graph_kernels, op_of
+from nanovllm.perf.tracks import bad_nesting, separate_overlaps
 from nanovllm.perf.workloads import Workload
 from tests import tiny
 
@@ -81,6 +88,89 @@ def test_kernels_of_a_graph_get_the_names_of_an_eager_step():
     assert name_graph_kernels(steps, Trace(EAGER).steps) == [[norm, linear, linear, norm, None]] * 2
 
 
+def test_a_kernel_that_only_the_graph_has_is_named_by_its_place():
+    """A library takes another kernel for another shape: the head's product in a graph, which is padded, is not the eager one."""
+    head, sample = ("linear", "lm_head", "triton"), ("sample", "", "triton")
+    eager = [
+        *EAGER, host("copy", 81, 1, "cuda_runtime", correlation=8), kernel("index", 230, 2, 8),
+        host("linear lm_head [triton]", 83, 5), launch(84, 5), kernel("vector", 235, 70, 5),
+        host("sample [triton]", 90, 5), launch(91, 6), kernel("draw", 310, 5, 6),
+    ]  # fmt: skip
+    graph = [
+        *GRAPH[:6], kernel("gather", 121, 3, 9), kernel("memset", 125, 1, 9), kernel("nvjet", 127, 80, 9), kernel("draw", 210, 5, 9),
+        kernel("advance", 216, 9, 9),
+    ]  # fmt: skip
+    norm, product = ("rms_norm", "", "triton"), ("linear", "o_proj", "torch")
+    (step,) = Trace(graph).steps
+    (owners,) = name_graph_kernels([step], Trace(eager).steps)
+    assert dict(zip((k.name for k in step.kernels), owners)) == {
+        "norm": norm, "gemm": product, "split": product, "gather": None, "memset": None, "nvjet": head, "draw": sample, "advance": None,
+    }  # fmt: skip
+
+
+def test_the_eager_step_of_the_same_size_names_kernels():
+    other = [host("decode: 9 sequences", 0, 100), host("softmax [triton]", 10, 10), launch(12, 1), kernel("norm", 200, 4, 1)]
+    later = [{**e, "ts": e["ts"] + 1000, "args": {"correlation": e["args"].get("correlation", 0) + 50}} for e in EAGER]
+    owners = name_graph_kernels(Trace(GRAPH).steps, Trace([*other, *later]).steps)
+    assert owners[0][0] == ("rms_norm", "", "triton")
+
+
+def launched_early(*more):
+    """Two products, a norm between them that waits, and the second one, which reads its weights while it waits."""
+    return [
+        host("decode: 1 sequences", 0, 50),
+        host("linear a [triton]", 1, 5), launch(2, 1), kernel("a", 100, 20, 1),
+        host("rms_norm [triton]", 8, 5), launch(9, 2), kernel("norm", 101, 21, 2),
+        host("linear b [triton]", 15, 5), launch(16, 3), kernel("b", 110, 17, 3), *more,
+    ]  # fmt: skip
+
+
+def profile_of(events, costs):
+    result = {"about": {"device": "GPU", "dtype": "bfloat16"}, "unprofiled_us": None, "memory": []}
+    trace = Trace(events)
+    return summarize(trace, trace, result, costs, RATES, "w", "1 x 1 -> 1", "m")
+
+
+def linear_cost(module, megabytes):
+    size = round(megabytes * 1e6)
+    names = {"op": "linear", "module": module, "provider": "triton", "phase": "decode"}
+    return {**names, "calls": 1, "cold_bytes": size, "bytes": size, "flops": 0}
+
+
+def test_waiting_is_not_an_ops_time():
+    """a from 100 to 120; norm from 101 to 122, so 2 of its own; b from 110 to 127, so 5 of its own."""
+    p = profile_of(launched_early(), [linear_cost("a", 16), linear_cost("b", 4)])
+    by_op = {o.label: o for o in p.ops}
+    assert [(o.label, o.device_us) for o in p.ops] == [("linear a", 20), ("linear b", 5), ("rms_norm", 2)]
+    assert by_op["linear a"].share == pytest.approx(0.8) and by_op["linear b"].share == pytest.approx(0.8)
+    assert [by_op[n].early_us for n in ("linear a", "rms_norm", "linear b")] == [0, 19, 12]
+    assert not any(o.read_early_us for o in p.ops)
+    assert {k.name: k.us for k in p.kernels} == {"a": 20, "norm": 2, "b": 5} and p.steps[0].device_us == 27
+    assert p.steps[0].wall_us == 27 and p.steps[0].idle == 0
+    assert p.timeline["decode"] == [("linear", 0, 20), ("rms_norm", 20, 2), ("linear", 22, 5)]
+
+
+def test_what_was_certainly_read_early_is_the_ops_own():
+    p = profile_of(launched_early(), [linear_cost("a", 16), linear_cost("b", 8)])
+    by_op = {o.label: o for o in p.ops}
+    # b needs 8 of which it has 5: the 3 come out of a's 4 that nothing accounts for.
+    assert (by_op["linear b"].device_us, by_op["linear b"].share, by_op["linear b"].read_early_us) == (8, 1.0, 3)
+    assert by_op["linear a"].device_us == pytest.approx(17) and by_op["rms_norm"].device_us == 2
+    assert sum(o.device_us for o in p.ops) == pytest.approx(27) and over_limit(p) == []
+
+
+def test_no_more_time_than_there_was_hides_a_wrong_account():
+    # b needs 40: it ran 17 in all, of which 12 beside others; a spares 1 of its 20, the norm its 2.
+    p = profile_of(launched_early(), [linear_cost("a", 19), linear_cost("b", 40)])
+    by_op = {o.label: o for o in p.ops}
+    assert by_op["linear b"].device_us == pytest.approx(8) and by_op["linear a"].share == pytest.approx(1)
+    assert sum(o.device_us for o in p.ops) == pytest.approx(27)
+    assert over_limit(p) == ["decode linear b: 500.0% of the limit"]
+    # And what did not overlap gives nothing.
+    p = profile_of(EAGER, [{**linear_cost("o_proj", 40), "provider": "torch"}])
+    assert over_limit(p) == ["decode linear o_proj: 333.3% of the limit"]
+
+
 def test_a_profile_by_hand():
     costs = [
         {"op": "rms_norm", "module": "", "provider": "triton", "phase": "decode", "calls": 2, "cold_bytes": 0, "bytes": 4_000_000, "flops": 0},
@@ -133,6 +223,32 @@ def test_kernels_that_overlap_get_tracks_of_their_own():
     assert [(e["ts"], e["dur"]) for e in apart if e["ph"] == "X"] == [(e["ts"], e["dur"]) for e in events]
 
 
+def note(name, ts, dur):
+    return {**kernel(name, ts, dur, 0), "cat": "gpu_user_annotation", "args": {}}
+
+
+def test_annotations_of_kernels_that_overlap_move_with_them():
+    """`vector` has not ended when the kernels of `sample` begin, and so begins the annotation of that op."""
+    events = [
+        note("linear [triton]", 0, 20), kernel("vector", 0, 20, 1),
+        note("sample [triton]", 15, 20), kernel("draw", 15, 8, 2), kernel("pick", 30, 5, 3),
+        note("step", 40, 20), note("rms_norm [triton]", 40, 10), kernel("norm", 40, 10, 4), kernel("late", 50, 10, 5),
+        {"ph": "s", "cat": "ac2g", "id": 2, "pid": 1, "tid": 1, "ts": 3}, {"ph": "f", "cat": "ac2g", "id": 2, "pid": 0, "tid": 7, "ts": 15},
+        {"ph": "f", "cat": "ac2g", "id": 1, "pid": 0, "tid": 7, "ts": 0},
+    ]  # fmt: skip
+    assert bad_nesting(events)
+    for _ in range(2):  # windows first, then passes: the second time changes nothing
+        apart = separate_overlaps(events)
+        assert bad_nesting(apart) == []
+        tracks = {e["name"]: e["tid"] for e in apart if e["ph"] == "X"}
+        assert tracks["linear [triton]"] == tracks["vector"] == tracks["step"] == tracks["norm"] == tracks["late"] == 7
+        # The second kernel of the op stays within its annotation, though the stream's own track is free by then.
+        assert tracks["sample [triton]"] == tracks["draw"] == tracks["pick"] == 1_000_007
+        assert {e["id"]: e["tid"] for e in apart if e["ph"] == "f"} == {1: 7, 2: 1_000_007}
+        assert [e["tid"] for e in apart if e["ph"] == "s"] == [1]
+        events = apart
+
+
 def test_flame_adds_up_what_has_one_name():
     tree = flame(
         Trace([host("decode: 1 sequences", 0, 10), host("layer 0", 1, 3), host("layer 1", 5, 4), host("x", 6, 1)]).steps
@@ -155,6 +271,12 @@ def test_merging_keeps_clocks_and_tracks_apart():
 def test_what_viewers_cannot_draw_is_found():
     assert bad_nesting([host("a", 0, 10), host("b", 2, 3), host("c", 10, 5)]) == []
     assert len(bad_nesting([host("a", 0, 10), host("b", 5, 10)])) == 1
+    # A nanosecond is enough, of a clock that has run for two months.
+    late = 5e12
+    assert bad_nesting([host("a", late + 0.25, 10.003), host("b", late + 10.0, 0.253)]) == []
+    assert len(bad_nesting([host("a", late + 0.25, 10.003), host("b", late + 10.0, 0.254)])) == 1
+    apart = separate_overlaps([kernel("a", late + 0.25, 10.003, 1), kernel("b", late + 10.252, 1, 2), kernel("c", late + 20.0, 1, 3)])
+    assert bad_nesting(apart) == [] and [e["tid"] for e in apart if e["ph"] == "X"] == [7, 1_000_007, 7]
 
 
 def test_a_trace_is_kept_below_its_limit(tmp_path, monkeypatch):
@@ -209,26 +331,82 @@ def test_a_real_trace_holds_the_expected_slices(real):
     assert result["unprofiled_us"] > 0
 
 
-def test_perfettos_own_trace_processor_reads_it(real):
-    perfetto = pytest.importorskip("perfetto.trace_processor", reason="pip install perfetto")
+def perfetto_reads(path):
+    """What Perfetto's own trace processor finds: (how many slices of each name, its errors as (name, count)).
+
+    Its binary is $TRACE_PROCESSOR_SHELL, or `trace_processor_shell` on the PATH, or what the package downloads.
+    """
+    pytest.importorskip("perfetto.trace_processor", reason="pip install perfetto")
+    binary = os.environ.get("TRACE_PROCESSOR_SHELL") or shutil.which("trace_processor_shell")
     # Apart, since a failed download leaves a thread behind.
     code = (
-        "import sys; from perfetto.trace_processor import TraceProcessor\n"
-        "with TraceProcessor(trace=sys.argv[1]) as tp:\n"
+        "import json, sys; from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig\n"
+        "with TraceProcessor(trace=sys.argv[1], config=TraceProcessorConfig(bin_path=sys.argv[2] or None)) as tp:\n"
         "    rows = tp.query('select name, count(*) as n from slice group by name')\n"
         "    names = {r.name: r.n for r in rows}\n"
         "    errors = [(r.name, r.value) for r in tp.query(\"select name, value from stats where severity = 'error' and value > 0\")]\n"
-        "print(names.get('attention_decode [native]', 0), names.get('layer 0', 0), errors)"
+        "print(json.dumps([names, errors]))"
     )
+    command = [sys.executable, "-c", code, str(path), binary or ""]
     try:
-        done = subprocess.run([sys.executable, "-c", code, str(real[1])], capture_output=True, text=True, timeout=90)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     except subprocess.TimeoutExpired:
-        pytest.skip("perfetto's trace processor, which the package downloads, did not come")
-    if done.returncode and any(
-        w in done.stderr for w in ("URLError", "urlopen", "HTTPError", "Connection", "download")
-    ):
+        if binary is None:
+            pytest.skip("perfetto's trace processor, which the package downloads, did not come")
+        raise
+    if binary is None and any(w in done.stderr for w in ("URLError", "urlopen", "HTTPError", "Connection", "download")):
         pytest.skip("perfetto's trace processor, which the package downloads, could not be fetched here")
     assert done.returncode == 0, done.stderr[-2000:]
-    decodes, layers, errors = done.stdout.strip().split(" ", 2)
-    assert int(decodes) >= 12 and int(layers) >= 7 and errors == "[]"
-    assert perfetto is not None
+    return json.loads(done.stdout)
+
+
+def test_perfettos_own_trace_processor_reads_it(real):
+    slices, errors = perfetto_reads(real[1])
+    assert slices["attention_decode [native]"] >= 12 and slices["layer 0"] >= 7 and errors == []
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory):
+    """Four layers of Qwen3-0.6B as they run and without graphs: both traces, and both together in a file."""
+    folder = tmp_path_factory.mktemp("profile")
+    config = {**PRESETS["qwen3-0.6b"], "num_hidden_layers": 4}
+    (folder / "config.json").write_text(json.dumps(config))  # all that random weights need
+    job = Job("nanovllm", "custom", str(folder), (Workload("w", 1, 128, 64),), config=config, trace=str(folder / "a.json"))
+    results, traces = [], []
+    for eager in (False, True):
+        options = {"gpu_memory_utilization": 0.3, **({"enforce_eager": True} if eager else {})}
+        results.append(profile(dataclasses.replace(job, options=options), LLM))
+        traces.append(json.loads((folder / "a.json").read_text()))
+    write_trace(merge(traces, ["as it runs", "without graphs"]), folder / "both.json")
+    return results, [Trace(t["traceEvents"]) for t in traces], folder / "both.json"
+
+
+@pytest.mark.gpu
+def test_viewers_can_draw_the_trace_of_a_gpu(on_gpu):
+    events = json.loads(on_gpu[2].read_text())["traceEvents"]
+    assert bad_nesting(events) == []
+    kernels = {(e["pid"], e["tid"], e["ts"]) for e in events if e.get("cat") == "kernel"}
+    streams = {(pid, tid) for pid, tid, _ in kernels}
+    ends = [e for e in events if e.get("ph") == "f" and (e["pid"], e["tid"]) in streams]
+    assert len(ends) > 100 and sum((e["pid"], e["tid"], e["ts"]) in kernels for e in ends) > 0.9 * len(ends)
+
+
+@pytest.mark.gpu
+def test_perfettos_own_trace_processor_reads_the_trace_of_a_gpu(on_gpu):
+    slices, errors = perfetto_reads(on_gpu[2])
+    assert slices["layer 0"] >= 7 and errors == []
+
+
+@pytest.mark.gpu
+def test_times_of_a_gpu_add_up_and_none_beats_the_limit(on_gpu):
+    (as_run, named), traces, _ = on_gpu
+    p = summarize(*traces, as_run, named["costs"], rates(torch.device("cuda"), refresh=True), "w", "l", "qwen3-0.6b")
+    for phase in p.phases():
+        (step,) = [s for s in p.steps if s.phase == phase]
+        ops = [o for o in p.ops if o.phase == phase]
+        assert sum(o.device_us for o in ops) == pytest.approx(step.device_us, rel=1e-3) and step.device_us <= step.wall_us * 1.001
+        assert sum(k.us for k in p.kernels if k.phase == phase) == pytest.approx(step.device_us, rel=1e-3)
+        # Nearly all of it has an op, the head among them.
+        assert sum(o.device_us for o in ops if o.op == "no op") < 0.2 * step.device_us
+        assert [o.device_us > 20 for o in ops if o.module == "lm_head"] == [True]
+    assert over_limit(p) == []
