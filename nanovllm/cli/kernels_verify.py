@@ -67,7 +67,7 @@ def verify(
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        _print_rows(rows, failures, f"{device_name(where)}, seed {seed}")
+        _print_rows(rows, failures, device_name(where))
     if failures:
         raise typer.Exit(1)
 
