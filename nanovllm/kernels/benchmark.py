@@ -128,7 +128,7 @@ def copies(device: torch.device) -> list[Callable[[torch.Tensor, torch.Tensor], 
     """Functions of (target, source), contiguous and aligned to 16 bytes, that copy; the fastest is what others are compared with.
 
     Kernels of our own, launched as our elementwise ops are; `copy_` only where Triton does not run: in a CUDA graph it is a node of the
-    driver's, which takes 1.4 to 1.6 times as long for some sizes as for others beside them.
+    driver's, which takes 1.3 to 1.6 times as long for some sizes as for others beside them.
     """
     if triton_support(device) is not None:
         return [torch.Tensor.copy_]

@@ -111,7 +111,7 @@ def test_a_copy_is_timed_once_for_each_size():
     assert 0.5 < (512 << 20) / large / copy_bandwidth(device) < 1.1
 
 
-# Some of each size were 1.4 to 1.6 times as long as the others when a copy was a node of the driver's.
+# Some of each size were 1.3 to 1.6 times as long as the others when a copy was a node of the driver's.
 SIZES = [
     19448320, 22282240, 33556480, 33562624, 33570816, 33685504, 49909760, 50335744, 67108864, 77793280, 83896320, 134217728,
     155586560, 201326592, 312143872, 335675392, 536870912, 536879104, 603979776, 840957952, 1073741824, 1080557568,
