@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -94,11 +95,26 @@ def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
         "@softmax.provider('right')\ndef right(x):\n    return x.softmax(-1)\n\n"
         "@softmax.provider('wrong')\ndef wrong(x):\n    return x.exp() / x.exp().sum(-1, keepdim=True)\n"
     )
-    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(plugin), "--json")
+    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(plugin), "--json", "--seed", "0")
     rows = {r["provider"]: r for r in json.loads(done.stdout)}
     assert done.returncode == 1 and not rows["right"]["failures"] and rows["native"]["cases"] > 50
     assert any("scale 50" in f for f in rows["wrong"]["failures"])
-    assert run_here("kernels", "verify", "softmax", "--provider", "native").returncode == 0
+    assert run_here("kernels", "verify", "softmax", "--provider", "native", "--seed", "0").returncode == 0
+
+
+def test_kernels_verify_prints_the_seed_it_drew(monkeypatch):
+    """And with it draws the same inputs again; by several processes too."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # it stays in this process
+    command = "kernels", "verify", "softmax", "--provider", "native", "--quick", "--json"
+    first, second = run_here(*command), run_here(*command)
+    (seed,), (other,) = (re.findall(r"^inputs of --seed (\d+)$", done.stderr, re.M) for done in (first, second))
+    assert seed != other and first.stdout != second.stdout
+    (row,) = json.loads(first.stdout)
+    assert row["seed"] == int(seed) and row["cases"] == 21 and not row["failures"]
+    assert run_here(*command, "--seed", seed, "--jobs", "2").stdout == first.stdout
+    assert "inputs of --seed 7\n" in run_here(*command, "--seed", "7").stderr
+    done = run_here(*command, "--jobs", "0")
+    assert done.returncode and "--jobs" in done.stderr
 
 
 def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path, monkeypatch, capsys):

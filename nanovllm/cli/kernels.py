@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +14,6 @@ from nanovllm.cli.kernels_common import (
     Json,
     OpName,
     Plugins,
-    Providers,
     device_name,
     dtype_of,
     matching,
@@ -26,8 +22,8 @@ from nanovllm.cli.kernels_common import (
     prepare,
     print_table,
     shape_of,
-    with_provider,
 )
+from nanovllm.cli.kernels_verify import verify
 
 if TYPE_CHECKING:
     import torch
@@ -106,74 +102,7 @@ def why(
     print_table(table)
 
 
-@app.command()
-def verify(
-    op: OpName = None,
-    provider: Providers = None,
-    device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    kernel_plugin: Plugins = None,
-    as_json: Json = False,
-) -> None:
-    """Compare every provider with the reference in float64, on every kind of input. Fails if one is wrong.
-
-    Without a GPU, Triton kernels run in Triton's interpreter, on small shapes.
-    """
-    from nanovllm.kernels.verify import verify_op
-
-    if device in ("auto", "cpu") and _interpret_instead():
-        return
-    where, ops, _ = prepare(device, kernel_plugin)
-    rows = []
-    for declared in with_provider(matching(ops, op), provider):
-        if declared.inputs is None:
-            rows.append({"op": declared.name, "provider": "", "reason": "declares no inputs"})
-            continue
-        for name, candidate in declared.providers.items():
-            if provider and name not in provider:
-                continue
-            reason = candidate.support(where)
-            row: dict[str, Any] = {"op": declared.name, "provider": name, "reason": reason}
-            if reason is None:
-                verdicts = verify_op(declared, candidate, where, seed=seed)
-                failed = [v for v in verdicts if v.failure]
-                row |= {
-                    "cases": sum(v.skipped is None for v in verdicts),
-                    "skipped": sum(v.skipped is not None for v in verdicts),
-                    "worst_error_over_tolerance": max((v.error for v in verdicts), default=0.0),
-                    "failures": [f"{v.case}: {v.failure}" for v in failed],
-                }
-            rows.append(row)
-    failures = [f"{r['op']}, {r['provider']}: {f}" for r in rows for f in r.get("failures", ())]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-    else:
-        table = new_table(
-            "op", "provider", "cases", "not taken", "worst error / tolerance", "verdict", title=device_name(where)
-        )
-        for r in rows:
-            if r["reason"] is not None:
-                table.add_row(r["op"], r["provider"], "", "", "", r["reason"])
-            else:
-                verdict = "right" if r["cases"] else "nothing to compare: it took none of the cases"
-                verdict = f"[red]{len(r['failures'])} wrong[/]" if r["failures"] else verdict
-                table.add_row(
-                    r["op"],
-                    r["provider"],
-                    str(r["cases"]),
-                    str(r["skipped"]),
-                    f"{r['worst_error_over_tolerance']:.2f}",
-                    verdict,
-                )
-        print_table(table)
-        for failure in failures[:40]:
-            print(failure)
-        if len(failures) > 40:
-            print(f"and {len(failures) - 40} more; --json has all")
-    if failures:
-        raise typer.Exit(1)
-
-
+app.command()(verify)
 app.command()(bench)
 
 
@@ -208,20 +137,3 @@ def _provider_rows(declared: Op, where: torch.device, plugins: Any) -> list[dict
         for p in declared.providers.values()
     ]
     return sorted(rows, key=lambda r: (r["rank"] is None, r["rank"]))
-
-
-def _interpret_instead() -> bool:
-    """Without a GPU, run this command again with Triton's interpreter, which is chosen when Triton is imported."""
-    import importlib.util
-
-    import torch
-
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" or not importlib.util.find_spec("triton"):
-        return False
-    print("No CUDA device: Triton kernels run in Triton's interpreter, on small shapes.", file=sys.stderr)
-    # NumPy, which computes there, warns of overflows that a GPU passes over in silence.
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "nanovllm", *sys.argv[1:]]
-    code = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
-    if code:
-        raise typer.Exit(code)
-    return True

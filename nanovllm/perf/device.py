@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.benchmark import copies, time_in_graph
 from nanovllm.kernels.versions import versions
 
 _MIB = 2**20
@@ -157,7 +158,10 @@ def _measure_cuda(device: torch.device, name: str, dtypes: tuple[str, ...]) -> R
     free = torch.cuda.mem_get_info(device)[0]
     num_bytes = min(4 * 2**30, free // 4) // 4096 * 4096
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    copy = 2 * source.nbytes / _least_cuda(functools.partial(torch.empty_like(source).copy_, source))
+    target = torch.empty_like(source)
+    ways = [functools.partial(way, target, source) for way in (torch.Tensor.copy_, *copies(device))]
+    copy = 2 * source.nbytes / min(_least_cuda(way) for way in ways)
+    del target, ways
     reads = [source.sum, source.view(-1, 4096).amax]
     times = [_least_cuda(call) for call in reads]
     cache_bandwidth = 0.0
@@ -203,8 +207,6 @@ def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
 
 
 def _kernel_seconds(device: torch.device) -> float:
-    from nanovllm.kernels.benchmark import time_in_graph
-
     x = torch.zeros(1, device=device)
     return time_in_graph([x.zero_] * 200).median
 

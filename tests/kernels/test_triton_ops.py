@@ -28,6 +28,7 @@ from nanovllm.kernels.ops.norm import rms_norm as native_rms_norm  # noqa: E402
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rope  # noqa: E402
 from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding  # noqa: E402
 from nanovllm.kernels.ops.sample import philox  # noqa: E402
+from nanovllm.kernels.triton_ops.copy import CopyPlan, copy, copy_plans  # noqa: E402
 from tests.interpreter import check_interpreted  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -670,6 +671,36 @@ def test_quickened_reductions_keep_the_order_of_elements(axis, keep):
     out = torch.empty(2 * len(first), dtype=torch.int64)
     _chains[(1,)](out, a, b, axis, keep, 4, 8)
     assert torch.equal(out, torch.cat([first, second]))
+
+
+# --------------------------------------------------------------------------------------------------------------- a copy
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 15, 16, 17, 4096, 8192, 3 * 8192 + 16, 100003])
+def test_copy(num_bytes):
+    """All bytes and no more: odd sizes, sizes of less than a load, of whole programs, and one load beyond them."""
+    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for plan in (*copy_plans(torch.device(DEVICE)), CopyPlan(1, 8, False, stream=True)):
+        target = torch.full((num_bytes + 100,), 77, dtype=torch.int8, device=DEVICE)
+        copy(target[:num_bytes], source, plan)
+        assert torch.equal(target[:num_bytes], source) and bool((target[num_bytes:] == 77).all()), plan
+
+
+def test_copy_of_other_dtypes():
+    source = randn(5, 7, dtype=torch.float32)
+    target = torch.zeros_like(source)
+    copy(target, source, CopyPlan(2, 4, False))
+    assert torch.equal(target, source)
+
+
+def test_copy_says_what_it_does_not_take():
+    x = torch.zeros(64, dtype=torch.int8, device=DEVICE)
+    plan = CopyPlan(1, 4, False)
+    for wrong in (x[1:33], x[:48], x[::2]):
+        with pytest.raises(ValueError, match="^target: expected 32 contiguous bytes, aligned to 16"):
+            copy(wrong, x[:32], plan)
+    with pytest.raises(ValueError, match="^source: "):
+        copy(x[:32], x[1:33], plan)
 
 
 # ------------------------------------------------------------------------------------------------- where there is no GPU

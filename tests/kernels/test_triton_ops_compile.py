@@ -22,6 +22,7 @@ if triton.knobs.runtime.interpret:
 
 import nanovllm.kernels.triton_ops as ops  # noqa: E402
 from nanovllm.kernels.triton_ops import _launch  # noqa: E402
+from nanovllm.kernels.triton_ops import copy as copying  # noqa: E402
 from nanovllm.kernels.triton_ops.sampling_advance import advance_rows  # noqa: E402
 
 CAPABILITIES = [80, 90, 100]
@@ -269,6 +270,24 @@ def dependent_cases(tensor):
     yield "embedding", False, lambda: ops.embedding(torch.zeros(32, dtype=torch.int64), t(1000, 1024))
     yield "sample", False, lambda: ops.sample(*sampling_arguments(1, torch.bfloat16, 0, 0, 0))
     yield "advance_rows", False, advance
+
+
+def test_a_copy_loads_and_stores_16_bytes_at_a_time(monkeypatch):
+    """Of odd sizes too, but for their last bytes; all loads before the first store. Early ones wait before they load."""
+    monkeypatch.setattr(copying, "has_dependent_launch", lambda device: True)
+    plans = copying.copy_plans(torch.device("cpu"))
+    assert len({plan.early for plan in plans}) == 2
+    for plan in plans:
+        for num_bytes in (1 << 20, (1 << 20) + 3):
+            a, b = (torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2))
+            ((_, kernel, args, options),) = launches_of([(str(plan), lambda a=a, b=b, plan=plan: copying.copy(b, a, plan))])
+            assert options["launch_pdl"] == plan.early
+            ptx = compiled(kernel, args, options, 90).asm["ptx"]
+            wide = re.findall(r"(ld|st)\.global\.v4\.b32", ptx)
+            assert wide == ["ld"] * plan.loads + ["st"] * plan.loads, plan
+            assert len(re.findall(r"(?:ld|st)\.global", ptx)) - len(wide) == (2 if num_bytes % 16 else 0), plan
+            before = ptx[: ptx.index("ld.global")]
+            assert ("griddepcontrol.wait" in before) == ("griddepcontrol.launch_dependents" in before) == plan.early
 
 
 def advance():

@@ -1,0 +1,133 @@
+"""`nanovllm kernels verify`: is every provider right?"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanovllm.cli.kernels_common import (
+    Device,
+    Json,
+    OpName,
+    Plugins,
+    Providers,
+    device_name,
+    matching,
+    new_table,
+    prepare,
+    print_table,
+    with_provider,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.kernels.verify import Verdict
+
+
+def verify(
+    op: OpName = None,
+    provider: Providers = None,
+    device: Device = "auto",
+    seed: Annotated[int | None, typer.Option(help="Of the random inputs; if left out, a random one, which is printed.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only small shapes, once in each dtype: for compute-sanitizer.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
+    kernel_plugin: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Compare every provider with the reference in float64, on every kind of input. Fails if one is wrong.
+
+    Without a GPU, Triton kernels run in Triton's interpreter, on small shapes.
+    """
+    if device in ("auto", "cpu") and _interpret_instead():
+        return
+    where, ops, _ = prepare(device, kernel_plugin)
+    seed = secrets.randbelow(1 << 31) if seed is None else seed
+    print(f"inputs of --seed {seed}", file=sys.stderr)
+    rows: list[dict[str, Any]] = []
+    for declared in with_provider(matching(ops, op), provider):
+        if declared.inputs is None:
+            rows.append({"op": declared.name, "provider": "", "reason": "declares no inputs"})
+            continue
+        for name, candidate in declared.providers.items():
+            if not provider or name in provider:
+                rows.append({"op": declared.name, "provider": name, "reason": candidate.support(where)})
+    pairs = [(r["op"], r["provider"]) for r in rows if r["reason"] is None]
+    verdicts = _verdicts(pairs, where, kernel_plugin or [], seed, quick, jobs)
+    for row in rows:
+        if row["reason"] is None:
+            row |= _summary(verdicts[row["op"], row["provider"]], seed)
+    failures = [f"{r['op']}, {r['provider']}: {f}" for r in rows for f in r.get("failures", ())]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _print_rows(rows, failures, device_name(where))
+    if failures:
+        raise typer.Exit(1)
+
+
+def _verdicts(
+    pairs: list[tuple[str, str]], where: torch.device, plugins: list[str], seed: int, quick: bool, jobs: int
+) -> dict[tuple[str, str], list[Verdict]]:
+    """Of each op and provider, in the order of the op's cases."""
+    from nanovllm.kernels import all_ops
+    from nanovllm.kernels.verify import verify_op
+    from nanovllm.kernels.verify_jobs import verify_in_processes
+
+    ops = all_ops()
+    if jobs > 1:
+        named = {op: ops[op] for op, _ in pairs}
+        return verify_in_processes(list(named.values()), pairs, where, plugins, seed, quick, jobs)
+    return {
+        (op, name): verify_op(ops[op], ops[op].providers[name], where, seed=seed, quick=quick) for op, name in pairs
+    }
+
+
+def _summary(verdicts: list[Verdict], seed: int) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "cases": sum(v.skipped is None for v in verdicts),
+        "skipped": sum(v.skipped is not None for v in verdicts),
+        "worst_error_over_tolerance": max((v.error for v in verdicts), default=0.0),
+        "failures": [f"{v.case}: {v.failure}" for v in verdicts if v.failure],
+    }
+
+
+def _print_rows(rows: list[dict[str, Any]], failures: list[str], title: str) -> None:
+    table = new_table("op", "provider", "cases", "not taken", "worst error / tolerance", "verdict", title=title)
+    for r in rows:
+        if r["reason"] is not None:
+            table.add_row(r["op"], r["provider"], "", "", "", r["reason"])
+            continue
+        verdict = "right" if r["cases"] else "nothing to compare: it took none of the cases"
+        verdict = f"[red]{len(r['failures'])} wrong[/]" if r["failures"] else verdict
+        worst = f"{r['worst_error_over_tolerance']:.2f}"
+        table.add_row(r["op"], r["provider"], str(r["cases"]), str(r["skipped"]), worst, verdict)
+    print_table(table)
+    for failure in failures[:40]:
+        print(failure)
+    if len(failures) > 40:
+        print(f"and {len(failures) - 40} more; --json has all")
+
+
+def _interpret_instead() -> bool:
+    """Without a GPU, run this command again with Triton's interpreter, which is chosen when Triton is imported."""
+    import importlib.util
+
+    import torch
+
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" or not importlib.util.find_spec("triton"):
+        return False
+    print("No CUDA device: Triton kernels run in Triton's interpreter, on small shapes.", file=sys.stderr)
+    # NumPy, which computes there, warns of overflows that a GPU passes over in silence.
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "nanovllm", *sys.argv[1:]]
+    code = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
+    if code:
+        raise typer.Exit(code)
+    return True

@@ -1,0 +1,153 @@
+"""`verify` by several processes: what one process finds, whatever happens to those of several."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.kernels import Provider, all_ops
+from nanovllm.kernels.plugins import load_plugins
+from nanovllm.kernels.verify import Verdict, cases, lacks_memory, verify_case, verify_op
+from nanovllm.kernels.verify_jobs import shares, verify_in_processes
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+OP = """
+import multiprocessing
+import os
+import signal
+import time
+import torch
+from nanovllm.kernels import Cost, Inputs, op
+
+WORKER = multiprocessing.parent_process() is not None
+{begin}
+
+@op(
+    arguments={{"x": "[..., n]"}},
+    inputs=Inputs(lambda t, rows, size: {{"x": t.normal(rows, size)}}, small=[(2, 3), (1, 1), (4, 40)], scales=()),
+    cost=lambda x: Cost(2 * x.nbytes),
+)
+def {name}(x: torch.Tensor) -> torch.Tensor:
+    '''Thrice x.'''
+    return 3 * x
+
+@{name}.provider("other")
+def other(x):
+    {other}
+    return x + x + x
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """Declare an op whose provider `other` begins as given; (op, path). It is declared in this process only once."""
+
+    def write(name, other="pass", begin=""):
+        path = tmp_path / f"{name}.py"
+        path.write_text(OP.format(name=name, other=other, begin=begin))
+        load_plugins([str(path)])
+        return all_ops()[name], str(path)
+
+    yield write
+
+
+def in_processes(declared, path, jobs=2, quick=True):
+    pairs = [(declared.name, provider) for provider in declared.providers]
+    found = verify_in_processes([declared], pairs, CPU, [path], seed=4, quick=quick, jobs=jobs)
+    return {provider: found[declared.name, provider] for provider in declared.providers}
+
+
+def test_several_find_what_one_finds(plugin):
+    declared, path = plugin("thrice", "x = x.clone(); x[-1:, 2:3] += x[-1:, 2:3] * (len(x) == 4)")
+    found = in_processes(declared, path, quick=False)
+    for name, provider in declared.providers.items():
+        assert found[name] == verify_op(declared, provider, CPU, seed=4)
+    failures = [v for v in found["other"] if v.failure]
+    assert 0 < len(failures) < len(found["other"]) and {v.case.shape for v in failures} == {(4, 40)}
+    assert not [v for v in found["native"] if v.failure]
+
+
+def test_who_dies_in_a_case_has_failed_it_and_no_other(plugin):
+    dies = "WORKER and x.dtype == torch.float16 and x.shape[-1] == 3 and os.kill(os.getpid(), signal.SIGKILL)"
+    declared, path = plugin("thrice_dying", dies)
+    found = in_processes(declared, path)
+    assert not [v for v in found["native"] if v.failure] and len(found["native"]) == len(found["other"])
+    failed = [v for v in found["other"] if v.failure]
+    assert {(v.case.shape, v.case.dtype) for v in failed} == {((2, 3), torch.float16)} and len(failed) == 1
+    assert {v.failure for v in failed} == {"the process ended by signal 9"}
+
+
+def test_what_lacks_memory_beside_others_is_verified_again_alone(plugin, tmp_path):
+    lacks = f"WORKER and open({str(tmp_path / 'tried')!r}, 'a').write('x') and (_ for _ in ()).throw(torch.OutOfMemoryError('no'))"
+    declared, path = plugin("thrice_large", lacks)
+    found = in_processes(declared, path)
+    assert not [v for v in found["other"] if v.failure]
+    assert len((tmp_path / "tried").read_text()) == len(found["other"])
+
+
+def test_memory_that_the_reference_lacks_is_a_failure(plugin):
+    declared, _ = plugin("thrice_larger")
+    case = next(cases(declared, False))
+    greedy = Provider("greedy", lambda x: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    assert lacks_memory(verify_case(declared, greedy, CPU, case))
+    assert not lacks_memory(Verdict(case)) and not lacks_memory(Verdict(case, failure="ValueError: no"))
+
+
+def test_a_process_that_cannot_begin_is_an_error(plugin):
+    declared, path = plugin("thrice_late", begin="WORKER and os._exit(5)")
+    with pytest.raises(RuntimeError, match="ended with code 5 before it began"):
+        in_processes(declared, path)
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 3, 7])
+def test_shares(jobs):
+    ops = {name: all_ops()[name] for name in ("softmax", "rms_norm", "fused_activation")}
+    of_op = {name: list(cases(declared, True)) for name, declared in ops.items()}
+    pairs = [(name, provider) for name, declared in ops.items() for provider in declared.providers]
+    dealt = shares(of_op, pairs, jobs)
+    assert len(dealt) == jobs and Counter(task for tasks in dealt for task in tasks) == Counter(
+        (op, provider, i) for op, provider in pairs for i in range(len(of_op[op]))
+    )
+    mine = [{(op, p, of_op[op][i].shape, of_op[op][i].dtype) for op, p, i in tasks} for tasks in dealt]
+    assert sum(map(len, mine)) == len(set().union(*mine))  # whoever has one case of a shape and dtype has all
+    counts = [len(tasks) for tasks in dealt]
+    assert max(counts) < 1.3 * min(counts)
+
+
+def test_quick_is_each_dtype_and_small_shape_once():
+    for declared in all_ops().values():
+        if declared.inputs is None:
+            continue
+        quick, inputs = list(cases(declared, True, seed=9, quick=True)), declared.inputs
+        assert Counter((c.dtype, c.shape) for c in quick) == Counter((d, s) for d in inputs.dtypes for s in inputs.small)
+        assert {c.strided for c in quick} == {False, True} and {c.seed for c in quick} == {9}
+        assert all(any(c.variant == v for c in quick) for v in inputs.variants) or len(inputs.variants) > len(quick)
+
+
+def test_ctrl_c_ends_all(plugin, tmp_path):
+    started = f"WORKER and (open({str(tmp_path)!r} + f'/pid{{os.getpid()}}', 'w').close(), time.sleep(100))"
+    _, path = plugin("thrice_slow", started)
+    command = [sys.executable, "-m", "nanovllm", "kernels", "verify", "thrice_slow", "--provider", "other", "--jobs", "2",
+               "--kernel-plugin", path]  # fmt: skip
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # so that it does not call itself once more
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 100
+    while len(list(tmp_path.glob("pid*"))) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode != 0 and "Traceback" not in said, said
+    for path in tmp_path.glob("pid*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.name.removeprefix("pid")), 0)

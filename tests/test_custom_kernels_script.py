@@ -1,0 +1,29 @@
+"""What `test_custom_kernels.py` prints beside its measurements, which need a GPU."""
+
+import torch
+
+import test_custom_kernels as script
+from nanovllm.kernels.benchmark import Timing
+from nanovllm.kernels.compare import Measurement
+from nanovllm.kernels.verify import Case
+
+
+def measured(shape, num_bytes, seconds=1e-6, provider="triton"):
+    timing = None if seconds is None else Timing(seconds, seconds, seconds)
+    return Measurement(
+        "rms_norm", provider, Case(shape, torch.bfloat16), timing, bytes=num_bytes, peak_bytes=None if timing is None else num_bytes
+    )
+
+
+def test_the_largest_shape_is_the_one_with_the_most_bytes(capsys):
+    results = [
+        measured((1, 1024), 6, 1e-6), measured((16384, 4096), 900, 71e-6), measured((4096, 5120), 300, 25e-6),
+        measured((99999, 1), 0, None), measured((1, 1024), 6, 1e-6, "native"), measured((16384, 4096), 900, 142e-6, "native"),
+    ]  # fmt: skip
+    largest = script.of_the_largest_shape(results)
+    assert {k: m.case.shape for k, m in largest.items()} == {("rms_norm", p): (16384, 4096) for p in ("triton", "native")}
+    script.peak_memory(results)
+    assert capsys.readouterr().out.count("16384x4096") == 2
+    script.summary({("rms_norm", "triton"): "right"}, results)
+    printed = capsys.readouterr().out
+    assert "71.0" in printed and "2.00" in printed and "25.0" not in printed
