@@ -77,11 +77,17 @@ class Run:
 
     seconds: float
     requests: list[RequestTimes]
+    gaps: list[float] | None = None
+    """Between the tokens of all requests, from an engine that does not say whose they are."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """The figures of one run. Times in seconds; None where the engine does not tell or there is nothing to tell."""
+    """The figures of one run. Times in seconds; None where the engine does not tell or there is nothing to tell.
+
+    `itl_p50` and `itl_p99` are of the times between two tokens, of all requests. Of an engine that tells only a request's mean,
+    `itl_p50` is the median of the means and `itl_p99` None: means have no slow tokens.
+    """
 
     seconds: float
     output_tokens: int
@@ -105,10 +111,15 @@ class Repeat:
     def of(cls, run: Run, num_prompt_tokens: int, work_bytes: int, work_flops: int) -> Repeat:
         output = sum(r.num_output for r in run.requests)
         first = [r.first_token for r in run.requests if r.first_token is not None]
-        each = [g for r in run.requests for g in (r.gaps if r.gaps is not None else [r.mean_gap]) if g is not None]
+        if run.gaps is not None:
+            each, only_means = run.gaps, False
+        else:
+            several = [r for r in run.requests if r.num_output > 1]
+            only_means = any(r.gaps is None for r in several)
+            each = [g for r in several for g in ([r.mean_gap] if only_means else r.gaps) if g is not None]
         return cls(
             run.seconds, output, output + num_prompt_tokens, percentile(first, 50), percentile(first, 99),
-            percentile(each, 50), percentile(each, 99), work_bytes, work_flops,
+            percentile(each, 50), None if only_means else percentile(each, 99), work_bytes, work_flops,
         )  # fmt: skip
 
 
