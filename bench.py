@@ -9,7 +9,8 @@
     python bench.py --save; python bench.py --history; python bench.py --check
     python bench.py --tables docs/performance.md        # put the kept results between the file's markers
 
-Each configuration runs in a process of its own. A profile of the first workload follows, apart from the timed runs, in
+Each configuration runs in a process of its own, and so does the measurement of the device's rates, before them and after.
+`--limit SECONDS` ends a row that takes longer. A profile of the first workload follows, apart from the timed runs, in
 `profiles/`: a trace for ui.perfetto.dev, a report as text, and one as a page. `--no-profile` leaves it out.
 """
 
@@ -41,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--rate", type=float, help="requests a second that arrive at random, for your own load")
     load.add_argument("--repeat", type=int, default=3, help="timed runs of each workload")
     load.add_argument("--warmup", type=int, default=1, help="runs before them that do not count")
+    load.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="a row ends after so long, loading apart, with the repeats that it has or with that reason"
+    )
     load.add_argument("--seed", type=int, default=0)
     how = p.add_argument_group("the engine")
     how.add_argument("--engine", default="nanovllm", help=f"any of {','.join(ENGINES)}")
@@ -77,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    from nanovllm.perf import launcher, session
+    from nanovllm.perf import kept, launcher, session
 
     if args.worker is not None:
         from nanovllm import LLM
@@ -88,11 +92,18 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is written
     try:
         if args.history:
-            return session.history(args)
+            return kept.history(args)
         if args.report:
-            return session.report(args)
+            return kept.report(args)
         if args.tables:
-            return session.tables(args)
+            return kept.tables(args)
+        for option, value in (("--model", args.model), ("--preset", args.preset)):
+            if value == "":
+                raise ValueError(f"{option} '': names nothing; leave it out, or name one")
+        if args.model and args.preset:
+            raise ValueError(
+                f"--model {args.model} and --preset {args.preset}: one has weights of its own, the other random ones; leave one of them out"
+            )
         if args.preset:
             from nanovllm.models.presets import preset
 

@@ -1,5 +1,6 @@
 """`bench.py` as a user runs it, on a tiny model and a CPU."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import all_ops
+from nanovllm.perf import device, results, session
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +38,19 @@ def model(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def measured_once():
+    return functools.cache(device.measure)
+
+
 @pytest.fixture
-def run(model, tmp_path, capfd):
+def quick_rates(measured_once, monkeypatch):
+    """This machine's rates, measured once for all tests that run bench.py within this process."""
+    monkeypatch.setattr(device, "measure", measured_once)
+
+
+@pytest.fixture
+def run(model, tmp_path, capfd, quick_rates):
     """bench.py within this process: (exit code, standard output, the JSON record)."""
 
     def call(*arguments, profile=False):
@@ -140,7 +153,8 @@ def test_peers(run):
         assert vllm["error"] == "vllm is not installed; pip install vllm" and vllm["error"] in out
 
 
-def test_a_preset_needs_no_files(tmp_path, capfd, monkeypatch):
+@pytest.fixture
+def small_preset(monkeypatch):
     from nanovllm.models import presets
 
     small = {
@@ -151,6 +165,9 @@ def test_a_preset_needs_no_files(tmp_path, capfd, monkeypatch):
         "vocab_size": 300,
     }
     monkeypatch.setitem(presets.PRESETS, "qwen3-0.6b", small)
+
+
+def test_a_preset_needs_no_files(tmp_path, small_preset, quick_rates):
     common = [
         "--preset",
         "qwen3-0.6b",
@@ -166,6 +183,127 @@ def test_a_preset_needs_no_files(tmp_path, capfd, monkeypatch):
     assert bench.main([*common, *SMALL, "--json", str(tmp_path / "j.json")]) == 0
     ours, theirs = json.loads((tmp_path / "j.json").read_text())["rows"]
     assert ours["model"] == "qwen3-0.6b" and ours["error"] is None and theirs["error"] is None
+
+
+def test_a_presets_dtype_has_a_measured_limit(tmp_path, small_preset, quick_rates):
+    arguments = ["--preset", "qwen3-0.6b", "--device", "cpu", "--in-process", "--no-profile", *SMALL]
+    assert bench.main([*arguments, "--json", str(tmp_path / "j.json")]) == 0
+    record = json.loads((tmp_path / "j.json").read_text())
+    (row,) = record["rows"]
+    assert row["about"]["dtype"] == "bfloat16" and record["rates"]["matmul"]["bfloat16"] > 1e8 and row["mfu"] > 0
+
+
+def fake_rates(monkeypatch, *several):
+    """The device measures as (bandwidth, matmul rate), one after the other."""
+    left = list(several)
+
+    def measure(where, dtypes):
+        bandwidth, matmul = left.pop(0) if len(left) > 1 else left[0]
+        return device.Rates("cpu, fake", bandwidth, bandwidth, bandwidth, {"float32": matmul})
+
+    monkeypatch.setattr(device, "measure", measure)
+
+
+def test_a_row_above_the_limit_is_said(run, monkeypatch):
+    fake_rates(monkeypatch, (1.0, 1e18))
+    code, out, record = run(*SMALL)
+    assert code == 0 and record["rows"][0]["mbu"] > 1
+    assert re.search(r"custom: nanovllm custom is at [\d,.]+% of the limit, which cannot be", out)
+    assert "measured again" not in out
+
+
+def test_rates_are_measured_before_and_after_and_the_larger_count(run, monkeypatch):
+    fake_rates(monkeypatch, (1.0, 1e12), (1e18, 1.02e12))
+    code, out, record = run(*SMALL)
+    assert code == 0 and record["rates"]["bandwidth"] == 1e18 and record["rates"]["matmul"] == {"float32": 1.02e12}
+    assert 0 < record["rows"][0]["mbu"] < 1e-6 and "which cannot be" not in out
+    (line,) = [line for line in out.splitlines() if line.startswith("measured again")]
+    assert "1e+09 GB/s (before 1e-09)" in line and "TFLOP/s" not in line  # 2 % are noise
+
+
+def test_rates_of_another_dtype_are_not_made_up(run, monkeypatch):
+    monkeypatch.setattr(device, "measure", lambda where, dtypes: device.Rates("cpu, fake", 1e12, 1e12, 1e12, {"float16": 1e12}))
+    code, out, record = run(*SMALL)
+    assert code == 0 and record["rows"][0]["mfu"] is None and re.search(r"% +- +-\n", out)
+
+
+def test_rates_and_engines_have_processes_of_their_own(model, tmp_path, quick_rates):
+    """What measures the device has ended, and its memory with it, before an engine sizes its cache by what is free."""
+    from nanovllm import LLM
+    from nanovllm.perf import launcher
+
+    jobs = []
+    inner = launcher.in_process(LLM)
+
+    def launch(job, emit):
+        jobs.append(job.task)
+        if job.task == "profile":
+            raise launcher.WorkerDied("not needed here")
+        inner(job, emit)
+
+    args = bench.parser().parse_args(["--model", str(model), "--device", "cpu", "--workload", "tiny", "--repeat", "1",
+                                      "--profile-dir", str(tmp_path)])  # fmt: skip
+    assert session.Session(args, launch, ROOT).run() == 0
+    assert jobs == ["rates", "measure", "rates", "profile"]
+
+
+def test_slow_tokens_and_slow_first_tokens_are_printed(run):
+    _, out, record = run("--num-requests", "3", "--input-len", "6", "--output-len", "4", "--rate", "90", "--repeat", "1")
+    head, line = out.splitlines()[2:4]
+    (repeat,) = record["rows"][0]["repeats"]
+    for name, value in (("TTFT p99", repeat["ttft_p99"]), ("ITL p99", repeat["itl_p99"])):
+        assert line[: head.index(name) + len(name)].split()[-1] == f"{1e3 * value:,.2f}"
+
+
+def test_a_place_that_cannot_be_written_is_said_at_once(model, tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "bad" / "cpu").mkdir(parents=True)
+    (tmp_path / "bad" / "cpu" / "tiny.json").write_text("{")
+    for arguments, said in (
+        (["--json", str(tmp_path / "file" / "out.json")], "--json"),
+        (["--json", str(tmp_path)], "is a folder"),
+        (["--save", "--results", str(tmp_path / "file")], "--results"),
+        (["--save", "--results", str(tmp_path / "bad")], "is not a file of kept results"),
+        (["--profile", "--profile-dir", str(tmp_path / "file" / "x")], "--profile-dir"),
+    ):
+        common = ["--model", str(model), "--device", "cpu", "--in-process", "--workload", "tiny"]
+        assert bench.main([*common, *([] if "--profile" in arguments else ["--no-profile"]), *arguments]) == 2
+        captured = capfd.readouterr()
+        assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_what_was_measured_outlives_what_fails_after_it(run, tmp_path, monkeypatch, capfd):
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    from nanovllm.perf import profiling
+
+    monkeypatch.setattr(profiling, "profile_and_report", fail)
+    monkeypatch.setattr(results, "keep", fail)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(session.tempfile, "tempdir", None)
+    code, out, record = run(*SMALL, "--save", "--profile-dir", str(tmp_path / "p"), profile=True)
+    assert code == 1 and record["rows"][0]["error"] is None and "no profile: disk full" in out
+    (rescued,) = tmp_path.glob("bench-*.json")
+    assert f"written: {rescued}" in out and json.loads(rescued.read_text())["rows"] == record["rows"]
+
+    (tmp_path / "out.json").unlink()
+    take = session.Session._take_row
+
+    def take_and_fail(self, row):
+        take(self, row)
+        raise OSError("the terminal is gone")
+
+    monkeypatch.setattr(session.Session, "_take_row", take_and_fail)
+    code, out, record = run(*SMALL)
+    assert code == 1 and record["rows"][0]["error"] is None
+
+
+def test_a_time_limit_for_each_row(run):
+    code, out, record = run(*SMALL, "--limit", "0.0001")
+    assert code == 1 and record["rows"][0]["error"] == "stopped after 0.0001 s (--limit)"
+    code, out, record = run(*SMALL, "--limit", "600")
+    assert code == 0 and len(record["rows"][0]["repeats"]) == 2
 
 
 def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
@@ -199,7 +337,12 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
         (("--compare", "--no-use-custom-kernels"), "leave out --use-custom-kernels"),
         (("--workload", "bs1", "--rate", "3"), "choose poisson"),
         (("--kernels", "rms_norm"), "'rms_norm' is not of the form op=provider"),
-        (("--preset", "qwen3-0.6"), "did you mean 'qwen3-0.6b'"),
+        (("--engine", ""), "--engine '': names nothing; leave it out, or choose any of nanovllm, transformers, vllm"),
+        (("--engine", ","), "--engine ',': names nothing"),
+        (("--workload", ""), "--workload '': names nothing; leave it out, or choose any of bs1, bs8"),
+        (("--preset", "qwen3-0.6b"), "and --preset qwen3-0.6b: one has weights of its own, the other random ones; leave one"),
+        (("--preset", ""), "--preset '': names nothing"),
+        (("--limit", "0"), "--limit 0: expected seconds, above 0"),
         (("--device", "tpu"), "--device tpu: expected auto, cpu, cuda or cuda:N"),
         (("--device", "cuda:99"), "--device cuda:99: this machine has"),
     ],
@@ -208,6 +351,11 @@ def test_bad_input_is_one_line(model, capfd, arguments, said):
     assert bench.main(["--model", str(model), "--device", "cpu", "--in-process", "--no-profile", *arguments]) == 2
     captured = capfd.readouterr()
     assert captured.err.startswith("bench.py: ") and said in captured.err and captured.err.count("\n") == 1
+
+
+def test_an_unknown_preset_is_one_line(capfd):
+    assert bench.main(["--preset", "qwen3-0.6", "--in-process"]) == 2
+    assert "did you mean 'qwen3-0.6b'" in capfd.readouterr().err
 
 
 def test_what_the_engine_refuses_is_a_row(run):

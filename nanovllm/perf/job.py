@@ -11,7 +11,8 @@ from typing import Any
 from nanovllm.perf.workloads import Workload
 
 Emit = Callable[[str, Any], None]
-"""(kind, content) to whoever started the job: "rates", "started" (a workload), "row", "ops", "profile"."""
+"""(kind, content) to whoever started the job: "rates", "loading" (an engine), "started" (a workload), "row", "failed" (a row
+whose reason came as a surprise: what the process printed may say more), "ops", "profile"."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Job:
     """One engine in one configuration, and the workloads to run on it.
 
     Attributes:
-        task: "measure" the workloads; find the "ops" that the model calls; or "profile" the first workload.
+        task: "measure" the workloads; the device's "rates", which loads no engine; find the "ops" that the model calls; or
+            "profile" the first workload.
         engine: "nanovllm", "transformers" or "vllm".
         variant: what distinguishes this configuration in tables: "custom", "native", "no rms_norm", or "".
         model: a path, a hub id, or a preset's name.
@@ -38,8 +40,8 @@ class Job:
     seed: int = 0
     max_model_len: int = 4096
     task: str = "measure"
-    measure_rates: bool = False
-    """Measure the device's rates too, before anything is loaded."""
+    limit: float | None = None
+    """Seconds for each workload, its warm-up among them; None: as long as it takes."""
     trace: str | None = None
     """Of a profile: the file that the trace goes to."""
 
@@ -77,11 +79,17 @@ class Run:
 
     seconds: float
     requests: list[RequestTimes]
+    gaps: list[float] | None = None
+    """Between the tokens of all requests, from an engine that does not say whose they are."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """The figures of one run. Times in seconds; None where the engine does not tell or there is nothing to tell."""
+    """The figures of one run. Times in seconds; None where the engine does not tell or there is nothing to tell.
+
+    `itl_p50` and `itl_p99` are of the times between two tokens, of all requests. Of an engine that tells only a request's mean,
+    `itl_p50` is the median of the means and `itl_p99` None: means have no slow tokens.
+    """
 
     seconds: float
     output_tokens: int
@@ -105,11 +113,21 @@ class Repeat:
     def of(cls, run: Run, num_prompt_tokens: int, work_bytes: int, work_flops: int) -> Repeat:
         output = sum(r.num_output for r in run.requests)
         first = [r.first_token for r in run.requests if r.first_token is not None]
-        each = [g for r in run.requests for g in (r.gaps if r.gaps is not None else [r.mean_gap]) if g is not None]
+        if run.gaps is not None:
+            each, only_means = run.gaps, False
+        else:
+            several = [r for r in run.requests if r.num_output > 1]
+            only_means = any(r.gaps is None for r in several)
+            each = [g for r in several for g in ([r.mean_gap] if only_means else r.gaps) if g is not None]
         return cls(
             run.seconds, output, output + num_prompt_tokens, percentile(first, 50), percentile(first, 99),
-            percentile(each, 50), percentile(each, 99), work_bytes, work_flops,
+            percentile(each, 50), None if only_means else percentile(each, 99), work_bytes, work_flops,
         )  # fmt: skip
+
+
+def stopped(limit: float) -> str:
+    """The reason of a row that was given no more time."""
+    return f"stopped after {limit:g} s (--limit)"
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

@@ -25,8 +25,8 @@ def profile_and_report(
     """Profile a job's first workload and write what was found to `folder`; returns lines on what was written.
 
     Args:
-        record: of the timed runs; its rates are the limits.
-        other: is told what else the passes say: they measure the device again, at the time of the profile.
+        record: of the timed runs; its rates, last measured just before, are the limits.
+        other: is told what else the passes say.
 
     Raises:
         WorkerDied: a pass failed.
@@ -90,5 +90,5 @@ def _run_pass(launch: Launch, job: Job, path: Path, other: Emit) -> tuple[dict[s
         else:
             other(kind, content)
 
-    launch(dataclasses.replace(job, task="profile", trace=str(path), measure_rates=True), take)
+    launch(dataclasses.replace(job, task="profile", trace=str(path)), take)
     return found, json.loads(path.read_text())

@@ -11,7 +11,7 @@ from nanovllm.perf.results import Check, Record, configuration, find, load_runs,
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
-HEAD = ("workload", "engine", "out tok/s", "spread", "total tok/s", "TTFT ms", "ITL ms", "ITL p99", "seconds", "GB", "MBU", "MFU", "of limit")  # fmt: skip
+HEAD = ("workload", "engine", "out tok/s", "spread", "total tok/s", "TTFT ms", "TTFT p99", "ITL ms", "ITL p99", "seconds", "GB", "MBU", "MFU", "of limit")  # fmt: skip
 
 
 def row_cells(row: Row) -> list[str]:
@@ -21,7 +21,8 @@ def row_cells(row: Row) -> list[str]:
         return [row.workload, name, row.error]
     return [
         row.workload, name, number(row.median("output_rate")), percent(row.spread), number(row.median("total_rate")),
-        ms(row.median("ttft_p50")), ms(row.median("itl_p50")), ms(row.median("itl_p99")), number(row.median("seconds"), 3),
+        ms(row.median("ttft_p50")), ms(row.median("ttft_p99")), ms(row.median("itl_p50")), ms(row.median("itl_p99")),
+        number(row.median("seconds"), 3),
         number(None if row.peak_memory is None else row.peak_memory / 1e9, 1), percent(row.mbu), percent(row.mfu), percent(row.limit),
     ]  # fmt: skip
 
@@ -31,7 +32,7 @@ class TextTable:
 
     def __init__(self, rows_expected: Sequence[str], engines: Sequence[str]) -> None:
         widths = [max(map(len, (*rows_expected, HEAD[0]))), max(map(len, (*engines, HEAD[1])))]
-        self._widths = [*widths, 9, 6, 11, 8, 8, 8, 8, 6, 6, 6, 8]
+        self._widths = [*widths, 9, 6, 11, 8, 8, 8, 8, 8, 6, 6, 6, 8]
 
     def head(self) -> str:
         return self.line(HEAD)

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import gc
+import json
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.perf import device as device_rates
 from nanovllm.perf.engines import Engine, EngineError, start
-from nanovllm.perf.job import Emit, Job, Repeat, Row
+from nanovllm.perf.job import Emit, Job, Repeat, Row, stopped
 from nanovllm.perf.roofline import ModelShape, workload_work
 from nanovllm.perf.workloads import Workload
 from nanovllm.sampling_params import SamplingParams
 
 _WARMUP_SEED = 1_000_000
+_DTYPES = ("bfloat16", "float16", "float32")
+_CACHE_DTYPES = {**{name: name for name in _DTYPES}, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""The torch dtypes that `kv_cache_dtype` may name."""
 
 
 def work(job: Job, llm_class: Any, emit: Emit) -> None:
     """Do a job. Whatever goes wrong with an engine or a workload becomes a row with the reason."""
-    if job.measure_rates:
+    if job.task == "rates":
         emit("rates", asdict(measure_rates(job)))
-    if job.task == "ops":
+    elif job.task == "ops":
         emit("ops", find_ops(job, llm_class))
     elif job.task == "profile":
         from nanovllm.perf.profiler import profile
@@ -36,11 +42,20 @@ def work(job: Job, llm_class: Any, emit: Emit) -> None:
 
 
 def measure_rates(job: Job) -> device_rates.Rates:
+    """A job of its own: what it takes of the device's memory is free again when an engine starts, perhaps in several processes."""
     device = torch_device(job)
-    dtypes = {"bfloat16", "float16", "float32"} if device.type == "cuda" else {"float32"}
-    if job.options.get("dtype") in ("bfloat16", "float16", "float32"):
-        dtypes.add(job.options["dtype"])
+    dtypes = set(_DTYPES) if device.type == "cuda" else {"float32", *_likely_dtypes(job)}
     return device_rates.rates(device, tuple(sorted(dtypes)), refresh=True)
+
+
+def _likely_dtypes(job: Job) -> set[str]:
+    """What the model may be computed in: as asked for, else as its configuration says."""
+    config = job.config or {}
+    path = Path(job.model) / "config.json"
+    if job.config is None and path.is_file():
+        config = json.loads(path.read_text())
+    named = job.options.get("dtype") or config.get("dtype") or config.get("torch_dtype")
+    return {named} & set(_DTYPES)
 
 
 def torch_device(job: Job) -> torch.device:
@@ -51,14 +66,18 @@ def torch_device(job: Job) -> torch.device:
 
 
 def measure(job: Job, llm_class: Any, emit: Emit) -> None:
-    """Run each workload; one row each, whether it could be measured or not."""
-    emit("started", job.workloads[0].name)
+    """Run each workload; one row each, whether it could be measured or not.
+
+    After an error that the engine did not foresee we end, since nobody knows what is left of the engine: the workloads that
+    follow want another process.
+    """
+    emit("loading", job.engine)
     started = time.perf_counter()
     try:
         engine = start(job, llm_class)
     except Exception as error:
         for workload in job.workloads:
-            emit("row", _row(job, workload, error=describe(error)).to_json())
+            emit("row" if isinstance(error, EngineError) else "failed", _row(job, workload, describe(error)).to_json())
         return
     about = {**engine.about(), "seconds_to_ready": time.perf_counter() - started}
     for workload in job.workloads:
@@ -66,22 +85,32 @@ def measure(job: Job, llm_class: Any, emit: Emit) -> None:
         row = _row(job, workload, about=about)
         try:
             measure_workload(job, workload, engine, row)
+        except EngineError as error:
+            row.error = describe(error)
         except Exception as error:
             row.error = describe(error)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            emit("failed", row.to_json())
+            break
         emit("row", row.to_json())
-    engine.close()
+    with suppress(Exception):  # of an engine that is dead
+        engine.close()
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def measure_workload(job: Job, workload: Workload, engine: Engine, row: Row) -> None:
     """Warm up, then the repeats. Each draws its own prompts, so that nothing comes from an earlier one's prefix cache."""
     model = model_shape(job, engine.config, row.about["dtype"])
+    clock = _Limit(job.limit)
+    warm_up = getattr(engine, "warm_up", engine.run)
     for i in range(job.warmup):
         items = workload.draw(_WARMUP_SEED + job.seed + i, model.vocab)
-        row.warmup_seconds.append(engine.run(items).seconds)
+        row.warmup_seconds.append(warm_up(items).seconds)
     for i in range(job.repeat):
+        if not clock.allows(row):
+            break
         items = workload.draw(job.seed + i, model.vocab)
         run = engine.run(items)
         total = workload_work(model, items, workload.shared_prefix)
@@ -90,9 +119,30 @@ def measure_workload(job: Job, workload: Workload, engine: Engine, row: Row) -> 
         row.peak_memory = max(row.peak_memory or 0, memory_in_use(row.about["device"]))
 
 
+class _Limit:
+    """Whether another run fits into a workload's time. One that does not end by itself is ended by whoever started us."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._started = time.perf_counter()
+
+    def allows(self, row: Row) -> bool:
+        """Whether to measure another repeat; an EngineError if there is no time for the first."""
+        so_far = time.perf_counter() - self._started
+        next_one = 1.25 * row.repeats[-1].seconds if row.repeats else 0.0  # it may be slower than the last
+        if self._seconds is None or so_far + next_one <= self._seconds:
+            return True
+        if row.repeats:
+            return False
+        raise EngineError(stopped(self._seconds))
+
+
 def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
-    kv_dtype = str(job.options.get("kv_cache_dtype") or "auto")
-    return ModelShape.of(config, getattr(torch, dtype).itemsize, 1 if kv_dtype.startswith("fp8") else None)
+    name = str(job.options.get("kv_cache_dtype") or "auto")
+    kv_bytes = 1 if name.startswith("fp8") else None
+    if name in _CACHE_DTYPES:
+        kv_bytes = getattr(torch, _CACHE_DTYPES[name]).itemsize
+    return ModelShape.of(config, getattr(torch, dtype).itemsize, kv_bytes)
 
 
 def memory_in_use(device: str) -> int:

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import torch
@@ -72,10 +73,53 @@ def test_measured_on_a_gpu():
     assert rates.matmul["bfloat16"] > 1e13 and 1e-7 < rates.kernel_seconds < 1e-4
 
 
+def test_nothing_stays_allocated(monkeypatch):
+    """With a GPU's calls replaced: what is alive when the allocator is told to give its blocks back."""
+    import gc
+    from types import SimpleNamespace
+
+    alive, cleared = [], []
+
+    def empty_cache():
+        tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.float32]
+        alive.append(sum(t.untyped_storage().nbytes() >= 2**24 for t in tensors))
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=2**20))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**26, 2**26))  # a quarter of it is taken: 2**24
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(True), raising=False)
+    monkeypatch.setattr(device, "_least_cuda", lambda call, *_: float(call() is None) + 1)
+    monkeypatch.setattr(device, "_matmul_rates", lambda dtype, where: iter([5.0]))
+    monkeypatch.setattr(device, "_kernel_seconds", lambda where: 1.0)
+    monkeypatch.setattr(device, "_latencies", lambda where, size: (1.0, 1.0))
+    monkeypatch.setitem(sys.modules, "nanovllm.perf.read_kernel", SimpleNamespace(read_time=lambda x, *_: 1.0))
+    assert device._measure_cuda(CPU, "x", ("bfloat16",)).matmul == {"bfloat16": 5.0}
+    assert alive and not any(alive) and cleared
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_left_as_it_was_found():
+    where = torch.device("cuda", torch.cuda.current_device())
+    torch.zeros(1, device=where)
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved(where)
+    device.measure(where, ("bfloat16", "float32"))
+    assert torch.cuda.memory_reserved(where) - reserved < 64 * 2**20
+
+
+def test_a_slow_dtype_is_not_repeated_for_minutes(monkeypatch):
+    now = [0.0]
+
+    def slow():
+        now[0] += 2.0
+
+    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
+    assert device._least([slow], repeats=20) == 2.0 and now[0] == 2.0
+
+
 def test_the_reading_kernel_reads_everything():
     """In Triton's interpreter, which must be chosen before Triton is imported."""
     import subprocess
-    import sys
 
     pytest.importorskip("triton")
     code = (

@@ -33,7 +33,10 @@ class Engine(Protocol):
         """Facts for the record: "version", "device", "dtype", and what else there is to say."""
 
     def run(self, items: Sequence[Item]) -> Run:
-        """Serve the requests, all at once if they arrive at 0, else as they arrive."""
+        """Serve the requests, all at once if they arrive at 0, else as they arrive.
+
+        An engine may have a `warm_up` too, which is called instead before what is measured.
+        """
 
     def close(self) -> None: ...
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,11 +39,17 @@ class NanovllmEngine:
         params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=i.num_output) for i in items]
         if any(item.arrival for item in items):
             return self._run_open_loop(items, params)
-        started = time.perf_counter()
-        outputs = self.llm.generate([item.prompt for item in items], params, use_tqdm=False)
-        seconds = time.perf_counter() - started
+        with _stamped_steps(self.llm.engine) as steps:
+            started = time.perf_counter()
+            outputs = self.llm.generate([item.prompt for item in items], params, use_tqdm=False)
+            seconds = time.perf_counter() - started
+        stamps: dict[int, list[float]] = {}
+        for at, grown in steps:
+            for request in grown:
+                stamps.setdefault(request.request_id, []).append(at)
         times = [
-            RequestTimes(o.metrics.time_to_first_token, o.metrics.total_time, len(o["token_ids"])) for o in outputs
+            RequestTimes(o.metrics.time_to_first_token, o.metrics.total_time, len(o["token_ids"]), _gaps(stamps[o.request_id]))
+            for o in outputs
         ]
         _check(items, times)
         return Run(seconds, times)
@@ -70,8 +77,7 @@ class NanovllmEngine:
                 stamps[request] += [now] * new
         seconds = time.perf_counter() - started
         times = [
-            RequestTimes(s[0] - arrivals[r], s[-1] - arrivals[r], len(s), [b - a for a, b in zip(s, s[1:])])
-            for r, s in stamps.items()
+            RequestTimes(s[0] - arrivals[r], s[-1] - arrivals[r], len(s), _gaps(s)) for r, s in stamps.items()
         ]
         _check(items, times)
         return Run(seconds, times)
@@ -81,6 +87,28 @@ class NanovllmEngine:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _stamped_steps(engine: Any) -> Iterator[list[tuple[float, list[Any]]]]:
+    """When each step's tokens came, and whose they were: a reading of the clock and an append a step, however large the batch."""
+    steps: list[tuple[float, list[Any]]] = []
+    step = engine.step
+
+    def stamped() -> list[Any]:
+        grown = step()
+        steps.append((time.perf_counter(), grown))
+        return grown
+
+    engine.step = stamped
+    try:
+        yield steps
+    finally:
+        del engine.step  # the class's own again
+
+
+def _gaps(stamps: Sequence[float]) -> list[float]:
+    return [b - a for a, b in zip(stamps, stamps[1:])]
 
 
 def _check(items: Sequence[Item], times: Sequence[RequestTimes]) -> None:

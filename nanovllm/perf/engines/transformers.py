@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nanovllm.perf.workloads import Item
 
 # More rows than this are run one batch after the other.
 _MAX_BATCH = 256
+_WARMUP_TOKENS = 8
 
 
 class _Clock:
@@ -83,6 +85,10 @@ class TransformersEngine:
         for first in range(0, len(items), _MAX_BATCH):
             times += self._batch(items[first : first + _MAX_BATCH], started)
         return Run(time.perf_counter() - started, times)
+
+    def warm_up(self, items: Sequence[Item]) -> Run:
+        """The same prompts and a few tokens: a step is like the next, and a whole run may take minutes."""
+        return self.run([replace(item, num_output=min(item.num_output, _WARMUP_TOKENS)) for item in items])
 
     @torch.inference_mode()
     def _batch(self, items: Sequence[Item], started: float) -> list[RequestTimes]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import vllm
 
 from nanovllm.config import ModelConfig
 from nanovllm.perf.engines import model_directory
 from nanovllm.perf.job import Job, RequestTimes, Run
 from nanovllm.perf.workloads import Item
+
+# vLLM would fork its engine from us, and the copy would hold whatever we have open. As a script's `__main__`, we can be imported.
+os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+import vllm  # noqa: E402
 
 
 class VllmEngine:
@@ -51,10 +56,14 @@ class VllmEngine:
         if any(item.arrival for item in items):
             return self._run_open_loop(items, params)
         prompts = [{"prompt_token_ids": item.prompt} for item in items]
-        started = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        return Run(seconds, [_times(o) for o in outputs])
+        with _kept_gaps(self._llm.llm_engine) as gaps:
+            started = time.perf_counter()
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - started
+        # A release that keeps other statistics tells only each request's mean.
+        each = [gap for some in gaps for gap in some]
+        complete = len(each) == sum(item.num_output - 1 for item in items)
+        return Run(seconds, [_times(o) for o in outputs], each if complete else None)
 
     def _run_open_loop(self, items: Sequence[Item], params: list[Any]) -> Run:
         engine = self._llm.llm_engine
@@ -87,6 +96,28 @@ class VllmEngine:
     def close(self) -> None:
         del self._llm
         self._folder.cleanup()
+
+
+@contextmanager
+def _kept_gaps(engine: Any) -> Iterator[list[list[float]]]:
+    """The times between tokens that vLLM's own statistics hold, a list a step; `generate` itself returns only whole requests."""
+    gaps: list[list[float]] = []
+    manager = getattr(engine, "logger_manager", None)
+    if manager is None:
+        yield gaps
+        return
+    record = manager.record
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        statistics = kwargs.get("iteration_stats", args[1] if len(args) > 1 else None)
+        gaps.append(getattr(statistics, "inter_token_latencies_iter", None) or [])
+        return record(*args, **kwargs)
+
+    manager.record = kept
+    try:
+        yield gaps
+    finally:
+        manager.record = record
 
 
 def _times(output: Any) -> RequestTimes:
