@@ -269,13 +269,16 @@ def test_weights_are_read_early_only_if_they_are_parameters():
     from nanovllm.perf.autotune.launches import recorded
 
     x, parts = torch.randn(2, 1024, dtype=torch.bfloat16), torch.zeros(2, 2, 1024)
-    for plain in (False, True):
-
-        def weight(*shape, plain=plain):
-            w = torch.randn(*shape, dtype=torch.bfloat16)
-            return w if plain else torch.nn.Parameter(w, requires_grad=False)
-
+    matrix = torch.randn(2048, 1024, dtype=torch.bfloat16)
+    weight, norm, bias, column = (
+        torch.nn.Parameter(w, requires_grad=False) for w in (matrix, matrix[0], matrix[:, 0], matrix[:1024, 0])
+    )
+    for weight, bias, norm, early in (
+        (weight, None, norm, True),
+        (matrix, None, matrix[0], False),
+        (weight, bias, column, False),  # strided: the kernel before has just written a copy
+    ):
         with recorded() as launches:
-            hopper.product(x, weight(2048, 1024))
-            hopper.sum_add_rms_norm(parts, None, x, weight(1024), 1e-6)
-        assert [launch.options["launch_pdl"] for launch in launches] == [not plain] * 2
+            hopper.product(x, weight, bias)
+            hopper.sum_add_rms_norm(parts, None, x, norm, 1e-6)
+        assert [launch.options["launch_pdl"] for launch in launches] == [early] * 2

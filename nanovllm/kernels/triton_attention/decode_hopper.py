@@ -14,7 +14,7 @@ from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, 
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan_hopper_decode
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._counters import arrival_counters
-from nanovllm.kernels.triton_ops._launch import are_constant, cdiv
+from nanovllm.kernels.triton_ops._launch import cdiv
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 if TYPE_CHECKING:
@@ -206,6 +206,6 @@ def launch_hopper(
         # The output projection of so few tokens waits as well, and loads its weights before: let it start.
         RELEASE=num_seqs <= MAX_TOKENS,
         num_warps=plan.warps,
-        launch_pdl=new is None or are_constant(new.q_weight, new.k_weight),
+        launch_pdl=new is None or new.early,
     )
     return out

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.triton_decode.plan import MANY_OUTPUTS
-from nanovllm.kernels.triton_ops._launch import are_constant, cdiv, next_power_of_2, num_sms, warps_for
+from nanovllm.kernels.triton_ops._launch import adjacent, are_constant, cdiv, next_power_of_2, num_sms, warps_for
 
 # Rows of the weight that a program has, and columns of a tile: a swizzled line of 128 bytes.
 ROWS = 64
@@ -125,6 +125,7 @@ def product(
         plan: instead of the tuned one, or where there is none of the one that `plan_product` picks.
     """
     num_tokens, size = x.shape
+    bias = adjacent(bias)
     rows = weight.shape[0]
     outputs = rows // 2 if gated else rows
     if plan is None:
@@ -170,6 +171,7 @@ def sum_add_rms_norm(
 
     splits, num_tokens, size = parts.shape
     residual = residual.contiguous()
+    norm_weight, bias = adjacent(norm_weight), adjacent(bias)
     y, new_residual = torch.empty_like(residual), torch.empty_like(residual)
     block = next_power_of_2(size)
     sum_norm_kernel[(num_tokens,)](

@@ -20,7 +20,14 @@ from nanovllm.kernels.triton_decode.plan import MatrixPlan, VectorPlan, max_toke
 from nanovllm.kernels.triton_decode.vector_kernel import vector_kernel
 from nanovllm.kernels.triton_linear.gemm import tma_fits
 from nanovllm.kernels.triton_linear.product import many_tokens, silu_and_mul_of_many
-from nanovllm.kernels.triton_ops._launch import are_constant, cdiv, has_dependent_launch, matrix_of, next_power_of_2
+from nanovllm.kernels.triton_ops._launch import (
+    adjacent,
+    are_constant,
+    cdiv,
+    has_dependent_launch,
+    matrix_of,
+    next_power_of_2,
+)
 from nanovllm.kernels.triton_ops.activation import silu_and_mul
 from nanovllm.kernels.triton_ops.norm import add_rms_norm_out, rms_norm
 
@@ -43,6 +50,7 @@ def _launch(
     new_residual = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, num_tokens, x_stride = matrix_of(x)
     others, _, residual_stride = (x, 0, 0) if residual is None else matrix_of(residual)
+    norm_weight, bias = adjacent(norm_weight), adjacent(bias)
     pdl = has_dependent_launch(x.device) and are_constant(weight, norm_weight, bias)
     outputs = cut.rows // 2 if gated else cut.rows
     tensors = (
