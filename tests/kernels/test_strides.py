@@ -81,9 +81,8 @@ def test_any_layout(op):
                 assert op.compare(got[0], other, torch.float32) is None, f"{name}, {layout}"
                 continue
             for i, (a, b) in enumerate(zip(got, results(op, "native", other))):
-                torch.testing.assert_close(
-                    a, b, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m: f"{name}, {layout}, result {i}: {m}"
-                )
+                where = f"{name}, {layout}, result {i}: "
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True, msg=where.__add__)
 
 
 def test_in_the_interpreter():

@@ -273,12 +273,12 @@ def test_weights_are_read_early_only_if_they_are_parameters():
     weight, norm, bias, column = (
         torch.nn.Parameter(w, requires_grad=False) for w in (matrix, matrix[0], matrix[:, 0], matrix[:1024, 0])
     )
-    for weight, bias, norm, early in (
-        (weight, None, norm, True),
-        (matrix, None, matrix[0], False),
-        (weight, bias, column, False),  # strided: the kernel before has just written a copy
+    for of_product, of_norm, early in (
+        ((weight, None), norm, True),
+        ((matrix, None), matrix[0], False),
+        ((weight, bias), column, False),  # strided: the kernel before has just written a copy
     ):
         with recorded() as launches:
-            hopper.product(x, weight, bias)
-            hopper.sum_add_rms_norm(parts, None, x, norm, 1e-6)
+            hopper.product(x, *of_product)
+            hopper.sum_add_rms_norm(parts, None, x, of_norm, 1e-6)
         assert [launch.options["launch_pdl"] for launch in launches] == [early] * 2

@@ -5,7 +5,14 @@ import torch
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import Tunable, bucket
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
-from nanovllm.kernels.triton_ops._launch import adjacent, cdiv, has_dependent_launch, next_power_of_2, num_sms, warps_for
+from nanovllm.kernels.triton_ops._launch import (
+    adjacent,
+    cdiv,
+    has_dependent_launch,
+    next_power_of_2,
+    num_sms,
+    warps_for,
+)
 from nanovllm.kernels.triton_ops.cache import as_bytes, num_scales, slot_stride
 from nanovllm.kernels.triton_ops.rotary_kernels import (
     rotary_kernel,
