@@ -21,7 +21,12 @@ def test_an_op_declares_all_of_itself(declared):
     assert {torch.float32, torch.float16, torch.bfloat16} <= set(declared.tolerance), "tolerance"
     assert len(declared.providers) > 1, "a second provider"
     doc = declared.__doc__ or ""
-    assert len(doc) > 60 and ("Args" in doc or "[" in doc) and ("Returns" in doc or "in place" in doc or "->" in doc)
+    summary, _, arguments = doc.partition("\n    Args:\n")
+    assert len(summary) > 10 and (declared.native.__annotations__["return"] is None or "\n    Returns:\n" in arguments)
+    known = set(re.findall(r"\w+", arguments.partition("    Returns:")[0]))
+    for other in re.findall(r"The others are those of `(\w+)`", arguments):
+        known |= set(all_ops()[other].signature.parameters)
+    assert set(declared.signature.parameters) <= known, "what each argument is"
     tensors = [n for n, p in declared.signature.parameters.items() if "Tensor" in str(p.annotation)]
     assert set(declared.check.patterns) == set(tensors), "a pattern for every tensor"
     assert set(declared.mutates) | set(declared.reuses) <= set(tensors)
