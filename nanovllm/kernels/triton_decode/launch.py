@@ -109,7 +109,7 @@ def add_rms_norm_linear(
     if cut is not None:
         return _launch(x, residual, norm_weight, eps, weight, bias, False, cut)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
-    return F.linear(y, weight, bias), residual
+    return linear(y, weight, bias), residual
 
 
 def add_rms_norm_gate_up(
@@ -120,13 +120,14 @@ def add_rms_norm_gate_up(
     if cut is not None:
         return _launch(x, residual, norm_weight, eps, weight, None, True, cut)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
-    return silu_and_mul(F.linear(y, weight)), residual
+    return linear_silu_and_mul(y, weight), residual
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The op `linear`."""
     if hopper.takes(x, weight):
-        return hopper.product(x, weight, bias)
+        # Above, the library: layers are told so, and a plain call does not ask.
+        return hopper.product(x, weight, bias) if x.shape[0] in _few_or_many(weight) else F.linear(x, weight, bias)
     cut = _plan(x, weight, False, False)
     if cut is not None:
         return _launch(x, None, None, 0.0, weight, bias, False, cut)[0]
@@ -139,7 +140,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return hopper.product(x, weight, gated=True)
     if x.dim() == 2 and x.dtype == weight.dtype and x.shape[0] in many_tokens(weight) and tma_fits(x):
         return silu_and_mul_of_many(x, weight)
-    return silu_and_mul(F.linear(x, weight))
+    return silu_and_mul(linear(x, weight))
 
 
 def linear_add_rms_norm(
@@ -153,7 +154,7 @@ def linear_add_rms_norm(
     """The op `linear_add_rms_norm`."""
     if hopper.takes(x, weight):
         return hopper.sum_add_rms_norm(hopper.product(x, weight, split=True), bias, residual, norm_weight, eps)
-    return _add_rms_norm(F.linear(x, weight, bias), residual, norm_weight, eps)
+    return _add_rms_norm(linear(x, weight, bias), residual, norm_weight, eps)
 
 
 def _few(weight: torch.Tensor, gated: bool) -> range:
@@ -163,7 +164,7 @@ def _few(weight: torch.Tensor, gated: bool) -> range:
 
 
 def _few_or_many(weight: torch.Tensor) -> range:
-    few, many = _few(weight, False), hopper.num_tokens_taken(weight)
+    few, many = _few(weight, False), hopper.num_tokens_whole(weight)
     return range(1, many.stop) if few and many else many or few
 
 
