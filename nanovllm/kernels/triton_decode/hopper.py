@@ -124,10 +124,12 @@ def num_tokens_whole(weight: torch.Tensor) -> range:
     return range(taken.start, min(taken.stop, 1 + most_tokens_whole(*weight.shape))) if taken else taken
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
-    """Whether `product` can and should be used for x [num_tokens, size]."""
+def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, whole: bool = False) -> bool:
+    """Whether `product` can and should be used for x [num_tokens, size]; whole: with columns that are not split, not gated."""
     aligned = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return aligned and x.dtype == weight.dtype and x.shape[0] in num_tokens_taken(weight, gated)
+    if not aligned or x.dtype != weight.dtype:
+        return False
+    return x.shape[0] in (num_tokens_whole(weight) if whole else num_tokens_taken(weight, gated))
 
 
 @functools.cache

@@ -125,9 +125,8 @@ def add_rms_norm_gate_up(
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The op `linear`."""
-    if hopper.takes(x, weight):
-        # Above, the library: layers are told so, and a plain call does not ask.
-        return hopper.product(x, weight, bias) if x.shape[0] in _few_or_many(weight) else F.linear(x, weight, bias)
+    if hopper.takes(x, weight, whole=True):
+        return hopper.product(x, weight, bias)
     cut = _plan(x, weight, False, False)
     if cut is not None:
         return _launch(x, None, None, 0.0, weight, bias, False, cut)[0]
