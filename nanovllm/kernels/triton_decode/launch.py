@@ -2,6 +2,8 @@
 
 `linear_silu_and_mul` has a kernel for many tokens too.
 
+Vectors that are strided are copied; a weight that is not contiguous is the library's.
+
 With dependent launch the weights, of the product and of the norm, are read while the kernel before may still run. So they are launched
 like that only with parameters as weights, which no kernel writes (`are_constant`). Inputs may be what that kernel writes.
 """
