@@ -111,6 +111,11 @@ class EngineConfig:
             "only 1 is supported for now; run one engine per GPU instead",
         )
         need(
+            self.use_custom_kernels is None or isinstance(self.use_custom_kernels, bool),
+            "use_custom_kernels",
+            "must be True or False, or None for what the model's config.json says",
+        )
+        need(
             self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
             "seed",
             "must be an integer in [0, 2**63)",
@@ -201,6 +206,9 @@ class ModelConfig:
             raise ValueError(
                 "config.json: use_sliding_window=true is not supported; set it to false for full attention"
             )
+        use_custom_kernels = c.get("use_custom_kernels")
+        if use_custom_kernels is not None and not isinstance(use_custom_kernels, bool):
+            raise ValueError(f"config.json: use_custom_kernels={use_custom_kernels!r}: must be true or false")
         eos = c.get("eos_token_id")
         return cls(
             architecture=architectures[0],
@@ -219,7 +227,7 @@ class ModelConfig:
             mlp_bias=bool(c.get("mlp_bias", False)),
             dtype=_dtype(c),
             eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
-            use_custom_kernels=c.get("use_custom_kernels"),
+            use_custom_kernels=use_custom_kernels,
             raw=dict(c),
         )
 

@@ -50,6 +50,8 @@ def test_is_never_mutated():
         (dict(kvcache_block_size=2048), "kvcache_block_size=2048"),
         (dict(tensor_parallel_size=2), "tensor_parallel_size=2: only 1 is supported for now; run one engine per GPU"),
         (dict(tensor_parallel_size=0), "tensor_parallel_size=0"),
+        (dict(use_custom_kernels="no"), "use_custom_kernels='no': must be True or False, or None"),
+        (dict(use_custom_kernels=0), "use_custom_kernels=0: must be True or False"),
         (dict(seed=-1), "seed=-1"),
         (dict(seed=2**63), f"seed={2**63}"),
         (dict(seed="1"), "seed='1'"),
@@ -150,6 +152,7 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; only 'silu' is"),
         (dict(use_sliding_window=True), "use_sliding_window=true is not supported"),
         (dict(dtype="int4"), "dtype='int4' is not supported"),
+        (dict(use_custom_kernels="false"), "config.json: use_custom_kernels='false': must be true or false"),
         (
             dict(rope_scaling=dict(rope_type="longrope")),
             "rope_type='longrope' is not supported; supported are default, linear",

@@ -14,9 +14,11 @@ def triton_support(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton (Linux)"
-    if device.type != "cuda":
+    try:
         import triton
-
+    except Exception as e:  # whatever a damaged installation raises
+        return f"Triton is installed but cannot be imported ({type(e).__name__}: {e}); pip install --force-reinstall triton"
+    if device.type != "cuda":
         if device.type == "cpu" and triton.knobs.runtime.interpret:
             return None
         return f"Triton kernels need a CUDA device, this is {device}; TRITON_INTERPRET=1 runs them there, slowly"

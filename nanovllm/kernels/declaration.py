@@ -50,7 +50,8 @@ class Tensors:
 
     Attributes:
         scale: the standard deviation of `normal`.
-        strided: `normal` leaves a gap after every row, as in a slice of a fused projection.
+        strided: nothing is contiguous. Matrices have a gap after every row, as in a slice of a fused projection; vectors, and what is
+            `spread`, one after every element, as a column has.
     """
 
     dtype: torch.dtype
@@ -69,11 +70,22 @@ class Tensors:
         dtype = dtype or self.dtype
         drawn = torch.float64 if dtype == torch.float64 else torch.float32
         x = torch.randn(*shape, generator=self._generator, device=self.device, dtype=drawn).mul_(scale).to(dtype)
-        if not self.strided or len(shape) < 2:
+        if len(shape) < 2:
+            return self.spread(x)
+        if not self.strided:
             return x
         wide = torch.full((*shape[:-1], shape[-1] + 8), math.nan, dtype=dtype, device=self.device)
         wide[..., : shape[-1]] = x
         return wide[..., : shape[-1]]
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """x; if strided, with a gap after every element of its last dimension, which holds NaN (of integers: 0)."""
+        if not self.strided or not x.dim():
+            return x
+        gap = math.nan if x.is_floating_point() else 0
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), gap, dtype=x.dtype, device=x.device)
+        wide[..., ::2] = x
+        return wide[..., ::2]
 
     def parameter(self, *shape: int, scale: float | None = None) -> torch.nn.Parameter:
         """As `normal`, and a parameter of a module: what does not change, so that a kernel may read it early."""
@@ -84,15 +96,18 @@ class Tensors:
     ) -> torch.Tensor:
         """Uniform in [low, high)."""
         x = torch.rand(*shape, generator=self._generator, device=self.device)
-        return (x * (high - low) + low).to(dtype or self.dtype)
+        return self._vector((x * (high - low) + low).to(dtype or self.dtype))
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Uniform in [low, high)."""
-        return torch.randint(low, high, shape, generator=self._generator, device=self.device, dtype=dtype)
+        return self._vector(torch.randint(low, high, shape, generator=self._generator, device=self.device, dtype=dtype))
 
     def permutation(self, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """0 .. n - 1, shuffled."""
-        return torch.randperm(n, generator=self._generator, device=self.device, dtype=dtype)
+        return self._vector(torch.randperm(n, generator=self._generator, device=self.device, dtype=dtype))
+
+    def _vector(self, x: torch.Tensor) -> torch.Tensor:
+        return self.spread(x) if x.dim() == 1 else x
 
 
 @dataclass(frozen=True)

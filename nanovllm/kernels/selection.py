@@ -87,8 +87,11 @@ def resolve_kernels(
         plugins: files or modules to load (`plugins.py`); what they register is preferred to what comes with the package.
 
     Raises:
-        ValueError: an unknown op or provider is named, or none of those named for an op is available.
+        ValueError: an unknown op or provider is named, or none of those named for an op is available; an argument of
+            another type.
     """
+    if not isinstance(use_custom_kernels, bool):
+        raise ValueError(f"use_custom_kernels={use_custom_kernels!r}: must be True or False")
     origins = load_plugins(plugins)
     ops = all_ops()
     sources = [_checked(priority or {}, "kernel_priority", ops), _environment()]
@@ -186,13 +189,20 @@ def _environment() -> dict[str, list[str]]:
 
 
 def _checked(priority: Mapping[str, Sequence[str]], who: str, ops: Mapping[str, Op]) -> dict[str, list[str]]:
+    if not isinstance(priority, Mapping) or not all(isinstance(name, str) for name in priority):
+        raise ValueError(f'{who}={priority!r}: must map ops to providers, for example {{"rms_norm": ["triton"]}}')
     checked = {}
     for name, providers in priority.items():
         try:
             reject_unknown(who, [name], ["*", *ops])
         except TypeError as e:
             raise ValueError(str(e)) from None
-        checked[name] = [providers] if isinstance(providers, str) else list(providers)
+        named = [providers] if isinstance(providers, str) else providers
+        if not isinstance(named, Sequence) or not named or not all(isinstance(p, str) for p in named):
+            raise ValueError(
+                f'{who}: {name!r} is given {providers!r}; must be the names of providers, best first, for example ["triton"]'
+            )
+        checked[name] = list(named)
         if name == "*":
             known = {p for declared in ops.values() for p in declared.providers}
             unknown = [p for p in checked[name] if p not in known]
@@ -240,19 +250,38 @@ def _preferred(declared: Op, device: torch.device, plugins: Sequence[str]) -> li
 
 
 def bind(declared: Op, provider: Provider) -> Callable[..., Any]:
-    """The provider's function; what it raises names op, provider and arguments."""
-    fn, op_name = provider.fn, declared.name
+    """The provider's function; what it raises names op, provider and arguments.
+
+    Raises:
+        KernelError: the provider cannot be imported.
+    """
+    who = f"op {declared.name!r}, provider {provider.name!r}"
+    try:
+        fn = provider.fn
+    except Exception as e:
+        raise KernelError(f"{who}: cannot be imported: {type(e).__name__}: {e}") from e
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
-        except (ValueError, TypeError, torch.OutOfMemoryError):
-            raise  # these speak of the arguments, or are for the caller to act on
         except Exception as e:
             given = ", ".join([*map(_describe, args), *(f"{k}={_describe(v)}" for k, v in kwargs.items())])
-            raise KernelError(f"op {op_name!r}, provider {provider.name!r}, called with ({given}): {e}") from e
+            if isinstance(e, (ValueError, TypeError, torch.OutOfMemoryError)):
+                # These speak of the arguments, or are for the caller to act on: they stay what they are.
+                _add_note(e, f"{who}, called with ({given})")
+                raise
+            raise KernelError(f"{who}, called with ({given}): {e}") from e
 
     return call
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """A line below the error's message; before Python 3.11, which has notes, of the message."""
+    add_note = getattr(error, "add_note", None)
+    if add_note is not None:
+        add_note(note)
+    else:
+        error.args = ("\n".join(filter(None, (*map(str, error.args), note))),)
 
 
 def _describe(value: Any) -> str:
@@ -267,7 +296,7 @@ def _function(declared: Op, provider: Provider) -> Callable[..., Any]:
     fn = bind(declared, provider)
     if provider.accepts is None:
         return fn
-    accepts, native = provider.accepts, declared.native
+    accepts, native = provider.accepts, bind(declared, Provider(NATIVE, declared.native))
     warned = False
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -99,6 +99,14 @@ def test_greedy_equals_transformers(model, kwargs):
     assert tokens(llm, list(reversed(prompts))) == list(reversed(expected))  # now with a warm prefix cache
 
 
+@pytest.mark.gpu  # without one, the interpreter has a test of its own
+def test_greedy_with_custom_kernels_on_and_off(model):
+    directory, _, prompts, expected = model
+    on, off = engine(directory), engine(directory, use_custom_kernels=False)
+    assert set(off.kernels.providers.values()) == {"native"} and "triton" in on.kernels.providers.values()
+    assert tokens(on, prompts) == tokens(off, prompts) == expected
+
+
 def test_greedy_one_at_a_time(model):
     directory, _, prompts, expected = model
     llm = engine(directory)

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm import kernels
 from nanovllm.kernels import all_ops
-from nanovllm.kernels.declaration import ArgumentCheck, Cost, Tensors, nbytes
+from nanovllm.kernels.declaration import ArgumentCheck, Cost, Tensors, copy_of, nbytes
 from nanovllm.kernels.verify import Case
 
 CPU = torch.device("cpu")
@@ -21,7 +21,12 @@ def test_an_op_declares_all_of_itself(declared):
     assert {torch.float32, torch.float16, torch.bfloat16} <= set(declared.tolerance), "tolerance"
     assert len(declared.providers) > 1, "a second provider"
     doc = declared.__doc__ or ""
-    assert len(doc) > 60 and ("Args" in doc or "[" in doc) and ("Returns" in doc or "in place" in doc or "->" in doc)
+    summary, _, arguments = doc.partition("\n    Args:\n")
+    assert len(summary) > 10 and (declared.native.__annotations__["return"] is None or "\n    Returns:\n" in arguments)
+    known = set(re.findall(r"\w+", arguments.partition("    Returns:")[0]))
+    for other in re.findall(r"The others are those of `(\w+)`", arguments):
+        known |= set(all_ops()[other].signature.parameters)
+    assert set(declared.signature.parameters) <= known, "what each argument is"
     tensors = [n for n, p in declared.signature.parameters.items() if "Tensor" in str(p.annotation)]
     assert set(declared.check.patterns) == set(tensors), "a pattern for every tensor"
     assert set(declared.mutates) | set(declared.reuses) <= set(tensors)
@@ -40,6 +45,21 @@ def test_its_inputs_fit_its_signature_and_its_patterns(declared):
             again = Case(shape, torch.float32, variant, strided=True).arguments(declared, CPU)
             for name, value in arguments.items():
                 assert not isinstance(value, torch.Tensor) or torch.equal(value.nan_to_num(), again[name].nan_to_num())
+
+
+def test_strided_tensors_have_gaps_that_show():
+    t, usual = (Tensors(torch.float32, CPU, strided=strided) for strided in (True, False))
+    for made, same in (
+        (t.normal(5), usual.normal(5)), (t.parameter(5), usual.parameter(5)), (t.uniform(5), usual.uniform(5)),
+        (t.integers(1, 9, 5), usual.integers(1, 9, 5)), (t.permutation(5), usual.permutation(5)),
+        (t.spread(torch.ones(3, 4)), usual.spread(torch.ones(3, 4))),
+    ):  # fmt: skip
+        assert same.is_contiguous() and made.stride(-1) == 2 and torch.equal(made, same) and type(made) is type(same)
+        gaps = made.as_strided(made.shape, made.stride(), 1)
+        assert (gaps.isnan() if made.is_floating_point() else gaps == 0).all()
+        copy = copy_of(made)
+        assert copy.stride() == made.stride() and type(copy) is type(made) and torch.equal(copy, made)
+    assert t.normal(3, 4).stride() == (12, 1) and t.normal(0).shape == (0,)
 
 
 def test_every_op_is_a_function_of_the_package():

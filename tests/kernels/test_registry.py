@@ -1,5 +1,10 @@
 """Ops, providers, and who is chosen."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -156,6 +161,30 @@ def test_unknown_names_list_the_known(rms_norm):
         _ = resolve_kernels(CPU, True).rms_nrom
 
 
+@pytest.mark.parametrize(
+    "priority, message",
+    [
+        (["x"], r"kernel_priority=\['x'\]: must map ops to providers"),
+        ("rms_norm=native", "kernel_priority='rms_norm=native': must map ops to providers"),
+        ({"rms_norm": 3}, "kernel_priority: 'rms_norm' is given 3; must be the names of providers"),
+        ({"rms_norm": []}, r"kernel_priority: 'rms_norm' is given \[\]; must be"),
+        ({"rms_norm": ""}, "kernel_priority: 'rms_norm' is given ''; must be|names ''"),
+        ({"rms_norm": ["fast", 3]}, r"kernel_priority: 'rms_norm' is given \['fast', 3\]; must be"),
+        ({"*": None}, r"kernel_priority: '\*' is given None; must be"),
+        ({3: ["fast"]}, r"kernel_priority={3: \['fast'\]}: must map ops to providers"),
+    ],
+)
+def test_a_priority_of_another_form_is_named(rms_norm, priority, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_kernels(CPU, True, priority)
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_use_custom_kernels_is_a_bool(value):
+    with pytest.raises(ValueError, match=f"use_custom_kernels={value!r}: must be True or False"):
+        resolve_kernels(CPU, value)
+
+
 def test_summary(rms_norm):
     assert resolve_kernels(CPU, False).summary() == f"native ({len(all_ops())} ops)"
     assert "fast (1 op" in resolve_kernels(CPU, True, {"rms_norm": ["fast"]}).summary()
@@ -229,8 +258,61 @@ def test_errors_that_callers_act_on_stay_what_they_are(rms_norm, monkeypatch, ra
         raise raised
 
     monkeypatch.setitem(rms_norm.providers, "fails", Provider("fails", fails))
-    with pytest.raises(type(raised)), rms_norm.use("fails"):
-        rms_norm(*ROWS)
+    for call in (resolve_kernels(CPU, True, {"rms_norm": ["fails"]}).rms_norm, rms_norm):
+        with pytest.raises(type(raised), match="x: expected|no memory") as error, rms_norm.use("fails"):
+            call(ROWS[0].t(), ROWS[1][:3], 1e-6)
+        assert error.value is raised
+        said = "\n".join((str(raised), *getattr(raised, "__notes__", ())))
+        note = "op 'rms_norm', provider 'fails', called with (float32[4, 3] strides [1, 4], float32[3], 1e-06)"
+        assert said.splitlines()[-1] == note
+
+
+def test_before_python_3_11_the_note_is_in_the_message():
+    class Old(ValueError):
+        add_note = None
+
+    errors = Old("x: expected 3"), Old(), Old(2, "no such file")
+    for error in errors:
+        selection._add_note(error, "op 'it'")
+    assert [str(e) for e in errors] == ["x: expected 3\nop 'it'", "op 'it'", "2\nno such file\nop 'it'"]
+
+
+def test_the_reference_in_place_of_a_choosy_provider_names_itself(rms_norm, monkeypatch):
+    def fails(x, weight, eps):
+        raise RuntimeError("no room")
+
+    monkeypatch.setitem(rms_norm.providers, "choosy", Provider("choosy", double_rows, accepts=lambda *args: "never"))
+    monkeypatch.setattr(rms_norm, "native", fails)
+    with pytest.raises(KernelError, match="op 'rms_norm', provider 'native', called with .*no room"):
+        resolve_kernels(CPU, True, {"rms_norm": ["choosy"]}).rms_norm(*ROWS)
+
+
+def test_a_provider_that_cannot_be_imported_is_named(rms_norm, monkeypatch):
+    monkeypatch.setitem(rms_norm.providers, "gone", Provider("gone", "nanovllm.no_such_module:rms_norm"))
+    with pytest.raises(KernelError, match="op 'rms_norm', provider 'gone': cannot be imported: ModuleNotFoundError"):
+        resolve_kernels(CPU, True, {"rms_norm": ["gone"]})
+
+
+def test_a_triton_that_cannot_be_imported_is_a_reason(tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open shared object file')")
+    program = tmp_path / "program.py"
+    program.write_text("""
+import torch
+from nanovllm.kernels import resolve_kernels, rms_norm
+assert resolve_kernels(torch.device("cpu")).providers["rms_norm"] == "native"
+try:
+    with rms_norm.use("triton"):
+        rms_norm(torch.ones(2, 4), torch.ones(4), 1e-6)
+except ValueError as error:
+    print(error)
+""")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(root)))}
+    reason = "Triton is installed but cannot be imported (ImportError: libcuda.so.1"
+    for command in ([program], ["-m", "nanovllm", "kernels", "verify", "rms_norm"]):
+        done = subprocess.run([sys.executable, *command], env=environment, cwd=root, capture_output=True, text=True)
+        assert done.returncode == 0 and reason in done.stdout, done.stdout + done.stderr
 
 
 def test_every_choice_can_be_decorated(rms_norm):

@@ -23,8 +23,26 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 def given_for(lens=(40, 3), group=2, kv_heads=2, head_dim=128, block_size=64, dtype=BF16, **options):
     given = make(list(lens), group, kv_heads, head_dim, block_size, dtype, device="cpu", **options)
-    new = decode.NewTokens(given["k"], given["v"], given["cos_sin_cache"], None, None, 0.0)
+    new = decode.new_tokens(given["k"], given["v"], given["cos_sin_cache"], None, None, 0.0)
     return given["q"], given["k_cache"], given["v_cache"], new
+
+
+def test_what_is_read_early():
+    """Not what may just have been written: a weight that is no parameter, or a copy of anything strided."""
+    k, table = torch.randn(2, 2, 64), torch.randn(5, 64)
+    vector, columns = torch.randn(64), torch.randn(64, 2)
+    parameter, column = (torch.nn.Parameter(w, requires_grad=False) for w in (vector, columns[:, 0]))
+    for q_weight, k_weight, angles, early in (
+        (None, None, table, True),
+        (parameter, parameter, table, True),
+        (parameter, vector, table, False),
+        (parameter, column, table, False),
+        (None, None, torch.randn(64, 5).mT, False),
+    ):
+        new = decode.new_tokens(k, k.transpose(1, 2).contiguous().transpose(1, 2), angles, q_weight, k_weight, 1e-6)
+        assert new.early == early
+        given = [w for w in (new.k, new.v, new.cos_sin_cache, new.q_weight, new.k_weight) if w is not None]
+        assert all(w.stride(-1) == 1 for w in given) and torch.equal(new.v, k) and torch.equal(new.cos_sin_cache, angles)
 
 
 def test_what_is_taken(monkeypatch):

@@ -185,7 +185,7 @@ def test_no_tokens():
         ({"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "cu_seqlens_q: .* got torch.int32 \\[3\\]"),
         ({"window": 0}, "window: expected None or at least 1"),
         ({"soft_cap": -1.0}, "soft_cap"),
-        ({"k_scale": torch.ones(3)}, "k_scale: expected float32 of shape \\[1\\] or \\[2\\]"),
+        ({"k_scale": torch.ones(3)}, "k_scale: expected contiguous float32 of shape \\[1\\] or \\[2\\]"),
     ],
 )
 def test_bad_input(change, message):

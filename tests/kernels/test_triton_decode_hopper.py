@@ -216,6 +216,43 @@ def test_what_is_taken(monkeypatch):
     assert launch.add_rms_norm_linear.num_tokens(weight_like(4096, 1024)) == range(1, 9)
 
 
+@pytest.mark.parametrize("rows, size", [(1024, 2048), (1024, 3072), (2048, 6144), (4096, 1024), (4096, 2048), (40000, 1024), (64, 96)])
+def test_a_plain_call_does_what_layers_do(rows, size, monkeypatch):
+    """On a Hopper GPU that is not there: which product runs, by the op itself and by what `num_tokens` tells layers."""
+    ran, weight = [], torch.empty(rows, size, dtype=torch.bfloat16)
+
+    def note(name, result):
+        return lambda x, w, *args, **kwargs: ran.append(name + kwargs.get("gated", False) * " gated") or result(x)
+
+    monkeypatch.setattr(hopper, "num_tokens_taken", lambda w, gated=False: hopper.worth(*w.shape, gated, w.dtype))
+    monkeypatch.setattr(launch.linear_add_rms_norm, "num_tokens", hopper.num_tokens_taken)  # bound when it was imported
+    monkeypatch.setattr(hopper, "product", note("hopper", lambda x: x))
+    monkeypatch.setattr(hopper, "sum_add_rms_norm", lambda *args: args)
+    monkeypatch.setattr(launch, "_launch", note("few", lambda x: (x, x)))
+    monkeypatch.setattr(launch, "F", SimpleNamespace(linear=note("library", lambda x: x)))
+    monkeypatch.setattr(launch, "silu_and_mul", lambda x: x)
+    monkeypatch.setattr(launch, "_add_rms_norm", lambda x, residual, *args: (x, residual))
+    for tokens in (1, 2, 8, 9, 16, 32, 33, 64, 65, 256, 257):
+        x = torch.empty(tokens, size, dtype=torch.bfloat16)
+        launch.linear(x, weight)
+        plain = ran.pop()
+        assert (plain == "library") == (tokens not in launch.linear.num_tokens(weight)) and not ran
+        launch.linear_add_rms_norm(x, weight, x, x[0], 1e-6)
+        assert ran.pop() == ("hopper" if tokens in launch.linear_add_rms_norm.num_tokens(weight) else plain)
+        launch.linear_silu_and_mul(x, weight)
+        assert ran.pop() == ("hopper gated" if tokens in launch.linear_silu_and_mul.num_tokens(weight) else plain) and not ran
+
+
+def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
+    assert hopper.most_tokens_whole(1024, 3072) == 32 and hopper.most_tokens_whole(1024, 2048) == 64
+    assert hopper.most_tokens_whole(2048, 6144) == 8  # never fewer: measured
+    assert hopper.most_tokens_whole(1024, 1024) == 256 == hopper.most_tokens_whole(4096, 12288)
+    monkeypatch.setattr(hopper, "_is_hopper", lambda index: True)
+    assert launch.linear.num_tokens(weight_like(1024, 3072)) == range(1, 33)
+    assert launch.linear.num_tokens(weight_like(2048, 6144)) == range(1, 9)
+    assert launch.linear_add_rms_norm.num_tokens(weight_like(1024, 3072)) == range(1, 257)
+
+
 COMPILED = [
     (8, 4096, 1024, {}), (32, 6144, 1024, {"gated": True}), (64, 6144, 1024, {"gated": True}), (32, 1024, 3072, {"split": True}),
     (64, 4096, 12288, {"split": True}), (64, 6144, 4096, {"bias": True}), (256, 4096, 1024, {}), (128, 6144, 1024, {"gated": True}), (8, 24576, 4096, {"gated": True}),
@@ -269,13 +306,16 @@ def test_weights_are_read_early_only_if_they_are_parameters():
     from nanovllm.perf.autotune.launches import recorded
 
     x, parts = torch.randn(2, 1024, dtype=torch.bfloat16), torch.zeros(2, 2, 1024)
-    for plain in (False, True):
-
-        def weight(*shape, plain=plain):
-            w = torch.randn(*shape, dtype=torch.bfloat16)
-            return w if plain else torch.nn.Parameter(w, requires_grad=False)
-
+    matrix = torch.randn(2048, 1024, dtype=torch.bfloat16)
+    weight, norm, bias, column = (
+        torch.nn.Parameter(w, requires_grad=False) for w in (matrix, matrix[0], matrix[:, 0], matrix[:1024, 0])
+    )
+    for of_product, of_norm, early in (
+        ((weight, None), norm, True),
+        ((matrix, None), matrix[0], False),
+        ((weight, bias), column, False),  # strided: the kernel before has just written a copy
+    ):
         with recorded() as launches:
-            hopper.product(x, weight(2048, 1024))
-            hopper.sum_add_rms_norm(parts, None, x, weight(1024), 1e-6)
-        assert [launch.options["launch_pdl"] for launch in launches] == [not plain] * 2
+            hopper.product(x, *of_product)
+            hopper.sum_add_rms_norm(parts, None, x, of_norm, 1e-6)
+        assert [launch.options["launch_pdl"] for launch in launches] == [early] * 2

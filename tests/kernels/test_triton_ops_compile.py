@@ -314,11 +314,19 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
     for rows in (33, 1024):
         for *_, options in launches_of([("", lambda n=rows: ops.add_rms_norm(t(n, 64), t(n, 64), t(64), 1e-6))]):
             assert not options["launch_pdl"]
+
+    def column(size):
+        return torch.nn.Parameter(t(size, 2)[:, 1], requires_grad=False)
+
     for name, call in (
         ("rms_norm", lambda: ops.rms_norm(t(8, 1024), t(1024), 1e-6)),
         ("add_rms_norm", lambda: ops.add_rms_norm(t(8, 1024), t(8, 1024), t(1024), 1e-6)),
         ("layer_norm", lambda: ops.layer_norm(t(2048, 5120), t(5120), t(5120), 1e-6)),
         ("chain", lambda: ops.layernorm_residual_dropout_gelu(t(2048, 1024), t(2048, 1024), t(1024), t(1024))),
+        # Parameters, of which a kernel has just written a copy.
+        ("rms_norm", lambda: ops.rms_norm(t(8, 1024), column(1024), 1e-6)),
+        ("add_rms_norm", lambda: ops.add_rms_norm(t(8, 1024), t(8, 1024), column(1024), 1e-6)),
+        ("layer_norm", lambda: ops.layer_norm(t(2048, 5120), column(5120), column(5120), 1e-6)),
     ):
         for *_, options in launches_of([(name, call)]):
             assert not options["launch_pdl"], f"{name}: reads a weight early that the kernel before may write"

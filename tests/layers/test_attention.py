@@ -166,7 +166,7 @@ WIDE = torch.zeros(10, BLOCK, KV_HEADS, DIM)
         ({"context_lens": torch.tensor(LENS)}, "context_lens: expected contiguous int32"),
         ({"window": 0}, "window: expected None or at least 1 token, got 0"),
         ({"soft_cap": -1.0}, "soft_cap: expected None or a positive number, got -1.0"),
-        ({"k_scale": torch.ones(3)}, r"k_scale: expected float32 of shape \[1\] or \[2\], got float32 \[3\]"),
+        ({"k_scale": torch.ones(3)}, r"k_scale: expected contiguous float32 of shape \[1\] or \[2\], got float32 \[3\]"),
     ],
 )
 def test_wrong_layouts_are_always_named(changes, said):

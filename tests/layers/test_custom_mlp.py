@@ -1,5 +1,6 @@
 """The gated MLP with kernels chosen by itself."""
 
+import os
 import subprocess
 import sys
 
@@ -84,8 +85,10 @@ def test_what_serves_a_batch_is_said(monkeypatch):
 
 def test_the_comparison_runs():
     command = [sys.executable, "-m", "nanovllm.layers.custom_mlp", "--hidden-size", "64", "--intermediate-size", "96"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "4096" in done.stdout and "native" in done.stdout and "NO" not in done.stdout
+    assert "4096" in done.stdout and "silu_and_mul: native" in done.stdout and "NO" not in done.stdout
+    assert "equal" in done.stdout and "yes" in done.stdout and "…" not in done.stdout, "cut off"
     done = subprocess.run([*command, "--dtype", "int8"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "expected bfloat16, float16 or float32" in done.stderr

@@ -129,6 +129,15 @@ def test_greedy_equals_transformers(path, prompts, expected, kwargs):
     assert kwargs.get("num_kvcache_blocks") or outputs[0].metrics.num_cached_tokens > 0
 
 
+@pytest.mark.gpu
+def test_greedy_with_custom_kernels_on_and_off(path, prompts, expected):
+    on = engine(path)
+    assert "triton" in on.kernels.providers.values() and tokens(on, prompts) == expected
+    del on
+    off = engine(path, use_custom_kernels=False)
+    assert set(off.kernels.providers.values()) == {"native"} and tokens(off, prompts) == expected
+
+
 def test_greedy_one_at_a_time(path, prompts, expected):
     llm = engine(path, enable_prefix_caching=False)
     for i in (0, 5, 13, -3, -2, -1):

@@ -82,6 +82,7 @@ def add_rms_norm_linear(
     Args:
         x: [..., size]; residual: the same, or None: x is the residual stream itself.
         norm_weight: [size]; weight: [outputs, size]; bias: [outputs] or None; one dtype.
+        eps: of the norm, as in `rms_norm`.
 
     Returns:
         (y [..., outputs], new residual [..., size]), same dtype. Rounded as the ops that it is made of round: the sum,
@@ -112,6 +113,7 @@ def add_rms_norm_gate_up(
     Args:
         x: [..., size]; residual: the same, or None: x is the residual stream itself.
         norm_weight: [size]; weight: [2 * outputs, size], the rows of the gate, then those of the up projection; one dtype.
+        eps: of the norm, as in `rms_norm`.
 
     Returns:
         ([..., outputs], new residual [..., size]), same dtype. Rounded as the ops that it is made of round, so gate, up and

@@ -36,13 +36,13 @@ def attention_decode(
     Args:
         q: [num_seqs, num_heads, head_dim].
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        block_table: [num_seqs, max_blocks] int32; entries past a sequence's last block may be any valid block.
-        context_lens: [num_seqs] int32. A sequence of length 0 gets zeros.
+        block_table: [num_seqs, max_blocks] int32, columns adjacent; entries past a sequence's last block may be any valid block.
+        context_lens: [num_seqs] int32, contiguous. A sequence of length 0 gets zeros.
         max_context_len: a host-side bound on context_lens; the work is sized by it, so that a CUDA graph can be captured.
         scale: multiplies q @ k.
         window: if given, only the last `window` tokens are attended to, the query's own included.
         soft_cap: if given, a score s, scale included, becomes soft_cap * tanh(s / soft_cap).
-        k_scale, v_scale: float32 [1] or [num_kv_heads]; a key is the cached value times k_scale. None: 1.
+        k_scale, v_scale: float32 [1] or [num_kv_heads], contiguous; a key is the cached value times k_scale. None: 1.
 
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q. Cache slots beyond context_lens never influence it, NaN or not.
@@ -122,14 +122,14 @@ def attention_prefill(
     Args:
         q: [num_tokens, num_heads, head_dim]: the last tokens of each sequence, one run after the other.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the new tokens already stored.
-        block_table: [num_seqs, max_blocks] int32.
-        cu_seqlens_q: [num_seqs + 1] int32: where each run starts in q, and where the last one ends.
-        context_lens: [num_seqs] int32: all tokens of each sequence up to its last query.
+        block_table: [num_seqs, max_blocks] int32, columns adjacent.
+        cu_seqlens_q: [num_seqs + 1] int32, contiguous: where each run starts in q, and where the last one ends.
+        context_lens: [num_seqs] int32, contiguous: all tokens of each sequence up to its last query.
         max_query_len: a host-side bound on the runs' lengths, from which tile sizes may follow.
         scale: multiplies q @ k.
         window: if given, a query attends to the last `window` tokens up to its own, which counts as one of them.
         soft_cap: if given, a score s, scale included, becomes soft_cap * tanh(s / soft_cap).
-        k_scale, v_scale: float32 [1] or [num_kv_heads]; a key is the cached value times k_scale. None: 1.
+        k_scale, v_scale: float32 [1] or [num_kv_heads], contiguous; a key is the cached value times k_scale. None: 1.
 
     Returns:
         [num_tokens, num_heads, head_dim], the dtype of q; zeros for a query that sees nothing (context_len 0). The reference

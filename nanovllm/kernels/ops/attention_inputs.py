@@ -25,7 +25,8 @@ def _paged(t: Tensors, lens: torch.Tensor, num_kv_heads: int, head_dim: int, blo
     num_seqs, longest = len(lens), max(lens.tolist(), default=0)
     max_blocks = max(1, -(-longest // block_size))
     num_blocks = num_seqs * max_blocks + 1
-    table = t.permutation(num_blocks, torch.int32)[: num_seqs * max_blocks].view(num_seqs, max_blocks)
+    order = t.permutation(num_blocks, torch.int32).contiguous()  # as the op wants its columns
+    table = order[: num_seqs * max_blocks].view(num_seqs, max_blocks)
     used = torch.zeros(num_blocks, block_size, dtype=torch.bool, device=t.device)
     slots = torch.arange(max_blocks * block_size, device=t.device).view(max_blocks, block_size)
     used[table.long()] = slots < lens[:, None, None].to(t.device)

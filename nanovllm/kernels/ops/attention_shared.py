@@ -78,11 +78,11 @@ def attention_decode_shared(
     """`attention_decode`, told which sequences have the same leading blocks, so that a provider can read these once.
 
     Args:
-        groups: [num_groups, 3] int32. The sequences of group g are `count` entries of group_rows from `first` on, and have the
+        groups: [num_groups, 3] int32, contiguous. The sequences of group g are `count` entries of group_rows from `first` on, and have the
             same blocks in their first `tokens` tokens, where (first, count, tokens) = groups[g]. `tokens` is a multiple of
             block_size and less than the length of any of them; a group may have no tokens or no sequences, and then is none.
-        group_rows: [num_seqs] int32: the sequences of all groups, none twice; entries of no group may be anything.
-        shared_lens: [num_seqs] int32: the `tokens` of the sequence's group, 0 without one.
+        group_rows: [num_seqs] int32, contiguous: the sequences of all groups, none twice; entries of no group may be anything.
+        shared_lens: [num_seqs] int32, contiguous: the `tokens` of the sequence's group, 0 without one.
         The others are those of `attention_decode`. With a window nothing need be shared.
 
     Returns:
@@ -107,7 +107,7 @@ def _projected_inputs(
         "q": given.pop("q"),
         "k": k,
         "v": v,
-        "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), -1).to(t.device, torch.float32),
+        "cos_sin_cache": t.spread(torch.cat((angles.cos(), angles.sin()), -1).to(t.device, torch.float32)),
         **given,
         "q_weight": t.parameter(head_dim, scale=1),
         "k_weight": t.parameter(head_dim, scale=1),

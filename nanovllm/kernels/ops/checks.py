@@ -41,8 +41,10 @@ def check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, num_kv_heads: int
 
 
 def check_scale(scale: torch.Tensor | None, name: str, num_kv_heads: int) -> None:
-    if scale is not None and (scale.dtype != torch.float32 or scale.shape not in ((1,), (num_kv_heads,))):
-        raise ValueError(f"{name}: expected float32 of shape [1] or [{num_kv_heads}], got {_describe(scale)}")
+    if scale is None:
+        return
+    if scale.dtype != torch.float32 or scale.shape not in ((1,), (num_kv_heads,)) or not scale.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous float32 of shape [1] or [{num_kv_heads}], got {_describe(scale)}")
 
 
 def check_attention(

@@ -27,5 +27,13 @@ def _cost(token_ids, weight):
     cost=_cost,
 )
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Rows of `weight` [vocab_size, hidden_size] at `token_ids` [num_tokens] int64 -> [num_tokens, hidden_size]."""
+    """The row of the embedding table for each token.
+
+    Args:
+        token_ids: [num_tokens] int64, from 0 to vocab_size - 1.
+        weight: [vocab_size, hidden_size], any float dtype.
+
+    Returns:
+        [num_tokens, hidden_size], the dtype of weight.
+    """
     return F.embedding(token_ids, weight)

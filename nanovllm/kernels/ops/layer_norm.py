@@ -31,6 +31,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
     Args:
         x: [..., size], any float dtype; weight, bias: [size], same dtype.
+        eps: added to the variance.
 
     Returns:
         [..., size], the dtype of x.

@@ -40,6 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Args:
         x: [..., size]; weight: [size], same dtype.
+        eps: added to the mean of the squares.
 
     Returns:
         [..., size], the dtype of x.
@@ -70,6 +71,7 @@ def add_rms_norm(
 
     Args:
         x, residual: [..., size], same dtype; weight: [size].
+        eps: as in `rms_norm`.
 
     Returns:
         (normalised, new residual), both [..., size]. The sum is rounded to the dtype before it is normalised.

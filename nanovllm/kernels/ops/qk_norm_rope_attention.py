@@ -18,7 +18,7 @@ def _inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, block_s
         "q": given.pop("q"),
         "k": k,
         "v": v,
-        "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), -1).to(t.device, torch.float32),
+        "cos_sin_cache": t.spread(torch.cat((angles.cos(), angles.sin()), -1).to(t.device, torch.float32)),
         **given,
         "q_weight": t.parameter(head_dim, scale=1),
         "k_weight": t.parameter(head_dim, scale=1),

@@ -21,7 +21,7 @@ def qk_inputs(t, num_tokens, num_heads, num_kv_heads, head_dim):
         "positions": t.integers(0, 4096, num_tokens),
         "q": q,
         "k": k,
-        "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), dim=-1).float(),
+        "cos_sin_cache": t.spread(torch.cat((angles.cos(), angles.sin()), dim=-1).float()),
     }
 
 

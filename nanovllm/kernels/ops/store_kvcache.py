@@ -64,7 +64,7 @@ def store_kvcache(
             among them, they get the nearest value, and float8 its largest where k / k_scale is beyond it.
         slot_mapping: [num_tokens] int64, block * block_size + offset. Every entry is valid: padding rows point
             into the padding block, which no sequence owns, so that no row needs a test (and a CUDA graph no branch).
-        k_scale, v_scale: float32 [1] or [num_kv_heads]; what is stored is k / k_scale. None: 1.
+        k_scale, v_scale: float32 [1] or [num_kv_heads], contiguous; what is stored is k / k_scale. None: 1.
     """
     check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if values_checked(k.device):

@@ -15,7 +15,7 @@ from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, HopperDecodePlan, plan_decode
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._counters import arrival_counters
-from nanovllm.kernels.triton_ops._launch import are_constant, cdiv, has_dependent_launch, next_power_of_2
+from nanovllm.kernels.triton_ops._launch import adjacent, are_constant, cdiv, has_dependent_launch, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 
@@ -29,6 +29,22 @@ class NewTokens:
     q_weight: torch.Tensor | None
     k_weight: torch.Tensor | None
     eps: float
+    early: bool = False
+    """Whether angles and weights may be read before the kernel in front has ended."""
+
+
+def new_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+) -> NewTokens:
+    """`NewTokens` as kernels address them: what is strided within a row is copied, and then not read early."""
+    angles, q_weight, k_weight = adjacent(cos_sin_cache), adjacent(q_weight), adjacent(k_weight)
+    early = angles is cos_sin_cache and are_constant(q_weight, k_weight)
+    return NewTokens(adjacent(k), adjacent(v), angles, q_weight, k_weight, eps, early)
 
 
 @dataclass(frozen=True)
@@ -96,8 +112,9 @@ def qk_norm_rope_attention(
     *,
     plan: DecodePlan | HopperDecodePlan | None = None,
 ) -> torch.Tensor:
-    """The op `qk_norm_rope_attention`, in one kernel. q, k and v may have any token and head strides.
+    """The op `qk_norm_rope_attention`, in one kernel. q, k and v may have any token and head strides, the table any between rows.
 
+    Elements that are not side by side, of the weights too, are copied.
     As for `attention_decode`; a sequence of length 0 gets zeros, and nothing is stored for it.
     """
     check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
@@ -106,8 +123,7 @@ def qk_norm_rope_attention(
         raise ValueError(f"q: head_dim must be even, not {q.shape[2]}")
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len, torch.ones_like(context_lens))
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    new = NewTokens(k, v, cos_sin_cache, q_weight, k_weight, eps)
+    new = new_tokens(k, v, cos_sin_cache, q_weight, k_weight, eps)
     scales = (k_scale, v_scale)
     return _launch(
         q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan
@@ -251,6 +267,6 @@ def launch_decode(
         RELEASE=dependent and num_seqs <= MAX_TOKENS,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        launch_pdl=dependent and (new is None or are_constant(new.q_weight, new.k_weight)),
+        launch_pdl=dependent and (new is None or new.early),
     )
     return out

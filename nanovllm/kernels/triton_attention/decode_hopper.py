@@ -15,7 +15,7 @@ from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._cluster import launch_clusters, launches_clusters
 from nanovllm.kernels.triton_ops._counters import arrival_counters
-from nanovllm.kernels.triton_ops._launch import are_constant, cdiv
+from nanovllm.kernels.triton_ops._launch import cdiv
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 if TYPE_CHECKING:
@@ -216,6 +216,6 @@ def launch_hopper(
         RELEASE=num_seqs <= MAX_TOKENS,
         CLUSTER=cluster,
         num_warps=plan.warps,
-        launch_pdl=new is None or are_constant(new.q_weight, new.k_weight),
+        launch_pdl=new is None or new.early,
     )
     return out

@@ -15,7 +15,13 @@ from nanovllm.kernels.triton_attention.common import (
     num_multiprocessors,
     padded_count,
 )
-from nanovllm.kernels.triton_attention.decode import NewTokens, SharedParts, attention_decode, launch_decode
+from nanovllm.kernels.triton_attention.decode import (
+    NewTokens,
+    SharedParts,
+    attention_decode,
+    launch_decode,
+    new_tokens,
+)
 from nanovllm.kernels.triton_attention.decode import qk_norm_rope_attention as unshared
 from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, plan_decode
 from nanovllm.kernels.triton_attention.shared_kernel import shared_kernel
@@ -179,8 +185,7 @@ def qk_norm_rope_attention_shared(
         raise ValueError(f"q: head_dim must be even, not {q.shape[2]}")
     if values_checked(q.device):
         check_shared_values(k_cache, block_table, context_lens, max_context_len, groups, group_rows, shared_lens)
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    new = NewTokens(k, v, cos_sin_cache, q_weight, k_weight, eps)
+    new = new_tokens(k, v, cos_sin_cache, q_weight, k_weight, eps)
     return _launch(
         q, k_cache, v_cache, block_table, context_lens, (groups, group_rows, shared_lens), max_context_len, scale, soft_cap,
         (k_scale, v_scale), new, plan, rest,

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.triton_decode.plan import MANY_OUTPUTS
-from nanovllm.kernels.triton_ops._launch import are_constant, cdiv, next_power_of_2, num_sms, warps_for
+from nanovllm.kernels.triton_ops._launch import adjacent, are_constant, cdiv, next_power_of_2, num_sms, warps_for
 
 # Rows of the weight that a program has, and columns of a tile: a swizzled line of 128 bytes.
 ROWS = 64
@@ -98,10 +98,38 @@ def num_tokens_taken(weight: torch.Tensor, gated: bool = False) -> range:
     return worth(*weight.shape, gated, weight.dtype)
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
-    """Whether `product` can and should be used for x [num_tokens, size]."""
+# Rows of a weight whose products are few programs, if they have all of its columns: a quarter of the GPU's.
+_FEW_ROWS = 32 * ROWS
+# Bytes that one of these may read.
+_MOST_READ = 640 << 10
+
+
+def most_tokens_whole(num_rows: int, size: int, itemsize: int = 2) -> int:
+    """Up to how many tokens a product is worth it whose columns are not split, as in `linear`; `worth` is about any.
+
+    On an H200 each of few programs reads, of the weight and of all tokens, about 100 bytes a ns: 8 x 1024 x 2048 takes 3.7 us,
+    8 x 1024 x 3072 5.1 and 64 x 1024 x 3072 8.9; the library takes 5.9, 7.5 and 7.9. The limit between 8 and 64 is an estimate.
+    """
+    if num_rows > _FEW_ROWS:
+        return MAX_TOKENS
+    tokens = 8
+    while tokens < MAX_TOKENS and (ROWS + _padded(2 * tokens)) * size * itemsize <= _MOST_READ:
+        tokens *= 2
+    return tokens
+
+
+def num_tokens_whole(weight: torch.Tensor) -> range:
+    """As `num_tokens_taken`, for products whose columns are not split."""
+    taken = num_tokens_taken(weight)
+    return range(taken.start, min(taken.stop, 1 + most_tokens_whole(*weight.shape))) if taken else taken
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, whole: bool = False) -> bool:
+    """Whether `product` can and should be used for x [num_tokens, size]; whole: with columns that are not split, not gated."""
     aligned = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return aligned and x.dtype == weight.dtype and x.shape[0] in num_tokens_taken(weight, gated)
+    if not aligned or x.dtype != weight.dtype:
+        return False
+    return x.shape[0] in (num_tokens_whole(weight) if whole else num_tokens_taken(weight, gated))
 
 
 @functools.cache
@@ -125,6 +153,7 @@ def product(
         plan: instead of the tuned one, or where there is none of the one that `plan_product` picks.
     """
     num_tokens, size = x.shape
+    bias = adjacent(bias)
     rows = weight.shape[0]
     outputs = rows // 2 if gated else rows
     if plan is None:
@@ -170,6 +199,7 @@ def sum_add_rms_norm(
 
     splits, num_tokens, size = parts.shape
     residual = residual.contiguous()
+    norm_weight, bias = adjacent(norm_weight), adjacent(bias)
     y, new_residual = torch.empty_like(residual), torch.empty_like(residual)
     block = next_power_of_2(size)
     sum_norm_kernel[(num_tokens,)](

@@ -2,6 +2,8 @@
 
 `linear_silu_and_mul` has a kernel for many tokens too.
 
+Vectors that are strided are copied; a weight that is not contiguous is the library's.
+
 With dependent launch the weights, of the product and of the norm, are read while the kernel before may still run. So they are launched
 like that only with parameters as weights, which no kernel writes (`are_constant`). Inputs may be what that kernel writes.
 """
@@ -20,7 +22,14 @@ from nanovllm.kernels.triton_decode.plan import MatrixPlan, VectorPlan, max_toke
 from nanovllm.kernels.triton_decode.vector_kernel import vector_kernel
 from nanovllm.kernels.triton_linear.gemm import tma_fits
 from nanovllm.kernels.triton_linear.product import many_tokens, silu_and_mul_of_many
-from nanovllm.kernels.triton_ops._launch import are_constant, cdiv, has_dependent_launch, matrix_of, next_power_of_2
+from nanovllm.kernels.triton_ops._launch import (
+    adjacent,
+    are_constant,
+    cdiv,
+    has_dependent_launch,
+    matrix_of,
+    next_power_of_2,
+)
 from nanovllm.kernels.triton_ops.activation import silu_and_mul
 from nanovllm.kernels.triton_ops.norm import add_rms_norm_out, rms_norm
 
@@ -43,6 +52,7 @@ def _launch(
     new_residual = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, num_tokens, x_stride = matrix_of(x)
     others, _, residual_stride = (x, 0, 0) if residual is None else matrix_of(residual)
+    norm_weight, bias = adjacent(norm_weight), adjacent(bias)
     pdl = has_dependent_launch(x.device) and are_constant(weight, norm_weight, bias)
     outputs = cut.rows // 2 if gated else cut.rows
     tensors = (
@@ -101,7 +111,7 @@ def add_rms_norm_linear(
     if cut is not None:
         return _launch(x, residual, norm_weight, eps, weight, bias, False, cut)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
-    return F.linear(y, weight, bias), residual
+    return linear(y, weight, bias), residual
 
 
 def add_rms_norm_gate_up(
@@ -112,12 +122,12 @@ def add_rms_norm_gate_up(
     if cut is not None:
         return _launch(x, residual, norm_weight, eps, weight, None, True, cut)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
-    return silu_and_mul(F.linear(y, weight)), residual
+    return linear_silu_and_mul(y, weight), residual
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The op `linear`."""
-    if hopper.takes(x, weight):
+    if hopper.takes(x, weight, whole=True):
         return hopper.product(x, weight, bias)
     cut = _plan(x, weight, False, False)
     if cut is not None:
@@ -131,7 +141,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return hopper.product(x, weight, gated=True)
     if x.dim() == 2 and x.dtype == weight.dtype and x.shape[0] in many_tokens(weight) and tma_fits(x):
         return silu_and_mul_of_many(x, weight)
-    return silu_and_mul(F.linear(x, weight))
+    return silu_and_mul(linear(x, weight))
 
 
 def linear_add_rms_norm(
@@ -145,7 +155,7 @@ def linear_add_rms_norm(
     """The op `linear_add_rms_norm`."""
     if hopper.takes(x, weight):
         return hopper.sum_add_rms_norm(hopper.product(x, weight, split=True), bias, residual, norm_weight, eps)
-    return _add_rms_norm(F.linear(x, weight, bias), residual, norm_weight, eps)
+    return _add_rms_norm(linear(x, weight, bias), residual, norm_weight, eps)
 
 
 def _few(weight: torch.Tensor, gated: bool) -> range:
@@ -155,7 +165,7 @@ def _few(weight: torch.Tensor, gated: bool) -> range:
 
 
 def _few_or_many(weight: torch.Tensor) -> range:
-    few, many = _few(weight, False), hopper.num_tokens_taken(weight)
+    few, many = _few(weight, False), hopper.num_tokens_whole(weight)
     return range(1, many.stop) if few and many else many or few
 
 

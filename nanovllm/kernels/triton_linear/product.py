@@ -12,7 +12,7 @@ from nanovllm.kernels.ops.linear_bias_act import check_linear
 from nanovllm.kernels.triton_linear.gemm import gemm, tma_fits
 from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan, plan_product
 from nanovllm.kernels.triton_linear.stream import stream
-from nanovllm.kernels.triton_ops._launch import num_sms
+from nanovllm.kernels.triton_ops._launch import adjacent, num_sms
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -98,9 +98,7 @@ def linear_bias_act(
 ) -> torch.Tensor:
     """The op `linear_bias_act`, rounded once. Takes any strides; x of more than two dimensions is copied if it must be."""
     check_linear(x, weight, bias, activation)
-    if bias is not None and bias.stride(0) != 1:
-        bias = bias.contiguous()
-    out = matmul(_matrix(x), weight, bias, activation, False)
+    out = matmul(_matrix(x), weight, adjacent(bias), activation, False)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

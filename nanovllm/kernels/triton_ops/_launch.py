@@ -79,6 +79,14 @@ def warps_for(elements: int, per_thread: int = 8, most: int = 16) -> int:
     return max(1, min(most, next_power_of_2(elements // (32 * per_thread))))
 
 
+def adjacent(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x with the elements of its last dimension side by side, as kernels read vectors and tables; copied if strided or expanded.
+
+    A copy was written by the kernel in front: it is no parameter, for which `are_constant` would let a kernel read it early.
+    """
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
 def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
     """x [..., n] as rows that a kernel can address: (x, rows, inner, outer stride, inner stride).
 

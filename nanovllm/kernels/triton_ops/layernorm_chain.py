@@ -8,6 +8,7 @@ import triton.language as tl
 
 from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts
 from nanovllm.kernels.triton_ops._launch import (
+    adjacent,
     are_constant,
     launched_early_of_many,
     matrix_of,
@@ -140,6 +141,7 @@ def layernorm_residual_dropout_gelu(
     if block > _MAX_BLOCK:
         raise ValueError(f"x: expected rows of at most {_MAX_BLOCK} elements, not {size}")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    weight, bias = adjacent(weight), adjacent(bias)
     x, rows, x_stride = matrix_of(x)
     residual, _, residual_stride = matrix_of(residual)
     if rows:

@@ -12,6 +12,7 @@ import triton.language as tl
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.triton_ops._launch import (
+    adjacent,
     are_constant,
     cdiv,
     launched_early,
@@ -144,6 +145,7 @@ def _cut(rows: int, size: int, per_program: int, warps: int | None) -> tuple[int
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The op `rms_norm`. Takes views of a fused projection as they are; other non-contiguous tensors are copied."""
     size = x.shape[-1]
+    weight = adjacent(weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, rows, inner, outer_stride, inner_stride = rows_of(x)
     if not rows:
@@ -175,7 +177,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `add_rms_norm`. In place where x and residual are contiguous: both results reuse their arguments' memory."""
+    """The op `add_rms_norm`. In place where x and residual are contiguous: both results reuse their arguments' memory.
+
+    Takes row-strided matrices as they are; other non-contiguous tensors, the weight too, are copied.
+    """
     if x.is_contiguous() and residual.is_contiguous():
         return add_rms_norm_out(x, residual, weight, eps, x, residual)
     y, new_residual = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -192,6 +197,7 @@ def add_rms_norm_out(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` into given contiguous tensors, each of which may be x or residual themselves."""
     size = x.shape[-1]
+    weight = adjacent(weight)
     x, rows, x_stride = matrix_of(x)
     residual, _, residual_stride = matrix_of(residual)
     if not rows:
@@ -254,6 +260,7 @@ def _long_layer_norm_kernel(x, weight, bias, y, stride, size, eps, BLOCK: tl.con
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """The op `layer_norm`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
     size = x.shape[-1]
+    weight, bias = adjacent(weight), adjacent(bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, rows, stride = matrix_of(x)
     block = next_power_of_2(size)

@@ -5,7 +5,14 @@ import torch
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import Tunable, bucket
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
-from nanovllm.kernels.triton_ops._launch import cdiv, has_dependent_launch, next_power_of_2, num_sms, warps_for
+from nanovllm.kernels.triton_ops._launch import (
+    adjacent,
+    cdiv,
+    has_dependent_launch,
+    next_power_of_2,
+    num_sms,
+    warps_for,
+)
 from nanovllm.kernels.triton_ops.cache import as_bytes, num_scales, slot_stride
 from nanovllm.kernels.triton_ops.rotary_kernels import (
     rotary_kernel,
@@ -76,19 +83,21 @@ def _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, norm):
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if not num_tokens:
         return q_out, k_out
-    q = q if q.stride(2) == 1 else q.contiguous()
-    k = k if k.stride(2) == 1 else k.contiguous()
+    positions, q, k, q_weight, k_weight, cos_sin_cache = map(
+        adjacent, (positions, q, k, q_weight, k_weight, cos_sin_cache)
+    )
     block = next_power_of_2(head_dim // 2)
     heads, warps, tokens = _choice(tunables.ROTARY, q, num_k_heads, num_q_heads + num_k_heads, norm, 8)
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin_cache.stride(0)
+    weights = (q_weight, k_weight) if norm else (q, k)
     if tokens:
         rotary_tokens_kernel[(num_tokens // tokens,)](
-            positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out, *strides, eps, num_q_heads // heads,
+            positions, q, k, *weights, cos_sin_cache, q_out, k_out, *strides, eps, num_q_heads // heads,
             num_k_heads // heads, block, norm, heads, tokens, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
         return q_out, k_out
     rotary_kernel[(num_tokens, cdiv(num_q_heads, heads) + cdiv(num_k_heads, heads))](
-        positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out, num_q_heads, num_k_heads, head_dim // 2, *strides,
+        positions, q, k, *weights, cos_sin_cache, q_out, k_out, num_q_heads, num_k_heads, head_dim // 2, *strides,
         eps, norm, heads, block, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return q_out, k_out
@@ -97,8 +106,11 @@ def _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, norm):
 def rotary_embedding(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cos_sin_cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `rotary_embedding`. q and k may have any token and head strides; results are contiguous."""
-    return _launch(positions, q, k, q, k, 0.0, cos_sin_cache, False)
+    """The op `rotary_embedding`. q and k may have any token and head strides, the table any between rows; results are contiguous.
+
+    Elements that are not side by side, of positions too, are copied.
+    """
+    return _launch(positions, q, k, None, None, 0.0, cos_sin_cache, False)
 
 
 def qk_norm_rope(
@@ -110,7 +122,7 @@ def qk_norm_rope(
     eps: float,
     cos_sin_cache: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `qk_norm_rope`. q and k may have any token and head strides; results are contiguous."""
+    """The op `qk_norm_rope`. As `rotary_embedding`; weights are copied if strided."""
     return _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, True)
 
 
@@ -129,7 +141,7 @@ def qk_norm_rope_store(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The op `qk_norm_rope_store`, in one kernel. q, k and v may have any token and head strides."""
+    """The op `qk_norm_rope_store`, in one kernel. As `qk_norm_rope`; v may be strided like k."""
     check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if values_checked(k.device):
         check_slots(slot_mapping, k_cache)
@@ -146,6 +158,8 @@ def qk_norm_rope_store(
     if not q_stride[2] == k_stride[2] == v_stride[2] == 1:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+    positions, cos_sin_cache = adjacent(positions), adjacent(cos_sin_cache)
+    q_weight, k_weight = adjacent(q_weight), adjacent(k_weight)
     block = next_power_of_2(head_dim // 2)
     norm = q_weight is not None
     heads, warps, tokens = _choice(tunables.ROTARY_STORE, q, num_k_heads, num_q_heads + 2 * num_k_heads, norm, 4)

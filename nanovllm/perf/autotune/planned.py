@@ -105,10 +105,12 @@ def hopper_asks(op: str, arguments: Arguments, device: DeviceModel) -> tuple[Any
     """What a call on a Hopper GPU asks, whose own product only it has; None: `device` is none, or the product not taken there."""
     if op not in _HOPPER or device.capability != 90:
         return None
-    from nanovllm.kernels.triton_decode.hopper import worth
+    from nanovllm.kernels.triton_decode.hopper import most_tokens_whole, worth
 
     (gated, split), weight = _HOPPER[op], arguments["weight"]
     tokens, (rows, size) = arguments["x"].shape[0], weight.shape
     if tokens not in worth(rows, size, gated, weight.dtype):
+        return None
+    if not (gated or split) and tokens > most_tokens_whole(rows, size):
         return None
     return tunables.hopper_product_key(tokens, rows // 2 if gated else rows, size, weight.dtype, gated, split)

@@ -1,0 +1,47 @@
+"""Greedy tokens with custom kernels are those without, on tiny random models in float32.
+
+The kernels run on a GPU, else in Triton's interpreter.
+"""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+INTERPRETED = triton.knobs.runtime.interpret
+RUNS_HERE = INTERPRETED or torch.cuda.is_available()
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+from nanovllm import LLM, SamplingParams  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_greedy_tokens(architecture, tmp_path):
+    tiny.save(tmp_path, architecture=architecture)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 199, (n,), generator=generator).tolist() for n in (1, 14, 30)]
+    prompts[1][:] = prompts[2][:14]  # of the same block, until the answers part them
+
+    def tokens(**kernels):
+        llm = LLM(
+            tmp_path, dtype="float32", device=DEVICE, skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=12,
+            max_num_seqs=4, max_model_len=64, max_num_batched_tokens=32, **kernels,
+        )  # fmt: skip
+        return llm.kernels.providers, [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+    off, without = tokens(use_custom_kernels=False)
+    on, custom = tokens(kernel_priority={"*": ["triton"]})
+    assert set(off.values()) == {"native"} and set(on.values()) == {"triton"}
+    assert custom == without and len({t for answer in without for t in answer}) > 6
+
+
+@pytest.mark.slow
+def test_in_the_interpreter():
+    check_interpreted(__file__)
+
+
+# Only what can run here is collected, so that nothing is reported as skipped.
+del globals()["test_in_the_interpreter" if RUNS_HERE else "test_greedy_tokens"]

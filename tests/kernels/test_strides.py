@@ -1,0 +1,93 @@
+"""Every tensor argument of every op in every layout: the Triton kernels give what the references give, or name the argument.
+
+Where there is no GPU, in Triton's interpreter.
+"""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+INTERPRETED = triton.knobs.runtime.interpret
+RUNS_HERE = INTERPRETED or torch.cuda.is_available()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+
+from nanovllm.kernels import all_ops  # noqa: E402
+from nanovllm.kernels.declaration import Tensors, copy_of  # noqa: E402
+from tests.interpreter import check_interpreted  # noqa: E402
+
+OPS = [op for op in all_ops().values() if "triton" in op.providers and op.inputs is not None]
+NOT_IN_INPUTS = {
+    "linear": {"bias": "outputs"},
+    "add_rms_norm_linear": {"bias": "outputs"},
+    "linear_add_rms_norm": {"bias": "outputs"},
+    "linear_bias_act": {"bias": "n"},
+    "store_kvcache": {"k_scale": "num_kv_heads"},
+    "attention_decode": {"k_scale": "num_kv_heads", "v_scale": "num_kv_heads"},
+}
+
+
+def every_other(x):
+    gap = float("nan") if x.is_floating_point() else 0
+    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), gap, dtype=x.dtype, device=x.device)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+LAYOUTS = {
+    "every other element": every_other,
+    "expanded": lambda x: x[..., :1].clone().expand_as(x),
+    "expanded rows": lambda x: x[:1].clone().expand_as(x),
+    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else torch.stack((x, x), 1)[:, 1],
+}
+
+
+def arguments_of(op):
+    t = Tensors(torch.float32, DEVICE)
+    shape = op.inputs.small[1]
+    given = op.inputs(t, shape, op.inputs.variants[0])
+    sizes = dict(zip(op.inputs.dimensions, shape))
+    for name, size in NOT_IN_INPUTS.get(op.name, {}).items():
+        given[name] = t.uniform(sizes.get(size) or given["weight"].shape[0], low=0.5)
+    return given
+
+
+def results(op, provider, given):
+    written = lambda k, v: k in op.mutates or (k in op.reuses and v.is_contiguous())  # noqa: E731
+    given = {k: copy_of(v) if written(k, v) else v for k, v in given.items()}
+    with op.use(provider):
+        got = op(**given)
+    got = [] if got is None else [got] if isinstance(got, torch.Tensor) else list(got)
+    return [*got, *(given[name] for name in op.mutates)]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_any_layout(op):
+    given = arguments_of(op)
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor) or name in op.mutates:
+            continue
+        # With equal rows these would name a slot for two tokens, or sequences that do not share what they are said to share.
+        if not x.is_floating_point() and name != "positions" and (op.mutates or "groups" in given):
+            continue
+        for layout, laid_out in LAYOUTS.items():
+            other = {**given, name: laid_out(x)}
+            assert other[name].shape == x.shape
+            try:
+                got = results(op, "triton", other)
+            except ValueError as e:
+                assert name in str(e), f"{name}, {layout}: {e}"
+                continue
+            if op.compare is not None:
+                assert op.compare(got[0], other, torch.float32) is None, f"{name}, {layout}"
+                continue
+            for i, (a, b) in enumerate(zip(got, results(op, "native", other))):
+                where = f"{name}, {layout}, result {i}: "
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True, msg=where.__add__)
+
+
+def test_in_the_interpreter():
+    check_interpreted(__file__)
+
+
+# Only what can run here is collected, so that nothing is reported as skipped.
+del globals()["test_in_the_interpreter" if RUNS_HERE else "test_any_layout"]
