@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.benchmark import copies, time_in_graph
 from nanovllm.kernels.versions import versions
+from nanovllm.perf.precision import float32_products
 
 _MIB = 2**20
 _SCHEMA = 2
@@ -74,18 +75,28 @@ def slug(name: str) -> str:
 
 
 def rates(device: torch.device, dtypes: tuple[str, ...] = ("bfloat16",), refresh: bool = False) -> Rates:
-    """The device's rates, from the cache of this GPU and these versions, or measured, which takes a second or two.
+    """The device's rates, from the cache of this GPU and these versions; what it lacks is measured, which takes a few seconds.
 
     Args:
-        dtypes: whose matrix products to measure.
-        refresh: measure anyway; what is found is kept.
+        dtypes: whose matrix products to measure, by the names of `presets.DTYPE_BYTES`. One that cannot be multiplied here has 0.
+        refresh: measure anyway. What is found is kept, beside what is known of other dtypes.
     """
     path = _cache_dir() / f"{slug(device_name(device))}-{'-'.join(versions().values())}.json"
-    if not refresh:
-        known = _load(path)
-        if known is not None and known.device == device_name(device) and set(dtypes) <= set(known.matmul):
-            return known
-    measured = measure(device, dtypes)
+    known = _load(path)
+    if known is not None and known.device != device_name(device):
+        known = None
+    if known is None or refresh:
+        measured = measure(device, dtypes)
+        _keep(path, measured if known is None else replace(measured, matmul={**known.matmul, **measured.matmul}))
+        return measured
+    missing = tuple(d for d in dtypes if d not in known.matmul)
+    if missing:
+        known = replace(known, matmul={**known.matmul, **measure_matmul(device, missing)})
+        _keep(path, known)
+    return known
+
+
+def _keep(path: Path, measured: Rates) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -93,7 +104,6 @@ def rates(device: torch.device, dtypes: tuple[str, ...] = ("bfloat16",), refresh
         temporary.replace(path)
     except OSError:
         pass  # a read-only home: measured again next time
-    return measured
 
 
 def measure(device: torch.device, dtypes: tuple[str, ...]) -> Rates:
@@ -104,6 +114,17 @@ def measure(device: torch.device, dtypes: tuple[str, ...]) -> Rates:
             with torch.cuda.device(device):
                 return _measure_cuda(device, name, dtypes)
         return _measure_cpu(name, dtypes)
+
+
+def measure_matmul(device: torch.device, dtypes: tuple[str, ...]) -> dict[str, float]:
+    """Measure now, and only matrix products: flops a second by dtype."""
+    with torch.inference_mode():
+        if device.type != "cuda":
+            return _measure_cpu_matmul(dtypes)
+        with torch.cuda.device(device):
+            found = {dtype: max(_matmul_rates(dtype, device)) for dtype in dtypes}
+            torch.cuda.empty_cache()
+            return found
 
 
 def _load(path: Path) -> Rates | None:
@@ -133,12 +154,16 @@ def _measure_cpu(name: str, dtypes: tuple[str, ...]) -> Rates:
     # A matrix-vector product is what decoding does; a plain sum is limited by arithmetic on some CPUs.
     read = source.nbytes / _least([lambda: matrix @ vector, source.sum])
     copy = 2 * source.nbytes / _least([lambda: target.copy_(source)])
+    return Rates(name, max(read, copy), read, copy, _measure_cpu_matmul(dtypes))
+
+
+def _measure_cpu_matmul(dtypes: tuple[str, ...]) -> dict[str, float]:
     matmul = {}
     for dtype in dtypes:
         n = 1024
         a, b = (torch.randn(n, n).to(getattr(torch, dtype)) for _ in range(2))
         matmul[dtype] = 2 * n**3 / _least([functools.partial(torch.mm, a, b)], repeats=20)
-    return Rates(name, max(read, copy), read, copy, matmul)
+    return matmul
 
 
 def _least(calls: list[Callable[[], Any]], repeats: int = 6) -> float:
@@ -217,12 +242,43 @@ def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
 def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
     """Of squares, and of a down projection at prefill; of random numbers, and of gated ones as that projection is given.
 
-    Clocks depend on power, and power on the data: what has many small values runs a little faster than plain noise.
+    Clocks depend on power, and power on the data: what has many small values runs a little faster than plain noise. 0 where
+    PyTorch has no product of float8 or int8 for this GPU.
     """
+    narrow = dtype in ("float8", "int8")
+    wide = torch.bfloat16 if narrow else getattr(torch, _MEMORY.get(dtype, dtype))
     for m, n, k in ((8192, 8192, 8192), (16384, 4096, 12288)) if dtype != "float32" else ((4096, 4096, 4096),):
-        a, gate, b = (torch.randn(s, device=device).to(getattr(torch, dtype)) for s in ((m, k), (m, k), (n, k)))
+        a, gate, b = (torch.randn(s, device=device).to(wide) for s in ((m, k), (m, k), (n, k)))
         for x in (a, F.silu(gate) * a):
-            yield 2 * m * n * k / _least_cuda(functools.partial(F.linear, x, b))
+            for call in _products(dtype, x, b):
+                try:
+                    with float32_products(dtype):
+                        seconds = _least_cuda(call)
+                except RuntimeError as e:
+                    if not narrow or isinstance(e, torch.OutOfMemoryError):
+                        raise
+                    seconds = float("inf")
+                yield 2 * m * n * k / seconds
+
+
+_MEMORY = {"tfloat32": "float32"}
+
+
+def _products(dtype: str, x: torch.Tensor, weight: torch.Tensor) -> list[Callable[[], Any]]:
+    """Calls that multiply x [m, k] by the transpose of weight [n, k] in `dtype`: all ways that PyTorch has, of which the best counts."""
+    if dtype == "int8":
+        x, weight = ((32 * t).round().clamp(-127, 127).to(torch.int8) for t in (x, weight))
+        return [functools.partial(torch._int_mm, x, weight.t())]
+    if dtype == "float8":
+        x, weight = (t.to(torch.float8_e4m3fn) for t in (x, weight))
+        one = torch.ones((), device=x.device)
+        return [
+            functools.partial(
+                torch._scaled_mm, x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
+            for fast in (True, False)
+        ]
+    return [functools.partial(F.linear, x, weight)]
 
 
 def _kernel_seconds(device: torch.device) -> float:

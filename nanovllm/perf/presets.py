@@ -212,14 +212,16 @@ def measured(model: DeviceModel, rates: Rates) -> DeviceModel:
         found |= {"l2_bandwidth": rates.cache_bandwidth, "l2_bytes": rates.cache_bytes}
     named = {"launch": rates.kernel_seconds, "dram_latency": rates.dram_latency, "l2_latency": rates.cache_latency}
     found |= {field: value for field, value in named.items() if value}
-    matmul = {**model.matmul, **rates.matmul}
-    return replace(model, matmul=matmul, measured=(*found, *(f"matmul[{d}]" for d in rates.matmul)), **found)
+    products = {dtype: rate for dtype, rate in rates.matmul.items() if rate}
+    matmul = {**model.matmul, **products}
+    return replace(model, matmul=matmul, measured=(*found, *(f"matmul[{d}]" for d in products)), **found)
 
 
 def this_device(device: torch.device, refresh: bool = False) -> DeviceModel:
     """The model of the CUDA device that is here: what the driver says, what was measured, and for the rest its preset.
 
-    Measuring takes a second or two; results are cached (see `device.rates`). A GPU without a preset takes the latencies and the
+    Measuring takes a few seconds; results are cached (see `device.rates`). Products are measured in every dtype that GPUs of its
+    compute capability multiply. A GPU without a preset takes the latencies and the
     shares of that of its compute capability, or the nearest below.
 
     Raises:
@@ -247,4 +249,4 @@ def this_device(device: torch.device, refresh: bool = False) -> DeviceModel:
         l2_bandwidth=base.l2_bandwidth * scale, matmul={d: r * scale for d, r in base.matmul.items()},
         peak_matmul={d: r * scale for d, r in base.peak_matmul.items()},
     )  # fmt: skip
-    return measured(model, rates(device, refresh=refresh))
+    return measured(model, rates(device, tuple(model.matmul), refresh))

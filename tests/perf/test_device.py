@@ -19,7 +19,12 @@ def counted(monkeypatch, tmp_path):
         calls.append(dtypes)
         return Rates(device.device_name(where), 2.0, 2.0, 1.0, dict.fromkeys(dtypes, 3.0))
 
+    def measure_matmul(where, dtypes):
+        calls.append(("products", *dtypes))
+        return dict.fromkeys(dtypes, 4.0)
+
     monkeypatch.setattr(device, "measure", measure)
+    monkeypatch.setattr(device, "measure_matmul", measure_matmul)
     return calls, tmp_path
 
 
@@ -28,12 +33,51 @@ def test_rates_are_measured_once_a_device_and_version(counted, monkeypatch):
     first = device.rates(CPU, ("float32",))
     assert device.rates(CPU, ("float32",)) == first and len(calls) == 1
     device.rates(CPU, ("float32", "bfloat16"))  # one that is not known yet
-    assert device.rates(CPU, ("float32",)).matmul == {"float32": 3.0, "bfloat16": 3.0} and len(calls) == 2
+    assert device.rates(CPU, ("float32",)).matmul == {"float32": 3.0, "bfloat16": 4.0} and len(calls) == 2
     device.rates(CPU, ("float32",), refresh=True)
     assert len(calls) == 3
     monkeypatch.setattr(device, "versions", lambda: {"torch": "another"})
     device.rates(CPU, ("float32",))
     assert len(calls) == 4 and len(list((folder / "rates").iterdir())) == 2
+
+
+def test_dtypes_asked_for_in_turns_are_measured_once_each(counted):
+    calls, _ = counted
+    for dtypes in (("bfloat16",), ("float32",), (), ("bfloat16",), ("float32", "int8"), ("bfloat16", "int8")):
+        assert set(dtypes) <= set(device.rates(CPU, dtypes).matmul)
+    assert calls == [("bfloat16",), ("products", "float32"), ("products", "int8")]
+    # Anew: what was measured is told, and what is known of other dtypes stays in the file.
+    assert device.rates(CPU, ("float32",), refresh=True).matmul == {"float32": 3.0}
+    assert device.rates(CPU).matmul == {"bfloat16": 3.0, "float32": 3.0, "int8": 4.0} and len(calls) == 4
+
+
+def test_products_in_every_dtype(monkeypatch):
+    """What is multiplied, at the size of a CPU: each way gives the product, float32 and tf32 are told apart, and float8 and int8 may lack."""
+    x, weight = torch.randn(48, 32).bfloat16(), torch.randn(64, 32).bfloat16()
+    expected = x.float() @ weight.float().T
+    for dtype, scale, most in (("bfloat16", 1, 0.1), ("float8", 1, 1.5), ("int8", 1 / 1024, 1.0)):
+        calls = device._products(dtype, x, weight)
+        assert len(calls) == (2 if dtype == "float8" else 1)
+        assert max((scale * call().float() - expected).abs().max() for call in calls) < most
+    seen = []
+
+    def timed(call):
+        seen.append((call.func, torch.backends.cuda.matmul.fp32_precision))
+        if call.func is torch._int_mm:
+            raise RuntimeError("no kernel")
+        return 2.0
+
+    before, randn = torch.backends.cuda.matmul.fp32_precision, torch.randn
+    monkeypatch.setattr(device, "_least_cuda", timed)
+    monkeypatch.setattr(torch, "randn", lambda size, device: randn(16, 16))
+    for dtype, precision in (("tfloat32", "tf32"), ("float32", "ieee"), ("float16", before)):
+        seen.clear()
+        assert max(device._matmul_rates(dtype, CPU)) > 1e10
+        assert {p for _, p in seen} == {precision} and torch.backends.cuda.matmul.fp32_precision == before
+    assert max(device._matmul_rates("float8", CPU)) > 1e10 and max(device._matmul_rates("int8", CPU)) == 0.0
+    monkeypatch.setattr(device, "_least_cuda", lambda call: (_ for _ in ()).throw(RuntimeError("no kernel")))
+    with pytest.raises(RuntimeError, match="no kernel"):
+        max(device._matmul_rates("bfloat16", CPU))
 
 
 def test_the_better_of_two_measurements():

@@ -119,10 +119,23 @@ class Properties:
 
 def test_a_gpu_without_a_preset_takes_the_nearest(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    monkeypatch.setattr(
-        device, "rates", lambda _, refresh=False: Rates(Properties.name, 1.9e12, 1.9e12, 1.7e12, {"bfloat16": 5e14})
-    )
+    asked = []
+
+    def rates(_, dtypes, refresh=False):
+        asked.append(dtypes)
+        return Rates(Properties.name, 1.9e12, 1.9e12, 1.7e12, {"bfloat16": 5e14, "float32": 4e13, "int8": 0.0})
+
+    monkeypatch.setattr(device, "rates", rates)
     found = this_device(torch.device("cuda", 0))
+    assert asked == [("float32", "tfloat32", "float16", "bfloat16", "float8", "int8")]
+    assert found.matmul["int8"] > 1e15 and {m for m in found.measured if "matmul" in m} == {
+        "matmul[bfloat16]",
+        "matmul[float32]",
+    }
+    a100 = type("A100", (Properties,), {"major": 8, "name": "NVIDIA A100-SXM4-80GB"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: a100)
+    this_device(torch.device("cuda", 0))
+    assert "float8" not in asked[1] and "int8" in asked[1]
     base = max((m for m in PRESETS.values() if m.capability <= 90), key=lambda m: m.capability)
     assert (
         found.name == "nvidia-h100-pcie"
@@ -173,7 +186,9 @@ def test_the_chasing_kernel_follows_the_ring():
 def test_measured_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
     found = this_device(torch.device("cuda", torch.cuda.current_device()), refresh=True)
-    assert {"bandwidth", "dram_latency", "l2_latency", "launch", "matmul[bfloat16]"} <= set(found.measured)
+    assert {"bandwidth", "dram_latency", "l2_latency", "launch"} <= set(found.measured)
+    narrow = {"matmul[float8]", "matmul[int8]"}  # PyTorch may lack these
+    assert {f"matmul[{dtype}]" for dtype in found.matmul} - narrow <= set(found.measured)
     assert 5e-8 < found.l2_latency < found.dram_latency < 2e-6
     assert found.sms == torch.cuda.get_device_properties(0).multi_processor_count
     assert presets.device_model(found.name).name == found.name or found.name not in PRESETS
