@@ -18,6 +18,8 @@ def branch():
     return lambda x: x + 1 if x.sum() > 0 else x, (torch.ones(3),)
 def nothing():
     return 5
+def identity():
+    return nn.Identity(), (torch.randn(4, 16),)
 """
 
 
@@ -39,6 +41,14 @@ def said(*args):
     error = run(*args).exception
     assert isinstance(error, ValueError) and "\n" not in str(error), error
     return str(error)
+
+
+def test_a_module_without_kernels(module, tmp_path):
+    for more in ((), ("--left",), ("--measure", "--device", "cpu", "--no-compile", "--iters", "1", "--save", str(tmp_path))):
+        done = run("--module", f"{module}:identity", *more)
+        assert done.exit_code == 0 and "nothing to fuse, it runs no kernel" in done.output, (more, done.exception)
+    assert json.loads(run("--module", f"{module}:identity", "--json").output)["groups"] == []
+    assert not (tmp_path / "fusion.json").exists() and not list(tmp_path.glob("*/fusion.json"))
 
 
 def test_a_preset():

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PHASES = ("decode", "prefill")
+_NOTHING = "{}: nothing to fuse, it runs no kernel"
 
 
 @dataclass
@@ -90,6 +91,9 @@ def fuse(
     report = _analyzer(target, model or device_model("h100")).report()
     if as_json:
         print(json.dumps({**target.about, **report.to_json()}, indent=1))
+        return
+    if not report.rows:
+        print(_NOTHING.format(target.title))
         return
     print(f"{target.title}, predicted for {report.device}")
     _print(groups_table(report))
@@ -265,6 +269,9 @@ def _measure(target: _Target, where: torch.device, compile: bool, iters: int, sa
         print(json.dumps(document, indent=1))
     else:
         _progress("")
+        if not rows:
+            print(_NOTHING.format(target.title))
+            return
         print(f"{target.title}, measured on {name}")
         _print(tables.measured_table(rows))
         for line in tables.missing(rows):

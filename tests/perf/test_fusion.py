@@ -317,13 +317,57 @@ def test_inputs_are_rotated_clearly_within_or_beyond_the_cache(monkeypatch):
     monkeypatch.setattr(module, "l2_bytes", lambda device: 60 << 20)
     where = torch.device("cuda")
     for size in (4, 1 << 10, 1 << 16, 1 << 20, 3 << 20, 16 << 20, 1 << 30):
-        copies, near = module._copies([torch.empty(size, dtype=torch.int8, device="meta")], where)
-        assert copies >= 1 and (copies * size <= 15 << 20 if near else copies * size >= 2 * (60 << 20)), (
-            size,
-            copies,
-            near,
-        )
-    assert module._copies([torch.ones(4)], torch.device("cpu")) == (1, True)
+        for read in (size, size // 2, size // 16, 0):
+            copies, near = module._copies([torch.empty(size, dtype=torch.int8, device="meta")], read, where)
+            assert copies >= 1 and (copies * read <= 15 << 20 if near else copies * read >= 2 * (60 << 20)), (
+                size,
+                read,
+                copies,
+                near,
+            )
+            assert copies * size <= 8 << 30
+    assert module._copies([torch.ones(4)], 16, torch.device("cpu")) == (1, True)
+    # Attention reads little of two caches of 134 MB: many sets would be needed, and few of them stay in the L2 cache.
+    caches = [torch.empty(134 << 20, dtype=torch.int8, device="meta")] * 2
+    assert module._copies(caches, 1 << 20, where) == (8, True) and module._copies(caches, 64 << 20, where) == (3, False)
+
+
+def test_what_is_read_of_a_cache_decides_how_a_group_is_timed(monkeypatch):
+    import nanovllm.perf.fusion.measure as module
+
+    asked = []
+    monkeypatch.setattr(module, "_copies", lambda inputs, read, device: asked.append((inputs, read)) or (1, True))
+    layer, kwargs, known = decoder_layer("smollm2-135m", 2, 48, True, "cpu", torch.float32)
+    analyzer = FusionAnalyzer(layer, (), kwargs, device=PLAIN, known=known)
+    with torch.inference_mode(False):
+        measure(analyzer, (), kwargs, ways=("unfused",), iters=1)
+    (inputs, read) = next(
+        a for a, group in zip(asked, analyzer.groups) if any("attention" in k.op for k in group.kernels)
+    )
+    whole = sum(t.numel() * t.element_size() for t in inputs if isinstance(t, torch.Tensor))
+    assert read < whole / 4
+
+
+def test_what_goes_through_the_host_is_not_fused_across():
+    def one(x):
+        return x * x.max().item()
+
+    def two(x):
+        return torch.relu(x + 1) * (2 * x.abs().sum().item() + 1) + x
+
+    for fn in (one, two):
+        args = (torch.randn(64, 64),)
+        analyzer = FusionAnalyzer(fn, args, device=PLAIN)
+        groups = [[k.op for k in g.kernels] for g in analyzer.groups]
+        at = groups.index(["item"])
+        assert not any("item" in g for i, g in enumerate(groups) if i != at)
+        # What the number is made of comes before, what is made of it after.
+        (source,) = [i for i, g in enumerate(groups) if {"max", "sum"} & set(g)]
+        (scaled,) = [i for i, g in enumerate(groups) if g[-1] in ("mul", "add") and "mul" in g]
+        assert source < at < scaled
+        rows = measure(analyzer, args, ways=("unfused",), iters=1)
+        assert [r.unfused.seconds is None for r in rows] == [i == at for i in range(len(groups))]
+        assert rows[at].unfused.reason == "it takes a value to the host"
 
 
 def comparison(predicted, measured, kernels=2):

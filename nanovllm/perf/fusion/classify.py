@@ -53,6 +53,8 @@ _INJECTIVE = (
     "flip", "constant_pad_nd", "pad", "arange", "full", "zeros", "ones", "empty", "full_like", "zeros_like", "ones_like",
     "scalar_tensor", "tril", "triu", "expand_as", "one_hot", "copy_", "fill_", "zero_",
 )  # fmt: skip
+# Take a number to the host, so that no kernel can hold them and what needs the number.
+HOST_READS = ("item", "_local_scalar_dense")
 _CASTS = ("to", "_to_copy", "type_as")
 # Arithmetic with no effect on memory traffic: a few instructions where the rest take one. Counts are of the usual
 # polynomial and special-function-unit sequences; they matter only where arithmetic binds.
@@ -106,7 +108,12 @@ def mutated(node: FxNode) -> list[FxNode]:
 
 def is_ignored(node: FxNode) -> bool:
     """Assertions of the tracer and arithmetic on sizes: no kernel, no value."""
-    return not fake(node) and not mutated(node)
+    return not fake(node) and not mutated(node) and not reads_to_host(node)
+
+
+def reads_to_host(node: FxNode) -> bool:
+    """Whether an operator takes a tensor's value to the host, as `tensor.item()` does: work waits for all kernels before it."""
+    return isinstance(node.target, torch._ops.OpOverload) and op_name(node) in HOST_READS
 
 
 def is_view(node: FxNode) -> bool:

@@ -44,7 +44,8 @@ class Kernel:
         reduced: dimensions of the domain that it combines.
         sizes: rows, columns and inner size of a matrix product.
         constant: it depends on parameters alone.
-        after: kernels that must run before it though it reads no value of theirs, since they read or write the same memory.
+        after: kernels that must run before it though it reads no tensor of theirs: they read or write the same memory, or take a
+            number to the host that it is given.
         writes: bases whose memory it writes into.
     """
 
@@ -130,6 +131,7 @@ class _Builder:
         self.views: dict[FxNode, tuple[FxNode, ...]] = {}  # value -> views from its base
         self.base: dict[FxNode, FxNode] = {}
         self.kernels: dict[FxNode, Kernel] = {}
+        self.hosts: dict[FxNode, frozenset[FxNode]] = {}  # node -> reads to the host that it has numbers from
         self.consumers: dict[FxNode, list[Kernel]] = {}
         self.writers: dict[int, list[FxNode]] = {}  # storage -> kernels that wrote it, latest last
         self.readers: dict[int, list[FxNode]] = {}
@@ -144,8 +146,12 @@ class _Builder:
             elif node.op == "get_attr":
                 self.base[node], self.views[node] = node, ()
                 self.parameters.add(node)
-            elif not classify.is_ignored(node):
-                self._view(node) if classify.is_view(node) else self._kernel(node)
+            elif classify.is_ignored(node):
+                self.hosts[node] = self._hosts(node)  # arithmetic on numbers
+            elif classify.is_view(node):
+                self._view(node)
+            else:
+                self._kernel(node)
         consumers = {base: tuple(ks) for base, ks in self.consumers.items()}
         writers = {
             base: tuple(k for k in self.kernels.values() if base in k.writes)
@@ -160,6 +166,7 @@ class _Builder:
         source = node.all_input_nodes[0]
         self.base[node] = self.base[source]
         self.views[node] = (*self.views[source], node)
+        self.hosts[node] = self._hosts(node)
         if source in self.known and all(n in self.known for n in node.all_input_nodes):
             self.known[node] = node.target(*torch.fx.node.map_arg(node.args, self.known.__getitem__), **node.kwargs)
 
@@ -185,14 +192,22 @@ class _Builder:
             classify.matmul_sizes(node) if kind is Kind.MATMUL else None,
             reads, output_bytes, classify.flops_of(node, kind, self.known), fake(node)[0].dtype if fake(node) else torch.float32,
             bool(written),
-            all(self.base[n] in self.parameters or self._is_constant(self.base[n]) for n in operands) and not written,
-            self._order(node, written, operands), frozenset(self.base[n] for n in written),
+            all(self.base[n] in self.parameters or self._is_constant(self.base[n]) for n in operands)
+            and not written and not self._hosts(node),
+            self._order(node, written, operands) | self._hosts(node), frozenset(self.base[n] for n in written),
         )  # fmt: skip
         self.kernels[node] = kernel
+        if classify.reads_to_host(node):
+            self.hosts[node] = frozenset({node})
         # What writes into memory gives that memory back: its result is a value of its own all the same.
         self.base[node], self.views[node] = node, ()
         for base in dict.fromkeys(r.base for r in reads):
             self.consumers.setdefault(base, []).append(kernel)
+
+    def _hosts(self, node: FxNode) -> frozenset[FxNode]:
+        """The reads to the host whose numbers an operator is given, also through views that such numbers describe."""
+        through = (v for n in node.all_input_nodes for v in (n, *self.views.get(n, ())))
+        return frozenset().union(*(self.hosts.get(n, ()) for n in through))
 
     def _is_constant(self, base: FxNode) -> bool:
         return base in self.kernels and self.kernels[base].constant

@@ -17,12 +17,14 @@ from torch.fx import Node as FxNode
 
 from nanovllm.kernels.benchmark import l2_bytes, time_in_graph, time_kernel
 from nanovllm.kernels.declaration import copy_of
+from nanovllm.perf.fusion import classify
 from nanovllm.perf.fusion.analyzer import FusionAnalyzer
 from nanovllm.perf.fusion.extract import Extract, extract, values
 from nanovllm.perf.fusion.grouping import Group
 
 WAYS = ("unfused", "compile", "ours")
 _MOST_COPIES = 64
+_MOST_BYTES = 8 << 30
 # Several roundings of a reduction and a product in the dtype.
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-8}
 
@@ -154,11 +156,13 @@ def _compare(
     inputs = [found[n] for n in plain.inputs]
     device = next((t.device for t in inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
     served = analyzer.served(group)
-    copies, near = _copies(inputs, device)
+    copies, near = _copies(inputs, group.read_bytes, device)
     cost = replace(analyzer.cost, inputs="cache" if near else "memory")
     done = {w: Measured(None, "not asked for") for w in WAYS}
+    if any(classify.reads_to_host(k.fx) for k in group.kernels):
+        done, ways = {w: Measured(None, "it takes a value to the host") for w in WAYS}, ()
     with torch.no_grad():
-        wanted = plain.module(*_fresh(inputs))
+        wanted = plain.module(*_fresh(inputs)) if ways else ()
         for way in ways:
             try:
                 fn, order = _way(way, group, plain, served.matches, device, backend)
@@ -203,16 +207,21 @@ def _fresh(inputs: Sequence[Any]) -> list[Any]:
     return [copy_of(t) if isinstance(t, torch.Tensor) else t for t in inputs]
 
 
-def _copies(inputs: Sequence[Any], device: torch.device) -> tuple[int, bool]:
-    """(how many sets of inputs to rotate through, whether all of them stay in the cache): clearly the one or the other."""
+def _copies(inputs: Sequence[Any], read_bytes: int, device: torch.device) -> tuple[int, bool]:
+    """(how many sets of inputs to rotate through, whether all of them stay in the cache): clearly the one or the other.
+
+    Args:
+        read_bytes: of the inputs, what a call reads: of a KV cache or a table perhaps little.
+    """
     if device.type != "cuda":
         return 1, True
     size = max(1, sum(t.numel() * t.element_size() for t in inputs if isinstance(t, torch.Tensor)))
-    cache = l2_bytes(device)
-    wanted = math.ceil(3 * cache / size)
-    if wanted > _MOST_COPIES:
-        return max(1, min(8, cache // 4 // size)), True
-    return max(2, min(wanted, (8 << 30) // size)), False
+    touched = max(1, min(size, read_bytes))
+    cache, most = l2_bytes(device), max(2, min(_MOST_COPIES, _MOST_BYTES // size))
+    wanted = math.ceil(3 * cache / touched)
+    if wanted > most:
+        return max(1, min(8, most, cache // 4 // touched)), True
+    return max(2, wanted), False
 
 
 def _time(fn: Callable[..., Any], inputs: Sequence[Any], device: torch.device, copies: int, iters: int) -> float:
