@@ -89,6 +89,17 @@ def test_a_wrong_kernel_fails_the_command(monkeypatch):
     assert done.exit_code == 1 and "elements are wrong" in done.output
 
 
+@pytest.mark.parametrize("command", ["gelu", "mlp"])
+def test_a_figure_that_cannot_be_drawn_is_said_before_anything_runs(command, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr("nanovllm.perf.lab.run.run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("nanovllm.perf.lab.mlp.run_sweeps", lambda *_: pytest.fail("it ran"))
+    for name, said in (("x.foo", "expected a name that ends in ."), ("x", ".png"), ("folder.png", "it is a folder")):
+        error = lab(command, "--device", "cpu", "--plot", str(tmp_path / name)).exception
+        assert isinstance(error, ValueError) and said in str(error), error
+
+
 def test_mlp(tmp_path):
     figure, numbers = tmp_path / "mlp.png", tmp_path / "mlp.json"
     options = [

@@ -152,6 +152,8 @@ def test_the_documentation_names_what_can_be_tuned_and_what_a_file_holds():
         ("rms_norm --dry-run --shape 3xa", "--shape 3xa: expected numbers with x between them, ROWSxSIZE"),
         ("rms_norm --dry-run --shape 1x2x3", "--shape 1x2x3: rms_norm takes ROWSxSIZE"),
         ("rms_norm --dry-run --shape 0x4", "at least 1 of the first"),
+        ("rms_norm --dry-run --shape 100000000x100000000", "--shape 100000000x100000000: tensors of rms_norm of this size"),
+        ("rms_norm --dry-run --shape 9000000000x9000000000", "--shape 9000000000x9000000000: tensors of rms_norm of"),
         ("rms_norm --dry-run --gpu h101", "no preset for 'h101'"),
         ("rms_norm --dry-run --dtype int8", "--dtype int8: expected one of bfloat16, float16, float32"),
         ("rms_norm --dry-run --limit 0", "--limit 0: expected a positive number of seconds"),

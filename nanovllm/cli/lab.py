@@ -57,6 +57,7 @@ def _command(name: str) -> Callable[..., None]:
         from nanovllm.perf.lab.show import show, write_ptx
 
         chosen = lesson(name)
+        _check_plot(plot)
         tell, done = _progress()
         result = run(
             chosen, select_device(device), _dtype(dtype), _numbers("--sizes", sizes), way, gpu, seed, refresh, tell
@@ -108,6 +109,7 @@ def mlp(
     from nanovllm.perf.lab.show_mlp import plot as draw
     from nanovllm.perf.lab.show_mlp import show
 
+    _check_plot(plot)
     where = select_device(device)
     base = Shape.default(where, dim=dim, batch=batch, layers=layers, steps=steps)
     tell, done = _progress()
@@ -119,6 +121,14 @@ def mlp(
     if plot is not None:
         draw(result, plot)
         print(f"wrote {plot}")
+
+
+def _check_plot(path: Path | None) -> None:
+    """Say at once, and not after the whole run, that a file cannot be drawn."""
+    if path is not None:
+        from nanovllm.perf.lab.show import check_figure
+
+        check_figure(path)
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

@@ -115,6 +115,26 @@ def test_conversion_time_by_hand():
     assert plan.parts["conversion"] == pytest.approx(64 * 128 * 1.25 / 64 / 1e9)
 
 
+def test_rounds_of_blocks_are_counted_not_listed():
+    """A billion rounds take no longer than one; the start and end of each are shared by the blocks of its round."""
+    import tracemalloc
+
+    fit = occupancy(ROUND, 64 << 10, 64, 4)  # 3 blocks
+    step = Step(1e6, 8192, 8192, 64, 8192, 8192, wgmma=True)
+    for busiest in (1, 2, 3, 4, 5, 6, 301):
+        rounds = [3] * (busiest // 3) + [busiest % 3] * (busiest % 3 > 0)
+        rounds = rounds if busiest >= 3 else [busiest]
+        blocks = 10 * busiest
+        parts, fixed = loop_seconds(ROUND, step, 8, blocks, fit, waves(blocks, 3, 10), 4, 3, 1e14, 0, True)
+        assert parts["latency"] == pytest.approx(len(rounds) * 8 * 2.15e-6 / 2)
+        assert fixed == pytest.approx(1e-6 + 1.15e-6 * sum(1 / r for r in rounds))
+    tracemalloc.start()
+    huge = waves(3 * 10**10, 3, 10)
+    assert loop_seconds(ROUND, step, 8, 3 * 10**10, fit, huge, 4, 3, 1e14, 0, True)[1] > 1
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
 def test_loop_by_hand():
     fit = occupancy(ROUND, 64 << 10, 64, 4)  # 3 blocks
     assert fit.blocks == 3

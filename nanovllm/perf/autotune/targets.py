@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -153,10 +153,29 @@ class _Empty(Tensors):
 
 
 def arguments_of(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any]) -> Arguments:
-    """The op's arguments on the CPU, for launches that are recorded only."""
+    """The op's arguments on the CPU, for launches that are recorded only.
+
+    Raises:
+        ValueError: they do not fit in its memory.
+    """
     inputs = job_target.declared.inputs
     assert inputs is not None
-    return inputs(_Empty(dtype, torch.device("cpu")), job_target.shrink(shape, _RECORDED_LENGTH), variant)
+    with _fitting(job_target, shape):
+        return inputs(_Empty(dtype, torch.device("cpu")), job_target.shrink(shape, _RECORDED_LENGTH), variant)
+
+
+@contextmanager
+def _fitting(job_target: Target, shape: Shape) -> Iterator[None]:
+    """Say which shape it is for which the allocator has no memory, or whose size is no number of bytes at all."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        said = str(e).splitlines()[0] if str(e) else type(e).__name__
+        if isinstance(e, RuntimeError) and not any(word in said.lower() for word in ("memory", "overflow", "storage size")):
+            raise
+        raise ValueError(
+            f"--shape {'x'.join(map(str, shape))}: tensors of {job_target.op} of this size do not fit here ({said:.120})"
+        ) from None
 
 
 def jobs(
@@ -216,7 +235,8 @@ def _job(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Named, d
         return _NOTHING
     with ExitStack() as stack, recorded() as launches:
         asked = [(t, stack.enter_context(t.using(cpu, (), None))) for t in choices]
-        job_target.launcher.fn(**arguments)
+        with _fitting(job_target, shape):
+            job_target.launcher.fn(**arguments)
     for tunable, keys in asked:
         for key in keys:
             if not job_target.wants(tunable.named(key)):

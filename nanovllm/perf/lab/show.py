@@ -174,6 +174,15 @@ def new_figure(**options: Any) -> Any:
     return _matplotlib_figure()(**options)
 
 
+def check_figure(path: Path) -> None:
+    """Raise ValueError if `save_figure` cannot write such a file."""
+    known = new_figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise ValueError(f"--plot {path}: expected a name that ends in .{', .'.join(sorted(known))}")
+    if path.is_dir():
+        raise ValueError(f"--plot {path}: it is a folder")
+
+
 def save_figure(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

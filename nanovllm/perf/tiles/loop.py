@@ -71,7 +71,8 @@ def loop_seconds(
     if device.matrix_unit == "wgmma" and on_tensor_cores and not step.wgmma:
         share *= _MMA_ON_HOPPER
     # Blocks of a multiprocessor in rounds of as many as are resident, the last of what is left.
-    rounds = [resident] * (wave.busiest // resident) + ([wave.busiest % resident] if wave.busiest % resident else [])
+    full, rest = divmod(wave.busiest, resident)
+    rounds, first_and_last = full + (rest > 0), full / resident + (1 / rest if rest else 0.0)
     wait = loaded_latency(device)
     at_a_time = wait / (stages - 1) if stages > 1 else wait + per_step
     around = _STEP_CYCLES / device.clock * 4 / (warps * resident)
@@ -82,13 +83,13 @@ def loop_seconds(
     parts = {
         "compute": work * (product + around),
         "shared memory": work * _shared_seconds(step, device, warps),
-        "latency": len(rounds) * steps * at_a_time,
+        "latency": rounds * steps * at_a_time,
         "L2": blocks * steps * (step.x_bytes + step.weight_bytes) / (_SHARED_LOADS * device.l2_bandwidth),
     }
     if step.convert:
         parts["conversion"] = work * step.convert
     # A block's first load and last store are hidden by the other blocks of its multiprocessor.
-    return parts, device.launch + (latency(device) + store) * sum(1 / r for r in rounds)
+    return parts, device.launch + (latency(device) + store) * first_and_last
 
 
 def _shared_seconds(step: Step, device: DeviceModel, warps: int) -> float:
