@@ -83,6 +83,14 @@ def test_a_dry_run_of_a_model_has_all_its_ops():
         "silu_and_mul",
         "linear_bias_act",
     }
+    # A kernel that is not planned has no more to try than one that is.
+    attention = [job for job in document["jobs"] if job["tunable"] == "attention_decode_hopper"]
+    assert len(attention) == 8 and all(len(job["candidates"]) == 150 for job in attention)
+    for job in attention:
+        assert "no prediction for HopperDecodePlan: of 3520 only the 150 nearest to the built-in choice are tried" in job["remarks"]
+        assert [p["count"] for p in job["pruned"]["distance"]] == [3370] and job["builtin"] in [c["config"] for c in job["candidates"]]
+    assert all(len(job["candidates"]) <= 300 for job in document["jobs"])
+    assert sum(len(job["candidates"]) for job in document["jobs"]) < 7000
     assert ops <= set(TARGETS) and all(job["candidates"] for job in document["jobs"])
     only = json.loads(
         ok("silu_and_mul", "--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--no-compile", "--json")
@@ -133,6 +141,11 @@ def test_tuning_writes_prints_and_says_how_to_use_it(files, monkeypatch, tmp_pat
     assert entry["config"] == {"rows": 1, "warps": 8} and entry["search"] == "random" and entry["seed"] == 3
     document = json.loads(ok("rms_norm", "--shape", "64x1024", "--json"))  # to the directory that the variable names
     assert document["directory"] == str(files) and document["entries"][0]["us"] == 2.25
+    text = ok("rms_norm", "--shape", "64x1024", "--shape", "1x1024", "--out", str(out), "--resume")
+    assert "1 of 2 jobs were measured before" in text and "rows=64" not in text and "wrote 1 configurations" in text
+    done = run("rms_norm", "--shape", "64x1024", "--out", str(out), "--resume", "--limit", "1")
+    assert done.exit_code == 0 and "1 of 1 jobs were measured before" in done.stdout
+    assert "--limit 1: 1.0 s for each of 1 jobs, of which one takes some 3 s" in done.stderr
     monkeypatch.setattr(FakeBench, "impossible", dict.fromkeys((1, 2, 4, 8, 16, 32), "does not compile: x"))
     done = run("rms_norm", "--shape", "64x1024", "--out", str(out))
     assert done.exit_code == 1 and "nothing found: does not compile (26)" in done.stdout
@@ -164,6 +177,7 @@ def test_the_documentation_names_what_can_be_tuned_and_what_a_file_holds():
         ("rms_norm", "--out: expected a directory to write to, here or in NANOVLLM_KERNEL_CONFIGS"),
         ("rms_norm --out x --search best", "search: expected one of exhaustive, random, not 'best'"),
         ("rms_norm --out x --patience 0", "patience: expected at least 1 candidate"),
+        ("rms_norm --dry-run --resume", "--resume, --dry-run: expected one of them"),
         ("rms_norm --out x --gpu h200", "--gpu, --compile: only with --dry-run"),
         ("rms_norm --out x --device cpu", "configurations are timed on a GPU, this is cpu; --dry-run"),
     ],

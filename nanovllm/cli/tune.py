@@ -37,6 +37,12 @@ def tune(
         Path | None,
         typer.Option(help="The directory to write to; by default the one that NANOVLLM_KERNEL_CONFIGS names."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Leave out what the directory has already, measured with these versions and kernels."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be tried and what not, and why. Needs no GPU.")
     ] = False,
@@ -64,6 +70,8 @@ def tune(
         show_configurations(op, device, as_json)
         return
     requests = _requests(op, shape, preset)
+    if resume and dry_run:
+        raise ValueError("--resume, --dry-run: expected one of them; a dry run measures nothing")
     if dry_run:
         from nanovllm.cli.tune_show import dry_run as show
 
@@ -72,7 +80,7 @@ def tune(
         return
     if gpu is not None or compile is not None:
         raise ValueError("--gpu, --compile: only with --dry-run; configurations are timed on the GPU that is here")
-    _tune(requests, dtype, device, _directory(out), search, seed, limit, patience, as_json)
+    _tune(requests, dtype, device, _directory(out), search, seed, limit, patience, resume, as_json)
 
 
 def _requests(
@@ -162,11 +170,14 @@ def _model(gpu: str | None, device: str) -> DeviceModel:
 
 
 def _tune(
-    requests: Any, dtype: str, device: str, out: Path, search: str, seed: int, limit: float | None, patience: int | None, as_json: bool
+    requests: Any, dtype: str, device: str, out: Path, search: str, seed: int, limit: float | None, patience: int | None, resume: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     from nanovllm.engine.model_runner import select_device
     from nanovllm.kernels.configs import DIRECTORY_VARIABLE
+    from nanovllm.perf.autotune.resume import ContextLost
     from nanovllm.perf.autotune.search import Budget, ordered
+    from nanovllm.perf.autotune.tune import LEAST_SECONDS, MEASURED
     from nanovllm.perf.autotune.tune import tune as run
     from nanovllm.perf.presets import this_device
 
@@ -180,21 +191,36 @@ def _tune(
     results = []
     with torch.cuda.device(where):
         model = this_device(where)
-        for result in run(
-            _jobs(requests, dtype, model), where, model, out, strategy=search, seed=seed, limit=limit, budget=budget
-        ):
-            results.append(result)
-            if not as_json:
-                print(_line(result), flush=True)
+        jobs = _jobs(requests, dtype, model)
+        if limit is not None and limit < LEAST_SECONDS * len(jobs):
+            print(
+                f"--limit {limit:g}: {limit / len(jobs):.1f} s for each of {len(jobs)} jobs, of which one takes some {LEAST_SECONDS:g} s; "
+                "the last may get none, and --resume goes on with them",
+                file=sys.stderr,
+            )
+        lost = None
+        try:
+            for result in run(
+                jobs, where, model, out, strategy=search, seed=seed, limit=limit, budget=budget, resume=resume
+            ):
+                results.append(result)
+                if not as_json and result.reason != MEASURED:
+                    print(_line(result), flush=True)
+        except ContextLost as e:
+            lost = str(e)
+            print(lost, file=sys.stderr)
     written = [r.entry for r in results if r.entry is not None]
+    before = sum(r.reason == MEASURED for r in results)
     if as_json:
         reasons = {str(r.job): r.reason or "nothing right was found" for r in results if r.entry is None}
         print(
             json.dumps({"device": model.name, "directory": str(out), "entries": written, "without": reasons}, indent=1)
         )
-    elif written:
+    elif before:
+        print(f"{before} of {len(results)} jobs were measured before, with these versions and kernels")
+    if written and not as_json:
         print(f"wrote {len(written)} configurations to {out}; kernels read them with {DIRECTORY_VARIABLE}={out}")
-    if not written:
+    if lost or (not written and before < len(results)):
         raise typer.Exit(1)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ from nanovllm.kernels.triton_ops.plans import RowPlan  # noqa: E402
 from nanovllm.kernels.versions import versions  # noqa: E402
 from nanovllm.perf.autotune import Budget, Outcome, Skipped, store  # noqa: E402
 from nanovllm.perf.autotune import tune as module  # noqa: E402
+from nanovllm.perf.autotune.measure import TuningError  # noqa: E402
+from nanovllm.perf.autotune.resume import ContextLost  # noqa: E402
 from nanovllm.perf.autotune.store import entry, save  # noqa: E402
 from nanovllm.perf.autotune.targets import jobs, target  # noqa: E402
 from nanovllm.perf.presets import device_model  # noqa: E402
 
 GPU, CPU, BF16, H200 = "nvidia-test-9", torch.device("cpu"), torch.bfloat16, device_model("h200")
+REPO = Path(__file__).parents[2]
 RIGHT = ("device", "date", "commit", "dirty", "search", "seed")
 
 
@@ -99,6 +104,91 @@ def test_a_time_limit_is_shared_and_what_has_none_left_is_said(tmp_path):
     results = run(found, tmp_path, limit=6.0, clock=lambda: next(now))
     assert results[0].entry is not None
     assert [r.reason for r in results[1:]] == ["no time left"] * 2 and all(r.entry is None for r in results[1:])
+
+
+def test_every_job_gets_an_equal_part_however_little(tmp_path, monkeypatch):
+    """Less than what a batch of plans takes, too: then fewer are compiled together."""
+    budgets = []
+    search = module.search
+    monkeypatch.setattr(module, "search", lambda *a, budget, **k: budgets.append(budget) or search(*a, budget=budget, **k))
+    found = rms_jobs(*((1 << i, 1024) for i in range(6)))
+    results = run(found, tmp_path, limit=6.0, clock=lambda: 0.0)
+    # Nothing takes any time here: what one leaves, the next ones share.
+    assert [b.seconds for b in budgets] == [1.0, 1.2, 1.5, 2.0, 3.0, 6.0] and all(r.entry for r in results)
+    assert [b.batch for b in budgets] == [5, 6, 8, 10, 16, 16]
+    assert module._part(Budget(), 0.01).batch == 1
+
+
+def test_a_run_goes_on_where_another_ended(tmp_path):
+    found = rms_jobs((1, 1024), (64, 1024), (256, 1024))
+    run(found[:2], tmp_path)
+    path = tmp_path / f"{GPU}.json"
+    data = json.loads(path.read_text())
+    data["entries"][1]["source"] = "0" * 16  # of older kernels
+    path.write_text(json.dumps(data))
+    results = run(found, tmp_path, resume=True)
+    old = data["entries"][1]["key"]["rows"]
+    assert [r.reason for r in results] == [module.MEASURED if j.key[0] != old and j is not found[2] else None for j in found]
+    assert sum(r.entry is not None for r in results) == 2
+    assert all(r.entry is not None for r in run(found, tmp_path))  # not asked to go on
+    assert [r.reason for r in run(found, tmp_path, resume=True)] == [module.MEASURED] * 3
+
+
+class Breaking(FakeBench):
+    """The second of the jobs does something that no plan may do."""
+
+    def measure(self, plan, rounds):
+        if self.job.key[0] == 64:
+            raise TuningError("it asked for another key")
+        return super().measure(plan, rounds)
+
+
+def test_an_error_ends_its_job_and_a_lost_device_the_run(tmp_path, monkeypatch):
+    found = rms_jobs((1, 1024), (64, 1024), (256, 1024))
+    results = list(module.tune(found, CPU, H200, tmp_path, bench=Breaking))
+    assert [r.entry is not None for r in results] == [True, False, True]
+    assert results[1].reason == "it asked for another key" and not list(tmp_path.glob("*.under-way"))
+    (tmp_path / f"{GPU}.json").unlink()
+
+    monkeypatch.setattr(module, "_alive", lambda device: False)
+    done = module.tune(found, CPU, H200, tmp_path, bench=Breaking)
+    assert next(done).entry is not None
+    with pytest.raises(ContextLost, match="it asked for another key; what was written before stays"):
+        next(done)
+    # It is left out from then on, until a run begins anew.
+    for _ in range(2):
+        results = list(module.tune(found, CPU, H200, tmp_path, bench=Breaking, resume=True))
+        assert results[1].reason == module.FATAL and results[0].reason == module.MEASURED
+    assert results[2].reason == module.MEASURED
+    assert all(r.entry for r in run(found, tmp_path)) and not list(tmp_path.glob("*.under-way"))
+
+
+HANGS = """
+import sys, time, torch
+from pathlib import Path
+from nanovllm.perf.autotune import resume, tune as module
+import tests.perf.test_autotune_store as t
+module.gpu_of = lambda device: t.GPU
+torch.cuda.get_device_name = lambda device: "NVIDIA Test 9"
+module.watched = lambda fn: resume.watched(fn, 0.5)
+class Hangs(t.FakeBench):
+    def measure(self, plan, rounds):
+        if self.job.key[0] == 64:
+            time.sleep(60)
+        return super().measure(plan, rounds)
+for result in module.tune(t.rms_jobs((1, 1024), (64, 1024), (256, 1024)), t.CPU, t.H200, Path(sys.argv[1]), bench=Hangs, resume=True):
+    print(result.job.key[0], result.reason, flush=True)
+"""
+
+
+def test_a_hang_ends_the_process_and_the_next_run_goes_on_after_it(tmp_path):
+    def go():
+        return subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], cwd=REPO, capture_output=True, text=True, timeout=50)
+
+    first, second = go(), go()
+    assert first.returncode == 1 and "Timeout" in first.stderr and first.stdout == "1 None\n", first.stderr
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.splitlines() == [f"1 {module.MEASURED}", f"64 {module.FATAL}", "256 None"]
 
 
 def test_each_result_is_written_when_it_is_there(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ SLOWER = 1.6
 """A plan predicted to take this many times the best prediction is left out. Predictions rank well, but are not exact."""
 MOST_PREDICTED = 150
 """Plans of a kernel that the planner knows: the first ones by prediction."""
+MOST_UNKNOWN = 150
+"""Plans of a class that it does not know: the first ones by their distance from the built-in choice."""
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Candidates:
 
     Attributes:
         total: combinations of the parameters.
-        pruned: source ("constraints", "planner", "compiler") -> what it left out.
+        pruned: source ("constraints", "planner", "distance", "compiler") -> what it left out.
         remarks: what was not done and why.
         predicted: seconds by plan, where the planner knows the kernel.
         compiled: plan -> (shared memory in bytes, registers a thread, spilled bytes a thread).
@@ -61,6 +64,8 @@ def candidates(job: Job, device: DeviceModel) -> Candidates:
     predict = _planner(job, device, result.remarks)
     if predict is not None:
         _prune_by_prediction(result, predict)
+    else:
+        result.plans = _nearest(result, result.plans)
     return result
 
 
@@ -70,6 +75,26 @@ def distance(plan: Any, builtin: Any) -> float:
         return float("inf")
     pairs = ((getattr(plan, f.name), getattr(builtin, f.name)) for f in fields(plan))
     return sum(float(a != b) if isinstance(a, bool) or not (a and b) else abs(math.log2(a / b)) for a, b in pairs)
+
+
+def _nearest(result: Candidates, plans: Sequence[Any]) -> list[Any]:
+    """Of each class the first plans; they are sorted by their distance from the built-in choice."""
+    pruned, kept, counts = Pruned(), [], Counter()
+    for plan in plans:
+        name = type(plan).__name__
+        counts[name] += 1
+        if counts[name] > MOST_UNKNOWN:
+            pruned.add(f"beyond the first {MOST_UNKNOWN} by doublings and halvings from the built-in choice", plan)
+        else:
+            kept.append(plan)
+    for name, count in counts.items():
+        if count > MOST_UNKNOWN:
+            result.remarks.append(
+                f"no prediction for {name}: of {count} only the {MOST_UNKNOWN} nearest to the built-in choice are tried"
+            )
+    if pruned.total:
+        result.pruned["distance"] = pruned
+    return kept
 
 
 def _in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
@@ -97,8 +122,8 @@ def _prune_by_prediction(result: Candidates, predict: Callable[[Any], Any]) -> N
             pruned.add(f"beyond the first {MOST_PREDICTED} predictions", plan)
         else:
             fast.append(plan)
-    result.plans = _in_turn(fast, unknown)
     result.pruned["planner"] = pruned
+    result.plans = _in_turn(fast, _nearest(result, unknown))
 
 
 def _planner(job: Job, device: DeviceModel, remarks: list[str]) -> Callable[[Any], Any] | None:

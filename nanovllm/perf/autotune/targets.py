@@ -171,7 +171,9 @@ def _fitting(job_target: Target, shape: Shape) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as e:
         said = str(e).splitlines()[0] if str(e) else type(e).__name__
-        if isinstance(e, RuntimeError) and not any(word in said.lower() for word in ("memory", "overflow", "storage size")):
+        if isinstance(e, RuntimeError) and not any(
+            word in said.lower() for word in ("memory", "overflow", "storage size")
+        ):
             raise
         raise ValueError(
             f"--shape {'x'.join(map(str, shape))}: tensors of {job_target.op} of this size do not fit here ({said:.120})"

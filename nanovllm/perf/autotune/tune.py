@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels.configs import gpu_of
-from nanovllm.perf.autotune.measure import Bench
+from nanovllm.perf.autotune.measure import Bench, TuningError
 from nanovllm.perf.autotune.pruning import Candidates, candidates
+from nanovllm.perf.autotune.resume import ContextLost, Earlier, watched
 from nanovllm.perf.autotune.search import Budget, Outcome, search
 from nanovllm.perf.autotune.store import entry, save
 from nanovllm.perf.autotune.targets import Job
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 
 LEAST_SECONDS = 3.0
-"""About what the first batch of plans takes, mostly to compile."""
+"""About what the first batch of plans takes, mostly to compile. A job that has less compiles fewer together."""
+MEASURED = "measured before, with these versions and kernels"
+FATAL = "an earlier run ended while it was measured; without --resume it is tried again"
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,19 @@ def tune(
     seed: int = 0,
     limit: float | None = None,
     budget: Budget | None = None,
+    resume: bool = False,
     bench: Callable[[Job, torch.device], Bench] = Bench,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Result]:
     """Search each job and write what was found, job by job, so that an interrupted run keeps what it has.
 
     Args:
-        limit: seconds for all jobs; what one leaves, the next ones share. A job gets `LEAST_SECONDS` or nothing: the first
-            jobs then have enough for a result, and the last ones none.
+        limit: seconds for all jobs, in equal parts; what one leaves, the next ones share.
         budget: of each search, besides the time.
+        resume: leave out jobs that `out` has an entry for, of these versions and kernels, and those that an earlier run did not survive.
+
+    Raises:
+        ContextLost: a plan broke the CUDA context. What was written before stays; a run with `resume` goes on after this job.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
@@ -66,32 +73,69 @@ def tune(
             f"device: plans are timed on a CUDA device, not on {device}; --dry-run shows what would be tried"
         )
     about = _about(device, strategy, seed)
+    earlier = Earlier(gpu, out, resume)
+    left_out = {
+        i: MEASURED if earlier.measured(j) else FATAL
+        for i, j in enumerate(jobs)
+        if earlier.measured(j) or earlier.fatal(j)
+    }
+    todo = len(jobs) - len(left_out)
+    budget = budget or Budget()
     end = None if limit is None else clock() + limit
     for i, job in enumerate(jobs):
+        if i in left_out:
+            yield Result(job, None, None, None, left_out[i])
+            continue
         now = clock()
-        left = None if end is None else max((end - now) / (len(jobs) - i), LEAST_SECONDS)
         if end is not None and now >= end:
             yield Result(job, None, None, None, "no time left")
             continue
+        its = budget if end is None else _part(budget, (end - now) / todo)
+        todo -= 1
         found = candidates(job, model)
-        try:
-            timer = bench(job, device)
-        except torch.OutOfMemoryError:
-            yield Result(job, found, None, None, "its inputs do not fit in the device's memory")
-            continue
-        with torch.inference_mode():
-            outcome = search(
-                found.plans, timer.measure, timer.verify, default=job.builtin, strategy=strategy, seed=seed,
-                budget=replace(budget or Budget(), seconds=left), prepare=timer.prepare, clock=clock,
-            )  # fmt: skip
-        data = None if outcome.best is None else entry(job, outcome, found.counts(), about)
-        if data is not None:
-            save(gpu, [data], out)
-        del timer
+        with earlier.under_way(job):
+            outcome, reason = _search(job, found, device, bench, its, strategy, seed, clock)
+            data = None if outcome is None or outcome.best is None else entry(job, outcome, found.counts(), about)
+            if data is not None:
+                save(gpu, [data], out)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        yield Result(job, found, outcome, data)
+        yield Result(job, found, outcome, data, reason)
+
+
+def _part(budget: Budget, seconds: float) -> Budget:
+    """The budget of a job that has so many seconds: a batch under way is finished, so it must not take longer."""
+    batch = max(1, min(budget.batch, int(budget.batch * seconds / LEAST_SECONDS)))
+    return replace(budget, seconds=seconds, batch=batch)
+
+
+def _search(
+    job: Job, found: Candidates, device: torch.device, bench: Callable[[Job, torch.device], Bench], budget: Budget, strategy: str,
+    seed: int, clock: Callable[[], float],
+) -> tuple[Outcome[Any] | None, str | None]:  # fmt: skip
+    """(what came of it, or None and why nothing did)."""
+    try:
+        timer = watched(bench)(job, device)
+        with torch.inference_mode():
+            return search(
+                found.plans, watched(timer.measure), watched(timer.verify), default=job.builtin, strategy=strategy, seed=seed,
+                budget=budget, prepare=watched(timer.prepare), clock=clock,
+            ), None  # fmt: skip
+    except torch.OutOfMemoryError:
+        return None, "its inputs do not fit in the device's memory"
+    except TuningError as e:
+        if not _alive(device):
+            raise ContextLost(f"{e}; what was written before stays, and --resume goes on after this job") from e
+        return None, str(e)
+
+
+def _alive(device: torch.device) -> bool:
+    """Whether the device still computes: after an illegal memory access no call of this process succeeds."""
+    try:
+        return torch.ones(8, device=device).sum().item() == 8
+    except RuntimeError:
+        return False
 
 
 def _about(device: torch.device, strategy: str, seed: int) -> Mapping[str, Any]:
