@@ -192,10 +192,17 @@ def prove(
         list[str] | None, typer.Option(help="gemm, attention or streaming; repeatable, by default all.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Leave out what the JSON file has already.")] = False,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Measure nothing: fill the table of --docs from the JSON files there are.")
+    ] = False,
 ) -> None:
     """On a GPU: time everything the planner keeps for some 50 shapes, and tell where its first choices stand."""
-    from nanovllm.perf.tiles.proof import processes, run
+    from nanovllm.perf.tiles.proof import fill_tables, processes, run
     from nanovllm.perf.tiles.shapes import ALL
+
+    if tables:
+        fill_tables(docs, out)
+        return
 
     run(out, docs, limit, most, processes(), kind or list(ALL), resume)
 

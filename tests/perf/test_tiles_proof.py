@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import torch
 
 from nanovllm.perf.presets import device_model
 from nanovllm.perf.tiles import ConvProblem, GemmProblem, measuring, proof, shapes, table
+from nanovllm.perf.tiles.ahead import kernels_of
+from nanovllm.perf.tiles.builtin import builtin, with_builtin
 from nanovllm.perf.tiles.launch import num_sets, prepare
 from nanovllm.perf.tiles.shapes import ALL, plan
 
@@ -58,7 +61,7 @@ def test_judge():
 def noisy(seed=0, spread=0.1):
     chance = random.Random(seed)
 
-    def timer(problem, plans, deadline):
+    def timer(problem, plans, deadline, own=None):
         return {
             "seconds": {i: p.seconds * chance.uniform(1 - spread, 1 + spread) for i, p in enumerate(plans)},
             "failed": [],
@@ -78,7 +81,7 @@ def test_prove_with_a_timer_that_nearly_agrees():
         [s["kind"] for s in found["shapes"]].count("gemm") == 2 and not found["not_measured"] and not found["stopped"]
     )
     for s in found["shapes"]:
-        assert 0.7 < s["share"] <= 1 and s["timed"] == s["candidates"] > 10
+        assert 0.7 < s["share"] <= 1 and s["timed"] - s["candidates"] in (0, 1) and s["candidates"] > 10
     total = found["summary"]["gemm"]
     assert (
         total["shapes"] == 2
@@ -94,16 +97,122 @@ def test_what_is_not_reached_is_named():
     found = proof.prove(H200, FEW, noisy(), 0)
     assert not found["shapes"] and len(found["not_measured"]) == 3 and found["summary"] == {}
 
-    def cut(problem, plans, deadline):
+    def cut(problem, plans, deadline, own=None):
         return {"seconds": {0: 1.0}, "cut": True}
 
     assert len(proof.prove(H200, FEW, cut, 60)["not_measured"]) == 3
 
 
+def test_an_error_of_one_shape_does_not_cost_the_others(monkeypatch):
+    def planned(problem, model):
+        if problem == FEW["gemm"][0]:
+            raise KeyError("no such tile")
+        return plan(problem, model)
+
+    class Failing(Compiled):
+        def ask(self, problem, plans, model):
+            if problem == FEW["streaming"][0]:
+                raise AttributeError("no such kernel\nmore")
+            super().ask(problem, plans, model)
+
+    monkeypatch.setattr(proof, "plan", planned)
+    found = proof.prove(H200, FEW, noisy(), 60, ahead=Failing())
+    assert [s["problem"]["m"] for s in found["shapes"]] == [1024] and len(found["not_measured"]) == 2
+    assert [e["reason"] for e in found["errors"]] == ["KeyError: 'no such tile'", "AttributeError: no such kernel"]
+    text = table.markdown([documented(found)])
+    assert "Could not be tried: gemm 64 x 4096 x 1024 bfloat16 (KeyError: 'no such tile'); elementwise 2,097,152" in text
+
+    def full(problem, plans, deadline, own=None):
+        if problem == FEW["gemm"][1]:
+            raise torch.OutOfMemoryError("too large")
+        return noisy()(problem, plans, deadline)
+
+    found = proof.prove(H200, {"gemm": FEW["gemm"][1:], "streaming": FEW["streaming"]}, full, 60)
+    assert len(found["shapes"]) == 1 and not found["stopped"] and "too large" in found["errors"][0]["reason"]
+
+
+def test_the_engines_own_plan_is_among_the_candidates():
+    for problems in ALL.values():
+        for problem in problems:
+            plans = plan(problem, H200)
+            more, own = with_builtin(plans, problem, H200)
+            assert more[: len(plans)] == plans and own is not None and len(more) - len(plans) in (0, 1)
+            assert own == len(plans) or more == plans
+            assert kernels_of(problem, [more[own]], H200) != [()]
+    tiles = {p: builtin(p, H200).config for p in (*shapes.GEMM, *shapes.ATTENTION, *shapes.STREAMING)}
+    by_size = {(p.m, p.n, p.k): str(tile) for p, tile in tiles.items() if isinstance(p, GemmProblem)}
+    assert by_size[8192, 6144, 4096] == "128x256x64 w8 s3 tma" and by_size[256, 1024, 3072] == "64x64x128 w4 s6 split 2 tma"
+    assert by_size[16, 4096, 1024] == "stream 16x64x128 w4 s4" and by_size[1, 4096, 4096] == "stream 1x4x2048 w8 s1"
+    assert str(tiles[shapes.ATTENTION[0]]) == "128x128 w8 s2" and str(tiles[shapes.STREAMING[0]]) == "1024 w4 (8 a thread)"
+    assert builtin(ConvProblem(1, 1, 8, 8, 1), H200) is None and builtin(GemmProblem(8, 8, 128, weight="int4"), H200) is None
+
+
+def test_the_best_may_be_the_engines_own(monkeypatch):
+    problem = GemmProblem(8192, 6144, 4096)  # grouped otherwise than any plan that is kept
+    kept = len(plan(problem, H200))
+
+    def timer(problem, plans, deadline, own):
+        assert own == len(plans) - 1 == kept
+        return {"seconds": {i: (1e-6 if i == own else p.seconds) for i, p in enumerate(plans)}, "failed": [], "wrong": []}
+
+    found = json.loads(json.dumps(proof.prove(H200, {"gemm": [problem]}, timer, 60)))
+    (shape,) = found["shapes"]
+    assert shape["best"]["rank"] == kept == shape["candidates"] and shape["builtin"]["us"] == 1.0 and shape["share"] < 0.01
+    assert "| 1.0 | built in, not kept |" in table.markdown([documented(found)])
+
+    def only_own(problem, plans, deadline, own):
+        return {"seconds": {own: 1e-6}, "failed": [], "wrong": []}
+
+    assert len(proof.prove(H200, {"gemm": [problem]}, only_own, 60)["not_measured"]) == 1
+
+
+def test_tables_are_filled_without_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    docs = tmp_path / "planner.md"
+    docs.write_text(f"{table.BEGIN}{table.END}")
+    with pytest.raises(ValueError, match="--tables: expected --docs"):
+        proof.main(["--tables"])
+    with pytest.raises(ValueError, match="--tables: there is no results/<gpu>/planner.json"):
+        proof.main(["--tables", "--docs", str(docs)])
+    for gpu in ("one", "two"):
+        path = tmp_path / "results" / gpu / "planner.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({**documented(proof.prove(H200, FEW, noisy(), 60)), "gpu": gpu}))
+    proof.main(["--tables", "--docs", str(docs)])
+    assert "**one**" in docs.read_text() and "**two**" in docs.read_text() and "results/two" in capsys.readouterr().out
+    elsewhere = tmp_path / "a" / "kept.json"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text((tmp_path / "results" / "two" / "planner.json").read_text())
+    proof.main(["--tables", "--docs", str(docs), "--out", str(elsewhere)])
+    assert "**one**" not in docs.read_text() and "**two**" in docs.read_text()
+    for bad in ("{", "[]", "{}"):
+        elsewhere.write_text(bad)
+        with pytest.raises(ValueError, match="kept.json: not a file of `nanovllm plan prove`"):
+            proof.main(["--tables", "--docs", str(docs), "--out", str(elsewhere)])
+    assert "**two**" in docs.read_text()
+
+
+def test_the_library_multiplies_in_the_dtype_of_the_problem(monkeypatch):
+    from nanovllm.perf.tiles import launch
+
+    seen, linear, cpu = [], launch.F.linear, torch.device("cpu")
+
+    def watched(*arguments):
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return linear(*arguments)
+
+    monkeypatch.setattr(launch.F, "linear", watched)
+    before = torch.backends.cuda.matmul.fp32_precision
+    for dtype in ("tfloat32", "float32", "bfloat16"):
+        inputs = prepare(GemmProblem(4, 4, 4, dtype), cpu, H200, sets=1)
+        inputs.library(inputs.sets[0])
+    assert seen == ["tf32", "ieee", before] and torch.backends.cuda.matmul.fp32_precision == before
+
+
 def test_a_broken_context_keeps_what_was_measured():
     calls = []
 
-    def breaks(problem, plans, deadline):
+    def breaks(problem, plans, deadline, own=None):
         calls.append(problem)
         if len(calls) == 2:
             raise RuntimeError("CUDA error: an illegal memory access\nmore")
@@ -229,7 +338,8 @@ def test_the_nearer_the_more_exact():
 
 def test_finalists_are_compared_in_turns():
     assert measuring.finalists({i: 1.0 / (1 + i) for i in range(20)}) == [0, 1, 2, 3, 4, *range(12, 20)]
-    assert measuring.finalists({3: 1.0, 7: 2.0}) == [3, 7]
+    assert measuring.finalists({3: 1.0, 7: 2.0}) == measuring.finalists({3: 1.0, 7: 2.0}, 9) == [3, 7]
+    assert measuring.finalists({i: 1.0 + i for i in range(20)}, 15) == [*range(8), 15]
     clock = Clock(0.05)
     found = measuring.GpuTimer(H200, bench=clock).compare([[1e-5] * 6, [2e-5] * 6, [5e-4] * 2])
     assert found == pytest.approx([1e-5, 2e-5, 5e-4], rel=0.05)
@@ -246,7 +356,7 @@ def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
     problem = FEW["gemm"][0]
     plans = plan(problem, H200)[:40]
     right = torch.arange(6.0).reshape(2, 3)
-    tried = []
+    tried, wrong = [], (plans[2],)
 
     class Called(Clock):
         def once(self, call):
@@ -262,7 +372,7 @@ def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
         tried.append(x)
         if x is plans[1]:
             raise RuntimeError("out of resource\nmore")
-        return right + (x is plans[2])
+        return right + (x in wrong)
 
     def library(arguments):
         return right
@@ -276,13 +386,22 @@ def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
     bench = Called()
     bench.stream = None
     timer = measuring.GpuTimer(H200, lambda p, i: "CompilationError: no" if p is problem and i == 3 else None, bench)
+    swift = [replace(p, seconds=1e-9) if i == 20 else p for i, p in enumerate(plans)]
+    wrong = (plans[2], swift[20])
+    found = timer(problem, swift, time.monotonic() + 60)
+    assert 20 not in found["seconds"] and [w["config"] for w in found["wrong"]] == [str(p.config) for p in wrong]
+    assert found["seconds"] == pytest.approx({i: plans[i].seconds for i in found["seconds"]})  # it did not set the pace
+    own = timer(problem, plans, time.monotonic() + 60, 39)
+    assert own["seconds"][39] == pytest.approx(plans[39].seconds)
+    wrong, _ = (plans[2],), tried.clear()
     found = timer(problem, plans, time.monotonic() + 60)
     assert found["failed"] == [
         {"config": str(plans[1].config), "reason": "RuntimeError: out of resource"},
         {"config": str(plans[3].config), "reason": "CompilationError: no"},
     ]
     assert tried.count(plans[1]) == 1 and plans[3] not in tried
-    assert set(found["seconds"]) == set(range(40)) - {1, 3} and found["library_us"] == pytest.approx(3.0)
+    # What is wrong, fast or not, is no candidate; what stands in its place is compared too.
+    assert set(found["seconds"]) == set(range(40)) - {1, 2, 3} and found["library_us"] == pytest.approx(3.0)
     assert found["seconds"] == pytest.approx({i: plans[i].seconds for i in found["seconds"]})
     assert found["wrong"] == [{"config": str(plans[2].config), "error": pytest.approx(0.2)}]
     assert timer(problem, plans, 0.0) == {"seconds": {}, "cut": True}
@@ -311,13 +430,14 @@ def test_what_is_compiled_is_timed_first(monkeypatch):
     monkeypatch.setattr(proof, "_KEEP_SECONDS", 0.0)
     order, kept = [], []
 
-    def timer(problem, plans, deadline):
+    def timer(problem, plans, deadline, own=None):
         order.append(problem)
         return noisy()(problem, plans, deadline)
 
     ahead = Compiled()
     found = proof.prove(H200, FEW, timer, 60, 7, ahead, kept.append)
-    assert ahead.asked == [(p, 7) for p in (FEW["gemm"][0], FEW["streaming"][0], FEW["gemm"][1])]
+    # Seven of what the planner keeps, and the built-in one where it is none of these.
+    assert ahead.asked == [(FEW["gemm"][0], 8), (FEW["streaming"][0], 7), (FEW["gemm"][1], 8)]
     assert order == [FEW["gemm"][1], FEW["gemm"][0], FEW["streaming"][0]]
     # In the order of the problems whatever the order of the timing, and written as it grows.
     assert [s["problem"]["kind"] for s in found["shapes"]] == ["gemm", "streaming", "gemm"]
@@ -345,7 +465,7 @@ def test_the_proof_needs_a_gpu():
 
 
 LAUNCHES = """
-import random, torch
+import dataclasses, random, torch
 from nanovllm.perf.presets import device_model
 from nanovllm.perf.tiles import *
 from nanovllm.perf.tiles.launch import prepare
@@ -362,6 +482,19 @@ for p in problems:
         for x in random.sample(plan(p, model), 2):
             error = (inputs.run(x, inputs.sets[0]).float() - expected).abs().max() / expected.abs().max()
             assert error < 0.01, (p, x.config, error)
+from nanovllm.perf.tiles.builtin import OwnKernel, builtin
+for p in (GemmProblem(1, 96, 256), GemmProblem(16, 96, 1024), GemmProblem(33, 64, 2048, "float16"), GemmProblem(70, 96, 128), GemmProblem(9, 64, 70, "float32")):
+    inputs = prepare(p, cpu, device_model("h100"), sets=1)
+    expected = inputs.reference(inputs.sets[0])
+    own = builtin(p, device_model("a100"))
+    error = (inputs.run(own, inputs.sets[0]).float() - expected).abs().max() / expected.abs().max()
+    assert error < 0.01, (p, own.config, error)
+for kind in ("layer_norm", "rms_norm", "softmax"):
+    inputs = prepare(ReductionProblem(kind, 7, 300, "float32"), cpu, device_model("h100"), sets=1)
+    expected = inputs.reference(inputs.sets[0])
+    own = dataclasses.replace(builtin(GemmProblem(1, 96, 256), device_model("h100")), config=OwnKernel(kind, 4))
+    error = (inputs.run(own, inputs.sets[0]).float() - expected).abs().max() / expected.abs().max()
+    assert error < 0.01, (kind, error)
 print("right")
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nanovllm.perf.precision import float32_products
 from nanovllm.perf.presets import DeviceModel
 from nanovllm.perf.tiles.attention import AttentionProblem
 from nanovllm.perf.tiles.elementwise import ElementwiseProblem
@@ -66,7 +67,8 @@ def prepare(problem: Any, where: torch.device, model: DeviceModel, sets: int | N
 
 def _gemm(p: GemmProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
     from nanovllm.kernels.triton_linear.gemm import gemm
-    from nanovllm.kernels.triton_linear.plan import TilePlan
+    from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan
+    from nanovllm.kernels.triton_linear.stream import stream
 
     if p.weight is not None or p.dtype == "float8":
         raise ValueError(f"gemm: nanovllm has no kernel for {p.dtype} with weights in {p.weight or p.dtype}")
@@ -77,12 +79,23 @@ def _gemm(p: GemmProblem, where: torch.device, model: DeviceModel, sets: int | N
     def run(plan: Plan, t: tuple[torch.Tensor, ...]) -> torch.Tensor:
         c = plan.config
         out = torch.empty((p.m, p.n), dtype=out_dtype, device=where)
+        if isinstance(c, StreamPlan):
+            stream(*t, None, out, "none", False, c, "ieee", False)
+            return out
         tiles = TilePlan(c.block_m, c.block_n, c.block_k, c.group_m, c.splits, c.warps, c.stages, c.tma, c.flatten)
         precision = "tf32" if p.dtype == "tfloat32" else "ieee"
         gemm(*t, None, out, "none", False, tiles, precision, False, plan.occupancy.blocks * model.sms)
         return out
 
-    return Inputs(tensors, run, lambda t: t[0].float() @ t[1].float().T, lambda t: F.linear(*t))
+    def library(t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        with float32_products(p.dtype):
+            return F.linear(*t)
+
+    def reference(t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        with float32_products("float32"):
+            return t[0].float() @ t[1].float().T
+
+    return Inputs(tensors, run, reference, library)
 
 
 def _attention(p: AttentionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
@@ -172,15 +185,21 @@ def _elementwise(
 
 def _reduction(p: ReductionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
     from nanovllm.kernels.triton_ops import norm
-    from nanovllm.kernels.triton_ops.softmax import _long_softmax_kernel, _softmax_kernel
+    from nanovllm.kernels.triton_ops.softmax import _long_softmax_kernel, _softmax_kernel, softmax
+    from nanovllm.perf.tiles.builtin import OwnKernel
 
     count = sets or num_sets(p.rows * p.size * p.itemsize, model.l2_bytes)
     weight, bias = random(p.size, dtype=p.dtype), random(p.size, dtype=p.dtype)
     tensors = [(random(p.rows, p.size, dtype=p.dtype), weight, bias) for _ in range(count)]
     rows, n = p.rows, p.size
+    own = {"layer_norm": lambda x, w, b: norm.layer_norm(x, w, b, EPS), "rms_norm": lambda x, w, b: norm.rms_norm(x, w, EPS)}.get(
+        p.kind, lambda x, w, b: softmax(x)
+    )  # fmt: skip
 
     def run(plan: Plan, t: tuple[torch.Tensor, ...]) -> torch.Tensor:
         c, (x, w, b) = plan.config, t
+        if isinstance(c, OwnKernel):
+            return own(x, w, b)
         y = torch.empty_like(x)
         grid = (cdiv(rows, c.rows),)
         if p.kind == "softmax" and c.one_pass:

@@ -49,9 +49,10 @@ def repeats(seconds: float, most: int, limit: float, least: int) -> int:
     return max(least, min(most, int(limit / max(seconds, 1e-9))))
 
 
-def finalists(seconds: dict[int, float]) -> list[int]:
-    """Whom to time again: the first five by rank and the best eight, by rank."""
-    return sorted({*sorted(seconds, key=lambda i: seconds[i])[:_FINALISTS], *sorted(seconds)[:FIRST]})
+def finalists(seconds: dict[int, float], own: int | None = None) -> list[int]:
+    """Whom to time again: the first five by rank, the best eight, and the engine's own if it is among them, by rank."""
+    named = {own} & seconds.keys()
+    return sorted({*sorted(seconds, key=lambda i: seconds[i])[:_FINALISTS], *sorted(seconds)[:FIRST], *named})
 
 
 class Bench:
@@ -124,7 +125,10 @@ class GpuTimer:
         self._failure = failure or (lambda problem, index: None)
         self._bench = bench or Bench()
 
-    def __call__(self, problem: Any, plans: Sequence[Plan], deadline: float) -> dict[str, Any]:
+    def __call__(
+        self, problem: Any, plans: Sequence[Plan], deadline: float, own: int | None = None
+    ) -> dict[str, Any]:
+        """{"seconds": {index: seconds}, ...}. own: the index of a plan that is timed again in any case."""
         import torch
 
         from nanovllm.perf.tiles.launch import prepare
@@ -132,7 +136,18 @@ class GpuTimer:
         where = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.stream(self._bench.stream):
             inputs = prepare(problem, where, self.model)
-            found, failed = {}, []
+            found, failed, wrong = {}, [], []
+            error_of, checked = _checker(inputs), set()
+
+            def right(i: int) -> bool:
+                """Whether plan i computes what it should: what does not is no candidate, however fast."""
+                checked.add(i)
+                error = error_of(plans[i])
+                if error <= _TOLERANCE[problem.dtype]:  # not if it is NaN
+                    return True
+                wrong.append({"config": str(plans[i].config), "error": error})
+                return False
+
             for i, p in enumerate(plans):
                 if time.monotonic() > deadline:
                     return {"seconds": found, "cut": True}
@@ -140,21 +155,26 @@ class GpuTimer:
                 if reason is None:
                     try:
                         best = min(found.values(), default=None)
-                        found[i] = self.glance([partial(inputs.run, p, s) for s in inputs.sets], p.seconds, best)
+                        seconds = self.glance([partial(inputs.run, p, s) for s in inputs.sets], p.seconds, best)
+                        # Before a plan sets the pace for the others its results are compared.
+                        if (best is not None and seconds >= best) or right(i):
+                            found[i] = seconds
                     except Exception as e:  # noqa: BLE001 - whatever a compiler or launcher raises
                         reason = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:160]}"
                         torch.cuda.synchronize()  # a broken context ends the run here
                 if reason is not None:
                     failed.append({"config": str(p.config), "reason": reason})
+            while wrong_ones := [i for i in finalists(found, own) if i not in checked and not right(i)]:
+                for i in wrong_ones:  # others stand in their place
+                    del found[i]
             if not found:
-                return {"seconds": found, "failed": failed}
-            again = finalists(found)
+                return {"seconds": found, "failed": failed, "wrong": wrong}
+            again = finalists(found, own)
             calls = [[partial(inputs.run, plans[i], s) for s in inputs.sets] for i in again]
             found |= zip(again, self.compare(calls))
             # One replay is too rough to be the best: whoever was not timed again is at most as fast as those who were.
             least = min(found[i] for i in again)
             found = {i: max(t, least) for i, t in found.items()}
-            wrong = _wrong(problem, inputs, [plans[i] for i in again])
             library = None
             if inputs.library is not None:
                 inputs.library(inputs.sets[0])  # chooses a kernel, allocates
@@ -188,14 +208,9 @@ class GpuTimer:
         return [statistics.median(t) / len(calls) for t, calls in zip(times, candidates)]
 
 
-def _wrong(problem: Any, inputs: Any, plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Those of the plans whose results differ from the float32 reference by more than rounding."""
+def _checker(inputs: Any) -> Callable[[Plan], float]:
+    """Plan -> by how much its results differ from the float32 reference, relative to its largest value."""
     arguments = inputs.sets[-1]
     expected = inputs.reference(arguments)
     scale = expected.abs().max().item()
-    wrong = []
-    for p in plans:
-        error = (inputs.run(p, arguments).float() - expected).abs().max().item() / scale
-        if not error <= _TOLERANCE[problem.dtype]:  # also if it is NaN
-            wrong.append({"config": str(p.config), "error": error})
-    return wrong
+    return lambda plan: (inputs.run(plan, arguments).float() - expected).abs().max().item() / scale

@@ -2,9 +2,10 @@
 
     python -m nanovllm.perf.tiles.proof --limit 270 --docs docs/planner.md
 
-Needs a CUDA device. Inputs rotate through more than twice the L2 cache, calls run in a CUDA graph. Every configuration is timed, those
-near the best several times; the fastest of these and the planner's first five are timed again, in turns, and their results compared with a
-float32 reference. What does not compile or launch is counted, with its reason. Other processes compile each distinct kernel once
+Needs a CUDA device. Inputs rotate through more than twice the L2 cache, calls run in a CUDA graph. Every configuration that the planner
+keeps is timed, and the engine's own, those near the best several times; the fastest of these and the planner's first five are timed again,
+in turns, and their results compared with a float32 reference: what is wrong does not count. What does not compile or launch is
+counted, with its reason. Other processes compile each distinct kernel once
 meanwhile; a shape's turn comes when its kernels are there. What was measured is written every few seconds.
 """
 
@@ -30,15 +31,18 @@ from nanovllm.perf.tiles.report import finite
 from nanovllm.perf.tiles.resources import Plan
 from nanovllm.perf.tiles.shapes import ALL, plan
 
-Timer = Callable[[Any, Sequence[Plan], float], dict[str, Any]]
+Timer = Callable[[Any, Sequence[Plan], float, "int | None"], dict[str, Any]]
 _KEEP_SECONDS = 5.0
 """Between writings of what has been measured so far."""
 
 
-def judge(plans: Sequence[Plan], seconds: dict[int, float]) -> dict[str, Any]:
+def judge(plans: Sequence[Plan], seconds: dict[int, float], own: int | None = None) -> dict[str, Any]:
     """Where the planner's ranking stands among measured times, by rank from 0.
 
     `share` is the best time over the first choice's; an untimed first choice (it does not run) counts as the next that does.
+
+    Args:
+        own: which of the plans is the engine's own; it may be one that the planner does not keep, and is then the last.
     """
     first = min(seconds)
     best = min(seconds, key=lambda rank: seconds[rank])
@@ -55,7 +59,7 @@ def judge(plans: Sequence[Plan], seconds: dict[int, float]) -> dict[str, Any]:
     return {
         "first": entry(first), "best": entry(best), "share": seconds[best] / seconds[first],
         "best_in_first_five": best in five, "first_five_share": seconds[best] / min(seconds[r] for r in five),
-        "limit": plans[first].limit,
+        "limit": plans[first].limit, "builtin": entry(own) if own in seconds else None,
     }  # fmt: skip
 
 
@@ -82,30 +86,41 @@ def prove(
     """Plan and time every problem until `limit` seconds have passed; what was not reached is named.
 
     Args:
-        timer: (problem, plans, deadline) -> {"seconds": {rank: seconds}, ...}; what else it returns goes into the document.
+        timer: (problem, plans, deadline, index of the engine's own plan) -> {"seconds": {index: seconds}, ...}; what else it
+            returns goes into the document.
         ahead: compiles the plans; a problem is timed once they are.
         keep: told every few seconds what there is so far, in the form of the result.
     """
     deadline = time.monotonic() + limit
-    shapes, stopped, kept = [], None, time.monotonic()
+    from nanovllm.perf.tiles.builtin import with_builtin
+
+    shapes, errors, stopped, kept = [], [], None, time.monotonic()
     # Kinds in turns, so that a short run has some of each.
     turns = [(kind, p) for kind, ps in problems.items() for p in ps]
     turns.sort(key=lambda t: problems[t[0]].index(t[1]) / len(problems[t[0]]))
     planned = {}
-    for _, problem in turns:
+    for kind, problem in turns:
         if time.monotonic() > deadline:
             break
-        plans = plan(problem, model)
-        planned[problem] = plans, sample(plans, most)
-        if ahead is not None:
-            ahead.ask(problem, [plans[i] for i in planned[problem][1]], model)
+        try:
+            few = plan(problem, model)
+            plans, own = with_builtin(few, problem, model)
+            chosen = sample(few, most)
+            if own is not None:
+                chosen = sorted({*chosen, own})
+            if ahead is not None:
+                ahead.ask(problem, [plans[i] for i in chosen], model)
+        except Exception as e:  # noqa: BLE001 - one shape must not cost the others
+            errors.append({"problem": _words(kind, problem), "reason": _first_line(e)})
+            continue
+        planned[problem] = plans, chosen, len(few), own
 
     def found() -> dict[str, Any]:
         have = [s["problem"] for s in shapes]
         words = [_words(*turn) for turn in turns]
         missing = [w for w in words if w not in have]
         mine = sorted(shapes, key=lambda s: words.index(s["problem"]))
-        return {"shapes": mine, "not_measured": missing, "summary": summary(mine), "stopped": stopped}
+        return {"shapes": mine, "not_measured": missing, "summary": summary(mine), "stopped": stopped, "errors": errors}
 
     left = [turn for turn in turns if turn[1] in planned]
     while left and not stopped and time.monotonic() <= deadline:
@@ -114,25 +129,28 @@ def prove(
         left.remove(turn)
         if ahead is not None and not ahead.wait(problem, deadline):
             break
-        plans, chosen = planned[problem]
+        plans, chosen, num_kept, own = planned[problem]
         words = _words(kind, problem)
         began = time.monotonic()
         try:
-            result = timer(problem, [plans[i] for i in chosen], deadline)
-        except RuntimeError as e:  # a kernel broke the CUDA context: what was measured before it is kept
-            stopped = f"{words}: {type(e).__name__}: {str(e).splitlines()[0]}"
+            result = timer(problem, [plans[i] for i in chosen], deadline, None if own is None else chosen.index(own))
+        except RuntimeError as e:
+            if type(e).__name__ == "OutOfMemoryError":
+                errors.append({"problem": words, "reason": _first_line(e)})
+            else:  # a kernel broke the CUDA context: what was measured before it is kept
+                stopped = f"{words}: {_first_line(e)}"
             continue
         seconds = {chosen[i]: s for i, s in result.pop("seconds").items()}
-        if result.pop("cut", False) or not seconds:
+        if result.pop("cut", False) or not any(i < num_kept for i in seconds):
             continue
         shapes.append(
             {
                 "kind": kind,
                 "problem": words,
-                "candidates": len(plans),
+                "candidates": num_kept,
                 "timed": len(seconds),
                 "took_s": round(time.monotonic() - began, 3),
-                **judge(plans, seconds),
+                **judge(plans, seconds, own),
                 **result,
             }
         )
@@ -140,6 +158,10 @@ def prove(
             keep(found())
             kept = time.monotonic()
     return found()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.160}"
 
 
 def _words(kind: str, problem: Any) -> dict[str, Any]:
@@ -155,7 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=processes(), help="that compile")
     parser.add_argument("--kinds", nargs="+", choices=list(ALL), default=list(ALL))
     parser.add_argument("--resume", action="store_true", help="leave out what the JSON file has already")
+    parser.add_argument("--tables", action="store_true", help="measure nothing: fill the table of --docs from the JSON files there are")
     a = parser.parse_args(arguments)
+    if a.tables:
+        fill_tables(a.docs, a.out)
+        return
     run(a.out, a.docs, a.limit, a.most, a.workers, a.kinds, a.resume)
 
 
@@ -209,7 +235,7 @@ def run(
         out = out or Path("results") / model.name / "planner.json"
         known = json.loads(out.read_text()) if out.exists() else None
         head = {
-            "schema": 1, "gpu": torch.cuda.get_device_name(), "versions": versions(), "most": most,
+            "schema": 2, "gpu": torch.cuda.get_device_name(), "versions": versions(), "most": most,
             "date": datetime.now(timezone.utc).date().isoformat(), "device": asdict(model),
         }  # fmt: skip
         problems = {k: list(ALL[k]) for k in kinds}
@@ -236,11 +262,34 @@ def run(
     print(f"wrote {out}")
     print(table.markdown([document]))
     if docs is not None:
-        # The documents of other GPUs stand beside this one's.
-        every = sorted({*out.parent.parent.glob("*/planner.json"), out})
-        table.fill(docs, [json.loads(path.read_text()) for path in every])
-        print(f"filled the table of {docs}")
+        fill_tables(docs, out)
     return document
+
+
+def fill_tables(docs: Path | None, out: Path | None = None) -> None:
+    """Fill the table of a Markdown file from documents that are there; needs no GPU.
+
+    Args:
+        out: a document; those of other GPUs stand beside it. By default all of results.
+
+    Raises:
+        ValueError: no file is named or there is no document, or one is none.
+    """
+    if docs is None:
+        raise ValueError("--tables: expected --docs with the file whose table is to be filled, such as docs/planner.md")
+    folder = Path("results") if out is None else out.parent.parent
+    every = sorted({*folder.glob("*/planner.json"), *([out] if out is not None else [])})
+    if not every:
+        raise ValueError(f"--tables: there is no {folder}/<gpu>/planner.json; --out names another file")
+    documents = []
+    for path in every:
+        try:
+            documents.append(json.loads(path.read_text()))
+            table.markdown(documents[-1:])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{path}: not a file of `nanovllm plan prove`: {type(e).__name__}: {e}") from e
+    table.fill(docs, documents)
+    print(f"filled the table of {docs} from {', '.join(map(str, every))}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def markdown(documents: Sequence[dict[str, Any]]) -> str:
 def _one(d: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in d["versions"].items())
     how = (
-        "every configuration that the planner keeps"
+        "every configuration that the planner keeps, and the built-in one"
         if not d["most"]
         else f"at most {d['most']} configurations of a shape"
     )
@@ -36,26 +36,37 @@ def _one(d: dict[str, Any]) -> str:
             f"| {s['first_five_median_share']:.0%} | {s['median_prediction_error']:.0%} |"
         )
     lines += [
-        "", "| shape | first choice | predicted, us | measured, us | best | us | its rank | first choice, of the best | PyTorch, us |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "", "| shape | first choice | predicted, us | measured, us | best | us | its rank | first choice, of the best | built in, us | PyTorch, us |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for s in d["shapes"]:
-        first, best, library = s["first"], s["best"], s.get("library_us")
+        first, best, own, library = s["first"], s["best"], s.get("builtin"), s.get("library_us")
         lines.append(
             f"| {words(s['problem'])} | {first['config']} | {first['predicted_us']:.1f} | {first['us']:.1f} | {best['config']} "
-            f"| {best['us']:.1f} | {best['rank'] + 1} of {s['candidates']} | {s['share']:.0%} | {'' if library is None else f'{library:.1f}'} |"
+            f"| {best['us']:.1f} | {_rank(best['rank'], s['candidates'])} | {s['share']:.0%} | {_us(own and own['us'])} "
+            f"| {_us(library)} |"
         )
     failed = sum(len(s.get("failed", ())) for s in d["shapes"])
     wrong = sum(len(s.get("wrong", ())) for s in d["shapes"])
     lines += [
         "",
-        f"{failed} configurations did not compile or launch; {wrong} of those compared with the reference were wrong.",
+        f"{failed} configurations did not compile or launch; {wrong} of those compared with the reference were wrong, and do not count.",
     ]
     if d.get("stopped"):
         lines.append(f"The run stopped early: {d['stopped']}.")
+    if d.get("errors"):
+        lines.append("Could not be tried: " + "; ".join(f"{words(e['problem'])} ({e['reason']})" for e in d["errors"]) + ".")
     if d["not_measured"]:
         lines.append(f"Not reached within the time limit: {'; '.join(words(p) for p in d['not_measured'])}.")
     return "\n".join(lines)
+
+
+def _us(microseconds: float | None) -> str:
+    return "" if microseconds is None else f"{microseconds:.1f}"
+
+
+def _rank(rank: int, kept: int) -> str:
+    return f"{rank + 1} of {kept}" if rank < kept else "built in, not kept"
 
 
 def words(problem: dict[str, Any]) -> str:
