@@ -44,7 +44,11 @@ def said(*args):
 
 
 def test_a_module_without_kernels(module, tmp_path):
-    for more in ((), ("--left",), ("--measure", "--device", "cpu", "--no-compile", "--iters", "1", "--save", str(tmp_path))):
+    for more in (
+        (),
+        ("--left",),
+        ("--measure", "--device", "cpu", "--no-compile", "--iters", "1", "--save", str(tmp_path)),
+    ):
         done = run("--module", f"{module}:identity", *more)
         assert done.exit_code == 0 and "nothing to fuse, it runs no kernel" in done.output, (more, done.exception)
     assert json.loads(run("--module", f"{module}:identity", "--json").output)["groups"] == []

@@ -110,7 +110,9 @@ def test_every_job_gets_an_equal_part_however_little(tmp_path, monkeypatch):
     """Less than what a batch of plans takes, too: then fewer are compiled together."""
     budgets = []
     search = module.search
-    monkeypatch.setattr(module, "search", lambda *a, budget, **k: budgets.append(budget) or search(*a, budget=budget, **k))
+    monkeypatch.setattr(
+        module, "search", lambda *a, budget, **k: budgets.append(budget) or search(*a, budget=budget, **k)
+    )
     found = rms_jobs(*((1 << i, 1024) for i in range(6)))
     results = run(found, tmp_path, limit=6.0, clock=lambda: 0.0)
     # Nothing takes any time here: what one leaves, the next ones share.
@@ -128,7 +130,9 @@ def test_a_run_goes_on_where_another_ended(tmp_path):
     path.write_text(json.dumps(data))
     results = run(found, tmp_path, resume=True)
     old = data["entries"][1]["key"]["rows"]
-    assert [r.reason for r in results] == [module.MEASURED if j.key[0] != old and j is not found[2] else None for j in found]
+    assert [r.reason for r in results] == [
+        module.MEASURED if j.key[0] != old and j is not found[2] else None for j in found
+    ]
     assert sum(r.entry is not None for r in results) == 2
     assert all(r.entry is not None for r in run(found, tmp_path))  # not asked to go on
     assert [r.reason for r in run(found, tmp_path, resume=True)] == [module.MEASURED] * 3
@@ -183,7 +187,9 @@ for result in module.tune(t.rms_jobs((1, 1024), (64, 1024), (256, 1024)), t.CPU,
 
 def test_a_hang_ends_the_process_and_the_next_run_goes_on_after_it(tmp_path):
     def go():
-        return subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], cwd=REPO, capture_output=True, text=True, timeout=50)
+        return subprocess.run(
+            [sys.executable, "-c", HANGS, str(tmp_path)], cwd=REPO, capture_output=True, text=True, timeout=50
+        )
 
     first, second = go(), go()
     assert first.returncode == 1 and "Timeout" in first.stderr and first.stdout == "1 None\n", first.stderr

@@ -120,7 +120,9 @@ def test_an_error_of_one_shape_does_not_cost_the_others(monkeypatch):
     assert [s["problem"]["m"] for s in found["shapes"]] == [1024] and len(found["not_measured"]) == 2
     assert [e["reason"] for e in found["errors"]] == ["KeyError: 'no such tile'", "AttributeError: no such kernel"]
     text = table.markdown([documented(found)])
-    assert "Could not be tried: gemm 64 x 4096 x 1024 bfloat16 (KeyError: 'no such tile'); elementwise 2,097,152" in text
+    assert (
+        "Could not be tried: gemm 64 x 4096 x 1024 bfloat16 (KeyError: 'no such tile'); elementwise 2,097,152" in text
+    )
 
     def full(problem, plans, deadline, own=None):
         if problem == FEW["gemm"][1]:
@@ -141,10 +143,18 @@ def test_the_engines_own_plan_is_among_the_candidates():
             assert kernels_of(problem, [more[own]], H200) != [()]
     tiles = {p: builtin(p, H200).config for p in (*shapes.GEMM, *shapes.ATTENTION, *shapes.STREAMING)}
     by_size = {(p.m, p.n, p.k): str(tile) for p, tile in tiles.items() if isinstance(p, GemmProblem)}
-    assert by_size[8192, 6144, 4096] == "128x256x64 w8 s3 tma" and by_size[256, 1024, 3072] == "64x64x128 w4 s6 split 2 tma"
+    assert (
+        by_size[8192, 6144, 4096] == "128x256x64 w8 s3 tma"
+        and by_size[256, 1024, 3072] == "64x64x128 w4 s6 split 2 tma"
+    )
     assert by_size[16, 4096, 1024] == "stream 16x64x128 w4 s4" and by_size[1, 4096, 4096] == "stream 1x4x2048 w8 s1"
-    assert str(tiles[shapes.ATTENTION[0]]) == "128x128 w8 s2" and str(tiles[shapes.STREAMING[0]]) == "1024 w4 (8 a thread)"
-    assert builtin(ConvProblem(1, 1, 8, 8, 1), H200) is None and builtin(GemmProblem(8, 8, 128, weight="int4"), H200) is None
+    assert (
+        str(tiles[shapes.ATTENTION[0]]) == "128x128 w8 s2" and str(tiles[shapes.STREAMING[0]]) == "1024 w4 (8 a thread)"
+    )
+    assert (
+        builtin(ConvProblem(1, 1, 8, 8, 1), H200) is None
+        and builtin(GemmProblem(8, 8, 128, weight="int4"), H200) is None
+    )
 
 
 def test_the_best_may_be_the_engines_own(monkeypatch):
@@ -153,11 +163,17 @@ def test_the_best_may_be_the_engines_own(monkeypatch):
 
     def timer(problem, plans, deadline, own):
         assert own == len(plans) - 1 == kept
-        return {"seconds": {i: (1e-6 if i == own else p.seconds) for i, p in enumerate(plans)}, "failed": [], "wrong": []}
+        return {
+            "seconds": {i: (1e-6 if i == own else p.seconds) for i, p in enumerate(plans)},
+            "failed": [],
+            "wrong": [],
+        }
 
     found = json.loads(json.dumps(proof.prove(H200, {"gemm": [problem]}, timer, 60)))
     (shape,) = found["shapes"]
-    assert shape["best"]["rank"] == kept == shape["candidates"] and shape["builtin"]["us"] == 1.0 and shape["share"] < 0.01
+    assert (
+        shape["best"]["rank"] == kept == shape["candidates"] and shape["builtin"]["us"] == 1.0 and shape["share"] < 0.01
+    )
     assert "| 1.0 | built in, not kept |" in table.markdown([documented(found)])
 
     def only_own(problem, plans, deadline, own):

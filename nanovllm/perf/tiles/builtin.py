@@ -144,4 +144,6 @@ def _row_call(p: ReductionProblem) -> Callable[[], Any]:
     x, weight = (torch.empty(s, dtype=_dtype(p.dtype), device="meta") for s in ((p.rows, p.size), (p.size,)))
     if p.kind == "softmax":
         return lambda: softmax(x)
-    return lambda: norm.layer_norm(x, weight, weight, 1e-6) if p.kind == "layer_norm" else norm.rms_norm(x, weight, 1e-6)
+    return lambda: (
+        norm.layer_norm(x, weight, weight, 1e-6) if p.kind == "layer_norm" else norm.rms_norm(x, weight, 1e-6)
+    )

@@ -125,9 +125,7 @@ class GpuTimer:
         self._failure = failure or (lambda problem, index: None)
         self._bench = bench or Bench()
 
-    def __call__(
-        self, problem: Any, plans: Sequence[Plan], deadline: float, own: int | None = None
-    ) -> dict[str, Any]:
+    def __call__(self, problem: Any, plans: Sequence[Plan], deadline: float, own: int | None = None) -> dict[str, Any]:
         """{"seconds": {index: seconds}, ...}. own: the index of a plan that is timed again in any case."""
         import torch
 

@@ -177,7 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=processes(), help="that compile")
     parser.add_argument("--kinds", nargs="+", choices=list(ALL), default=list(ALL))
     parser.add_argument("--resume", action="store_true", help="leave out what the JSON file has already")
-    parser.add_argument("--tables", action="store_true", help="measure nothing: fill the table of --docs from the JSON files there are")
+    parser.add_argument(
+        "--tables", action="store_true", help="measure nothing: fill the table of --docs from the JSON files there are"
+    )
     a = parser.parse_args(arguments)
     if a.tables:
         fill_tables(a.docs, a.out)

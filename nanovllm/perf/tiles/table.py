@@ -55,7 +55,9 @@ def _one(d: dict[str, Any]) -> str:
     if d.get("stopped"):
         lines.append(f"The run stopped early: {d['stopped']}.")
     if d.get("errors"):
-        lines.append("Could not be tried: " + "; ".join(f"{words(e['problem'])} ({e['reason']})" for e in d["errors"]) + ".")
+        lines.append(
+            "Could not be tried: " + "; ".join(f"{words(e['problem'])} ({e['reason']})" for e in d["errors"]) + "."
+        )
     if d["not_measured"]:
         lines.append(f"Not reached within the time limit: {'; '.join(words(p) for p in d['not_measured'])}.")
     return "\n".join(lines)
