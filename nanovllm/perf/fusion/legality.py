@@ -27,10 +27,9 @@ _RESHAPES = {
     "unsqueeze",
     "squeeze",
     "unflatten",
-    "expand",
-    "expand_as",
     "view_as",
 }
+_EXPANDS = {"expand", "expand_as"}
 _SLICES = {"slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"}
 _PERMUTES = {"transpose", "permute", "t", "numpy_T", "mT", "swapaxes", "movedim"}
 _SCATTERS = {"index_put", "index_put_"}
@@ -215,9 +214,14 @@ def _edge_in_row(r: Read, domain: tuple[int, ...], num_rows: int, from_left: boo
         shape = after
     if from_left:  # indices, and copies in another shape: rows are counted from the front
         return _lead(shape, num_rows) is not None
+    return _broadcast_in_row(shape, domain, num_rows)
+
+
+def _broadcast_in_row(shape: tuple[int, ...], domain: tuple[int, ...], num_rows: int) -> bool:
+    """Whether a value of `shape`, broadcast to `domain`, has all of its rows there, once each."""
     # Broadcasting adds dimensions in front: a value [n] beside [n, n] lies along the columns, not the rows.
-    shape = (1,) * (len(domain) - len(shape)) + shape
-    return math.prod(shape[: _lead(domain, num_rows)]) == num_rows
+    lead = _lead(domain, num_rows)
+    return lead is not None and math.prod(((1,) * (len(domain) - len(shape)) + shape)[:lead]) == num_rows
 
 
 def _view_in_row(view: FxNode, before: tuple[int, ...], after: tuple[int, ...], num_rows: int) -> bool:
@@ -240,6 +244,8 @@ def _view_in_row(view: FxNode, before: tuple[int, ...], after: tuple[int, ...], 
         return value.shape[:lead] == source.shape[:lead] and value.stride()[:lead] == source.stride()[:lead]
     if name in _RESHAPES:
         return _lead(after, num_rows) is not None
+    if name in _EXPANDS:
+        return _broadcast_in_row(before, after, num_rows)
     return after == before
 
 
