@@ -197,6 +197,68 @@ def test_every_plan_of_a_product_fits(model, shape):
     assert all(b >= a * 0.99 for a, b in zip(times, times[1:]))
 
 
+ODD = [
+    GemmProblem(m, n, k, dtype)
+    for dtype in ("bfloat16", "float16", "float32", "tfloat32")
+    for m in (1, 5, 16, 17, 64, 65, 777, 16384)
+    for n, k in ((3333, 1111), (5, 7), (333, 1000), (1000, 1000), (1008, 2000), (4096, 20))
+]
+
+
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_the_engines_tile_is_planned(name):
+    """Also where rows are not aligned, or the rule takes a size that is not enumerated; few rows have another kernel."""
+    pytest.importorskip("triton")
+    model, found = device_model(name), 0
+    for problem in ODD:
+        plans, own = plan_gemm(problem, model), gemm.engine_tile(problem, model)
+        assert (own is None) == (problem.m <= (16 if problem.bytes_x == 4 else 64))
+        if own is not None:
+            assert [plan.config for plan in plans].count(own) == 1, problem
+            found += 1
+        assert len({plan.config for plan in plans}) == len(plans)
+        assert problem.aligned or len(plans) < 800
+    assert found > 90
+
+
+def test_the_engines_tile_spills_where_it_is_not_planned():
+    """Compute capability 8.0, k a multiple of 8 and not of 16: what the compiler says of it is in test_tiles_compile.py."""
+    pytest.importorskip("triton")
+    for problem in ODD:
+        plans, own = plan_gemm(problem, A100), gemm.engine_tile(problem, A100)
+        left = problem.bytes_x < 4 and problem.k % 8 == 0 and problem.k % 16 and own is not None and own.block_k == 64
+        assert (own not in [plan.config for plan in plans]) == (own is None or left), problem
+
+
+def test_rows_that_are_not_aligned():
+    problem, h200 = GemmProblem(777, 3333, 1111), device_model("h200")
+    plans = plan_gemm(problem, h200)
+    # No stages: one plan of each tile, and the time of one says nothing of stages.
+    assert len({replace(plan.config, stages=1) for plan in plans}) == len(plans) > 40
+    slow, fast = (gemm.predict(GemmTile(64, 64, 32, 4, stages), problem, h200) for stages in (2, 4))
+    assert slow == replace(fast, config=slow.config)
+    assert gemm.staged(plans[0].config, replace(problem, k=1120)) and gemm.staged(
+        plans[0].config, replace(problem, dtype="float32")
+    )
+    # Beyond what a thread has the line for registers is too high: the compiler loads in several passes, up to a point.
+    assert gemm.gemm_registers(GemmTile(64, 64, 64, 4, 3), problem, h200) == 255 - 8
+    assert gemm.gemm_registers(GemmTile(128, 128, 64, 8, 2), problem, h200) > 255
+    assert gemm.gemm_registers(GemmTile(64, 64, 64, 4, 3), problem, A100) > 255
+    # Shared memory does not depend on stages either, on any GPU and with k a multiple of 8.
+    assert all(
+        not gemm.staged(plan.config, GemmProblem(17, 1000, 1000))
+        for plan in plan_gemm(GemmProblem(17, 1000, 1000), A100)
+    )
+
+
+def test_without_triton_there_is_no_tile_of_the_engine(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "nanovllm.kernels.triton_linear.plan", None)
+    problem = GemmProblem(777, 3333, 1111)
+    assert gemm.engine_tile(problem, H100) is None and len(plan_gemm(problem, H100)) > 40
+
+
 def test_what_binds():
     assert plan_gemm(GemmProblem(8192, 8192, 8192), H100)[0].limit == "compute"
     assert plan_gemm(GemmProblem(16, 65536, 8192), H100)[0].limit == "memory"

@@ -18,7 +18,9 @@ from nanovllm.perf.tiles import (  # noqa: E402
     AttentionProblem,
     ElementwiseProblem,
     GemmProblem,
+    GemmTile,
     ReductionProblem,
+    gemm,
     kernels,
     occupancy,
     plan_attention,
@@ -103,6 +105,20 @@ def test_the_first_choices_fit():
         assert fit.blocks >= plan.occupancy.blocks - (
             planner is plan_attention
         )  # its registers are predicted less well
+
+
+@pytest.mark.parametrize("k", [1111, 1000])
+def test_rows_that_are_not_aligned_have_no_stages(k):
+    """Of 16-bit elements: what a block takes is the same for any number of them. The engine's tiles fit where they are planned."""
+    problem = GemmProblem(777, 3333, k)
+    for name, block_k, spills in (("h100", 32, 0), ("a100", 32, 0), ("h100", 64, 16), ("a100", 64, 1000)):
+        device = device_model(name)
+        tiles = [GemmTile(64, 64, block_k, 4, stages) for stages in (2, 3)]
+        few, more = (kernels.compile_gemm(tile, problem, device) for tile in tiles)
+        assert few == more and few.shared == gemm.shared_bytes(tiles[0], problem, device)
+        assert few.spilled <= spills
+        planned = [plan.config for plan in plan_gemm(problem, device)]
+        assert any(tile in planned for tile in tiles) == (spills < 1000)
 
 
 def test_what_has_no_kernel():

@@ -144,7 +144,7 @@ def test_the_engines_own_plan_is_among_the_candidates():
     tiles = {p: builtin(p, H200).config for p in (*shapes.GEMM, *shapes.ATTENTION, *shapes.STREAMING)}
     by_size = {(p.m, p.n, p.k): str(tile) for p, tile in tiles.items() if isinstance(p, GemmProblem)}
     assert (
-        by_size[8192, 6144, 4096] == "128x256x64 w8 s3 tma"
+        by_size[8192, 6144, 4096] == "128x256x64 w8 s3 tma group 16"
         and by_size[256, 1024, 3072] == "64x64x128 w4 s6 split 2 tma"
     )
     assert by_size[16, 4096, 1024] == "stream 16x64x128 w4 s4" and by_size[1, 4096, 4096] == "stream 1x4x2048 w8 s1"
@@ -158,7 +158,7 @@ def test_the_engines_own_plan_is_among_the_candidates():
 
 
 def test_the_best_may_be_the_engines_own(monkeypatch):
-    problem = GemmProblem(8192, 6144, 4096)  # grouped otherwise than any plan that is kept
+    problem = GemmProblem(16, 4096, 1024)  # of the kernel for few rows, which is not planned
     kept = len(plan(problem, H200))
 
     def timer(problem, plans, deadline, own):
@@ -172,7 +172,7 @@ def test_the_best_may_be_the_engines_own(monkeypatch):
     found = json.loads(json.dumps(proof.prove(H200, {"gemm": [problem]}, timer, 60)))
     (shape,) = found["shapes"]
     assert (
-        shape["best"]["rank"] == kept == shape["candidates"] and shape["builtin"]["us"] == 1.0 and shape["share"] < 0.01
+        shape["best"]["rank"] == kept == shape["candidates"] and shape["builtin"]["us"] == 1.0 and shape["share"] < 0.5
     )
     assert "| 1.0 | built in, not kept |" in table.markdown([documented(found)])
 

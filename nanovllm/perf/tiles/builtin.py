@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan, plan_product
+from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan
 from nanovllm.perf.autotune.launches import Launch, recorded
 from nanovllm.perf.presets import DeviceModel
 from nanovllm.perf.tiles import attention, elementwise, gemm, reduction
 from nanovllm.perf.tiles.attention import AttentionProblem, AttentionTile
 from nanovllm.perf.tiles.elementwise import ElementwiseProblem, ElementwiseTile
-from nanovllm.perf.tiles.gemm import GemmProblem, GemmTile
+from nanovllm.perf.tiles.gemm import GemmProblem
 from nanovllm.perf.tiles.reduction import ReductionProblem, ReductionTile
 from nanovllm.perf.tiles.resources import Plan, cdiv, occupancy, waves
 
@@ -70,19 +70,13 @@ def builtin(problem: Any, device: DeviceModel) -> Plan | None:
 
 
 def _product(p: GemmProblem, device: DeviceModel) -> Plan | None:
-    from nanovllm.kernels.triton_linear.product import _TMA_SHARED
-
-    if p.weight is not None or p.dtype == "float8":
+    chosen = gemm.engine_plan(p, device)
+    if chosen is None:
         return None
-    size = _dtype(p.dtype).itemsize
-    tma = size == 2 and p.n % 8 == 0 and p.k % 8 == 0
-    tma = tma and device.capability >= 90 and device.shared_per_block >= _TMA_SHARED
-    chosen = plan_product(p.m, p.n, p.k, size, False, True, tma, device.sms)
     if isinstance(chosen, TilePlan):
-        values = {f.name: getattr(chosen, f.name) for f in fields(GemmTile)}
-        return gemm.predict(GemmTile(**values), p, device)
+        return gemm.predict(gemm.engine_tile(p, device), p, device)
     tile = StreamTile(**vars(chosen))
-    moved = float((p.m + p.n) * p.k + p.m * p.n) * size
+    moved = ((p.m + p.n) * p.k + p.m * p.n) * p.bytes_x
     return _unknown(tile, cdiv(p.n, tile.rows) * tile.splits, tile.warps, 2.0 * p.m * p.n * p.k, moved, device)
 
 

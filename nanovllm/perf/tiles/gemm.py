@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
 from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds
@@ -24,6 +25,9 @@ from nanovllm.perf.tiles.resources import (
     stages_needed,
     waves,
 )
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan
 
 DTYPES = ("bfloat16", "float16", "float32", "tfloat32", "float8")
 WEIGHTS = ("int4", "int8", "float8")
@@ -108,11 +112,18 @@ class GemmTile:
 
     def __str__(self) -> str:
         text = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.warps} s{self.stages}"
-        return text + (f" split {self.splits}" if self.splits > 1 else "") + (" tma" if self.tma else "")
+        text += (f" split {self.splits}" if self.splits > 1 else "") + (" tma" if self.tma else "")
+        return text + (f" group {self.group_m}" if self.group_m != 8 else "")
 
 
 def uses_wgmma(tile: GemmTile, device: DeviceModel, dtype: str) -> bool:
     return device.matrix_unit == "wgmma" and tile.block_m >= 64 and tile.warps >= 4 and dtype != "float32"
+
+
+def staged(tile: GemmTile, problem: GemmProblem) -> bool:
+    """Whether stages have an effect. Rows that are not aligned are loaded element by element, and what is smaller than 4 bytes cannot be
+    copied to shared memory while a product runs: it goes through registers, and Triton compiles the same loop for any number of stages."""
+    return tile.tma or problem.aligned or problem.bytes_x >= 4
 
 
 def intensity(tile: GemmTile, problem: GemmProblem) -> float:
@@ -134,7 +145,7 @@ def shared_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> i
     if tile.tma:
         return math.ceil(tile.stages * (loaded + BARRIER_BYTES) + (0 if tile.splits > 1 else output))
     wgmma = uses_wgmma(tile, device, p.dtype) or device.matrix_unit == "tcgen05"
-    stages = 1 if not p.aligned and p.bytes_x < 4 else max(1, tile.stages if wgmma else tile.stages - 1)
+    stages = max(1, tile.stages if wgmma else tile.stages - 1) if staged(tile, p) else 1
     if p.n % 16 == 0:
         output = 0
     elif tile.splits > 1 or p.bytes_x == 4:
@@ -143,17 +154,51 @@ def shared_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> i
 
 
 def wanted_blocks(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> int:
-    """Blocks that a multiprocessor should have room for: as many as the grid has for it, at most 4, if tiles are small."""
-    if tile.block_m * tile.block_n > SMALL_TILE:
+    """Blocks that a multiprocessor should have room for: as many as the grid has for it, at most 4, if tiles are small.
+
+    Tiles without stages need more registers than that leaves; few blocks show in their time, since nothing else hides a load.
+    """
+    if tile.block_m * tile.block_n > SMALL_TILE or not staged(tile, problem):
         return 1
     tiles = cdiv(problem.m, tile.block_m) * cdiv(problem.n, tile.block_n) * tile.splits
     return min(WANTED_BLOCKS, cdiv(tiles, device.sms))
 
 
+def engine_plan(problem: GemmProblem, device: DeviceModel) -> StreamPlan | TilePlan | None:
+    """What the engine's own rule chooses; None if it has no kernel for the problem, or its kernels cannot be had here."""
+    p = problem
+    if p.weight is not None or p.dtype == "float8":
+        return None
+    try:
+        from nanovllm.kernels.triton_linear.plan import plan_product
+        from nanovllm.kernels.triton_linear.product import _TMA_SHARED
+    except ImportError:  # no Triton
+        return None
+    size = int(p.bytes_x)
+    tma = size == 2 and p.n % 8 == 0 and p.k % 8 == 0
+    tma = tma and device.capability >= 90 and device.shared_per_block >= _TMA_SHARED
+    return plan_product(p.m, p.n, p.k, size, False, True, tma, device.sms)
+
+
+def engine_tile(problem: GemmProblem, device: DeviceModel) -> GemmTile | None:
+    """The engine's choice, if it is for a kernel that is planned here."""
+    chosen = engine_plan(problem, device)
+    if not hasattr(chosen, "block_m"):  # none, or for few rows
+        return None
+    return GemmTile(**{f.name: getattr(chosen, f.name) for f in fields(GemmTile)})
+
+
+def _fits(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> bool:
+    if shared_bytes(tile, problem, device) > device.shared_per_block:
+        return False
+    return gemm_registers(tile, problem, device) <= device.registers_per_thread - SPILL_MARGIN
+
+
 def candidates(problem: GemmProblem, device: DeviceModel) -> list[GemmTile]:
     """Every configuration that fits a block of the device: shared memory, registers without spilling.
 
-    Tiles of more than twice a size of the problem are left out, and so are splits where tiles alone fill the device.
+    Tiles of more than twice a size of the problem are left out, and so are splits where tiles alone fill the device. What the engine's
+    own rule chooses is among them whatever its sizes, if it fits.
     """
     device.rate(problem.dtype)
     # The kernel multiplies 32-bit operands on the ordinary units only.
@@ -170,16 +215,15 @@ def candidates(problem: GemmProblem, device: DeviceModel) -> list[GemmTile]:
                 continue
             if stages > max(2, cdiv(cdiv(problem.k, split), bk)):
                 continue
-            if stages > 2 and not aligned and not problem.aligned and problem.bytes_x < 4:
-                continue  # rows that go through registers have no stages
-            kinds = [True] if tma and aligned and bm >= 64 and problem.weight is None else [False]
-            for kind in kinds:
-                tile = GemmTile(bm, bn, bk, warps, stages, splits=split, tma=kind)
-                if shared_bytes(tile, problem, device) > device.shared_per_block:
-                    continue
-                if gemm_registers(tile, problem, device) > device.registers_per_thread - SPILL_MARGIN:
-                    continue
+            kind = tma and aligned and bm >= 64 and problem.weight is None
+            tile = GemmTile(bm, bn, bk, warps, stages, splits=split, tma=kind)
+            if (stages == 2 or staged(tile, problem)) and _fits(tile, problem, device):
                 found.append(tile)
+    own = engine_tile(problem, device)
+    if own is not None and own not in found and _fits(own, problem, device):
+        if not staged(own, problem):  # instead of the same kernel
+            found = [tile for tile in found if tile != replace(own, stages=2)]
+        found.append(own)
     return found
 
 
@@ -206,8 +250,9 @@ def predict(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> Plan:
     convert = 0.0 if p.weight is None else bn * bk * CONVERT[p.weight] / (_CONVERT_LANES * device.clock)
     step = Step(step_flops, x, weight, bm, x, bn * bk * p.bytes_x, uses_wgmma(tile, device, p.dtype), convert)
     store = bm * bn * (4 if tile.splits > 1 else p.bytes_x)
+    stages = tile.stages if staged(tile, p) else 1
     parts, fixed = loop_seconds(
-        device, step, steps, blocks, fit, wave, tile.warps, tile.stages, rate, store, p.dtype != "float32"
+        device, step, steps, blocks, fit, wave, tile.warps, stages, rate, store, p.dtype != "float32"
     )
     parts["memory"] = dram / device.bandwidth
     if tile.splits > 1:
@@ -235,13 +280,18 @@ def dram_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel, reside
 
 
 def plan_gemm(problem: GemmProblem, device: DeviceModel) -> list[Plan]:
-    """Every configuration that fits and leaves room for the wanted blocks, the fastest by prediction first.
+    """Every configuration that fits and leaves room for the wanted blocks, and the engine's own, the fastest by prediction first.
 
     Raises:
         ValueError: the device does not multiply the dtype, or nothing fits.
     """
     plans = [predict(tile, problem, device) for tile in candidates(problem, device)]
-    plans = [plan for plan in plans if plan.occupancy.blocks >= wanted_blocks(plan.config, problem, device)]
+    own = engine_tile(problem, device)
+    plans = [
+        plan
+        for plan in plans
+        if plan.config == own or plan.occupancy.blocks >= wanted_blocks(plan.config, problem, device)
+    ]
     if not plans:
         raise ValueError(f"gemm: no tile of {problem} fits {device.name}")
     return ranked(plans)

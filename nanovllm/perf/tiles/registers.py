@@ -13,6 +13,7 @@ import math
 from typing import TYPE_CHECKING
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
+from nanovllm.perf.tiles.resources import SPILL_MARGIN
 
 if TYPE_CHECKING:
     from nanovllm.perf.tiles.attention import AttentionProblem, AttentionTile
@@ -37,6 +38,9 @@ TILE = {
 """`tile_kernel`: (rest, per accumulator, per 16-byte copy of x, per 16-byte copy of the weight)."""
 UNALIGNED = {2: 3.9, 4: 2.4}
 """What an element that cannot be copied in vectors adds, by its bytes: an address and a mask of its own, and of 16 bits the value too."""
+PASSES = {"wgmma": 1.35, "tcgen05": 1.35, "mma": 1.125}
+"""How far above the most registers there are the line for such elements of 16 bits may go before a tile spills more than some ten bytes
+(100 in some for compute capability 8.0): the compiler then loads a step in several passes. From 16 tiles compiled by Triton 3.6 and 3.9."""
 ATTENTION = {
     "wgmma": (0.2, 1.5, 2.05, 6.4),
     "mma, narrow": (25.8, 1.8, 2.2, 2.5),
@@ -79,6 +83,9 @@ def gemm_registers(tile: GemmTile, problem: GemmProblem, device: DeviceModel) ->
     if not problem.aligned:
         elements = (tile.block_m + tile.block_n) * tile.block_k / threads
         registers += UNALIGNED[4 if problem.bytes_x == 4 else 2] * elements
+        most = device.registers_per_thread
+        if problem.bytes_x < 4 and registers <= most * PASSES[device.matrix_unit]:
+            registers = min(registers, most - SPILL_MARGIN)
     if problem.weight is not None:
         # The converted weights of a step wait for their product in registers, two in each.
         registers += tile.block_n * min(tile.block_k, 64) / 2 / threads
