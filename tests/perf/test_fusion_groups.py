@@ -246,6 +246,34 @@ def test_a_second_consumer_keeps_a_product_by_itself():
     assert first == ["linear"] and len(rest) >= 1
 
 
+def test_an_expand_keeps_rows_where_they_are():
+    """Twelve elements seen as twelve rows of three are other rows; a new dimension behind repeats within them."""
+    x = torch.randn(4, 3)
+
+    def count(fn):
+        return legality.rows(list(build(fn, (x,))))
+
+    assert count(lambda x: torch.tanh(x).expand(3, 4, 3).contiguous()) == 1
+    assert count(lambda x: torch.tanh(x).expand_as(x.new_empty(3, 4, 3)).contiguous()) == 1
+    assert count(lambda x: torch.tanh(x).unsqueeze(-1).expand(4, 3, 5).contiguous()) == 12
+    assert count(lambda x: x.sum(-1, keepdim=True).expand(4, 3).contiguous()) == 4
+
+
+def test_a_shape_is_no_argument():
+    """What is only expanded as another value is does not wait for that value."""
+
+    def fn(x, y):
+        like = torch.cumsum(y, 0)
+        return (x * 2).expand_as(like).contiguous() + 1, (x * 3).view_as(like[0]) * 5, like * 3
+
+    args = torch.randn(6), torch.randn(6, 6)
+    graph = build(fn, args)
+    groups = Grower(graph).groups()
+    _run_in_order(graph, groups, args)
+    for group in groups:
+        assert {n.name for n in extract(group).inputs} == {r.base.name for r in group.reads}
+
+
 def test_two_products_are_two():
     a, b = torch.randn(32, 16), torch.randn(16, 32)
     assert groups_of(lambda x, a, b: F.linear(F.relu(F.linear(x, a)), b), X, a, b) == [["linear", "relu"], ["linear"]]

@@ -19,6 +19,9 @@ from nanovllm.perf.fusion.graph import OpGraph
 from nanovllm.perf.fusion.grouping import Group
 from nanovllm.perf.fusion.match import Match
 
+# Views that look at their second argument for its shape only: an argument that the group need not be given.
+_SHAPED_AS = {"expand_as": torch.ops.aten.expand.default, "view_as": torch.ops.aten.view.default}
+
 
 @dataclass(frozen=True)
 class Extract:
@@ -68,7 +71,7 @@ class _Writer:
             if n in self.group.members:
                 continue
             if n.op == "call_function" and n not in self.group.graph.of:
-                todo += n.all_input_nodes
+                todo += n.args[:1] if classify.op_name(n) in _SHAPED_AS else n.all_input_nodes
             else:
                 found.append(n)
         return found
@@ -81,8 +84,11 @@ class _Writer:
         if node in self.group.members:
             for before in self.group.graph.of[node].after & self.group.members:
                 self._value(before)
+        target, args = node.target, node.args
+        if classify.op_name(node) in _SHAPED_AS:
+            target, args = _SHAPED_AS[classify.op_name(node)], (args[0], list(classify.fake(node)[0].shape))
         self.made[node] = self.graph.call_function(
-            node.target, map_arg(node.args, self._value), map_arg(node.kwargs, self._value)
+            target, map_arg(args, self._value), map_arg(node.kwargs, self._value)
         )
         return self.made[node]
 
