@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class LLM:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping, Set)):  # one prompt, or something that is refused as one
         return [prompts]
     prompts = list(prompts)
     # A flat list of integers is one prompt of token ids.

@@ -394,6 +394,9 @@ def test_progress_does_not_mix_with_what_a_program_prints(llm, capsys):
         ([[10**30]], ValueError, [f"token id {10**30}"]),
         ([[1.5]], TypeError, ["a prompt is a string, a list of token ids or a dict"]),
         ([["a", "b"]], TypeError, ["a prompt is a string"]),
+        ([b"Hello"], TypeError, ["a prompt is a string", "b'Hello'"]),
+        ([{1, 2}], TypeError, ["a prompt is a string", "{1, 2}"]),
+        ([[True, False]], TypeError, ["a prompt is a string", "[True, False]"]),
         ([None], TypeError, ["not None"]),
         ([3.5], TypeError, ["not 3.5"]),
         ([{"text": "x"}], ValueError, ["'text'", '"prompt"']),
@@ -411,6 +414,14 @@ def test_a_bad_prompt_is_refused_and_nothing_was_started(llm, prompt, error, wor
         llm.generate(prompt, use_tqdm=False)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_numbers_beyond_what_the_device_counts_with(llm):
+    """No request ends another's step: these are as good as no limit."""
+    params = [SamplingParams(temperature=0, max_tokens=3), SamplingParams(temperature=0, top_k=2**63, max_tokens=3),
+              SamplingParams(temperature=0, min_tokens=2**63, max_tokens=2**63, stop=["~"])]  # fmt: skip
+    plain, huge, endless = llm.generate(["abc"] * 3, params, use_tqdm=False)
+    assert plain.outputs[0].token_ids == huge.outputs[0].token_ids == endless.outputs[0].token_ids[:3]
 
 
 def test_a_stop_token_outside_the_vocabulary(llm):

@@ -159,7 +159,7 @@ class DecodeState:
     def _take(self, row: int, seq: Sequence) -> None:
         params = seq.params
         self._seqs[row] = seq
-        self._bans_end[row] = seq.prompt_len + params.min_tokens if seq.stop_ids else 0
+        self._bans_end[row] = seq.prompt_len + min(params.min_tokens, 2**31) if seq.stop_ids else 0
         if params.uses_penalties or params.logprobs is not None:
             self._modes[row] = SamplingMode.GENERAL
         elif params.greedy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,8 @@ class LLMEngine:
         if array.ndim == 1 and array.dtype.kind in "iu":
             return array.tolist()
         try:
+            if isinstance(prompt, (bytes, bytearray, Set)) or array.dtype.kind == "b":
+                raise TypeError
             return [int(t.__index__()) for t in prompt]
         except (TypeError, AttributeError):
             raise TypeError(

@@ -100,7 +100,7 @@ class SamplingMetadata:
         ).reshape(num_rows, 6)
         # A temperature beyond float32 stays finite: logit / inf would be NaN for a logit of -inf.
         floats[:] = wide.clip(max=np.finfo(np.float32).max).T
-        top_k[:] = np.array([p.top_k for p in params], dtype=np.int64).clip(max=np.iinfo(np.int32).max)
+        top_k[:] = [min(p.top_k, np.iinfo(np.int32).max) for p in params]
 
         dev_ints, dev_bans, dev_floats, dev_top_k = fields(host.to(device, non_blocking=pin))
         wanted = [p.logprobs for p in params if p.logprobs is not None]

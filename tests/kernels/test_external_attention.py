@@ -415,6 +415,24 @@ def test_no_queries(monkeypatch, package):
     assert module.attention_prefill(**example((0,), (3,), block_size=256, **HALF)).shape == (0, 6, 64)
 
 
+@pytest.mark.parametrize("package", ["flash_attn", "flashinfer"])
+def test_bad_arguments(monkeypatch, package):
+    stand_in(monkeypatch, package)
+    monkeypatch.setattr(flash_attn, "variant", lambda device: variant("flash_attn"))
+    module = flashinfer if package == "flashinfer" else flash_attn
+    shape = dict(HALF, block_size=256)
+    decode, prefill = decode_example(**shape), example(**shape)
+    for fn, arguments in ((module.attention_decode, decode), (module.attention_prefill, prefill)):
+        with pytest.raises(ValueError, match="window: expected None or at least 1 token, got 0"):
+            fn(**arguments, window=0)
+        with pytest.raises(ValueError, match="context_lens: expected contiguous int32"):
+            fn(**{**arguments, "context_lens": arguments["context_lens"].long()})
+        monkeypatch.setenv("NANOVLLM_CHECK", "1")
+        with pytest.raises(ValueError, match="context_lens: sequence 0 has length 3000"):
+            fn(**{**arguments, "context_lens": torch.full_like(arguments["context_lens"], 3000)})
+        monkeypatch.delenv("NANOVLLM_CHECK")
+
+
 # ---- the real ones
 
 

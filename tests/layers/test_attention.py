@@ -165,7 +165,8 @@ WIDE = torch.zeros(10, BLOCK, KV_HEADS, DIM)
         ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, r"block_table: expected int32 \[3, max_blocks\]"),
         ({"context_lens": torch.tensor(LENS)}, "context_lens: expected contiguous int32"),
         ({"window": 0}, "window: expected None or at least 1 token, got 0"),
-        ({"soft_cap": -1.0}, "soft_cap: expected None or a positive number, got -1.0"),
+        ({"soft_cap": -1.0}, "soft_cap: expected None or a positive finite number, got -1.0"),
+        ({"soft_cap": float("inf")}, "soft_cap: expected None or a positive finite number, got inf"),
         ({"k_scale": torch.ones(3)}, r"k_scale: expected contiguous float32 of shape \[1\] or \[2\], got float32 \[3\]"),
     ],
 )

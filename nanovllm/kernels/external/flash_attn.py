@@ -16,6 +16,7 @@ from functools import cache
 import torch
 
 from nanovllm.kernels.external.packages import folder, refuse_common
+from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,9 @@ def _attend(
     reason = _refuse(chosen, q, k_cache, block_table, k_scale, v_scale)
     if reason is not None:
         raise ValueError(reason)
+    check_attention(q, k_cache, v_cache, block_table, lens, window, soft_cap, k_scale, v_scale)
+    if values_checked(q.device):
+        check_attention_values(k_cache, block_table, lens, max_context_len, None if max_query_len == 1 else starts.diff())
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # A query at the end of a run sees itself and `window - 1` tokens to its left.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.external.packages import folder, refuse_common, version_of
+from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
 
 NAME = "FlashInfer"
 HEAD_DIMS = (64, 128, 256)
@@ -88,6 +89,9 @@ def attention_decode(
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses. Waits for the device."""
     _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    if values_checked(q.device):
+        check_attention_values(k_cache, block_table, context_lens, max_context_len)
     q = q.contiguous()
     if len(q) == 0:
         return torch.empty_like(q)
@@ -121,6 +125,9 @@ def attention_prefill(
 ) -> torch.Tensor:
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses. Waits for the device."""
     _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    if values_checked(q.device):
+        check_attention_values(k_cache, block_table, context_lens, query_lens=cu_seqlens_q.diff())
     q = q.contiguous()
     if len(q) == 0:
         return torch.empty_like(q)

@@ -182,11 +182,14 @@ def _attend(q, k, v, mask, scale, soft_cap) -> torch.Tensor:
     """softmax(q k^T) v over [..., heads, tokens, head_dim], where `mask`, broadcast, is True."""
     if soft_cap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    # Not rounded before the cap, nor is what follows: large scores in 16 bits are off by whole units.
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v = (t.to(wide) for t in (q, k, v))
+    scores = (q @ k.mT) * scale
     scores = soft_cap * torch.tanh(scores / soft_cap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1).to(q.dtype) @ v
+    return (scores.softmax(-1) @ v).to(dtype)
 
 
 def _sequence(cache, blocks, first, length, scale, dtype) -> torch.Tensor:

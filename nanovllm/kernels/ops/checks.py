@@ -7,6 +7,7 @@ knows: they wait for it, so they run only with NANOVLLM_CHECK=1, and not while a
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -74,8 +75,8 @@ def check_attention(
         raise ValueError(f"block_table: expected adjacent columns, got strides {block_table.stride()}")
     if window is not None and window < 1:
         raise ValueError(f"window: expected None or at least 1 token, got {window}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap: expected None or a positive number, got {soft_cap}")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap: expected None or a positive finite number, got {soft_cap}")
     check_scale(k_scale, "k_scale", num_kv_heads)
     check_scale(v_scale, "v_scale", num_kv_heads)
 
