@@ -118,7 +118,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, yielding its text piece by piece, never half a character.
 
-        Leaving the iterator early aborts the request. Several streams may be open at once: they share the batch.
+        Leaving the iterator early aborts the request. Several streams may be open at once: they share the batch. If a step fails that
+        another one of them, or `generate`, ran, this one ends with a RuntimeError.
         """
         if self.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer, and this engine has none; use generate")
@@ -138,6 +139,8 @@ class LLM:
                     yield text[shown:]
                     shown = len(text)
                 elif finished:
+                    if request.completions[0].seq.finish_reason == "abort":
+                        raise RuntimeError("the stream's text is incomplete: a step that ran for another request as well failed")
                     return
                 elif not request.finished:
                     self.engine.step()

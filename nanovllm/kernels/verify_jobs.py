@@ -86,7 +86,8 @@ def _run(dealt: list[list[Task]], of_op: dict[str, list[Case]], setting: Setting
                 running.update([_start(tasks, setting)])
         current: dict[Connection, Task] = {}
         while running:
-            for connection in wait(list(running)):
+            # A Ctrl-C just before a wait begins would be seen only when it ends.
+            for connection in wait(list(running), timeout=1):
                 process, left = running[connection]
                 try:
                     begun, *outcome = connection.recv()
