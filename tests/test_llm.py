@@ -416,23 +416,6 @@ def test_a_bad_prompt_is_refused_and_nothing_was_started(llm, prompt, error, wor
         assert word in str(caught.value)
 
 
-def test_a_stream_says_that_another_requests_step_took_it_along(llm, monkeypatch):
-    stream = llm.stream("abc", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
-    assert next(stream)
-    execute = llm.engine.runner.execute
-
-    def failing(step):
-        monkeypatch.setattr(llm.engine.runner, "execute", execute)
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(llm.engine.runner, "execute", failing)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        llm.generate("def", SamplingParams(max_tokens=3), use_tqdm=False)
-    with pytest.raises(RuntimeError, match="the stream's text is incomplete"):
-        list(stream)
-    assert llm.generate("def", SamplingParams(max_tokens=3), use_tqdm=False)
-
-
 def test_numbers_beyond_what_the_device_counts_with(llm):
     """No request ends another's step: these are as good as no limit."""
     params = [SamplingParams(temperature=0, max_tokens=3), SamplingParams(temperature=0, top_k=2**63, max_tokens=3),

@@ -526,7 +526,7 @@ def test_an_interrupt_between_steps(directory, monkeypatch):
     assert_clean(llm.engine)
 
 
-def test_streams_of_others_end_when_a_forward_pass_raises(directory, monkeypatch):
+def test_streams_of_others_end_with_an_error_when_a_forward_pass_raises(directory, monkeypatch):
     llm = make(directory)
     stream = llm.stream("hello", SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
@@ -539,5 +539,6 @@ def test_streams_of_others_end_when_a_forward_pass_raises(directory, monkeypatch
     monkeypatch.setattr(llm.engine.runner, "execute", failing)
     with pytest.raises(RuntimeError):
         llm.generate("other", SamplingParams(max_tokens=2), use_tqdm=False)
-    list(stream)
+    with pytest.raises(RuntimeError, match="the stream's text is incomplete"):
+        list(stream)
     assert_clean(llm.engine)

@@ -139,8 +139,9 @@ def test_ctrl_c_ends_all(plugin, tmp_path):
                "--kernel-plugin", path]  # fmt: skip
     environment = {**os.environ, "TRITON_INTERPRET": "1"}  # so that it does not call itself once more
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background jobs ignore it
+    )  # fmt: skip
     deadline = time.monotonic() + 100
     while len(list(tmp_path.glob("pid*"))) < 2:
         assert time.monotonic() < deadline and process.poll() is None
