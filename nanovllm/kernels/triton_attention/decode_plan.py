@@ -183,7 +183,7 @@ _FLOAT8 = (
 
 # One sequence of eight KV heads, or more of fewer, whose last token is in the cache, so that nothing is asked for before the wait:
 # fewer pieces, of one tile at least. In rows of such calls 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens) instead of 5.8, 10.6
-# and 38.4 by the row for one sequence above: results/nvidia-h200/kernels, attention_decode.json and all.json, the run before.
+# and 38.4 by the row for one sequence above: results/nvidia-h200/kernels, attention_decode.json and attention-flashinfer.json.
 _CACHED_ONE = 1.0, 1, 4, 2, 32, 8
 
 
