@@ -120,8 +120,8 @@ DECODE: dict[str, Any] = {
             (256, 2048, 2048, 32, 8, 128, 256),
             (256, 100, 2000, 16, 8, 128, 256),
         ],
-        variants=[{}, {"window": 20}, {"soft_cap": 20.0}],
-        scales=(1.0, 5.0, 30.0),  # at 5 a score is about the cap, at 30 far beyond it
+        variants=[{}, {"window": 20}, {"soft_cap": 50.0}],
+        scales=(1.0, 10.0, 30.0),  # at 10 a score is about the cap, at 30 far beyond it
     ),
     "cost": _decode_cost,
     "tolerance": _TOLERANCE,
@@ -149,8 +149,8 @@ PREFILL: dict[str, Any] = {
             (4, 4096, 4096, 0, 32, 8, 128, 256),
             (1, 16384, 16384, 0, 32, 8, 128, 256),
         ],
-        variants=[{}, {"window": 20}, {"soft_cap": 20.0}],
-        scales=(1.0, 5.0, 30.0),  # at 5 a score is about the cap, at 30 far beyond it
+        variants=[{}, {"window": 20}, {"soft_cap": 50.0}],
+        scales=(1.0, 10.0, 30.0),  # at 10 a score is about the cap, at 30 far beyond it
     ),
     "cost": _prefill_cost,
     "tolerance": _TOLERANCE,
