@@ -25,8 +25,8 @@ _DECODE = "nanovllm.kernels.triton_decode"
 _ATTENTION = "nanovllm.kernels.triton_attention"
 _MOST_ELEMENTS = 1 << 20
 """Of a tile, in Triton."""
-# Of a program of the product for Hopper: columns of a tile, rows of the weight, tokens at most, and shared memory on such a GPU.
-_HOPPER_TILE, _HOPPER_ROWS, _HOPPER_BLOCK, _HOPPER_SHARED = 64, 64, 128, 227 << 10
+# Of a program of the product for Hopper: columns of a tile, rows of the weight, and shared memory on such a GPU.
+_HOPPER_TILE, _HOPPER_ROWS, _HOPPER_SHARED = 64, 64, 227 << 10
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -180,8 +180,10 @@ def _refuse_hopper_product(plan: Any, key: Key) -> str | None:
         return f"splits, chunks, slots, rounds: {plan.splits} x {columns} columns of {key['size']}, the others are left out"
     if (plan.splits - 1) * columns >= key["size"]:
         return "splits: programs without columns"
+    if plan.block not in (128, 256):
+        return f"block: expected 128 or 256 tokens, not {plan.block}"
+    tokens = hopper_product_tokens(key["tokens"], plan.block)
     # Rows of the weight and tokens, in lines of 128 bytes, and a barrier a slot.
-    tokens = min(_HOPPER_BLOCK, key["tokens"])
     shared = plan.slots * (plan.chunks * (_HOPPER_ROWS + tokens) * 2 * _HOPPER_TILE + 8)
     if shared > _HOPPER_SHARED:
         return f"chunks, slots: more than the {_HOPPER_SHARED >> 10} KiB of shared memory that a program may have"
@@ -196,14 +198,24 @@ HOPPER_PRODUCT = Tunable(
     _refuse_hopper_product,
     batch=("tokens",),
 )
-"""tokens: a bucket; up to 128 it is what a program is compiled for, at least 8. split: whether float32 sums of parts of the columns
-are wanted, which the next kernel adds."""
+"""tokens: what a program that may have all of them is compiled for. split: whether float32 sums of parts of the columns are wanted, which
+the next kernel adds."""
+
+
+def hopper_product_tokens(tokens: int, block: int) -> int:
+    """What programs are compiled for that share up to 256 tokens, each at most `block` of them.
+
+    Up to 128 it is a power of two, one tile; up to 256 the least of 8, 16, 32, 64, 96, 128, 160, 192 and 256, some of them two tiles.
+    """
+    if block == 128 or tokens <= 64:
+        return min(128, max(8, bucket(tokens)))
+    return _cdiv(tokens, 32) * 32 if tokens <= 192 else 256
 
 
 def hopper_product_key(
     tokens: int, outputs: int, size: int, dtype: torch.dtype, gated: bool, split: bool
 ) -> tuple[Any, ...]:
-    return max(8, bucket(tokens)), outputs, size, dtype, gated, split
+    return hopper_product_tokens(tokens, 256), outputs, size, dtype, gated, split
 
 
 # -------------------------------------------------------------------------------------------------------------- attention

@@ -214,6 +214,8 @@ HOPPER = {"tokens": 128, "outputs": 4096, "size": 1024, "dtype": BF16, "gated": 
         ((1, 3, 2, 3), {}, "chunks: expected a power of two"),
         ((1, 2, 5, 2), {}, "chunks, slots: more than the 227 KiB of shared memory"),  # 240 KiB
         ((1, 1, 10, 2), {"tokens": 256}, "chunks, slots: more than the 227 KiB of shared memory"),
+        ((1, 1, 6, 3, 256), {"tokens": 256}, "chunks, slots: more than the 227 KiB of shared memory"),
+        ((1, 1, 4, 4, 64), {}, "block: expected 128 or 256 tokens, not 64"),
         ((1, 4, 4, 1), {"gated": True, "split": False, "outputs": 4100}, "outputs: 4100 are not groups of eight"),
         ((1, 4, 4, 1), {"dtype": torch.float32}, "dtype, size: only rows of whole tiles of 64 16-bit numbers"),
         ((1, 4, 4, 1), {"dtype": torch.int16}, "dtype, size: "),
@@ -224,7 +226,7 @@ def test_a_product_for_hopper_refuses_what_cannot_work(plan, differ, said):
     tunable = tunables.HOPPER_PRODUCT
     key = tuple({**HOPPER, **differ}.values())
     with pytest.raises(ValueError, match=said):
-        tunable.plan_from_json(dict(zip(("splits", "chunks", "slots", "rounds"), plan)), key)
+        tunable.plan_from_json(dict(zip(("splits", "chunks", "slots", "rounds", "block"), (*plan, 128)[:5])), key)
 
 
 @pytest.mark.parametrize(
@@ -431,9 +433,9 @@ CALLS = [
      {"ROWS": 2, "BLOCK": 16, "TOKENS": 2, "num_warps": 1}),
     (tunables.SMALL_PRODUCT, lambda: small_product(False), tunables.SMALL_PRODUCT.plan_to_json(MatrixPlan(64, 2, 32)),
      {"ROWS": 64, "SPLIT": 2, "DEPTH": 32, "num_warps": 2}),
-    (tunables.HOPPER_PRODUCT, hopper_product, {"splits": 1, "chunks": 2, "slots": 3, "rounds": 3},
-     {"CHUNKS": 2, "SLOTS": 3, "ROUNDS": 3, "SPLITS": 1, "TOKENS": 32}),
-    (tunables.HOPPER_PRODUCT, lambda: hopper_product(split=True), {"splits": 3, "chunks": 1, "slots": 6, "rounds": 1},
+    (tunables.HOPPER_PRODUCT, hopper_product, {"splits": 1, "chunks": 2, "slots": 3, "rounds": 3, "block": 128},
+     {"CHUNKS": 2, "SLOTS": 3, "ROUNDS": 3, "SPLITS": 1, "TOKENS": 32, "MORE": 0}),
+    (tunables.HOPPER_PRODUCT, lambda: hopper_product(split=True), {"splits": 3, "chunks": 1, "slots": 6, "rounds": 1, "block": 256},
      {"CHUNKS": 1, "SLOTS": 6, "ROUNDS": 1, "SPLITS": 3}),
     (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "early": False, "least": 2},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),

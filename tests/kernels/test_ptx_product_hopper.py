@@ -12,7 +12,8 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.triton_decode.hopper import HopperPlan, _padded  # noqa: E402
+from nanovllm.kernels.triton_decode.hopper import _FIRST, HopperPlan  # noqa: E402
+from nanovllm.kernels.tunables import hopper_product_tokens  # noqa: E402
 from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
 from tests.kernels.ptx_emulator import Machine  # noqa: E402
 from tests.kernels.ptx_launch import Memory, unknown  # noqa: E402
@@ -31,12 +32,14 @@ def compiled(plan, tokens, outputs, gated, bias):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
         return f"tensordesc<bf16{list(box)},{layout!r}>"
 
+    first = _FIRST.get(tokens, tokens)
     constants = {
-        "OUTPUTS": outputs, "TOKENS": tokens, "CHUNKS": plan.chunks, "SLOTS": plan.slots, "ROUNDS": plan.rounds, "SPLITS": plan.splits,
+        "OUTPUTS": outputs, "TOKENS": first, "MORE": tokens - first, "CHUNKS": plan.chunks, "SLOTS": plan.slots, "ROUNDS": plan.rounds, "SPLITS": plan.splits,
         "GATED": gated, "BIAS": bias,
     }  # fmt: skip
     signature = {
-        "weight": boxes(plan.chunks, 4, 2, 8, 64) if gated else boxes(plan.chunks, 64, 64), "x": boxes(plan.chunks, tokens, 64),
+        "weight": boxes(plan.chunks, 4, 2, 8, 64) if gated else boxes(plan.chunks, 64, 64),
+        "x": boxes(plan.chunks, first, 64), "x_more": boxes(plan.chunks, tokens - first or first, 64),
         "bias": "*bf16", "y": "*fp32" if plan.splits > 1 else "*bf16", "num_tokens": "i32", **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     source = GluonASTSource(hopper_kernel, signature, constants, {})
@@ -49,11 +52,12 @@ def compiled(plan, tokens, outputs, gated, bias):
         (5, 80, 6, HopperPlan(1, 2, 2, 2), False, True),  # slots that are filled again, columns and rows that there are not
         (8, 64, 5, HopperPlan(3, 1, 2, 1), False, False),  # parts of the columns
         (19, 96, 3, HopperPlan(1, 1, 3, 1), True, False),
+        (70, 136, 2, HopperPlan(1, 1, 2, 1, 256), False, True),  # a second tile of tokens, that begins inside the first
     ],
 )
 def test_the_compiled_product(tokens, rows, columns, plan, gated, bias):
     g = torch.Generator().manual_seed(tokens)
-    size, outputs, padded = 64 * columns, rows // 2 if gated else rows, _padded(tokens)
+    size, outputs, padded = 64 * columns, rows // 2 if gated else rows, hopper_product_tokens(tokens, plan.block)
     given = {
         "x": torch.randn(tokens, size, generator=g).to(BF16), "w": (torch.randn(rows, size, generator=g) * size**-0.5).to(BF16),
         "b": torch.randn(rows, generator=g).to(BF16),
@@ -72,9 +76,12 @@ def test_the_compiled_product(tokens, rows, columns, plan, gated, bias):
     def view(name, shape, strides):
         return np.lib.stride_tricks.as_strided(memory.words(name, given[name].numel()), shape, [2 * s for s in strides])
 
-    parameters = [0, *shape, *strides]
-    descriptors = {0: (view("w", shape, strides), box), len(parameters): (view("x", x_shape, x_strides), (plan.chunks, padded, 64))}
-    parameters += [0, *x_shape, *x_strides, at["b"], at["y"], tokens, 0, 0]
+    first = _FIRST.get(padded, padded)
+    parameters, descriptors = [0, *shape, *strides], {0: (view("w", shape, strides), box)}
+    for tile in (first, padded - first or first):
+        descriptors[len(parameters)] = view("x", x_shape, x_strides), (plan.chunks, tile, 64)
+        parameters += [0, *x_shape, *x_strides]
+    parameters += [at["b"], at["y"], tokens, 0, 0]
     binary = compiled(plan, padded, outputs, gated, bias)
     machine = Machine(binary.asm["ptx"], 4, parameters, array, descriptors, binary.metadata.shared)
     grid = -(-rows // 64), plan.splits, 1

@@ -16,6 +16,7 @@ if triton.knobs.runtime.interpret:
 
 from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm  # noqa: E402
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul  # noqa: E402
+from nanovllm.kernels import tunables  # noqa: E402
 from nanovllm.kernels.triton_decode import hopper, launch  # noqa: E402
 from nanovllm.kernels.triton_decode.hopper import HopperPlan, plan_product  # noqa: E402
 
@@ -29,7 +30,7 @@ SHAPES = [
     (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (24576, 4096), (4096, 12288), (960, 576), (576, 1536),
     (16, 64), (80, 64), (208, 1088), (48, 4416), (1040, 320),
 ]  # fmt: skip
-TOKENS = (1, 3, 8, 9, 16, 31, 32, 33, 64, 100, 129, 256)
+TOKENS = (1, 3, 8, 9, 16, 31, 32, 33, 64, 80, 100, 129, 160, 176, 208, 256)
 
 
 def bound_of(expected, dtype):
@@ -105,6 +106,25 @@ def test_any_plan(plan, poison):
 
 
 @on_hopper
+@pytest.mark.parametrize("plan", [HopperPlan(1, 1, 3, 6), HopperPlan(1, 1, 3, 6, 256), HopperPlan(1, 2, 2, 5, 256), HopperPlan(3, 2, 3, 1, 256), HopperPlan(9, 1, 2, 1, 256)], ids=str)
+def test_two_tiles_of_tokens(plan, poison):
+    """Of one program or of two: all of both there, and a second that begins inside the first."""
+    for tokens, rows in itertools.product((1, 7, 33, 65, 70, 96, 97, 130, 144, 160, 161, 192, 193, 250, 256), (80, 272)):
+        x, weight = make(tokens, rows, 17 * 64, torch.bfloat16, tokens, stride=17 * 64 + 8)
+        bias = torch.randn(rows, device="cuda").bfloat16()
+        expected = F.linear(x.double(), weight.double())
+        parts = hopper.product(x, weight, split=True, plan=plan)
+        torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=1e-4)
+        if plan.splits == 1:
+            got = hopper.product(x, weight, bias, plan=plan)
+            torch.testing.assert_close(got.double(), expected + bias.double(), rtol=0, atol=bound_of(expected, x.dtype))
+            gate, up = expected.chunk(2, -1)
+            want = F.silu(gate) * up
+            got = hopper.product(x, weight, gated=True, plan=plan)
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=2 * bound_of(want, x.dtype))
+
+
+@on_hopper
 @pytest.mark.parametrize("scale", [1e-3, 50.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_ops_round_as_the_ops_they_fuse(dtype, scale, poison):
@@ -176,7 +196,7 @@ def test_plans_cover_every_column_and_fit():
         columns = plan.chunks * plan.slots * plan.rounds
         assert plan.splits * columns * 64 >= size, "columns left out"
         assert (plan.splits - 1) * columns * 64 < size, "a program without columns"
-        assert plan.chunks * plan.slots * (64 + hopper._padded(tokens)) * 128 <= 227 << 10
+        assert plan.chunks * plan.slots * (64 + tunables.hopper_product_tokens(tokens, plan.block)) * 128 <= 227 << 10
         assert plan.slots > 1 or plan.rounds == 1, "a slot that is refilled needs another beside it"
 
 
@@ -191,7 +211,7 @@ def test_what_is_taken(monkeypatch):
     monkeypatch.setattr(hopper, "_is_hopper", lambda index: True)
     taken = hopper.num_tokens_taken
     assert taken(weight_like(4096, 1024)) == range(1, 257) == taken(weight_like(4096, 1024, torch.float16))
-    assert taken(weight_like(24576, 4096), gated=True) == range(1, 129) and taken(weight_like(2048, 6144)) == range(2, 129)
+    assert taken(weight_like(24576, 4096), gated=True) == range(1, 129) and taken(weight_like(2048, 6144)) == range(2, 193)
     refused = [
         weight_like(4096, 1024, torch.float32), weight_like(4096, 1000), weight_like(4096, 0), weight_like(0, 64),
         weight_like(4096, 1024, contiguous=False), weight_like(4096, 1024, address=8),
@@ -199,7 +219,7 @@ def test_what_is_taken(monkeypatch):
     assert not any(taken(w) for w in refused)
     assert taken(weight_like(4104, 1024)) and not taken(weight_like(4104, 1024), gated=True)
     assert launch.linear_add_rms_norm.num_tokens(weight_like(4096, 1024)) == range(1, 257)
-    assert launch.linear.num_tokens(weight_like(4096, 1024)) == range(1, 257)
+    assert launch.linear.num_tokens(weight_like(4096, 1024)) == range(1, 129)
     assert not launch.add_rms_norm_linear.num_tokens(weight_like(4096, 1024))
     # A gated product has another kernel for many tokens, and none in between.
     monkeypatch.setattr(launch, "many_tokens", lambda weight: range(4096, 1 << 31))
@@ -246,7 +266,7 @@ def test_a_plain_call_does_what_layers_do(rows, size, monkeypatch):
 def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
     assert hopper.most_tokens_whole(1024, 3072) == 32 and hopper.most_tokens_whole(1024, 2048) == 64
     assert hopper.most_tokens_whole(2048, 6144) == 8  # never fewer: measured
-    assert hopper.most_tokens_whole(1024, 1024) == 256 == hopper.most_tokens_whole(4096, 12288)
+    assert hopper.most_tokens_whole(1024, 1024) == 128 == hopper.most_tokens_whole(4096, 12288)
     monkeypatch.setattr(hopper, "_is_hopper", lambda index: True)
     assert launch.linear.num_tokens(weight_like(1024, 3072)) == range(1, 33)
     assert launch.linear.num_tokens(weight_like(2048, 6144)) == range(1, 9)
@@ -255,7 +275,8 @@ def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
 
 COMPILED = [
     (8, 4096, 1024, {}), (32, 6144, 1024, {"gated": True}), (64, 6144, 1024, {"gated": True}), (32, 1024, 3072, {"split": True}),
-    (64, 4096, 12288, {"split": True}), (64, 6144, 4096, {"bias": True}), (256, 4096, 1024, {}), (128, 6144, 1024, {"gated": True}), (8, 24576, 4096, {"gated": True}),
+    (64, 4096, 12288, {"split": True}), (64, 6144, 4096, {"bias": True}), (256, 6144, 1024, {"gated": True}), (96, 24576, 4096, {"gated": True}), (192, 4096, 12288, {"split": True}),
+    (160, 6144, 1024, {"gated": True}), (128, 6144, 1024, {"gated": True}), (8, 24576, 4096, {"gated": True}),
 ]  # fmt: skip
 
 
@@ -269,19 +290,21 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
     from nanovllm.kernels.triton_decode.hopper_kernel import hopper_kernel
 
     gated, split, bias = (what.get(name, False) for name in ("gated", "split", "bias"))
-    plan, padded = plan_product(tokens, rows, size, split, 132), hopper._padded(tokens)
+    plan = plan_product(tokens, rows, size, split, 132)
+    padded = tunables.hopper_product_tokens(tokens, plan.block)
+    first = hopper._FIRST.get(padded, padded)
 
     def boxes(*box):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
         return f"tensordesc<bf16{list(box)},{layout!r}>"
 
     constants = {
-        "OUTPUTS": rows // 2 if gated else rows, "TOKENS": padded, "CHUNKS": plan.chunks, "SLOTS": plan.slots,
+        "OUTPUTS": rows // 2 if gated else rows, "TOKENS": first, "MORE": padded - first, "CHUNKS": plan.chunks, "SLOTS": plan.slots,
         "ROUNDS": plan.rounds, "SPLITS": plan.splits, "GATED": gated, "BIAS": bias,
     }  # fmt: skip
     signature = {
         "weight": boxes(plan.chunks, 4, 2, 8, 64) if gated else boxes(plan.chunks, 64, 64),
-        "x": boxes(plan.chunks, padded, 64), "bias": "*bf16", "y": "*fp32" if split else "*bf16", "num_tokens": "i32",
+        "x": boxes(plan.chunks, first, 64), "x_more": boxes(plan.chunks, padded - first or first, 64), "bias": "*bf16", "y": "*fp32" if split else "*bf16", "num_tokens": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     binary = triton.compile(
@@ -293,7 +316,7 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
     wait = ptx.index("griddepcontrol.wait")
     copies = [m.start() for m in re.finditer("cp.async.bulk.tensor", ptx)]
     assert sum(at < wait for at in copies) == plan.slots and sum(at > wait for at in copies) >= plan.slots
-    assert ptx.count("wgmma.mma_async") == 4 * plan.chunks * plan.slots
+    assert ptx.count("wgmma.mma_async") == 4 * plan.chunks * plan.slots * (1 if padded == first else 2)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(binary.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

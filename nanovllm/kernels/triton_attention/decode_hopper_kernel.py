@@ -156,7 +156,7 @@ def decode_hopper_kernel(
         program = gl.program_id(1)
         num_programs = gl.num_programs(1)
     seq, length, first_piece, piece, share = find_piece(
-        program, num_programs, lens_ptr, num_seqs, most_pieces, least, NEW, SEQS_PAD, TILE, EMPTY_LAST
+        program, num_programs, lens_ptr, num_seqs, most_pieces, least, NEW, SEQS_PAD, TILE, EMPTY_LAST, CLUSTER
     )
     if CLUSTER:
         meet()  # by all programs, so that none ends with an arrival that it has not waited for

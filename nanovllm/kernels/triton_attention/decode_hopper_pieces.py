@@ -6,6 +6,10 @@ from triton.experimental.gluon import language as gl
 from nanovllm.kernels.triton_attention.decode_kernel import planned_tiles
 
 
+MOST_MERGED: gl.constexpr = gl.constexpr(16)
+"""Tiles of a piece up to which few pieces and no merge through global memory are faster than more pieces."""
+
+
 @gluon.jit
 def _plus(a, b):
     return a + b
@@ -23,10 +27,12 @@ def find_piece(
     SEQS_PAD: gl.constexpr,
     TILE: gl.constexpr,
     EMPTY_LAST: gl.constexpr,
+    CLUSTER: gl.constexpr,
 ):
     """-> (seq, its length, its first piece, this program's, tiles in a piece at most); seq is -1 for a program without a piece.
 
-    Pieces are cut as `decode_kernel` cuts them: into about `most_pieces`, of `least` tiles or more. The first programs, or with EMPTY_LAST
+    Pieces are cut as `decode_kernel` cuts them: into about `most_pieces`, of `least` tiles or more. With clusters, one sequence is cut into
+    as many pieces as a cluster merges, if these are then short. The first programs, or with EMPTY_LAST
     the last, are those without one. First, they end while others still wait for the kernel before this one; last, where they are most of
     the grid, they delay no other. Every warp finds its piece by itself. The lengths are read past the first-level cache, which may
     hold what was there before an earlier kernel wrote.
@@ -34,7 +40,11 @@ def find_piece(
     if SEQS_PAD == 1:
         length = gl.load(lens_ptr, cache_modifier=".cg")
         tiles = planned_tiles(length, 0, NEW, TILE, 0)
-        share = gl.maximum(gl.cdiv(tiles, most_pieces), least)
+        share = gl.cdiv(tiles, most_pieces)
+        if CLUSTER:
+            merged = gl.cdiv(tiles, CLUSTER)
+            share = gl.where(merged <= MOST_MERGED, gl.maximum(merged, share), share)
+        share = gl.maximum(share, least)
         piece = program if EMPTY_LAST else program - num_programs + gl.cdiv(tiles, share)
         return gl.where((piece < 0) | (piece >= gl.cdiv(tiles, share)), -1, 0), length, 0, piece, share
     else:

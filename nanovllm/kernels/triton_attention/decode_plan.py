@@ -115,7 +115,8 @@ class HopperDecodePlan:
     empty_last: bool = False
     """Whether programs that find no piece come last in the grid."""
     cluster: int = 0
-    """Blocks of a cluster: a sequence whose pieces are all of one merges them there, the others through global memory. 0: no clusters."""
+    """Blocks of a cluster: a sequence whose pieces are all of one merges them there, the others through global memory. One sequence alone
+    is cut into as many, if they are then short. 0: no clusters."""
 
     @property
     def tile(self) -> int:
@@ -161,7 +162,7 @@ class HopperDecodePlan:
 # leaves each. Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece. Four
 # programs for 5 to 8 sequences: at 16,384 tokens they take 26 % less than one, and where most find no piece nothing is lost if these come last.
 _MEASURED = (
-    (1, (2.0, 4, 4, 3, 32, 8)),
+    (1, (1.0, 1, 4, 3, 32, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),
     (8, (4.0, 4, 4, 3, 32, 8, True)),
     (16, (2.0, 4, 4, 3, 32, 8, True)),
@@ -187,8 +188,8 @@ _FLOAT8 = (
 _CACHED_ONE = 1.0, 1, 4, 2, 32, 8
 
 
-_CLUSTERS = ((None, 0),)
-"""Up to so many sequences of eight KV heads: blocks of a cluster, for a GPU and a Triton that launch clusters. Not timed, so there are none."""
+_CLUSTERS = ((1, 8), (None, 0))
+"""Up to so many sequences of eight KV heads: blocks of a cluster, for a GPU and a Triton that launch clusters."""
 
 
 @functools.cache

@@ -15,10 +15,12 @@ from nanovllm.kernels.triton_ops._launch import adjacent, are_constant, cdiv, ne
 # Rows of the weight that a program has, and columns of a tile: a swizzled line of 128 bytes.
 ROWS = 64
 _TILE = 64
-# Tokens that a program has at most.
+# Numbers of tokens that are two tiles: how many are in the first.
+_FIRST = {96: 64, 160: 128, 192: 128, 256: 128}
 _BLOCK = 128
-# Above this many tokens the library is the faster one, and for large weights above a block: every block reads them again.
+# Above this many tokens the library is the faster one. For large weights, which blocks of tokens would read again, it is so earlier.
 MAX_TOKENS = 256
+_MOST_OF_LARGE = 192
 _LARGE_WEIGHT = 8 << 20
 # Shared memory for tiles.
 _ROOM = 200 << 10
@@ -36,6 +38,8 @@ class HopperPlan:
     """Groups in shared memory at a time."""
     rounds: int
     """How often a slot is filled."""
+    block: int = _BLOCK
+    """Tokens that a program has at most: 128 or 256."""
 
 
 @functools.cache
@@ -53,21 +57,19 @@ def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, mul
         wanted = cdiv(columns, 12) if columns < 64 else columns // 32
         splits = max(1, min(wanted, waves * multiprocessors // tiles))
     columns = cdiv(columns, splits)
-    fit = _ROOM // ((ROWS + _padded(num_tokens)) * _TILE * 2)
-    programs = tiles * splits * cdiv(num_tokens, _BLOCK)
-    if columns <= fit and programs <= multiprocessors:
+    # Two tiles of tokens: of a large weight, which is then read once, and where two blocks would be half empty.
+    block = 2 * _BLOCK if num_tokens > 64 and num_rows * size >= _LARGE_WEIGHT or _BLOCK < num_tokens <= _MOST_OF_LARGE else _BLOCK
+    fit = _ROOM // ((ROWS + tunables.hopper_product_tokens(num_tokens, block)) * _TILE * 2)
+    programs = tiles * splits * cdiv(num_tokens, block)
+    if 4 * cdiv(columns, 4) <= fit and programs <= multiprocessors:
         chunks, slots = 4, cdiv(columns, 4)  # all that a program has
     elif fit >= 16 and (programs <= multiprocessors or (num_tokens > 16 and programs <= 8 * multiprocessors)):
         chunks, slots = 4, 4
     else:  # what lets programs of the next kernel in, and suffices to keep reading
-        chunks, slots = (2, 4) if fit >= 16 else (1, min(8, fit))
+        chunks, slots = (2, 4) if fit >= 16 else (2, fit // 2) if num_tokens > 64 and fit >= 8 else (1, min(8, fit))
     slots = min(slots, cdiv(columns, chunks))
     rounds = cdiv(columns, chunks * slots)
-    return HopperPlan(cdiv(cdiv(size, _TILE), chunks * slots * rounds), chunks, slots, rounds)
-
-
-def _padded(num_tokens: int) -> int:
-    return min(_BLOCK, max(8, next_power_of_2(num_tokens)))
+    return HopperPlan(cdiv(cdiv(size, _TILE), chunks * slots * rounds), chunks, slots, rounds, block)
 
 
 @functools.cache
@@ -88,7 +90,7 @@ def worth(num_rows: int, size: int, gated: bool, dtype: torch.dtype) -> range:
     if num_rows > (2 if gated else 1) * MANY_OUTPUTS:
         return range(0) if gated else range(2, 33)
     least = 2 if 1024 < min(num_rows, size) < 4096 else 1
-    return range(least, 1 + (MAX_TOKENS if num_rows * size < _LARGE_WEIGHT else _BLOCK))
+    return range(least, 1 + (MAX_TOKENS if num_rows * size < _LARGE_WEIGHT else _BLOCK if gated else _MOST_OF_LARGE))
 
 
 def num_tokens_taken(weight: torch.Tensor, gated: bool = False) -> range:
@@ -109,11 +111,10 @@ def most_tokens_whole(num_rows: int, size: int, itemsize: int = 2) -> int:
 
     On an H200 each of few programs reads, of the weight and of all tokens, about 100 bytes a ns: 8 x 1024 x 2048 takes 3.7 us,
     8 x 1024 x 3072 5.1 and 64 x 1024 x 3072 8.9; the library takes 5.9, 7.5 and 7.9. The limit between 8 and 64 is an estimate.
+    160 x 4096 x 1024 takes 7.4, the library 5.8.
     """
-    if num_rows > _FEW_ROWS:
-        return MAX_TOKENS
-    tokens = 8
-    while tokens < MAX_TOKENS and (ROWS + _padded(2 * tokens)) * size * itemsize <= _MOST_READ:
+    tokens = _BLOCK if num_rows > _FEW_ROWS else 8
+    while tokens < _BLOCK and (ROWS + tunables.hopper_product_tokens(2 * tokens, _BLOCK)) * size * itemsize <= _MOST_READ:
         tokens *= 2
     return tokens
 
@@ -163,7 +164,8 @@ def product(
         y = torch.empty((plan.splits, num_tokens, outputs), dtype=torch.float32, device=x.device)
     else:
         y = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
-    tokens, columns = _padded(num_tokens), size // _TILE
+    tokens, columns = tunables.hopper_product_tokens(num_tokens, plan.block), size // _TILE
+    first = _FIRST.get(tokens, tokens)
     kernel, descriptor = _hopper()
     # Columns in tiles of 64, the outermost dimension: so one request brings a group of tiles, one after the other.
     if gated:
@@ -171,14 +173,21 @@ def product(
         box: tuple[int, ...] = (plan.chunks, ROWS // 16, 2, 8, _TILE)
     else:
         shape, strides, box = (columns, rows, _TILE), (_TILE, size, 1), (plan.chunks, ROWS, _TILE)
+
+    def of_x(tile: int) -> Any:
+        view = (columns, num_tokens, _TILE), (_TILE, x.stride(0), 1)
+        return descriptor(x.data_ptr(), x.dtype, *view, (plan.chunks, tile, _TILE))
+
     kernel[cdiv(rows, ROWS), plan.splits, cdiv(num_tokens, tokens)](
         descriptor(weight.data_ptr(), weight.dtype, shape, strides, box),
-        descriptor(x.data_ptr(), x.dtype, (columns, num_tokens, _TILE), (_TILE, x.stride(0), 1), (plan.chunks, tokens, _TILE)),
+        of_x(first),
+        of_x(tokens - first or first),
         x if bias is None else bias,
         y,
         num_tokens,
         OUTPUTS=outputs,
-        TOKENS=tokens,
+        TOKENS=first,
+        MORE=tokens - first,
         CHUNKS=plan.chunks,
         SLOTS=plan.slots,
         ROUNDS=plan.rounds,

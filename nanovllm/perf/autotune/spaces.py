@@ -203,25 +203,25 @@ def _small_product(tunable: Tunable, key: Key, device: DeviceModel) -> list[Tuni
 
 def _hopper_product(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
     tiles, tokens = cdiv(key["size"], 64), key["tokens"]
-    programs = cdiv(key["outputs"] * (2 if key["gated"] else 1), 64) * cdiv(tokens, 128)
+    sums = key["outputs"] * (2 if key["gated"] else 1)
     hopper_plan = tunable.classes["HopperPlan"]
 
     def columns(splits: int) -> int:
         """Tiles of 64 that a program has."""
         return cdiv(tiles, splits)
 
-    def make(splits: int, chunks: int, slots: int) -> Any:
-        return hopper_plan(splits, chunks, slots, cdiv(columns(splits), chunks * slots))
+    def make(splits: int, chunks: int, slots: int, block: int) -> Any:
+        return hopper_plan(splits, chunks, slots, cdiv(columns(splits), chunks * slots), block)
 
     parameters = [
         Parameter("splits", tuple(range(1, 17)) if key["split"] else (1,)), Parameter("chunks", (1, 2, 4, 8)),
-        Parameter("slots", tuple(range(1, 17))),
+        Parameter("slots", tuple(range(1, 17))), Parameter("block", (128, 256) if tokens > 64 else (128,)),
     ]  # fmt: skip
     return [
         _space(
             tunable, "HopperPlan", key, parameters,
             Constraint("more slots than groups of columns", lambda c: c["chunks"] * (c["slots"] - 1) >= columns(c["splits"])),
-            _splits(lambda c: programs, device, 4), make=make,
+            _splits(lambda c: cdiv(sums, 64) * cdiv(tokens, c["block"]), device, 4), make=make,
         )
     ]  # fmt: skip
 
@@ -258,7 +258,7 @@ def _attention_decode_hopper(tunable: Tunable, key: Key, device: DeviceModel) ->
     ]  # fmt: skip
     seqs = key["num_seqs"]
     whole = Constraint("a cluster where most sequences are not cut", lambda c: c["cluster"] and c["pieces"] < 2 * seqs)
-    far = Constraint("a cluster of fewer programs than a sequence has", lambda c: 0 < c["cluster"] * seqs < c["pieces"])
+    far = Constraint("a cluster of fewer programs than a sequence has", lambda c: seqs > 1 and 0 < c["cluster"] * seqs < c["pieces"])
     few = Constraint(
         "less than 16 KiB asked for at a time, or more than 192",
         lambda c: not 16 << 10 <= 16 * c["warps"] * c["slots"] * row <= 192 << 10,
