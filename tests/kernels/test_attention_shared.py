@@ -139,8 +139,9 @@ def test_small(groups, own, heads, kv_heads, dim, block_size, dtype, plan, rest,
     check_fused(given, plan, rest)
 
 
-def test_the_shared_part_is_read_once():
+def test_the_shared_part_is_read_once(monkeypatch):
     """What a group shares is read from its first sequence's table, and from nowhere else."""
+    monkeypatch.setattr(shared, "values_checked", lambda device: False)
     given = plain(make([([1, 0, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32))
     expected = shared.attention_decode_shared(**given)
     table = given["block_table"].clone()
@@ -208,6 +209,9 @@ def checked(**changes):
     ],
 )  # fmt: skip
 def test_wrong_shapes_are_always_named(changes, said):
+    q = plain(make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32))["q"]
+    with pytest.raises(ValueError, match=r"q: expected \[3, num_heads, head_dim\], .* got \[2, 1, 64\]"):
+        checked(q=q[:2])
     with pytest.raises(ValueError, match=said):
         checked(**{n: x.to(DEVICE) for n, x in changes.items()})
 
