@@ -235,6 +235,9 @@ def test_wrong_shapes_are_always_named(changes, said):
 def test_groups_that_do_not_fit_are_named_on_request(changes, said, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CHECK", "1")
     checked()
+    fused = make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32)
+    with pytest.raises(ValueError, match=r"sequence 2 has length 62, expected 0 to 61 \(61 positions in cos_sin_cache\)"):
+        shared.qk_norm_rope_attention_shared(**fused | {"cos_sin_cache": fused["cos_sin_cache"][:61]})
     with pytest.raises(ValueError, match=said):
         checked(**{n: int32(x) for n, x in changes.items()})
 
