@@ -139,8 +139,9 @@ def test_small(groups, own, heads, kv_heads, dim, block_size, dtype, plan, rest,
     check_fused(given, plan, rest)
 
 
-def test_the_shared_part_is_read_once():
+def test_the_shared_part_is_read_once(monkeypatch):
     """What a group shares is read from its first sequence's table, and from nowhere else."""
+    monkeypatch.setattr(shared, "values_checked", lambda device: False)
     given = plain(make([([1, 0, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32))
     expected = shared.attention_decode_shared(**given)
     table = given["block_table"].clone()
@@ -208,6 +209,9 @@ def checked(**changes):
     ],
 )  # fmt: skip
 def test_wrong_shapes_are_always_named(changes, said):
+    q = plain(make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32))["q"]
+    with pytest.raises(ValueError, match=r"q: expected \[3, num_heads, head_dim\], .* got \[2, 1, 64\]"):
+        checked(q=q[:2])
     with pytest.raises(ValueError, match=said):
         checked(**{n: x.to(DEVICE) for n, x in changes.items()})
 
@@ -231,6 +235,9 @@ def test_wrong_shapes_are_always_named(changes, said):
 def test_groups_that_do_not_fit_are_named_on_request(changes, said, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CHECK", "1")
     checked()
+    fused = make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32)
+    with pytest.raises(ValueError, match=r"sequence 2 has length 62, expected 0 to 61 \(61 positions in cos_sin_cache\)"):
+        shared.qk_norm_rope_attention_shared(**fused | {"cos_sin_cache": fused["cos_sin_cache"][:61]})
     with pytest.raises(ValueError, match=said):
         checked(**{n: int32(x) for n, x in changes.items()})
 

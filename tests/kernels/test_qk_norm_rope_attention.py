@@ -138,7 +138,8 @@ def test_small(lens, heads, kv_heads, dim, block_size, dtype, plan, options):
         check_call(lens, heads, kv_heads, dim, block_size, dtype, plan=replace(plan, early=True), **options)
 
 
-def test_a_sequence_without_tokens_stores_nothing():
+def test_a_sequence_without_tokens_stores_nothing(monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
     given = make([20, 0, 3], 4, 2, 64, 16, F32)
     used = copied(given)
     got = qk_norm_rope_attention(**used)
@@ -171,6 +172,17 @@ def test_bad_arguments():
         qk_norm_rope_attention(**given | {"k_weight": None})
     with pytest.raises(ValueError, match=r"k, v: expected \[2, 2, 64\], got \[1, 2, 64\]"):
         qk_norm_rope_attention(**given | {"k": given["k"][:1]})
+    with pytest.raises(ValueError, match=r"q: expected \[2, num_heads, head_dim\], a query token for each .* got \[1, 4, 64\]"):
+        qk_norm_rope_attention(**given | {name: given[name][:1] for name in ("q", "k", "v")})
+
+
+def test_a_position_without_angles(monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
+    given = make([20, 3], 4, 2, 64, 16, F32)
+    angles = given["cos_sin_cache"]
+    qk_norm_rope_attention(**copied(given) | {"cos_sin_cache": angles[:20]})
+    with pytest.raises(ValueError, match=r"sequence 0 has length 20, expected 0 to 19 \(19 positions in cos_sin_cache\)"):
+        qk_norm_rope_attention(**copied(given) | {"cos_sin_cache": angles[:19]})
 
 
 @pytest.mark.gpu
@@ -277,7 +289,9 @@ def test_in_the_interpreter():
 
 
 # Only what can run here is collected, so that nothing is reported as skipped.
-_ANYWHERE = ("test_small", "test_a_sequence_without_tokens_stores_nothing", "test_bad_arguments")
+_ANYWHERE = (
+    "test_small", "test_a_sequence_without_tokens_stores_nothing", "test_bad_arguments", "test_a_position_without_angles",
+)  # fmt: skip
 _INTERPRETER = ("test_only_the_piece_with_the_new_token_needs_it",)
 _HERE = {
     "test_in_the_interpreter": not GPU and not INTERPRETED,

@@ -157,6 +157,31 @@ def test_decode_small(lens, heads, kv_heads, dim, block_size, dtype, plan, optio
     check_decode(lens, heads, kv_heads, dim, block_size, dtype, plan, **options)
 
 
+def test_bad_input(monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
+    k, v, table = paged([20, 3], 2, 64, 16, F32)
+    q, lens = queries(3, 4, 64, F32), int32([20, 3])
+
+    def call(q=q[:2], table=table, lens=lens, bound=20):
+        return attention_decode(q, k, v, table, lens, bound, 0.125)
+
+    call()
+    assert not call(lens=int32([20, 0]))[1].any()  # padding
+    for wrong in (q, q[:1]):
+        with pytest.raises(ValueError, match=rf"q: expected \[2, num_heads, head_dim\], .* got \[{len(wrong)}, 4, 64\]"):
+            call(wrong)
+    with pytest.raises(ValueError, match=r"block_table: expected int32 \[2, max_blocks\]"):
+        call(table=table[:1])
+    bad = table.clone()
+    bad[1, 0] = 99
+    with pytest.raises(ValueError, match="block_table: sequence 1 has block 99 in column 0"):
+        call(table=bad)
+    with pytest.raises(ValueError, match="context_lens: sequence 0 has length 20, expected 0 to 19"):
+        call(bound=19)
+    with pytest.raises(ValueError, match="context_lens: sequence 1 has length -3"):
+        call(lens=int32([20, -3]))
+
+
 def test_large_logits():
     lens = [60, 33]
     k, v, table = paged(lens, 2, 64, 16, F32, scale=60.0)
@@ -376,7 +401,7 @@ def test_in_the_interpreter():
 _HERE = {
     "test_in_the_interpreter": not GPU and not INTERPRETED,
     "test_decode_compiles_without_spills": not INTERPRETED,
-    **{name: GPU or INTERPRETED for name in ("test_decode_small", "test_large_logits")},
+    **{name: GPU or INTERPRETED for name in ("test_decode_small", "test_bad_input", "test_large_logits")},
 }
 for _name in [name for name in globals() if name.startswith("test_")]:
     if not _HERE.get(_name, GPU):

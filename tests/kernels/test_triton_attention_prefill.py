@@ -172,6 +172,25 @@ def test_large_logits():
     check([30, 33], [60, 33], 4, 2, 64, 16, F32, scale_q=2000.0)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 300}])
+def test_company_counts_by_the_longest_run_only(options):
+    """With the same max_query_len, and so the same plan, a sequence has the same bits alone and beside others."""
+    k, v, table = paged([400, 90, 33, 5], 2, 64, 16, F16)
+    q, starts, lens = queries(3 + 20 + 33 + 2, 4, 64, F16), [0, 3, 23, 56, 58], int32([400, 90, 33, 5])
+
+    def run(first, end, longest):
+        rows = slice(starts[first], starts[end])
+        here = int32([start - starts[first] for start in starts[first : end + 1]])
+        return attention_prefill(q[rows], k, v, table[first:end], here, lens[first:end], longest, 0.125, **options)
+
+    together = run(0, 4, 33)
+    for i in range(4):
+        assert torch.equal(run(i, i + 1, 33), together[starts[i] : starts[i + 1]])
+    # Another longest run is another plan, whose sums are taken in another order.
+    assert plan_prefill(2, 64, 2, 3) != plan_prefill(2, 64, 2, 33)
+    assert not torch.equal(run(0, 1, 3), together[:3])
+
+
 def test_no_tokens():
     k, v, table = paged([3], 2, 64, 16, F32)
     got = attention_prefill(queries(0, 4, 64, F32), k, v, table, int32([0, 0]), int32([3]), 0, 0.125)
@@ -183,12 +202,18 @@ def test_no_tokens():
     [
         ({"cu_seqlens_q": torch.zeros(2)}, "cu_seqlens_q: expected contiguous int32 \\[2\\], got torch.float32"),
         ({"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "cu_seqlens_q: .* got torch.int32 \\[3\\]"),
+        ({"cu_seqlens_q": int32([1, 3])}, "cu_seqlens_q: expected 0 as the start of the first run, got 1"),
+        ({"cu_seqlens_q": int32([0, 2])}, "cu_seqlens_q: sequence 0 ends at token 2, expected 3"),
+        ({"max_query_len": 2}, "max_query_len: expected at least 3, the query tokens of sequence 0, got 2"),
+        ({"context_lens": int32([2])}, "context_lens: sequence 0 has length 2, shorter than its 3 query tokens"),
+        ({"context_lens": int32([33])}, "context_lens: sequence 0 has length 33, expected 0 to 32"),
         ({"window": 0}, "window: expected None or at least 1"),
         ({"soft_cap": -1.0}, "soft_cap"),
         ({"k_scale": torch.ones(3)}, "k_scale: expected contiguous float32 of shape \\[1\\] or \\[2\\]"),
     ],
 )
-def test_bad_input(change, message):
+def test_bad_input(change, message, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
     k, v, table = paged([3], 2, 64, 16, F32)
     arguments = dict(
         q=queries(3, 4, 64, F32), k_cache=k, v_cache=v, block_table=table, cu_seqlens_q=int32([0, 3]), context_lens=int32([3]),
@@ -196,6 +221,7 @@ def test_bad_input(change, message):
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
         attention_prefill(**{**arguments, **change})
+    attention_prefill(**{**arguments, "context_lens": int32([0])})  # padding
 
 
 # ---- a GPU
@@ -439,7 +465,10 @@ _HERE = {
     "test_hopper_plans": HOPPER,
     **{
         name: GPU or INTERPRETED
-        for name in ("test_small", "test_fp8_cache", "test_large_logits", "test_no_tokens", "test_bad_input")
+        for name in (
+            "test_small", "test_fp8_cache", "test_large_logits", "test_company_counts_by_the_longest_run_only", "test_no_tokens",
+            "test_bad_input",
+        )  # fmt: skip
     },
 }
 for _name in [name for name in globals() if name.startswith("test_")]:

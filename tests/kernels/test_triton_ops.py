@@ -525,6 +525,34 @@ def test_rotary_embedding_and_qk_norm_rope(heads, dtype):
         assert torch.equal(qkv, before)
 
 
+def test_positions_and_slots_out_of_range_are_named(monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
+    q, k, v = (randn(3, heads, 32, dtype=torch.float32, seed=i) for i, heads in enumerate((4, 2, 2)))
+    k_cache, v_cache = torch.zeros(2, 2, 4, 2, 32, device=DEVICE)
+    weight, table = torch.ones(32, device=DEVICE), torch.zeros(9, 32, device=DEVICE)
+    slots, good = torch.tensor([0, 1, 7], device=DEVICE), torch.tensor([8, 0, 1], device=DEVICE)
+
+    def store(positions, slots=slots):
+        return ops.qk_norm_rope_store(positions, q, k, v, table, k_cache, v_cache, slots)
+
+    calls = (
+        store,
+        lambda positions: ops.rotary_embedding(positions, q, k, table),
+        lambda positions: ops.qk_norm_rope(positions, q, k, weight, weight, 1e-6, table),
+    )
+    for call in calls:
+        call(good)
+        for bad in (9, -1):
+            with pytest.raises(ValueError, match=f"positions: token 1 has position {bad}, expected 0 to 8"):
+                call(torch.tensor([8, bad, 1], device=DEVICE))
+    for bad in (8, -1):
+        wrong = torch.tensor([0, 1, bad], device=DEVICE)
+        with pytest.raises(ValueError, match=f"slot_mapping: token 2 has slot {bad} "):
+            store(good, wrong)
+        with pytest.raises(ValueError, match=f"slot_mapping: token 2 has slot {bad} "):
+            ops.store_kvcache(k, v, k_cache, v_cache, wrong)
+
+
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 64), (12, 4, 128), (8, 8, 96)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotation_of_many_tokens(many, heads, dtype):

@@ -1,22 +1,22 @@
 """Attention by FlashAttention 2, 3 or 4, whichever is installed and runs on the GPU.
 
 Packages, and where they are preferred: FlashAttention 3 (`flash_attn_interface`, or the copy in vLLM) on Hopper;
-FlashAttention 4 (`flash_attn.cute`) on datacentre Blackwell; FlashAttention 2 (`flash_attn`, or vLLM's copy) elsewhere. They read
-the lengths on the device, so a CUDA graph replays with other lengths and block tables. https://github.com/Dao-AILab/flash-attention
+FlashAttention 4 (`flash_attn.cute`) on datacentre Blackwell; FlashAttention 2 (`flash_attn`, or vLLM's copy) elsewhere. One that is
+installed and cannot be imported, as one built for another torch, is passed over, and is a reason. They read the lengths on the
+device, so a CUDA graph replays with other lengths and block tables. https://github.com/Dao-AILab/flash-attention
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from nanovllm.kernels.external.packages import folder, refuse_common
-from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
+from nanovllm.kernels.external.packages import find, folder, import_error, refuse_common, version_of
+from nanovllm.kernels.ops.checks import check_decode, check_prefill, check_prefill_values, values_checked
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,46 @@ class Variant:
     name: str
     package: str
     """Its key in `_CALLS`."""
+    module: str
+    functions: tuple[str, ...]
+    """What is called, of that module."""
+    distribution: str
+    """The installed package whose version it has."""
     capabilities: tuple[int, ...]
     """Major compute capabilities that it runs on."""
     block_multiple: int
     """The block size must be a multiple of this."""
     max_head_dim: int = 256
 
+    def broken(self) -> str | None:
+        """Why it cannot be used though it is installed, or None. Imports it."""
+        who = f"{self.name}, {self.distribution} {version_of(self.distribution)},"
+        if (error := import_error(self.module, self.functions)) is not None:
+            return f"{who} is installed but cannot be imported ({error})"
+        # vLLM's module can be imported without its libraries, and says which of them it could not load.
+        unsupported = getattr(importlib.import_module(self.module), "fa_version_unsupported_reason", None)
+        reason = unsupported(int(self.package[-1])) if unsupported and self.distribution == "vllm" else None
+        return None if reason is None else f"{who} is installed but cannot run ({reason})"
+
+
+_VLLM = "vllm.vllm_flash_attn.flash_attn_interface", ("flash_attn_varlen_func",), "vllm"
 
 # In the order in which they are tried.
 VARIANTS = (
-    Variant("FlashAttention 3 (flash_attn_interface)", "flash_attn_interface", (9,), 1),
-    Variant("FlashAttention 3 (vLLM)", "vllm3", (9,), 16),
-    Variant("FlashAttention 4 (flash_attn.cute)", "flash_attn.cute", (10, 11), 128, max_head_dim=128),
-    Variant("FlashAttention 2 (flash_attn)", "flash_attn", (8, 9, 10, 11, 12), 256),
-    Variant("FlashAttention 2 (vLLM)", "vllm2", (8, 9, 10, 11, 12), 16),
+    Variant(
+        "FlashAttention 3 (flash_attn_interface)", "flash_attn_interface", "flash_attn_interface", ("flash_attn_with_kvcache",),
+        "flash-attn-3", (9,), 1,
+    ),
+    Variant("FlashAttention 3 (vLLM)", "vllm3", *_VLLM, (9,), 16),
+    Variant(
+        "FlashAttention 4 (flash_attn.cute)", "flash_attn.cute", "flash_attn.cute", ("flash_attn_varlen_func",), "flash-attn-4",
+        (10, 11), 128, max_head_dim=128,
+    ),
+    Variant(
+        "FlashAttention 2 (flash_attn)", "flash_attn", "flash_attn", ("flash_attn_varlen_func", "flash_attn_with_kvcache"),
+        "flash-attn", (8, 9, 10, 11, 12), 256,
+    ),
+    Variant("FlashAttention 2 (vLLM)", "vllm2", *_VLLM, (8, 9, 10, 11, 12), 16),
 )
 
 
@@ -47,14 +73,14 @@ VARIANTS = (
 def installed() -> tuple[str, ...]:
     """Packages of `VARIANTS` that are installed, found without importing any."""
     found = []
-    if importlib.util.find_spec("flash_attn_interface") is not None:
+    if find("flash_attn_interface") is not None:
         found.append("flash_attn_interface")
     flash_attn, vllm = folder("flash_attn"), folder("vllm")
     if flash_attn is not None:
         if (flash_attn / "cute" / "interface.py").exists():
             found.append("flash_attn.cute")
         # Version 4 alone installs a folder `flash_attn` too; the extension tells version 2.
-        if importlib.util.find_spec("flash_attn_2_cuda") is not None:
+        if find("flash_attn_2_cuda") is not None:
             found.append("flash_attn")
     if vllm is not None:
         for number in (2, 3):
@@ -65,11 +91,16 @@ def installed() -> tuple[str, ...]:
 
 @cache
 def variant(device: torch.device) -> Variant | None:
-    """The variant that runs on a device, or None."""
+    """The variant that runs on a device, or None. Imports it, and those before it that turn out to be broken."""
+    return next((v for v in _made_for(device) if v.broken() is None), None)
+
+
+def _made_for(device: torch.device) -> list[Variant]:
+    """Those that are installed and made for a device."""
     if device.type != "cuda":
-        return None
+        return []
     major = torch.cuda.get_device_capability(device)[0]
-    return next((v for v in VARIANTS if v.package in installed() and major in v.capabilities), None)
+    return [v for v in VARIANTS if v.package in installed() and major in v.capabilities]
 
 
 def support(device: torch.device) -> str | None:
@@ -79,6 +110,8 @@ def support(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"FlashAttention needs a CUDA device, this is {device}"
     if variant(device) is None:
+        if broken := [v.broken() for v in _made_for(device)]:
+            return f"{'; '.join(filter(None, broken))}; install one built for torch {torch.__version__}"
         major, minor = torch.cuda.get_device_capability(device)
         names = "; ".join(
             f"{v.name} runs on compute capability {', '.join(f'{c}.x' for c in v.capabilities)}"
@@ -144,6 +177,8 @@ def attention_decode(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses."""
+    _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return _attend(
         q,
@@ -157,8 +192,6 @@ def attention_decode(
         scale,
         window,
         soft_cap,
-        k_scale,
-        v_scale,
     )
 
 
@@ -178,10 +211,11 @@ def attention_prefill(
 ) -> torch.Tensor:
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses."""
     longest = block_table.shape[1] * k_cache.shape[1]  # a bound that the host knows
+    _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
+    check_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale)
     return _attend(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, longest, scale, window, soft_cap, k_scale,
-        v_scale,
-    )  # fmt: skip
+        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, longest, scale, window, soft_cap
+    )
 
 
 def _attend(
@@ -196,21 +230,15 @@ def _attend(
     scale,
     window,
     soft_cap,
-    k_scale,
-    v_scale,
 ) -> torch.Tensor:
-    chosen = variant(q.device)
-    reason = _refuse(chosen, q, k_cache, block_table, k_scale, v_scale)
-    if reason is not None:
-        raise ValueError(reason)
-    check_attention(q, k_cache, v_cache, block_table, lens, window, soft_cap, k_scale, v_scale)
+    """Behind the wrappers, which have checked all but what the device knows."""
     if values_checked(q.device):
-        check_attention_values(k_cache, block_table, lens, max_context_len, None if max_query_len == 1 else starts.diff())
+        check_prefill_values(q, k_cache, block_table, starts, lens, max_query_len, max_context_len)
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # A query at the end of a run sees itself and `window - 1` tokens to its left.
     sides = (-1, -1) if window is None else (window - 1, 0)
-    return _CALLS[chosen.package](
+    return _CALLS[variant(q.device).package](
         q, k_cache, v_cache, block_table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap or 0.0
     )
 
@@ -255,6 +283,11 @@ def _call_flash_attn_2(q, k, v, table, starts, lens, max_query_len, max_context_
         q, k, v, starts, ends, max_query_len, max_context_len, softmax_scale=scale, causal=True, window_size=sides,
         softcap=soft_cap, block_table=table,
     )  # fmt: skip
+
+
+def _check(reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(reason)
 
 
 @cache

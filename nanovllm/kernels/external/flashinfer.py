@@ -8,17 +8,23 @@ capture is refused. https://docs.flashinfer.ai
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import Any
 
 import torch
 
-from nanovllm.kernels.external.packages import folder, refuse_common, version_of
-from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
+from nanovllm.kernels.external.packages import find, folder, import_error, refuse_common, version_of
+from nanovllm.kernels.ops.checks import (
+    check_attention_values,
+    check_decode,
+    check_prefill,
+    check_prefill_values,
+    values_checked,
+)
 
 NAME = "FlashInfer"
 HEAD_DIMS = (64, 128, 256)
+_WRAPPERS = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
 _WORKSPACE_BYTES = 256 * 2**20
 
 
@@ -26,13 +32,16 @@ def support(device: torch.device) -> str | None:
     """Why FlashInfer cannot run on a device, or None."""
     if folder("flashinfer") is None:
         return "FlashInfer is not installed; pip install flashinfer-python"
-    if importlib.util.find_spec("tvm_ffi") is None:
+    if find("tvm_ffi") is None:
         return f"flashinfer {version_of('flashinfer-python')} needs apache-tvm-ffi; pip install apache-tvm-ffi"
     if device.type != "cuda":
         return f"FlashInfer needs a CUDA device, this is {device}"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"FlashInfer needs compute capability 8.0 or later, this GPU has {major}.{minor}"
+    if (error := import_error("flashinfer", _WRAPPERS)) is not None:
+        version = version_of("flashinfer-python")
+        return f"flashinfer {version} is installed but cannot be imported ({error}); install one built for torch {torch.__version__}"
     return None
 
 
@@ -89,7 +98,7 @@ def attention_decode(
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses. Waits for the device."""
     _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     q = q.contiguous()
@@ -125,9 +134,11 @@ def attention_prefill(
 ) -> torch.Tensor:
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses. Waits for the device."""
     _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_prefill(
+        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale
+    )
     if values_checked(q.device):
-        check_attention_values(k_cache, block_table, context_lens, query_lens=cu_seqlens_q.diff())
+        check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)
     q = q.contiguous()
     if len(q) == 0:
         return torch.empty_like(q)

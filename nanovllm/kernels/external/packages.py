@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 
+def find(package: str) -> ModuleSpec | None:
+    """A top-level package, without importing it; None if it is not installed."""
+    try:
+        return importlib.util.find_spec(package)
+    except ValueError:  # somebody has put a module without origin in its place
+        return None
+
+
 def folder(package: str) -> Path | None:
     """Where a top-level package lies, without importing it; None if it is not installed."""
-    spec = importlib.util.find_spec(package)
+    spec = find(package)
     locations = list(spec.submodule_search_locations or ()) if spec else []
     return Path(locations[0]) if locations else None
 
@@ -24,6 +36,18 @@ def version_of(*distributions: str) -> str:
         except PackageNotFoundError:
             pass
     return "of unknown version"
+
+
+@cache
+def import_error(module: str, names: Sequence[str]) -> str | None:
+    """Why these names of a module cannot be had, by importing it: "ImportError: ..."; None if they can."""
+    try:
+        found = importlib.import_module(module)
+        for name in names:
+            getattr(found, name)
+    except Exception as e:  # whatever a damaged or mismatched installation raises
+        return " ".join(f"{type(e).__name__}: {e}".split())
+    return None
 
 
 def refuse_common(

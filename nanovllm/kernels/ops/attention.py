@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.ops.attention_inputs import DECODE, PREFILL
-from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
+from nanovllm.kernels.ops.checks import (
+    check_attention_values,
+    check_decode,
+    check_prefill,
+    check_prefill_values,
+    values_checked,
+)
 from nanovllm.kernels.registry import op
 
 # The reference gathers a sequence's blocks into contiguous memory; it works in pieces of about this size so that a large
@@ -33,6 +39,9 @@ def attention_decode(
 ) -> torch.Tensor:
     """One query token a sequence against all of that sequence's cached tokens (its own among them).
 
+    Exactly one: a run of a few query tokens is `attention_prefill`'s, which is right for it but does not split long contexts
+    ("A few query tokens" in docs/attention.md).
+
     Args:
         q: [num_seqs, num_heads, head_dim].
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
@@ -46,8 +55,11 @@ def attention_decode(
 
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q. Cache slots beyond context_lens never influence it, NaN or not.
+
+    Raises:
+        ValueError: arguments do not fit together; lengths and blocks are looked at on a CPU, elsewhere with NANOVLLM_CHECK=1.
     """
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     options = (scale, window, soft_cap, k_scale, v_scale)
@@ -134,14 +146,16 @@ def attention_prefill(
     Returns:
         [num_tokens, num_heads, head_dim], the dtype of q; zeros for a query that sees nothing (context_len 0). The reference
         reads the lengths on the host, and on CUDA waits for them.
+
+    Raises:
+        ValueError: arguments do not fit together; runs, lengths and blocks are looked at on a CPU, elsewhere with
+            NANOVLLM_CHECK=1.
     """
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
-    if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != (len(context_lens) + 1,):
-        raise ValueError(
-            f"cu_seqlens_q: expected int32 [{len(context_lens) + 1}], got {cu_seqlens_q.dtype} {list(cu_seqlens_q.shape)}"
-        )
+    check_prefill(
+        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale
+    )
     if values_checked(q.device):
-        check_attention_values(k_cache, block_table, context_lens, query_lens=cu_seqlens_q.diff())
+        check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)
     group = q.shape[1] // k_cache.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts = cu_seqlens_q.tolist()

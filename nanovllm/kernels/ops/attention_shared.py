@@ -8,7 +8,7 @@ import torch
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.attention import attention_decode
 from nanovllm.kernels.ops.attention_inputs import DECODE
-from nanovllm.kernels.ops.checks import values_checked
+from nanovllm.kernels.ops.checks import check_decode, values_checked
 from nanovllm.kernels.ops.qk_norm_rope_attention import qk_norm_rope_attention
 from nanovllm.kernels.ops.shared_prefixes import (
     SHARED_ARGUMENTS,
@@ -88,6 +88,7 @@ def attention_decode_shared(
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q.
     """
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     check_shared(context_lens, groups, group_rows, shared_lens)
     if values_checked(q.device):
         check_shared_values(k_cache, block_table, context_lens, max_context_len, groups, group_rows, shared_lens)
@@ -174,9 +175,12 @@ def qk_norm_rope_attention_shared(
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q.
     """
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     check_shared(context_lens, groups, group_rows, shared_lens)
     if values_checked(q.device):
-        check_shared_values(k_cache, block_table, context_lens, max_context_len, groups, group_rows, shared_lens)
+        check_shared_values(
+            k_cache, block_table, context_lens, max_context_len, groups, group_rows, shared_lens, cos_sin_cache.shape[0]
+        )
     return qk_norm_rope_attention.native(
         q, k, v, cos_sin_cache, k_cache, v_cache, block_table, context_lens, max_context_len, scale, q_weight, k_weight, eps,
         window, soft_cap, k_scale, v_scale,

@@ -1,8 +1,9 @@
 """What the attention and cache ops ask of their arguments.
 
-`check_attention` and `check_store` look at shapes, dtypes and strides, which the host knows: they cost a few microseconds and are
-always on. `check_attention_values` and `check_slots` look at what block tables, lengths and slots say, which only the device
-knows: they wait for it, so they run only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
+`check_decode`, `check_prefill` and `check_store` look at shapes, dtypes and strides, which the host knows: they cost a few
+microseconds and are always on. `check_attention_values`, `check_positions` and `check_slots` look at what block tables, lengths,
+positions and slots say. On a CPU the host knows that too. Of a CUDA tensor only the device knows it: they wait for it, so there
+they run only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ FP8 = torch.float8_e4m3fn
 
 
 def values_checked(device: torch.device) -> bool:
-    """Whether this call is to check what it can only learn from the device."""
+    """Whether this call is to check what tensors say: always on a CPU, on request where that means waiting for the device."""
+    if torch.compiler.is_compiling():
+        return False  # tensors without values
+    if device.type == "cpu":
+        return True
     if os.environ.get(ENVIRONMENT_VARIABLE, "") in ("", "0"):
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
@@ -59,16 +64,16 @@ def check_attention(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """ValueError, naming the argument, for what no provider of the attention ops can take."""
+    """ValueError, naming the argument, for what no attention op takes, however many query tokens a sequence has."""
     if q.dim() != 3:
         raise ValueError(f"q: expected [num_tokens, num_heads, head_dim], got {list(q.shape)}")
     check_caches(k_cache, v_cache, None, q.shape[2])
     num_kv_heads = k_cache.shape[2]
     if q.shape[1] % num_kv_heads:
         raise ValueError(f"q: expected a multiple of the cache's {num_kv_heads} heads, got {q.shape[1]} heads")
-    num_seqs = context_lens.shape[0]
     if context_lens.dtype != torch.int32 or context_lens.dim() != 1 or not context_lens.is_contiguous():
         raise ValueError(f"context_lens: expected contiguous int32 [num_seqs], got {_describe(context_lens)}")
+    num_seqs = context_lens.shape[0]
     if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.shape[0] != num_seqs:
         raise ValueError(f"block_table: expected int32 [{num_seqs}, max_blocks], got {_describe(block_table)}")
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
@@ -79,6 +84,47 @@ def check_attention(
         raise ValueError(f"soft_cap: expected None or a positive finite number, got {soft_cap}")
     check_scale(k_scale, "k_scale", num_kv_heads)
     check_scale(v_scale, "v_scale", num_kv_heads)
+
+
+def check_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """ValueError, naming the argument, for what no provider of `attention_decode` can take."""
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    if q.shape[0] != context_lens.shape[0]:
+        raise ValueError(
+            f"q: expected [{context_lens.shape[0]}, num_heads, head_dim], a query token for each sequence of context_lens and "
+            f"block_table, got {list(q.shape)}"
+        )
+
+
+def check_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """ValueError, naming the argument, for what no provider of `attention_prefill` can take."""
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    shape = (context_lens.shape[0] + 1,)
+    if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != shape or not cu_seqlens_q.is_contiguous():
+        raise ValueError(
+            f"cu_seqlens_q: expected contiguous int32 {list(shape)}, got {cu_seqlens_q.dtype} {list(cu_seqlens_q.shape)}"
+        )
 
 
 def check_store(
@@ -123,39 +169,93 @@ def check_attention_values(
     block_table: torch.Tensor,
     context_lens: torch.Tensor,
     max_context_len: int | None = None,
-    query_lens: torch.Tensor | None = None,
+    *,
+    least: int = 0,
+    positions: int | None = None,
 ) -> None:
     """ValueError naming the sequence and block where a length or block is out of range. Waits for the device.
 
     Args:
         max_context_len: the bound that was given for context_lens, if one was.
-        query_lens: [num_seqs], how many tokens of each sequence are queries; a sequence of none may have any length.
+        least: the least length that the op takes; 0 where a sequence without tokens is padding.
+        positions: rows of cos_sin_cache, if the last token of each sequence is rotated.
     """
     num_blocks, block_size = k_cache.shape[:2]
-    table, lens = block_table.cpu(), context_lens.cpu().long()
+    table, lens = block_table.cpu(), context_lens.cpu()
     room = table.shape[1] * block_size
-    bound = room if max_context_len is None else min(room, max_context_len)
-    for i in ((lens < 0) | (lens > bound)).nonzero().flatten().tolist():
-        what = f"max_context_len={max_context_len}" if bound < room else f"{table.shape[1]} blocks of {block_size}"
-        raise ValueError(f"context_lens: sequence {i} has length {lens[i]}, expected 0 to {bound} ({what})")
-    if query_lens is not None:
-        short = (lens < query_lens.cpu()).nonzero().flatten().tolist()
-        for i in short:
-            raise ValueError(
-                f"context_lens: sequence {i} has length {lens[i]}, shorter than its {query_lens[i]} query tokens"
-            )
+    bound, what = room, f"{table.shape[1]} blocks of {block_size} in block_table"
+    if max_context_len is not None and max_context_len < bound:
+        bound, what = max_context_len, f"max_context_len={max_context_len}"
+    if positions is not None and positions < bound:
+        bound, what = positions, f"{positions} positions in cos_sin_cache"
+    for i, length in enumerate(lens.tolist()):
+        if not least <= length <= bound:
+            raise ValueError(f"context_lens: sequence {i} has length {length}, expected {least} to {bound} ({what})")
+    wrong = (table < 0) | (table >= num_blocks)
+    if not wrong.any():
+        return
     used = torch.arange(table.shape[1]) * block_size < lens[:, None]
-    for i, j in (used & ((table < 0) | (table >= num_blocks))).nonzero().tolist():
+    for i, j in (used & wrong).nonzero().tolist():
         raise ValueError(
             f"block_table: sequence {i} has block {table[i, j]} in column {j}, expected 0 to {num_blocks - 1} "
             f"(tokens {j * block_size} to {min((j + 1) * block_size, int(lens[i])) - 1} of {lens[i]})"
         )
 
 
+def check_prefill_values(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query_len: int,
+    max_context_len: int | None = None,
+) -> None:
+    """As `check_attention_values`, and for runs of queries that do not fit q, max_query_len or the lengths.
+
+    A sequence without queries may have any length, and one without tokens any queries: it is padding.
+    """
+    starts = cu_seqlens_q.tolist()
+    if starts[0] != 0:
+        raise ValueError(f"cu_seqlens_q: expected 0 as the start of the first run, got {starts[0]}")
+    for i, (start, end) in enumerate(zip(starts, starts[1:])):
+        if end < start:
+            raise ValueError(
+                f"cu_seqlens_q: sequence {i} ends at token {end}, expected at least {start}, where it starts"
+            )
+    if starts[-1] != q.shape[0]:
+        raise ValueError(
+            f"cu_seqlens_q: sequence {len(starts) - 2} ends at token {starts[-1]}, expected {q.shape[0]}, the tokens of q"
+        )
+    check_attention_values(k_cache, block_table, context_lens, max_context_len)
+    for i, (start, end, length) in enumerate(zip(starts, starts[1:], context_lens.tolist())):
+        if end - start > max_query_len:
+            raise ValueError(
+                f"max_query_len: expected at least {end - start}, the query tokens of sequence {i}, got {max_query_len}"
+            )
+        if 0 < length < end - start:
+            raise ValueError(
+                f"context_lens: sequence {i} has length {length}, shorter than its {end - start} query tokens"
+            )
+
+
+def check_positions(positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+    """ValueError naming the token whose position has no row in cos_sin_cache. Waits for the device."""
+    rows = cos_sin_cache.shape[0]
+    wrong = (positions < 0) | (positions >= rows)
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"positions: token {i} has position {int(positions[i])}, expected 0 to {rows - 1}, the rows of cos_sin_cache"
+        )
+
+
 def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
     """ValueError naming the token whose slot is outside of the cache. Waits for the device."""
     slots = k_cache.shape[0] * k_cache.shape[1]
-    for i in ((slot_mapping < 0) | (slot_mapping >= slots)).nonzero().flatten().tolist():
+    wrong = (slot_mapping < 0) | (slot_mapping >= slots)
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
         slot = int(slot_mapping[i])
         raise ValueError(
             f"slot_mapping: token {i} has slot {slot} (block {slot // k_cache.shape[1]}), expected 0 to {slots - 1} "

@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.norm import rms_norm
-from nanovllm.kernels.ops.rotary import QK_PATTERNS, QK_SHAPES, qk_inputs, rotary_embedding
+from nanovllm.kernels.ops.rotary import QK_PATTERNS, QK_SHAPES, fake_qk, qk_inputs, rotary_embedding
 from nanovllm.kernels.registry import op
 
 
@@ -22,6 +22,7 @@ def _cost(positions, q, k, q_weight, k_weight, eps, cos_sin_cache):
     inputs=Inputs(_inputs, **QK_SHAPES),
     cost=_cost,
     tolerance={torch.float16: 3e-3, torch.bfloat16: 2.5e-2},  # rounded after the norm, its weight, and the rotation
+    fake=fake_qk,
 )
 def qk_norm_rope(
     positions: torch.Tensor,

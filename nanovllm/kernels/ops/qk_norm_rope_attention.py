@@ -5,7 +5,7 @@ import torch
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.attention import attention_decode
 from nanovllm.kernels.ops.attention_inputs import DECODE
-from nanovllm.kernels.ops.checks import check_attention, check_attention_values, check_new_tokens, values_checked
+from nanovllm.kernels.ops.checks import check_attention_values, check_decode, check_new_tokens, values_checked
 from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.kernels.registry import op
 
@@ -91,10 +91,12 @@ def qk_norm_rope_attention(
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q. Everything is rounded wherever the separate ops round.
     """
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     check_new_tokens(q, k, v, k_cache, q_weight, k_weight)
     if values_checked(q.device):
-        check_attention_values(k_cache, block_table, context_lens, max_context_len, torch.ones_like(context_lens))
+        check_attention_values(
+            k_cache, block_table, context_lens, max_context_len, least=1, positions=cos_sin_cache.shape[0]
+        )
     positions = context_lens.long() - 1
     block_size = k_cache.shape[1]
     blocks = block_table.gather(1, (positions // block_size)[:, None])[:, 0].long()

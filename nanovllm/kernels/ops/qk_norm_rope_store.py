@@ -47,6 +47,7 @@ def _cost(positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, *we
     tolerance={torch.float16: 3e-3, torch.bfloat16: 2.5e-2},  # rounded after the norm, its weight, and the rotation
     mutates=("k_cache", "v_cache"),
     fuses=("qk_norm_rope", "rotary_embedding", "store_kvcache"),
+    fake=lambda positions, q, *args, **kwargs: torch.empty_like(q),
 )
 def qk_norm_rope_store(
     positions: torch.Tensor,

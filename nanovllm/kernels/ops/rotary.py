@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.ops.checks import check_positions, values_checked
 from nanovllm.kernels.registry import op
 
 
@@ -40,6 +41,11 @@ QK_SHAPES = {
 }
 
 
+def fake_qk(positions, q, k, *args, **kwargs):
+    """Results of what rotates q and k, without data."""
+    return torch.empty_like(q), torch.empty_like(k)
+
+
 def _cost(positions, q, k, cos_sin_cache):
     return Cost(2 * nbytes(q, k) + nbytes(positions), 3 * (q.numel() + k.numel()))
 
@@ -49,6 +55,7 @@ def _cost(positions, q, k, cos_sin_cache):
     inputs=Inputs(qk_inputs, **QK_SHAPES),
     cost=_cost,
     tolerance={torch.float16: 2e-3},  # cos and sin are rounded too
+    fake=fake_qk,
 )
 def rotary_embedding(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cos_sin_cache: torch.Tensor
@@ -63,5 +70,7 @@ def rotary_embedding(
     Returns:
         Rotated q and k, same shapes and dtypes. cos and sin are rounded to that dtype first, as in transformers.
     """
+    if values_checked(positions.device):
+        check_positions(positions, cos_sin_cache)
     cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)

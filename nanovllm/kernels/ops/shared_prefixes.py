@@ -118,9 +118,13 @@ def check_shared_values(
     groups: torch.Tensor,
     group_rows: torch.Tensor,
     shared_lens: torch.Tensor,
+    positions: int | None = None,
 ) -> None:
-    """ValueError where groups, lengths and blocks do not fit together. Waits for the device."""
-    check_attention_values(k_cache, block_table, context_lens, max_context_len)
+    """ValueError where groups, lengths and blocks do not fit together. Waits for the device.
+
+    positions: as in `check_attention_values`.
+    """
+    check_attention_values(k_cache, block_table, context_lens, max_context_len, positions=positions)
     table, lens, rows, shared = (x.tolist() for x in (block_table, context_lens, group_rows, shared_lens))
     block_size = k_cache.shape[1]
     found: dict[int, int] = {}

@@ -46,6 +46,7 @@ def _cost(k, v, k_cache, v_cache, slot_mapping, **_):
     ),
     cost=_cost,
     mutates=("k_cache", "v_cache"),
+    fake=lambda *args, **kwargs: None,
 )
 def store_kvcache(
     k: torch.Tensor,

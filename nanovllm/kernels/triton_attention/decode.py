@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
-from nanovllm.kernels.ops.checks import FP8, check_attention, check_attention_values, check_new_tokens, values_checked
+from nanovllm.kernels.ops.checks import FP8, check_attention_values, check_decode, check_new_tokens, values_checked
 from nanovllm.kernels.triton_attention.common import LOG2E, as_words, num_multiprocessors, padded_count
 from nanovllm.kernels.triton_attention.decode_hopper import launch_hopper, refused, takes
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
@@ -82,7 +82,7 @@ def attention_decode(
     Safe under CUDA graph capture; a replay may change context_lens (within max_context_len) and block_table. The same
     inputs give the same bits every time; a sequence's bits do depend on the lengths beside it.
     """
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     scales = (k_scale, v_scale)
@@ -117,12 +117,14 @@ def qk_norm_rope_attention(
     Elements that are not side by side, of the weights too, are copied.
     As for `attention_decode`; a sequence of length 0 gets zeros, and nothing is stored for it.
     """
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     check_new_tokens(q, k, v, k_cache, q_weight, k_weight)
     if q.shape[2] % 2:
         raise ValueError(f"q: head_dim must be even, not {q.shape[2]}")
     if values_checked(q.device):
-        check_attention_values(k_cache, block_table, context_lens, max_context_len, torch.ones_like(context_lens))
+        check_attention_values(
+            k_cache, block_table, context_lens, max_context_len, positions=cos_sin_cache.shape[0]
+        )
     new = new_tokens(k, v, cos_sin_cache, q_weight, k_weight, eps)
     scales = (k_scale, v_scale)
     return _launch(

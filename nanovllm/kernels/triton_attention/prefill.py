@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
-from nanovllm.kernels.ops.checks import check_attention, check_attention_values, values_checked
+from nanovllm.kernels.ops.checks import check_prefill, check_prefill_values, values_checked
 from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, num_multiprocessors, padded_count
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
 from nanovllm.kernels.triton_ops._counters import arrival_counters
@@ -104,21 +104,19 @@ def attention_prefill(
             no scales.
 
     Returns:
-        [num_tokens, num_heads, head_dim], the dtype of q. The same inputs give the same bits, and so does a sequence
-        whatever is beside it.
+        [num_tokens, num_heads, head_dim], the dtype of q. The same inputs give the same bits. A sequence's bits do not depend
+        on what is beside it, but they do on max_query_len, from which kernel and tiles follow.
+
+    A sequence's keys are not split between programs: few queries with a long context occupy few multiprocessors.
     """
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
-    num_seqs = context_lens.shape[0]
-    if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != (num_seqs + 1,) or not cu_seqlens_q.is_contiguous():
-        raise ValueError(
-            f"cu_seqlens_q: expected contiguous int32 [{num_seqs + 1}], got {cu_seqlens_q.dtype} "
-            f"{list(cu_seqlens_q.shape)}"
-        )
+    check_prefill(
+        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale
+    )
     if values_checked(q.device):
-        check_attention_values(k_cache, block_table, context_lens, query_lens=cu_seqlens_q.diff())
+        check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    if num_tokens == 0 or num_seqs == 0:
+    if num_tokens == 0 or len(context_lens) == 0:
         return out
     if q.stride(2) != 1:
         q = q.contiguous()

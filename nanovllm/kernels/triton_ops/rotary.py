@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import Tunable, bucket
-from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
+from nanovllm.kernels.ops.checks import FP8, check_positions, check_slots, check_store, values_checked
 from nanovllm.kernels.triton_ops._launch import (
     adjacent,
     cdiv,
@@ -79,6 +79,8 @@ def _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, norm):
     num_k_heads = k.shape[1]
     if head_dim % 2:
         raise ValueError(f"q: head_dim must be even, not {head_dim}")
+    if values_checked(positions.device):
+        check_positions(positions, cos_sin_cache)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if not num_tokens:
@@ -145,6 +147,7 @@ def qk_norm_rope_store(
     check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if values_checked(k.device):
         check_slots(slot_mapping, k_cache)
+        check_positions(positions, cos_sin_cache)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight, k_weight: expected both or neither, got one")
     num_tokens, num_q_heads, head_dim = q.shape

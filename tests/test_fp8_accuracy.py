@@ -1,0 +1,20 @@
+"""The text that docs/attention.md states the accuracy of float8 caches on: its figures hold as long as it stays the same."""
+
+import hashlib
+from pathlib import Path
+
+from nanovllm.models.tokenizer import load_tokenizer
+from tests.fp8_accuracy import NUM_TOKENS, TEXT
+
+SHA256 = "ad0a6d12f9266bbe90496969943deaf464ec53a996d81e29328f9a6f652afcc6"
+
+
+def test_the_text_is_the_one_of_the_documented_figures():
+    assert TEXT.parent == Path(__file__).parent / "data"
+    # In whatever line ends a checkout has.
+    assert hashlib.sha256(TEXT.read_text(encoding="utf-8").encode()).hexdigest() == SHA256
+    assert f"tests/data/{TEXT.name}" in (Path(__file__).parents[1] / "docs/attention.md").read_text(encoding="utf-8")
+
+
+def test_the_text_is_long_enough(smollm2_path):
+    assert len(load_tokenizer(str(smollm2_path))(TEXT.read_text(encoding="utf-8"))["input_ids"]) >= NUM_TOKENS
