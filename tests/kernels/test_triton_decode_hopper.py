@@ -14,9 +14,9 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
+from nanovllm.kernels import tunables  # noqa: E402
 from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm  # noqa: E402
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul  # noqa: E402
-from nanovllm.kernels import tunables  # noqa: E402
 from nanovllm.kernels.triton_decode import hopper, launch  # noqa: E402
 from nanovllm.kernels.triton_decode.hopper import HopperPlan, plan_product  # noqa: E402
 

@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 
 from nanovllm.kernels.triton_attention.decode_kernel import planned_tiles
 
-
 MOST_MERGED: gl.constexpr = gl.constexpr(16)
 """Tiles of a piece up to which few pieces and no merge through global memory are faster than more pieces."""
 
