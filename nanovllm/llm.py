@@ -35,7 +35,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **kwargs: Any) -> None:
-        self.engine = LLMEngine(EngineConfig(model=str(model), **kwargs))
+        self.engine = LLMEngine(EngineConfig(model, **kwargs))
 
     @property
     def tokenizer(self) -> Any:
