@@ -150,7 +150,8 @@ class EngineConfig:
             'must be a list of Python files or modules, for example ["my_kernels.py"]',
         )
         need(
-            self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**63),
+            self.seed is None
+            or (isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**63),
             "seed",
             "must be an integer in [0, 2**63), or None for one from the system",
         )

@@ -77,14 +77,18 @@ class LLM:
             ValueError, TypeError: a prompt or parameter that cannot be served; then none of them was started.
         """
         prompts = _as_list(prompts)
-        params = (
-            list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
-        )
+        one_each = isinstance(sampling_params, (list, tuple))
+        params = list(sampling_params) if one_each else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} sampling_params; pass one for all, or one for each"
             )
-        requests = [self.engine.make_request(prompt, p) for prompt, p in zip(prompts, params)]
+        requests = [
+            self.engine.make_request(
+                prompt, p, names=(f"prompts[{i}]", f"sampling_params[{i}]" if one_each else "sampling_params")
+            )
+            for i, (prompt, p) in enumerate(zip(prompts, params))
+        ]
         return self._run(requests, use_tqdm)
 
     def chat(
@@ -99,19 +103,38 @@ class LLM:
         Args:
             messages: dicts with "role" and "content"; or a list of such lists.
             chat_template_kwargs: further variables for the template, for example `{"enable_thinking": False}`.
+
+        Raises:
+            ValueError, TypeError: a conversation or parameter that cannot be served; then none of them was started.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        prompts = [self.chat_prompt(c, **(chat_template_kwargs or {})) for c in conversations]
+        if not _is_list(messages):
+            raise _no_conversation("messages", messages)
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping):
+            raise TypeError(
+                f'chat_template_kwargs={variables!r:.80}: must be a dict, for example {{"enable_thinking": False}}, or None'
+            )
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = {"messages": messages} if one else {f"messages[{i}]": c for i, c in enumerate(messages)}
+        prompts = [self._chat_prompt(name, c, variables) for name, c in conversations.items()]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **template_kwargs: Any) -> dict[str, Any]:
         """A conversation as a prompt: the template's text, and its token ids."""
+        return self._chat_prompt("messages", messages, template_kwargs)
+
+    def _chat_prompt(self, name: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> dict[str, Any]:
+        """name: what the user calls the messages."""
+        if not _is_list(messages) or not messages:
+            raise _no_conversation(name, messages)
+        for i, message in enumerate(messages):
+            # What else it holds is up to the template.
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise _no_conversation(f"{name}[{i}]", message)
         tokenizer = self.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("this model has no chat template; use generate with a plain prompt")
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
-        )
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
         # The template writes the special tokens itself.
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
@@ -168,9 +191,26 @@ class LLM:
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, bytes, Mapping, Set)):  # one prompt, or something that is refused as one
         return [prompts]
+    try:
+        prompts = iter(prompts)
+    except TypeError:
+        raise TypeError(
+            f"prompts={prompts!r:.80}: must be a prompt or a list of prompts; a prompt is a string, a list of token ids or a dict with one of them"
+        ) from None
     prompts = list(prompts)
     # A flat list of integers is one prompt of token ids.
     return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _no_conversation(name: str, value: Any) -> TypeError:
+    return TypeError(
+        f'{name}={value!r:.80}: a conversation is a list of dicts with "role" and "content"; pass for example'
+        ' [{"role": "user", "content": "Hello!"}], or a list of such lists'
+    )
 
 
 class _Progress:
