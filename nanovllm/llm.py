@@ -154,36 +154,41 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[str]:
         shown = 0
         try:
-            self.engine.queue(request)  # here, since an iterator that is never started cannot clean up
-            while True:
-                finished = request.finished
-                text = request.completions[0].settled_text
-                if len(text) > shown:
-                    yield text[shown:]
-                    shown = len(text)
-                elif finished:
-                    if request.completions[0].seq.finish_reason == "abort":
-                        raise RuntimeError("the stream's text is incomplete: a step that ran for another request as well failed")
-                    return
-                elif not request.finished:
-                    self.engine.step()
-        finally:
+            try:
+                self.engine.queue(request)  # here, since an iterator that is never started cannot clean up
+                while True:
+                    finished = request.finished
+                    text = request.completions[0].settled_text
+                    if len(text) > shown:
+                        yield text[shown:]
+                        shown = len(text)
+                    elif finished:
+                        if request.completions[0].seq.finish_reason == "abort":
+                            raise RuntimeError("the stream's text is incomplete: a step that ran for another request as well failed")
+                        return
+                    elif not request.finished:
+                        self.engine.step()
+            finally:
+                self.engine.abort(request)
+        finally:  # again, since an interrupt may have come at the first time, when the stream was left early
             self.engine.abort(request)
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
-        for request in requests:
-            self.engine.queue(request)
-        unfinished = set(requests)
         try:
             with _Progress(requests) if show_progress else nullcontext() as progress:
+                if progress is not None:
+                    progress.show()
+                for request in requests:
+                    self.engine.queue(request)
+                unfinished = set(requests)
                 while unfinished:
                     for request in self.engine.step():
                         if request.finished:
                             unfinished.discard(request)
                     if progress is not None:
                         progress.update(len(requests) - len(unfinished))
-        finally:
-            for request in unfinished:
+        finally:  # an interrupt may have come at any line: all that was queued is taken back
+            for request in requests:
                 self.engine.abort(request)
         return [request.output() for request in requests]
 
@@ -233,12 +238,17 @@ class _Progress:
         self._task = self._bar.add_task("", total=len(requests), rate="")
 
     def __enter__(self) -> _Progress:
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.refresh()
-        self._bar.stop()
+        try:
+            self._bar.refresh()
+        finally:
+            self._bar.stop()
+
+    def show(self) -> None:
+        """In the block, not when it is entered: what is shown before an interrupt is taken back at its end."""
+        self._bar.start()
 
     def update(self, num_finished: int) -> None:
         elapsed = self._bar.tasks[0].elapsed or 0.0

@@ -115,9 +115,13 @@ class LLMEngine:
 
     def abort(self, request: Request) -> None:
         """End a request wherever it is; its outputs keep the tokens they have. Does nothing to a finished one."""
-        for completion in request.completions:
-            self.scheduler.finish(completion.seq, "abort")
-            self._drop(completion)
+        try:
+            for completion in request.completions:
+                self.scheduler.finish(completion.seq, "abort")
+                self._drop(completion)
+        except BaseException:  # an interrupt, maybe halfway through giving back blocks
+            self._abandon_running()
+            raise
 
     def step(self) -> list[Request]:
         """Launch the next step and read the oldest one that is due; returns the requests that got tokens.
@@ -181,13 +185,17 @@ class LLMEngine:
         self._completions.pop(completion.seq, None)
 
     def _abandon_running(self) -> None:
-        """After a failure: nothing that ran, or was to run on what ran, can be trusted."""
+        """After a failure: nothing that ran, or was to run on what ran, can be trusted.
+
+        An interrupt can come in the midst of anything, so who ran is not asked of the scheduler: it is whoever does not wait.
+        """
         self._in_flight.clear()
-        lost = [*self.scheduler.running, *(seq for seq in self.scheduler.waiting if seq.num_pending)]
-        for seq in lost:
-            self.scheduler.finish(seq, "abort")
-            self._completions.pop(seq, None)
-        self.scheduler.blocks.reset_prefix_cache()
+        self.scheduler.reset()
+        waiting = set(self.scheduler.waiting)
+        for seq in [seq for seq in self._completions if seq not in waiting]:
+            if not seq.finished:
+                seq.end("abort")
+            del self._completions[seq]
 
     def _tokenize(self, prompt: Any, name: str) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
