@@ -77,7 +77,8 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def end(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """It is over; what it held has been taken back."""
+        """It is over, and what it held has been taken back."""
+        self.block_table, self.slot = [], -1
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason

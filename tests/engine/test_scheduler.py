@@ -267,7 +267,6 @@ def test_a_reset_in_the_midst_of_an_admission(monkeypatch):
     sim.scheduler.check()
     assert sim.blocks.num_free_blocks == 8 and list(sim.scheduler.waiting) == [second] and not sim.scheduler.running
     first.end("abort")
-    first.block_table = []
     sim.drain()
     assert second.finish_reason == "length"
 
