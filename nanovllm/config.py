@@ -5,6 +5,8 @@ Both are frozen: everything downstream may keep a reference and rely on it never
 
 from __future__ import annotations
 
+import numbers
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,7 +25,7 @@ class EngineConfig:
     """Arguments of `LLM(model, ...)`. Names follow vLLM and nano-vLLM.
 
     Raises:
-        ValueError: a value out of range; the message names the argument, the value and what is allowed.
+        ValueError: a value of the wrong type or out of range; the message names the argument, the value and what is allowed.
         TypeError: an unknown argument; the message names the nearest known one.
     """
 
@@ -81,10 +83,31 @@ class EngineConfig:
         def positive_int(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
-        need(bool(self.model), "model", "pass a model directory, a hub id, a .gguf file or a preset's name")
-        need(self.load_format in LOAD_FORMATS, "load_format", f"must be one of {', '.join(LOAD_FORMATS)}")
-        need(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
-        need(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", f"must be one of {', '.join(KV_CACHE_DTYPES)}")
+        def is_path(value: Any) -> bool:
+            return isinstance(value, (str, os.PathLike)) and bool(os.fspath(value))
+
+        need(is_path(self.model), "model", "pass a model directory, a hub id, a .gguf file or a preset's name")
+        need(
+            self.tokenizer is None or is_path(self.tokenizer),
+            "tokenizer",
+            "must be a directory or a .gguf file that holds a tokenizer, or None for the model's own",
+        )
+        for name in ("model", "tokenizer"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, str(getattr(self, name)))
+        for name, values in (("load_format", LOAD_FORMATS), ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+            value = getattr(self, name)
+            need(isinstance(value, str) and value in values, name, f"must be one of {', '.join(values)}")
+        need(isinstance(self.device, str), "device", "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
+            need(isinstance(getattr(self, name), bool), name, "must be True or False")
+        for name, otherwise in (
+            ("capture_prefill", "to capture where decode steps are captured"),
+            ("async_scheduling", "to decide from the device"),
+            ("use_custom_kernels", "for what the model's config.json says"),
+        ):
+            value = getattr(self, name)
+            need(value is None or isinstance(value, bool), name, f"must be True or False, or None {otherwise}")
         for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "tensor_parallel_size"):
             need(positive_int(getattr(self, name)), name, "must be a positive integer")
         for name in ("max_num_batched_tokens", "num_kvcache_blocks"):
@@ -98,7 +121,12 @@ class EngineConfig:
                 name,
                 "must be a positive integer, or None to decide from the device",
             )
-        need(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "must be above 0 and at most 1")
+        share = self.gpu_memory_utilization
+        need(
+            isinstance(share, numbers.Real) and not isinstance(share, bool) and 0 < share <= 1,
+            "gpu_memory_utilization",
+            "must be above 0 and at most 1",
+        )
         block = self.kvcache_block_size
         need(
             16 <= block <= 1024 and block & (block - 1) == 0,
@@ -111,14 +139,21 @@ class EngineConfig:
             "only 1 is supported for now; run one engine per GPU instead",
         )
         need(
-            self.use_custom_kernels is None or isinstance(self.use_custom_kernels, bool),
-            "use_custom_kernels",
-            "must be True or False, or None for what the model's config.json says",
+            self.kernel_priority is None or isinstance(self.kernel_priority, Mapping),
+            "kernel_priority",
+            'must map ops to providers, for example {"rms_norm": ["triton"]}, or be None for the usual ones',
+        )
+        plugins = self.kernel_plugins
+        need(
+            is_path(plugins) or (isinstance(plugins, (list, tuple)) and all(map(is_path, plugins))),
+            "kernel_plugins",
+            'must be a list of Python files or modules, for example ["my_kernels.py"]',
         )
         need(
-            self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**63),
+            self.seed is None
+            or (isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**63),
             "seed",
-            "must be an integer in [0, 2**63)",
+            "must be an integer in [0, 2**63), or None for one from the system",
         )
 
 

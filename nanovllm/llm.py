@@ -35,7 +35,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **kwargs: Any) -> None:
-        self.engine = LLMEngine(EngineConfig(model=str(model), **kwargs))
+        self.engine = LLMEngine(EngineConfig(model, **kwargs))
 
     @property
     def tokenizer(self) -> Any:
@@ -77,14 +77,18 @@ class LLM:
             ValueError, TypeError: a prompt or parameter that cannot be served; then none of them was started.
         """
         prompts = _as_list(prompts)
-        params = (
-            list(sampling_params) if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
-        )
+        one_each = isinstance(sampling_params, (list, tuple))
+        params = list(sampling_params) if one_each else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} sampling_params; pass one for all, or one for each"
             )
-        requests = [self.engine.make_request(prompt, p) for prompt, p in zip(prompts, params)]
+        requests = [
+            self.engine.make_request(
+                prompt, p, names=(f"prompts[{i}]", f"sampling_params[{i}]" if one_each else "sampling_params")
+            )
+            for i, (prompt, p) in enumerate(zip(prompts, params))
+        ]
         return self._run(requests, use_tqdm)
 
     def chat(
@@ -99,19 +103,38 @@ class LLM:
         Args:
             messages: dicts with "role" and "content"; or a list of such lists.
             chat_template_kwargs: further variables for the template, for example `{"enable_thinking": False}`.
+
+        Raises:
+            ValueError, TypeError: a conversation or parameter that cannot be served; then none of them was started.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        prompts = [self.chat_prompt(c, **(chat_template_kwargs or {})) for c in conversations]
+        if not _is_list(messages):
+            raise _no_conversation("messages", messages)
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping):
+            raise TypeError(
+                f'chat_template_kwargs={variables!r:.80}: must be a dict, for example {{"enable_thinking": False}}, or None'
+            )
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = {"messages": messages} if one else {f"messages[{i}]": c for i, c in enumerate(messages)}
+        prompts = [self._chat_prompt(name, c, variables) for name, c in conversations.items()]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **template_kwargs: Any) -> dict[str, Any]:
         """A conversation as a prompt: the template's text, and its token ids."""
+        return self._chat_prompt("messages", messages, template_kwargs)
+
+    def _chat_prompt(self, name: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> dict[str, Any]:
+        """name: what the user calls the messages."""
+        if not _is_list(messages) or not messages:
+            raise _no_conversation(name, messages)
+        for i, message in enumerate(messages):
+            # What else it holds is up to the template.
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise _no_conversation(f"{name}[{i}]", message)
         tokenizer = self.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("this model has no chat template; use generate with a plain prompt")
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
-        )
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
         # The template writes the special tokens itself.
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
@@ -131,36 +154,41 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[str]:
         shown = 0
         try:
-            self.engine.queue(request)  # here, since an iterator that is never started cannot clean up
-            while True:
-                finished = request.finished
-                text = request.completions[0].settled_text
-                if len(text) > shown:
-                    yield text[shown:]
-                    shown = len(text)
-                elif finished:
-                    if request.completions[0].seq.finish_reason == "abort":
-                        raise RuntimeError("the stream's text is incomplete: a step that ran for another request as well failed")
-                    return
-                elif not request.finished:
-                    self.engine.step()
-        finally:
+            try:
+                self.engine.queue(request)  # here, since an iterator that is never started cannot clean up
+                while True:
+                    finished = request.finished
+                    text = request.completions[0].settled_text
+                    if len(text) > shown:
+                        yield text[shown:]
+                        shown = len(text)
+                    elif finished:
+                        if request.completions[0].seq.finish_reason == "abort":
+                            raise RuntimeError("the stream's text is incomplete: a step that ran for another request as well failed")
+                        return
+                    elif not request.finished:
+                        self.engine.step()
+            finally:
+                self.engine.abort(request)
+        finally:  # again, since an interrupt may have come at the first time, when the stream was left early
             self.engine.abort(request)
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
-        for request in requests:
-            self.engine.queue(request)
-        unfinished = set(requests)
         try:
             with _Progress(requests) if show_progress else nullcontext() as progress:
+                if progress is not None:
+                    progress.show()
+                for request in requests:
+                    self.engine.queue(request)
+                unfinished = set(requests)
                 while unfinished:
                     for request in self.engine.step():
                         if request.finished:
                             unfinished.discard(request)
                     if progress is not None:
                         progress.update(len(requests) - len(unfinished))
-        finally:
-            for request in unfinished:
+        finally:  # an interrupt may have come at any line: all that was queued is taken back
+            for request in requests:
                 self.engine.abort(request)
         return [request.output() for request in requests]
 
@@ -168,9 +196,26 @@ class LLM:
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, bytes, Mapping, Set)):  # one prompt, or something that is refused as one
         return [prompts]
+    try:
+        prompts = iter(prompts)
+    except TypeError:
+        raise TypeError(
+            f"prompts={prompts!r:.80}: must be a prompt or a list of prompts; a prompt is a string, a list of token ids or a dict with one of them"
+        ) from None
     prompts = list(prompts)
     # A flat list of integers is one prompt of token ids.
     return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _no_conversation(name: str, value: Any) -> TypeError:
+    return TypeError(
+        f'{name}={value!r:.80}: a conversation is a list of dicts with "role" and "content"; pass for example'
+        ' [{"role": "user", "content": "Hello!"}], or a list of such lists'
+    )
 
 
 class _Progress:
@@ -193,12 +238,17 @@ class _Progress:
         self._task = self._bar.add_task("", total=len(requests), rate="")
 
     def __enter__(self) -> _Progress:
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.refresh()
-        self._bar.stop()
+        try:
+            self._bar.refresh()
+        finally:
+            self._bar.stop()
+
+    def show(self) -> None:
+        """In the block, not when it is entered: what is shown before an interrupt is taken back at its end."""
+        self._bar.start()
 
     def update(self, num_finished: int) -> None:
         elapsed = self._bar.tasks[0].elapsed or 0.0

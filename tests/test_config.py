@@ -1,7 +1,9 @@
 """Configuration: what is accepted, what is refused and how that is said."""
 
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nanovllm.config import EngineConfig, ModelConfig, RopeConfig
@@ -55,12 +57,46 @@ def test_is_never_mutated():
         (dict(seed=-1), "seed=-1"),
         (dict(seed=2**63), f"seed={2**63}"),
         (dict(seed="1"), "seed='1'"),
+        (dict(seed=True), "seed=True: must be an integer in [0, 2**63), or None"),
+        (dict(model=None), "model=None: pass a model directory"),
+        (dict(model=["m"]), "model=['m']: pass a model directory"),
+        (dict(tokenizer=5), "tokenizer=5: must be a directory or a .gguf file that holds a tokenizer, or None"),
+        (dict(tokenizer=""), "tokenizer='': must be a directory"),
+        (dict(device=0), "device=0: must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+        (dict(dtype=16), "dtype=16: must be one of auto, float32"),
+        (dict(kv_cache_dtype=None), "kv_cache_dtype=None: must be one of auto, fp8"),
+        (dict(load_format=np.array(["auto", "gguf"])), "must be one of auto, safetensors, gguf, dummy"),
+        (dict(gpu_memory_utilization="0.9"), "gpu_memory_utilization='0.9': must be above 0 and at most 1"),
+        (dict(gpu_memory_utilization=True), "gpu_memory_utilization=True: must be above 0 and at most 1"),
+        (dict(gpu_memory_utilization=float("nan")), "gpu_memory_utilization=nan"),
+        (dict(kernel_priority="rms_norm"), "kernel_priority='rms_norm': must map ops to providers"),
+        (dict(kernel_priority=False), "kernel_priority=False: must map ops to providers"),
+        (dict(kernel_plugins=None), "kernel_plugins=None: must be a list of Python files or modules"),
+        (dict(kernel_plugins=[3]), "kernel_plugins=[3]: must be a list"),
     ],
 )
 def test_bad_values_are_named_with_what_is_allowed(arguments, said):
     with pytest.raises(ValueError) as error:
         EngineConfig(**dict(model="m") | arguments)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, 1, "yes", "False", 1.0, [], np.True_])
+@pytest.mark.parametrize("field", [f for f in dataclasses.fields(EngineConfig) if "bool" in f.type], ids=lambda f: f.name)
+def test_what_is_true_or_false_is_nothing_else(field, value):
+    with pytest.raises(ValueError) as error:
+        EngineConfig("m", **{field.name: value})
+    assert f"{field.name}={value!r}: must be True or False" in str(error.value)
+    for given in (True, False, None) if "None" in field.type else (True, False):
+        assert getattr(EngineConfig("m", **{field.name: given}), field.name) is given
+    if "None" not in field.type:
+        with pytest.raises(ValueError, match=f"{field.name}=None: must be True or False"):
+            EngineConfig("m", **{field.name: None})
+
+
+def test_paths_become_strings():
+    config = EngineConfig(Path("some/model"), tokenizer=Path("other"), kernel_plugins=[Path("mine.py"), "module"])
+    assert (config.model, config.tokenizer) == ("some/model", "other")
 
 
 @pytest.mark.parametrize(

@@ -397,9 +397,10 @@ def test_progress_does_not_mix_with_what_a_program_prints(llm, capsys):
         ([b"Hello"], TypeError, ["a prompt is a string", "b'Hello'"]),
         ([{1, 2}], TypeError, ["a prompt is a string", "{1, 2}"]),
         ([[True, False]], TypeError, ["a prompt is a string", "[True, False]"]),
-        ([None], TypeError, ["not None"]),
+        ([None], TypeError, ["prompts[", "a list of token ids", "not None"]),
         ([3.5], TypeError, ["not 3.5"]),
-        ([{"text": "x"}], ValueError, ["'text'", '"prompt"']),
+        ([{"text": "x"}], ValueError, ["prompts[", "={'text': 'x'}", '"prompt"']),
+        ([{1: 2, "x": 3}], ValueError, ["={1: 2, 'x': 3}", '"prompt"']),
         ([{}], ValueError, ['"prompt"']),
         ([{"prompt": None}], TypeError, ["not None"]),
         ([{"prompt_token_ids": "abc"}], TypeError, ["not 'abc'"]),
@@ -410,6 +411,7 @@ def test_progress_does_not_mix_with_what_a_program_prints(llm, capsys):
 def test_a_bad_prompt_is_refused_and_nothing_was_started(llm, prompt, error, words, company):
     if company and isinstance(prompt, list):
         prompt = ["a good one", *prompt, "another"]
+        words = [word.replace("prompts[", "prompts[1]") for word in words]
     with pytest.raises(error) as caught:
         llm.generate(prompt, use_tqdm=False)
     for word in words:
@@ -429,10 +431,61 @@ def test_a_stop_token_outside_the_vocabulary(llm):
         llm.generate("x", SamplingParams(stop_token_ids=[len(TOKENIZER)]))
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, [None, 3], "greedy"])
-def test_parameters_of_the_wrong_type(llm, params):
-    with pytest.raises((TypeError, ValueError), match="sampling_params"):
-        llm.generate(["x", "y"], params, use_tqdm=False)
+@pytest.mark.parametrize("prompts", [None, 5, 3.5, True, torch.tensor(3), object], ids=str)
+def test_what_is_no_list_of_prompts(llm, prompts):
+    with pytest.raises(TypeError) as error:
+        llm.generate(prompts, use_tqdm=False)
+    assert str(error.value).startswith(f"prompts={prompts!r:.80}: must be a prompt or a list of prompts")
+
+
+@pytest.mark.parametrize(
+    "params, words",
+    [
+        ({"temperature": 0}, ["sampling_params={'temperature': 0}: must be SamplingParams, not dict"]),
+        ([None, 3], ["sampling_params[1]=3: must be SamplingParams, not int", "None for the defaults"]),
+        ("greedy", ["sampling_params='greedy': must be SamplingParams, not str; pass for example SamplingParams("]),
+        ([GREEDY], ["2 prompts but 1 sampling_params; pass one for all, or one for each"]),
+        ([GREEDY] * 3, ["2 prompts but 3 sampling_params; pass one for all, or one for each"]),
+        ([], ["2 prompts but 0 sampling_params"]),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_parameters_of_the_wrong_type_or_number(llm, params, words):
+    for call in (llm.generate, llm.chat):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call(["x", "y"] if call == llm.generate else [MESSAGES] * 2, params, use_tqdm=False)
+        for word in words:
+            assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "messages, said",
+    [
+        (None, "messages=None: "),
+        ("x", "messages='x': "),
+        (5, "messages=5: "),
+        (MESSAGES[0], "messages={'role': 'user', 'content': 'hi'}: "),
+        (["x"], "messages[0]='x': "),
+        ([MESSAGES, None], "messages[1]=None: "),
+        ([MESSAGES, []], "messages[1]=[]: "),
+        ([*MESSAGES, "x"], "messages[1]='x': "),
+        ([MESSAGES, [*MESSAGES, {"content": "hi"}]], "messages[1][1]={'content': 'hi'}: "),
+        ([{"role": 3, "content": "hi"}], "messages[0]={'role': 3, 'content': 'hi'}: "),
+    ],
+    ids=str,
+)
+def test_what_is_no_conversation(llm, messages, said):
+    with pytest.raises(TypeError) as error:
+        llm.chat(messages, GREEDY, use_tqdm=False)
+    assert str(error.value).startswith(said + 'a conversation is a list of dicts with "role" and "content"; pass for example')
+    with pytest.raises(TypeError, match="a conversation is a list of dicts"):
+        llm.chat_prompt(messages)
+
+
+def test_variables_of_a_chat_template_are_a_dict(llm):
+    with pytest.raises(TypeError, match="chat_template_kwargs='x': must be a dict"):
+        llm.chat(MESSAGES, GREEDY, use_tqdm=False, chat_template_kwargs="x")
+    assert llm.chat([], GREEDY, use_tqdm=False) == []
 
 
 @pytest.mark.parametrize(
@@ -477,6 +530,10 @@ def test_unknown_arguments_name_the_nearest(directory):
     )
     with pytest.raises(TypeError, match="'temprature'; did you mean 'temperature'?"):
         SamplingParams(temprature=0)
+
+
+def test_a_tokenizer_that_is_no_path(directory):
+    refused(ValueError, directory, "tokenizer=5: must be a directory or a .gguf file that holds a tokenizer", tokenizer=5)
 
 
 def test_tensor_parallelism_is_not_there_yet(directory):

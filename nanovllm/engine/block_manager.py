@@ -28,10 +28,14 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._ref_counts = [0] * num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free and hold nothing, whatever was being done with them; nobody may go on using one."""
+        self._ref_counts = [0] * self.num_blocks
         # Free blocks in the order of reuse.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self._hash_of: list[bytes | None] = [None] * self.num_blocks
         self._block_of: dict[bytes, int] = {}
 
     @property
@@ -108,14 +112,6 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)  # nothing to find in it: reuse it first
         seq.block_table = []
         seq.num_registered_blocks = 0
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every registered block, because what the cache holds can no longer be trusted.
-
-        Only while no two sequences share one.
-        """
-        for block in range(self.num_blocks):
-            self._forget(block)
 
     def _forget(self, block: int) -> None:
         digest = self._hash_of[block]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
+_FIRST, _LAST = 8, 16  # tokens of a long run that are looked at, at its two ends
 
 
 class Detokenizer:
@@ -14,7 +15,7 @@ class Detokenizer:
     A token's text can depend on its neighbours (a leading space, bytes of one character spread over tokens), so each
     new piece is the difference between decoding a short run of tokens with and without the new ones. A piece that
     ends in an incomplete character is kept back until the character is whole. `text` is therefore what decoding all
-    tokens at once gives.
+    tokens at once gives. What a token costs does not depend on how much is kept back (`_goes_on`).
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -39,24 +40,29 @@ class Detokenizer:
         self._token_ids: list[int] = []
         self._prefix = 0  # decoding starts here, a little before ...
         self._read = 0  # ... the first token whose text is not in `text` yet
+        self._known = ""  # the text between the two
+        self._num_first: int | None = None  # see `_goes_on`
         self.text = ""
 
     def append(self, token_id: int) -> str | None:
         """Take one more token; returns the stop string that it completed, with `text` cut there, or None."""
         self._token_ids.append(token_id)
-        known = self._decode(self._prefix, self._read)
-        piece = self._decode(self._prefix, len(self._token_ids))
-        if len(piece) <= len(known) or piece.endswith(_UNFINISHED):
+        if self._goes_on():
             return None
+        piece = self._decode(self._token_ids[self._prefix :])
+        if len(piece) <= len(self._known) or piece.endswith(_UNFINISHED):
+            return None
+        piece = piece[len(self._known) :]
         self._prefix, self._read = self._read, len(self._token_ids)
-        return self._extend(piece[len(known) :])
+        self._known, self._num_first = self._decode(self._token_ids[self._prefix :]), None
+        return self._extend(piece)
 
     def finish(self) -> str | None:
         """No more tokens will come: take over what was kept back. Returns a stop string as `append` does."""
-        known = self._decode(self._prefix, self._read)
-        piece = self._decode(self._prefix, len(self._token_ids))
-        self._read = len(self._token_ids)
-        return self._extend(piece[len(known) :])
+        piece = self._decode(self._token_ids[self._prefix :])[len(self._known) :]
+        self._prefix = self._read = len(self._token_ids)
+        self._known = ""
+        return self._extend(piece)
 
     @property
     def settled_length(self) -> int:
@@ -64,6 +70,22 @@ class Detokenizer:
         if self._include_stop or not self._stop:
             return len(self.text)
         return max(0, len(self.text) - max(map(len, self._stop)) + 1)
+
+    def _goes_on(self) -> bool:
+        """Whether a long run that is kept back surely still ends in an incomplete character, by its two ends alone.
+
+        The last tokens say it if they have four bytes, the longest character; they do if they add four characters to the text.
+        They are so many because up to three bytes become one U+FFFD. The first tokens are there because some tokenizers decode
+        all byte tokens that follow each other to U+FFFD as soon as one of them is wrong.
+        """
+        kept = len(self._token_ids) - self._read
+        if kept <= _FIRST + _LAST:
+            return False
+        first = self._token_ids[self._read : self._read + _FIRST]
+        if self._num_first is None:
+            self._num_first = len(self._decode(first))
+        text = self._decode(first + self._token_ids[-_LAST:])
+        return text.endswith(_UNFINISHED) and len(text) >= self._num_first + 4
 
     def _extend(self, piece: str) -> str | None:
         searched = len(self.text)
@@ -82,8 +104,8 @@ class Detokenizer:
         self.text = self.text[: at + len(stop)] if self._include_stop else self.text[:at]
         return stop
 
-    def _decode(self, start: int, end: int) -> str:
-        return decode(self._tokenizer, self._token_ids[start:end], self._skip_special_tokens)
+    def _decode(self, token_ids: list[int]) -> str:
+        return decode(self._tokenizer, token_ids, self._skip_special_tokens)
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

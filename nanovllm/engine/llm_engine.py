@@ -87,12 +87,21 @@ class LLMEngine:
         self.queue(request)
         return request
 
-    def make_request(self, prompt: Any, params: SamplingParams | None = None, incremental: bool = False) -> Request:
-        """Check a prompt and its parameters, without queueing them yet."""
+    def make_request(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        incremental: bool = False,
+        names: tuple[str, str] = ("prompt", "sampling_params"),
+    ) -> Request:
+        """Check a prompt and its parameters, without queueing them yet. names: what the user calls the two."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-        text, token_ids = self._tokenize(prompt)
+            raise TypeError(
+                f"{names[1]}={params!r:.80}: must be SamplingParams, not {type(params).__name__}; pass for example"
+                " SamplingParams(temperature=0.6, max_tokens=64), or None for the defaults"
+            )
+        text, token_ids = self._tokenize(prompt, names[0])
         self._check(token_ids, params)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         request = Request(self._num_requests, text, token_ids, params, seed, self.tokenizer, incremental)
@@ -106,9 +115,13 @@ class LLMEngine:
 
     def abort(self, request: Request) -> None:
         """End a request wherever it is; its outputs keep the tokens they have. Does nothing to a finished one."""
-        for completion in request.completions:
-            self.scheduler.finish(completion.seq, "abort")
-            self._drop(completion)
+        try:
+            for completion in request.completions:
+                self.scheduler.finish(completion.seq, "abort")
+                self._drop(completion)
+        except BaseException:  # an interrupt, maybe halfway through giving back blocks
+            self._abandon_running()
+            raise
 
     def step(self) -> list[Request]:
         """Launch the next step and read the oldest one that is due; returns the requests that got tokens.
@@ -172,22 +185,28 @@ class LLMEngine:
         self._completions.pop(completion.seq, None)
 
     def _abandon_running(self) -> None:
-        """After a failure: nothing that ran, or was to run on what ran, can be trusted."""
-        self._in_flight.clear()
-        lost = [*self.scheduler.running, *(seq for seq in self.scheduler.waiting if seq.num_pending)]
-        for seq in lost:
-            self.scheduler.finish(seq, "abort")
-            self._completions.pop(seq, None)
-        self.scheduler.blocks.reset_prefix_cache()
+        """After a failure: nothing that ran, or was to run on what ran, can be trusted.
 
-    def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
+        An interrupt can come in the midst of anything, so who ran is not asked of the scheduler: it is whoever does not wait.
+        """
+        self._in_flight.clear()
+        self.scheduler.reset()
+        waiting = set(self.scheduler.waiting)
+        for seq in [seq for seq in self._completions if seq not in waiting]:
+            if not seq.finished:
+                seq.end("abort")
+            del self._completions[seq]
+
+    def _tokenize(self, prompt: Any, name: str) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
-                raise ValueError(f'a prompt dict has "prompt" or "prompt_token_ids", not {sorted(prompt)}')
+                raise ValueError(
+                    f'{name}={prompt!r:.80}: a prompt dict has "prompt" or "prompt_token_ids", not {sorted(map(str, prompt))}'
+                )
             text = prompt.get("prompt")
             if "prompt_token_ids" in prompt:
-                return text, self._token_ids(prompt["prompt_token_ids"])
+                return text, self._token_ids(prompt["prompt_token_ids"], name)
             prompt = text
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -195,10 +214,10 @@ class LLMEngine:
                     "this engine has no tokenizer, so it serves token ids: pass a list of integers, or tokenizer= to LLM"
                 )
             return prompt, self.tokenizer.encode(prompt)
-        return None, self._token_ids(prompt)
+        return None, self._token_ids(prompt, name)
 
     @staticmethod
-    def _token_ids(prompt: Any) -> list[int]:
+    def _token_ids(prompt: Any, name: str) -> list[int]:
         try:
             array = np.asarray(prompt)
         except (ValueError, TypeError, OverflowError, RuntimeError):  # ragged, or not an array at all
@@ -211,7 +230,7 @@ class LLMEngine:
             return [int(t.__index__()) for t in prompt]
         except (TypeError, AttributeError):
             raise TypeError(
-                f"a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}"
+                f"{name}: a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}"
             ) from None
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:

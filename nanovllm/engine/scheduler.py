@@ -60,13 +60,24 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.waiting: deque[Sequence] = deque()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, even from the midst of a decision: nobody runs, and of those that wait nobody waits for a step in flight.
+
+        Who is in `waiting` afterwards will be served; all others are left to the caller to end.
+        """
+        self.running: list[Sequence] = []
         self._run: _Run | None = None
         self._starved = False
         """Whether the first that waits found too few blocks, and none has been given back since."""
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self.blocks.reset()
+        self.waiting = deque(seq for seq in self.waiting if seq.status is SequenceStatus.WAITING and not seq.num_pending)
+        for seq in self.waiting:  # one of them may have been about to run
+            seq.block_table, seq.num_registered_blocks, seq.num_computed_tokens, seq.slot = [], 0, 0, -1
 
     @property
     def has_unfinished(self) -> bool:
@@ -187,19 +198,17 @@ class Scheduler:
         return grown
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence, whether it waits, runs or has a step in flight, and take back what it holds."""
+        """End a sequence, whether it waits, runs, has a step in flight or was never added, and take back what it holds."""
         if seq.finished:
             return
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
             self.blocks.register(seq)
             self._release(seq)
-        else:
+        elif seq in self.waiting:
             self.waiting.remove(seq)
             self._starved = False  # who waits behind it may need fewer blocks
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
-        seq.stop_reason = stop_reason
+        seq.end(reason, stop_reason)
 
     def _take(self, seq: Sequence, num_tokens: int, admitted: bool = False) -> ScheduledSequence:
         start = seq.num_computed_tokens

@@ -76,5 +76,12 @@ class Sequence:
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
+    def end(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """It is over, and what it held has been taken back."""
+        self.block_table, self.slot = [], -1
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+
     def __repr__(self) -> str:
         return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens computed)"

@@ -1,5 +1,7 @@
 """Text that grows token by token: whole characters only, equal to decoding everything at once, and stop strings."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,6 +101,64 @@ def test_any_tokens_of_a_byte_level_vocabulary(token_ids):
     texts, _ = feed(tiny.tokenizer(), token_ids)
     assert texts[-1] == decode(tiny.tokenizer(), token_ids, True)
     assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
+
+
+# What never becomes a character, as often as wanted: bytes of characters, the n-th of them from the m-th on.
+ENDLESS = {
+    "a byte of a character": ("", "é", 1, 2),
+    "characters without their last byte": ("", "😀", 0, 3),
+    "a byte too many, then characters of two bytes": ("é", "é", 0, 2),
+    "a byte too many, then characters of four bytes": ("é", "😀", 0, 4),
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_long_run_of_invalid_bytes_takes_time_in_proportion(tokenizer, kind):
+    start, character, first, last = ENDLESS[kind]
+    run = encode(tokenizer, character)[-4 if character == "😀" else -2 :][first:last]
+    token_ids = (encode(tokenizer, start)[-1:] + run * 20_000)[:20_000]
+    began = time.process_time()
+    texts, _ = feed(tokenizer, token_ids)
+    assert time.process_time() - began < 1  # 0.2 s; when every token had everything that was kept back decoded, over a minute
+    assert texts[-1] == decode(tokenizer, token_ids, True)
+
+
+class Plain:
+    """What `Detokenizer` is to say, by decoding all that is kept back with every token."""
+
+    def __init__(self, tokenizer, skip_special_tokens):
+        self.token_ids, self.prefix, self.read, self.text = [], 0, 0, ""
+        self.decode = lambda start, end: decode(tokenizer, self.token_ids[start:end], skip_special_tokens)
+
+    def append(self, token_id):
+        self.token_ids.append(token_id)
+        known, piece = self.decode(self.prefix, self.read), self.decode(self.prefix, len(self.token_ids))
+        if len(piece) > len(known) and not piece.endswith("\ufffd"):
+            self.prefix, self.read = self.read, len(self.token_ids)
+            self.text += piece[len(known) :]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.booleans())
+def test_runs_of_bytes_of_any_kind(data, skip):
+    """Long runs are not decoded whole: the text must be what it would be, after every token."""
+    for tokenizer in TOKENIZERS.values():
+        pieces = [encode(tokenizer, c)[-n:] for c, n in zip("é€😀\ufffda", (2, 3, 4, 3, 1))]
+        special = tokenizer.convert_tokens_to_ids("<|user|>")  # without a text, if it is skipped
+        pieces += [p[:n] for p in pieces[:3] for n in range(1, len(p))] + ([] if special is None else [[special]])
+        runs = data.draw(st.lists(st.tuples(st.sampled_from(pieces), st.sampled_from((1, 1, 1, 2, 9, 30))), max_size=7))
+        detokenizer, plain = Detokenizer(tokenizer, skip), Plain(tokenizer, skip)
+        for token_id in [token_id for piece, times in runs for token_id in piece * times]:
+            detokenizer.append(token_id)
+            plain.append(token_id)
+            assert detokenizer.text == plain.text
+
+
+def test_a_character_with_special_tokens_between_its_bytes_after_a_long_run():
+    first, second = encode(tiny.tokenizer(), "é")
+    token_ids = [second] * 30 + [first] + encode(tiny.tokenizer(), "<|user|>") * 30 + [second]
+    texts, _ = feed(tiny.tokenizer(), token_ids)
+    assert texts[-2:] == ["\ufffd" * 30 + "é"] * 2 and set(texts[:-2]) == {""}
 
 
 def test_no_clean_up_of_spaces():

@@ -1,14 +1,21 @@
 """The engine's loop: under random load with failures on a simulated device, and on tiny real models."""
 
+import inspect
 import random
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine import llm_engine
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.llm import _Progress
 from tests import tiny
 from tests.engine.simulation import EOS, VOCAB, Device, expected_output
 
@@ -524,6 +531,111 @@ def test_an_interrupt_between_steps(directory, monkeypatch):
     while llm.engine.has_unfinished:
         llm.engine.step()
     assert_clean(llm.engine)
+
+
+PACKAGE = Path(nanovllm.__file__).parent
+TRACED = {str(file): file.name for file in (PACKAGE / "llm.py", *(PACKAGE / "engine").glob("*.py"))}
+
+
+def generate_all(llm):
+    """Preempts, and uses what is off the beaten track."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, stop=["never said"], n=2),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.2, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1),
+    ]
+    outputs = llm.generate(random_prompts([20, 18, 30, 2]), params, use_tqdm=False)
+    return [[c.token_ids for c in out.outputs] for out in outputs]
+
+
+def leave_streams(llm):
+    streams = [llm.stream(p, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) for p in ("hello", "world")]
+    for stream in streams:
+        next(stream)
+    for stream in streams:
+        stream.close()
+
+
+def at_lines(call, visit):
+    """Call with `visit(file, line)` before every line of the engine and of `LLM`."""
+
+    def at_line(frame, event, _):
+        if event == "line":
+            visit(frame.f_code.co_filename, frame.f_lineno)
+        return at_line
+
+    def at_call(frame, *_):
+        return at_line if frame.f_code.co_filename in TRACED else None
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("call, every", [(generate_all, 12), (leave_streams, 12)], ids=["generate", "streams"])
+def test_an_interrupt_at_any_line_leaves_the_engine_clean(directory, call, every, asynchronous):
+    """A sample of the lines, denser where the bookkeeping is; another one in every mode."""
+    arguments = dict(num_kvcache_blocks=5, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=20)
+    llm = make(directory, async_scheduling=asynchronous, **arguments)
+    expected = generate_all(llm)
+    assert llm.engine.scheduler.num_preemptions
+    times, reached = Counter(), 0
+    llm.engine.scheduler.reset()  # without cached prefixes every time, so that the same lines are reached
+    at_lines(lambda: call(llm), lambda file, line: times.update([(file, line)]))
+    drain(llm.engine)
+    rng = random.Random(f"{call.__name__} {asynchronous}")
+    shares = {"llm.py": 1, "llm_engine.py": 2 / every, "scheduler.py": 2 / every, "block_manager.py": 2 / every}
+    chosen = [where for where in times if rng.random() < shares.get(TRACED[where[0]], 0.5 / every)]
+    assert len(chosen) > 40
+    for where in chosen:
+        left = rng.randint(1, times[where])
+
+        def interrupt(*here, where=where):
+            nonlocal left
+            left -= here == where
+            if left == 0 and here == where:
+                raise KeyboardInterrupt
+
+        llm.engine.scheduler.reset()
+        try:
+            at_lines(lambda: call(llm), interrupt)
+        except KeyboardInterrupt:
+            reached += 1
+        assert not llm.engine._completions and not llm.engine.scheduler.has_unfinished, where
+        drain(llm.engine)  # what may still be in flight
+        assert_clean(llm.engine)
+        assert generate_all(llm) == expected, where
+    assert reached > 0.9 * len(chosen)
+
+
+def test_an_interrupt_takes_the_progress_bar_back(directory):
+    def call():
+        llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=True)
+
+    llm = make(directory)
+    call()
+    others = set(threading.enumerate())
+    lines = []
+    at_lines(call, lambda file, line: lines.append((file, line)))
+    code, first = inspect.getsourcelines(_Progress.__exit__)
+    end = range(first, first + len(code))  # of the bar; an interrupt just there may leave it
+    for where in sorted({where for where in lines if TRACED[where[0]] == "llm.py" and where[1] not in end}):
+
+        def interrupt(*here, where=where):
+            if here == where:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            at_lines(call, interrupt)
+        for thread in set(threading.enumerate()) - others:  # the bar has a thread that draws it
+            thread.join(1)
+            assert not thread.is_alive(), where
+        assert not llm.engine.has_unfinished, where
 
 
 def test_streams_of_others_end_with_an_error_when_a_forward_pass_raises(directory, monkeypatch):

@@ -297,3 +297,21 @@ def test_a_step_never_waits_for_the_device_and_can_be_captured():
     assert torch.equal(captured.token_ids, eager.token_ids)
     assert torch.equal(sampler._output_counts[0].sum(), torch.tensor(3, device="cuda"))
     assert all(torch.equal(a, b) for a, b in zip(captured.logprobs, eager.logprobs))
+
+
+def test_an_interrupt_while_the_penalty_state_is_made(monkeypatch):
+    sampler = Sampler(2, 10, torch.device("cpu"), lambda logits, *_: logits.argmax(-1))
+    params = SamplingParams(repetition_penalty=1.5)
+    zeros, calls = torch.zeros, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.admit(0, [1], [2], params)
+    sampler.admit(0, [1], [2], params)
+    assert len(calls) == 4

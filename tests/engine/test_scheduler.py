@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.simulation import EOS, VOCAB, Simulation, expected_output
 
@@ -245,6 +245,38 @@ def test_a_sequence_preempted_with_a_token_in_flight_waits_for_it():
     assert "preempted with a token in flight" in sim.seen
     assert second.status is SequenceStatus.WAITING and second.num_output_tokens == 2
     sim.drain()
+
+
+def test_a_reset_in_the_midst_of_an_admission(monkeypatch):
+    sim = Simulation(block_size=2, num_blocks=8, max_model_len=8, steps_ahead=1)
+    first, second = (sim.add([1, 2, seed], SamplingParams(max_tokens=3, ignore_eos=True), seed) for seed in range(2))
+    admit, admitted = sim.blocks.admit, []
+
+    def interrupted(*args):
+        admitted.append(admit(*args))
+        if len(admitted) == 2:
+            raise KeyboardInterrupt
+        return admitted[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sim.blocks, "admit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sim.step()
+    assert second.block_table and list(sim.scheduler.waiting) == [second]
+    sim.scheduler.reset()
+    sim.scheduler.check()
+    assert sim.blocks.num_free_blocks == 8 and list(sim.scheduler.waiting) == [second] and not sim.scheduler.running
+    first.end("abort")
+    sim.drain()
+    assert second.finish_reason == "length"
+
+
+def test_a_sequence_that_was_never_added_can_be_ended():
+    sim = Simulation()
+    seq = Sequence(0, [1, 2], ENDLESS, 0)
+    sim.scheduler.finish(seq, "abort")
+    sim.scheduler.check()
+    assert seq.finished and not sim.scheduler.has_unfinished
 
 
 def test_abort_of_a_preempted_sequence_whose_token_is_in_flight():
