@@ -155,8 +155,10 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
-    # The caching allocator does not hand pinned memory out again before the copy has run.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    # The caching allocator does not hand pinned memory out again before the copy has run. NumPy copies: PyTorch would wake its threads.
+    pinned = torch.empty_like(tensor, pin_memory=True)
+    pinned.numpy()[...] = array
+    return pinned.to(device, non_blocking=True)
 
 
 def resolve_tokens(token_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:

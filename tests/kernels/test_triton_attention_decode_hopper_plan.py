@@ -250,7 +250,9 @@ def test_clusters_are_launched_where_the_launcher_is_known(monkeypatch):
 
 
 def test_a_built_in_plan_has_a_cluster_only_where_it_can_exchange(monkeypatch):
-    monkeypatch.setattr(decode_plan, "_CLUSTERS", ((1, 16), (8, 8), (None, 0)))
+    table = (1, (1.0, 1, 4, 2, 32, 8, False, 16)), (8, (4.0, 4, 4, 3, 32, 8, True, 8)), (None, (1.0, 1, 4, 2, 16, 4))
+    monkeypatch.setattr(decode_plan, "_MEASURED", table)
+    monkeypatch.setattr(decode_plan, "_CACHED", ())
     found = {}
     plan_hopper_decode.cache_clear()
     for count, group, new in itertools.product((1, 8, 64), (2, 4, 8), (True, False)):

@@ -157,14 +157,14 @@ class HopperDecodePlan:
 
 
 # Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence is cut below,
-# warps, slots, box, chunk, and whether programs without a piece come last. Measured on an H200 in whole layers of Qwen3-0.6B, with
+# warps, slots, box, chunk, whether programs without a piece come last, and blocks of a cluster. Measured on an H200 in whole layers of Qwen3-0.6B, with
 # sequences of 170 to 16,384 tokens. From 9 to 132 sequences all programs are resident at once, with as much shared memory as that
 # leaves each. Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece. Four
 # programs for 5 to 8 sequences: at 16,384 tokens they take 26 % less than one, and where most find no piece nothing is lost if these come last.
 _MEASURED = (
-    (1, (1.0, 1, 4, 3, 32, 8)),
+    (1, (1.0, 1, 4, 3, 32, 8, False, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),
-    (8, (4.0, 4, 4, 3, 32, 8, True)),
+    (8, (4.0, 8, 4, 3, 32, 8, True)),
     (16, (2.0, 4, 4, 3, 32, 8, True)),
     (33, (0.5, 1, 2, 5, 32, 8)),
     (49, (3.0, 4, 2, 4, 32, 4)),
@@ -182,14 +182,14 @@ _FLOAT8 = (
 )
 
 
-# One sequence of eight KV heads, or more of fewer, whose last token is in the cache, so that nothing is asked for before the wait:
-# fewer pieces, of one tile at least. In rows of such calls 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens) instead of 5.8, 10.6
-# and 38.4 by the row for one sequence above: results/nvidia-h200/kernels, attention_decode.json and attention-flashinfer.json.
-_CACHED_ONE = 1.0, 1, 4, 2, 32, 8
-
-
-_CLUSTERS = ((1, 8), (None, 0))
-"""Up to so many sequences of eight KV heads: blocks of a cluster, for a GPU and a Triton that launch clusters."""
+# The same up to 8 sequences for calls whose last token is in the cache, so that nothing is asked for before the wait. One sequence in
+# rows of such calls takes 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens), in clusters of 8 4.1, 8.9 and 36.8, and with the
+# first row above, when that had no clusters and twice the pieces, 5.8, 10.6 and 38.4.
+_CACHED = (
+    (1, (1.0, 1, 4, 2, 32, 8)),
+    (4, (2.0, 2, 4, 3, 32, 8)),
+    (8, (4.0, 4, 4, 3, 32, 8, True)),
+)
 
 
 @functools.cache
@@ -201,14 +201,13 @@ def plan_hopper_decode(
 
     Args:
         new: whether the last token comes with the call.
-        group: query heads a KV head. Where their partial results are too large for a cluster to exchange there is none.
+        group: query heads a KV head. Where their partial results are too large for a cluster to exchange, there is none.
     """
     alike = cdiv(num_seqs * num_kv_heads, 8)
     table = _FLOAT8 if cache_itemsize == 1 else _MEASURED
     if not new and cache_itemsize == 2:
-        table = (1, _CACHED_ONE), *table
+        table = *_CACHED, *table
     programs, least, warps, slots, box, *rest = next(row for most, row in table if most is None or alike <= most)
     pieces = max(1, int(programs * multiprocessors) // num_kv_heads)
     plan = HopperDecodePlan(pieces, least, warps, slots if head_dim > 64 else min(8, 2 * slots), box, *rest)
-    clustered = replace(plan, cluster=next(blocks for most, blocks in _CLUSTERS if most is None or alike <= most))
-    return plan if clustered.refused(head_dim, 64, cache_itemsize, group) else clustered
+    return replace(plan, cluster=0) if plan.cluster and plan.refused(head_dim, 64, cache_itemsize, group) else plan
