@@ -50,7 +50,7 @@ def store_quantised(target, x, scale_ptr, head, mask, SCALES: tl.constexpr, FP8:
     tl.store(target, quantised(x, scale_ptr, head, target.dtype.element_ty, SCALES, FP8), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store_kvcache_kernel(
     k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_stride, v_stride, k_slot_stride, v_slot_stride, size, head_dim,
     BLOCK: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FP8: tl.constexpr,
@@ -128,7 +128,7 @@ def store_kvcache(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ids"])
 def _embedding_kernel(token_ids, weight, y, size, stride, blocks, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -39,7 +39,7 @@ _MOST_PIECES = 7
 _SHORT_TILE = 1024  # elements of a tile that holds several short rows (the heads of q and k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x, weight, y, rows, inner, outer_stride, inner_stride, size, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,

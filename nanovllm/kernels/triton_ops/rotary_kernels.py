@@ -76,7 +76,8 @@ def _rotate_heads(
     tl.store(target + half_dim, to_dtype(y2, dtype), mask)
 
 
-@triton.jit
+# Positions and slots are rows of one tensor: how they are aligned depends on the number of tokens, and nothing depends on it.
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def rotary_kernel(
     positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out,
     num_q_heads, num_k_heads, half_dim, q_stride, q_head_stride, k_stride, k_head_stride, cache_stride, eps,
@@ -138,7 +139,7 @@ def _store_tile(tile, slot, scale, piece, head, HALF: tl.constexpr, SCALES: tl.c
     store_quantised(target + HALF, tile[1], scale, known, None, SCALES, FP8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def rotary_tokens_kernel(
     positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out,
     q_stride, q_head_stride, k_stride, k_head_stride, cache_stride, eps,
@@ -167,7 +168,7 @@ def rotary_tokens_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def store_tokens_kernel(
     positions, q, k, v, q_weight, k_weight, cos_sin_cache, q_out, k_cache, v_cache, slot_mapping, k_scale, v_scale,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cache_stride, k_slot_stride, v_slot_stride, eps,
@@ -201,7 +202,7 @@ def store_tokens_kernel(
         _store_tile(rotated, k_cache + slot * k_slot_stride, k_scale, i, head, HALF, K_SCALES, FP8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def store_kernel(
     positions, q, k, v, q_weight, k_weight, cos_sin_cache, q_out, k_cache, v_cache, slot_mapping, k_scale, v_scale,
     num_q_heads, num_k_heads, half_dim, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
