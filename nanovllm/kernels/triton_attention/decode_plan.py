@@ -157,12 +157,12 @@ class HopperDecodePlan:
 
 
 # Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence is cut below,
-# warps, slots, box, chunk, whether programs without a piece come last, and blocks of a cluster. Measured on an H200 in whole layers of Qwen3-0.6B, with
-# sequences of 170 to 16,384 tokens. From 9 to 132 sequences all programs are resident at once, with as much shared memory as that
+# warps, slots, box, chunk, whether programs without a piece come last, and blocks of a cluster. Measured on an H200 in whole layers
+# of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. From 9 to 132 sequences all programs are resident at once, with as much shared memory as that
 # leaves each. Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece. Four
 # programs for 5 to 8 sequences: at 16,384 tokens they take 26 % less than one, and where most find no piece nothing is lost if these come last.
 _MEASURED = (
-    (1, (1.0, 1, 4, 3, 32, 8, False, 8)),
+    (1, (1.0, 1, 4, 3, 32, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),
     (8, (4.0, 8, 4, 3, 32, 8, True)),
     (16, (2.0, 4, 4, 3, 32, 8, True)),
@@ -183,8 +183,7 @@ _FLOAT8 = (
 
 
 # The same up to 8 sequences for calls whose last token is in the cache, so that nothing is asked for before the wait. One sequence in
-# rows of such calls takes 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens), in clusters of 8 4.1, 8.9 and 36.8, and with the
-# first row above, when that had no clusters and twice the pieces, 5.8, 10.6 and 38.4.
+# rows of such calls takes 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens), and 5.8, 10.6 and 38.4 in twice as many pieces.
 _CACHED = (
     (1, (1.0, 1, 4, 2, 32, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),
