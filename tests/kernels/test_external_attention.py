@@ -405,6 +405,7 @@ def fa2(
     block_table,
 ):
     assert causal and cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k[0] == 0
+    assert max_seqlen_q > flash_attn._FEW or len(q) < max_seqlen_q * (len(cu_seqlens_q) - 1)  # else the other splits contexts
     return attend(
         q, k, v, block_table, cu_seqlens_q, cu_seqlens_k.diff(), max_seqlen_q, softmax_scale, window_size, softcap
     )

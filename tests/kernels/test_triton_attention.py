@@ -174,6 +174,10 @@ FEW = [
     ([70, 3], 20, 1, 64, 32, F32, 3, DecodePlan(5, 16, 4, 2, 16, False), {"soft_cap": 30.0}),  # a tile for each token
     ([40, 70, 2], 4, 1, 64, 16, F32, 3, DecodePlan(5, 16, 4, 1, 16, False), {"window": 20}),
     ([70, 33, 1], 4, 4, 64, 16, F32, 8, CUT, {"window": 1}),
+    # Partial results merged one by one, the first of which has nothing for some rows, or none of them has.
+    ([70, 3], 4, 4, 64, 16, F32, 8, replace(CUT, merge_registers=1), {"window": 1}),
+    ([18], 2, 2, 64, 16, F32, 20, replace(CUT, merge_registers=1), {}),
+    ([65], 2, 2, 64, 16, F32, 20, CUT, {"window": 20}),  # 39 tokens in four tiles
     ([40, 70], 7, 1, 96, 64, F16, 5, None, {"soft_cap": 5.0, "window": 33}),
     ([40, 0, 70], 4, 2, 64, 16, F16, 4, DecodePlan(4, 32, 4, 1, 16, False), {"cache_dtype": F8}),
     ([40, 1], 4, 2, 64, 16, F32, 2, CUT, {"cache_dtype": F8, "k_scale": 1, "v_scale": 2, "window": 30}),
