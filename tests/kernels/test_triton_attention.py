@@ -275,10 +275,21 @@ def test_options(options, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [2, 3, 8, 20])
-@pytest.mark.parametrize("dim, dtype", [(64, F16), (80, BF16), (128, BF16), (128, F32), (256, BF16), (256, F32)])
-@pytest.mark.parametrize("heads, kv_heads, block_size", [(16, 8, 256), (9, 3, 16), (14, 2, 64)])
-def test_few_query_tokens(n, dim, dtype, heads, kv_heads, block_size):
+@pytest.mark.parametrize(
+    "n, heads, kv_heads, dim, block_size, dtype",
+    [
+        (2, 16, 8, 128, 256, BF16),
+        (4, 32, 8, 128, 256, BF16),
+        (8, 32, 8, 128, 16, BF16),
+        (8, 16, 2, 128, 256, F16),
+        (3, 9, 3, 80, 16, BF16),
+        (5, 14, 2, 64, 64, F16),
+        (4, 16, 8, 256, 256, BF16),
+        (20, 8, 8, 64, 1024, F32),
+        (3, 16, 4, 256, 16, F32),
+    ],
+)
+def test_few_query_tokens(n, heads, kv_heads, dim, block_size, dtype):
     check_decode([*mixed(3, 2000), 1], heads, kv_heads, dim, block_size, dtype, n=n)
     check_decode([*mixed(70, 900, seed=1), 0], heads, kv_heads, dim, block_size, dtype, n=n, window=300)
     check_decode([9000, 5], heads, kv_heads, dim, block_size, dtype, n=n, cache_dtype=F8, k_scale=1, v_scale=kv_heads)
