@@ -452,8 +452,8 @@ def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, t
     for num_seqs, plan in (batch for batches in plans.values() for batch in (batches[0], batches[-1])[: len(batches)]):
         dim_pad, group_pad = triton.next_power_of_2(dim), triton.next_power_of_2(group)
         constants = dict(
-            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), QUERIES=1, GROUP=group, GROUP_PAD=group_pad, HEAD_DIM=dim,
-            DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
+            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), QUERIES=1, GROUP=group, GROUP_PAD=group_pad,
+            HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
             SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2, DEPENDENT=capability >= 90,
             ROTATE=rotate, NORM=rotate, RELEASE=rotate and capability >= 90, SHARED=False,
             EARLY=plan.early,

@@ -1,7 +1,7 @@
 """What the attention and cache ops ask of their arguments.
 
-`check_decode`, `check_query_tokens`, `check_prefill` and `check_store` look at shapes, dtypes and strides, which the host knows: they cost a few
-microseconds and are always on. `check_attention_values`, `check_positions` and `check_slots` look at what block tables, lengths,
+`check_decode`, `check_query_tokens`, `check_prefill` and `check_store` look at shapes, dtypes and strides, which the host knows:
+they cost a few microseconds and are always on. `check_attention_values`, `check_positions` and `check_slots` look at what block tables, lengths,
 positions and slots say. On a CPU the host knows that too. Of a CUDA tensor only the device knows it: they wait for it, so there
 they run only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
 """
