@@ -53,7 +53,10 @@ def paged(lens, kv_heads, dim, block_size, dtype, generator):
 
 
 def attended(q, k, v, window, soft_cap):
-    """Queries [count, heads, dim], the last tokens of a sequence, causal over its k and v [length, kv_heads, dim]: float64."""
+    """Queries [count, heads, dim], the last tokens of a sequence, causal over its k and v [length, kv_heads, dim]: float64.
+
+    Zeros for those before the first token.
+    """
     count, heads, dim = q.shape
     length, kv_heads = k.shape[:2]
     if not length:
@@ -66,7 +69,8 @@ def attended(q, k, v, window, soft_cap):
     hidden = token > position
     if window is not None:
         hidden = hidden | (token <= position - window)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    seen = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    return seen.masked_fill((position < 0)[..., None], 0)
 
 
 def check(call, runs, lens, *, kv_heads, group, dim, block_size, dtype, fp8, window, soft_cap, seed):
@@ -84,12 +88,17 @@ def check(call, runs, lens, *, kv_heads, group, dim, block_size, dtype, fp8, win
 
 
 @settings(max_examples=60, deadline=None)
-@given(lens=st.lists(st.integers(0, 80), min_size=1, max_size=3), plan=st.sampled_from(DECODE_PLANS), **SHAPES)
-def test_decode(lens, plan, **shape):
+@given(
+    lens=st.lists(st.integers(0, 80), min_size=1, max_size=3),
+    n=st.just(1) | st.integers(2, 9),
+    plan=st.sampled_from(DECODE_PLANS),
+    **SHAPES,
+)
+def test_decode(lens, n, plan, **shape):
     def call(q, k, v, table, lengths, **options):
         return decode.attention_decode(q, k, v, table, lengths, max(lens), plan=plan, **options)
 
-    check(call, [1] * len(lens), lens, **shape)
+    check(call, [n] * len(lens), lens, **shape)
 
 
 @settings(max_examples=60, deadline=None)

@@ -63,8 +63,9 @@ def example(
     )  # fmt: skip
 
 
-def decode_example(lens=(5, 40, 30), **options):
-    arguments = example((1,) * len(lens), lens, **options)
+def decode_example(lens=(5, 40, 30), n=1, **options):
+    """n: query tokens a sequence."""
+    arguments = example((n,) * len(lens), lens, **options)
     del arguments["cu_seqlens_q"], arguments["max_query_len"]
     return {**arguments, "max_context_len": max(lens)}
 
@@ -281,6 +282,10 @@ def test_what_flashinfer_refuses(monkeypatch):
     assert "takes float16 and bfloat16" in flashinfer.accepts_prefill(**example())
     assert "head_dim of 64, 128, 256, got 96" in flashinfer.accepts_decode(**decode_example(dim=96, **HALF))
     assert "scales" in flashinfer.accepts_decode(**decode_example(**HALF), v_scale=torch.ones(1))
+    few = decode_example(n=3, **HALF)
+    assert flashinfer.accepts_decode(**few) == "FlashInfer's decode takes one query token a sequence, got 3"
+    with pytest.raises(ValueError, match="takes one query token a sequence, got 3"):
+        flashinfer.attention_decode(**few)
     strided = example(**HALF)
     strided["k_cache"] = torch.zeros(9, 16, 4, 64, dtype=torch.bfloat16)[:, :, :2]
     assert "contiguous cache" in flashinfer.accepts_prefill(**strided)
@@ -317,6 +322,11 @@ def window_of(sides):
 
 def attend(q, k, v, table, starts, lens, longest, scale, sides, soft_cap):
     assert starts.dtype == lens.dtype == torch.int32
+    if (0 < lens).logical_and(lens < starts.diff()).any():  # which the reference refuses of runs
+        n = int(starts[1])
+        assert starts.tolist() == list(range(0, len(q) + 1, n))
+        most = int(lens.max())
+        return attention_decode.native(q, k, v, table, lens, most, scale, window_of(sides), soft_cap or None)
     return attention_prefill.native(q, k, v, table, starts, lens, longest, scale, window_of(sides), soft_cap or None)
 
 
@@ -395,15 +405,18 @@ def fa2(
     block_table,
 ):
     assert causal and cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k[0] == 0
+    assert max_seqlen_q > flash_attn._FEW or len(q) < max_seqlen_q * (len(cu_seqlens_q) - 1)  # else the other splits contexts
     return attend(
         q, k, v, block_table, cu_seqlens_q, cu_seqlens_k.diff(), max_seqlen_q, softmax_scale, window_size, softcap
     )
 
 
 def fa2_decode(q, k, v, *, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap):
-    assert causal and q.shape[1] == 1
-    starts = torch.arange(len(q) + 1, dtype=torch.int32)
-    return attend(q[:, 0], k, v, block_table, starts, cache_seqlens, 1, softmax_scale, window_size, softcap)[:, None]
+    num_seqs, n = q.shape[:2]
+    assert causal and 1 <= n <= flash_attn._FEW and len(cache_seqlens) == num_seqs
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32) * n
+    o = attend(q.flatten(0, 1), k, v, block_table, starts, cache_seqlens, n, softmax_scale, window_size, softcap)
+    return o.unflatten(0, (num_seqs, n))
 
 
 class Wrapper:
@@ -485,6 +498,7 @@ def test_calls(monkeypatch, package, options):
         (attention_prefill, example((2, 3), (0, 40), **shape)),
         (attention_decode, decode_example(**shape)),
         (attention_decode, decode_example((0, 300), **shape)),
+        *((attention_decode, decode_example((3, 300), n, **shape)) for n in (2, 5, 20) if module is flash_attn),
     ):
         got = getattr(module, declared.name)(**arguments, **options)
         torch.testing.assert_close(got, declared.native(**arguments, **options))
@@ -512,7 +526,7 @@ def test_bad_arguments(monkeypatch, package):
             fn(**{**arguments, "context_lens": arguments["context_lens"].long()})
         with pytest.raises(ValueError, match="context_lens: sequence 0 has length 3000"):
             fn(**{**arguments, "context_lens": torch.full_like(arguments["context_lens"], 3000)})
-    with pytest.raises(ValueError, match=r"q: expected \[3, num_heads, head_dim\], a query token for each .* got \[2, 6, 64\]"):
+    with pytest.raises(ValueError, match=r"q: expected \[n \* 3, num_heads, head_dim\], .* 3 sequences .* got \[2, 6, 64\]"):
         module.attention_decode(**{**decode, "q": decode["q"][:2]})
     with pytest.raises(ValueError, match=r"cu_seqlens_q: expected contiguous int32 \[4\], got torch.int64 \[4\]"):
         module.attention_prefill(**{**prefill, "cu_seqlens_q": prefill["cu_seqlens_q"].long()})
@@ -536,6 +550,11 @@ def test_against_float64(module, options, shape, dtype):
     for declared, arguments in (
         (attention_prefill, example((300, 1, 129), (300, 700, 1000), **shape, dtype=dtype, device=CUDA)),
         (attention_decode, decode_example((300, 1, 1000), **shape, dtype=dtype, device=CUDA)),
+        *(
+            (attention_decode, decode_example((300, 1, 1000), n, **shape, dtype=dtype, device=CUDA))
+            for n in (2, 8, 40)
+            if module is flash_attn
+        ),
     ):
         reason = getattr(module, declared.name.replace("attention", "accepts"))(**arguments, **options)
         if reason is not None:

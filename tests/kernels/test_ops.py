@@ -200,7 +200,7 @@ def attention_float64(case):
     for keys, values, num_new, length in zip(case.keys, case.values, case.query_lens, case.context_lens):
         group = case.q.shape[1] // keys.shape[1]
         for j in range(num_new):
-            end = length - num_new + j + 1
+            end = max(0, length - num_new + j + 1)
             heads = []
             for h in range(case.q.shape[1]):
                 scores = keys[:end, h // group].double() @ case.q[row, h].cpu().double() * case.scale
@@ -251,10 +251,19 @@ def test_decode_attention_with_a_loose_bound_on_the_context(bound, device):
     attention_close(decode(case, max_context_len=bound), case)
 
 
+@pytest.mark.parametrize("heads, kv_heads", GQA)
+@pytest.mark.parametrize("n", [2, 5, 9])
+def test_decode_attention_of_few_query_tokens(heads, kv_heads, n, dtype, device):
+    """Also of sequences that have fewer tokens, or none."""
+    case = paged([1, 16, 17, 3, 79, 0], heads, kv_heads, 24, 16, [n] * 6, dtype, device)
+    attention_close(decode(case), case)
+
+
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("piece_bytes", [1, 3 * 24 * 2 * 16 * 4])
-def test_decode_attention_in_pieces(piece_bytes, monkeypatch, device):
+def test_decode_attention_in_pieces(piece_bytes, n, monkeypatch, device):
     monkeypatch.setattr(ATTENTION, "_PIECE_BYTES", piece_bytes)
-    case = paged([21, 3, 8, 1, 20], 4, 2, 16, 4, [1] * 5, torch.float32, device)
+    case = paged([21, 3, 8, 1, 20], 4, 2, 16, 4, [n] * 5, torch.float32, device)
     attention_close(decode(case), case)
 
 
@@ -309,5 +318,5 @@ def test_attention_of_random_shapes(data):
     shape = kv_heads * group, kv_heads, head_dim, block_size
     case = paged(contexts, *shape, queries, torch.float32, "cpu", seed=len(contexts))
     attention_close(prefill(case), case)
-    case = paged(contexts, *shape, [1] * len(contexts), torch.float32, "cpu", seed=1)
+    case = paged(contexts, *shape, [data.draw(st.integers(1, 5))] * len(contexts), torch.float32, "cpu", seed=1)
     attention_close(decode(case), case)

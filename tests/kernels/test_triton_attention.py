@@ -21,6 +21,7 @@ DEVICE = "cuda" if GPU else "cpu"
 from nanovllm.kernels.triton_attention.common import padded_count  # noqa: E402
 from nanovllm.kernels.triton_attention.decode import DecodePlan, attention_decode, plan_decode  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel  # noqa: E402
+from nanovllm.kernels.triton_attention.decode_plan import tokens_together  # noqa: E402
 from tests.interpreter import check_interpreted  # noqa: E402
 
 F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -50,13 +51,15 @@ def paged(context_lens, num_kv_heads, head_dim, block_size, dtype, seed=0, scale
 
 
 def reference(q, k_cache, v_cache, table, context_lens, window=None, soft_cap=None, k_scale=None, v_scale=None):
-    """Float64, one sequence and one KV head at a time: the shape of q."""
+    """Float64, one query token and one KV head at a time: the shape of q."""
     block_size, num_kv_heads = k_cache.shape[1:3]
     num_heads, head_dim = q.shape[1:]
     group = num_heads // num_kv_heads
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    for i, length in enumerate(context_lens):
-        blocks = table[i, : -(-length // block_size)].long()
+    n = len(q) // len(context_lens)
+    for i in range(len(q)):
+        length = max(0, context_lens[i // n] - (n - 1) + i % n)  # up to the query's own token
+        blocks = table[i // n, : -(-length // block_size)].long()
         first = 0 if window is None else max(0, length - window)
         for h in range(num_kv_heads if length else 0):
             k, v = (
@@ -98,14 +101,15 @@ def scales(count, seed):
     return (torch.rand(count, generator=torch.Generator().manual_seed(seed)) + 0.5).to(DEVICE)
 
 
-def check_decode(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, plan=None, cache_dtype=None, **options):
+def check_decode(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, plan=None, cache_dtype=None, n=1, **options):
+    """n: query tokens a sequence."""
     k, v, table = paged(lens, num_kv_heads, head_dim, block_size, cache_dtype or dtype, seed=len(lens))
-    q = queries(len(lens), num_heads, head_dim, dtype)
+    q = queries(len(lens) * n, num_heads, head_dim, dtype)
     options = {name: scales(n, i) if name[1:] == "_scale" else n for i, (name, n) in enumerate(options.items())}
 
     def run():
         # What the output was allocated over is NaN, so that a row that nobody writes shows.
-        poison = torch.full((len(lens), num_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+        poison = torch.full((len(q), num_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
         del poison
         return attention_decode(q, k, v, table, int32(lens), max(*lens, 1), head_dim**-0.5, plan=plan, **options)
 
@@ -157,6 +161,51 @@ def test_decode_small(lens, heads, kv_heads, dim, block_size, dtype, plan, optio
     check_decode(lens, heads, kv_heads, dim, block_size, dtype, plan, **options)
 
 
+CUT = DecodePlan(30, 16, 4, 1, 16, False)  # to single tiles
+FEW = [
+    ([1], 2, 2, 64, 16, F32, 1, None, {}),
+    ([2, 17, 100, 16, 33], 4, 2, 64, 16, F32, 2, None, {}),
+    ([1, 17, 0, 2, 3], 4, 2, 64, 16, F32, 4, None, {}),  # lengths below n, also where nothing is cut
+    ([1, 17, 100, 2], 4, 2, 64, 16, F32, 4, CUT, {}),
+    ([65, 64, 63], 4, 2, 64, 64, F32, 3, DecodePlan(40, 16, 4, 1, 1, False), {}),  # a query before its sequence's last tile
+    ([90, 0, 5], 9, 3, 80, 32, F16, 5, CUT, {}),  # no power of two anywhere, 15 rows
+    ([90, 4], 9, 3, 80, 32, F16, 7, CUT, {}),  # 21 rows
+    ([70, 3], 8, 1, 64, 48, F32, 9, DecodePlan(9, 32, 4, 1, 16, False), {}),  # tiles of 4, 4 and 1 tokens
+    ([70, 3], 20, 1, 64, 32, F32, 3, DecodePlan(5, 16, 4, 2, 16, False), {"soft_cap": 30.0}),  # a tile for each token
+    ([40, 70, 2], 4, 1, 64, 16, F32, 3, DecodePlan(5, 16, 4, 1, 16, False), {"window": 20}),
+    ([70, 33, 1], 4, 4, 64, 16, F32, 8, CUT, {"window": 1}),
+    # Partial results merged one by one, the first of which has nothing for some rows, or none of them has.
+    ([70, 3], 4, 4, 64, 16, F32, 8, replace(CUT, merge_registers=1), {"window": 1}),
+    ([18], 2, 2, 64, 16, F32, 20, replace(CUT, merge_registers=1), {}),
+    ([65], 2, 2, 64, 16, F32, 20, CUT, {"window": 20}),  # 39 tokens in four tiles
+    ([40, 70], 7, 1, 96, 64, F16, 5, None, {"soft_cap": 5.0, "window": 33}),
+    ([40, 0, 70], 4, 2, 64, 16, F16, 4, DecodePlan(4, 32, 4, 1, 16, False), {"cache_dtype": F8}),
+    ([40, 1], 4, 2, 64, 16, F32, 2, CUT, {"cache_dtype": F8, "k_scale": 1, "v_scale": 2, "window": 30}),
+    ([90, 5], 6, 2, 64, 32, F32, 3, None, {"cache_dtype": F16, "v_scale": 2}),
+]
+
+
+@pytest.mark.parametrize("lens, heads, kv_heads, dim, block_size, dtype, n, plan, options", FEW)
+def test_few_query_tokens_small(lens, heads, kv_heads, dim, block_size, dtype, n, plan, options):
+    check_decode(lens, heads, kv_heads, dim, block_size, dtype, plan, n=n, **options)
+
+
+def test_few_query_tokens_see_what_one_sees():
+    """Every query gets what it gets alone with the tokens up to its own; those before the first token see nothing, NaN or not."""
+    lens, n = [50, 2, 31], 3
+    k, v, table = paged(lens, 2, 64, 16, F32)
+    q = queries(len(lens) * n, 4, 64, F32)
+    got = attention_decode(q, k, v, table, int32(lens), 50, 0.125, plan=CUT)
+    for i in range(n):
+        short = [max(0, length - (n - 1) + i) for length in lens]
+        alone = attention_decode(q[i::n], k, v, table, int32(short), 50, 0.125, plan=CUT)
+        check(got[i::n].contiguous(), alone.double(), F32)
+    assert not got[n].any() and got[n + 1].any()
+    q[0] = float("nan")
+    mixed_up = attention_decode(q, k, v, table, int32(lens), 50, 0.125, plan=CUT)
+    assert mixed_up[0].isnan().all() and torch.equal(mixed_up[1:], got[1:])
+
+
 def test_bad_input(monkeypatch):
     monkeypatch.setenv("NANOVLLM_CHECK", "1")
     k, v, table = paged([20, 3], 2, 64, 16, F32)
@@ -167,9 +216,12 @@ def test_bad_input(monkeypatch):
 
     call()
     assert not call(lens=int32([20, 0]))[1].any()  # padding
-    for wrong in (q, q[:1]):
-        with pytest.raises(ValueError, match=rf"q: expected \[2, num_heads, head_dim\], .* got \[{len(wrong)}, 4, 64\]"):
+    for wrong in (q, q[:1], q[:0]):
+        with pytest.raises(ValueError, match=rf"q: expected \[n \* 2, .* 2 sequences of .* got \[{len(wrong)}, 4, 64\]"):
             call(wrong)
+    with pytest.raises(ValueError, match=r"q: expected \[n \* 0, "):
+        call(table=table[:0], lens=lens[:0])
+    assert call(q[:0], table[:0], lens[:0]).shape == (0, 4, 64)
     with pytest.raises(ValueError, match=r"block_table: expected int32 \[2, max_blocks\]"):
         call(table=table[:1])
     bad = table.clone()
@@ -223,6 +275,27 @@ def test_options(options, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "n, heads, kv_heads, dim, block_size, dtype",
+    [
+        (2, 16, 8, 128, 256, BF16),
+        (4, 32, 8, 128, 256, BF16),
+        (8, 32, 8, 128, 16, BF16),
+        (8, 16, 2, 128, 256, F16),
+        (3, 9, 3, 80, 16, BF16),
+        (5, 14, 2, 64, 64, F16),
+        (4, 16, 8, 256, 256, BF16),
+        (20, 8, 8, 64, 1024, F32),
+        (3, 16, 4, 256, 16, F32),
+    ],
+)
+def test_few_query_tokens(n, heads, kv_heads, dim, block_size, dtype):
+    check_decode([*mixed(3, 2000), 1], heads, kv_heads, dim, block_size, dtype, n=n)
+    check_decode([*mixed(70, 900, seed=1), 0], heads, kv_heads, dim, block_size, dtype, n=n, window=300)
+    check_decode([9000, 5], heads, kv_heads, dim, block_size, dtype, n=n, cache_dtype=F8, k_scale=1, v_scale=kv_heads)
+
+
+@pytest.mark.gpu
 def test_very_different_lengths():
     check_decode([40000], 16, 8, 128, 256, BF16)
     check_decode([40000, 1, 300, 17, 0], 16, 8, 128, 256, BF16)
@@ -244,13 +317,13 @@ def test_large_queries_and_a_float8_cache():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("count", [1, 3, 100])
-def test_graph_replay(count, warm):
+@pytest.mark.parametrize("count, n", [(1, 1), (3, 1), (100, 1), (1, 4), (5, 3)])
+def test_graph_replay(count, n, warm):
     """A graph replays with other lengths and tables, also where the first launch on its stream is the captured one."""
     longest, heads, kv_heads = 3000, 16, 8
     k, v, _ = paged([longest] * count, kv_heads, 128, 256, BF16)
     table = torch.zeros(count, -(-longest // 256), dtype=torch.int32, device=DEVICE)
-    lens, q = int32([1] * count), queries(count, heads, 128, BF16)
+    lens, q = int32([1] * count), queries(count * n, heads, 128, BF16)
 
     def run():
         return attention_decode(q, k, v, table, lens, longest, 128**-0.5)
@@ -379,8 +452,8 @@ def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, t
     for num_seqs, plan in (batch for batches in plans.values() for batch in (batches[0], batches[-1])[: len(batches)]):
         dim_pad, group_pad = triton.next_power_of_2(dim), triton.next_power_of_2(group)
         constants = dict(
-            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), GROUP=group, GROUP_PAD=group_pad, ROWS=16, HEAD_DIM=dim,
-            DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
+            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), QUERIES=1, GROUP=group, GROUP_PAD=group_pad,
+            HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
             SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2, DEPENDENT=capability >= 90,
             ROTATE=rotate, NORM=rotate, RELEASE=rotate and capability >= 90, SHARED=False,
             EARLY=plan.early,
@@ -393,6 +466,45 @@ def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, t
             assert "cp.async.cg.shared.global [ %r" in binary.asm["ptx"]  # 16 bytes at a time, and asynchronous
 
 
+FEW_CASES = [
+    ("bf16", 128, 2, 4, 90), ("bf16", 128, 4, 8, 90), ("bf16", 128, 8, 8, 90), ("bf16", 80, 9, 3, 90), ("bf16", 256, 4, 8, 90),
+    ("fp32", 64, 3, 5, 90), ("fp32", 128, 4, 8, 90), ("fp32", 256, 4, 8, 90), ("fp8", 128, 4, 8, 90), ("fp8", 256, 2, 4, 90),
+    *((dtype, 128, 4, 8, capability) for dtype in ("bf16", "fp32", "fp8") for capability in (80, 100)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("dtype, dim, group, n, capability", FEW_CASES)
+def test_few_query_tokens_compile_without_spills(dtype, dim, group, n, capability, window, tmp_path):
+    """As above; with 32 rows a tile, and where these are not all, with two."""
+    rows = group * tokens_together(n, group)
+    tiles = -(-n * group // rows)
+    plans = {}
+    for num_seqs in (1, 8, 70, 300):
+        plan = plan_decode(
+            num_seqs, 8 * tiles, rows, dim, {"fp32": 4, "bf16": 2, "fp8": 1}[dtype], dtype == "fp32", 132, False
+        )
+        plans.setdefault(replace(plan, pieces=1, least=1), (num_seqs, plan))
+    for num_seqs, plan in plans.values():
+        dim_pad, group_pad = triton.next_power_of_2(dim), triton.next_power_of_2(rows)
+        constants = dict(
+            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), QUERIES=n, GROUP=group, GROUP_PAD=group_pad,
+            HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad), SOFT_CAP=0.0,
+            WINDOW=window, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2, DEPENDENT=capability >= 90,
+            ROTATE=False, NORM=False, RELEASE=capability >= 90, SHARED=False, EARLY=False,
+        )  # fmt: skip
+        binary = compiled(decode_kernel, constants, dtype, capability, plan.warps, plan.stages)
+        assert stack(binary, tmp_path) <= STACK, plan
+        assert binary.metadata.shared <= 99 * 1024
+        assert not fused_shuffles(binary.asm["ptx"])
+        if dtype != "fp32":
+            assert "cp.async.cg.shared.global [ %r" in binary.asm["ptx"]
+
+
+def test_tokens_of_a_tile():
+    assert [tokens_together(*case) for case in ((2, 2), (8, 4), (8, 8), (5, 9), (3, 71), (40, 1))] == [2, 8, 4, 3, 1, 32]
+
+
 def test_in_the_interpreter():
     check_interpreted(__file__)
 
@@ -401,7 +513,15 @@ def test_in_the_interpreter():
 _HERE = {
     "test_in_the_interpreter": not GPU and not INTERPRETED,
     "test_decode_compiles_without_spills": not INTERPRETED,
-    **{name: GPU or INTERPRETED for name in ("test_decode_small", "test_bad_input", "test_large_logits")},
+    "test_few_query_tokens_compile_without_spills": not INTERPRETED,
+    "test_tokens_of_a_tile": not INTERPRETED,
+    **{
+        name: GPU or INTERPRETED
+        for name in (
+            "test_decode_small", "test_few_query_tokens_small", "test_few_query_tokens_see_what_one_sees", "test_bad_input",
+            "test_large_logits",
+        )
+    },  # fmt: skip
 }
 for _name in [name for name in globals() if name.startswith("test_")]:
     if not _HERE.get(_name, GPU):

@@ -189,6 +189,8 @@ def test_what_the_kernel_does_not_take_has_the_other_one(launches):
     calls.append(make([300, 17], 9, 2, 128, 256, BF16, norm=False))
     calls.append(make([300, 17], 2, 2, 128, 32, BF16, new=False))
     calls.append(make([5] * 513, 1, 2, 128, 64, BF16, new=False))
+    one = make([300, 17], 2, 8, 128, 256, BF16, new=False)
+    calls.append(one | {"q": one["q"].repeat_interleave(2, 0)})
     for call in calls:
         run(copied(call))
     assert launches == ["launch_decode"] * len(calls)

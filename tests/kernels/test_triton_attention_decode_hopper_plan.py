@@ -63,6 +63,7 @@ def test_what_is_taken(monkeypatch):
     ):
         assert decode_hopper.takes(*given_for(**shape))
     assert decode_hopper.takes(q[:0], k_cache, v_cache, None)
+    assert not decode_hopper.takes(q, k_cache, v_cache, None, queries=2)
 
 
 def strided(cache, step):
@@ -77,6 +78,7 @@ def test_what_is_not_taken_is_said():
     scale = torch.ones(1)
     for options in ({"window": 5}, {"soft_cap": 1.0}, {"scales": (scale, None)}, {"scales": (None, scale)}):
         assert "expected none of them" in decode_hopper.refused(q, k_cache, v_cache, new, **options)
+    assert decode_hopper.refused(q, k_cache, v_cache, None, queries=2) == "q: expected one query token a sequence, got 2"
     float8 = given_for(scales=(0, 0))
     assert decode_hopper.refused(*float8, scales=(scale, scale)) is None
     assert "expected none of them" in decode_hopper.refused(*float8, soft_cap=1.0)
@@ -129,7 +131,7 @@ def test_a_plan_says_which_kernel(monkeypatch):
     calls = []
     monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
     monkeypatch.setattr(decode, "launch_hopper", lambda *args: calls.append(("hopper", args[-2] is None, args[-1])))
-    monkeypatch.setattr(decode, "launch_decode", lambda *args: calls.append(("any", args[-2] is None, args[-1])))
+    monkeypatch.setattr(decode, "launch_decode", lambda *args: calls.append(("any", args[-4] is None, args[-3])))
     plans = DecodePlan(7, 32, 4, 1, 16, False), Plan(5)
     for new in (True, False):
         given = make([40, 3], 2, 2, 128, 64, BF16, device="cpu", new=new)
@@ -143,6 +145,12 @@ def test_a_plan_says_which_kernel(monkeypatch):
             ("any", not new, None),
         ]
         calls.clear()
+    few = given | {"q": given["q"].repeat_interleave(3, 0)}
+    for plan in (None, plans[0]):
+        run(few, plan)
+    assert calls == [("any", True, None), ("any", True, plans[0])]
+    with pytest.raises(ValueError, match="q: expected one query token a sequence, got 3; a HopperDecodePlan is for its kernel only"):
+        run(few, plans[1])
 
 
 def test_built_in_plans_can_be_launched_and_use_the_gpu():

@@ -1,11 +1,14 @@
 """The attention layer on the reference, its caches' dtypes, and what bad arguments are told."""
 
+import importlib
+
 import pytest
 import torch
 
 from nanovllm.config import RopeConfig
 from nanovllm.kernels import Provider, all_ops, resolve_kernels
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
+from nanovllm.kernels.ops.attention_shared import attention_decode_shared
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
 from nanovllm.kernels.ops.qk_norm_rope_attention import qk_norm_rope_attention
@@ -17,6 +20,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.native import NATIVE
 
+ATTENTION = importlib.import_module("nanovllm.kernels.ops.attention")
 F8 = torch.float8_e4m3fn
 LENS, BLOCK, HEADS, KV_HEADS, DIM = [1, 17, 40], 16, 4, 2, 8
 
@@ -79,6 +83,27 @@ def test_prefill_then_decode(options, scaled):
     for i in range(3):
         mine = slice(starts[i], starts[i + 1])
         torch.testing.assert_close(got[mine], expected(q[mine], k[mine], v[mine], 0.3, **options), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 7}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20, "soft_cap": 3.0}]
+)
+@pytest.mark.parametrize("n", [1, 2, 5, 18, 40])
+def test_the_last_tokens_of_each_sequence(n, options):
+    """Few query tokens, where the host knows the lengths and where it does not; zeros before a sequence's first token."""
+    q, k, v, cache, table = batch()
+    store_kvcache.native(k, v, cache.k, cache.v, slots(table))
+    queries, want, start = torch.randn(3, n, HEADS, DIM, dtype=torch.float64), torch.zeros(3, n, HEADS, DIM).double(), 0
+    for i, length in enumerate(LENS):
+        mine, few = slice(start, start + length), min(n, length)
+        queries[i, n - few :] = q[mine][length - few :]
+        want[i, n - few :] = expected(q[mine], k[mine], v[mine], 0.3, **options)[length - few :]
+        start += length
+    given = queries.flatten(0, 1), cache.k, cache.v, table, torch.tensor(LENS).int(), 48, 0.3
+    padded = ATTENTION._decode_padded(*given, options.get("window"), options.get("soft_cap"), None, None)
+    for got in (attention_decode.native(*given, **options), padded):
+        torch.testing.assert_close(got.unflatten(0, (3, n)), want, rtol=1e-6, atol=1e-7)
+        assert got.is_contiguous() and not got[: max(0, n - 1)].any()
 
 
 @pytest.mark.parametrize("cache_dtype, error", [(F8, 0.06), (torch.bfloat16, 0.006), (torch.float16, 1e-3)])
@@ -261,14 +286,17 @@ def test_runs_that_do_not_fit_are_named(changes, said, checked):
         prefill(**changes)
 
 
-def test_as_many_queries_as_sequences():
+def test_as_many_queries_for_each_sequence():
     q, _, _, _, _ = batch(torch.float32)
     for wrong in (q[:2], q[:4], q[:0]):
-        with pytest.raises(
-            ValueError,
-            match=rf"q: expected \[3, num_heads, head_dim\], a query token for each sequence .* got \[{len(wrong)}, 4, 8\]",
-        ):
+        with pytest.raises(ValueError, match=rf"q: expected \[n \* 3, .* of the 3 sequences .* got \[{len(wrong)}, 4, 8\]"):
             call(q=wrong)
+    # What is built upon it takes one query token a sequence.
+    for wrong in (q[:2], q[:6]):
+        with pytest.raises(ValueError, match=rf"q: expected \[3, .* a query token for each .* got \[{len(wrong)}, 4, 8\]"):
+            fused(q=wrong)
+        with pytest.raises(ValueError, match=rf"q: expected \[3, .* a query token for each .* got \[{len(wrong)}, 4, 8\]"):
+            shared(q=wrong)
 
 
 def fused(lens=LENS, rows=48, **changes):
@@ -278,6 +306,16 @@ def fused(lens=LENS, rows=48, **changes):
         "block_table": table, "context_lens": int32(*lens), "max_context_len": 48, "scale": 0.3,
     }  # fmt: skip
     return qk_norm_rope_attention.native(**{**arguments, **changes})
+
+
+def shared(**changes):
+    q, _, _, cache, table = batch(torch.float32)
+    arguments = {
+        "q": q[:3], "k_cache": cache.k, "v_cache": cache.v, "block_table": table, "context_lens": int32(*LENS),
+        "groups": torch.zeros(1, 3, dtype=torch.int32), "group_rows": int32(0, 1, 2), "shared_lens": int32(0, 0, 0),
+        "max_context_len": 48, "scale": 0.3,
+    }  # fmt: skip
+    return attention_decode_shared.native(**{**arguments, **changes})
 
 
 def test_wrong_positions_are_named(checked):

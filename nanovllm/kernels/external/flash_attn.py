@@ -16,7 +16,13 @@ from functools import cache
 import torch
 
 from nanovllm.kernels.external.packages import find, folder, import_error, refuse_common, version_of
-from nanovllm.kernels.ops.checks import check_decode, check_prefill, check_prefill_values, values_checked
+from nanovllm.kernels.ops.checks import (
+    check_attention_values,
+    check_prefill,
+    check_prefill_values,
+    check_query_tokens,
+    values_checked,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class Variant:
         reason = unsupported(int(self.package[-1])) if unsupported and self.distribution == "vllm" else None
         return None if reason is None else f"{who} is installed but cannot run ({reason})"
 
+
+_FEW = 16
+"""Query tokens a sequence for which FlashAttention 2 is asked to split contexts."""
 
 _VLLM = "vllm.vllm_flash_attn.flash_attn_interface", ("flash_attn_varlen_func",), "vllm"
 
@@ -178,8 +187,10 @@ def attention_decode(
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses."""
     _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
-    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    queries = check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    if values_checked(q.device):
+        check_attention_values(k_cache, block_table, context_lens, max_context_len)
+    starts = torch.arange(0, q.shape[0] + 1, queries, dtype=torch.int32, device=q.device)
     return _attend(
         q,
         k_cache,
@@ -187,7 +198,7 @@ def attention_decode(
         block_table,
         starts,
         context_lens,
-        1,
+        queries,
         max_context_len,
         scale,
         window,
@@ -213,6 +224,8 @@ def attention_prefill(
     longest = block_table.shape[1] * k_cache.shape[1]  # a bound that the host knows
     _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
     check_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale)
+    if values_checked(q.device):
+        check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len, longest)
     return _attend(
         q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, longest, scale, window, soft_cap
     )
@@ -231,9 +244,7 @@ def _attend(
     window,
     soft_cap,
 ) -> torch.Tensor:
-    """Behind the wrappers, which have checked all but what the device knows."""
-    if values_checked(q.device):
-        check_prefill_values(q, k_cache, block_table, starts, lens, max_query_len, max_context_len)
+    """Behind the wrappers, which have checked the arguments."""
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # A query at the end of a run sees itself and `window - 1` tokens to its left.
@@ -270,13 +281,13 @@ def _call_flash_attn_4(q, k, v, table, starts, lens, max_query_len, max_context_
 
 
 def _call_flash_attn_2(q, k, v, table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap):
-    if max_query_len == 1 and len(starts) == q.shape[0] + 1:
-        # One query a sequence: this function splits long contexts over the GPU.
+    if max_query_len <= _FEW and len(lens) * max_query_len == q.shape[0]:
+        # No run is longer, so all are as long: this function splits long contexts over the GPU.
         o = _function("flash_attn", "flash_attn_with_kvcache")(
-            q[:, None], k, v, cache_seqlens=lens, block_table=table, softmax_scale=scale, causal=True, window_size=sides,
-            softcap=soft_cap,
+            q.unflatten(0, (len(lens), max_query_len)), k, v, cache_seqlens=lens, block_table=table, softmax_scale=scale,
+            causal=True, window_size=sides, softcap=soft_cap,
         )  # fmt: skip
-        return o[:, 0]
+        return o.flatten(0, 1)
     ends = torch.zeros(len(lens) + 1, dtype=torch.int32, device=q.device)
     torch.cumsum(lens, 0, dtype=torch.int32, out=ends[1:])
     return _function("flash_attn", "flash_attn_varlen_func")(

@@ -16,9 +16,9 @@ import torch
 from nanovllm.kernels.external.packages import find, folder, import_error, refuse_common, version_of
 from nanovllm.kernels.ops.checks import (
     check_attention_values,
-    check_decode,
     check_prefill,
     check_prefill_values,
+    check_query_tokens,
     values_checked,
 )
 
@@ -59,7 +59,7 @@ def accepts_decode(
     v_scale=None,
 ) -> str | None:
     """Why FlashInfer cannot take these arguments of `attention_decode`, or None."""
-    return _refuse(q, k_cache, block_table, k_scale, v_scale)
+    return _refuse_decode(q, k_cache, block_table, context_lens, k_scale, v_scale)
 
 
 def accepts_prefill(
@@ -68,6 +68,14 @@ def accepts_prefill(
 ) -> str | None:  # fmt: skip
     """Why FlashInfer cannot take these arguments of `attention_prefill`, or None."""
     return _refuse(q, k_cache, block_table, k_scale, v_scale)
+
+
+def _refuse_decode(q, k_cache, block_table, context_lens, k_scale, v_scale) -> str | None:
+    reason = _refuse(q, k_cache, block_table, k_scale, v_scale)
+    # What is no multiple of the sequences is an error, whoever is asked.
+    if reason is None and len(q) > len(context_lens) > 0 and len(q) % len(context_lens) == 0:
+        return f"{NAME}'s decode takes one query token a sequence, got {len(q) // len(context_lens)}"
+    return reason
 
 
 def _refuse(q, k_cache, block_table, k_scale, v_scale) -> str | None:
@@ -97,8 +105,8 @@ def attention_decode(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses. Waits for the device."""
-    _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    _check(_refuse_decode(q, k_cache, block_table, context_lens, k_scale, v_scale))
+    check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     q = q.contiguous()

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: one query token a sequence, and runs of query tokens.
+"""Attention over the paged KV cache: one query token a sequence or as few for each, and runs of query tokens.
 
 The cache layout is [num_blocks, block_size, num_kv_heads, head_dim] for K and for V; a sequence's token t lies in
 block `block_table[t // block_size]` at offset `t % block_size`. Query head h reads KV head h // (num_heads / num_kv_heads).
@@ -8,12 +8,12 @@ A cache may have another dtype than the queries, float8_e4m3fn among them; a key
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.ops.attention_inputs import DECODE, PREFILL
+from nanovllm.kernels.ops.attention_inputs import FEW, PREFILL
 from nanovllm.kernels.ops.checks import (
     check_attention_values,
-    check_decode,
     check_prefill,
     check_prefill_values,
+    check_query_tokens,
     values_checked,
 )
 from nanovllm.kernels.registry import op
@@ -23,7 +23,7 @@ from nanovllm.kernels.registry import op
 _PIECE_BYTES = 256 * 2**20
 
 
-@op(**DECODE)
+@op(**FEW)
 def attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -37,29 +37,31 @@ def attention_decode(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query token a sequence against all of that sequence's cached tokens (its own among them).
+    """The last token of each sequence, or the last n of each, against all of its cached tokens (their own among them).
 
-    Exactly one: a run of a few query tokens is `attention_prefill`'s, which is right for it but does not split long contexts
-    ("A few query tokens" in docs/attention.md).
+    n is the same for all sequences, q.shape[0] / num_seqs, at least 1. Query i of n stands at position context_len - n + i and sees
+    the tokens up to its own. For few of them, such as a draft to be verified: contexts are split over the GPU, and every token is
+    read for all n. Many, or of different numbers, are `attention_prefill`'s ("A few query tokens" in docs/attention.md).
 
     Args:
-        q: [num_seqs, num_heads, head_dim].
+        q: [num_seqs * n, num_heads, head_dim]: the queries of one sequence after those of another.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         block_table: [num_seqs, max_blocks] int32, columns adjacent; entries past a sequence's last block may be any valid block.
-        context_lens: [num_seqs] int32, contiguous. A sequence of length 0 gets zeros.
+        context_lens: [num_seqs] int32, contiguous: all tokens up to the last query, the n among them. A sequence of length 0 gets
+            zeros, and one of a length below n has zeros for its first queries, which stand before its first token.
         max_context_len: a host-side bound on context_lens; the work is sized by it, so that a CUDA graph can be captured.
         scale: multiplies q @ k.
-        window: if given, only the last `window` tokens are attended to, the query's own included.
+        window: if given, a query attends to the last `window` tokens up to its own, which counts as one of them.
         soft_cap: if given, a score s, scale included, becomes soft_cap * tanh(s / soft_cap).
         k_scale, v_scale: float32 [1] or [num_kv_heads], contiguous; a key is the cached value times k_scale. None: 1.
 
     Returns:
-        [num_seqs, num_heads, head_dim], the dtype of q. Cache slots beyond context_lens never influence it, NaN or not.
+        [num_seqs * n, num_heads, head_dim], the dtype of q. Cache slots beyond context_lens never influence it, NaN or not.
 
     Raises:
         ValueError: arguments do not fit together; lengths and blocks are looked at on a CPU, elsewhere with NANOVLLM_CHECK=1.
     """
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     options = (scale, window, soft_cap, k_scale, v_scale)
@@ -72,46 +74,76 @@ def _decode_padded(
     q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, k_scale, v_scale
 ) -> torch.Tensor:
     # Every shape follows from shapes and host values, so that a CUDA graph can be captured.
-    num_seqs, num_heads, head_dim = q.shape
+    num_tokens, num_heads, head_dim = q.shape
+    num_seqs = len(context_lens)
+    n = num_tokens // max(1, num_seqs)
     block_size, num_kv_heads = k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
     positions = torch.arange(max_context_len, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    back = torch.arange(n - 1, -1, -1, device=q.device)
     rows = max(1, _PIECE_BYTES // max(1, max_context_len * num_kv_heads * head_dim * q.element_size()))
     for start in range(0, num_seqs, rows):
         piece = slice(start, start + rows)
+        tokens = slice(start * n, (start + rows) * n)
         lens = context_lens[piece, None]
-        valid = positions < lens  # [rows, max_context_len]
+        ends = (lens - back)[..., None]  # [rows, n, 1]: what a query sees ends there
+        valid = positions < ends  # [rows, n, max_context_len]
         if window is not None:
-            valid &= positions >= lens - window
+            valid &= positions >= ends - window
         # Masked scores do not keep a NaN out (0 * NaN is NaN), so dead positions read the sequence's last token instead.
-        read = torch.where(valid, positions, (lens - 1).clamp_min(0))
+        read = torch.where(valid[:, 0] if n == 1 else valid.any(1), positions, (lens - 1).clamp_min(0))
         slots = block_table[piece].gather(1, read // block_size).long() * block_size + read % block_size
         # [rows, num_kv_heads, max_context_len, head_dim]
         k = _dequantised(_gather(k_cache, slots).transpose(1, 2), k_scale, q.dtype)
         v = _dequantised(_gather(v_cache, slots).transpose(1, 2), v_scale, q.dtype)
         # The query heads that share a KV head are treated as that head's query tokens: K and V are not repeated.
-        grouped = q[piece].reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        o = _attend(grouped, k, v, valid[:, None, None, :], scale, soft_cap)
-        # A sequence without tokens, which has read a slot that may hold anything.
-        out[piece] = o.reshape(-1, num_heads, head_dim).masked_fill_(lens[:, :, None] <= 0, 0)
+        mask = valid if n == 1 else valid.repeat_interleave(group, 1)
+        o = _attend(_grouped(q[tokens], n, num_kv_heads), k, v, mask[:, None], scale, soft_cap)
+        # A query that sees nothing, of a sequence that may have read a slot that holds anything.
+        out[tokens] = _ungrouped(o, n).masked_fill_(ends.view(-1, 1, 1) <= 0, 0)
     return out
+
+
+def _grouped(q, n, num_kv_heads) -> torch.Tensor:
+    """q [num_seqs * n, num_heads, head_dim] -> [num_seqs, num_kv_heads, n * (num_heads // num_kv_heads), head_dim]."""
+    heads = q.unflatten(1, (num_kv_heads, -1)).unflatten(0, (-1, n))
+    return heads.transpose(1, 2).flatten(2, 3)
+
+
+def _ungrouped(o, n) -> torch.Tensor:
+    """The inverse of `_grouped`."""
+    return o.unflatten(2, (n, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _decode_one_by_one(
     q, k_cache, v_cache, block_table, context_lens: list[int], scale, window, soft_cap, k_scale, v_scale
 ) -> torch.Tensor:
     # On a CPU lengths cost nothing to read, so no sequence is padded to the longest one.
-    num_seqs, num_heads, head_dim = q.shape
+    num_tokens, num_heads, _ = q.shape
     num_kv_heads = k_cache.shape[2]
     out = torch.zeros(q.shape, dtype=q.dtype)
-    grouped = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    if not context_lens:
+        return out
+    n = num_tokens // len(context_lens)
+    grouped = _grouped(q, n, num_kv_heads)
     for i, length in enumerate(context_lens):
         if length > 0:
-            first = 0 if window is None else max(0, length - window)
+            first = 0 if window is None else max(0, length - (n - 1) - window)
             k = _sequence(k_cache, block_table[i], first, length, k_scale, q.dtype)
             v = _sequence(v_cache, block_table[i], first, length, v_scale, q.dtype)
-            out[i] = _attend(grouped[i], k, v, None, scale, soft_cap).view(num_heads, head_dim)
+            mask = None if n == 1 else _seen(n, first, length, window).repeat_interleave(num_heads // num_kv_heads, 0)
+            o = _attend(grouped[i], k, v, mask, scale, soft_cap)
+            # All but the queries before the first token.
+            out[(i + 1) * n - min(n, length) : (i + 1) * n] = _ungrouped(o[None], n)[-min(n, length) :]
     return out
+
+
+def _seen(n: int, first: int, length: int, window: int | None) -> torch.Tensor:
+    """Which of the tokens [first, length) each of the last n sees: [n, length - first]."""
+    tokens, positions = torch.arange(first, length), torch.arange(length - n, length)[:, None]
+    mask = tokens <= positions
+    return mask if window is None else mask & (tokens > positions - window)
 
 
 @op(**PREFILL)

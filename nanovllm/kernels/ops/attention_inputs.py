@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,9 +47,13 @@ def _lengths(t: Tensors, num_seqs: int, least: int, most: int) -> torch.Tensor:
 
 
 def _decode_inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, block_size):
+    return _few_inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, block_size)
+
+
+def _few_inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, block_size, query_tokens=1):
     lens = _lengths(t, num_seqs, least, most)
     return {
-        "q": t.normal(num_seqs, num_heads, head_dim),
+        "q": t.normal(num_seqs * query_tokens, num_heads, head_dim),
         **_paged(t, lens, num_kv_heads, head_dim, block_size),
         "max_context_len": most,
         "scale": head_dim**-0.5,
@@ -56,8 +61,11 @@ def _decode_inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, 
 
 
 def _decode_cost(q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window=None, **_):
-    attended = context_lens if window is None else context_lens.clamp_max(window)
-    return _cost(q, k_cache, int(attended.sum()), int(attended.sum()))
+    n = len(q) // max(1, len(context_lens))
+    # What each query sees, and what those of a sequence see together.
+    seen = (context_lens[:, None] - torch.arange(n, device=context_lens.device)).clamp(0, window)
+    attended = context_lens if window is None else context_lens.clamp_max(window + n - 1)
+    return _cost(q, k_cache, int(attended.sum()), int(seen.sum()))
 
 
 def _prefill_inputs(t, num_seqs, least, most, cached, num_heads, num_kv_heads, head_dim, block_size):
@@ -126,6 +134,32 @@ DECODE: dict[str, Any] = {
     "cost": _decode_cost,
     "tolerance": _TOLERANCE,
     "fake": lambda q, *args, **kwargs: torch.empty_like(q, memory_format=torch.contiguous_format),
+}
+
+_INPUTS = DECODE["inputs"]
+# `attention_decode` itself: what is built upon it has one query token a sequence.
+FEW: dict[str, Any] = {
+    **DECODE,
+    "arguments": {**DECODE["arguments"], "q": "[num_tokens, num_heads, head_dim]"},
+    "inputs": replace(
+        _INPUTS,
+        make=_few_inputs,
+        # The last number: query tokens a sequence. Lengths below it; more rows than a tile has, and of no power of two.
+        small=[
+            *_INPUTS.small,
+            (3, 1, 40, 4, 2, 64, 16, 2),
+            (2, 2, 50, 8, 2, 64, 16, 4),
+            (1, 130, 130, 4, 4, 128, 64, 8),
+            (3, 5, 70, 9, 3, 80, 32, 5),
+            (2, 17, 33, 7, 1, 96, 16, 3),
+        ],
+        decode=[
+            *_INPUTS.decode,
+            (1, 32768, 32768, 16, 8, 128, 256, 2),
+            (1, 4096, 4096, 16, 8, 128, 256, 4),
+            (8, 1024, 1024, 32, 8, 128, 256, 8),
+        ],
+    ),
 }
 
 PREFILL: dict[str, Any] = {

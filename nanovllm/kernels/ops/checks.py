@@ -1,7 +1,7 @@
 """What the attention and cache ops ask of their arguments.
 
-`check_decode`, `check_prefill` and `check_store` look at shapes, dtypes and strides, which the host knows: they cost a few
-microseconds and are always on. `check_attention_values`, `check_positions` and `check_slots` look at what block tables, lengths,
+`check_decode`, `check_query_tokens`, `check_prefill` and `check_store` look at shapes, dtypes and strides, which the host knows:
+they cost a few microseconds and are always on. `check_attention_values`, `check_positions` and `check_slots` look at what block tables, lengths,
 positions and slots say. On a CPU the host knows that too. Of a CUDA tensor only the device knows it: they wait for it, so there
 they run only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
 """
@@ -97,13 +97,37 @@ def check_decode(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """ValueError, naming the argument, for what no provider of `attention_decode` can take."""
+    """ValueError, naming the argument, for what no provider of an op of one query token a sequence can take."""
     check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     if q.shape[0] != context_lens.shape[0]:
         raise ValueError(
             f"q: expected [{context_lens.shape[0]}, num_heads, head_dim], a query token for each sequence of context_lens and "
             f"block_table, got {list(q.shape)}"
         )
+
+
+def check_query_tokens(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    window: int | None,
+    soft_cap: float | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> int:
+    """The query tokens of each sequence. ValueError, naming the argument, for what no provider of `attention_decode` can take."""
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    num_tokens, num_seqs = q.shape[0], context_lens.shape[0]
+    if num_tokens == num_seqs:
+        return 1
+    if not num_seqs or not num_tokens or num_tokens % num_seqs:
+        raise ValueError(
+            f"q: expected [n * {num_seqs}, num_heads, head_dim], the same number n of query tokens, at least 1, for each of the "
+            f"{num_seqs} sequences of context_lens and block_table, got {list(q.shape)}"
+        )
+    return num_tokens // num_seqs
 
 
 def check_prefill(

@@ -133,11 +133,16 @@ def finite(m):
 
 @triton.jit
 def next_weights(scores, live, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr, EMPTY: tl.constexpr):
-    """A step of the running softmax -> (weights p, the factor for what was summed so far, maximum, sum of p)."""
+    """A step of the running softmax -> (weights p, the factor for what was summed so far, maximum, sum of p).
+
+    live: [TILE], the same for all rows, or [ROWS, TILE].
+    """
     if SOFT_CAP > 0:
         scores = soft_cap_scores(scores, SOFT_CAP)
     if not WHOLE:
-        scores = tl.where(live[None, :], scores, float("-inf"))
+        if len(live.shape) == 1:
+            live = live[None, :]
+        scores = tl.where(live, scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1))
     base = finite(new_m) if EMPTY else new_m
     p = tl.exp2(scores - base[:, None])
@@ -149,7 +154,7 @@ def next_weights(scores, live, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.const
 def attend_tile(
     q, scale, k, v, live, acc, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr, EMPTY: tl.constexpr = False
 ):
-    """EMPTY: the tile may have no live token."""
+    """EMPTY: the tile may have no live token, or none for a row."""
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
     p, alpha, m, total = next_weights(scores, live, m, total, SOFT_CAP, WHOLE, EMPTY)
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha, input_precision="ieee")
@@ -184,6 +189,16 @@ def attend_fp8_tile(
 
 
 @triton.jit
+def seen(tile, row_ends, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Which tokens of a tile each row sees, all before its end, or the last WINDOW of them: [ROWS, TILE]."""
+    tokens = (tile * TILE + tl.arange(0, TILE))[None, :]
+    live = tokens < row_ends[:, None]
+    if WINDOW > 0:
+        live = live & (tokens >= row_ends[:, None] - WINDOW)
+    return live
+
+
+@triton.jit
 def attend(
     q,  # [ROWS, DIM_PAD]
     k_ptr,
@@ -206,12 +221,15 @@ def attend(
     loaded=None,
     WHOLE: tl.constexpr = False,
     EMPTY: tl.constexpr = False,
+    row_ends=None,
+    WINDOW: tl.constexpr = 0,
 ):
     """q against the tokens [first_token, end_token) that lie in the tiles [first_tile, end_tile).
 
     Strides count elements of k_ptr, which for FP8 are words of two. Without tiles the result is (0, -inf, 0), or `start`, a
     result to go on from. `loaded`: another tile, from `load_tile`, that comes before these and may have no such token. WHOLE:
-    every token of the tiles is one. EMPTY: a tile may have none.
+    every token of the tiles is one. EMPTY: a tile may have none. `row_ends` [ROWS]: of these tokens a row attends to those before
+    its own end, with WINDOW to the last WINDOW of them, and to none of what is `loaded`.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM_PAD: tl.constexpr = q.shape[1]
@@ -248,6 +266,8 @@ def attend(
         )  # fmt: skip
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) * TILE // BLOCK_SIZE)
+        if row_ends is not None:
+            live = seen(tile, row_ends, TILE, WINDOW)
         if FP8:
             acc, acc_odd, m, total = attend_fp8_tile(
                 q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP, WHOLE, EMPTY

@@ -64,6 +64,34 @@ def load_queries(
 
 
 @triton.jit
+def load_query_tokens(
+    q_ptr,
+    stride_token,
+    stride_head,
+    count,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    """As `load_queries`, of `count` tokens, one after the other: row r is head r % GROUP of token r // GROUP."""
+    rows = tl.arange(0, ROWS)[:, None]
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    q_rows = q_ptr + rows // GROUP * stride_token + rows % GROUP * stride_head
+    return tl.load(q_rows + dims, mask=(rows < count * GROUP) & (dims < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def store_tokens(out_ptr, value, stride_token, count, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The rows of `load_query_tokens`; the heads of a token lie side by side."""
+    rows = tl.arange(0, value.shape[0])[:, None]
+    dims = tl.arange(0, value.shape[1])[None, :]
+    mask = (rows < count * GROUP) & (dims < HEAD_DIM)
+    out_rows = out_ptr + rows // GROUP * stride_token + rows % GROUP * HEAD_DIM
+    tl.store(out_rows + dims, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def store_rows(out_ptr, value, stride_row, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     rows = tl.arange(0, value.shape[0])[:, None]
     dims = tl.arange(0, value.shape[1])[None, :]
@@ -92,8 +120,12 @@ def merge_partials(
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
+    EMPTY: tl.constexpr = False,
 ):
-    """The merged output [GROUP_PAD, DIM_PAD] of `count` partials; partial i has the slot first + i * step."""
+    """The merged output [GROUP_PAD, DIM_PAD] of `count` partials; partial i has the slot first + i * step.
+
+    EMPTY: a row may have found nothing in a piece, and if in none it gets zeros.
+    """
     groups = tl.minimum(tl.arange(0, GROUP_PAD), GROUP - 1)
     dims = tl.arange(0, DIM_PAD)
     m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -115,11 +147,22 @@ def merge_partials(
             cache_modifier=".cg",
         )
         new_m = tl.maximum(m, tl.max(part_m, 0))
-        alpha = tl.exp2(m - new_m)
-        weights = tl.exp2(part_m - new_m[None, :])
+        base = new_m
+        if EMPTY:
+            base = tl.where(new_m == float("-inf"), 0.0, new_m)
+        alpha = tl.exp2(m - base)
+        weights = tl.exp2(part_m - base[None, :])
         # Selected once more, or the compiler fuses a product with the addition of another lane's: each lane would round its own
         # product less than the other's, and the copies of a sum that several lanes hold would not be equal.
         total = total * alpha + tl.sum(tl.where(live, part_total * weights, 0.0), 0)
         acc = acc * alpha[:, None] + tl.sum(tl.where(live[:, :, None], part_acc * weights[:, :, None], 0.0), 0)
         m = new_m
+    if EMPTY:
+        return normalised(acc, total)
     return acc / total[:, None]
+
+
+@triton.jit
+def normalised(acc, total):
+    """Zeros for rows that saw no token."""
+    return tl.where(total[:, None] == 0.0, 0.0, acc / total[:, None])

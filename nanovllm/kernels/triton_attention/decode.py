@@ -8,11 +8,18 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
-from nanovllm.kernels.ops.checks import FP8, check_attention_values, check_decode, check_new_tokens, values_checked
+from nanovllm.kernels.ops.checks import (
+    FP8,
+    check_attention_values,
+    check_decode,
+    check_new_tokens,
+    check_query_tokens,
+    values_checked,
+)
 from nanovllm.kernels.triton_attention.common import LOG2E, as_words, num_multiprocessors, padded_count
 from nanovllm.kernels.triton_attention.decode_hopper import launch_hopper, refused, takes
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
-from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, HopperDecodePlan, plan_decode
+from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, HopperDecodePlan, plan_decode, tokens_together
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import adjacent, are_constant, cdiv, has_dependent_launch, next_power_of_2
@@ -73,21 +80,22 @@ def attention_decode(
     *,
     plan: DecodePlan | HopperDecodePlan | None = None,
 ) -> torch.Tensor:
-    """One query token a sequence against its cached tokens: see `ops.attention.attention_decode`.
+    """The last token of each sequence, or the last n of each, against its cached tokens: see `ops.attention.attention_decode`.
 
     Args:
         plan: instead of the one that `plan_decode` or `plan_hopper_decode` picks; its class says which kernel is launched. A
             `HopperDecodePlan` needs a Hopper GPU, and arguments that `decode_hopper.refused` does not name.
 
     Safe under CUDA graph capture; a replay may change context_lens (within max_context_len) and block_table. The same
-    inputs give the same bits every time; a sequence's bits do depend on the lengths beside it.
+    inputs give the same bits every time; a sequence's bits do depend on the lengths beside it, and on n. A kernel is compiled for
+    each n.
     """
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    queries = check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     scales = (k_scale, v_scale)
     return _launch(
-        q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, None, plan
+        q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, None, plan, queries
     )
 
 
@@ -133,18 +141,18 @@ def qk_norm_rope_attention(
 
 
 def _launch(
-    q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan
+    q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan, queries=1
 ) -> torch.Tensor:
     """The kernel for Hopper where it takes the call, else the one for any GPU; with a plan, the plan's."""
     given = q, k_cache, v_cache, block_table, context_lens, max_context_len, scale
     if isinstance(plan, HopperDecodePlan):
-        reason = refused(q, k_cache, v_cache, new, window, soft_cap, scales)
+        reason = refused(q, k_cache, v_cache, new, window, soft_cap, scales, queries)
         if reason:
             raise ValueError(f"{reason}; a HopperDecodePlan is for its kernel only")
         return launch_hopper(*given, scales, new, plan)
-    if plan is None and takes(q, k_cache, v_cache, new, window, soft_cap, scales):
+    if plan is None and takes(q, k_cache, v_cache, new, window, soft_cap, scales, queries):
         return launch_hopper(*given, scales, new, None)
-    return launch_decode(*given, window, soft_cap, scales, new, plan)
+    return launch_decode(*given, window, soft_cap, scales, new, plan, None, queries)
 
 
 def launch_decode(
@@ -161,12 +169,23 @@ def launch_decode(
     new: NewTokens | None,
     plan: DecodePlan | None,
     shared: SharedParts | None = None,
+    queries: int = 1,
 ) -> torch.Tensor:
-    """The launch of the kernel for any GPU behind the wrappers, which have checked the arguments."""
-    num_seqs, num_heads, head_dim = q.shape
+    """The launch of the kernel for any GPU behind the wrappers, which have checked the arguments.
+
+    Args:
+        queries: tokens of each sequence in q; 1 with `new` or `shared`.
+    """
+    num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    num_seqs, rows, columns = num_tokens, group, num_kv_heads
+    if queries > 1:
+        # For a plan the rows of a tile are the heads of a group, and a KV head with several tiles is as many of them.
+        num_seqs //= queries
+        together = tokens_together(queries, group)
+        rows, columns = together * group, cdiv(queries, together) * num_kv_heads
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if not num_seqs:
         return out
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -175,8 +194,8 @@ def launch_decode(
         plan = tunables.ATTENTION_DECODE.find(
             q.device,
             bucket(num_seqs),
-            num_kv_heads,
-            group,
+            columns,
+            rows,
             head_dim,
             q.dtype,
             k_cache.dtype,
@@ -187,8 +206,8 @@ def launch_decode(
         full_precision = q.dtype == torch.float32 or not (fp8 or k_cache.dtype == q.dtype)
         plan = plan_decode(
             num_seqs,
-            num_kv_heads,
-            group,
+            columns,
+            rows,
             head_dim,
             k_cache.element_size(),
             full_precision,
@@ -196,19 +215,19 @@ def launch_decode(
             new is not None,
         )
     dim_pad = next_power_of_2(head_dim)
-    group_pad = next_power_of_2(group)
+    group_pad = next_power_of_2(rows)
     max_tokens = max(1, min(max_context_len, block_table.shape[1] * block_size))
     # A window that starts inside a tile reaches into one tile more.
-    most_tiles = cdiv(max_tokens, plan.tile) if window is None else cdiv(min(max_tokens, window), plan.tile) + 1
+    most_tiles = cdiv(max_tokens, plan.tile) if window is None else cdiv(min(max_tokens, window + queries - 1), plan.tile) + 1
     pieces = min(num_seqs - 1 + plan.pieces, num_seqs * most_tiles)
-    slots = pieces * num_kv_heads
+    slots = pieces * columns
     k_words, v_words = as_words(k_cache), as_words(v_cache)
     k_scale, v_scale = scales
     k, v, angles = (q, q, q) if new is None else (new.k, new.v, new.cos_sin_cache)
     norm = new is not None and new.q_weight is not None
     parts = shared or SharedParts(context_lens, context_lens, out, out)
     dependent = has_dependent_launch(q.device)
-    decode_kernel[num_kv_heads, pieces](
+    decode_kernel[columns, pieces](
         out,
         q,
         k_words,
@@ -217,9 +236,9 @@ def launch_decode(
         context_lens,
         out if k_scale is None else k_scale,
         out if v_scale is None else v_scale,
-        torch.empty((slots, group, head_dim), dtype=torch.float32, device=q.device),
-        torch.empty((slots, 2, group), dtype=torch.float32, device=q.device),
-        arrival_counters(q.device, num_seqs * num_kv_heads),
+        torch.empty((slots, rows, head_dim), dtype=torch.float32, device=q.device),
+        torch.empty((slots, 2, rows), dtype=torch.float32, device=q.device),
+        arrival_counters(q.device, num_seqs * columns),
         k,
         v,
         angles,
@@ -246,9 +265,9 @@ def launch_decode(
         PIECES=plan.pieces,
         LEAST=plan.least,
         SEQS_PAD=padded_count(num_seqs),
+        QUERIES=queries,
         GROUP=group,
         GROUP_PAD=group_pad,
-        ROWS=max(16, group_pad),
         HEAD_DIM=head_dim,
         DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
@@ -266,7 +285,7 @@ def launch_decode(
         EARLY=plan.early and new is not None and shared is None,
         DEPENDENT=dependent,
         # The output projection of so few tokens waits as well, and loads its weights before: let it start.
-        RELEASE=dependent and num_seqs <= MAX_TOKENS,
+        RELEASE=dependent and num_tokens <= MAX_TOKENS,
         num_warps=plan.warps,
         num_stages=plan.stages,
         launch_pdl=dependent and (new is None or new.early),

@@ -51,8 +51,15 @@ def refused(
     window: int | None = None,
     soft_cap: float | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    queries: int = 1,
 ) -> str | None:
-    """Why the kernel does not take these arguments, which are right for the op, whatever the GPU is; None: it does."""
+    """Why the kernel does not take these arguments, which are right for the op, whatever the GPU is; None: it does.
+
+    Args:
+        queries: tokens of each sequence in q.
+    """
+    if queries != 1:
+        return f"q: expected one query token a sequence, got {queries}"
     if window is not None or soft_cap is not None:
         return "window, soft_cap: expected none of them"
     if k_cache.dtype != FP8 and any(scale is not None for scale in scales):
@@ -83,9 +90,10 @@ def takes(
     window: int | None = None,
     soft_cap: float | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    queries: int = 1,
 ) -> bool:
     """Whether `launch_hopper` can be used; the rest has the kernel for any GPU."""
-    return has_hopper_kernels(q.device) and refused(q, k_cache, v_cache, new, window, soft_cap, scales) is None
+    return has_hopper_kernels(q.device) and refused(q, k_cache, v_cache, new, window, soft_cap, scales, queries) is None
 
 
 @functools.cache

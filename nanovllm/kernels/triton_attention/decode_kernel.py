@@ -8,6 +8,8 @@ The program that arrives last at a sequence's counter merges its pieces, in orde
 With ROTATE the queries come as the QKV projection gives them, and so do the new token's key and value: every program normalises
 and rotates its own queries, and the one with the sequence's last piece attends to the new token from registers and writes it to the
 cache, where nobody reads it in this launch. So with EARLY a program asks for a tile before it waits for the projection.
+With QUERIES > 1 a sequence has so many query tokens, its last ones: the rows of a tile are the query heads of a KV head for one token
+after the other, each with an end of its own. Tokens beyond those of a tile are a tile more, with programs of its own, beside the first's.
 With SHARED the kernel starts behind the tokens that a sequence shares with others, and its first piece from what `shared_kernel` has
 found for these.
 """
@@ -18,10 +20,13 @@ import triton.language as tl
 from nanovllm.kernels.triton_attention.attend import attend, attend_token, load_tile, token_score
 from nanovllm.kernels.triton_attention.common import (
     load_queries,
+    load_query_tokens,
     merge_partials,
+    normalised,
     repeated,
     store_partial,
     store_rows,
+    store_tokens,
 )
 from nanovllm.kernels.triton_attention.rotate import cached_value, load_heads, rotate_heads, store_new_token
 from nanovllm.kernels.triton_attention.shared_kernel import shared_start
@@ -121,7 +126,7 @@ def planned_tiles(length, shared, NEW: tl.constexpr, TILE: tl.constexpr, WINDOW:
 # What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"], do_not_specialize_on_alignment=["table_ptr", "lens_ptr"])
 def decode_kernel(
-    out_ptr,  # [num_seqs, num_kv_heads, GROUP, HEAD_DIM]
+    out_ptr,  # [num_seqs, QUERIES, num_kv_heads, GROUP, HEAD_DIM]
     q_ptr,
     k_ptr,
     v_ptr,
@@ -129,9 +134,9 @@ def decode_kernel(
     lens_ptr,
     k_scale_ptr,  # [1] or [num_kv_heads] float32; anything where there is none
     v_scale_ptr,
-    acc_ptr,  # [pieces, num_kv_heads, GROUP, HEAD_DIM] float32
-    ml_ptr,  # [pieces, num_kv_heads, 2, GROUP] float32
-    counters_ptr,  # [num_seqs, num_kv_heads] int32, zero before and after
+    acc_ptr,  # [pieces, columns, TOKENS * GROUP, HEAD_DIM] float32
+    ml_ptr,  # [pieces, columns, 2, TOKENS * GROUP] float32
+    counters_ptr,  # [num_seqs, columns] int32, zero before and after
     new_k_ptr,  # [num_seqs, num_kv_heads, HEAD_DIM], and what follows, if ROTATE
     new_v_ptr,
     cos_sin_ptr,  # [max_position, HEAD_DIM] float32
@@ -158,9 +163,9 @@ def decode_kernel(
     PIECES: tl.constexpr,
     LEAST: tl.constexpr,
     SEQS_PAD: tl.constexpr,
+    QUERIES: tl.constexpr,  # tokens of each sequence; 1 with ROTATE and with SHARED
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
+    GROUP_PAD: tl.constexpr,  # a power of two: the query heads of a tile's tokens, of as many tokens as it has room for
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -179,29 +184,42 @@ def decode_kernel(
     DEPENDENT: tl.constexpr,  # the launch overlaps the end of the kernel before it
     RELEASE: tl.constexpr,  # and the start of the one after it, this one
 ):
-    """Grid [num_kv_heads, pieces]: the heads of a piece, whose keys lie side by side, run at the same time."""
+    """Grid [columns, pieces]: the heads of a piece, whose keys lie side by side, run at the same time.
+
+    A column is a KV head and a tile of query tokens, one if they have room in it.
+    """
     if DEPENDENT and not EARLY:
         tl.extra.cuda.gdc_wait()
     NEW: tl.constexpr = 1 if ROTATE else 0
-    head = tl.program_id(0)
-    num_heads = tl.num_programs(0)
+    ROWS: tl.constexpr = GROUP_PAD if GROUP_PAD > 16 else 16
+    TOKENS: tl.constexpr = QUERIES if QUERIES * GROUP <= GROUP_PAD else GROUP_PAD // GROUP
+    TILES: tl.constexpr = (QUERIES + TOKENS - 1) // TOKENS
+    # What the queries of a sequence see together.
+    SPAN: tl.constexpr = WINDOW + QUERIES - 1 if WINDOW > 0 else 0
+    column = tl.program_id(0)
+    columns = tl.num_programs(0)
+    head = column
+    num_heads = columns
+    if TILES > 1:
+        head = column // TILES
+        num_heads = columns // TILES
     piece = tl.program_id(1)
     k_ptr += head * stride_head
     v_ptr += head * stride_head
     # What is read before the wait comes from L2: the first-level cache may hold what was there before an earlier kernel wrote.
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     seq, length, first_piece, share = find_piece(
-        piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, LEAST, SEQS_PAD, TILE, WINDOW, SHARED, NEW, EARLY
+        piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, LEAST, SEQS_PAD, TILE, SPAN, SHARED, NEW, EARLY
     )
     if seq >= 0:
         first_token = 0
         if WINDOW > 0:
-            first_token = tl.maximum(length - WINDOW, 0)
+            first_token = tl.maximum(length - SPAN, 0)
         shared = 0
         if SHARED:
             shared = tl.load(shared_lens_ptr + seq)
             first_token = shared
-        tiles = num_tiles(length, shared, NEW, TILE, WINDOW)
+        tiles = num_tiles(length, shared, NEW, TILE, SPAN)
         pieces = tl.cdiv(tl.maximum(tiles, 1), share)
         index = piece - first_piece
         if index < pieces:
@@ -232,6 +250,12 @@ def decode_kernel(
                 scale *= tl.load(k_scale_ptr)
             elif K_SCALES == 2:
                 scale *= tl.load(k_scale_ptr + head)
+            row_ends = None
+            if QUERIES > 1:
+                first_query = column % TILES * TOKENS
+                count = tl.minimum(QUERIES - first_query, TOKENS)
+                row_ends = length - QUERIES + 1 + first_query + tl.arange(0, ROWS) // GROUP
+                row = row * QUERIES + first_query
             q_ptr += row * q_stride_seq + head * GROUP * q_stride_head
             start = None
             if SHARED:
@@ -282,7 +306,10 @@ def decode_kernel(
                 new_v = tl.where(mine, cached_value(new_v, FP8), 0.0)  # what is not attended to may be NaN
                 q = repeated(q, ROWS)
             else:
-                q = load_queries(q_ptr, q_stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD)
+                if QUERIES > 1:
+                    q = load_query_tokens(q_ptr, q_stride_seq, q_stride_head, count, GROUP, ROWS, HEAD_DIM, DIM_PAD)
+                else:
+                    q = load_queries(q_ptr, q_stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD)
                 if RELEASE:
                     tl.extra.cuda.gdc_launch_dependents()
             acc, m, total = attend(
@@ -305,7 +332,10 @@ def decode_kernel(
                 FP8,
                 start,
                 loaded,
-                EMPTY=ROTATE and WINDOW == 1,  # the new token is all there is to attend to
+                # The new token is all there is to attend to, or a query comes before a tile.
+                EMPTY=(ROTATE and WINDOW == 1) or QUERIES > 1,
+                row_ends=row_ends,
+                WINDOW=WINDOW,
             )
             if ROTATE:
                 acc, m, total = attend_token(tl.sum(new_score, 1), new_v, acc, m, total)
@@ -315,18 +345,26 @@ def decode_kernel(
                 acc *= tl.load(v_scale_ptr + head)
             out_ptr += (row * num_heads + head) * GROUP * HEAD_DIM
             if pieces == 1:
-                # A sequence without tokens gets zeros.
-                acc = tl.where(length > 0, acc / total[:, None], 0.0)
-                store_rows(out_ptr, acc, HEAD_DIM, GROUP, HEAD_DIM)
+                # A sequence without tokens gets zeros, and so does a query before its first one.
+                if QUERIES > 1:
+                    acc = normalised(acc, total)
+                    store_tokens(out_ptr, acc, num_heads * GROUP * HEAD_DIM, count, GROUP, HEAD_DIM)
+                else:
+                    acc = tl.where(length > 0, acc / total[:, None], 0.0)
+                    store_rows(out_ptr, acc, HEAD_DIM, GROUP, HEAD_DIM)
             else:
-                store_partial(acc_ptr, ml_ptr, piece * num_heads + head, acc, m, total, GROUP, HEAD_DIM)
+                store_partial(acc_ptr, ml_ptr, piece * columns + column, acc, m, total, TOKENS * GROUP, HEAD_DIM)
                 # Every thread's stores come before the arrival, which one thread makes.
                 tl.debug_barrier()
-                counter = counters_ptr + seq * num_heads + head
+                counter = counters_ptr + seq * columns + column
                 if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
                     tl.store(counter, 0)
-                    first = first_piece * num_heads + head
+                    first = first_piece * columns + column
                     merged = merge_partials(
-                        acc_ptr, ml_ptr, first, num_heads, pieces, GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, CHUNK
-                    )
-                    store_rows(out_ptr, merged, HEAD_DIM, GROUP, HEAD_DIM)
+                        acc_ptr, ml_ptr, first, columns, pieces, TOKENS * GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, CHUNK,
+                        QUERIES > 1,
+                    )  # fmt: skip
+                    if QUERIES > 1:
+                        store_tokens(out_ptr, merged, num_heads * GROUP * HEAD_DIM, count, GROUP, HEAD_DIM)
+                    else:
+                        store_rows(out_ptr, merged, HEAD_DIM, GROUP, HEAD_DIM)

@@ -30,6 +30,16 @@ class DecodePlan:
         return max(1, min(32, 32 * self.warps * self.merge_registers // elements))
 
 
+_ROWS = 32
+"""Of a tile with the queries of several tokens. With 64, a large batch's tiles take more shared memory than GPUs other than a
+datacentre's have, 99 KiB a program."""
+
+
+def tokens_together(queries: int, group: int) -> int:
+    """How many of a sequence's query tokens have their rows in one tile."""
+    return max(1, min(queries, _ROWS // group))
+
+
 @functools.cache
 def plan_decode(
     num_seqs: int,
@@ -44,6 +54,7 @@ def plan_decode(
     """Measured on an H200 with bf16, fp8 and head_dim 128; other sizes get tiles of as many bytes.
 
     Args:
+        num_kv_heads, group: of few query tokens a sequence, KV heads times tiles of them, and the rows of a tile.
         cache_itemsize: bytes an element of the cache; tiles of float8 have twice the tokens of 16-bit ones where that pays.
         full_precision: whether products are float32, which no tensor core computes.
         rotate: for `qk_norm_rope_attention`.
