@@ -111,10 +111,10 @@ def find(graph: OpGraph) -> list[Match]:
 
 @cache
 def patterns(name: str, dtype: torch.dtype) -> tuple[Pattern, ...]:
-    """The patterns of an op for inputs of a dtype; none if its reference cannot be traced (attention, sampling)."""
+    """The patterns of an op for inputs of a dtype; none of attention and sampling, whose references are no pattern to look for."""
     declared = all_ops()[name]
-    if declared.inputs is None or dtype not in declared.inputs.dtypes or declared.fake is not None:
-        return ()  # an op has a `fake` where its reference cannot be traced
+    if declared.inputs is None or dtype not in declared.inputs.dtypes or "attention" in name or name == "sample":
+        return ()
     made = []
     for variant in declared.inputs.variants:
         # No dimension of 1, which would say nothing, and as small as can be.
