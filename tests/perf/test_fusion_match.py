@@ -12,7 +12,7 @@ from nanovllm.perf.fusion.grouping import Group
 from nanovllm.perf.fusion.match import find, patterns
 
 # Attention and sampling depend on values, so their references cannot be traced; they stay ops of their own in a graph.
-UNTRACED = [name for name in all_ops() if "attention" in name or name == "sample"]
+UNTRACED = {name for name in all_ops() if "attention" in name or name == "sample"}
 # Their patterns draw random numbers or depend on the shape, and are not found again at another one.
 BY_SHAPE = {"layernorm_residual_dropout_gelu"}
 X, R, W = torch.randn(5, 16), torch.randn(5, 16), torch.randn(16)
