@@ -219,7 +219,7 @@ def test_what_is_taken(monkeypatch):
     assert not any(taken(w) for w in refused)
     assert taken(weight_like(4104, 1024)) and not taken(weight_like(4104, 1024), gated=True)
     assert launch.linear_add_rms_norm.num_tokens(weight_like(4096, 1024)) == range(1, 257)
-    assert launch.linear.num_tokens(weight_like(4096, 1024)) == range(1, 129)
+    assert launch.linear.num_tokens(weight_like(4096, 1024)) == range(1, 257)
     assert not launch.add_rms_norm_linear.num_tokens(weight_like(4096, 1024))
     # A gated product has another kernel for many tokens, and none in between.
     monkeypatch.setattr(launch, "many_tokens", lambda weight: range(4096, 1 << 31))
@@ -266,7 +266,8 @@ def test_a_plain_call_does_what_layers_do(rows, size, monkeypatch):
 def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
     assert hopper.most_tokens_whole(1024, 3072) == 32 and hopper.most_tokens_whole(1024, 2048) == 64
     assert hopper.most_tokens_whole(2048, 6144) == 8  # never fewer: measured
-    assert hopper.most_tokens_whole(1024, 1024) == 128 == hopper.most_tokens_whole(4096, 12288)
+    assert hopper.most_tokens_whole(1024, 1024) == 256 == hopper.most_tokens_whole(4096, 1024)
+    assert hopper.most_tokens_whole(4096, 12288) == 128
     monkeypatch.setattr(hopper, "_is_hopper", lambda index: True)
     assert launch.linear.num_tokens(weight_like(1024, 3072)) == range(1, 33)
     assert launch.linear.num_tokens(weight_like(2048, 6144)) == range(1, 9)

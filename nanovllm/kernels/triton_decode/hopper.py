@@ -57,8 +57,9 @@ def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, mul
         wanted = cdiv(columns, 12) if columns < 64 else columns // 32
         splits = max(1, min(wanted, waves * multiprocessors // tiles))
     columns = cdiv(columns, splits)
-    # Two tiles of tokens: of a large weight, which is then read once, and where two blocks would be half empty.
-    block = 2 * _BLOCK if num_tokens > 64 and num_rows * size >= _LARGE_WEIGHT or _BLOCK < num_tokens <= _MOST_OF_LARGE else _BLOCK
+    # Two tiles of tokens: of a large weight, which is then read once, and of sums that are split, where two blocks would be half empty.
+    wide = num_tokens > 64 if num_rows * size >= _LARGE_WEIGHT else may_split and _BLOCK < num_tokens <= _MOST_OF_LARGE
+    block = 2 * _BLOCK if wide else _BLOCK
     fit = _ROOM // ((ROWS + tunables.hopper_product_tokens(num_tokens, block)) * _TILE * 2)
     programs = tiles * splits * cdiv(num_tokens, block)
     if 4 * cdiv(columns, 4) <= fit and programs <= multiprocessors:
@@ -111,10 +112,13 @@ def most_tokens_whole(num_rows: int, size: int, itemsize: int = 2) -> int:
 
     On an H200 each of few programs reads, of the weight and of all tokens, about 100 bytes a ns: 8 x 1024 x 2048 takes 3.7 us,
     8 x 1024 x 3072 5.1 and 64 x 1024 x 3072 8.9; the library takes 5.9, 7.5 and 7.9. The limit between 8 and 64 is an estimate.
-    160 x 4096 x 1024 takes 7.4, the library 5.8.
+    160 x 4096 x 1024 takes 7.4 and the library 5.8, 256 x 4096 x 1024 6.5 and 6.7; but behind the library's product attention starts
+    only when that has ended. 160 x 6144 x 4096 takes 24 and the library 20.
     """
-    tokens = _BLOCK if num_rows > _FEW_ROWS else 8
-    while tokens < _BLOCK and (ROWS + tunables.hopper_product_tokens(2 * tokens, _BLOCK)) * size * itemsize <= _MOST_READ:
+    if num_rows > _FEW_ROWS:
+        return MAX_TOKENS if num_rows * size < _LARGE_WEIGHT else _BLOCK
+    tokens = 8
+    while tokens < MAX_TOKENS and (ROWS + tunables.hopper_product_tokens(2 * tokens, _BLOCK)) * size * itemsize <= _MOST_READ:
         tokens *= 2
     return tokens
 
