@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
@@ -213,25 +213,36 @@ class LLMEngine:
                 raise ValueError(
                     "this engine has no tokenizer, so it serves token ids: pass a list of integers, or tokenizer= to LLM"
                 )
-            return prompt, self.tokenizer.encode(prompt)
+            token_ids = self.tokenizer.encode(prompt)
+            self._check_ids(token_ids, min, max)
+            return prompt, token_ids
         return None, self._token_ids(prompt, name)
 
-    @staticmethod
-    def _token_ids(prompt: Any, name: str) -> list[int]:
+    def _token_ids(self, prompt: Any, name: str) -> list[int]:
         try:
             array = np.asarray(prompt)
         except (ValueError, TypeError, OverflowError, RuntimeError):  # ragged, or not an array at all
             array = np.empty(0)
         if array.ndim == 1 and array.dtype.kind in "iu":
+            self._check_ids(array, np.min, np.max)  # sooner done than of a list
             return array.tolist()
         try:
             if isinstance(prompt, (bytes, bytearray, Set)) or array.dtype.kind == "b":
                 raise TypeError
-            return [int(t.__index__()) for t in prompt]
+            token_ids = [int(t.__index__()) for t in prompt]
         except (TypeError, AttributeError):
             raise TypeError(
                 f"{name}: a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}"
             ) from None
+        self._check_ids(token_ids, min, max)
+        return token_ids
+
+    def _check_ids(self, token_ids: Any, least: Callable[[Any], Any], most: Callable[[Any], Any]) -> None:
+        vocab_size = self.model_config.vocab_size
+        if len(token_ids) and ((low := least(token_ids)) < 0 or most(token_ids) >= vocab_size):
+            raise ValueError(
+                f"token id {low if low < 0 else most(token_ids)} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+            )
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         if not token_ids:
@@ -243,11 +254,6 @@ class LLMEngine:
                 " shorten the prompt or raise max_model_len"
             )
         vocab_size = self.model_config.vocab_size
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
-            )
         for token_id in params.stop_token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}")
