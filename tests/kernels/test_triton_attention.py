@@ -526,3 +526,11 @@ _HERE = {
 for _name in [name for name in globals() if name.startswith("test_")]:
     if not _HERE.get(_name, GPU):
         del globals()[_name]
+
+
+def test_a_table_without_blocks():
+    """Only sequences without tokens can have it: there is nothing to read, and no launch."""
+    k, v, table = paged([3, 1], 2, 64, 16, F32)
+    lens = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    out = attention_decode(torch.ones(2, 4, 64, device=DEVICE), k, v, table[:, :0], lens, 0, 0.125)
+    assert out.shape == (2, 4, 64) and not out.any()

@@ -169,6 +169,23 @@ def test_a_sequence_without_tokens_gets_zeros():
     assert not attention_prefill.native(q[:3], cache.k, cache.v, table, cu, lens, 1, 0.3).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_are_not_rounded_to_16_bits(dtype):
+    """Logits of tens: a key that is rounded after its scale is off by an eighth of one."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 64, generator=g) for n, h in ((1, 2), (32, 1), (32, 1)))
+    cache = (4 * torch.stack((k, v))).to(F8).view(2, 2, 16, 1, 64)
+    scale, table, lens = torch.tensor([0.37]), torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([32], dtype=torch.int32)
+    options = (1.0, None, None, scale, scale)
+    q = q.to(dtype)
+    got = attention_decode.native(q, *cache, table, lens, 32, *options)
+    cu = torch.tensor([0, 1], dtype=torch.int32)
+    assert torch.equal(attention_prefill.native(q, *cache, table, cu, lens, 1, *options), got)
+    keys, values = cache.flatten(1, 2).double()[:, :, 0] * 0.37
+    want = (q[0].double() @ keys.T).softmax(-1) @ values
+    assert (got[0].double() - want).abs().max() < {torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype] * want.abs().max()
+
+
 def call(**changes):
     q, _, _, cache, table = batch(torch.float32)
     arguments = {
@@ -194,7 +211,13 @@ WIDE = torch.zeros(10, BLOCK, KV_HEADS, DIM)
         ({"block_table": torch.zeros(3, 3, dtype=torch.int64)}, "block_table: expected int32"),
         ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, r"block_table: expected int32 \[3, max_blocks\]"),
         ({"context_lens": torch.tensor(LENS)}, "context_lens: expected contiguous int32"),
-        ({"window": 0}, "window: expected None or at least 1 token, got 0"),
+        ({"window": 0}, "window: expected None or a whole number of tokens from 1 to .*, got 0"),
+        ({"window": 2.5}, "window: expected None or a whole number of tokens .*, got 2.5"), ({"window": 1 << 40}, "window: .*, got 1099511627776"),
+        ({"scale": 0.0}, "scale: expected a positive finite number, got 0.0"), ({"scale": -0.3}, "scale: .* got -0.3"),
+        ({"scale": float("nan")}, "scale: .* got nan"),
+        ({"k_cache": WIDE[:, :, :0], "v_cache": WIDE[:, :, :0]}, "k_cache: expected at least one KV head"),
+        ({"k_scale": torch.tensor([0.0])}, r"k_scale: expected positive numbers, got \[0.0\]"),
+        ({"v_scale": torch.tensor([1.0, -2.0])}, r"v_scale: expected positive numbers, got \[1.0, -2.0\]"),
         ({"soft_cap": -1.0}, "soft_cap: expected None or a positive finite number, got -1.0"),
         ({"soft_cap": float("inf")}, "soft_cap: expected None or a positive finite number, got inf"),
         ({"k_scale": torch.ones(3)}, r"k_scale: expected contiguous float32 of shape \[1\] or \[2\], got float32 \[3\]"),

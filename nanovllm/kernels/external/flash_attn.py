@@ -187,7 +187,7 @@ def attention_decode(
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses."""
     _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
-    queries = check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    queries = check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     starts = torch.arange(0, q.shape[0] + 1, queries, dtype=torch.int32, device=q.device)
@@ -223,7 +223,7 @@ def attention_prefill(
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses."""
     longest = block_table.shape[1] * k_cache.shape[1]  # a bound that the host knows
     _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
-    check_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale)
+    check_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale)
     if values_checked(q.device):
         check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len, longest)
     return _attend(

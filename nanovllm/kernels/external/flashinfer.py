@@ -106,7 +106,7 @@ def attention_decode(
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses. Waits for the device."""
     _check(_refuse_decode(q, k_cache, block_table, context_lens, k_scale, v_scale))
-    check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     q = q.contiguous()
@@ -143,7 +143,7 @@ def attention_prefill(
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses. Waits for the device."""
     _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
     check_prefill(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale
+        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale
     )
     if values_checked(q.device):
         check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)

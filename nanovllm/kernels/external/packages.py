@@ -45,7 +45,7 @@ def import_error(module: str, names: Sequence[str]) -> str | None:
         found = importlib.import_module(module)
         for name in names:
             getattr(found, name)
-    except Exception as e:  # whatever a damaged or mismatched installation raises
+    except (Exception, SystemExit) as e:  # whatever a damaged or mismatched installation raises
         return " ".join(f"{type(e).__name__}: {e}".split())
     return None
 

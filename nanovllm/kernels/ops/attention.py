@@ -61,7 +61,7 @@ def attention_decode(
     Raises:
         ValueError: arguments do not fit together; lengths and blocks are looked at on a CPU, elsewhere with NANOVLLM_CHECK=1.
     """
-    check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     options = (scale, window, soft_cap, k_scale, v_scale)
@@ -82,6 +82,7 @@ def _decode_padded(
     positions = torch.arange(max_context_len, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     back = torch.arange(n - 1, -1, -1, device=q.device)
+    wide = _working_dtype(q, k_scale, v_scale)
     rows = max(1, _PIECE_BYTES // max(1, max_context_len * num_kv_heads * head_dim * q.element_size()))
     for start in range(0, num_seqs, rows):
         piece = slice(start, start + rows)
@@ -95,11 +96,11 @@ def _decode_padded(
         read = torch.where(valid[:, 0] if n == 1 else valid.any(1), positions, (lens - 1).clamp_min(0))
         slots = block_table[piece].gather(1, read // block_size).long() * block_size + read % block_size
         # [rows, num_kv_heads, max_context_len, head_dim]
-        k = _dequantised(_gather(k_cache, slots).transpose(1, 2), k_scale, q.dtype)
-        v = _dequantised(_gather(v_cache, slots).transpose(1, 2), v_scale, q.dtype)
+        k = _dequantised(_gather(k_cache, slots).transpose(1, 2), k_scale, wide)
+        v = _dequantised(_gather(v_cache, slots).transpose(1, 2), v_scale, wide)
         # The query heads that share a KV head are treated as that head's query tokens: K and V are not repeated.
         mask = valid if n == 1 else valid.repeat_interleave(group, 1)
-        o = _attend(_grouped(q[tokens], n, num_kv_heads), k, v, mask[:, None], scale, soft_cap)
+        o = _attend(_grouped(q[tokens].to(wide), n, num_kv_heads), k, v, mask[:, None], scale, soft_cap)
         # A query that sees nothing, of a sequence that may have read a slot that holds anything.
         out[tokens] = _ungrouped(o, n).masked_fill_(ends.view(-1, 1, 1) <= 0, 0)
     return out
@@ -126,12 +127,13 @@ def _decode_one_by_one(
     if not context_lens:
         return out
     n = num_tokens // len(context_lens)
-    grouped = _grouped(q, n, num_kv_heads)
+    wide = _working_dtype(q, k_scale, v_scale)
+    grouped = _grouped(q.to(wide), n, num_kv_heads)
     for i, length in enumerate(context_lens):
         if length > 0:
             first = 0 if window is None else max(0, length - (n - 1) - window)
-            k = _sequence(k_cache, block_table[i], first, length, k_scale, q.dtype)
-            v = _sequence(v_cache, block_table[i], first, length, v_scale, q.dtype)
+            k = _sequence(k_cache, block_table[i], first, length, k_scale, wide)
+            v = _sequence(v_cache, block_table[i], first, length, v_scale, wide)
             mask = None if n == 1 else _seen(n, first, length, window).repeat_interleave(num_heads // num_kv_heads, 0)
             o = _attend(grouped[i], k, v, mask, scale, soft_cap)
             # All but the queries before the first token.
@@ -184,20 +186,21 @@ def attention_prefill(
             NANOVLLM_CHECK=1.
     """
     check_prefill(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale
+        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale
     )
     if values_checked(q.device):
         check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)
     group = q.shape[1] // k_cache.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    wide = _working_dtype(q, k_scale, v_scale)
     starts = cu_seqlens_q.tolist()
     for i, length in enumerate(context_lens.tolist()):
         start, num_new = starts[i], starts[i + 1] - starts[i]
         # [num_heads, length, head_dim]
-        k = _sequence(k_cache, block_table[i], 0, length, k_scale, q.dtype).repeat_interleave(group, 0)
-        v = _sequence(v_cache, block_table[i], 0, length, v_scale, q.dtype).repeat_interleave(group, 0)
+        k = _sequence(k_cache, block_table[i], 0, length, k_scale, wide).repeat_interleave(group, 0)
+        v = _sequence(v_cache, block_table[i], 0, length, v_scale, wide).repeat_interleave(group, 0)
         _prefill_one(
-            q[start : start + num_new].transpose(0, 1), k, v, out[start : start + num_new].transpose(0, 1),
+            q[start : start + num_new].to(wide).transpose(0, 1), k, v, out[start : start + num_new].transpose(0, 1),
             scale, window, soft_cap,
         )  # fmt: skip
     return out
@@ -257,6 +260,11 @@ def _gather(cache, slots) -> torch.Tensor:
 def _bits(cache) -> torch.Tensor:
     # Not every indexing function knows the 8-bit floats.
     return cache.view(torch.uint8) if cache.element_size() == 1 else cache
+
+
+def _working_dtype(q, k_scale, v_scale) -> torch.dtype:
+    """What is computed in: products with a scale are not rounded to 16 bits."""
+    return q.dtype if k_scale is None and v_scale is None else torch.promote_types(q.dtype, torch.float32)
 
 
 def _dequantised(x, scale, dtype) -> torch.Tensor:

@@ -88,7 +88,7 @@ def attention_decode_shared(
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q.
     """
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     check_shared(context_lens, groups, group_rows, shared_lens)
     if values_checked(q.device):
         check_shared_values(k_cache, block_table, context_lens, max_context_len, groups, group_rows, shared_lens)
@@ -175,7 +175,7 @@ def qk_norm_rope_attention_shared(
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q.
     """
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     check_shared(context_lens, groups, group_rows, shared_lens)
     if values_checked(q.device):
         check_shared_values(

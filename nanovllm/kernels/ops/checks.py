@@ -51,6 +51,8 @@ def check_scale(scale: torch.Tensor | None, name: str, num_kv_heads: int) -> Non
         return
     if scale.dtype != torch.float32 or scale.shape not in ((1,), (num_kv_heads,)) or not scale.is_contiguous():
         raise ValueError(f"{name}: expected contiguous float32 of shape [1] or [{num_kv_heads}], got {_describe(scale)}")
+    if values_checked(scale.device) and not (scale > 0).all():
+        raise ValueError(f"{name}: expected positive numbers, got {scale.tolist()}")
 
 
 def check_attention(
@@ -63,12 +65,15 @@ def check_attention(
     soft_cap: float | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    scale: float,
 ) -> None:
     """ValueError, naming the argument, for what no attention op takes, however many query tokens a sequence has."""
     if q.dim() != 3:
         raise ValueError(f"q: expected [num_tokens, num_heads, head_dim], got {list(q.shape)}")
     check_caches(k_cache, v_cache, None, q.shape[2])
     num_kv_heads = k_cache.shape[2]
+    if not num_kv_heads:
+        raise ValueError(f"k_cache: expected at least one KV head, got {list(k_cache.shape)}")
     if q.shape[1] % num_kv_heads:
         raise ValueError(f"q: expected a multiple of the cache's {num_kv_heads} heads, got {q.shape[1]} heads")
     if context_lens.dtype != torch.int32 or context_lens.dim() != 1 or not context_lens.is_contiguous():
@@ -78,8 +83,10 @@ def check_attention(
         raise ValueError(f"block_table: expected int32 [{num_seqs}, max_blocks], got {_describe(block_table)}")
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
         raise ValueError(f"block_table: expected adjacent columns, got strides {block_table.stride()}")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected None or at least 1 token, got {window}")
+    if window is not None and (not isinstance(window, int) or not 0 < window < 1 << 30):
+        raise ValueError(f"window: expected None or a whole number of tokens from 1 to 2**30 - 1, got {window}")
+    if not 0 < scale < math.inf:  # kernels take the largest score before they scale it
+        raise ValueError(f"scale: expected a positive finite number, got {scale}")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ValueError(f"soft_cap: expected None or a positive finite number, got {soft_cap}")
     check_scale(k_scale, "k_scale", num_kv_heads)
@@ -96,9 +103,10 @@ def check_decode(
     soft_cap: float | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    scale: float,
 ) -> None:
     """ValueError, naming the argument, for what no provider of an op of one query token a sequence can take."""
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     if q.shape[0] != context_lens.shape[0]:
         raise ValueError(
             f"q: expected [{context_lens.shape[0]}, num_heads, head_dim], a query token for each sequence of context_lens and "
@@ -116,9 +124,10 @@ def check_query_tokens(
     soft_cap: float | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    scale: float,
 ) -> int:
     """The query tokens of each sequence. ValueError, naming the argument, for what no provider of `attention_decode` can take."""
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     num_tokens, num_seqs = q.shape[0], context_lens.shape[0]
     if num_tokens == num_seqs:
         return 1
@@ -141,9 +150,10 @@ def check_prefill(
     soft_cap: float | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    scale: float,
 ) -> None:
     """ValueError, naming the argument, for what no provider of `attention_prefill` can take."""
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     shape = (context_lens.shape[0] + 1,)
     if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != shape or not cu_seqlens_q.is_contiguous():
         raise ValueError(

@@ -91,7 +91,7 @@ def qk_norm_rope_attention(
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q. Everything is rounded wherever the separate ops round.
     """
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     check_new_tokens(q, k, v, k_cache, q_weight, k_weight)
     if values_checked(q.device):
         check_attention_values(

@@ -24,6 +24,12 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def capability(device: torch.device) -> int:
+    """The first number of a GPU's compute capability; 9 in the interpreter."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+@functools.cache
 def has_hopper_kernels(device: torch.device) -> bool:
     """Whether the kernels that are written in Gluon for Hopper can run there: Gluon is not in every Triton."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:

@@ -90,9 +90,11 @@ def attention_decode(
     inputs give the same bits every time; a sequence's bits do depend on the lengths beside it, and on n. A kernel is compiled for
     each n.
     """
-    queries = check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    queries = check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
+    if not block_table.shape[1]:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
     scales = (k_scale, v_scale)
     return _launch(
         q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, None, plan, queries
@@ -125,7 +127,7 @@ def qk_norm_rope_attention(
     Elements that are not side by side, of the weights too, are copied.
     As for `attention_decode`; a sequence of length 0 gets zeros, and nothing is stored for it.
     """
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     check_new_tokens(q, k, v, k_cache, q_weight, k_weight)
     if q.shape[2] % 2:
         raise ValueError(f"q: head_dim must be even, not {q.shape[2]}")

@@ -11,7 +11,13 @@ import torch
 from nanovllm.kernels import tunables
 from nanovllm.kernels.configs import bucket
 from nanovllm.kernels.ops.checks import check_prefill, check_prefill_values, values_checked
-from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, num_multiprocessors, padded_count
+from nanovllm.kernels.triton_attention.common import (
+    LOG2E,
+    capability,
+    has_hopper_kernels,
+    num_multiprocessors,
+    padded_count,
+)
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
 from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import next_power_of_2
@@ -49,7 +55,10 @@ _SHARED_MEMORY, _SCRATCH = 227 << 10, 5 << 10
 
 
 @functools.cache
-def plan_prefill(group: int, head_dim: int, itemsize: int, max_query_len: int) -> PrefillPlan:
+def plan_prefill(
+    group: int, head_dim: int, itemsize: int, max_query_len: int, cache_itemsize: int = 2, capability: int = 9
+) -> PrefillPlan:
+    """capability: the first number of the GPU's. Before 9 both operands of a product are in registers, and larger tiles spill."""
     dim_pad = next_power_of_2(head_dim)
     if itemsize == 4:
         return PrefillPlan(rows=32, tile=16, warps=8, stages=2)
@@ -57,7 +66,9 @@ def plan_prefill(group: int, head_dim: int, itemsize: int, max_query_len: int) -
         rows = max(16, next_power_of_2(max_query_len * group))
         return PrefillPlan(rows, tile=64, warps=4, stages=3 if dim_pad <= 128 else 2)
     if dim_pad > 128:  # or registers spill
-        return PrefillPlan(rows=64, tile=32, warps=4, stages=2)
+        return PrefillPlan(rows=64, tile=32, warps=8 if cache_itemsize == 1 and capability < 9 else 4, stages=2)
+    if capability < 9:
+        return PrefillPlan(rows=128, tile=32 * min(2, cache_itemsize), warps=8, stages=2)
     return PrefillPlan(rows=128, tile=128, warps=8, stages=2)
 
 
@@ -110,7 +121,7 @@ def attention_prefill(
     A sequence's keys are not split between programs: few queries with a long context occupy few multiprocessors.
     """
     check_prefill(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale
+        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale
     )
     if values_checked(q.device):
         check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)
@@ -133,7 +144,9 @@ def attention_prefill(
         few_rows = max(16, bucket(rows)) if rows <= 64 and q.element_size() == 2 else 0
         key = group, head_dim, q.dtype, k_cache.dtype, k_cache.shape[1], few_rows
         plan = tunables.ATTENTION_PREFILL.find(q.device, *key)
-        plan = plan or plan_prefill(group, head_dim, q.element_size(), max_query_len)
+        plan = plan or plan_prefill(
+            group, head_dim, q.element_size(), max_query_len, k_cache.element_size(), capability(q.device)
+        )
     launch = _launch_hopper if isinstance(plan, HopperPlan) else _launch_anywhere
     scales = () if isinstance(plan, HopperPlan) else (k_scale, v_scale)
     launch(plan, out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window, soft_cap, *scales)

@@ -138,7 +138,7 @@ def attention_decode_shared(
         return attention_decode(
             q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, k_scale, v_scale
         )
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     check_shared(context_lens, groups, group_rows, shared_lens)
     if values_checked(q.device):
         check_shared_values(k_cache, block_table, context_lens, max_context_len, groups, group_rows, shared_lens)
@@ -179,7 +179,7 @@ def qk_norm_rope_attention_shared(
             q, k, v, cos_sin_cache, k_cache, v_cache, block_table, context_lens, max_context_len, scale, q_weight, k_weight,
             eps, window, soft_cap, k_scale, v_scale,
         )  # fmt: skip
-    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale)
+    check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     check_new_tokens(q, k, v, k_cache, q_weight, k_weight)
     check_shared(context_lens, groups, group_rows, shared_lens)
     if q.shape[2] % 2:

@@ -92,7 +92,10 @@ def builtin_plan(tunable: Tunable, key: Named, arguments: Arguments, launch: Lau
     if tunable.name == "attention_prefill":
         from nanovllm.kernels.triton_attention.prefill import plan_prefill
 
-        return plan_prefill(key["group"], key["head_dim"], key["dtype"].itemsize, arguments["max_query_len"])
+        return plan_prefill(
+            key["group"], key["head_dim"], key["dtype"].itemsize, arguments["max_query_len"], key["cache_dtype"].itemsize,
+            device.capability // 10,
+        )  # fmt: skip
     assert launch is not None
     (make,) = tunable.classes.values()
     named = {"rows": "ROWS", "block": "BLOCK", "heads": "HEADS"}

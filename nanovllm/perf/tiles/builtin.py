@@ -46,7 +46,7 @@ def builtin(problem: Any, device: DeviceModel) -> Plan | None:
     if isinstance(problem, AttentionProblem):
         from nanovllm.kernels.triton_attention.prefill import plan_prefill
 
-        chosen = plan_prefill(problem.group, problem.head_dim, _dtype(problem.dtype).itemsize, problem.query)
+        chosen = plan_prefill(problem.group, problem.head_dim, _dtype(problem.dtype).itemsize, problem.query, capability=device.capability // 10)
         tile = AttentionTile(chosen.rows, chosen.tile, chosen.warps, chosen.stages)
         return attention.predict(tile, problem, device)
     if isinstance(problem, ElementwiseProblem):
