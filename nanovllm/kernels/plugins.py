@@ -1,11 +1,11 @@
 """Kernels from outside the package: a Python file, a module, or an installed distribution.
 
 A plugin is Python code that registers a provider for an op (`@rms_norm.provider("mine")`) or declares a new op (`@op`).
-`LLM(kernel_plugins=["my_kernels.py"])` and `--kernel-plugin my_kernels.py` load one and prefer its providers. A file whose
-text has changed since is taken back and loaded anew; what was chosen before keeps the old code. A
-distribution can name modules in the entry-point group `nanovllm.kernels`: those are loaded always, and run where they are
-named (`kernel_priority`, `NANOVLLM_KERNELS`). A plugin that fails to load is taken back whole; its error becomes a reason
-that `nanovllm kernels list` shows.
+`LLM(kernel_plugins=["my_kernels.py"])` and `--kernel-plugin my_kernels.py` load one and prefer its providers. A file
+whose text has changed since is taken back and loaded anew; what was chosen before keeps the old code. A distribution can
+name modules in the entry-point group `nanovllm.kernels`: those are loaded always, and run where they are named
+(`kernel_priority`, `NANOVLLM_KERNELS`). A plugin that fails to load is taken back whole; its error becomes a reason that
+`nanovllm kernels list` shows.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool
 
 
 def _forget(name: str) -> None:
+    """Take back what a loaded plugin registered."""
     from nanovllm.kernels import library, selection
 
+    del _loaded[name]  # before it is loaded anew, which Ctrl-C may end
     for op_name in unregister(name):
         library.unregister(op_name)
     selection.forget_defaults()

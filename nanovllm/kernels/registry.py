@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +23,9 @@ import torch
 
 from nanovllm.arguments import reject_unknown
 from nanovllm.kernels.declaration import TOLERANCE, ArgumentCheck, Cost, Inputs
-
-logger = logging.getLogger(__name__)
+from nanovllm.kernels.reasons import Support, checked_reason, describe_call, reason_if_it_fails
 
 NATIVE = "native"
-
-Support = Callable[[torch.device], "str | None"]
 
 
 class KernelError(RuntimeError):
@@ -171,9 +167,9 @@ class Op:
         """Register a provider. One that a plugin adds without an origin gets the plugin as its origin."""
         known = self.providers.get(provider.name)
         if known is not None:
-            whose = f", of the plugin {known.origin}" if known.origin else ""
+            whose = f", from {known.origin}" if known.origin else ""
             raise ValueError(f"op {self.name!r} already has a provider {provider.name!r}{whose}; give yours another name")
-        support = _reason_if_it_fails(provider.support, f"op {self.name!r}, provider {provider.name!r}")
+        support = reason_if_it_fails(provider.support, f"op {self.name!r}, provider {provider.name!r}")
         origin = provider.origin or _registering.get()
         self.providers[provider.name] = dataclasses.replace(provider, support=support, origin=origin)
 
@@ -186,7 +182,7 @@ class Op:
         if provider.accepts is None:
             return None
         try:
-            return _reason(provider.accepts(*args, **kwargs))
+            return checked_reason(provider.accepts(*args, **kwargs))
         except Exception as e:
             where = f"op {self.name!r}, provider {provider.name!r}, called with ({describe_call(args, kwargs)})"
             raise KernelError(f"{where}: its accepts function failed: {type(e).__name__}: {e}") from e
@@ -234,43 +230,6 @@ class Op:
         return bind(self, provider)(*args, **kwargs)
 
 
-def _reason_if_it_fails(support: Support, who: str) -> Support:
-    """A stranger's support function that fails must not stop those who merely list the providers: they are warned, once."""
-    warned = False
-
-    @functools.wraps(support)
-    def checked(device: torch.device) -> str | None:
-        nonlocal warned
-        try:
-            return _reason(support(device))
-        except Exception as e:
-            reason = f"its support function failed: {type(e).__name__}: {e}"
-            if not warned:
-                warned = True
-                logger.warning("%s: %s", who, reason)
-            return reason
-
-    return checked
-
-
-def _reason(given: Any) -> str | None:
-    if given is None or isinstance(given, str):
-        return given
-    raise TypeError(f"it returned {given!r:.40}; it must return None where the provider can run, else a string that says why not")
-
-
-def describe_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """A call's arguments for people, tensors as their dtype, shape and strides."""
-    return ", ".join([*map(_describe, args), *(f"{k}={_describe(v)}" for k, v in kwargs.items())])
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        gap = "" if value.is_contiguous() else f" strides {list(value.stride())}"
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{gap}"
-    return f"{value!r:.40}"
-
-
 def device_of(arguments: Mapping[str, Any]) -> torch.device:
     """The device of the first tensor among a call's arguments."""
     return next((a.device for a in arguments.values() if isinstance(a, torch.Tensor)), torch.device("cpu"))
@@ -296,7 +255,7 @@ def op(native: Callable[..., Any] | None = None, **declaration: Any) -> Any:
     declared = Op(native, **declaration)
     if declared.name in _OPS:
         origin = _OPS[declared.name].origin
-        raise ValueError(f"op {declared.name!r} is declared twice" + (f", before by the plugin {origin}" if origin else ""))
+        raise ValueError(f"op {declared.name!r} is declared twice" + (f", before by {origin}" if origin else ""))
     _OPS[declared.name] = declared
     if _registering.get() is None:  # a plugin's are told of when all of it has loaded
         for tell in told_of_ops:

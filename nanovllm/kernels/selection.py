@@ -20,7 +20,8 @@ import torch
 
 from nanovllm.arguments import reject_unknown
 from nanovllm.kernels.plugins import failures, load_plugins
-from nanovllm.kernels.registry import NATIVE, KernelError, Op, Provider, all_ops, describe_call
+from nanovllm.kernels.reasons import describe_call
+from nanovllm.kernels.registry import NATIVE, KernelError, Op, Provider, all_ops
 from nanovllm.kernels.tables import measured_order
 
 logger = logging.getLogger(__name__)
@@ -112,9 +113,7 @@ def resolve_kernels(
     return Kernels(chosen)
 
 
-def _yields(
-    fused: Op, ops: Mapping[str, Op], sources: Sources, plugins: Sequence[str]
-) -> bool:
+def _yields(fused: Op, ops: Mapping[str, Op], sources: Sources, plugins: Sequence[str]) -> bool:
     """Whether a fused op is not to be used, since the user spoke of an op that it stands for, and not of itself."""
     _, wanted = _wanted(fused, sources)
     if any(fused.name in named for named in sources.values()):

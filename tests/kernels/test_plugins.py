@@ -291,13 +291,13 @@ def test_two_files_of_one_name_and_two_providers_of_one_name(plugin, tmp_path, c
     assert load_plugins([first, second, third]) == [first, second]
     assert {"mine", "yours"} <= set(all_ops()["softmax"].providers)
     for said in (failures()[third], caplog.text):
-        assert f"already has a provider 'mine', of the plugin {first}; give yours another name" in said
+        assert f"already has a provider 'mine', from {first}; give yours another name" in said
     assert f"kernel plugin {third}" in caplog.text
     (row,) = [r for r in cli("list", "--device", "cpu", "--kernel-plugin", third, "--json") if r["provider"] == third]
     assert first in row["reason"]
     fourth, fifth = (plugin(OP.format(name="declared_by_two"), f"{name}.py") for name in ("fourth", "fifth"))
     assert load_plugins([fourth, fifth]) == [fourth]
-    assert f"'declared_by_two' is declared twice, before by the plugin {fourth}" in failures()[fifth]
+    assert f"'declared_by_two' is declared twice, before by {fourth}" in failures()[fifth]
 
 
 def failing(argument, value):
@@ -362,7 +362,10 @@ def test_nothing_done_is_an_error(plugin, monkeypatch):
     path = plugin(PROVIDER.format(name="mine").replace('"mine")', '"mine", support=lambda device: "no fish; buy one")', 1) + bare)
     options = ("--device", "cpu", "--kernel-plugin", path)
     for command, done_to in (("verify", "verified"), ("bench", "timed")):
-        for arguments, reason in ((("softmax", "--provider", "mine"), "mine: no fish; buy one"), (("without_inputs",), "declares no inputs")):
+        for arguments, reason in (
+            (("softmax", "--provider", "mine"), "mine: no fish; buy one"),
+            (("without_inputs",), "declares no inputs"),
+        ):
             done = cli(command, *arguments, *options, fails=True)
             assert f"nothing was {done_to}: " in str(done.exception) and reason in str(done.exception)
             assert "`nanovllm kernels list`" in str(done.exception)
