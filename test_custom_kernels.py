@@ -1,7 +1,7 @@
 """Are the custom kernels right, and faster? Every op and provider on this machine.
 
-    python test_custom_kernels.py              # all ops
-    python test_custom_kernels.py rms_norm     # one, or all whose names begin so
+    python test_custom_kernels.py                     # all ops
+    python test_custom_kernels.py rms_norm softmax    # some: all whose names begin with one of these
 
 Four sections: correctness against the reference in float64, time, peak memory, and a profile of the kernels that ran; then
 one table with a line for each op and provider. Without a GPU it verifies through Triton's interpreter, on small shapes.
@@ -9,8 +9,10 @@ It is a pytest module as well: `pytest test_custom_kernels.py`. There the interp
 Triton providers are skipped; `TRITON_INTERPRET=1 pytest test_custom_kernels.py -k rms_norm` runs them.
 """
 
+import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -99,7 +101,7 @@ def profile(pairs: list[tuple[Op, Provider]]) -> None:
         shapes = op.inputs.decode or op.inputs.small
         case = Case(shapes[0], torch.bfloat16, op.inputs.variants[0])
         arguments = case.arguments(op, DEVICE)
-        if provider.accepts is not None and provider.accepts(**arguments) is not None:
+        if op.refusal(provider, **arguments) is not None:
             continue
         provider.fn(**arguments)
         torch.cuda.synchronize()
@@ -131,21 +133,22 @@ def summary(verdicts: dict[tuple[str, str], str], results: list[Measurement]) ->
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def main(prefix: str = "") -> int:
-    if prefix in ("-h", "--help"):
-        print(__doc__)
-        return 0
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("op", nargs="*", help="an op, or how several begin; all of them if left out")
+    asked = parser.parse_args(arguments).op
+    for prefix in asked:
+        if not any(name.startswith(prefix) for name in all_ops()):
+            parser.error(f"no op begins with {prefix!r}; ops are {', '.join(all_ops())}")
+    wanted = [(op, p) for op, p in PAIRS if not asked or op.name.startswith(tuple(asked))]
     reason = unavailable_reason()
     if reason is not None:
         print(
             f"Custom kernels do not run on a device here: {reason}. Triton kernels run in its interpreter, on small shapes."
         )
-    pairs = [(op, p) for op, p in PAIRS if op.name.startswith(prefix) and p.support(DEVICE) is None]
-    if not pairs:
-        print(f"no op begins with {prefix!r}; ops are {', '.join(all_ops())}")
-        return 2
-    for op, provider in PAIRS:
-        if op.name.startswith(prefix) and (why := provider.support(DEVICE)) is not None:
+    pairs = [(op, p) for op, p in wanted if p.support(DEVICE) is None]
+    for op, provider in wanted:
+        if (why := provider.support(DEVICE)) is not None:
             print(f"   {op.name}, {provider.name}: {why}")
     verdicts = correctness(pairs)
     results = benchmark(pairs)
@@ -156,4 +159,4 @@ def main(prefix: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """What `test_custom_kernels.py` prints beside its measurements, which need a GPU."""
 
+import pytest
 import torch
 
 import test_custom_kernels as script
@@ -27,3 +28,22 @@ def test_the_largest_shape_is_the_one_with_the_most_bytes(capsys):
     script.summary({("rms_norm", "triton"): "right"}, results)
     printed = capsys.readouterr().out
     assert "71.0" in printed and "2.00" in printed and "25.0" not in printed
+
+
+def test_several_ops_can_be_named(monkeypatch):
+    seen = []
+    monkeypatch.setattr(script, "correctness", lambda pairs: seen.extend(op.name for op, _ in pairs) or {})
+    for step, result in (("benchmark", []), ("peak_memory", None), ("profile", None), ("summary", None)):
+        monkeypatch.setattr(script, step, lambda *args, result=result: result)
+    for arguments, names in ((["rms_norm", "softmax"], {"rms_norm", "softmax"}), (["gelu", "sil"], {"gelu_and_mul", "silu_and_mul"})):
+        seen.clear()
+        assert script.main(arguments) == 0 and set(seen) == names
+    seen.clear()
+    assert script.main([]) == 0 and len(set(seen)) > 15
+
+
+@pytest.mark.parametrize("arguments, said", [(["--fast"], "--fast"), (["rms_norm", "nope"], "no op begins with 'nope'")])
+def test_what_is_unknown_is_refused(capsys, arguments, said):
+    with pytest.raises(SystemExit) as stopped:
+        script.main(arguments)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err

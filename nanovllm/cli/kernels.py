@@ -68,6 +68,7 @@ def why(
     as_json: Json = False,
 ) -> None:
     """Which provider runs an op here, and what speaks against each of the others."""
+    from nanovllm.kernels import KernelError
     from nanovllm.kernels.selection import explain
     from nanovllm.kernels.verify import Case
 
@@ -83,9 +84,11 @@ def why(
             cost = declared.cost(**arguments)
             call |= {"bytes": cost.bytes, "flops": cost.flops}
         for row in rows:
-            accepts = declared.providers[row["provider"]].accepts
-            if row["reason"] is None and accepts is not None:
-                row["reason"] = accepts(**arguments)
+            if row["reason"] is None:
+                try:
+                    row["reason"] = declared.refusal(declared.providers[row["provider"]], **arguments)
+                except KernelError as e:
+                    row["reason"] = str(e)
     because = explain(declared, where, origins)
     taken = next((r["provider"] for r in rows if r["chosen"] and r["reason"] is None), "native")
     if as_json:

@@ -23,6 +23,7 @@ from nanovllm.cli.kernels_common import (
     dtype_of,
     matching,
     new_table,
+    nothing_done,
     prepare,
     print_table,
     shape_of,
@@ -53,7 +54,7 @@ def bench(
 ) -> None:
     """Time the providers of an op: medians, inputs from device memory, shares of what the hardware allows and of what a copy reaches.
 
-    Ctrl-C keeps what was measured.
+    Ctrl-C keeps what was measured. Fails if nothing can be.
     """
     from nanovllm.kernels.compare import compiled
 
@@ -61,10 +62,12 @@ def bench(
     if save_table is not None and where.type != "cuda":
         raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
     results: list[Measurement] = []
+    skipped = []
     try:
         for declared in with_provider(matching(ops, op), provider):
             if declared.inputs is None or declared.cost is None:
-                print(f"{declared.name} declares no inputs or no cost: not timed", file=sys.stderr)
+                skipped.append(f"{declared.name}: it declares no inputs or no cost")
+                print(f"{skipped[-1]}: not timed", file=sys.stderr)
                 continue
             shapes = None if shape is None else [shape_of(declared, s) for s in shape]
             candidates = [p for name, p in declared.providers.items() if not provider or name in provider]
@@ -74,6 +77,9 @@ def bench(
         # Who is fastest is not known: a table would lack ops, or providers that were not reached.
         save_table = None
         print("stopped early, with what was measured so far; no table is written", file=sys.stderr)
+    else:
+        if all(m.timing is None for m in results):
+            raise nothing_done("timed", [*skipped, *(f"{m.provider}: {m.reason}" for m in results)])
     document = _bench_document(where, results)
     if as_json:
         print(json.dumps(document, indent=1))

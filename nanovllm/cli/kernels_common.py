@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,6 +52,12 @@ def with_provider(ops: list[Op], providers: list[str] | None) -> list[Op]:
         if name not in known:
             raise ValueError(f"--provider {name}: expected one of {', '.join(known)}")
     return [o for o in ops if not providers or set(providers) & set(o.providers)]
+
+
+def nothing_done(what: str, reasons: Iterable[str]) -> ValueError:
+    """The error that nothing was `what` ("timed"), and why."""
+    said = "; ".join(dict.fromkeys(reasons)) or "there are no shapes"
+    return ValueError(f"nothing was {what}: {said}. `nanovllm kernels list` shows what can run here")
 
 
 def only(ops: dict[str, Op], name: str) -> Op:

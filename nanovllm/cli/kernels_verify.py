@@ -20,6 +20,7 @@ from nanovllm.cli.kernels_common import (
     device_name,
     matching,
     new_table,
+    nothing_done,
     prepare,
     print_table,
     with_provider,
@@ -41,7 +42,7 @@ def verify(
     kernel_plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Compare every provider with the reference in float64, on every kind of input. Fails if one is wrong.
+    """Compare every provider with the reference in float64, on every kind of input. Fails if one is wrong, or none can run.
 
     Without a GPU, Triton kernels run in Triton's interpreter, on small shapes.
     """
@@ -59,6 +60,8 @@ def verify(
             if not provider or name in provider:
                 rows.append({"op": declared.name, "provider": name, "reason": candidate.support(where)})
     pairs = [(r["op"], r["provider"]) for r in rows if r["reason"] is None]
+    if not pairs:
+        raise nothing_done("verified", (f"{r['provider'] or r['op']}: {r['reason']}" for r in rows))
     verdicts = _verdicts(pairs, where, kernel_plugin or [], seed, quick, jobs)
     for row in rows:
         if row["reason"] is None:

@@ -21,7 +21,7 @@ from nanovllm.kernels.benchmark import (
     time_kernel,
 )
 from nanovllm.kernels.declaration import Arguments, Shape, copy_of, nbytes
-from nanovllm.kernels.registry import Op, Provider
+from nanovllm.kernels.registry import KernelError, Op, Provider
 from nanovllm.kernels.verify import Case
 
 COMPILED = "torch.compile"
@@ -102,7 +102,11 @@ def measure(declared: Op, provider: Provider, case: Case, device: torch.device) 
     if device.type == "cpu" and inspect.unwrap(provider.support) is inspect.unwrap(triton_support):
         return Measurement(declared.name, provider.name, case, reason="the time of Triton's interpreter says nothing")
     sets = _argument_sets(declared, case, device)
-    if provider.accepts is not None and (reason := provider.accepts(**sets[0])) is not None:
+    try:
+        reason = declared.refusal(provider, **sets[0])
+    except KernelError as e:
+        reason = str(e)
+    if reason is not None:
         return Measurement(declared.name, provider.name, case, reason=reason)
     try:
         if device.type != "cuda":

@@ -15,7 +15,8 @@ from nanovllm.kernels.registry import Op, all_ops, device_of, told_of_ops
 
 logger = logging.getLogger(__name__)
 
-_LIBRARY = torch.library.Library("nanovllm", "DEF")
+_LIBRARIES: dict[str, torch.library.Library] = {}
+"""One an op, so that a plugin's op can go."""
 
 
 def register(declared: Op) -> None:
@@ -24,9 +25,17 @@ def register(declared: Op) -> None:
     Results are contiguous, whatever the provider. The schema follows from the reference's annotations.
     """
     schema = torch.library.infer_schema(declared.native, mutates_args=declared.mutates)
-    _LIBRARY.define(declared.name + schema, tags=())
-    torch.library.impl(_LIBRARY, declared.name, "CompositeExplicitAutograd")(_implementation(declared))
-    torch.library.register_fake(f"nanovllm::{declared.name}", _fake(declared), lib=_LIBRARY)
+    library = torch.library.Library("nanovllm", "FRAGMENT")
+    library.define(declared.name + schema, tags=())
+    torch.library.impl(library, declared.name, "CompositeExplicitAutograd")(_implementation(declared))
+    torch.library.register_fake(f"nanovllm::{declared.name}", _fake(declared), lib=library)
+    _LIBRARIES[declared.name] = library
+
+
+def unregister(name: str) -> None:
+    """Undo `register`, if it was done."""
+    if name in _LIBRARIES:
+        _LIBRARIES.pop(name)._destroy()
 
 
 def register_or_warn(declared: Op) -> None:

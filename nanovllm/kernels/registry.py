@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,10 +23,9 @@ import torch
 
 from nanovllm.arguments import reject_unknown
 from nanovllm.kernels.declaration import TOLERANCE, ArgumentCheck, Cost, Inputs
+from nanovllm.kernels.reasons import Support, checked_reason, describe_call, reason_if_it_fails
 
 NATIVE = "native"
-
-Support = Callable[[torch.device], "str | None"]
 
 
 class KernelError(RuntimeError):
@@ -42,12 +42,16 @@ class Provider:
     """One implementation of an op.
 
     Attributes:
+        name: what `NANOVLLM_KERNELS` can name: no ";", "=", "," or "*" in it, and no space around it.
         target: the function, or "module:function", which is imported when it is first wanted.
         support: static. Given a device, None if the provider can run there at all, else the reason and what to do.
         accepts: dynamic and pure. Given a call's arguments, None if the provider can take them, else the reason.
             None: it takes whatever the op's documentation allows.
         origin: the plugin that it comes from; None: this package.
-        architectures: where it runs, for people: "sm_80+".
+        architectures: where it runs, for people: "any", "sm_80+" or "sm_80, sm_90".
+
+    Raises:
+        ValueError: a name or architectures of another form.
     """
 
     name: str
@@ -56,6 +60,15 @@ class Provider:
     accepts: Callable[..., str | None] | None = None
     origin: str | None = None
     architectures: str = "any"
+
+    def __post_init__(self) -> None:
+        name, known = self.name, r"any|sm_\d+[af]?\+?(, ?sm_\d+[af]?\+?)*"
+        if not isinstance(name, str) or not name or name != name.strip() or set(name) & set(";=,*"):
+            raise ValueError(f"provider {name!r}: expected a name without ';', '=', ',', '*' and spaces around it")
+        if not isinstance(self.architectures, str) or not re.fullmatch(known, self.architectures):
+            raise ValueError(
+                f"provider {name!r}: architectures={self.architectures!r}: expected 'any' or such as 'sm_80+' or 'sm_80, sm_90'"
+            )
 
     @cached_property
     def fn(self) -> Callable[..., Any]:
@@ -79,6 +92,7 @@ class Op:
         fuses: ops that this one stands for: an engine does not use it where one of them is named, so that the name counts.
         compare: (got, arguments, dtype) -> None or what is wrong, where comparing numbers does not decide.
         fake: the reference on tensors without data, where the reference itself cannot run on such.
+        origin: the plugin that declares it; None: this package, or a program.
     """
 
     def __init__(
@@ -110,6 +124,7 @@ class Op:
         self.fake = fake
         self.check = ArgumentCheck(self.name, arguments or {})
         reject_unknown(f"arguments of {self.name}", self.check.patterns, self.signature.parameters)
+        self.origin = _registering.get()
         self.providers: dict[str, Provider] = {NATIVE: Provider(NATIVE, native)}
         self._forced: ContextVar[str | None] = ContextVar(f"provider of {self.name}", default=None)
 
@@ -128,7 +143,8 @@ class Op:
             architectures: where it runs, for people: "sm_80+".
 
         Raises:
-            ValueError: the op has a provider of that name, or the function does not take the op's parameters.
+            ValueError: the op has a provider of that name, the function does not take the op's parameters, or an argument is not
+                what `Provider` takes.
         """
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,18 +158,34 @@ class Op:
             # Of a module that was imported before it is named as a plugin, the functions say where they come from.
             module = getattr(fn, "__module__", None) or ""
             origin = _registering.get() or (None if module.partition(".")[0] == "nanovllm" else module)
-            self.add(Provider(name, fn, _reason_if_it_raises(support), accepts, origin, architectures))
+            self.add(Provider(name, fn, support, accepts, origin, architectures))
             return fn
 
         return register
 
     def add(self, provider: Provider) -> None:
         """Register a provider. One that a plugin adds without an origin gets the plugin as its origin."""
-        if provider.name in self.providers:
-            raise ValueError(f"op {self.name!r} already has a provider {provider.name!r}")
-        if provider.origin is None and (plugin := _registering.get()) is not None:
-            provider = dataclasses.replace(provider, origin=plugin)
-        self.providers[provider.name] = provider
+        known = self.providers.get(provider.name)
+        if known is not None:
+            whose = f", from {known.origin}" if known.origin else ""
+            raise ValueError(f"op {self.name!r} already has a provider {provider.name!r}{whose}; give yours another name")
+        support = reason_if_it_fails(provider.support, f"op {self.name!r}, provider {provider.name!r}")
+        origin = provider.origin or _registering.get()
+        self.providers[provider.name] = dataclasses.replace(provider, support=support, origin=origin)
+
+    def refusal(self, provider: Provider, *args: Any, **kwargs: Any) -> str | None:
+        """Why a provider does not take a call; None: it does.
+
+        Raises:
+            KernelError: its `accepts` fails, or gives something else.
+        """
+        if provider.accepts is None:
+            return None
+        try:
+            return checked_reason(provider.accepts(*args, **kwargs))
+        except Exception as e:
+            where = f"op {self.name!r}, provider {provider.name!r}, called with ({describe_call(args, kwargs)})"
+            raise KernelError(f"{where}: its accepts function failed: {type(e).__name__}: {e}") from e
 
     def require(self, name: str, device: torch.device, who: str) -> Provider:
         """The provider `name`, which `who` asked for by name; a ValueError if it is unknown or cannot run on `device`."""
@@ -193,22 +225,9 @@ class Op:
         if forced is None:
             return default_function(self, device)(*args, **kwargs)
         provider = self.require(forced, device, f"use({forced!r})")
-        if provider.accepts is not None and (reason := provider.accepts(*args, **kwargs)) is not None:
+        if (reason := self.refusal(provider, *args, **kwargs)) is not None:
             raise ValueError(f"use({forced!r}): {self.name} cannot run there with these arguments: {reason}")
         return bind(self, provider)(*args, **kwargs)
-
-
-def _reason_if_it_raises(support: Support) -> Support:
-    """A stranger's support function that fails must not stop those who merely list the providers."""
-
-    @functools.wraps(support)
-    def checked(device: torch.device) -> str | None:
-        try:
-            return support(device)
-        except Exception as e:
-            return f"its support function raised {type(e).__name__}: {e}"
-
-    return checked
 
 
 def device_of(arguments: Mapping[str, Any]) -> torch.device:
@@ -235,7 +254,8 @@ def op(native: Callable[..., Any] | None = None, **declaration: Any) -> Any:
         return functools.partial(op, **declaration)
     declared = Op(native, **declaration)
     if declared.name in _OPS:
-        raise ValueError(f"op {declared.name!r} is declared twice")
+        origin = _OPS[declared.name].origin
+        raise ValueError(f"op {declared.name!r} is declared twice" + (f", before by {origin}" if origin else ""))
     _OPS[declared.name] = declared
     if _registering.get() is None:  # a plugin's are told of when all of it has loaded
         for tell in told_of_ops:
@@ -268,3 +288,14 @@ def registering(plugin: str) -> Iterator[None]:
         raise
     finally:
         _registering.reset(token)
+
+
+def unregister(plugin: str) -> list[str]:
+    """Take back what a plugin registered; the names of the ops that it had declared."""
+    declared = [name for name, o in _OPS.items() if o.origin == plugin]
+    for name in declared:
+        del _OPS[name]
+    for o in _OPS.values():
+        for name in [p.name for p in o.providers.values() if p.origin == plugin]:
+            del o.providers[name]
+    return declared

@@ -20,6 +20,7 @@ import torch
 
 from nanovllm.arguments import reject_unknown
 from nanovllm.kernels.plugins import failures, load_plugins
+from nanovllm.kernels.reasons import describe_call
 from nanovllm.kernels.registry import NATIVE, KernelError, Op, Provider, all_ops
 from nanovllm.kernels.tables import measured_order
 
@@ -32,6 +33,9 @@ PREFERRED = ("triton", NATIVE)
 Decorate = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 """(op, provider, function) -> the function to call in its place, for example one that records what it is given."""
 
+
+Sources = Mapping[str, Mapping[str, Sequence[str]]]
+"""Who speaks (`kernel_priority`, the environment variable), in the order in which they count -> op -> providers, best first."""
 
 _decorate: ContextVar[Decorate | None] = ContextVar("what decorates the functions of engines", default=None)
 
@@ -94,7 +98,11 @@ def resolve_kernels(
         raise ValueError(f"use_custom_kernels={use_custom_kernels!r}: must be True or False")
     origins = load_plugins(plugins)
     ops = all_ops()
-    sources = [_checked(priority or {}, "kernel_priority", ops), _environment()]
+    sources = {"kernel_priority": _checked(priority or {}, "kernel_priority", ops), **_environment()}
+    for who, named in sources.items():  # all of them, whether they are used or not
+        for declared in ops.values():
+            for name in named.get(declared.name, ()):
+                _reject_unknown_provider(declared, name, who)
     chosen, decorate = {}, _decorate.get()
     for name, declared in ops.items():
         provider = declared.providers[NATIVE]
@@ -105,16 +113,14 @@ def resolve_kernels(
     return Kernels(chosen)
 
 
-def _yields(
-    fused: Op, ops: Mapping[str, Op], sources: Sequence[Mapping[str, Sequence[str]]], plugins: Sequence[str]
-) -> bool:
+def _yields(fused: Op, ops: Mapping[str, Op], sources: Sources, plugins: Sequence[str]) -> bool:
     """Whether a fused op is not to be used, since the user spoke of an op that it stands for, and not of itself."""
-    wanted = _wanted(fused, sources)
-    if any(fused.name in named for named in sources):
+    _, wanted = _wanted(fused, sources)
+    if any(fused.name in named for named in sources.values()):
         return False
     parts = [ops[name] for name in fused.fuses]
     return any(
-        _wanted(part, sources) not in ((), wanted)
+        _wanted(part, sources)[1] not in ((), wanted)
         or any(p.origin is not None and p.origin in plugins for p in part.providers.values())
         for part in parts
     )
@@ -134,9 +140,9 @@ def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> lis
 def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> str:
     """Why the first of `rank` is the first, as the end of a sentence."""
     first = _first(declared, device, plugins)
-    if _yields(declared, all_ops(), [_environment()], plugins):
+    if _yields(declared, all_ops(), _environment(), plugins):
         return f"in an engine it is not used, since one of the ops that it fuses was named: {', '.join(declared.fuses)}"
-    if _wanted(declared, [_environment()]):
+    if _wanted(declared, _environment())[1]:
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
     if first.origin is not None:
         return f"it comes from the plugin {first.origin}"
@@ -148,9 +154,9 @@ def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> 
 
 
 def _first(declared: Op, device: torch.device, plugins: Sequence[str]) -> Provider:
-    if _yields(declared, all_ops(), [_environment()], plugins):
+    if _yields(declared, all_ops(), _environment(), plugins):
         return declared.providers[NATIVE]
-    return _choose(declared, device, [_environment()], plugins)
+    return _choose(declared, device, _environment(), plugins)
 
 
 def parse_priority(text: str) -> dict[str, list[str]]:
@@ -164,6 +170,8 @@ def parse_priority(text: str) -> dict[str, list[str]]:
                 f"{entry!r} is not of the form op=provider or op=provider,provider (*=provider for all); "
                 "separate entries with ';'"
             )
+        if name.strip() in priority:
+            raise ValueError(f"{name.strip()!r} is given twice; name several providers as {name.strip()}=provider,provider")
         priority[name.strip()] = names
     return priority
 
@@ -173,19 +181,26 @@ def default_function(declared: Op, device: torch.device) -> Callable[..., Any]:
     return _default_function(declared, device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
 
 
+def forget_defaults() -> None:
+    """Choose anew for plain calls: a provider has gone."""
+    _default_function.cache_clear()
+
+
 @cache
 def _default_function(declared: Op, kind: str, index: int | None, environment: str) -> Callable[..., Any]:
     load_plugins(())  # the environment may name a provider of an installed one
     device = torch.device(kind, index) if index is not None else torch.device(kind)
-    return _function(declared, _choose(declared, device, [_environment()]))
+    return _function(declared, _choose(declared, device, _environment()))
 
 
-def _environment() -> dict[str, list[str]]:
+def _environment() -> dict[str, dict[str, list[str]]]:
+    """The environment variable, as the one source that it is."""
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     try:
-        return _checked(parse_priority(text), ENVIRONMENT_VARIABLE, all_ops())
+        priority = parse_priority(text)
     except ValueError as e:
         raise ValueError(f"{ENVIRONMENT_VARIABLE}={text!r}: {e}") from e
+    return {ENVIRONMENT_VARIABLE: _checked(priority, ENVIRONMENT_VARIABLE, all_ops())}
 
 
 def _checked(priority: Mapping[str, Sequence[str]], who: str, ops: Mapping[str, Op]) -> dict[str, list[str]]:
@@ -196,7 +211,7 @@ def _checked(priority: Mapping[str, Sequence[str]], who: str, ops: Mapping[str, 
         try:
             reject_unknown(who, [name], ["*", *ops])
         except TypeError as e:
-            raise ValueError(str(e)) from None
+            raise ValueError(str(e).replace(" got an unknown argument", ": unknown op")) from None
         named = [providers] if isinstance(providers, str) else providers
         if not isinstance(named, Sequence) or not named or not all(isinstance(p, str) for p in named):
             raise ValueError(
@@ -211,29 +226,31 @@ def _checked(priority: Mapping[str, Sequence[str]], who: str, ops: Mapping[str, 
     return checked
 
 
-def _wanted(declared: Op, sources: Sequence[Mapping[str, Sequence[str]]]) -> Sequence[str]:
-    """What the first source that speaks of this op names for it, best first."""
-    for named in sources:
+def _wanted(declared: Op, sources: Sources) -> tuple[str, Sequence[str]]:
+    """(the first source that speaks of this op, what it names for it, best first)."""
+    for who, named in sources.items():
         if declared.name in named:
-            return named[declared.name]
+            return who, named[declared.name]
         everywhere = [p for p in named.get("*", ()) if p in declared.providers]
         if everywhere:
-            return everywhere
-    return ()
+            return who, everywhere
+    return "", ()
 
 
-def _choose(
-    declared: Op, device: torch.device, sources: Sequence[Mapping[str, Sequence[str]]], plugins: Sequence[str] = ()
-) -> Provider:
+def _reject_unknown_provider(declared: Op, name: str, who: str) -> None:
+    if name not in declared.providers:
+        unknown = f"{who} names {name!r}, but the providers of {declared.name!r} are {', '.join(declared.providers)}"
+        raise ValueError("; ".join((unknown, *(f"plugin {p} failed: {r}" for p, r in failures().items()))))
+
+
+def _choose(declared: Op, device: torch.device, sources: Sources, plugins: Sequence[str] = ()) -> Provider:
     errors = []
-    for name in _wanted(declared, sources):
+    who, wanted = _wanted(declared, sources)
+    for name in wanted:
+        _reject_unknown_provider(declared, name, who)
         try:
-            return declared.require(name, device, f"the choice of kernels for {declared.name!r}")
+            return declared.require(name, device, who)
         except ValueError as e:
-            if name not in declared.providers:
-                raise ValueError(
-                    "; ".join((str(e), *(f"plugin {p} failed: {r}" for p, r in failures().items())))
-                ) from None
             errors.append(str(e))
     if errors:
         raise ValueError("; ".join(errors))
@@ -265,7 +282,7 @@ def bind(declared: Op, provider: Provider) -> Callable[..., Any]:
         try:
             return fn(*args, **kwargs)
         except Exception as e:
-            given = ", ".join([*map(_describe, args), *(f"{k}={_describe(v)}" for k, v in kwargs.items())])
+            given = describe_call(args, kwargs)
             if isinstance(e, (ValueError, TypeError, torch.OutOfMemoryError)):
                 # These speak of the arguments, or are for the caller to act on: they stay what they are.
                 _add_note(e, f"{who}, called with ({given})")
@@ -284,24 +301,17 @@ def _add_note(error: BaseException, note: str) -> None:
         error.args = ("\n".join(filter(None, (*map(str, error.args), note))),)
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        gap = "" if value.is_contiguous() else f" strides {list(value.stride())}"
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{gap}"
-    return f"{value!r:.40}"
-
-
 def _function(declared: Op, provider: Provider) -> Callable[..., Any]:
     """The provider's own function, or, if it is choosy about arguments, one that passes on what it does not accept."""
     fn = bind(declared, provider)
     if provider.accepts is None:
         return fn
-    accepts, native = provider.accepts, bind(declared, Provider(NATIVE, declared.native))
+    native = bind(declared, Provider(NATIVE, declared.native))
     warned = False
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal warned
-        reason = accepts(*args, **kwargs)
+        reason = declared.refusal(provider, *args, **kwargs)
         if reason is None:
             return fn(*args, **kwargs)
         if not warned:

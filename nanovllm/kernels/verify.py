@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.kernels.declaration import Arguments, Shape, Tensors, copy_of
 from nanovllm.kernels.memory_guard import MemoryGuard
-from nanovllm.kernels.registry import Op, Provider
+from nanovllm.kernels.registry import KernelError, Op, Provider
 
 _ROW, _LARGE = 16, 3.0
 
@@ -86,7 +86,11 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
     """Run one case and compare results, written arguments and surroundings with what they should be."""
     arguments = case.arguments(declared, device)
     bound = declared.signature.bind(**arguments)
-    if provider.accepts is not None and (reason := provider.accepts(*bound.args, **bound.kwargs)) is not None:
+    try:
+        reason = declared.refusal(provider, *bound.args, **bound.kwargs)
+    except KernelError as e:
+        return Verdict(case, failure=str(e))
+    if reason is not None:
         return Verdict(case, skipped=reason)
     expected = _reference(declared, arguments)
     before = {

@@ -15,8 +15,8 @@ BATCH_SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 def compare_mlp(
-    hidden_size: Annotated[int, typer.Option(help="Of the model; Qwen3-0.6B's by default.")] = 1024,
-    intermediate_size: Annotated[int, typer.Option(help="Of the MLP.")] = 3072,
+    hidden_size: Annotated[int, typer.Option(min=1, help="Of the model; Qwen3-0.6B's by default.")] = 1024,
+    intermediate_size: Annotated[int, typer.Option(min=1, help="Of the MLP.")] = 3072,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 by default, float32 on a CPU.")] = None,
     kernels: Annotated[str | None, typer.Option(help="Name the custom provider, such as triton or cuda.")] = None,
 ) -> None:

@@ -64,6 +64,9 @@ class CustomGatedMLP(GatedMLP):
         use_custom_kernels: False: the PyTorch reference of every op.
         device, dtype: of the weights, which are drawn as nn.Linear's are.
         kernel_priority: as of `LLM`.
+
+    Raises:
+        ValueError: a size that is no positive integer, or kernels that cannot be had.
     """
 
     def __init__(
@@ -75,6 +78,9 @@ class CustomGatedMLP(GatedMLP):
         dtype: torch.dtype | None = None,
         kernel_priority: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}={size!r}: must be a positive integer")
         device = torch.get_default_device() if device is None else torch.device(device)
         kernels = resolve_kernels(device, use_custom_kernels, kernel_priority)
         super().__init__(hidden_size, intermediate_size, kernels)

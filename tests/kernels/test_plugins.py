@@ -1,6 +1,7 @@
 """Kernels from outside the package: files, modules, installed distributions, and what becomes of those that fail."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from nanovllm.cli import app
-from nanovllm.kernels import Provider, all_ops, plugins, registry, resolve_kernels, selection
+from nanovllm.kernels import KernelError, Provider, all_ops, plugins, registry, resolve_kernels, selection
 from nanovllm.kernels.plugins import failures, load_plugins
 from nanovllm.kernels.selection import explain, rank
 
@@ -244,20 +245,141 @@ def test_loading_twice_runs_once_however_the_path_is_written(plugin, monkeypatch
     assert all_ops()["softmax"].providers["mine"].fn.__module__ == module_name
 
 
-def test_two_files_of_one_name_and_two_providers_of_one_name(plugin, tmp_path):
+def test_a_file_that_was_edited_is_loaded_anew(plugin, caplog):
+    path = plugin(PROVIDER.format(name="mine"))
+    old = resolve_kernels(CPU, plugins=[path])
+    stat = Path(path).stat()
+    plugin(PROVIDER.format(name="mine").replace("x.softmax(-1)", "x.softmax(+0)"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # of the same size and time, as a quick edit may be
+    x = torch.ones(2, 4)
+    assert resolve_kernels(CPU, plugins=[path]).softmax(x)[0, 0] == 0.5 and old.softmax(x)[0, 0] == 0.25
+    plugin(PROVIDER.format(name="renamed"))
+    assert resolve_kernels(CPU, plugins=[path]).providers["softmax"] == "renamed"
+    assert "mine" not in all_ops()["softmax"].providers and not caplog.records
+    plugin("def f(:")
+    assert resolve_kernels(CPU, plugins=[path]).providers["softmax"] == "native"
+    assert "SyntaxError" in failures()[path] and "SyntaxError" in caplog.text
+    assert "renamed" not in all_ops()["softmax"].providers
+    plugin(PROVIDER.format(name="mine"))
+    assert resolve_kernels(CPU, plugins=[path]).providers["softmax"] == "mine" and not failures()
+    Path(path).unlink()
+    assert load_plugins([path]) == [] and "FileNotFoundError" in failures()[path]
+
+
+def test_a_plain_call_runs_an_edited_file_too(plugin, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_KERNELS", "softmax=mine")
+    for sum_over, first in (("-1", 0.25), ("0", 0.5)):
+        load_plugins([plugin(PROVIDER.format(name="mine").replace("softmax(-1)", f"softmax({sum_over})"))])
+        assert all_ops()["softmax"](torch.ones(2, 4))[0, 0] == first
+
+
+def test_an_edited_op_is_declared_anew(plugin, caplog):
+    text = OP.format(name="twice_or_thrice")
+    for factor in (2, 3):
+        load_plugins([plugin(text.replace("2 * x\n", f"{factor} * x\n"))])
+        compiled = torch.compile(lambda x: torch.ops.nanovllm.twice_or_thrice(x), fullgraph=True, backend="eager")
+        assert compiled(torch.ones(2)).tolist() == [factor] * 2 == all_ops()["twice_or_thrice"](torch.ones(2)).tolist()
+    load_plugins([plugin("")])
+    assert "twice_or_thrice" not in all_ops() and not hasattr(torch.ops.nanovllm, "twice_or_thrice")
+    assert not [r for r in caplog.records if r.name.startswith("nanovllm")]
+
+
+def test_two_files_of_one_name_and_two_providers_of_one_name(plugin, tmp_path, caplog):
     (tmp_path / "other").mkdir()
     first, second = plugin(PROVIDER.format(name="mine")), plugin(PROVIDER.format(name="yours"), "other/my_kernels.py")
     third = plugin(PROVIDER.format(name="mine"), "third.py")
     assert load_plugins([first, second, third]) == [first, second]
     assert {"mine", "yours"} <= set(all_ops()["softmax"].providers)
-    assert "already has a provider 'mine'" in failures()[third]
+    for said in (failures()[third], caplog.text):
+        assert f"already has a provider 'mine', from {first}; give yours another name" in said
+    assert f"kernel plugin {third}" in caplog.text
+    (row,) = [r for r in cli("list", "--device", "cpu", "--kernel-plugin", third, "--json") if r["provider"] == third]
+    assert first in row["reason"]
+    fourth, fifth = (plugin(OP.format(name="declared_by_two"), f"{name}.py") for name in ("fourth", "fifth"))
+    assert load_plugins([fourth, fifth]) == [fourth]
+    assert f"'declared_by_two' is declared twice, before by {fourth}" in failures()[fifth]
 
 
-def test_a_support_function_that_raises_is_a_reason(plugin):
-    path = plugin(PROVIDER.format(name="mine").replace('"mine")', '"mine", support=lambda device: 1 / 0)', 1))
+def failing(argument, value):
+    """A plugin whose function of that name gives a value, or fails."""
+    return PROVIDER.format(name="mine").replace('"mine")', f'"mine", {argument}=lambda *args, **kwargs: {value})', 1)
+
+
+FAILING = [
+    ("1 / 0", "ZeroDivisionError: division by zero"),
+    ("False", "it returned False; it must return None"),
+    ("True", "it returned True; it must return None"),
+]
+
+
+@pytest.mark.parametrize("value, reason", FAILING)
+@pytest.mark.parametrize("added", [False, True])
+def test_a_support_function_that_fails_is_a_reason(plugin, monkeypatch, caplog, value, reason, added):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    text = failing("support", value)
+    if added:
+        text = (
+            "from nanovllm.kernels import Provider, all_ops\n"
+            f"all_ops()['softmax'].add(Provider('mine', lambda x: x, lambda device: {value}))\n"
+        )
+    path = plugin(text)
     assert resolve_kernels(CPU, plugins=[path]).providers["softmax"] == "native"
-    (row,) = [r for r in cli("list", "--device", "cpu", "--kernel-plugin", path, "--json") if r["provider"] == "mine"]
-    assert "ZeroDivisionError" in row["reason"]
+    said = "op 'softmax', provider 'mine': its support function failed: "
+    assert [r.message for r in caplog.records if said in r.message and reason in r.message]
+    options = ("softmax", "--device", "cpu", "--kernel-plugin", path, "--json")
+    for command in (("list",), ("verify", "--provider", "mine", "--provider", "native")):
+        (row,) = [r for r in cli(*command, *options) if r["provider"] == "mine"]
+        assert reason in row["reason"]
+    assert sum(said in r.message for r in caplog.records) == 1
+    with pytest.raises(ValueError, match=f"kernel_priority names 'mine', which is not available for 'softmax': .*{reason}"):
+        resolve_kernels(CPU, priority={"softmax": ["mine"]}, plugins=[path])
+
+
+@pytest.mark.parametrize("value, reason", FAILING)
+def test_an_accepts_function_that_fails_is_a_reason_and_an_error_of_a_call(plugin, monkeypatch, value, reason):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = plugin(failing("accepts", value))
+    options = ("softmax", "--device", "cpu", "--kernel-plugin", path, "--json")
+    why = cli("why", *options, "--shape", "2x4")
+    (row,) = [r for r in why["providers"] if r["provider"] == "mine"]
+    called = "op 'softmax', provider 'mine', called with (x=bfloat16[2, 4]): its accepts function failed: "
+    assert called in row["reason"] and reason in row["reason"] and why["runs"] == "native"
+    done = cli("verify", *options, "--provider", "mine", fails=True)
+    (row,) = json.loads(done.stdout)
+    assert done.exit_code == 1 and row["cases"] == len(row["failures"]) and reason in row["failures"][0]
+    (m,) = [m for m in cli("bench", *options, "--shape", "2x4")["measurements"] if m["provider"] == "mine"]
+    assert reason in m["reason"]
+    kernels = resolve_kernels(CPU, plugins=[path])
+    for call in (kernels.softmax, all_ops()["softmax"]):
+        with pytest.raises(KernelError) as error, all_ops()["softmax"].use("mine"):
+            call(torch.ones(2, 4))
+        assert "op 'softmax', provider 'mine', called with (float32[2, 4]): " in str(error.value) and reason in str(error.value)
+
+
+def test_nothing_done_is_an_error(plugin, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    bare = "from nanovllm.kernels import op\n@op\ndef without_inputs(x):\n    return x\n"
+    path = plugin(PROVIDER.format(name="mine").replace('"mine")', '"mine", support=lambda device: "no fish; buy one")', 1) + bare)
+    options = ("--device", "cpu", "--kernel-plugin", path)
+    for command, done_to in (("verify", "verified"), ("bench", "timed")):
+        for arguments, reason in (
+            (("softmax", "--provider", "mine"), "mine: no fish; buy one"),
+            (("without_inputs",), "declares no inputs"),
+        ):
+            done = cli(command, *arguments, *options, fails=True)
+            assert f"nothing was {done_to}: " in str(done.exception) and reason in str(done.exception)
+            assert "`nanovllm kernels list`" in str(done.exception)
+        for arguments in (("softmax", "--provider", "mine", "--provider", "native"), ("softmax",)):
+            assert cli(command, *arguments, *options, "--json")
+
+
+@pytest.mark.parametrize("written", [".", "..", "/", ""])
+def test_what_is_neither_a_file_nor_a_module(written):
+    assert load_plugins([written]) == []
+    reason = f"ValueError: {written!r} is neither a Python file, whose name ends in .py, nor the name of a module"
+    assert failures()[written] == reason
+    done = cli("why", "softmax", "--device", "cpu", "--kernel-plugin", written, fails=True)
+    assert str(done.exception) == f"plugin {written} failed: {reason}"
 
 
 def test_list_and_why_show_that_a_plugin_is_preferred(plugin, monkeypatch, tmp_path):

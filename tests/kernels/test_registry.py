@@ -1,6 +1,7 @@
 """Ops, providers, and who is chosen."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,22 @@ def test_names_are_given_once():
         op(rms_norm)
 
 
+@pytest.mark.parametrize("name", ["a;b", "a=b", "a,b", "*", " a", "a ", "", None, 3])
+def test_a_provider_that_the_environment_could_not_name_is_refused(name):
+    declared = Op(double)
+    with pytest.raises(ValueError, match=re.escape(f"provider {name!r}: expected a name without ';', '=', ',', '*'")):
+        declared.provider(name)(double)
+    assert list(declared.providers) == [NATIVE]
+
+
+@pytest.mark.parametrize("architectures", ["", "sm80", "hopper", "sm_90+,", "SM_90", ("sm_90",), None, 90])
+def test_architectures_that_say_nothing_are_refused(architectures):
+    with pytest.raises(ValueError, match=re.escape(f"provider 'it': architectures={architectures!r}: expected 'any'")):
+        Op(double).provider("it", architectures=architectures)(double)
+    for known in ("any", "sm_80+", "sm_90a", "sm_80, sm_90", "sm_100f,sm_120"):
+        Op(double).provider("it", architectures=known)(double)
+
+
 def test_all_ops_are_declared_documented_and_read_only():
     ops = all_ops()
     assert set(ops) >= {
@@ -148,7 +165,7 @@ def test_fused_ops_name_ops():
 
 
 def test_a_named_provider_that_is_not_available_is_an_error_with_its_reason(rms_norm):
-    with pytest.raises(ValueError, match="'elsewhere'.*not available.*: it needs a GPU; plug one in"):
+    with pytest.raises(ValueError, match="^kernel_priority names 'elsewhere'.*not available.*: it needs a GPU; plug one in"):
         resolve_kernels(CPU, True, {"rms_norm": ["elsewhere"]})
 
 
@@ -157,6 +174,12 @@ def test_unknown_names_list_the_known(rms_norm):
         resolve_kernels(CPU, True, {"rms_nrom": ["fast"]})
     with pytest.raises(ValueError, match="'tritno'.*native.*fast"):
         resolve_kernels(CPU, True, {"rms_norm": ["tritno"]})
+    for names in (["nope"], ["fast", "nope"]):  # also where it would not be used
+        for custom in (True, False):
+            with pytest.raises(ValueError, match="kernel_priority names 'nope', but the providers of 'rms_norm' are native"):
+                resolve_kernels(CPU, custom, {"rms_norm": names})
+    with pytest.raises(ValueError, match="kernel_priority: unknown op 'nope'"):
+        resolve_kernels(CPU, False, {"nope": ["fast"]})
     with pytest.raises(AttributeError, match="no op 'rms_nrom'; ops are .*rms_norm"):
         _ = resolve_kernels(CPU, True).rms_nrom
 
@@ -200,8 +223,25 @@ def test_an_argument_wins_over_the_environment_even_with_a_star(rms_norm, monkey
 @pytest.mark.parametrize("text", ["rms_norm", "rms_norm=", "=fast", "rms_nrom=fast", "*=tritno", "rms_norm=elsewhere"])
 def test_a_bad_environment_variable_is_named(rms_norm, monkeypatch, text):
     monkeypatch.setenv("NANOVLLM_KERNELS", text)
-    with pytest.raises(ValueError, match="rms_norm|op=provider|tritno"):
+    with pytest.raises(ValueError, match="^NANOVLLM_KERNELS.*(rms_norm|op=provider|tritno)"):
         resolve_kernels(CPU)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("nope=native", "NANOVLLM_KERNELS: unknown op 'nope'"),
+        ("rms_norm=nope", "NANOVLLM_KERNELS names 'nope', but the providers of 'rms_norm' are native"),
+        ("rms_norm=elsewhere", "NANOVLLM_KERNELS names 'elsewhere', which is not available for 'rms_norm': it needs a GPU"),
+        ("rms_norm=native; rms_norm = fast", "'rms_norm' is given twice; name several providers as rms_norm=provider,provider"),
+        ("*=native;*=fast", r"'\*' is given twice"),
+    ],
+)
+def test_what_is_wrong_with_the_environment_is_said(rms_norm, monkeypatch, text, message):
+    monkeypatch.setenv("NANOVLLM_KERNELS", text)
+    for call in (lambda: resolve_kernels(CPU), lambda: rms_norm(*ROWS)):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_the_first_available_of_those_named_is_taken(rms_norm):

@@ -7,7 +7,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
+from typer.testing import CliRunner
 
+from nanovllm.layers.compare_mlp import compare_mlp
 from nanovllm.layers.custom_mlp import CustomGatedMLP
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -30,6 +33,20 @@ def test_kernels_are_chosen_as_for_an_engine():
     assert CustomGatedMLP(8, 8, kernel_priority={"silu_and_mul": ["native"]}).providers == native
     with pytest.raises(ValueError, match="'triton', which is not available for 'silu_and_mul'"):
         CustomGatedMLP(8, 8, device="cpu", kernel_priority={"silu_and_mul": ["triton"]})
+
+
+@pytest.mark.parametrize("sizes, message", [((0, 8), "hidden_size=0"), ((8, -3), "intermediate_size=-3"), ((8, 2.5), "=2.5")])
+def test_sizes_are_positive(sizes, message):
+    with pytest.raises(ValueError, match=f"{message}: must be a positive integer"):
+        CustomGatedMLP(*sizes)
+
+
+@pytest.mark.parametrize("option", ["--hidden-size", "--intermediate-size"])
+def test_the_comparison_says_which_size_is_wrong(option):
+    app = typer.Typer()
+    app.command()(compare_mlp)
+    done = CliRunner().invoke(app, [option, "0"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and option in done.output and "1" in done.output
 
 
 @pytest.mark.parametrize("range_", [None, "range(2, 5)"])
