@@ -83,9 +83,10 @@ def why(
             cost = declared.cost(**arguments)
             call |= {"bytes": cost.bytes, "flops": cost.flops}
         for row in rows:
-            accepts = declared.providers[row["provider"]].accepts
-            if row["reason"] is None and accepts is not None:
-                row["reason"] = accepts(**arguments)
+            provider = declared.providers[row["provider"]]
+            row["reason"] = row["reason"] or declared.refuses(provider, arguments)
+            if row["reason"] is None and provider.accepts is not None:
+                row["reason"] = provider.accepts(**arguments)
     because = explain(declared, where, origins)
     taken = next((r["provider"] for r in rows if r["chosen"] and r["reason"] is None), "native")
     if as_json:
