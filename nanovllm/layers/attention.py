@@ -110,7 +110,8 @@ class Attention:
         expected = (tokens, k.shape[1], head_dim)
         if positions.shape != (tokens,) or k.shape != expected or v.shape != expected or not q.dtype == k.dtype == v.dtype:
             given = ", ".join(f"{n} {x.dtype} {list(x.shape)}" for n, x in {"positions": positions, "q": q, "k": k, "v": v}.items())
-            raise ValueError(f"positions, q, k, v: expected a position, key and value for each query, of one head_dim and dtype, not {given}")
+            expected_all = "a position, key and value for each query, of one head_dim and dtype"
+            raise ValueError(f"positions, q, k, v: expected {expected_all}, not {given}")
         if rotary.cos_sin_cache.shape[1] != head_dim:
             raise ValueError(f"q: expected a head_dim of {rotary.cos_sin_cache.shape[1]}, as the angles have, not {head_dim}")
         norms = () if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)

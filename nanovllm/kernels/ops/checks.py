@@ -2,8 +2,9 @@
 
 `check_decode`, `check_query_tokens`, `check_prefill` and `check_store` look at shapes, dtypes and strides, which the host knows:
 they cost a few microseconds and are always on. `check_attention_values`, `check_positions`, `check_slots`, `check_token_ids` and
-`check_sampling` look at what block tables, lengths, positions, slots, token ids and sampling parameters say. On a CPU the host knows that too. Of a CUDA tensor only the device knows it: they wait for it, so there
-they run only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
+`check_sampling` look at what block tables, lengths, positions, slots, token ids and sampling parameters say. On a CPU the host
+knows that too. Of a CUDA tensor only the device knows it: they wait for it, so there they run only with NANOVLLM_CHECK=1, and not
+while a CUDA graph is being captured.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def sample(
         logits: [R, V], float32, float16 or bfloat16. -inf bars a token; other non-finite values give some valid id.
         temperature: [R] float32, at least 0; 0 is greedy.
         top_k: [R] int32, at most 0 where off; None: off for all rows, which spares the sort if top_p is None too.
-        top_p: [R] float32 in (0, 1], 1 where off; None: off for all rows.
+        top_p: [R] float32 in [0, 1], 1 where off; None: off for all rows.
         min_p: [R] float32 in [0, 1], 0 where off; None: off for all rows.
         seeds: [R] int64, all 64 bits of it the key of the row's random numbers.
         positions: [R] int64, which draw of that key this is; its low 32 bits count.
