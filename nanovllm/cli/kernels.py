@@ -84,9 +84,11 @@ def why(
             cost = declared.cost(**arguments)
             call |= {"bytes": cost.bytes, "flops": cost.flops}
         for row in rows:
+            provider = declared.providers[row["provider"]]
+            row["reason"] = row["reason"] or declared.refuses(provider, arguments)
             if row["reason"] is None:
                 try:
-                    row["reason"] = declared.refusal(declared.providers[row["provider"]], **arguments)
+                    row["reason"] = declared.refusal(provider, **arguments)
                 except KernelError as e:
                     row["reason"] = str(e)
     because = explain(declared, where, origins)

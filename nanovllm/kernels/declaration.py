@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,11 +154,18 @@ class ArgumentCheck:
     A pattern is alternatives separated by " | ". A dimension is a name (the same number wherever it occurs), a number, a
     multiple of a name ("2*n"), or "..." at the start (the same dimensions wherever it occurs). Without a dtype in front, a
     tensor has the dtype of the first tensor that has none, and that is a float. All tensors are on one device.
+
+    Args:
+        signature: of the op. What it annotates as a float is to be a number, `eps` not negative; only what it does not annotate, or
+            with None, may be None.
     """
 
-    def __init__(self, op: str, patterns: Mapping[str, str]) -> None:
+    def __init__(self, op: str, patterns: Mapping[str, str], signature: inspect.Signature | None = None) -> None:
         self._op = op
         self.patterns = dict(patterns)
+        annotations = {name: str(p.annotation) for name, p in (signature.parameters if signature else {}).items()}
+        self._required = {name for name, a in annotations.items() if "Tensor" in a and "None" not in a and "Optional" not in a}
+        self._numbers = [name for name, a in annotations.items() if a in ("float", str(float))]
         self._parsed = {name: [_parse(p) for p in pattern.split(" | ")] for name, pattern in patterns.items()}
 
     def __call__(self, arguments: Mapping[str, Any]) -> None:
@@ -165,9 +173,10 @@ class ArgumentCheck:
         sizes: dict[str, Any] = {}
         first: tuple[str, torch.Tensor] | None = None
         first_float: tuple[str, torch.Tensor] | None = None
+        leading = ""
         for name, alternatives in self._parsed.items():
             value = arguments.get(name)
-            if value is None:
+            if value is None and name not in self._required:
                 continue
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"{self._op}: {name}: expected a tensor {self.patterns[name]}, not {value!r:.80}")
@@ -190,10 +199,30 @@ class ArgumentCheck:
                 raise ValueError(f"{self._op}: {name}: expected {wanted}, not {_name(value.dtype)}")
             if not any(_matches(dims, value.shape, sizes) for _, dims in alternatives):
                 known = ", ".join(f"{k}={v}" for k, v in sizes.items() if k != "...")
+                known += leading if "..." in self.patterns[name] else ""
                 raise ValueError(
                     f"{self._op}: {name}: expected the shape {self.patterns[name]}{f' with {known}' if known else ''}, "
                     f"not {list(value.shape)}"
                 )
+            if "..." in sizes and not leading:
+                leading = f" as in {name} of shape {list(value.shape)}"
+        for name in self._numbers:
+            value = arguments.get(name, 0.0)
+            if not isinstance(value, numbers.Real) or (name == "eps" and not value >= 0):
+                expected = "a number, at least 0" if name == "eps" else "a number"
+                raise ValueError(f"{self._op}: {name}: expected {expected}, not {_describe(value)}")
+
+    def leading_float(self, arguments: Mapping[str, Any]) -> tuple[str, torch.dtype] | None:
+        """The first tensor whose pattern says no dtype, and its dtype, which a call computes in."""
+        for name, alternatives in self._parsed.items():
+            value = arguments.get(name)
+            if isinstance(value, torch.Tensor) and all(d is None for d, _ in alternatives):
+                return name, value.dtype
+        return None
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
 
 
 def _name(dtype: torch.dtype) -> str:

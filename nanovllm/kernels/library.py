@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.registry import Op, all_ops, device_of, told_of_ops
+from nanovllm.kernels.registry import Op, all_ops, told_of_ops
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def _implementation(declared: Op) -> Callable[..., Any]:
         declared.check(arguments.arguments)
         for name in declared.reuses:  # a result must not be an argument's memory
             arguments.arguments[name] = arguments.arguments[name].clone()
-        result = declared.run(device_of(arguments.arguments), *arguments.args, **arguments.kwargs)
+        result = declared.run(arguments)
         return _contiguous(result)
 
     return call

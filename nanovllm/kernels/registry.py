@@ -122,7 +122,7 @@ class Op:
         self.fuses = tuple(fuses)
         self.compare = compare
         self.fake = fake
-        self.check = ArgumentCheck(self.name, arguments or {})
+        self.check = ArgumentCheck(self.name, arguments or {}, self.signature)
         reject_unknown(f"arguments of {self.name}", self.check.patterns, self.signature.parameters)
         self.origin = _registering.get()
         self.providers: dict[str, Provider] = {NATIVE: Provider(NATIVE, native)}
@@ -215,19 +215,42 @@ class Op:
             return getattr(torch.ops.nanovllm, self.name)(*args, **kwargs)
         bound = self.signature.bind(*args, **kwargs)
         self.check(bound.arguments)
-        return self.run(device_of(bound.arguments), *bound.args, **bound.kwargs)
+        return self.run(bound)
 
-    def run(self, device: torch.device, *args: Any, **kwargs: Any) -> Any:
-        """Call the provider that is chosen for a device, without checking the arguments first."""
-        from nanovllm.kernels.selection import bind, default_function
+    def run(self, bound: inspect.BoundArguments) -> Any:
+        """Call the provider that is chosen for the arguments' device, without checking them first."""
+        from nanovllm.kernels.selection import bind, default_choice, native_instead
 
-        forced = self._forced.get()
+        device, forced = device_of(bound.arguments), self._forced.get()
         if forced is None:
-            return default_function(self, device)(*args, **kwargs)
+            provider, fn = default_choice(self, device)
+            if (reason := self.refuses(provider, bound.arguments)) is not None:
+                fn = native_instead(self, provider.name, reason)
+            return fn(*bound.args, **bound.kwargs)
         provider = self.require(forced, device, f"use({forced!r})")
-        if (reason := self.refusal(provider, *args, **kwargs)) is not None:
+        reason = self.refuses(provider, bound.arguments)
+        if reason is None:
+            reason = self.refusal(provider, *bound.args, **bound.kwargs)
+        if reason is not None:
             raise ValueError(f"use({forced!r}): {self.name} cannot run there with these arguments: {reason}")
-        return bind(self, provider)(*args, **kwargs)
+        return bind(self, provider)(*bound.args, **bound.kwargs)
+
+    def refuses(self, provider: Provider, arguments: Mapping[str, Any]) -> str | None:
+        """Why a plain call is not for a provider, whichever it is: only the reference computes in dtypes that the op does not declare.
+
+        And of those that come with the package only the reference has a backward pass.
+        """
+        if provider.name == NATIVE:
+            return None
+        if self.inputs is not None and (leading := self.check.leading_float(arguments)) is not None:
+            name, dtype = leading
+            if dtype not in self.inputs.dtypes:
+                return f"{name}: expected {' or '.join(map(str, self.inputs.dtypes))}, not {dtype}".replace("torch.", "")
+        if provider.origin is None and torch.is_grad_enabled():
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    return f"{name} requires grad, and there is no backward pass; call it under torch.no_grad(), or detach {name}"
+        return None
 
 
 def device_of(arguments: Mapping[str, Any]) -> torch.device:

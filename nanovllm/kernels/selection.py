@@ -178,19 +178,39 @@ def parse_priority(text: str) -> dict[str, list[str]]:
 
 def default_function(declared: Op, device: torch.device) -> Callable[..., Any]:
     """What a plain call of an op runs on `device`."""
-    return _default_function(declared, device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
+    return default_choice(declared, device)[1]
+
+
+def default_choice(declared: Op, device: torch.device) -> tuple[Provider, Callable[..., Any]]:
+    """The provider of a plain call of an op on `device`, and its function."""
+    return _default_choice(declared, device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
 
 
 def forget_defaults() -> None:
     """Choose anew for plain calls: a provider has gone."""
-    _default_function.cache_clear()
+    _default_choice.cache_clear()
+    native_instead.cache_clear()
 
 
 @cache
-def _default_function(declared: Op, kind: str, index: int | None, environment: str) -> Callable[..., Any]:
+def _default_choice(
+    declared: Op, kind: str, index: int | None, environment: str
+) -> tuple[Provider, Callable[..., Any]]:
     load_plugins(())  # the environment may name a provider of an installed one
     device = torch.device(kind, index) if index is not None else torch.device(kind)
-    return _function(declared, _choose(declared, device, _environment()))
+    provider = _choose(declared, device, _environment())
+    return provider, _function(declared, provider)
+
+
+@cache
+def native_instead(declared: Op, provider: str, reason: str) -> Callable[..., Any]:
+    """The reference, for calls that are not for the provider that was chosen; says so once for each reason."""
+    _warn(declared, provider, reason)
+    return bind(declared, declared.providers[NATIVE])
+
+
+def _warn(declared: Op, provider: str, reason: str) -> None:
+    logger.warning("%s: %s does not take these arguments (%s); using native", declared.name, provider, reason)
 
 
 def _environment() -> dict[str, dict[str, list[str]]]:
@@ -316,9 +336,7 @@ def _function(declared: Op, provider: Provider) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         if not warned:
             warned = True
-            logger.warning(
-                "%s: %s does not take these arguments (%s); using native", declared.name, provider.name, reason
-            )
+            _warn(declared, provider.name, reason)
         return native(*args, **kwargs)
 
     return call

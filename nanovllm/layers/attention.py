@@ -100,8 +100,20 @@ class Attention:
         cache: LayerCache,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """As a call, of q, k and v as the QKV projection gives them: normalised and rotated first, in as few ops as may be."""
+        """As a call, of q, k and v as the QKV projection gives them: normalised and rotated first, in as few ops as may be.
+
+        Raises:
+            ValueError: positions, k or v that are not one for each token of q, or heads or a dtype that do not fit the rest.
+        """
         m = metadata
+        tokens, _, head_dim = q.shape
+        expected = (tokens, k.shape[1], head_dim)
+        if positions.shape != (tokens,) or k.shape != expected or v.shape != expected or not q.dtype == k.dtype == v.dtype:
+            given = ", ".join(f"{n} {x.dtype} {list(x.shape)}" for n, x in {"positions": positions, "q": q, "k": k, "v": v}.items())
+            expected_all = "a position, key and value for each query, of one head_dim and dtype"
+            raise ValueError(f"positions, q, k, v: expected {expected_all}, not {given}")
+        if rotary.cos_sin_cache.shape[1] != head_dim:
+            raise ValueError(f"q: expected a head_dim of {rotary.cos_sin_cache.shape[1]}, as the angles have, not {head_dim}")
         norms = () if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
         if self._qk_norm_rope_attention_shared.used and m.shared is not None:

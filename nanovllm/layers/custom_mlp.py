@@ -85,9 +85,27 @@ class CustomGatedMLP(GatedMLP):
         kernels = resolve_kernels(device, use_custom_kernels, kernel_priority)
         super().__init__(hidden_size, intermediate_size, kernels)
         self.to(device=device, dtype=dtype)
+        self._custom = set(kernels.providers.values()) != {"native"}
         self.providers = {name: kernels.providers[name] for name in ("linear_silu_and_mul", "silu_and_mul")}
         for projection in (self.gate_up_proj, self.down_proj):
             nn.init.kaiming_uniform_(projection.weight, a=5**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden_size], of the weights' dtype and device -> the same shape.
+
+        Raises:
+            ValueError: another x; where custom kernels may be used, one that requires grad, since they have no backward pass, or
+                float64, which they do not compute in.
+        """
+        weight = self.gate_up_proj.weight
+        like = isinstance(x, torch.Tensor) and x.dtype == weight.dtype and x.device == weight.device
+        if not like or not x.dim() or x.shape[-1] != weight.shape[1]:
+            got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else f"{x!r:.80}"
+            raise ValueError(f"x: expected {weight.dtype} [..., {weight.shape[1]}] on {weight.device}, as the weights, not {got}")
+        if self._custom and (x.dtype == torch.float64 or (x.requires_grad and torch.is_grad_enabled())):
+            what = "float64" if x.dtype == torch.float64 else "one that requires grad, for which kernels have no backward pass"
+            raise ValueError(f"x: expected float16, bfloat16 or float32 without grad, not {what}; or use_custom_kernels=False")
+        return super().forward(x)
 
     def served_by(self, x: torch.Tensor) -> str:
         """The op, and its provider, that computes silu(gate(x)) * up(x): "silu_and_mul: triton", say, behind PyTorch's product."""

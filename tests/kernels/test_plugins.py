@@ -59,7 +59,7 @@ def untouched(monkeypatch):
     for name, declared in ops.items():
         declared.providers.clear()
         declared.providers.update(providers[name])
-    selection._default_function.cache_clear()
+    selection._default_choice.cache_clear()
     for name in set(sys.modules) - modules:
         if name.startswith(("nanovllm_kernel_plugin_", "plugin_module")):
             del sys.modules[name]

@@ -161,6 +161,27 @@ def test_from_the_projection(fused, norm):
     assert calls == [fused[0], fused[-1]] if fused else not calls
 
 
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"positions": torch.arange(2)}, r"positions, q, k, v: expected .*, not positions torch.int64 \[2\]"),
+        ({"k": torch.zeros(2, 2, 8)}, r"expected a position, key and value .*, k torch.float32 \[2, 2, 8\]"),
+        ({"v": torch.zeros(3, 3, 8)}, r"expected a position, key and value .*, v torch.float32 \[3, 3, 8\]"),
+        ({"v": torch.zeros(3, 2, 8).half()}, r"of one head_dim and dtype, not .*, v torch.float16 \[3, 2, 8\]"),
+        ({"q": torch.zeros(3, 4, 16)}, r"of one head_dim and dtype, not .* q torch.float32 \[3, 4, 16\]"),
+        ({n: torch.zeros(3, h, 16) for n, h in (("q", 4), ("k", 2), ("v", 2))}, "q: expected a head_dim of 8, .* not 16"),
+    ],
+)
+def test_a_projection_that_does_not_fit(wrong, said):
+    *_, cache, table = batch(torch.float32)
+    given = {"positions": torch.arange(3), "q": torch.zeros(3, 4, 8), "k": torch.zeros(3, 2, 8), "v": torch.zeros(3, 2, 8)}
+    rotary = RotaryEmbedding(RopeConfig(theta=10000.0), DIM, 64, NATIVE)
+    metadata = AttentionMetadata(3, torch.arange(3), table, torch.ones(3, dtype=torch.int32), 1)
+    layer = Attention(0.3, NATIVE)
+    with pytest.raises(ValueError, match=said):
+        layer.of_projection(**{**given, **wrong}, rotary=rotary, q_norm=None, k_norm=None, cache=cache, metadata=metadata)
+
+
 def test_a_sequence_without_tokens_gets_zeros():
     q, k, v, cache, table = batch()
     lens = torch.tensor([0, 0, 0], dtype=torch.int32)

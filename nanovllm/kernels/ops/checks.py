@@ -1,9 +1,10 @@
 """What the attention and cache ops ask of their arguments.
 
 `check_decode`, `check_query_tokens`, `check_prefill` and `check_store` look at shapes, dtypes and strides, which the host knows:
-they cost a few microseconds and are always on. `check_attention_values`, `check_positions` and `check_slots` look at what block tables, lengths,
-positions and slots say. On a CPU the host knows that too. Of a CUDA tensor only the device knows it: they wait for it, so there
-they run only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
+they cost a few microseconds and are always on. `check_attention_values`, `check_positions`, `check_slots`, `check_token_ids` and
+`check_sampling` look at what block tables, lengths, positions, slots, token ids and sampling parameters say. On a CPU the host
+knows that too. Of a CUDA tensor only the device knows it: they wait for it, so there they run only with NANOVLLM_CHECK=1, and not
+while a CUDA graph is being captured.
 """
 
 from __future__ import annotations
@@ -295,6 +296,26 @@ def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
             f"slot_mapping: token {i} has slot {slot} (block {slot // k_cache.shape[1]}), expected 0 to {slots - 1} "
             f"({k_cache.shape[0]} blocks of {k_cache.shape[1]})"
         )
+
+
+def check_token_ids(token_ids: torch.Tensor, vocab_size: int) -> None:
+    """ValueError naming the token whose id has no row in the table. Waits for the device."""
+    wrong = (token_ids < 0) | (token_ids >= vocab_size)
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"token_ids: token {i} has id {int(token_ids[i])}, expected 0 to {vocab_size - 1}, the rows of weight"
+        )
+
+
+def check_sampling(temperature: torch.Tensor, top_p: torch.Tensor | None, min_p: torch.Tensor | None) -> None:
+    """ValueError naming the row whose temperature, top_p or min_p is out of range or NaN. Waits for the device."""
+    for name, values, high in (("temperature", temperature, math.inf), ("top_p", top_p, 1.0), ("min_p", min_p, 1.0)):
+        if values is None or ((values >= 0) & (values <= high)).all():
+            continue
+        i = int((~((values >= 0) & (values <= high))).nonzero()[0])
+        expected = "at least 0" if high == math.inf else f"0 to {high:g}"
+        raise ValueError(f"{name}: row {i} has {float(values[i])}, expected {expected}")
 
 
 def _describe(x: torch.Tensor) -> str:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.ops.checks import check_token_ids, values_checked
 from nanovllm.kernels.registry import op
 
 
@@ -25,6 +26,7 @@ def _cost(token_ids, weight):
         scales=(1.0,),
     ),
     cost=_cost,
+    fake=lambda token_ids, weight: weight.new_empty((*token_ids.shape, weight.shape[1])),
 )
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The row of the embedding table for each token.
@@ -36,4 +38,6 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         [num_tokens, hidden_size], the dtype of weight.
     """
+    if values_checked(token_ids.device):
+        check_token_ids(token_ids, weight.shape[0])
     return F.embedding(token_ids, weight)

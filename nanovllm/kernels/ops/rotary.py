@@ -70,6 +70,8 @@ def rotary_embedding(
     Returns:
         Rotated q and k, same shapes and dtypes. cos and sin are rounded to that dtype first, as in transformers.
     """
+    if q.shape[-1] % 2:
+        raise ValueError(f"q: head_dim must be even, not {q.shape[-1]}")
     if values_checked(positions.device):
         check_positions(positions, cos_sin_cache)
     cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)

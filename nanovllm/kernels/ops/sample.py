@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.ops.checks import check_sampling, values_checked
 from nanovllm.kernels.registry import op
 
 # Philox4x32: multipliers and Weyl constants (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
@@ -130,14 +131,19 @@ def sample(
         logits: [R, V], float32, float16 or bfloat16. -inf bars a token; other non-finite values give some valid id.
         temperature: [R] float32, at least 0; 0 is greedy.
         top_k: [R] int32, at most 0 where off; None: off for all rows, which spares the sort if top_p is None too.
-        top_p: [R] float32 in (0, 1], 1 where off; None: off for all rows.
+        top_p: [R] float32 in [0, 1], 1 where off; None: off for all rows.
         min_p: [R] float32 in [0, 1], 0 where off; None: off for all rows.
         seeds: [R] int64, all 64 bits of it the key of the row's random numbers.
         positions: [R] int64, which draw of that key this is; its low 32 bits count.
 
     Returns:
         [R] int64 token ids.
+
+    Raises:
+        ValueError: no column in logits; where values are checked (NANOVLLM_CHECK=1, and on a CPU), a row whose temperature is
+            negative, whose top_p or min_p is not in [0, 1], or one of which is NaN.
     """
+    check_sample(logits, temperature, top_p, min_p)
     n = rows_per_chunk(max(logits.shape[-1], BLOCK))
     tokens = []
     for start in range(0, max(logits.shape[0], 1), n):
@@ -155,6 +161,16 @@ def sample(
         column = token_scores(log_weights, block, seeds[rows], positions[rows]).argmax(-1)
         tokens.append(block[:, 0] * BLOCK + column)
     return torch.where(temperature == 0, logits.argmax(-1), torch.cat(tokens))
+
+
+def check_sample(
+    logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor | None, min_p: torch.Tensor | None
+) -> None:
+    """Raise a ValueError that names the first wrong argument of `sample`."""
+    if not logits.shape[1]:
+        raise ValueError(f"logits: expected [rows, vocab_size] with at least one column, not {list(logits.shape)}")
+    if values_checked(logits.device):
+        check_sampling(temperature, top_p, min_p)
 
 
 def filter_logits(

@@ -98,6 +98,14 @@ def _add_rms_norm(
     return add_rms_norm_out(x, residual, norm_weight, eps, y, new_residual)
 
 
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """A ValueError unless x and a weight have one size and dtype: layers call these functions with whatever they were given."""
+    if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x: expected {weight.dtype} [..., {weight.shape[1]}], as the weight has, not {x.dtype} {list(x.shape)}"
+        )
+
+
 def add_rms_norm_linear(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -107,6 +115,7 @@ def add_rms_norm_linear(
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `add_rms_norm_linear`."""
+    _check(x, weight)
     cut = _plan(x, weight, False, True)
     if cut is not None:
         return _launch(x, residual, norm_weight, eps, weight, bias, False, cut)
@@ -118,6 +127,7 @@ def add_rms_norm_gate_up(
     x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `add_rms_norm_gate_up`."""
+    _check(x, weight)
     cut = _plan(x, weight, True, True)
     if cut is not None:
         return _launch(x, residual, norm_weight, eps, weight, None, True, cut)
@@ -127,6 +137,7 @@ def add_rms_norm_gate_up(
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The op `linear`."""
+    _check(x, weight)
     if hopper.takes(x, weight, whole=True):
         return hopper.product(x, weight, bias)
     cut = _plan(x, weight, False, False)
@@ -137,6 +148,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The op `linear_silu_and_mul`."""
+    _check(x, weight)
     if hopper.takes(x, weight, gated=True):
         return hopper.product(x, weight, gated=True)
     if x.dim() == 2 and x.dtype == weight.dtype and x.shape[0] in many_tokens(weight) and tma_fits(x):
@@ -153,6 +165,7 @@ def linear_add_rms_norm(
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `linear_add_rms_norm`."""
+    _check(x, weight)
     if hopper.takes(x, weight):
         return hopper.sum_add_rms_norm(hopper.product(x, weight, split=True), bias, residual, norm_weight, eps)
     return _add_rms_norm(linear(x, weight, bias), residual, norm_weight, eps)

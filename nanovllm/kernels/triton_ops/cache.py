@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
-from nanovllm.kernels.triton_ops._launch import cdiv, launched_early, next_power_of_2, warps_for
+from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, check_token_ids, values_checked
+from nanovllm.kernels.triton_ops._launch import adjacent, cdiv, launched_early, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import to_dtype
 
 
@@ -140,13 +140,17 @@ def _embedding_kernel(token_ids, weight, y, size, stride, blocks, BLOCK: tl.cons
 
 
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The op `embedding`. Ids are not checked: one outside the table reads foreign memory. Copies strided ids."""
+    """The op `embedding`. Copies strided ids, and a whole table whose rows are strided, such as a transposed one.
+
+    Ids are checked where `values_checked` says so; elsewhere one outside the table reads foreign memory.
+    """
+    if values_checked(token_ids.device):
+        check_token_ids(token_ids, weight.shape[0])
     size = weight.shape[1]
     y = torch.empty((*token_ids.shape, size), dtype=weight.dtype, device=weight.device)
     rows = token_ids.numel()
     if rows:
-        if weight.stride(1) != 1:
-            raise ValueError(f"weight: expected a last stride of 1, not {weight.stride(1)}")
+        weight = adjacent(weight)
         plan = tunables.EMBEDDING.find(weight.device, *tunables.elements_key(rows, size, weight.dtype))
         block = plan.block if plan else min(next_power_of_2(size), 2048)
         blocks = cdiv(size, block)

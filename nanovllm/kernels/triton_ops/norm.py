@@ -177,11 +177,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `add_rms_norm`. In place where x and residual are contiguous: both results reuse their arguments' memory.
+    """The op `add_rms_norm`. In place where x and residual are contiguous and apart: both results reuse their arguments' memory.
 
     Takes row-strided matrices as they are; other non-contiguous tensors, the weight too, are copied.
     """
-    if x.is_contiguous() and residual.is_contiguous():
+    # Both results in place would be two in one place if x and residual overlap.
+    if x.is_contiguous() and residual.is_contiguous() and abs(x.data_ptr() - residual.data_ptr()) >= x.nbytes:
         return add_rms_norm_out(x, residual, weight, eps, x, residual)
     y, new_residual = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     return add_rms_norm_out(x, residual, weight, eps, y, new_residual)

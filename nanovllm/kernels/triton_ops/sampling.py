@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.ops.sample import check_sample
 from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import cdiv, launched_early, next_power_of_2
 from nanovllm.kernels.triton_ops._math import ex2, exp, log, wide
@@ -228,6 +229,7 @@ def sample(
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """The op `sample`. Rows of logits may have any stride; a stride within a row, or in a parameter, is copied away."""
+    check_sample(logits, temperature, top_p, min_p)
     rows, vocab_size = logits.shape
     device = logits.device
     out = torch.empty(rows, dtype=torch.int64, device=device)
