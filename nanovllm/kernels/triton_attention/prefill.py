@@ -68,7 +68,7 @@ def plan_prefill(
     if dim_pad > 128:  # or registers spill
         return PrefillPlan(rows=64, tile=32, warps=8 if cache_itemsize == 1 and capability < 9 else 4, stages=2)
     if capability < 9:
-        return PrefillPlan(rows=128, tile=32 * min(2, cache_itemsize), warps=8, stages=2)
+        return PrefillPlan(rows=128, tile=32, warps=8, stages=2)
     return PrefillPlan(rows=128, tile=128, warps=8, stages=2)
 
 

@@ -67,7 +67,7 @@ def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, mul
     elif fit >= 16 and (programs <= multiprocessors or (num_tokens > 16 and programs <= 8 * multiprocessors)):
         chunks, slots = 4, 4
     else:  # what lets programs of the next kernel in, and suffices to keep reading
-        chunks, slots = (2, 4) if fit >= 16 else (2, fit // 2) if num_tokens > 64 and fit >= 8 else (1, min(8, fit))
+        chunks, slots = (2, 4) if fit >= 16 or (num_tokens > 64 and fit >= 8) else (1, min(8, fit))
     slots = min(slots, cdiv(columns, chunks))
     rounds = cdiv(columns, chunks * slots)
     return HopperPlan(cdiv(cdiv(size, _TILE), chunks * slots * rounds), chunks, slots, rounds, block)
