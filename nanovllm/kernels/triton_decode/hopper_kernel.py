@@ -2,8 +2,8 @@
 
 A program has 64 rows of the weight, the M of the tensor-core instruction, and up to 256 tokens, its N: in one tile or in two. The last
 tile of tokens may overlap the one before, so that it ends where the tokens do: the copy engine takes twice the time and more for rows
-that there are not. One thread asks it for the first tiles of the weight before the program waits for the kernel before it, and for the tokens after that; tiles
-that are used up make room for later ones. So while a kernel waits, the next one's weights are on their way, and what
+that there are not. One thread asks it for the first tiles of the weight before the program waits for the kernel before it, and for
+the tokens after that; tiles that are used up make room for later ones. So while a kernel waits, the next one's weights are on their way, and what
 remains between two kernels is about the latency of one read of the tokens.
 
 With SPLITS the columns of the weight are dealt out to programs too. Each leaves float32 sums, which `sum_norm_kernel` adds up.
