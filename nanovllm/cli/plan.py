@@ -192,6 +192,9 @@ def prove(
         list[str] | None, typer.Option(help="gemm, attention or streaming; repeatable, by default all.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Leave out what the JSON file has already.")] = False,
+    times: Annotated[
+        Path | None, typer.Option(help="A JSON file for the time of every configuration, to fit the model to.")
+    ] = None,
     tables: Annotated[
         bool, typer.Option("--tables", help="Measure nothing: fill the table of --docs from the JSON files there are.")
     ] = False,
@@ -204,7 +207,7 @@ def prove(
         fill_tables(docs, out)
         return
 
-    run(out, docs, limit, most, processes(), kind or list(ALL), resume)
+    run(out, docs, limit, most, processes(), kind or list(ALL), resume, times)
 
 
 def _device(gpu: str | None) -> DeviceModel:

@@ -22,8 +22,9 @@ _BLOCK = 128
 MAX_TOKENS = 256
 _MOST_OF_LARGE = 192
 _LARGE_WEIGHT = 8 << 20
-# Shared memory for tiles.
+# Shared memory for tiles: of a program that has a multiprocessor to itself or shares it with one of the next kernel, and of three.
 _ROOM = 200 << 10
+_THIRD = 74 << 10
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,14 @@ def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, mul
     # Two tiles of tokens: of a large weight, which is then read once, and of sums that are split, where two blocks would be half empty.
     wide = num_tokens > 64 if num_rows * size >= _LARGE_WEIGHT else may_split and _BLOCK < num_tokens <= _MOST_OF_LARGE
     block = 2 * _BLOCK if wide else _BLOCK
-    fit = _ROOM // ((ROWS + tunables.hopper_product_tokens(num_tokens, block)) * _TILE * 2)
+    group = (ROWS + tunables.hopper_product_tokens(num_tokens, block)) * _TILE * 2
+    fit, third = _ROOM // group, _THIRD // group
     programs = tiles * splits * cdiv(num_tokens, block)
     if 4 * cdiv(columns, 4) <= fit and programs <= multiprocessors:
         chunks, slots = 4, cdiv(columns, 4)  # all that a program has
+    elif 2 * multiprocessors < programs <= 3 * multiprocessors and third >= 3:
+        # Three a multiprocessor: all at once, where a second round would leave much of the GPU idle.
+        chunks, slots = (2, third // 2) if third >= 6 else (1, third)
     elif fit >= 16 and (programs <= multiprocessors or (num_tokens > 16 and programs <= 8 * multiprocessors)):
         chunks, slots = 4, 4
     else:  # what lets programs of the next kernel in, and suffices to keep reading

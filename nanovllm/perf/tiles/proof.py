@@ -81,7 +81,7 @@ def summary(shapes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def prove(
     model: DeviceModel, problems: dict[str, Sequence[Any]], timer: Timer, limit: float, most: int = 0, ahead: Ahead | None = None,
-    keep: Callable[[dict[str, Any]], None] | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None, times: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Plan and time every problem until `limit` seconds have passed; what was not reached is named.
 
@@ -90,6 +90,7 @@ def prove(
             returns goes into the document.
         ahead: compiles the plans; a problem is timed once they are.
         keep: told every few seconds what there is so far, in the form of the result.
+        times: takes, of each problem, the microseconds of every configuration: what the model can be fitted to.
     """
     deadline = time.monotonic() + limit
     from nanovllm.perf.tiles.builtin import with_builtin
@@ -143,6 +144,8 @@ def prove(
         seconds = {chosen[i]: s for i, s in result.pop("seconds").items()}
         if result.pop("cut", False) or not any(i < num_kept for i in seconds):
             continue
+        if times is not None:
+            times.append({"problem": words, "us": {str(plans[i].config): round(1e6 * s, 2) for i, s in seconds.items()}})
         shapes.append(
             {
                 "kind": kind,
@@ -176,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--most", type=int, default=0, help="time at most so many configurations of a shape; 0: all")
     parser.add_argument("--workers", type=int, default=processes(), help="that compile")
     parser.add_argument("--kinds", nargs="+", choices=list(ALL), default=list(ALL))
+    parser.add_argument("--times", type=Path, help="a JSON file for the time of every configuration")
     parser.add_argument("--resume", action="store_true", help="leave out what the JSON file has already")
     parser.add_argument(
         "--tables", action="store_true", help="measure nothing: fill the table of --docs from the JSON files there are"
@@ -184,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if a.tables:
         fill_tables(a.docs, a.out)
         return
-    run(a.out, a.docs, a.limit, a.most, a.workers, a.kinds, a.resume)
+    run(a.out, a.docs, a.limit, a.most, a.workers, a.kinds, a.resume, a.times)
 
 
 def merged(known: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +216,7 @@ def processes() -> int:
 
 def run(
     out: Path | None, docs: Path | None, limit: float, most: int = 0, workers: int | None = None, kinds: Sequence[str] = tuple(ALL),
-    resume: bool = False,
+    resume: bool = False, times: Path | None = None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """The whole proof on the CUDA device here: measure, write the JSON, fill the table of `docs`.
 
@@ -253,10 +257,12 @@ def run(
             part.replace(out)
             return document
 
+        every: list[dict[str, Any]] = []
         with torch.inference_mode():
-            found = prove(
-                model, problems, GpuTimer(model, ahead.failure), limit - (time.monotonic() - began), most, ahead, write
-            )
+            left = limit - (time.monotonic() - began)
+            found = prove(model, problems, GpuTimer(model, ahead.failure), left, most, ahead, write, every)
+        if times is not None:
+            times.write_text(json.dumps(every) + "\n")
         print(f"{ahead.kernels} kernels, {time.monotonic() - began:.0f} s", file=sys.stderr)
     finally:
         ahead.close()
