@@ -69,7 +69,7 @@ def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, mul
     elif 2 * multiprocessors < programs <= 3 * multiprocessors and third >= 3:
         # Three a multiprocessor: all at once, where a second round would leave much of the GPU idle.
         chunks, slots = (2, third // 2) if third >= 6 else (1, third)
-    elif fit >= 16 and (programs <= multiprocessors or (num_tokens > 16 and programs <= 8 * multiprocessors)):
+    elif fit >= 16 and (programs <= multiprocessors or (num_tokens > 16 and 2 < programs / multiprocessors <= 8)):
         chunks, slots = 4, 4
     else:  # what lets programs of the next kernel in, and suffices to keep reading
         chunks, slots = (2, 4) if fit >= 16 or (num_tokens > 64 and fit >= 8) else (1, min(8, fit))
