@@ -23,7 +23,6 @@ from nanovllm.perf.tiles.resources import (
     SPILL_MARGIN,
     Plan,
     cdiv,
-    combine,
     occupancy,
     positive,
     ranked,
@@ -228,7 +227,7 @@ def predict(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> Plan:
         on_tensor_cores,
     )
     parts["memory"] = dram / device.bandwidth
-    return replace(plan, parts=parts, fixed=fixed, seconds=combine(parts, fixed))
+    return replace(plan, parts=parts, fixed=fixed, seconds=overlapped(parts, fixed))
 
 
 def plan_conv(problem: ConvProblem, device: DeviceModel) -> list[Plan]:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
-from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds
+from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds, overlapped
 from nanovllm.perf.tiles.registers import gemm_registers
 from nanovllm.perf.tiles.resources import (
     SPILL_MARGIN,
     Plan,
     cdiv,
-    combine,
     occupancy,
     positive,
     ranked,
@@ -257,7 +256,7 @@ def predict(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> Plan:
     parts["memory"] = dram / device.bandwidth
     if tile.splits > 1:
         fixed += device.launch + 2 * tile.splits * 4 * p.m * p.n / device.l2_bandwidth
-    return replace(plan, parts=parts, fixed=fixed, seconds=combine(parts, fixed))
+    return replace(plan, parts=parts, fixed=fixed, seconds=overlapped(parts, fixed))
 
 
 def dram_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel, resident: int) -> float:

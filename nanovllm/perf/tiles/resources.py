@@ -137,12 +137,11 @@ def bytes_needed(device: DeviceModel) -> float:
     return LOADED * device.dram_latency * device.bandwidth / device.sms
 
 
-def combine(parts: dict[str, float], fixed: float) -> float:
+def combine(parts: dict[str, float], fixed: float, p: float = 12) -> float:
     """Seconds from overlapping parts: the largest, and a little of the others, since overlap is never perfect.
 
-    A p-norm with p = 12: two equal parts cost 6 % more than one, a part of half the size nothing. ASSUMED.
+    A p-norm. With p = 12, which is ASSUMED, two equal parts cost 6 % more than one, and a part of half the size nothing.
     """
-    p = 12
     return fixed + sum(t**p for t in parts.values()) ** (1 / p)
 
 
