@@ -121,15 +121,32 @@ def test_a_seeded_request_draws_the_same_alone_and_among_256(directory):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_steady_step_sends_nothing(directory, monkeypatch, asynchronous):
+    """Not even one with a new block: those of 32 tokens ahead go with what has to be sent, of all rows at once."""
     llm = make(directory, async_scheduling=asynchronous)
     state, sent, steps = llm.engine.runner.state, [], []
     send, place = state._send, state.place
     monkeypatch.setattr(state, "_send", lambda rows: (sent.append(len(rows)), send(rows)))
     monkeypatch.setattr(state, "place", lambda step: steps.append(step) or place(step))
     generate(llm, random_prompts([8, 8, 8]), SamplingParams(max_tokens=60, ignore_eos=True))
-    # Once all three at the first decode, and again where their fifth token, and every 16th after it, needs a block.
+    # At the first decode they get blocks for 9 + 32 tokens, which hold 48; there, for all the 67 that are computed.
     assert len(steps) == 59 and sum(step.continues for step in steps) == 58
-    assert sent[0] == 3 and sum(sent[1:]) == 3 * 4
+    assert sent == [3, 3]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sequences_of_many_lengths_send_once_in_many_steps(directory, monkeypatch, asynchronous):
+    """Their blocks end at all times; the first of them that needs one takes the others along."""
+    llm = make(directory, async_scheduling=asynchronous, num_kvcache_blocks=120, max_num_batched_tokens=200)
+    state, sent = llm.engine.runner.state, []
+    send, place = state._send, state.place
+    monkeypatch.setattr(state, "_send", lambda rows: (sent[-1].extend(rows), send(rows)))
+    monkeypatch.setattr(state, "place", lambda step: sent.append([]) or place(step))
+    prompts = random_prompts(range(8, 19))
+    expected = generate(
+        make(directory, async_scheduling=False, num_kvcache_blocks=22), prompts, SamplingParams(max_tokens=90, seed=1, ignore_eos=True)
+    )
+    assert generate(llm, prompts, SamplingParams(max_tokens=90, seed=1, ignore_eos=True)) == expected
+    assert len(sent) == 89 and sum(map(bool, sent)) <= 3, [i for i, rows in enumerate(sent) if rows]
 
 
 def test_results_survive_the_steps_after_them(directory):
@@ -193,7 +210,7 @@ def test_who_gets_the_slot_of_one_that_ended_is_not_taken_for_it(directory):
 def test_a_step_that_fails_leaves_no_row_behind(directory, monkeypatch):
     llm = make(directory, async_scheduling=False)
     state, prompts = llm.engine.runner.state, random_prompts([8, 9, 10])
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     expected = generate(llm, prompts, params)
     send, calls = state._send, []
 
