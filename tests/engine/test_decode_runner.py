@@ -55,7 +55,7 @@ def pretend_to_capture(llm, monkeypatch, by_context=True):
     runner.decoding._buckets, runner.decoding._sampling_kernel = runner.buckets, True
     # What an earlier batch left behind must not matter.
     runner.decoding.capture(
-        torch.full((runner.config.max_num_seqs, runner.model_config.vocab_size), torch.nan, device=DEVICE)
+        torch.full((runner.config.max_num_seqs, runner.model_config.vocab_size), torch.nan, dtype=runner.dtype, device=DEVICE)
     )
     return runner.decoding.graphs
 
@@ -194,6 +194,91 @@ def test_many_replays_give_the_same_bits(directory):
         ]
         outputs.append(generate(llm, random_prompts([1 + i for i in range(64)]), params))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_captured_batch_size_up_to_512_equals_the_eager_steps(directory, monkeypatch, dtype):
+    """Sixteen of 512 sequences end at a time, and the last ones one by one."""
+    captured_equal_eager(directory, monkeypatch, dtype, 512)
+
+
+def captured_equal_eager(directory, monkeypatch, dtype, num_seqs):
+    rng = random.Random(2)
+    prompts = random_prompts([rng.randint(1, 30) for _ in range(num_seqs)])
+    params = [
+        SamplingParams(temperature=(0, 0.8)[i % 2], seed=i, ignore_eos=True, max_tokens=5 + i // 16 + max(0, i - num_seqs + 16))
+        for i in range(num_seqs)
+    ]
+    outputs = []
+    for enforce_eager in (True, False):
+        llm = make(
+            directory, dtype=dtype, enforce_eager=enforce_eager, max_num_seqs=num_seqs, num_kvcache_blocks=8 * num_seqs,
+            max_num_batched_tokens=32 * num_seqs, capture_prefill=True,
+        )  # fmt: skip
+        if DEVICE == "cpu" and not enforce_eager:
+            pretend_to_capture(llm, monkeypatch, by_context=False)
+        if not enforce_eager:
+            graphs, replayed = llm.engine.runner.decoding.graphs, set()
+            run = graphs.run
+            monkeypatch.setattr(graphs, "run", lambda rows, *rest: replayed.add(rows) or run(rows, *rest))
+        outputs.append(generate(llm, prompts, params))
+    assert outputs[0] == outputs[1]
+    assert replayed == set(llm.engine.runner.buckets.batch_sizes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_seqs", [5, 27])
+def test_ten_thousand_replays_of_a_step_give_the_same_bits(directory, monkeypatch, num_seqs, dtype):
+    """The same state before each; then the tokens, the state, keys, values and logits of each are compared. On a CPU a few, of functions."""
+    llm = make(
+        directory, dtype=dtype, max_num_seqs=32, num_kvcache_blocks=200, max_num_batched_tokens=2048, async_scheduling=False
+    )
+    engine, runner = llm.engine, llm.engine.runner
+    state = runner.state
+    graphs = pretend_to_capture(llm, monkeypatch, by_context=False) if DEVICE == "cpu" else runner.decoding.graphs
+    for prompt in random_prompts([1 + 3 * i for i in range(num_seqs)]):
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    state.place(engine.scheduler.schedule())
+    rows, longest = runner.buckets.fit(num_seqs, runner.max_model_len)
+    logits = runner.decoding._logits
+    assert rows in runner.buckets.whole_sizes
+    with torch.inference_mode():
+        before = [t.clone() for t in (state._ints, state._small, state.last_tokens)]
+
+        def watched():
+            """What a step leaves for its sequences; padding rows are nobody's."""
+            blocks = slice(runner.num_kvcache_blocks)
+            tensors = [state._ints[:, :num_seqs], state._small[:, :num_seqs], state.last_tokens[:-1], logits[:num_seqs]]
+            return tensors + [t[blocks] for cache in runner.caches for t in (cache.k, cache.v)]
+
+        def replay(whole):
+            for tensor, value in zip((state._ints, state._small, state.last_tokens), before):
+                tensor.copy_(value)
+            if whole:
+                graphs._whole[rows, SamplingMode.PLAIN].replay()
+            else:
+                graphs._model[rows, longest, False].replay()
+                graphs._draw[rows, SamplingMode.PLAIN].replay()
+
+        def bits(tensor):
+            return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+        differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        for whole in (True, False):
+            logits.zero_()
+            replay(whole)
+            first = [t.clone() for t in watched()]
+            assert not torch.equal(first[0], before[0][:, :num_seqs]) and bool(logits[:num_seqs].any()) is not whole
+            for _ in range(10_000 if DEVICE == "cuda" else 3):
+                replay(whole)
+                for now, then in zip(watched(), first):
+                    differ += (bits(now) != bits(then)).any()
+            assert not differ.item()
+        differ += (bits(logits[:num_seqs]) != bits(first[3] + 1)).any()  # it would have been seen
+        assert differ.item() == 1
 
 
 def test_who_gets_the_slot_of_one_that_ended_is_not_taken_for_it(directory):
