@@ -216,15 +216,19 @@ def captured_equal_eager(directory, monkeypatch, dtype, num_seqs):
             directory, dtype=dtype, enforce_eager=enforce_eager, max_num_seqs=num_seqs, num_kvcache_blocks=8 * num_seqs,
             max_num_batched_tokens=32 * num_seqs, capture_prefill=True,
         )  # fmt: skip
-        if DEVICE == "cpu" and not enforce_eager:
-            pretend_to_capture(llm, monkeypatch, by_context=False)
         if not enforce_eager:
-            graphs, replayed = llm.engine.runner.decoding.graphs, set()
-            run = graphs.run
-            monkeypatch.setattr(graphs, "run", lambda rows, *rest: replayed.add(rows) or run(rows, *rest))
+            replayed = watch_replays(llm, monkeypatch)
         outputs.append(generate(llm, prompts, params))
     assert outputs[0] == outputs[1]
     assert replayed == set(llm.engine.runner.buckets.batch_sizes)
+
+
+def watch_replays(llm, monkeypatch):
+    """The batch sizes of the graphs that are replayed from now on."""
+    graphs = pretend_to_capture(llm, monkeypatch, by_context=False) if DEVICE == "cpu" else llm.engine.runner.decoding.graphs
+    replayed, run = set(), graphs.run
+    monkeypatch.setattr(graphs, "run", lambda rows, *rest: replayed.add(rows) or run(rows, *rest))
+    return replayed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
