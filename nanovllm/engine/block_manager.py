@@ -74,10 +74,10 @@ class BlockManager:
         seq.block_table = list(prefix)
         return self.grow(seq, num_tokens)
 
-    def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend the sequence's blocks to hold `num_tokens`; False, with nothing changed, if too few are free."""
+    def grow(self, seq: Sequence, num_tokens: int, spare: int = 0) -> bool:
+        """Extend the sequence's blocks to hold `num_tokens`; False, with nothing changed, if not `spare` would stay free."""
         missing = self.blocks_needed(num_tokens) - len(seq.block_table)
-        if missing > len(self._free):
+        if missing > len(self._free) - spare:
             return False
         for _ in range(missing):
             block, _ = self._free.popitem(last=False)

@@ -2,8 +2,9 @@
 
 Inputs, cache addresses and sampling parameters of a row stay where they are from step to step; after sampling, `advance`
 moves every row on by one token. The host keeps a mirror of what a row holds, and sends a *record* (one row's complete
-state) only where the two differ: a sequence came, another took its row, or its block table grew. All records of a step
-travel in one copy from pinned memory. A row that no sequence has is a *padding row*: it computes one token in a block that
+state) only where the two differ: a sequence came, another took its row, or it needs a block that the device does not know
+of. All records of a step travel in one copy from pinned memory, and with them those of all other rows whose block table grew
+(blocks are reserved ahead), so that most steps send nothing. A row that no sequence has is a *padding row*: it computes one token in a block that
 nobody owns, and never advances.
 
 Everything here runs on CPU tensors too; on a GPU `advance` may be a Triton kernel, and is part of the captured graph.
@@ -11,7 +12,7 @@ Everything here runs on CPU tensors too; on a GPU `advance` may be a Triton kern
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from enum import IntEnum
 
@@ -121,8 +122,9 @@ class DecodeState:
             self.ring.claim()
         if step.continues:
             n = self.num_rows
-            changed = np.flatnonzero(self._positions[:n] // self.block_size >= self._num_blocks[:n]).tolist()
-            moved = False
+            changed, moved = [], False
+            if (self._positions[:n] // self.block_size >= self._num_blocks[:n]).any():
+                changed = np.flatnonzero(_table_lengths(self._seqs[:n]) > self._num_blocks[:n]).tolist()
         else:
             changed, moved = self._place_anew(step)
         if changed:
@@ -143,6 +145,8 @@ class DecodeState:
         free[rows[keeps]] = False
         rows[~keeps] = np.flatnonzero(free)
         here = ~keeps | (self._positions[rows] != starts) | (starts // self.block_size >= self._num_blocks[rows])
+        if here.any() or n < before:  # something is sent: what grew goes with it
+            here |= _table_lengths(p.seq for p in parts) > self._num_blocks[rows]
         owned = self._slot_of_row[self._slot_of_row >= 0]
         self._row_of_slot[owned] = -1
         self._slot_of_row[:] = -1
@@ -287,6 +291,10 @@ class DecodeState:
         """[num_seqs] int64: each row's latest token; a view of the ring's cell, or, without a ring, of what the next step overwrites."""
         tokens = self._ints[_TOKEN] if self.ring is None else self.ring.latest()
         return tokens[: self.num_rows]
+
+
+def _table_lengths(seqs: Iterable[Sequence]) -> np.ndarray:
+    return np.fromiter((len(seq.block_table) for seq in seqs), np.int64)
 
 
 def advance_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -54,7 +55,7 @@ class ModelRunner:
         self.max_model_len = self._bounded_len(
             config.max_model_len, self.model_config.max_position_embeddings, "the model's limit"
         )
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(device):
             self.model = load_model(
                 checkpoint, kernels, self.dtype, self.device, self.max_model_len, seed=config.seed or 0
             )
@@ -113,7 +114,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
-        """Launch a step. On CUDA this returns before the step has run; `StepResult.token_ids` waits for it."""
+        """Launch a step. On CUDA this returns before the step has run; `StepResult.token_ids` waits for it.
+
+        It may be called in any thread, whatever GPU is current there.
+        """
+        with on_device(self.device):
+            return self._execute(step)
+
+    def _execute(self, step: ScheduledStep) -> StepResult:
         if not step.continues:
             self._set_up_admitted(step)
         if step.decodes_only:
@@ -230,6 +238,11 @@ def can_capture(kernels: Kernels, name: str = "attention_decode", level: int = l
         steps = "decode steps" if name == "attention_decode" else "steps with prompts"
         logger.log(level, "%s by %s cannot be captured: %s run without CUDA graphs", name, provider, steps)
     return capturable
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Within it a GPU is the current one: kernels, graphs, events and pinned memory go to that, not to where their arguments are."""
+    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 
 def select_device(name: str) -> torch.device:

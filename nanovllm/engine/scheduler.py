@@ -10,6 +10,10 @@ writes to it after the step in flight has.
 
 While nobody comes, ends or lacks a block, steps repeat: the same sequences, each one token further. Such a run is kept
 (`_Run`), with what will happen to it and when, so that a step of it looks only at the sequences that something happens to.
+
+Blocks are reserved ahead: where a sequence of a run needs one, all that will need one soon get theirs too (`AHEAD`), so that
+the device hears of new blocks once in many steps, not in the step of each. Nobody is preempted for a reserved block, and
+as many stay free as there are sequences that run.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 
+AHEAD = 32
+"""Tokens that a sequence which decodes has blocks for, beyond the step's, after blocks were reserved."""
+
 
 @dataclass
 class _Run:
@@ -31,8 +38,8 @@ class _Run:
     """The latest step."""
     length: int
     """Continuations until a sequence reaches its greatest length."""
-    growing: dict[int, list[Sequence]]
-    """By continuation: the sequences that need one more block for it."""
+    beginning: dict[int, list[Sequence]]
+    """By continuation: the sequences whose token is the first of a block. Each is there once, with its next block."""
 
 
 class Scheduler:
@@ -111,26 +118,42 @@ class Scheduler:
         run = self._run
         if run is None or run.step.offset == run.length or self._may_admit():
             return None
-        step = run.step.next()
-        growing = run.growing.pop(step.offset, ())
-        for seq in growing:
-            if not self.blocks.grow(seq, seq.num_computed_tokens + 1):
-                return None  # someone has to be preempted; what has grown until here keeps its blocks
+        step, block_size = run.step.next(), self.blocks.block_size
+        beginning = run.beginning.pop(step.offset, ())
+        grows = False
+        for seq in beginning:
+            if len(seq.block_table) * block_size == seq.num_computed_tokens:
+                grows = True
+                if not self.blocks.grow(seq, seq.num_computed_tokens + 1):
+                    return None  # someone has to be preempted; what has grown until here keeps its blocks
         for seq in step.sampling:
             seq.num_computed_tokens += 1
             seq.num_pending += 1
-        for seq in growing:
+        for seq in beginning:
             self.blocks.register(seq)
-            run.growing.setdefault(step.offset + self.blocks.block_size, []).append(seq)
+            run.beginning.setdefault(step.offset + block_size, []).append(seq)
+        if grows:
+            for offset in range(step.offset + 1, step.offset + 1 + AHEAD):
+                self._reserve(run.beginning.get(offset, ()))
         run.step = step
         return step
 
     def _start_run(self, step: ScheduledStep) -> _Run:
-        growing: dict[int, list[Sequence]] = {}
+        """Of a step that differs from the one before it, so that the device hears of something anyway."""
+        beginning: dict[int, list[Sequence]] = {}
         for seq in step.sampling:
-            room = len(seq.block_table) * self.blocks.block_size - seq.num_computed_tokens
-            growing.setdefault(room + 1, []).append(seq)
-        return _Run(step, min(seq.max_len - seq.num_tokens for seq in step.sampling), growing)
+            beginning.setdefault(-seq.num_computed_tokens % self.blocks.block_size + 1, []).append(seq)
+        self._reserve(step.sampling)
+        return _Run(step, min(seq.max_len - seq.num_tokens for seq in step.sampling), beginning)
+
+    def _reserve(self, seqs: Iterable[Sequence]) -> None:
+        """Give sequences of a run the blocks of their next tokens, as far as they can come to need them and there are many."""
+        block_size, spare = self.blocks.block_size, len(self.running)
+        for seq in seqs:
+            # The last token is not computed.
+            num_tokens = min(seq.num_computed_tokens + AHEAD, seq.max_len - 1)
+            if num_tokens > len(seq.block_table) * block_size and not self.blocks.grow(seq, num_tokens, spare):
+                break
 
     def _may_admit(self) -> bool:
         return bool(self.waiting and self._free_slots and not self._starved)
@@ -259,6 +282,8 @@ class Scheduler:
             assert seq.num_computed_tokens <= seq.num_tokens
             assert len(seq.block_table) >= self.blocks.blocks_needed(seq.num_computed_tokens)
             assert seq.num_tokens <= seq.max_len
+            most = max(seq.num_computed_tokens, min(seq.num_computed_tokens + AHEAD, seq.max_len - 1))
+            assert len(seq.block_table) <= self.blocks.blocks_needed(most), f"{seq} holds blocks that it never needs"
         if self._run is not None:
             assert set(self._run.step.sampling) == set(self.running), "a run goes on without someone who came or left"
         for seq in self.waiting:

@@ -10,11 +10,25 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
+from typing import Any
+
+_inside: ContextVar[bool] = ContextVar("compiling_only", default=False)
+"""Whether this thread is within the block: launches of others run."""
+
+
+class _Replaced:
+    """Triton's launch, which is the process's: replaced while any thread is within the block, and put back by the last."""
+
+    lock = Lock()
+    threads = 0
+    launch: Any = None
 
 
 @contextmanager
 def compiling_only(threads: int | None = None) -> Iterator[None]:
-    """Within the block a launch of a Triton kernel compiles it and runs nothing; at its end all are compiled.
+    """Within the block a launch of a Triton kernel by this thread compiles it and runs nothing; at its end all are compiled.
 
     What kernels would have written is whatever was in that memory: run only what looks at no value. Everything else runs as ever.
 
@@ -25,16 +39,34 @@ def compiling_only(threads: int | None = None) -> Iterator[None]:
         ImportError: this Triton has no asynchronous mode.
     """
     from triton.runtime._async_compile import AsyncCompileMode
-    from triton.runtime.jit import JITFunction
 
-    launch = JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        launch(self, *args, grid=grid, warmup=True, **kwargs)  # nothing is returned that could be launched
-
-    with ThreadPoolExecutor(threads or os.cpu_count()) as executor, AsyncCompileMode(executor):
-        JITFunction.run = compile_only
+    with ThreadPoolExecutor(threads or os.cpu_count()) as executor, AsyncCompileMode(executor), _launch_replaced():
+        token = _inside.set(True)
         try:
             yield
         finally:
-            JITFunction.run = launch
+            _inside.reset(token)
+
+
+@contextmanager
+def _launch_replaced() -> Iterator[None]:
+    from triton.runtime.jit import JITFunction
+
+    with _Replaced.lock:
+        if _Replaced.threads == 0:
+            launch = _Replaced.launch = JITFunction.run
+
+            def compile_only(self, *args, grid, warmup, **kwargs):
+                if not _inside.get():
+                    return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+                launch(self, *args, grid=grid, warmup=True, **kwargs)  # nothing is returned that could be launched
+
+            JITFunction.run = compile_only
+        _Replaced.threads += 1
+    try:
+        yield
+    finally:
+        with _Replaced.lock:
+            _Replaced.threads -= 1
+            if _Replaced.threads == 0:
+                JITFunction.run, _Replaced.launch = _Replaced.launch, None

@@ -55,7 +55,7 @@ def pretend_to_capture(llm, monkeypatch, by_context=True):
     runner.decoding._buckets, runner.decoding._sampling_kernel = runner.buckets, True
     # What an earlier batch left behind must not matter.
     runner.decoding.capture(
-        torch.full((runner.config.max_num_seqs, runner.model_config.vocab_size), torch.nan, device=DEVICE)
+        torch.full((runner.config.max_num_seqs, runner.model_config.vocab_size), torch.nan, dtype=runner.dtype, device=DEVICE)
     )
     return runner.decoding.graphs
 
@@ -121,15 +121,32 @@ def test_a_seeded_request_draws_the_same_alone_and_among_256(directory):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_steady_step_sends_nothing(directory, monkeypatch, asynchronous):
+    """Not even one with a new block: those of 32 tokens ahead go with what has to be sent, of all rows at once."""
     llm = make(directory, async_scheduling=asynchronous)
     state, sent, steps = llm.engine.runner.state, [], []
     send, place = state._send, state.place
     monkeypatch.setattr(state, "_send", lambda rows: (sent.append(len(rows)), send(rows)))
     monkeypatch.setattr(state, "place", lambda step: steps.append(step) or place(step))
     generate(llm, random_prompts([8, 8, 8]), SamplingParams(max_tokens=60, ignore_eos=True))
-    # Once all three at the first decode, and again where their fifth token, and every 16th after it, needs a block.
+    # At the first decode they get blocks for 9 + 32 tokens, which hold 48; there, for all the 67 that are computed.
     assert len(steps) == 59 and sum(step.continues for step in steps) == 58
-    assert sent[0] == 3 and sum(sent[1:]) == 3 * 4
+    assert sent == [3, 3]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sequences_of_many_lengths_send_once_in_many_steps(directory, monkeypatch, asynchronous):
+    """Their blocks end at all times; the first of them that needs one takes the others along."""
+    llm = make(directory, async_scheduling=asynchronous, num_kvcache_blocks=120, max_num_batched_tokens=200)
+    state, sent = llm.engine.runner.state, []
+    send, place = state._send, state.place
+    monkeypatch.setattr(state, "_send", lambda rows: (sent[-1].extend(rows), send(rows)))
+    monkeypatch.setattr(state, "place", lambda step: sent.append([]) or place(step))
+    prompts = random_prompts(range(8, 19))
+    expected = generate(
+        make(directory, async_scheduling=False, num_kvcache_blocks=22), prompts, SamplingParams(max_tokens=90, seed=1, ignore_eos=True)
+    )
+    assert generate(llm, prompts, SamplingParams(max_tokens=90, seed=1, ignore_eos=True)) == expected
+    assert len(sent) == 89 and sum(map(bool, sent)) <= 3, [i for i, rows in enumerate(sent) if rows]
 
 
 def test_results_survive_the_steps_after_them(directory):
@@ -179,6 +196,96 @@ def test_many_replays_give_the_same_bits(directory):
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_captured_batch_size_up_to_512_equals_the_eager_steps(directory, monkeypatch, dtype):
+    """Sixteen of 512 sequences end at a time, and the last ones one by one."""
+    captured_equal_eager(directory, monkeypatch, dtype, 512)
+
+
+def captured_equal_eager(directory, monkeypatch, dtype, num_seqs):
+    rng = random.Random(2)
+    prompts = random_prompts([rng.randint(1, 30) for _ in range(num_seqs)])
+    params = [
+        SamplingParams(temperature=(0, 0.8)[i % 2], seed=i, ignore_eos=True, max_tokens=5 + i // 16 + max(0, i - num_seqs + 16))
+        for i in range(num_seqs)
+    ]
+    outputs = []
+    for enforce_eager in (True, False):
+        llm = make(
+            directory, dtype=dtype, enforce_eager=enforce_eager, max_num_seqs=num_seqs, num_kvcache_blocks=8 * num_seqs,
+            max_num_batched_tokens=32 * num_seqs, capture_prefill=True,
+        )  # fmt: skip
+        if not enforce_eager:
+            replayed = watch_replays(llm, monkeypatch)
+        outputs.append(generate(llm, prompts, params))
+    assert outputs[0] == outputs[1]
+    assert replayed == set(llm.engine.runner.buckets.batch_sizes)
+
+
+def watch_replays(llm, monkeypatch):
+    """The batch sizes of the graphs that are replayed from now on."""
+    graphs = pretend_to_capture(llm, monkeypatch, by_context=False) if DEVICE == "cpu" else llm.engine.runner.decoding.graphs
+    replayed, run = set(), graphs.run
+    monkeypatch.setattr(graphs, "run", lambda rows, *rest: replayed.add(rows) or run(rows, *rest))
+    return replayed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_seqs", [5, 27])
+@pytest.mark.parametrize("replays", [3, pytest.param(10_000, marks=pytest.mark.gpu)])
+def test_ten_thousand_replays_of_a_step_give_the_same_bits(directory, monkeypatch, replays, num_seqs, dtype):
+    """The same state before each; then the tokens, the state, keys, values and logits of each are compared. On a CPU they are functions."""
+    llm = make(
+        directory, dtype=dtype, max_num_seqs=32, num_kvcache_blocks=200, max_num_batched_tokens=2048, async_scheduling=False
+    )
+    engine, runner = llm.engine, llm.engine.runner
+    state = runner.state
+    graphs = pretend_to_capture(llm, monkeypatch, by_context=False) if DEVICE == "cpu" else runner.decoding.graphs
+    for prompt in random_prompts([1 + 3 * i for i in range(num_seqs)]):
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    state.place(engine.scheduler.schedule())
+    rows, longest = runner.buckets.fit(num_seqs, runner.max_model_len)
+    logits = runner.decoding._logits
+    assert rows in runner.buckets.whole_sizes
+    with torch.inference_mode():
+        before = [t.clone() for t in (state._ints, state._small, state.last_tokens)]
+
+        def watched():
+            """What a step leaves for its sequences; padding rows are nobody's."""
+            blocks = slice(runner.num_kvcache_blocks)
+            tensors = [state._ints[:, :num_seqs], state._small[:, :num_seqs], state.last_tokens[:-1], logits[:num_seqs]]
+            return tensors + [t[blocks] for cache in runner.caches for t in (cache.k, cache.v)]
+
+        def replay(whole):
+            for tensor, value in zip((state._ints, state._small, state.last_tokens), before):
+                tensor.copy_(value)
+            if whole:
+                graphs._whole[rows, SamplingMode.PLAIN].replay()
+            else:
+                graphs._model[rows, longest, False].replay()
+                graphs._draw[rows, SamplingMode.PLAIN].replay()
+
+        def bits(tensor):
+            return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+        differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        for whole in (True, False):
+            logits.zero_()
+            replay(whole)
+            first = [t.clone() for t in watched()]
+            assert not torch.equal(first[0], before[0][:, :num_seqs]) and bool(logits[:num_seqs].any()) is not whole
+            for _ in range(replays):
+                replay(whole)
+                for now, then in zip(watched(), first):
+                    differ += (bits(now) != bits(then)).any()
+            assert not differ.item()
+        differ += (bits(logits[:num_seqs]) != bits(first[3] + 1)).any()  # it would have been seen
+        assert differ.item() == 1
+
+
 def test_who_gets_the_slot_of_one_that_ended_is_not_taken_for_it(directory):
     """Its first decode is at the very position where the row that the slot had would go on."""
     llm = make(directory, max_num_seqs=1, async_scheduling=False, enable_prefix_caching=False)
@@ -193,7 +300,7 @@ def test_who_gets_the_slot_of_one_that_ended_is_not_taken_for_it(directory):
 def test_a_step_that_fails_leaves_no_row_behind(directory, monkeypatch):
     llm = make(directory, async_scheduling=False)
     state, prompts = llm.engine.runner.state, random_prompts([8, 9, 10])
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     expected = generate(llm, prompts, params)
     send, calls = state._send, []
 

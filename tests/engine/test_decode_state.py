@@ -108,6 +108,29 @@ def test_nothing_is_sent_while_nothing_changes(monkeypatch):
     assert state.batch(2, 16).token_ids.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("anew", [False, True])
+def test_blocks_reserved_ahead_go_with_what_has_to_be_sent(monkeypatch, anew):
+    state = make_state()
+    sent = []
+    send = state._send
+    monkeypatch.setattr(state, "_send", lambda rows: sent.append(rows) or send(rows))
+    first, second, third = make([3], 3), make([5], 1), make([6], 1)
+    step = step_of((first, 2, 2), (second, 4, 0), (third, 1, 0))
+    state.place(step)
+    for position in (1, 2):
+        second.block_table.append(7 + position)  # nobody needs them yet, so nobody hears of them
+        state.advance(torch.tensor([1, 2, 3]))
+        state.advanced()
+        step = step_of((first, 2, 2 + position), (second, 4, position), (third, 1, position)) if anew else step.next()
+        if position == 2:
+            first.block_table.append(7)
+        state.place(step)
+        assert sent == ([[0, 1, 2]] if position == 1 else [[0, 1, 2], [0, 1]])
+    batch = state.batch(3, 16)
+    assert batch.metadata.block_table[:3, :3].tolist() == [[3, 7, PADDING], [5, 8, 9], [6, PADDING, PADDING]]
+    assert batch.token_ids.tolist() == [1, 2, 3] and batch.metadata.slot_mapping.tolist() == [28, 22, 26]
+
+
 def test_the_last_row_takes_the_place_of_one_that_ended():
     state = make_state()
     seqs = [make([i], 1) for i in range(4)]

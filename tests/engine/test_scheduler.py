@@ -336,6 +336,52 @@ def test_a_run_ends_where_a_sequence_does():
     assert steps == [(2, False), (2, False), (2, True), (2, True), (1, False), (1, False)]
 
 
+def test_blocks_are_reserved_ahead_but_none_beyond_the_end():
+    sim = Simulation(block_size=4, num_blocks=200, max_model_len=90, max_num_seqs=3, budget=16)
+    short = sim.add([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
+    long, longest = (sim.add([1, 2, i], ENDLESS) for i in (3, 4))
+    sim.step()
+    assert [len(seq.block_table) for seq in (short, long, longest)] == [1, 1, 1]  # prompts reserve nothing
+    sim.step()
+    # 10 of the 11 tokens of the first are computed; the others have computed 4 and are to have room for 32 more.
+    assert [len(seq.block_table) for seq in (short, long, longest)] == [3, 9, 9]
+    tables = {len(long.block_table)}
+    while not long.finished:
+        sim.step()
+        tables.add(len(long.block_table))
+    # Where the short one ends there is a new run; after it only what is needed makes them grow, by 32 tokens, and at the end by less.
+    assert tables == {9, 11, 20, 23, 0}
+    sim.drain()
+
+
+def test_nobody_is_preempted_for_a_reserved_block():
+    sim = Simulation(block_size=2, num_blocks=12, max_model_len=16, max_num_seqs=2, budget=16)
+    seqs = [sim.add([1, 2, i], SamplingParams(max_tokens=12, ignore_eos=True), i) for i in (3, 4)]
+    sim.step()
+    sim.step()
+    # They share their first block, so 9 were free: enough for the 5 that the first may need yet, not for as many of the second beside
+    # the one that stays free for each.
+    assert [len(seq.block_table) for seq in seqs] == [7, 2] and sim.blocks.num_free_blocks == 4
+    sim.drain()
+    sim = Simulation(block_size=2, num_blocks=9, max_model_len=16, max_num_seqs=3, budget=16, caching=False)
+    for i in range(3):
+        sim.add([1, 2, i], SamplingParams(max_tokens=4, ignore_eos=True), i)
+    sim.drain()
+    assert sim.scheduler.num_preemptions == 0
+
+
+def test_a_reserved_block_is_registered_when_it_is_full():
+    sim = Simulation(block_size=4, num_blocks=60, max_model_len=40, max_num_seqs=2, budget=16)
+    first = sim.add([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
+    while first.num_computed_tokens < 17:
+        sim.step()
+    assert len(first.block_table) == 8 and first.num_registered_blocks == 4
+    second = sim.add(first.token_ids[:17], SamplingParams(max_tokens=2, ignore_eos=True))
+    sim.step()
+    assert second.num_cached_tokens == 16
+    sim.drain()
+
+
 def test_requests_of_one_step_share_a_prefix():
     sim = Simulation(budget=100, num_blocks=32)
     for seed in range(3):

@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -40,6 +43,46 @@ def test_launches_run_again_after_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match="no such thing"), compiling_only(1):
         raise RuntimeError("no such thing")
     assert JITFunction.run is before and _async_compile.active_mode.get() is None
+
+
+def test_threads_that_overlap_compile_their_own_launches_and_put_back_what_was(monkeypatch):
+    """One begins first and ends first; a third serves meanwhile."""
+    seen, name = [], ContextVar("name")
+
+    def run(self, *args, grid, warmup, **kwargs):
+        seen.append((name.get(), warmup))
+        return "launched"
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    x = torch.zeros(4)
+    began, both, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        name.set("first")
+        with compiling_only(1):
+            began.set()
+            assert both.wait(60)
+            assert _activation_kernel[(1,)](x) is None
+        ended.set()
+
+    def second():
+        name.set("second")
+        assert began.wait(60)
+        with compiling_only(1):
+            both.set()
+            assert ended.wait(60)
+            assert _activation_kernel[(1,)](x) is None
+
+    def third():
+        name.set("third")
+        assert both.wait(60)
+        assert _activation_kernel[(1,)](x) == "launched"
+
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(call) for call in (first, second, third)]:
+            done.result(60)
+    assert sorted(seen) == [("first", True), ("second", True), ("third", False)]
+    assert JITFunction.run is run
 
 
 COLD = """
