@@ -7,6 +7,9 @@ import typer
 from typer.testing import CliRunner
 
 from nanovllm.cli.fuse import fuse
+from nanovllm.perf.fusion.nest import parse
+from nanovllm.perf.fusion.tile_fusion import TileFusion
+from nanovllm.perf.presets import device_model
 
 MODULE = """
 import torch, torch.nn as nn
@@ -110,8 +113,28 @@ def test_loops(tmp_path):
     assert "--size N: expected a name and a number" in said("--loops", str(path), "--size", "N")
     assert "N has no value" in said("--loops", str(path))
     assert "no such file" in said("--loops", "nowhere.py")
-    path.write_text("for i in range(4):\n    A[i] = 1\n")
-    assert "nests: expected at least two, not 1" in said("--loops", str(path))
+
+
+def test_one_nest_is_tiled(tmp_path):
+    path = tmp_path / "loops.py"
+    loops = "for i in range(N):\n    for j in range(N):\n        for k in range(N):\n            C[i, j] += A[i, k] * B[k, j]\n"
+    path.write_text(loops)
+    text = run("--loops", str(path), "--size", "N=512").output
+    assert (
+        "One nest, nothing to fuse:" in text and "C[i, j] += A[i, k] * B[k, j]" in text and "allows fusion" not in text
+    )
+    data = json.loads(run("--loops", str(path), "--size", "N=512", "--json").output)
+    nests = parse(loops, N=512)
+    best = TileFusion(*nests).best(device_model("h100").shared_per_block // 4)
+    assert data["nests"] == 1 and data["tile"]["tile"] == list(best.tile) and data["tile"]["traffic"] == best.traffic
+    assert f"{best.tile}, {best.tiles:,} of them" in text
+    path.write_text("for i in range(1, 64):\n    for j in range(1, 63):\n        A[i, j] = A[i - 1, j + 1]\n")
+    text = run("--loops", str(path)).output
+    assert (
+        text.startswith("RAW on A: A[i, j] then A[i - 1, j + 1], distance (1, -1)\nOne nest")
+        and "Tiles are not legal" in text
+        and "Tiles for" not in text
+    )
 
 
 def test_bad_options(module):

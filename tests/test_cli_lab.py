@@ -95,9 +95,14 @@ def test_a_figure_that_cannot_be_drawn_is_said_before_anything_runs(command, tmp
     (tmp_path / "folder.png").mkdir()
     monkeypatch.setattr("nanovllm.perf.lab.run.run", lambda *_: pytest.fail("it ran"))
     monkeypatch.setattr("nanovllm.perf.lab.mlp.run_sweeps", lambda *_: pytest.fail("it ran"))
-    for name, said in (("x.foo", "expected a name that ends in ."), ("x", ".png"), ("folder.png", "it is a folder")):
+    cases = {
+        "x.foo": "expected a name that ends in .", "x": ".png", "folder.png": "it is a folder",
+        "none/x.png": f"there is no folder {tmp_path / 'none'}",
+    }  # fmt: skip
+    for name, said in cases.items():
         error = lab(command, "--device", "cpu", "--plot", str(tmp_path / name)).exception
         assert isinstance(error, ValueError) and said in str(error), error
+    assert not (tmp_path / "none").exists()
 
 
 def test_mlp(tmp_path):

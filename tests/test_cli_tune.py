@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -13,7 +14,10 @@ if triton.knobs.runtime.interpret:
 
 from nanovllm.cli import tune as module  # noqa: E402
 from nanovllm.kernels import configs, tunables  # noqa: E402
-from nanovllm.perf.autotune.targets import TARGETS  # noqa: E402
+from nanovllm.perf.autotune.pruning import candidates  # noqa: E402
+from nanovllm.perf.autotune.search import trials  # noqa: E402
+from nanovllm.perf.autotune.targets import TARGETS, jobs, target  # noqa: E402
+from nanovllm.perf.presets import device_model  # noqa: E402
 from tests.perf.test_autotune_store import FakeBench, an_entry  # noqa: E402
 
 GPU = "nvidia-test-9"
@@ -117,11 +121,33 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
     assert "1 own" in text and f"read: {path}" in text.replace("\n", "")
 
 
+def test_a_dry_run_shows_the_order_of_the_search():
+    def configs_of(*more):
+        (job,) = json.loads(ok("rms_norm", "--shape", "64x1024", "--dry-run", "--json", *more))["jobs"]
+        return [c["config"] for c in job["candidates"]]
+
+    usual, three, four = (configs_of(*m) for m in ((), ("--search", "random", "--seed", "3"), ("--search", "random", "--seed", "4")))  # fmt: skip
+    assert usual != three != four and sorted(map(str, usual)) == sorted(map(str, three))
+    assert three == configs_of("--search", "random", "--seed", "3") and three[0] == {"rows": 1, "warps": 4}
+    text = ok("rms_norm", "--shape", "64x1024", "--dry-run", "--search", "random", "--seed", "3")
+    assert "to try, in the order of --search random --seed 3:" in text
+    # It is the order in which a run tries them.
+    (job,) = jobs(target("rms_norm"), [(64, 1024)], torch.bfloat16, device_model("h100"))[0]
+    tried = trials(candidates(job, device_model("h100")).plans, job.builtin, "random", 3)
+    assert [job.tunable.plan_to_json(p) for p in tried] == three
+
+
+def test_the_list_says_that_the_directory_is_none(files, monkeypatch):
+    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(files / "typo"))
+    assert f"{files / 'typo'}, which does not exist" in ok("--list")
+    (files / "typo").write_text("")
+    configs.forget_files()
+    assert f"{files / 'typo'}, which is no directory" in ok("--list")
+
+
 def test_tuning_writes_prints_and_says_how_to_use_it(files, monkeypatch, tmp_path):
     """The whole command, with a timer that says what it is told to in place of the GPU's."""
     import contextlib
-
-    import torch
 
     import nanovllm.engine.model_runner as runner
     from nanovllm.perf import presets
@@ -178,6 +204,9 @@ def test_the_documentation_names_what_can_be_tuned_and_what_a_file_holds():
         ("rms_norm", "--out: expected a directory to write to, here or in NANOVLLM_KERNEL_CONFIGS"),
         ("rms_norm --out x --search best", "search: expected one of exhaustive, random, not 'best'"),
         ("rms_norm --out x --patience 0", "patience: expected at least 1 candidate"),
+        ("rms_norm --dry-run --search foo", "search: expected one of exhaustive, random, not 'foo'"),
+        ("rms_norm --dry-run --patience 0", "patience: expected at least 1 candidate"),
+        ("--list --patience 0", "patience: expected at least 1 candidate"),
         ("rms_norm --dry-run --resume", "--resume, --dry-run: expected one of them"),
         ("rms_norm --out x --gpu h200", "--gpu, --compile: only with --dry-run"),
         ("rms_norm --out x --device cpu", "configurations are timed on a GPU, this is cpu; --dry-run"),

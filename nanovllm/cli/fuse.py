@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from nanovllm.perf.fusion import FusionAnalyzer, FusionDevice
+    from nanovllm.perf.fusion.nest import LoopNest
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PHASES = ("decode", "prefill")
@@ -43,7 +44,7 @@ def fuse(
         str | None,
         typer.Option(help="A module of your own: package.module:function or file.py:function, which returns (module, arguments)."),
     ] = None,
-    loops: Annotated[Path | None, typer.Option(help="A file with loop nests in Python instead: may they be fused and tiled?")] = None,
+    loops: Annotated[Path | None, typer.Option(help="A file with loop nests in Python instead: may they be fused and tiled? One nest is tiled.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="With --loops: the value of a name, such as N=64; repeatable.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the batch.")] = 64,
     context: Annotated[int | None, typer.Option(help="Tokens of each sequence, the new ones among them; by default 1024.")] = None,
@@ -200,7 +201,6 @@ def _describe(args: Any, kwargs: Mapping[str, Any]) -> str:
 
 
 def _loops(path: Path, sizes: list[str], model: Any, as_json: bool) -> None:
-    from nanovllm.perf.fusion.loops import LoopFusionAnalyzer
     from nanovllm.perf.fusion.nest import parse
     from nanovllm.perf.fusion.tile_fusion import TileFusion
 
@@ -213,13 +213,9 @@ def _loops(path: Path, sizes: list[str], model: Any, as_json: bool) -> None:
     if not path.is_file():
         raise ValueError(f"--loops {path}: no such file")
     nests = parse(path.read_text(), **values)
-    analyzer = LoopFusionAnalyzer(*nests)
     capacity = model.shared_per_block // 4
-    found: dict[str, Any] = {
-        "nests": len(nests), "fused_levels": analyzer.depth, "legal": analyzer.legal, "reason": analyzer.reason,
-        "shift": analyzer.shift, "dependences": [str(d) for d in analyzer.dependences], "fused": analyzer.source(),
-    }  # fmt: skip
-    if analyzer.shift is not None:
+    found = _fused_nests(nests) if len(nests) > 1 else _one_nest(nests[0])
+    if found["shift"] is not None:
         tiles = TileFusion(*nests)
         found["tiles_forbidden_by"] = tiles.why_not()
         if found["tiles_forbidden_by"] is None:
@@ -228,12 +224,14 @@ def _loops(path: Path, sizes: list[str], model: Any, as_json: bool) -> None:
         print(json.dumps(found, indent=1))
         return
     print("\n".join(found["dependences"]) or "no dependences")
-    if analyzer.legal:
+    if len(nests) == 1:
+        print("One nest, nothing to fuse:")
+    elif found["legal"]:
         print("All loops can be fused:")
     else:
-        print(f"{analyzer.depth or 'No'} common loop(s) can be fused: {analyzer.reason}")
-        if analyzer.shift is not None:
-            later = ", ".join(f"nest {i} by {s}" for i, s in enumerate(analyzer.shift, 1) if any(s))
+        print(f"{found['fused_levels'] or 'No'} common loop(s) can be fused: {found['reason']}")
+        if found["shift"] is not None:
+            later = ", ".join(f"nest {i} by {s}" for i, s in enumerate(found["shift"], 1) if any(s))
             print(f"With a delay all can: {later}.")
     print(found["fused"])
     if found.get("tiles_forbidden_by"):
@@ -244,6 +242,27 @@ def _loops(path: Path, sizes: list[str], model: Any, as_json: bool) -> None:
             f"Tiles for {capacity:,} floats (the shared memory of a block on {model.name}): {t['tile']}, {t['tiles']:,} of them, "
             f"{t['footprint']:,} elements each, {t['traffic']:,} moved in all"
         )
+
+
+def _fused_nests(nests: Sequence[LoopNest]) -> dict[str, Any]:
+    from nanovllm.perf.fusion.loops import LoopFusionAnalyzer
+
+    analyzer = LoopFusionAnalyzer(*nests)
+    return {
+        "nests": len(nests), "fused_levels": analyzer.depth, "legal": analyzer.legal, "reason": analyzer.reason,
+        "shift": analyzer.shift, "dependences": [str(d) for d in analyzer.dependences], "fused": analyzer.source(),
+    }  # fmt: skip
+
+
+def _one_nest(nest: LoopNest) -> dict[str, Any]:
+    """The same of a nest by itself, which can only be cut into tiles."""
+    from nanovllm.perf.fusion.loops import source_of
+    from nanovllm.perf.fusion.tile_fusion import TileFusion
+
+    return {
+        "nests": 1, "fused_levels": nest.depth, "legal": True, "reason": "", "shift": ((0,) * nest.depth,),
+        "dependences": [d.forwards().text for d, _ in TileFusion(nest).dependences if any(map(any, d.distances.ranges))], "fused": source_of(nest),
+    }  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------------- measuring

@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     import torch
 
+    from nanovllm.perf.autotune.search import Budget
     from nanovllm.perf.autotune.targets import Job, Target
     from nanovllm.perf.autotune.tune import Result
     from nanovllm.perf.presets import DeviceModel
@@ -64,6 +65,10 @@ def tune(
     """
     if limit is not None and limit <= 0:
         raise ValueError(f"--limit {limit:g}: expected a positive number of seconds")
+    from nanovllm.perf.autotune.search import Budget, ordered
+
+    ordered([], search, seed)  # an unknown strategy is an error before anything runs
+    budget = Budget(patience=patience)
     if show_list:
         from nanovllm.cli.tune_show import show_configurations
 
@@ -76,11 +81,12 @@ def tune(
         from nanovllm.cli.tune_show import dry_run as show
 
         model = _model(gpu, device)
-        show(_jobs(requests, dtype, model), model, gpu is not None if compile is None else compile, limit, as_json)
+        jobs = _jobs(requests, dtype, model)
+        show(jobs, model, gpu is not None if compile is None else compile, limit, as_json, search, seed)
         return
     if gpu is not None or compile is not None:
         raise ValueError("--gpu, --compile: only with --dry-run; configurations are timed on the GPU that is here")
-    _tune(requests, dtype, device, _directory(out), search, seed, limit, patience, resume, as_json)
+    _tune(requests, dtype, device, _directory(out), search, seed, limit, budget, resume, as_json)
 
 
 def _requests(
@@ -170,19 +176,16 @@ def _model(gpu: str | None, device: str) -> DeviceModel:
 
 
 def _tune(
-    requests: Any, dtype: str, device: str, out: Path, search: str, seed: int, limit: float | None, patience: int | None, resume: bool,
+    requests: Any, dtype: str, device: str, out: Path, search: str, seed: int, limit: float | None, budget: Budget, resume: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
     from nanovllm.engine.model_runner import select_device
     from nanovllm.kernels.configs import DIRECTORY_VARIABLE
     from nanovllm.perf.autotune.resume import ContextLost
-    from nanovllm.perf.autotune.search import Budget, ordered
     from nanovllm.perf.autotune.tune import LEAST_SECONDS, MEASURED
     from nanovllm.perf.autotune.tune import tune as run
     from nanovllm.perf.presets import this_device
 
-    ordered([], search, seed)  # an unknown strategy is an error before anything runs
-    budget = Budget(patience=patience)
     where = select_device(device)
     if where.type != "cuda":
         raise ValueError(f"configurations are timed on a GPU, this is {where}; --dry-run shows what would be tried")
@@ -232,7 +235,8 @@ def _line(result: Result) -> str:
         why = result.reason or "; ".join(
             f"{reason} ({n})" for reason, n in (outcome.skipped.items() if outcome else ())
         )
-        return f"{job}\n    nothing found: {why or 'no candidates'}"
+        end = f"; ended by the {outcome.stopped}" if outcome is not None and outcome.stopped else ""
+        return f"{job}\n    nothing found: {why or 'no candidates'}{end}"
     text = f"{job}\n    {1e6 * outcome.seconds:.2f} us  {short(job, outcome.best)}"
     if outcome.best == job.builtin:
         text += "  (the built-in choice)"

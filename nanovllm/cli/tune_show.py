@@ -19,18 +19,24 @@ def short(job: Job, plan: Any) -> str:
     return " ".join(f"{k}={v}" for k, v in job.tunable.plan_to_json(plan).items())
 
 
-def dry_run(jobs: list[Job], model: DeviceModel, compile: bool, limit: float | None, as_json: bool) -> None:
+def dry_run(
+    jobs: list[Job], model: DeviceModel, compile: bool, limit: float | None, as_json: bool, search: str, seed: int
+) -> None:
     """What would be tried on a GPU, and what not, and why. Nothing is timed or written."""
     from nanovllm.perf.autotune.pruning import candidates, compile_all
+    from nanovllm.perf.autotune.search import trials
 
+    shuffled = f", in the order of --search {search} --seed {seed}" if search == "random" else ""
     documents = []
     for i, job in enumerate(jobs):
         found = candidates(job, model)
         if compile:
             compile_all(job, found, model, None if limit is None else limit / len(jobs))
+        if shuffled:
+            found.plans = [p for p in trials(found.plans, job.builtin, search, seed) if p in set(found.plans)]
         documents.append(_document(job, found))
         if not as_json:
-            print(("\n" if i else "") + _report(job, found), flush=True)
+            print(("\n" if i else "") + _report(job, found, shuffled), flush=True)
     if as_json:
         print(json.dumps({"gpu": model.name, "jobs": documents}, indent=1))
     elif documents:
@@ -68,7 +74,7 @@ def _example(job: Job, example: Any) -> dict[str, Any]:
     return dict(example) if isinstance(example, dict) else job.tunable.plan_to_json(example)
 
 
-def _report(job: Job, found: Candidates) -> str:
+def _report(job: Job, found: Candidates, shuffled: str) -> str:
     shapes = ", ".join("x".join(map(str, s)) for s in job.shapes)
     lines = [
         str(job),
@@ -79,7 +85,8 @@ def _report(job: Job, found: Candidates) -> str:
     for source, pruned in found.pruned.items():
         lines += [f"  - {n:5} left out by the {source}: {reason}" for reason, n in pruned.counts.most_common()]
     lines += [f"  ({remark})" for remark in found.remarks]
-    lines.append(f"  = {len(found.plans):5} to try" + (", the most promising first:" if found.predicted else ":"))
+    order = shuffled or (", the most promising first" if found.predicted else "")
+    lines.append(f"  = {len(found.plans):5} to try{order}:")
     for plan in found.plans[:8]:
         text = f"      {short(job, plan)}"
         if plan in found.predicted:
@@ -135,7 +142,10 @@ def show_configurations(op: str | None, device: str, as_json: bool) -> None:
     if gpu is None:
         print("Configurations are per GPU; there is none here: kernels choose by themselves.")
     print(f"read: {', '.join(files) or 'no file'}")
-    print(f"shipped: {SHIPPED}; own, {DIRECTORY_VARIABLE}: {directory or 'not set'}")
+    own = directory or "not set"
+    if directory and not Path(directory).expanduser().is_dir():
+        own += ", which does not exist" if not Path(directory).expanduser().exists() else ", which is no directory"
+    print(f"shipped: {SHIPPED}; own, {DIRECTORY_VARIABLE}: {own}")
 
 
 def _in_force(row: dict[str, Any]) -> str:

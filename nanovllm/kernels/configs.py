@@ -9,10 +9,12 @@ the kernel chooses as if there were none of this.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -60,6 +62,7 @@ class Tunable:
         refuse: (plan, key by name) -> None, or why no kernel can be launched so.
         batch: names in `key` that count what happens to run together. A kernel that promises a sequence the same bits
             whatever is beside it has none.
+        rounded: names in `key` that are rounded -> how. A file with another number has an entry that no call would ever find.
         changes_bits: whether results may differ in their last bits from plan to plan, sums being added in another order.
     """
 
@@ -70,6 +73,7 @@ class Tunable:
     refuse: Callable[[Any, Mapping[str, Any]], str | None] = lambda plan, key: None
     batch: tuple[str, ...] = ()
     changes_bits: bool = True
+    rounded: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
     _tables: dict[torch.device, Mapping[Key, Any]] = field(default_factory=dict, repr=False)
 
     def find(self, device: torch.device, *key: Any) -> Any | None:
@@ -124,6 +128,10 @@ class Tunable:
                 value = getattr(torch, value, value)
             if type(value) is not kind:
                 raise ValueError(f"key.{name}: expected {_kind(kind)}, not {data[name]!r}")
+            if name in self.rounded and self.rounded[name](value) != value:
+                raise ValueError(
+                    f"key.{name}: expected {self.rounded[name](value)}, to which kernels round {value} before they ask"
+                )
             key.append(value)
         return tuple(key)
 
@@ -204,22 +212,48 @@ def entries(tunable: Tunable, gpu: str) -> list[Entry]:
         for index, data in _entries(path):
             if data["tunable"] != tunable.name:
                 continue
-            stale = _stale(data, tunable)
             try:
-                key = tunable.key_from_json(data["key"])
-                plan = tunable.plan_from_json(data["config"], key)
+                read = entry_of(tunable, data, path)
             except ValueError as e:
-                if not stale:
-                    raise ValueError(f"{path}: entries[{index}].{e}; write it anew with `nanovllm tune`") from None
-                continue  # parameters of another source
-            found.append(Entry(key, plan, path, stale, data))
+                raise ValueError(f"{path}: entries[{index}].{e}; write it anew with `nanovllm tune`") from None
+            found += [] if read is None else [read]
     return found
+
+
+def entry_of(tunable: Tunable, data: Mapping[str, Any], path: Path) -> Entry | None:
+    """One entry of a file; None: its parameters are those of another source.
+
+    Raises:
+        ValueError: it is malformed; the message begins with the field.
+    """
+    stale = _stale(data, tunable)
+    try:
+        key = tunable.key_from_json(data["key"])
+        return Entry(key, tunable.plan_from_json(data["config"], key), path, stale, data)
+    except ValueError:
+        if not stale:
+            raise
+        return None
 
 
 def paths(gpu: str) -> list[Path]:
     """The files of a GPU that there are, in the order of reading."""
-    directories = [SHIPPED, *([Path(user).expanduser()] if (user := os.environ.get(DIRECTORY_VARIABLE)) else [])]
+    user = os.environ.get(DIRECTORY_VARIABLE)
+    if user:
+        _warn_of(user)
+    directories = [SHIPPED, *([Path(user).expanduser()] if user else [])]
     return [path for d in directories if (path := d / f"{gpu}.json").exists()]
+
+
+@cache
+def _warn_of(directory: str) -> None:
+    """Say it, once, if the user's directory is none."""
+    path = Path(directory).expanduser()
+    if not path.is_dir():
+        what = "is no directory" if path.exists() else "does not exist"
+        logger.warning(
+            "%s=%s: it %s, so none of your kernel configurations is used", DIRECTORY_VARIABLE, directory, what
+        )
 
 
 def gpu_of(device: torch.device) -> str | None:
@@ -260,12 +294,23 @@ def document(path: Path) -> dict[str, Any]:
 
 @cache
 def _entries(path: Path) -> Sequence[tuple[int, Mapping[str, Any]]]:
-    return list(enumerate(document(path)["entries"]))
+    from nanovllm.kernels.tunables import ALL
+
+    found = list(enumerate(document(path)["entries"]))
+    # Perhaps of another version of this package, whose kernels chose other things: no error, as for another source.
+    for name, count in Counter(data["tunable"] for _, data in found if data["tunable"] not in ALL).items():
+        near = difflib.get_close_matches(name, ALL, 1)
+        logger.warning(
+            "%s: %d configurations are not used: there is no tunable %r%s", path, count, name,
+            f"; did you mean {near[0]!r}?" if near else "",
+        )  # fmt: skip
+    return found
 
 
 def forget_files() -> None:
     """Read the files again when asked next; tunables keep what they have until their own `forget`."""
     _entries.cache_clear()
+    _warn_of.cache_clear()
 
 
 def _stale(data: Mapping[str, Any], tunable: Tunable) -> str | None:

@@ -46,8 +46,9 @@ def _refuse_rows(plan: Any, key: Key) -> str | None:
 def _row_kernel(name: str, plan: str, *kernels: str) -> Tunable:
     refuse = _refuse_rows if plan == "RowPlan" else lambda plan, key: None
     return Tunable(
-        name, _ROWS, (f"{_OPS}.plans:{plan}",), tuple(f"{_OPS}.{k}" for k in kernels), refuse, batch=("rows",)
-    )
+        name, _ROWS, (f"{_OPS}.plans:{plan}",), tuple(f"{_OPS}.{k}" for k in kernels), refuse, batch=("rows",),
+        rounded={"rows": bucket},
+    )  # fmt: skip
 
 
 _PIECES = "pieces:norm_pieces_kernel"  # of many rows, where a plan's warps and one row a program allow it; of few by layer_norm, with any plan
@@ -67,7 +68,8 @@ def _elementwise(name: str, kernel: str, *more: str) -> Tunable:
     """more: names of further texts in the key."""
     key = {**_ELEMENTS, **dict.fromkeys(more, str)}
     plans, kernels = (f"{_OPS}.plans:BlockPlan",), (f"{_OPS}.{kernel}",)
-    return Tunable(name, key, plans, kernels, batch=("elements", "width"), changes_bits=False)
+    rounded = {"elements": bucket, "width": bucket}
+    return Tunable(name, key, plans, kernels, batch=("elements", "width"), changes_bits=False, rounded=rounded)
 
 
 ACTIVATE_AND_MUL = _elementwise("activate_and_mul", "activation:_activate_and_mul_kernel", "kind")
@@ -87,11 +89,11 @@ _HEADS = {"tokens": int, "q_heads": int, "kv_heads": int, "head_dim": int, "dtyp
 
 ROTARY = Tunable(
     "rotary", _HEADS, (f"{_OPS}.plans:HeadPlan",), (f"{_OPS}.rotary_kernels:rotary_kernel", f"{_OPS}.rotary_kernels:rotary_tokens_kernel"),
-    batch=("tokens",),
+    batch=("tokens",), rounded={"tokens": bucket},
 )  # fmt: skip
 ROTARY_STORE = Tunable(
     "rotary_store", _HEADS, (f"{_OPS}.plans:HeadPlan",), (f"{_OPS}.rotary_kernels:store_kernel", f"{_OPS}.rotary_kernels:store_tokens_kernel"),
-    batch=("tokens",),
+    batch=("tokens",), rounded={"tokens": bucket},
 )  # fmt: skip
 
 # --------------------------------------------------------------------------------------------------------------- products
@@ -127,7 +129,7 @@ PRODUCT = Tunable(
     (f"{_LINEAR}.plan:StreamPlan", f"{_LINEAR}.plan:TilePlan"),
     (f"{_LINEAR}.stream:stream_kernel", f"{_LINEAR}.stream:add_splits", f"{_LINEAR}.gemm:tile_kernel", f"{_LINEAR}.gemm:tma_kernel"),
     _refuse_product,
-    batch=("m",),
+    batch=("m",), rounded={"m": lambda m: bucket(m, steps=4)},
 )  # fmt: skip
 """[m, k] x [n (gated: 2 n), k]^T with a row-major weight. m is a bucket, beyond 256 of a quarter of a power of two: how the last
 wave of tiles fills the GPU decides there."""
@@ -197,6 +199,7 @@ HOPPER_PRODUCT = Tunable(
     (f"{_DECODE}.hopper_kernel:hopper_kernel", f"{_DECODE}.sum_norm_kernel:sum_norm_kernel"),
     _refuse_hopper_product,
     batch=("tokens",),
+    rounded={"tokens": lambda tokens: hopper_product_tokens(tokens, 256)},
 )
 """tokens: what a program that may have all of them is compiled for. split: whether float32 sums of parts of the columns are wanted, which
 the next kernel adds."""
@@ -238,7 +241,7 @@ ATTENTION_DECODE = Tunable(
     (f"{_ATTENTION}.decode_plan:DecodePlan",),
     (f"{_ATTENTION}.decode_kernel:decode_kernel",),
     _refuse_tile,
-    batch=("num_seqs",),
+    batch=("num_seqs",), rounded={"num_seqs": bucket},
 )  # fmt: skip
 """No lengths: a captured graph replays with any. rotate: whether the kernel also norms, rotates and stores the new token."""
 
@@ -251,7 +254,7 @@ ATTENTION_DECODE_HOPPER = Tunable(
     (f"{_ATTENTION}.decode_plan:HopperDecodePlan",),
     (f"{_ATTENTION}.decode_hopper_kernel:decode_hopper_kernel",),
     lambda plan, key: plan.refused(key["head_dim"], key["block_size"], key["cache_dtype"].itemsize, key["group"]),
-    batch=("num_seqs",),
+    batch=("num_seqs",), rounded={"num_seqs": bucket},
 )  # fmt: skip
 """As `ATTENTION_DECODE`, for what the kernel for Hopper takes there. new: whether the last token comes with the call."""
 
@@ -267,6 +270,7 @@ def _refuse_prefill(plan: Any, key: Key) -> str | None:
 ATTENTION_PREFILL = Tunable(
     "attention_prefill", {**_PREFILL, "few_rows": int}, (f"{_ATTENTION}.prefill:PrefillPlan",),
     (f"{_ATTENTION}.prefill_kernel:prefill_kernel",), _refuse_prefill,
+    rounded={"few_rows": lambda rows: rows and min(64, max(16, bucket(rows)))},
 )  # fmt: skip
 """few_rows: the query rows of the longest run where these are at most 64, as a bucket, since such runs have always had plans of their
 own; else 0."""

@@ -245,12 +245,24 @@ def test_a_product_for_hopper_takes_what_can(plan, differ):
     assert tunable.plan_from_json(tunable.plan_to_json(made), key) == made
 
 
-HOPPER_DECODE = {"num_seqs": 64, "kv_heads": 8, "group": 2, "head_dim": 128, "dtype": BF16, "cache_dtype": BF16, "block_size": 64, "new": True}
+HOPPER_DECODE = {
+    "num_seqs": 64,
+    "kv_heads": 8,
+    "group": 2,
+    "head_dim": 128,
+    "dtype": BF16,
+    "cache_dtype": BF16,
+    "block_size": 64,
+    "new": True,
+}
 
 
 def test_decode_attention_for_hopper_refuses_what_its_launch_does():
     tunable = tunables.ATTENTION_DECODE_HOPPER
-    key, plan = tuple(HOPPER_DECODE.values()), {"pieces": 33, "least": 2, "warps": 4, "slots": 3, "box": 16, "chunk": 4, "empty_last": True, "cluster": 8}
+    key, plan = (
+        tuple(HOPPER_DECODE.values()),
+        {"pieces": 33, "least": 2, "warps": 4, "slots": 3, "box": 16, "chunk": 4, "empty_last": True, "cluster": 8},
+    )
     made = tunable.plan_from_json(plan, key)
     assert tunable.plan_to_json(made) == plan and made.refused(128, 64, 2, 2) is None
     for change, said in (
@@ -296,7 +308,7 @@ def test_what_a_prefill_may_depend_on_counts_no_batch():
 
 def test_keys_and_plans_survive_json():
     for tunable in tunables.ALL.values():
-        key = tuple({int: 8, bool: False, str: "silu", torch.dtype: BF16}[kind] for kind in tunable.key.values())
+        key = tuple({int: 64, bool: False, str: "silu", torch.dtype: BF16}[kind] for kind in tunable.key.values())
         assert tunable.key_from_json(json.loads(json.dumps(tunable.key_to_json(key)))) == key
     for plan in (StreamPlan(16, 64, 64, 2, 4, 3), TilePlan(64, 64, 64, 8, 1, 4, 3)):
         key = 8, 4096, 1024, BF16, False, False
@@ -481,3 +493,59 @@ def test_products_that_cannot_be_configured_do_not_ask(folders):
         launched(lambda: op("linear_bias_act")(torch.empty(4, 64, dtype=BF16), torch.empty(64, 96, dtype=BF16).T))
     assert not asked
     assert plan_product(4, 96, 64, 4, False, True, False, 132).tokens == 16  # as ever
+
+
+@pytest.mark.parametrize(
+    "tunable, name, wrong, right",
+    [
+        (tunables.RMS_NORM, "rows", 100, 128), (tunables.RMS_NORM, "rows", 0, 1), (tunables.ACTIVATION, "width", 3000, 4096),
+        (tunables.ROTARY, "tokens", 5, 8), (tunables.PRODUCT, "m", 300, 320), (tunables.HOPPER_PRODUCT, "tokens", 4, 8),
+        (tunables.ATTENTION_DECODE, "num_seqs", 3, 4), (tunables.ATTENTION_PREFILL, "few_rows", 8, 16),
+    ],
+)  # fmt: skip
+def test_a_key_that_no_call_asks_for_is_refused(tunable, name, wrong, right):
+    data = {n: {int: 64, bool: False, str: "silu", torch.dtype: "bfloat16"}[kind] for n, kind in tunable.key.items()}
+    assert tunable.key_from_json({**data, name: right})
+    with pytest.raises(
+        ValueError, match=f"key.{name}: expected {right}, to which kernels round {wrong} before they ask"
+    ):
+        tunable.key_from_json({**data, name: wrong})
+    assert set(tunable.rounded) <= set(tunable.key)
+
+
+def test_rounding_twice_is_rounding_once():
+    for tunable in tunables.ALL.values():
+        for name, rounded in tunable.rounded.items():
+            most = 64 if name == "few_rows" else 256 if tunable is tunables.HOPPER_PRODUCT else 5000
+            assert all(rounded(rounded(n)) == rounded(n) for n in range(1, most + 1)), (tunable.name, name)
+    # Few rows are counted from 16 on; 0 is any other run.
+    assert {tunables.ATTENTION_PREFILL.rounded["few_rows"](n) for n in range(65)} == {0, 16, 32, 64}
+
+
+def test_an_unknown_tunable_is_said_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(tmp_path))
+    entry = {"source": "x", "versions": versions(), "key": {}, "config": {}}
+    found = [{**entry, "tunable": "rms_nrom"}, {**entry, "tunable": "rms_nrom"}]
+    (tmp_path / f"{GPU}.json").write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": found}))
+    configs.forget_files()
+    for tunable in (tunables.RMS_NORM, tunables.SOFTMAX):
+        assert entries(tunable, GPU) == []
+    (record,) = caplog.records
+    assert (
+        "2 configurations are not used: there is no tunable 'rms_nrom'; did you mean 'rms_norm'?" in record.getMessage()
+    )
+    configs.forget_files()
+
+
+@pytest.mark.parametrize("make, said", [(None, "does not exist"), ("file", "is no directory")])
+def test_a_directory_that_is_none_is_said_once(tmp_path, monkeypatch, caplog, make, said):
+    path = tmp_path / "typo"
+    if make:
+        path.write_text("")
+    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(path))
+    configs.forget_files()
+    for tunable in (tunables.RMS_NORM, tunables.SOFTMAX):
+        entries(tunable, GPU)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and f"{configs.DIRECTORY_VARIABLE}={path}: it {said}" in record.getMessage()
+    configs.forget_files()

@@ -139,19 +139,49 @@ def test_the_built_in_choice_is_kept_unless_another_is_faster_by_the_margin():
     assert found.best == "x" and found.default_seconds is None
 
 
-def test_the_time_limit_ends_the_search_but_not_without_a_winner():
+def test_the_time_limit_ends_the_search():
     timer = Timer({i: 1.0 for i in range(100)}, tick=1.0)  # two measurements each; looked at every 4 candidates
     found = timer.run(budget=Budget(seconds=10, batch=4))
     assert found.stopped == "time limit of 10 s" and found.tried == 8 and found.untried == 92 and found.best == 0
-    late = Timer({i: "does not compile: x" for i in range(20)} | {20: 1.0, 21: 1.0}, tick=1.0)
+    # Also where nothing is right yet.
+    late = Timer({i: "does not compile: x" for i in range(20)} | {20: 1.0}, tick=1.0)
     found = late.run(budget=Budget(seconds=5, batch=1))
-    assert found.best == 20 and found.untried == 1
+    assert found.best is None and found.stopped == "time limit of 5 s" and found.untried == 16
 
 
 def test_patience_ends_the_search():
     seconds = {i: 1.0 - i / 100 if i < 5 else 1.0 for i in range(50)}
     found = Timer(seconds).run(budget=Budget(patience=7))
     assert found.stopped == "no improvement in 7 candidates" and found.best == 4 and found.tried == 12
+    found = Timer({i: 1.0 for i in range(50)}, wrong=set(range(50))).run(budget=Budget(patience=7))
+    assert found.best is None and found.untried == 43 and found.stopped == "no improvement in 7 candidates"
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_finalist_that_cannot_be_measured_again_makes_room(at):
+    timer = Timer({"a": 3.0, "b": 1.0, "c": 1.1, "mine": 2.0})
+    finals = []
+
+    def measure(candidate, rounds):
+        if rounds == FINAL and candidate == "b":
+            finals.append(candidate)
+            if len(finals) == at:
+                raise Skipped("out of memory: 3 GiB")
+        return timer.measure(candidate, rounds)
+
+    found = search(list(timer.seconds), measure, timer.verify, default="mine", budget=Budget(slower=9))
+    assert (found.best, found.runner_up, found.default_seconds) == ("c", "mine", 2.0) and found.skipped == {
+        "out of memory": 1
+    }
+    assert len(finals) == at
+
+    def never(candidate, rounds):
+        if rounds == FINAL:
+            raise Skipped("out of memory: 3 GiB")
+        return 1.0
+
+    found = search(["a", "b"], never, timer.verify)
+    assert found.best is None and found.skipped == {"out of memory": 2}
 
 
 def test_the_order_is_repeatable():

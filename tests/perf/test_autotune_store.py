@@ -246,15 +246,84 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", failing)
     with pytest.raises(OSError, match="No space left"):
         save(GPU, [an_entry(us=2.0)], tmp_path)
-    assert path.read_text() == before and os.listdir(tmp_path) == [path.name]
+    assert path.read_text() == before and sorted(os.listdir(tmp_path)) == [path.name, f"{GPU}.lock"]
 
 
-def test_a_malformed_file_is_not_written_over(tmp_path):
+MALFORMED = {
+    "empty": "", "cut off": '{"schema": 1, "gpu": "nvi', "a list": "[]", "no schema": "{}", "another schema": '{"schema": 2}',
+    "half an entry": json.dumps({"schema": 1, "gpu": GPU, "entries": [{"tunable": "x"}]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_file_is_set_aside_before_anything_is_measured(tmp_path, text, caplog, monkeypatch):
+    found = rms_jobs()
     path = tmp_path / f"{GPU}.json"
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=f"{GPU}.json: schema: expected a whole number, not None"):
-        save(GPU, [an_entry()], tmp_path)
-    assert path.read_text() == "{}"
+    path.write_text(text)
+    order = []
+    monkeypatch.setattr(FakeBench, "prepare", lambda self, plans: order.append(sorted(os.listdir(tmp_path))))
+    (result,) = run(found, tmp_path, resume=True)
+    broken = tmp_path / f"{GPU}.broken"
+    assert result.entry is not None and broken.read_text() == text and broken.name in order[0]
+    assert [r.levelname for r in caplog.records if f"set aside as {broken.name}, 0 of" in r.getMessage()] == ["WARNING"]
+    forget()
+    assert tunables.RMS_NORM.find(CPU, 64, 1024, BF16) == RowPlan(1, 8)
+    # A second one does not take its place.
+    path.write_text("again")
+    save(GPU, [result.entry], tmp_path)
+    assert broken.read_text() == text and (tmp_path / f"{GPU}.broken1").read_text() == "again"
+
+
+def test_of_a_file_with_one_malformed_entry_the_others_are_kept(tmp_path, caplog):
+    good, bad, other = an_entry(), an_entry(key={"rows": 100, "size": 64, "dtype": "float16"}), an_entry(tunable="gone")
+    path = tmp_path / f"{GPU}.json"
+    path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [good, bad, other]}))
+    forget()
+    with pytest.raises(
+        ValueError, match=r"entries\[1\].key.rows: expected 128, .*; write it anew with `nanovllm tune`"
+    ):
+        tunables.RMS_NORM.find(CPU, 64, 1024, BF16)
+    run(rms_jobs_unasked((256, 1024)), tmp_path)  # as it says
+    assert "entries[1].key.rows" in caplog.text and "2 of its entries are kept" in caplog.text
+    assert tunables.RMS_NORM.find(CPU, 64, 1024, BF16) == RowPlan(2, 8)
+    assert len(json.loads(path.read_text())["entries"]) == 3
+
+
+def rms_jobs_unasked(*shapes):
+    """As on a machine whose CPU has no configurations: listing jobs reads no file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configs, "gpu_of", lambda device: None)
+        found = rms_jobs(*shapes)
+    forget()
+    return found
+
+
+ADDS = """
+import sys, time
+from pathlib import Path
+import tests.perf.test_autotune_store as t
+from nanovllm.perf.autotune import store
+entry, read = t.an_entry(), store.document
+def slowly(path):
+    found = read(path)
+    time.sleep(0.02)  # time enough for the other one to write
+    return found
+store.document = slowly
+for i in range(15):
+    store.save(t.GPU, [{**entry, "key": {"rows": 64, "size": int(sys.argv[2]) + i, "dtype": "bfloat16"}}], Path(sys.argv[1]))
+"""
+
+
+def test_two_runs_lose_nothing_of_each_other(tmp_path):
+    go = [
+        subprocess.Popen(
+            [sys.executable, "-c", ADDS, str(tmp_path), str(n)], cwd=REPO, stderr=subprocess.PIPE, text=True
+        )
+        for n in (1000, 2000)
+    ]
+    assert all(p.communicate(timeout=100) and p.returncode == 0 for p in go)
+    found = json.loads((tmp_path / f"{GPU}.json").read_text())["entries"]
+    assert sorted(e["key"]["size"] for e in found) == [n + i for n in (1000, 2000) for i in range(15)]
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path):

@@ -10,8 +10,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.kernels.configs import document
 from nanovllm.kernels.versions import versions
+from nanovllm.perf.autotune.store import readable
 from nanovllm.perf.autotune.targets import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,9 +41,6 @@ class Earlier:
 
     Args:
         resume: whether this run goes on; else there is nothing earlier.
-
-    Raises:
-        ValueError: a file that is there is malformed.
     """
 
     def __init__(self, gpu: str, directory: Path, resume: bool) -> None:
@@ -54,11 +51,9 @@ class Earlier:
         if not resume:
             self._path.unlink(missing_ok=True)
             return
-        if configurations.exists():
-            self._entries = {
-                _identity(e["tunable"], e["source"], e["versions"], e["key"])
-                for e in document(configurations)["entries"]
-            }
+        self._entries = {
+            _identity(e["tunable"], e["source"], e["versions"], e["key"]) for e in readable(configurations)[0]
+        }
         if self._path.exists():
             self._fatal = self._path.read_text().splitlines()
 

@@ -29,7 +29,7 @@ class Budget:
 
     Attributes:
         seconds: for the whole search; None: no limit. A batch under way is finished: what is compiled is quickly measured.
-        patience: candidates in a row that are not better than the best; None: no limit.
+        patience: candidates in a row that are not better than the best, or of which none is right yet; None: no limit.
         slower: a candidate whose quick measurement takes this many times the best's is measured no further.
         margin: a winner that is not faster than the built-in choice by this factor makes room for it.
         finalists: how many are measured again in the end, in turn, so that all see the same clocks.
@@ -95,6 +95,12 @@ def ordered(candidates: Sequence[C], strategy: str, seed: int) -> list[C]:
     return order
 
 
+def trials(candidates: Sequence[C], default: C | None, strategy: str, seed: int) -> list[C]:
+    """All that a search tries, in its order: the built-in choice first, so that no limit leaves it out."""
+    rest = ordered([c for c in dict.fromkeys(candidates) if c != default], strategy, seed)
+    return ([default] if default is not None else []) + rest
+
+
 def search(
     candidates: Sequence[C],
     measure: Callable[[C, int], float],
@@ -119,8 +125,7 @@ def search(
         prepare: called with the next few candidates before they are measured.
     """
     budget = budget or Budget()
-    order = ordered([c for c in dict.fromkeys(candidates) if c != default], strategy, seed)
-    order = ([default] if default is not None else []) + order
+    order = trials(candidates, default, strategy, seed)
     outcome: Outcome[C] = Outcome(default=default)
     start, times, right, quickest, since_best = clock(), {}, set(), float("inf"), 0
     best = float("inf")
@@ -133,10 +138,9 @@ def search(
     for i, candidate in enumerate(order):
         elapsed = clock() - start if i % budget.batch == 0 else 0.0
         outcome.stopped = _stop(budget, elapsed, since_best)
-        if outcome.stopped and right:
+        if outcome.stopped:
             outcome.untried = len(order) - i
             break
-        outcome.stopped = None
         if i % budget.batch == 0:
             prepare(order[i : i + budget.batch])
         since_best += 1
@@ -169,7 +173,7 @@ def search(
             skip(candidate, str(e))
     if default in right and default not in finalists:
         finalists.append(default)
-    _decide(outcome, finalists, measure, budget)
+    _decide(outcome, finalists, measure, budget, skip)
     outcome.elapsed = clock() - start
     return outcome
 
@@ -182,12 +186,22 @@ def _stop(budget: Budget, elapsed: float, since_best: int) -> str | None:
     return None
 
 
-def _decide(outcome: Outcome[C], finalists: Sequence[C], measure: Callable[[C, int], float], budget: Budget) -> None:
+def _decide(
+    outcome: Outcome[C], finalists: Sequence[C], measure: Callable[[C, int], float], budget: Budget, skip: Callable[[C, str], None]
+) -> None:  # fmt: skip
     """Measure the finalists again, in turn, and fill in the winner, the runner-up and the default."""
     final: dict[C, float] = {}
+    failed: set[C] = set()
     # Twice, forwards and backwards: a clock that drifts favours nobody.
     for candidate in (*finalists, *reversed(finalists)):
-        final[candidate] = min(final.get(candidate, float("inf")), measure(candidate, FINAL))
+        if candidate in failed:
+            continue
+        try:
+            final[candidate] = min(final.get(candidate, float("inf")), measure(candidate, FINAL))
+        except Skipped as e:  # out of memory, say, which others have taken since
+            skip(candidate, str(e))
+            failed.add(candidate)
+            final.pop(candidate, None)
     ranking = sorted(final, key=final.__getitem__)
     default = outcome.default
     if default in final:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanovllm.kernels.configs import SCHEMA, document, forget_files
+from nanovllm.kernels.configs import SCHEMA, document, entry_of, forget_files
 from nanovllm.kernels.tunables import ALL
 from nanovllm.kernels.versions import versions
 from nanovllm.perf.autotune.search import Outcome
 from nanovllm.perf.autotune.targets import Job
+
+logger = logging.getLogger(__name__)
 
 
 def entry(job: Job, outcome: Outcome[Any], pruned: Mapping[str, int], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,29 +68,79 @@ def save(gpu: str, new: Sequence[Mapping[str, Any]], directory: Path) -> Path:
     """Write entries into a GPU's file, in place of those for the same key and versions; others are kept.
 
     Raises:
-        ValueError: the file that is there is malformed, or an entry would not be read.
+        ValueError: an entry would not be read.
     """
-    path = directory / f"{gpu}.json"
     for data in new:
         tunable = ALL[data["tunable"]]
         tunable.plan_from_json(data["config"], tunable.key_from_json(data["key"]))
-    kept = document(path)["entries"] if path.exists() else []
+    return _write(gpu, new, directory)
+
+
+def mend(gpu: str, directory: Path) -> None:
+    """If a GPU's file is malformed, set it aside, and write anew what can be read of it: before a run measures for it."""
+    path = directory / f"{gpu}.json"
+    if path.exists() and readable(path)[1] is not None:
+        _write(gpu, [], directory)
+
+
+def readable(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """(the entries of a file that can be read, None or what is wrong with the others or all of it)."""
+    if not path.exists():
+        return [], None
+    try:
+        found = document(path)["entries"]
+    except ValueError as e:
+        return [], str(e).partition("; write it anew")[0]
+    kept, wrong = [], None
+    for i, data in enumerate(found):
+        try:
+            if data["tunable"] in ALL:
+                entry_of(ALL[data["tunable"]], data, path)
+            kept.append(data)
+        except ValueError as e:
+            wrong = wrong or f"{path}: entries[{i}].{e}"
+    return kept, wrong
+
+
+def _write(gpu: str, new: Sequence[Mapping[str, Any]], directory: Path) -> Path:
+    path = directory / f"{gpu}.json"
 
     def identity(data: Mapping[str, Any]) -> str:
         return json.dumps([data["tunable"], data["key"], data["versions"]], sort_keys=True)
 
-    replaced = {identity(data) for data in new}
-    entries = [data for data in kept if identity(data) not in replaced] + [dict(data) for data in new]
-    entries.sort(key=identity)
     directory.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps({"schema": SCHEMA, "gpu": gpu, "entries": entries}, indent=1) + "\n")
-        part.replace(path)  # a reader sees the old file or the new one
-    finally:
-        part.unlink(missing_ok=True)
+    with _exclusive(directory / f"{gpu}.lock"):
+        kept, wrong = readable(path)
+        if wrong is not None:
+            _set_aside(path, wrong, len(kept))
+        replaced = {identity(data) for data in new}
+        entries = [data for data in kept if identity(data) not in replaced] + [dict(data) for data in new]
+        entries.sort(key=identity)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps({"schema": SCHEMA, "gpu": gpu, "entries": entries}, indent=1) + "\n")
+            part.replace(path)  # a reader sees the old file or the new one
+        finally:
+            part.unlink(missing_ok=True)
     forget_files()
     return path
+
+
+def _set_aside(path: Path, wrong: str, kept: int) -> None:
+    names = (path.with_suffix(f".broken{n or ''}") for n in itertools.count())
+    broken = next(name for name in names if not name.exists())
+    path.rename(broken)
+    logger.warning("%s; set aside as %s, %d of its entries are kept", wrong, broken.name, kept)
+
+
+@contextmanager
+def _exclusive(lock: Path) -> Iterator[None]:
+    """One process at a time reads, adds and replaces; the kernel drops the lock with the process that holds it."""
+    import fcntl
+
+    with open(lock, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _us(seconds: float | None) -> float | None:

@@ -16,7 +16,7 @@ from nanovllm.perf.autotune.measure import Bench, TuningError
 from nanovllm.perf.autotune.pruning import Candidates, candidates
 from nanovllm.perf.autotune.resume import ContextLost, Earlier, watched
 from nanovllm.perf.autotune.search import Budget, Outcome, search
-from nanovllm.perf.autotune.store import entry, save
+from nanovllm.perf.autotune.store import entry, mend, save
 from nanovllm.perf.autotune.targets import Job
 from nanovllm.perf.results import new_record
 
@@ -72,6 +72,7 @@ def tune(
         raise ValueError(
             f"device: plans are timed on a CUDA device, not on {device}; --dry-run shows what would be tried"
         )
+    mend(gpu, out)
     about = _about(device, strategy, seed)
     earlier = Earlier(gpu, out, resume)
     left_out = {

@@ -187,6 +187,14 @@ def matmul_operands(node: FxNode) -> tuple[FxNode, FxNode]:
     return node.args[first], node.args[first + 1]
 
 
+def matmul_bias(node: FxNode) -> FxNode | None:
+    """What is added to a product, where it is an operand."""
+    name = op_name(node)
+    if name in ("addmm", "baddbmm"):
+        return node.args[0]
+    return (node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")) if name == "linear" else None
+
+
 def flops_of(node: FxNode, kind: Kind, known: Known) -> int:
     """Floating-point operations of one call. `known`: values of tensors that decide how much work an op has."""
     if kind is Kind.MATMUL:

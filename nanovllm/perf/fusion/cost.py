@@ -229,7 +229,7 @@ class FusionCostModel:
         tiles = math.ceil(columns / tile_columns)
         repeated = 0.0
         if before:
-            row_side = [k for k in before if math.prod(k.domain) != columns * inner]
+            row_side = legality.row_members(before, product)
             again = sum(k.flops for k in row_side) * (tiles - 1) / d.vector_flops
             read = sum(r.num_bytes for k in row_side for r in k.reads if r.base not in group.members)
             repeated = again + read * (tiles - 1) / d.l2_bandwidth

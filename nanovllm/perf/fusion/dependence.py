@@ -107,9 +107,25 @@ class Dependence:
 
     def __str__(self) -> str:
         effect = "prevents fusion" if self.prevents else "allows fusion"
-        return (
-            f"{self.kind.value} on {self.array}: {self.earlier} then {self.later}, distance {self.distances}: {effect}"
-        )
+        return f"{self.text}: {effect}"
+
+    def forwards(self) -> Dependence:
+        """The same of two accesses of one nest, named in the order in which they run, where that is one order."""
+        ranges = self.distances.ranges
+        if tuple(high for _, high in ranges) >= (0,) * len(ranges):
+            return self
+        vectors = self.distances.vectors
+        back = Distances(
+            tuple((-high, -low) for low, high in ranges),
+            None if vectors is None else frozenset(tuple(-x for x in v) for v in vectors), self.distances.exact,
+        )  # fmt: skip
+        kind = DependenceKind(self.kind.value[::-1])
+        return Dependence(kind, self.array, self.later, self.earlier, self.nests[::-1], back, self.prevents)
+
+    @property
+    def text(self) -> str:
+        """What meets, and how far apart."""
+        return f"{self.kind.value} on {self.array}: {self.earlier} then {self.later}, distance {self.distances}"
 
 
 def distances(a: Access, b: Access, first: LoopNest, second: LoopNest) -> Distances | None:

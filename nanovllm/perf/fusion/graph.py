@@ -91,6 +91,10 @@ class OpGraph:
     """Bases that the graph returns."""
     writers: Mapping[FxNode, tuple[Kernel, ...]] = field(repr=False, default_factory=dict)
     """Kernels that write into the memory of a base."""
+    users: Mapping[int, set[FxNode]] = field(repr=False, default_factory=dict)
+    """Storage -> kernels that make, read or write it."""
+    lasting: frozenset[int] = field(repr=False, default=frozenset())
+    """Storages that the graph is given or returns."""
 
     def __iter__(self) -> Iterator[Kernel]:
         return iter(self.kernels)
@@ -138,13 +142,17 @@ class _Builder:
 
     def graph(self) -> OpGraph:
         returned: set[FxNode] = set()
+        lasting: set[int] = set()
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self.base[node], self.views[node] = node, ()
+                lasting |= classify.storages(node)
             elif node.op == "output":
                 returned = {self.base[n] for n in node.all_input_nodes}
+                lasting.update(s for n in node.all_input_nodes for s in classify.storages(n))
             elif node.op == "get_attr":
                 self.base[node], self.views[node] = node, ()
+                lasting |= classify.storages(node)
                 self.parameters.add(node)
             elif classify.is_ignored(node):
                 self.hosts[node] = self._hosts(node)  # arithmetic on numbers
@@ -158,9 +166,14 @@ class _Builder:
             for k in self.kernels.values()
             for base in k.writes
         }
+        users: dict[int, set[FxNode]] = {}
+        for fx in self.kernels:
+            for storage in set().union(*map(classify.storages, (fx, *fx.all_input_nodes))):
+                users.setdefault(storage, set()).add(fx)
         return OpGraph(
-            self.program, tuple(self.kernels.values()), self.kernels, consumers, frozenset(returned), writers
-        )
+            self.program, tuple(self.kernels.values()), self.kernels, consumers, frozenset(returned), writers, users,
+            frozenset(lasting),
+        )  # fmt: skip
 
     def _view(self, node: FxNode) -> None:
         source = node.all_input_nodes[0]

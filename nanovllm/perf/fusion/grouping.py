@@ -15,7 +15,7 @@ from functools import cached_property
 
 from torch.fx import Node as FxNode
 
-from nanovllm.perf.fusion import legality
+from nanovllm.perf.fusion import legality, memory
 from nanovllm.perf.fusion.classify import Kind
 from nanovllm.perf.fusion.graph import Kernel, OpGraph, Read
 
@@ -47,7 +47,9 @@ class Group:
 
         def needed(k: Kernel) -> bool:
             later = (*g.consumers.get(k.fx, ()), *g.writers.get(k.fx, ()))
-            return k.mutates or k.fx in g.returned or not later or any(c.fx not in self.members for c in later)
+            if k.fx in g.returned or not later or any(c.fx not in self.members for c in later):
+                return True
+            return k.mutates and not memory.private(g, k, self.members) and not memory.overwritten(k, later)
 
         return [k for k in self.kernels if needed(k)]
 
@@ -69,7 +71,12 @@ class Group:
 
     @property
     def written_bytes(self) -> int:
-        return sum(k.written_bytes for k in self.outputs)
+        """What leaves, memory that several members write once."""
+        found: dict[object, int] = {}
+        for k in self.outputs:
+            place = memory.place(k)
+            found[place] = max(found.get(place, 0), k.written_bytes)
+        return sum(found.values())
 
     @property
     def unfused_bytes(self) -> int:

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 
 from torch.fx import Node as FxNode
 
-from nanovllm.perf.fusion.classify import GATHERS, POINTWISE, Kind, fake, matmul_operands, op_name
+from nanovllm.perf.fusion import memory
+from nanovllm.perf.fusion.classify import GATHERS, POINTWISE, Kind, fake, matmul_bias, matmul_operands, op_name
 from nanovllm.perf.fusion.graph import Kernel, OpGraph, Read
 
 _RESHAPES = {
@@ -31,8 +32,9 @@ _RESHAPES = {
 }
 _EXPANDS = {"expand", "expand_as"}
 _SLICES = {"slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"}
-_PERMUTES = {"transpose", "permute", "t", "numpy_T", "mT", "swapaxes", "movedim"}
-_SCATTERS = {"index_put", "index_put_"}
+_PERMUTES = {
+    "transpose", "permute", "t", "numpy_T", "matrix_H", "mT", "mH", "adjoint", "swapaxes", "swapdims", "movedim", "moveaxis",
+}  # fmt: skip
 # A parameter's own arithmetic (1 + weight) is done again by every program, which must be cheap.
 _MOST_CONSTANT = 65536
 
@@ -45,15 +47,9 @@ def why_not(graph: OpGraph, kernels: Iterable[Kernel]) -> str | None:
     for k in members:
         if k.kind is Kind.OPAQUE:
             return f"{k.name} ({k.op}) is opaque: what it does inside is not known"
-    own = {k.fx for k in members}
-    for k in members:
-        unread = (k.after & own) - {r.base for r in k.reads}
-        if unread:
-            return f"{k.name} and {next(iter(unread)).name} use the same memory in an order that a fused kernel does not keep"
-    scattered = {k.fx for k in members if k.op in _SCATTERS}
-    for k in members:
-        if any(r.base in scattered for r in k.reads):
-            return f"{k.name} reads memory that other programs of the same kernel write"
+    reason = memory.why_not(members)
+    if reason is not None:
+        return reason
     products = [k for k in members if k.kind is Kind.MATMUL]
     if len(products) > 1:
         return f"{products[0].name} and {products[1].name} are two matrix products"
@@ -116,29 +112,48 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
     before, after = parts(members, product)
     own = {k.fx for k in members}
     left, right = matmul_operands(product.fx)
+    bias = matmul_bias(product.fx)
     inner = {k.fx: k for k in before}
     by_value = {r.value: r for r in product.reads}
+    for k in before:
+        if k.mutates and not memory.private(graph, k, own):
+            return f"{k.name} writes memory in place, and before {product.name} every tile of it would do so again"
     for k in after:
+        used = next((p for p in (*before, product) if p.fx in k.after and memory.written(k) & memory.needed(p)), None)
+        if used is not None:
+            return f"{k.name} writes memory that {used.name} reads for many tiles of {product.name}"
         if any(base in inner for base in _bases(k)):
             return f"{k.name} reads, after the product {product.name}, what is computed before it"
     # Single consumers: what only passes through the tiles need not exist in memory.
     if after and (product.fx in graph.returned or any(k.fx not in own for k in graph.consumers[product.fx])):
         return f"the product {product.name} has consumers outside of its epilogue"
-    for operand in (left, right):
+    for operand in (left, right, bias):
         base = by_value[operand].base if operand in by_value else None
         if base in inner and (base in graph.returned or any(k is not product for k in graph.consumers[base])):
             return f"{base.name} has other consumers than the product {product.name}"
-    weight_side = _closure_of(by_value.get(right), inner)
-    for k in weight_side:
-        if k.kind not in POINTWISE[:2] or math.prod(k.domain) != math.prod(fake(right)[0].shape):
-            return f"{k.name} computes the right operand of {product.name} and is not pointwise"
-    row_side = [k for k in before if k not in weight_side]
+    bias_side = _closure_of(by_value.get(bias), inner)
+    for side, operand, name in (
+        (_closure_of(by_value.get(right), inner), right, "right operand"), (bias_side, bias, "bias"),
+    ):  # fmt: skip
+        for k in side:
+            if k.kind not in POINTWISE[:2] or math.prod(k.domain) != math.prod(fake(operand)[0].shape):
+                return f"{k.name} computes the {name} of {product.name} and is not pointwise"
+    row_side = row_members(before, product)
     if row_side and not _stays_in_rows(row_side, {k.fx: k for k in row_side}, num_rows):
         return f"what computes the left operand of {product.name} does not stay within its {num_rows} rows"
     if row_side and (left_read := by_value.get(left)) is not None and left_read.base in inner:
         if not _edge_in_row(left_read, tuple(fake(left)[0].shape), num_rows):
             return f"the left operand of {product.name} is rearranged on its way"
     return _epilogue(after, product, num_rows, columns)
+
+
+def row_members(before: list[Kernel], product: Kernel) -> list[Kernel]:
+    """Of what comes before a product that which is done row by row: all but what only its right operand and its bias need."""
+    inner = {k.fx: k for k in before}
+    by_value = {r.value: r for r in product.reads}
+    left, right = (_closure_of(by_value.get(n), inner) for n in matmul_operands(product.fx))
+    bias = _closure_of(by_value.get(matmul_bias(product.fx)), inner)
+    return [k for k in before if k not in right and (k not in bias or k in left)]
 
 
 def _closure_of(read: Read | None, inner: dict[FxNode, Kernel]) -> set[Kernel]:
@@ -154,7 +169,7 @@ def _epilogue(after: list[Kernel], product: Kernel, num_rows: int, columns: int)
     for k in after:
         if k.kind is Kind.REDUCTION:
             return f"{k.name} reduces over what {product.name} computes in many tiles"
-        if k.kind not in POINTWISE[:2] or k.mutates:
+        if k.kind not in POINTWISE[:2]:
             return f"{k.name} ({k.op}) after {product.name} is not pointwise"
         if _repeated(k):
             continue
@@ -230,23 +245,28 @@ def _view_in_row(view: FxNode, before: tuple[int, ...], after: tuple[int, ...], 
     if lead is None:
         return False
     if name in _SLICES:
-        dim = (
-            view.args[2]
-            if name in ("split", "split_with_sizes", "chunk", "tensor_split") and len(view.args) > 2
-            else None
-        )
-        if dim is None:
-            dim = view.args[1] if name not in ("split", "split_with_sizes", "chunk") and len(view.args) > 1 else 0
-        dim = view.kwargs.get("dim", dim)
+        dim = _argument(view, "dim")
         return dim % max(1, len(before)) >= lead or after == before
+    value, source = fake(view)[0], fake(view.all_input_nodes[0])[0]
     if name in _PERMUTES:
-        value, source = fake(view)[0], fake(view.args[0])[0]
         return value.shape[:lead] == source.shape[:lead] and value.stride()[:lead] == source.stride()[:lead]
     if name in _RESHAPES:
         return _lead(after, num_rows) is not None
     if name in _EXPANDS:
         return _broadcast_in_row(before, after, num_rows)
-    return after == before
+    # Another view may be anything, in the same shape too.
+    return (
+        value.shape == source.shape
+        and value.stride() == source.stride()
+        and (value.storage_offset() == source.storage_offset())
+    )
+
+
+def _argument(node: FxNode, name: str) -> int:
+    """An argument of an operator, given by place, by name or not at all."""
+    arguments = node.target._schema.arguments
+    place = next(i for i, a in enumerate(arguments) if a.name == name)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, arguments[place].default_value)
 
 
 def _lead(shape: tuple[int, ...], num_rows: int) -> int | None:

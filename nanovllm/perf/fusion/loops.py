@@ -140,7 +140,7 @@ class LoopFusionAnalyzer:
         """The fused loops as text: the common loops, and in them what remains of each nest."""
         lines, level = [], self.depth
         if not level:
-            return "\n".join(_text(n, 0, "") for n in self.nests)
+            return "\n".join(map(source_of, self.nests))
         names = self.nests[0].variables
         for k in range(level):
             low, high = self.nests[0].bounds[k]
@@ -150,6 +150,11 @@ class LoopFusionAnalyzer:
             lines += ["    " * level + line for line in renamed]
             lines.append(_text(nest, level, "    " * level))
         return "\n".join(lines)
+
+
+def source_of(nest: LoopNest) -> str:
+    """One nest as text."""
+    return _text(nest, 0, "")
 
 
 def _text(nest: LoopNest, level: int, indent: str) -> str:

@@ -181,10 +181,11 @@ def check_figure(path: Path) -> None:
         raise ValueError(f"--plot {path}: expected a name that ends in .{', .'.join(sorted(known))}")
     if path.is_dir():
         raise ValueError(f"--plot {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
