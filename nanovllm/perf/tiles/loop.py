@@ -6,6 +6,7 @@ multiprocessor, 0.14 (64 x 64), 0.24 (64 x 128), 0.22 (128 x 64), 0.345 (128 x 1
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from nanovllm.perf.presets import DeviceModel
@@ -72,7 +73,8 @@ def loop_seconds(
     """
     resident = min(fit.blocks, wave.busiest)
     per_step = step.flops / (rate / device.sms)
-    share = min(1.0, warps * resident / 4)  # a multiprocessor has four units, and a warp uses one
+    # A multiprocessor has four units. A warp keeps one busy with tensor-core products, two do with others.
+    share = min(1.0, warps * resident / (4 if on_tensor_cores else 8))
     if device.matrix_unit == "wgmma" and on_tensor_cores and not step.wgmma:
         share *= _MMA_ON_HOPPER
     # Blocks of a multiprocessor in rounds of as many as are resident, the last of what is left.
@@ -86,9 +88,12 @@ def loop_seconds(
     work = wave.busiest * steps
     # A block unpacks its weights before it multiplies them; the other blocks multiply meanwhile.
     product = max(per_step / share, step.convert) + min(per_step / share, step.convert) / resident
+    shared = _shared_seconds(step, device, warps, on_tensor_cores)
+    if not on_tensor_cores:  # the same warps read the operands and multiply them
+        product += shared
     parts = {
         "compute": work * (product + around),
-        "shared memory": work * _shared_seconds(step, device, warps),
+        "shared memory": work * shared,
         "latency": rounds * steps * at_a_time,
         "L2": blocks * steps * (step.x_bytes + step.weight_bytes) / (_SHARED_LOADS * device.l2_bandwidth),
     }
@@ -98,7 +103,7 @@ def loop_seconds(
     return parts, device.launch + (latency(device) + store) * first_and_last
 
 
-def _shared_seconds(step: Step, device: DeviceModel, warps: int) -> float:
+def _shared_seconds(step: Step, device: DeviceModel, warps: int, on_tensor_cores: bool) -> float:
     """Seconds that shared memory is busy with a step: what is loaded is written once, and read by every unit that needs it.
 
     wgmma reads both operands there: 64 rows of x at a time, and the whole weight for each of them. Other units
@@ -107,6 +112,11 @@ def _shared_seconds(step: Step, device: DeviceModel, warps: int) -> float:
     if step.wgmma:
         # Groups of four warps beyond the rows' share the columns, and each reads all of x.
         read = step.x_read * cdiv(warps // 4, cdiv(step.rows, 64)) + cdiv(step.rows, 64) * step.weight_read
+    elif not on_tensor_cores:
+        # A thread has a square of the sums, and for each column of k reads a value for every row and column of it.
+        depth = step.x_read / step.rows
+        sums = step.rows * step.weight_read / depth / (32 * warps)
+        read = 32 * warps * 2 * math.sqrt(sums) * depth
     elif device.matrix_unit == "tcgen05":
         read = step.x_read + step.weight_read
     else:

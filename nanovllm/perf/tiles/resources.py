@@ -150,7 +150,7 @@ def ranked(plans: list[Plan], preferred: Callable[[Any], tuple[Any, ...]] = lamb
     its configuration), then what takes less of a multiprocessor."""
 
     def key(p: Plan) -> tuple[Any, ...]:
-        uncovered = getattr(p.config, "stages", p.min_stages) < p.min_stages or p.in_flight < p.needed
+        uncovered = max(0, p.min_stages - getattr(p.config, "stages", p.min_stages)) or p.in_flight < p.needed
         return round(math.log(p.seconds) / 0.005), uncovered, *preferred(p.config), p.shared, p.registers
 
     return sorted(plans, key=key)
