@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class DecodeGraphs:
         draw: (rows, mode) -> None: from these logits to the state of the next step.
         whole: (rows, context length, mode) -> None: both in one, with no shared prefixes.
         modes: the kinds of sampling to capture.
+        brief: entered for the first calls, which create and measure what must not be in a capture.
         All must depend on no host value that changes, and leave nothing but static buffers behind.
     """
 
@@ -88,6 +90,7 @@ class DecodeGraphs:
         buckets: DecodeBuckets,
         modes: Sequence[SamplingMode],
         device: torch.device,
+        brief: AbstractContextManager[None] | None = None,
     ) -> None:
         largest, longest = buckets.batch_sizes[-1], buckets.context_lens[-1]
         # What is created, compiled or measured in a first call. Small batches may have other kernels.
@@ -99,7 +102,8 @@ class DecodeGraphs:
         ]
         first += [(model, rows, longest, True) for rows in buckets.shared_sizes]
         first += [(draw, largest, mode) for mode in modes]
-        self._prepare(first, device)
+        with brief or nullcontext():
+            self._prepare(first, device)
         # Largest first, so that the smaller ones fit into the memory that the pool already has.
         self._model = {
             (rows, context, False): self._capture(model, rows, context, False)

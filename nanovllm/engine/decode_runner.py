@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -63,8 +64,13 @@ class DecodeRunner:
             for mode in self._modes:
                 self._draw(logits[:rows], mode)
 
-    def capture(self, logits: torch.Tensor) -> None:
-        """Capture every step that can come. logits: [max_num_seqs, vocab_size], which graphs that do not sample write to."""
+    def capture(self, logits: torch.Tensor, brief: AbstractContextManager[None] | None = None) -> None:
+        """Capture every step that can come.
+
+        Args:
+            logits: [max_num_seqs, vocab_size], which graphs that do not sample write to.
+            brief: entered for the first calls before the capture, such as `two_layers`.
+        """
         assert self._buckets is not None
         self._logits = logits
         self.graphs = DecodeGraphs(
@@ -74,6 +80,7 @@ class DecodeRunner:
             self._buckets,
             self._modes,
             logits.device,
+            brief,
         )
 
     def launch(self, step: ScheduledStep) -> StepResult:

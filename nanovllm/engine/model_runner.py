@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,12 +23,28 @@ from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prom
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.engine.token_ring import TokenRing
-from nanovllm.engine.warm_up import compile_ahead, profile_peak, warm_up
+from nanovllm.engine.warm_up import compile_ahead, profile_peak, two_layers, warm_up
 from nanovllm.kernels import Kernels, all_ops
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.models.loader import Checkpoint, load_model
 
 logger = logging.getLogger(__name__)
+
+
+class _Laps:
+    """Seconds that the parts of the start took, on the host's clock: the GPU may still be at work when one ends."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, part: str) -> None:
+        now = time.perf_counter()
+        self._seconds[part], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self._seconds.items())
+
 
 
 class ModelRunner:
@@ -55,10 +72,12 @@ class ModelRunner:
         self.max_model_len = self._bounded_len(
             config.max_model_len, self.model_config.max_position_embeddings, "the model's limit"
         )
+        laps = _Laps()
         with torch.inference_mode(), on_device(device):
             self.model = load_model(
                 checkpoint, kernels, self.dtype, self.device, self.max_model_len, seed=config.seed or 0
             )
+            laps.end("weights")
             self.sampler = Sampler(config.max_num_seqs, self.model_config.vocab_size, self.device, kernels.sample)
             on_gpu = self.device.type == "cuda"
             # NANOVLLM_CHECK=1 looks at values, which a captured graph cannot.
@@ -67,6 +86,7 @@ class ModelRunner:
             shape = (config.max_num_seqs, self.model_config.vocab_size)
             logits = torch.empty(shape, dtype=self.dtype, device=self.device) if captures else None
             self.num_kvcache_blocks = self._size_cache()
+            laps.end("memory")
             self.max_model_len = self._bounded_len(
                 self.max_model_len, self.num_kvcache_blocks * self.block_size, "the KV cache's size"
             )
@@ -101,11 +121,15 @@ class ModelRunner:
             self.prefill = self._padded_prefill(kernels, logits is not None) if pad else None
             if logits is not None:
                 compile_ahead(self, logits)
-                self.decoding.capture(logits)
+                laps.end("kernels")
+                self.decoding.capture(logits, two_layers(self))
                 if self.prefill is not None:
                     self.prefill = self._captured(self.prefill, logits)
+                laps.end("graphs")
             if on_gpu:
                 warm_up(self)
+                laps.end("first steps")
+        logger.info("started in %s", laps)
 
     @property
     def device_name(self) -> str:
@@ -153,7 +177,7 @@ class ModelRunner:
         """Capture steps with prompts beside the decode steps; None if that fails. logits: what decode graphs write to."""
         graphs = self.decoding.graphs
         try:
-            prefill.capture(logits, graphs.stream, graphs.pool)
+            prefill.capture(logits, graphs.stream, graphs.pool, two_layers(self))
         except Exception as e:
             logger.warning("steps with prompts run without CUDA graphs, since their capture failed: %s", e)
             return None

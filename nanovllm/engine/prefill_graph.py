@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,9 +144,17 @@ class PrefillRunner:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def capture(self, logits: torch.Tensor, stream: torch.cuda.Stream, pool: Any) -> None:
-        """Capture every size. logits: [max_num_seqs, vocab_size], written by the graphs; pool: memory of other graphs."""
-        self._prepare(logits, stream)
+    def capture(
+        self, logits: torch.Tensor, stream: torch.cuda.Stream, pool: Any, brief: AbstractContextManager[None] | None = None
+    ) -> None:  # fmt: skip
+        """Capture every size.
+
+        Args:
+            logits: [max_num_seqs, vocab_size], written by the graphs. pool: memory of other graphs.
+            brief: entered for the first calls before the capture, such as `two_layers`.
+        """
+        with brief or nullcontext():
+            self._prepare(logits, stream)
         # Largest first, so that the smaller ones fit into the memory that the pool already has.
         graphs = {bucket: self._capture(bucket, logits, stream, pool) for bucket in reversed(self.buckets)}
         self._graphs, self._logits = graphs, logits

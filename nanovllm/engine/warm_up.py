@@ -37,7 +37,7 @@ def compile_ahead(runner: ModelRunner, logits: torch.Tensor) -> None:
     """
     sizes = [size for size in runner.buckets.batch_sizes if size <= runner.max_num_batched_tokens - 3]
     try:
-        with torch.inference_mode(), _two_layers(runner), compiling_only():
+        with torch.inference_mode(), two_layers(runner), compiling_only():
             runner.decoding.visit(logits)
             if runner.prefill is not None:
                 runner.prefill.visit(logits)
@@ -49,7 +49,8 @@ def compile_ahead(runner: ModelRunner, logits: torch.Tensor) -> None:
 
 
 @contextmanager
-def _two_layers(runner: ModelRunner) -> Iterator[None]:
+def two_layers(runner: ModelRunner) -> Iterator[None]:
+    """Within the block the model has two layers, which stand for all: for first calls, whose results nobody reads."""
     caches = runner.caches
     runner.caches = runner.decoding.caches = caches[:2]  # the model runs as many layers as there are caches
     try:
@@ -77,7 +78,8 @@ def _run(runner: ModelRunner, batches: list[tuple[int, tuple[int, ...]]]) -> Non
 
 def warm_up(runner: ModelRunner) -> None:
     """Run small batches with runs of tokens, of every kind, so that kernels are compiled now and not while serving."""
-    _run(runner, list(_SMALL))
+    with two_layers(runner):
+        _run(runner, list(_SMALL))
     device = runner.device
     # Sampling kernels have a variant for few rows, which start before their predecessor has ended, and one for many.
     hidden = torch.zeros(40, runner.model_config.hidden_size, dtype=runner.dtype, device=device)
