@@ -268,7 +268,7 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(directory, monkey
     runner = make(directory, capture_prefill=True).engine.runner
     tried = []
 
-    def capture(self, logits, stream, pool):
+    def capture(self, logits, stream, pool, brief):
         tried.append(pool)
         raise RuntimeError("operation not permitted")
 
