@@ -66,8 +66,19 @@ def table_path(gpu: str, directory: Path | None) -> Path | None:
     return None
 
 
+def _with_known(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """An op's record with the providers of an earlier one that it lacks, each where its time puts it."""
+    missing = {p: t for p, t in (known or {}).get("relative", {}).items() if p not in found["order"]}
+    if not missing:
+        return dict(found)
+    relative = {**found["relative"], **missing}
+    return {"order": sorted(relative, key=lambda p: relative[p]), "relative": relative}
+
+
 def save_table(gpu: str, ops: Mapping[str, Mapping[str, Any]], date: str, directory: Path) -> Path:
     """Write the entry for this machine's versions into a GPU's file, and keep the other entries.
+
+    Of the entry that is there, ops and providers that were not measured now (not installed, perhaps) are kept.
 
     Args:
         ops: op -> {"order": providers, fastest first, "relative": provider -> its time over the fastest's}.
@@ -75,7 +86,9 @@ def save_table(gpu: str, ops: Mapping[str, Mapping[str, Any]], date: str, direct
     path = directory / f"{gpu}.json"
     entries = json.loads(path.read_text())["entries"] if path.exists() else []
     here = versions()
-    entries = [e for e in entries if e["versions"] != here] + [{"versions": here, "date": date, "ops": dict(ops)}]
+    known = next((e["ops"] for e in entries if e["versions"] == here), {})
+    new = {**known, **{op: _with_known(found, known.get(op)) for op, found in ops.items()}}
+    entries = [e for e in entries if e["versions"] != here] + [{"versions": here, "date": date, "ops": new}]
     directory.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"gpu": gpu, "entries": entries}, indent=1) + "\n")

@@ -11,8 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from nanovllm.kernels.tables import canonical_gpu_name
 from nanovllm.kernels.versions import versions
-from nanovllm.perf.device import Rates, slug
+from nanovllm.perf.device import Rates
 from nanovllm.perf.job import Row
 from nanovllm.perf.roofline import Work, share_of_limit
 
@@ -89,7 +90,7 @@ def keep(record: Record, folder: Path) -> list[Path]:
         if not rows:
             continue
         device = record.rates.device if record.rates else rows[0].about["device"]
-        path = folder / slug(device) / f"{workload}.json"
+        path = folder / canonical_gpu_name(device) / f"{workload}.json"
         runs = load_runs(path)
         one = Record(record.date, record.commit, record.dirty, record.versions, record.rates, record.arguments, rows)
         runs.append(one)
@@ -116,7 +117,7 @@ _OTHERS = ("fusion.json", "planner.json")
 
 
 def kept_files(folder: Path, device: str | None = None) -> list[Path]:
-    files = folder.glob(f"{slug(device) if device else '*'}/*.json")
+    files = folder.glob(f"{canonical_gpu_name(device) if device else '*'}/*.json")
     return sorted(f for f in files if f.name not in _OTHERS)
 
 
@@ -203,7 +204,7 @@ def check(record: Record, folder: Path, tolerance: float = TOLERANCE) -> list[Ch
     for row in record.rows:
         if row.error is not None or row.engine != "nanovllm" or row.variant == "native" or not row.repeats:
             continue
-        runs = load_runs(folder / slug(device) / f"{row.workload}.json")
+        runs = load_runs(folder / canonical_gpu_name(device) / f"{row.workload}.json")
         same = [(run, r) for run in runs for r in run.rows if configuration(run, r) == configuration(record, row)]
         if not same:
             continue

@@ -77,3 +77,13 @@ def test_the_shipped_tables_speak_of_ops_and_providers_that_exist():
             assert set(entry["versions"]) == set(versions()) and entry["date"]
             for name, op in entry["ops"].items():
                 assert name in all_ops() and set(op["order"]) == set(op["relative"]) <= set(all_ops()[name].providers)
+
+
+def test_what_was_not_measured_again_is_kept(tmp_path):
+    first = {"order": ["triton", "flash_attn", "native"], "relative": {"triton": 1.0, "flash_attn": 1.3, "native": 6.0}}
+    save_table("g", {"attention_decode": first, "softmax": {"order": ["native"], "relative": {"native": 1.0}}}, "2020-01-01", tmp_path)
+    again = {"order": ["triton", "native"], "relative": {"triton": 1.0, "native": 1.2}}
+    path = save_table("g", {"attention_decode": again}, "2020-01-02", tmp_path)
+    (entry,) = json.loads(path.read_text())["entries"]
+    assert entry["ops"]["attention_decode"]["order"] == ["triton", "native", "flash_attn"] and "softmax" in entry["ops"]
+    assert entry["ops"]["attention_decode"]["relative"] == {"triton": 1.0, "native": 1.2, "flash_attn": 1.3}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.perf.device import slug
+from nanovllm.kernels.tables import canonical_gpu_name
 from nanovllm.perf.fusion.measure import Comparison, Measured, agreement
 from nanovllm.perf.results import new_record
 
@@ -46,7 +46,7 @@ def keep(run: Mapping[str, Any], folder: Path) -> Path:
     Raises:
         ValueError: the file is there and is none of these.
     """
-    path = folder / slug(run["device"]) / "fusion.json"
+    path = folder / canonical_gpu_name(run["device"]) / "fusion.json"
     runs = load(path)
     runs = [r for r in runs if r["arguments"] != run["arguments"]] + [dict(run)]
     path.parent.mkdir(parents=True, exist_ok=True)
