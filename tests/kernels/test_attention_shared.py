@@ -15,6 +15,7 @@ from nanovllm.kernels.triton_attention.decode import DecodePlan  # noqa: E402
 from nanovllm.kernels.triton_attention.shared import SharedPlan  # noqa: E402
 from tests.interpreter import check_interpreted  # noqa: E402
 from tests.kernels import test_qk_norm_rope_attention as fused  # noqa: E402
+from tests.kernels.sass_wgmma import machine_code, touched_in_flight  # noqa: E402
 from tests.kernels.test_triton_attention import (  # noqa: E402
     BF16,
     DEVICE,
@@ -370,6 +371,8 @@ def test_both_passes_compile_without_spills(
             assert "cp.async.cg.shared.global [ %r" in ptx  # 16 bytes at a time, and asynchronous
         if kernel is shared.shared_kernel and capability == 90 and count == 256 and dim <= 128 and cache_dtype == BF16:
             assert "wgmma.mma_async" in ptx
+        if "wgmma.mma_async" in ptx:
+            assert touched_in_flight(machine_code(binary)) == []
 
 
 def test_in_the_interpreter():

@@ -31,6 +31,7 @@ from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
 )
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel  # noqa: E402
 from tests.interpreter import check_interpreted  # noqa: E402
+from tests.kernels.sass_wgmma import machine_code, touched_in_flight  # noqa: E402
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 6e-3}
@@ -386,6 +387,8 @@ def test_compiles_without_spills(dtype, dim, group, capability, options, tmp_pat
         )
         assert stack(binary, tmp_path) <= STACK, (plan, block_size)
         assert binary.metadata.shared <= SHARED_MEMORY[capability]
+        if block_size == 256 and "wgmma" in binary.asm["ptx"]:
+            assert touched_in_flight(machine_code(binary)) == [], plan
 
 
 def compile_hopper(plan, heads, kv_heads, dim, block_size, **options):
@@ -421,11 +424,13 @@ def compile_hopper(plan, heads, kv_heads, dim, block_size, **options):
 
 @pytest.mark.parametrize("dim, group, block_size, options", [
     (64, 3, 16, {}), (80, 1, 256, {}), (96, 4, 64, {"window": 100}), (128, 2, 256, {}), (128, 7, 256, {"soft_cap": 20.0}), (256, 4, 256, {}),
+    (128, 1, 16, {"window": 1000, "soft_cap": 50.0}),
 ])  # fmt: skip
 def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, tmp_path):
     binary = compile_hopper(plan_hopper(group, dim, block_size), 8 * group, 8, dim, block_size, **options)
     assert stack(binary, tmp_path) <= STACK
     assert binary.metadata.shared <= SHARED_MEMORY[90]
+    assert touched_in_flight(machine_code(binary)) == []
 
 
 def test_descriptors_are_kept_and_tensors_are_not():

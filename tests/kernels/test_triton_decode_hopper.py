@@ -19,6 +19,7 @@ from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm  # noqa
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul  # noqa: E402
 from nanovllm.kernels.triton_decode import hopper, launch  # noqa: E402
 from nanovllm.kernels.triton_decode.hopper import HopperPlan, plan_product  # noqa: E402
+from tests.kernels.sass_wgmma import machine_code, touched_in_flight  # noqa: E402
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
@@ -323,6 +324,7 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     done = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
     assert re.search(r"REG:\d+ STACK:0 .*?LOCAL:0", done.stdout), done.stdout
+    assert touched_in_flight(machine_code(binary)) == []
 
 
 def test_weights_are_read_early_only_if_they_are_parameters():

@@ -21,6 +21,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
 from nanovllm.kernels.triton_linear import gated_mlp, linear_bias_act, product  # noqa: E402
+from tests.kernels.sass_wgmma import machine_code, touched_in_flight  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -133,6 +134,8 @@ def test_no_spills_and_wide_loads(dtype, capability, features, tmp_path, monkeyp
                 ), what
             if capability == 90 and dtype != torch.float32 and kernel.__name__ in ("tma_kernel", "tile_kernel"):
                 assert "wgmma" in ptx, what
+            if "wgmma" in ptx:
+                assert touched_in_flight(machine_code(binary)) == [], what
     assert kernels >= {"stream_kernel", "add_splits"}
     assert ("tma_kernel" in kernels) == (features[1] and dtype != torch.float32)
     assert "tile_kernel" in kernels
