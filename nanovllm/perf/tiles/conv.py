@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
 from nanovllm.perf.tiles.gemm import GemmProblem, GemmTile
-from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds
+from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds, overlapped
 from nanovllm.perf.tiles.registers import gemm_registers
 from nanovllm.perf.tiles.resources import (
     SPILL_MARGIN,
