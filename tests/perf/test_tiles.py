@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -32,7 +33,7 @@ from nanovllm.perf.tiles import (
     stages_needed,
     waves,
 )
-from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds
+from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds, overlapped
 from nanovllm.perf.tiles.report import document, table_rows
 from nanovllm.perf.tiles.resources import bytes_needed, combine, positive
 
@@ -147,11 +148,34 @@ def test_loop_by_hand():
     # a round of 8 steps, two tiles ahead: L_total = 2 x 1 us + 150 cycles
     assert loaded_latency(ROUND) == pytest.approx(2.15e-6)
     assert parts["latency"] == pytest.approx(8 * 2.15e-6 / 2)
-    assert parts["L2"] == pytest.approx(25 * 8 * 16384 / 1.7e13)
+    assert parts["L2"] == pytest.approx(25 * 8 * 16384 / 2.9e13)
     # the launch, and a third of the first load (idle: 1.15 us) and of the store (20 kB at 1 TB/s a multiprocessor)
     assert fixed == pytest.approx(1e-6 + (1.15e-6 + 20e-9) / 3)
     alone, _ = loop_seconds(ROUND, replace(step, wgmma=False), 8, 10, fit, waves(10, 3, 10), 2, 3, 1e14, 0, True)
-    assert alone["compute"] == pytest.approx(8 * (0.1e-6 / 0.5 / 0.62 + 120e-9))  # two warps use two of four units
+    assert alone["compute"] == pytest.approx(8 * (0.1e-6 / 0.5 / 0.62 + 60e-9))  # two warps use two of four units
+    # Eight warps, 50 cycles more around each step; two groups of four share 64 rows, and each reads all of x.
+    wide, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 8, 3, 1e14, 0, True)
+    assert wide["compute"] == pytest.approx(8 * (0.1e-6 + 110e-9))
+    assert wide["shared memory"] == pytest.approx(8 * (16384 + 2 * 8192 + 8192) / 128e9)
+
+
+def test_a_loop_without_tensor_cores_by_hand():
+    """Two warps keep a unit busy, and the warps that multiply read the operands too."""
+    fit = occupancy(ROUND, 64 << 10, 64, 4)
+    # 64 rows and columns, 32 of k, 4 bytes; 128 threads have 32 sums each, and read two times their root for each column of k.
+    step = Step(2 * 64 * 64 * 32, 8192, 8192, 64, 8192, 8192, wgmma=False)
+    parts, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 4, 3, 1e13, 0, False)
+    read = 128 * 2 * math.sqrt(32) * 128
+    assert parts["shared memory"] == pytest.approx(8 * (16384 + read) / 128e9)
+    assert parts["compute"] == pytest.approx(8 * (2 * 262144 / 1e12 + 60e-9) + parts["shared memory"])
+
+
+def test_what_is_inside_overlaps_better():
+    """Two equal limits cost 2^(1/4) inside a multiprocessor, 2^(1/2.5) with what comes from outside."""
+    none = {"compute": 0.0, "shared memory": 0.0, "latency": 0.0, "L2": 0.0, "memory": 0.0}
+    assert overlapped({**none, "compute": 1.0, "latency": 1.0}, 2.0) == pytest.approx(2 + 2**0.25)
+    assert overlapped({**none, "compute": 1.0, "memory": 1.0}, 0.0) == pytest.approx(2**0.4)
+    assert overlapped({**none, "memory": 1.0}, 0.5) == pytest.approx(1.5)
 
 
 def test_gemm_reads_memory_once_if_the_cache_holds_it():
@@ -265,15 +289,45 @@ def test_what_binds():
     assert plan_gemm(GemmProblem(1, 64, 64), H100)[0].limit == "launch"
 
 
-def test_predictions_near_what_was_measured_before():
-    """Tiles of `triton_linear.plan` as timed on an H200 (docs/performance.md), in us: within a seventh."""
+PRODUCTS = (
+    ((64, 4096, 1024), GemmTile(64, 32, 128, 4, 8, tma=True), 5.39),
+    ((256, 4096, 1024), GemmTile(64, 128, 128, 4, 4, tma=True), 6.36),
+    ((256, 1024, 3072), GemmTile(64, 64, 128, 4, 6, splits=2, tma=True), 7.40),
+    ((256, 6144, 4096), GemmTile(128, 128, 128, 4, 3, tma=True), 29.28),
+    ((256, 6144, 4096), GemmTile(128, 128, 64, 8, 5, tma=True), 25.63),
+    ((2048, 1024, 3072), GemmTile(128, 128, 128, 4, 3, tma=True), 21.22),
+    ((2048, 4096, 1024), GemmTile(128, 256, 64, 8, 3, tma=True), 29.80),
+    ((16, 6144, 4096), GemmTile(16, 64, 128, 4, 8), 16.92),
+    ((16, 24576, 4096), GemmTile(16, 256, 128, 4, 4), 55.36),
+    ((128, 151936, 1024), GemmTile(128, 128, 32, 4, 5, tma=True), 104.73),
+    ((8192, 6144, 4096), GemmTile(128, 256, 64, 8, 3, 16, tma=True), 609.17),
+    ((8192, 8192, 8192), GemmTile(128, 256, 64, 8, 3, 16, tma=True), 1646.86),
+)
+"""((m, n, k), tile, us): some of the 17,370 times on an H200 that the constants are fitted to (`nanovllm plan prove --times`, cold L2
+cache, PyTorch 2.11, Triton 3.6), so that this guards the fit and proves nothing."""
+ATTENTIONS = (
+    ((16, 1024, 1024, 32, 8), AttentionTile(64, 32, 4, 3), 402.2),
+    ((16, 1024, 1024, 32, 8), AttentionTile(128, 128, 8, 2), 472.3),
+    ((4, 4096, 4096, 32, 8), AttentionTile(64, 64, 4, 3), 1273.2),
+    ((4, 4096, 4096, 32, 8), AttentionTile(128, 128, 8, 2), 1438.5),
+    ((1, 16384, 16384, 32, 8), AttentionTile(64, 64, 4, 3), 4578.5),
+    ((1, 16384, 16384, 32, 8), AttentionTile(128, 128, 8, 2), 5208.1),
+    ((4, 512, 8192, 32, 8), AttentionTile(64, 64, 4, 3), 586.1),
+    ((4, 512, 8192, 32, 8), AttentionTile(128, 128, 8, 2), 696.6),
+)
+"""((batch, query, context, heads, KV heads), tile, us): the same of `prefill_kernel`."""
+
+
+def _far(predicted, measured):
+    """Relative errors, the largest last."""
+    return sorted(abs(1e6 * plan.seconds / us - 1) for plan, us in zip(predicted, measured))
+
+
+def test_products_near_what_they_were_fitted_to():
     h200 = device_model("h200")
-    for (m, n, k), tile, us in (
-        ((256, 6144, 4096), GemmTile(128, 128, 64, 8, 5, tma=True), 24.99),
-        ((2048, 4096, 1024), GemmTile(128, 256, 64, 8, 3, tma=True), 28.70),
-        ((8192, 6144, 4096), GemmTile(128, 256, 64, 8, 3, 16, tma=True), 603.0),
-    ):
-        assert 1e6 * gemm.predict(tile, GemmProblem(m, n, k), h200).seconds == pytest.approx(us, rel=1 / 7)
+    far = _far((gemm.predict(tile, GemmProblem(*shape), h200) for shape, tile, _ in PRODUCTS), (us for *_, us in PRODUCTS))
+    # 128x128x64 of 8 warps is predicted a quarter too slow, and a product of few microseconds too fast.
+    assert statistics.median(far) < 0.12 and far[-1] < 0.3
 
 
 def test_attention_by_hand():
@@ -295,17 +349,11 @@ def test_attention_by_hand():
     assert attention.padded(80) == 128 and attention.padded(5) == 16
 
 
-def test_attention_near_what_was_measured_before():
-    """`prefill_kernel` on an H200 (docs/performance.md), TFLOP/s."""
-    h200, tile = device_model("h200"), AttentionTile(128, 128, 8, 2)
-    for shape, measured in (
-        ((16, 1024, 1024), 229),
-        ((4, 4096, 4096), 356),
-        ((1, 16384, 16384), 426),
-        ((4, 512, 8192), 322),
-    ):
-        plan = attention.predict(tile, AttentionProblem(*shape, 32, 8), h200)
-        assert plan.flops / plan.seconds / 1e12 == pytest.approx(measured, rel=0.2)
+def test_attention_near_what_it_was_fitted_to():
+    h200 = device_model("h200")
+    plans = (attention.predict(tile, AttentionProblem(*shape), h200) for shape, tile, _ in ATTENTIONS)
+    far = _far(plans, (us for *_, us in ATTENTIONS))
+    assert statistics.median(far) < 0.08 and far[-1] < 0.15
 
 
 def test_streaming_near_what_was_measured_before():
@@ -323,7 +371,7 @@ def test_streaming_near_what_was_measured_before():
 
 def test_decoding_cuts_the_context_into_pieces():
     plans = plan_attention(AttentionProblem(1, 1, 8192, 32, 8), H100)
-    assert plans[0].config.pieces > 1 and plans[0].blocks >= H100.sms // 2
+    assert plans[0].config.pieces > 1 and plans[0].blocks >= H100.sms // 3
     assert all(p.config.pieces == 1 for p in plan_attention(AttentionProblem(256, 1, 1024, 32, 8), H100))
     assert plan_attention(AttentionProblem(256, 1, 2048, 32, 8), H100)[0].limit == "memory"
 
