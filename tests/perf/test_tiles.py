@@ -62,8 +62,10 @@ def test_occupancy_by_hand():
 
 def test_waves_by_hand():
     w = waves(1000, 2, 132)
-    assert w.count == 1000 / 264 and w.efficiency == pytest.approx(1000 / 264 / 4) and w.busiest == 8
-    assert waves(264, 2, 132).efficiency == 1.0 and waves(265, 2, 132).efficiency == pytest.approx(265 / 528)
+    assert w.count == 1000 / 264 and w.efficiency == pytest.approx(1000 / (132 * 8)) and w.busiest == 8
+    assert waves(264, 2, 132).efficiency == 1.0 and waves(265, 2, 132).efficiency == pytest.approx(265 / 396)
+    # Room for more blocks leaves no multiprocessor idle: 256 blocks on 132 are one or two for each.
+    assert waves(256, 7, 132).efficiency == pytest.approx(256 / 264)
     assert waves(1, 4, 132).busiest == 1
 
 
@@ -407,6 +409,21 @@ def test_convolution_by_hand():
     assert plan.blocks == 2 * 7 * 7 * 1 and plan.bytes == 2 * (2 * 64 * 56 * 56 + 128 * 64 * 9 + 2 * 128 * 56 * 56)
 
 
+def test_a_convolution_reads_a_large_image_again():
+    """Once where it fits the cache, else with the halo of each wave."""
+    p = ConvProblem(1, 64, 56, 56, 128, padding=1)
+    tile = ConvTile(8, 8, 64, 16, 4, 2)
+    image, weights, output = 2 * 64 * 56 * 56, 2 * 128 * 64 * 9, 2 * 128 * 56 * 56
+    assert conv.dram_bytes(tile, p, H100, 1) == p.least_bytes == image + weights + output
+    small = replace(ROUND, sms=14, l2_bytes=1 << 16)
+    # 7 x 7 spots of 2 blocks each; 14 at a time are 7 spots, a row of them: 10 rows of 56 pixels. 7 waves, each with all weights.
+    assert conv.dram_bytes(tile, p, small, 1) == 7 * (2 * 64 * 10 * 56 + weights) + output
+    # Twice as many are two rows: 18 pixels high.
+    assert conv.dram_bytes(tile, p, small, 2) == pytest.approx(3.5 * (2 * 64 * 18 * 56 + weights) + output)
+    # 4 at a time: 2 spots side by side.
+    assert conv.dram_bytes(tile, p, replace(small, sms=4), 1) == pytest.approx(24.5 * (2 * 64 * 10 * 18 + weights) + output)
+
+
 def test_the_halo_saves_loads():
     """A 3 x 3 filter loads each pixel once for nine taps, where unfolding would load it nine times."""
     p = ConvProblem(16, 256, 56, 56, 256, padding=1)
@@ -474,6 +491,8 @@ def test_reduction_by_hand():
     assert plan.parts["latency"] == pytest.approx(100 / plan.occupancy.blocks * (2e-6 + 500e-9 + 270e-9))
     assert plan.shared == 4 * 8 and reduction.shared_bytes(ReductionTile(4, 2048, 4), p) == 4 * 4 * 4
     assert reduction.shared_bytes(ReductionTile(8, 64, 8), p) == 0  # a row is a warp's own
+    # 16-bit rows of 4096 are 16 warps': with 32 the weight, loaded by all, is rearranged
+    assert reduction.shared_bytes(ReductionTile(2, 4096, 32), replace(p, dtype="bfloat16")) == 4 * 4096
     pieces = reduction.predict(ReductionTile(1, 1024, 4, False), p, ROUND)
     assert pieces.bytes == plan.bytes  # the second reading comes from the cache
     # 4 pieces twice: the first from memory, seven from the cache
@@ -520,7 +539,9 @@ def test_every_plan_of_a_reduction_fits(model, kind):
         (lambda: ElementwiseProblem(8, dtype="int8"), "dtype: expected one of bfloat16"),
         (lambda: ReductionProblem("max", 1, 1), "kind: expected one of softmax, layer_norm, rms_norm, not 'max'"),
         (lambda: plan_gemm(GemmProblem(8, 8, 8, "float8"), A100), "dtype: nvidia-a100 does not multiply float8"),
-        (lambda: plan_conv(ConvProblem(1, 64, 199, 199, 64, 91, 91), A100), "conv: no tile of .* fits nvidia-a100"),
+        (lambda: plan_conv(ConvProblem(1, 64, 199, 199, 64, 91, 91), A100), "conv: nothing fits nvidia-a100: .* 746 KiB .* may have 163 KiB"),
+        (lambda: plan_elementwise(ElementwiseProblem(1024, 900), H100), "elementwise: nothing fits nvidia-h100: .* 470 reg.* a thread 247"),
+        (lambda: AttentionProblem(1, 8, 8, 512, 1), "heads: a tile holds at most 256 query heads of one KV head, not 512"),
         (lambda: positive(rows=-1), "rows: expected a positive integer, not -1"),
     ],
 )  # fmt: skip
