@@ -50,6 +50,12 @@ def test_gemm_json_is_what_the_planner_says():
     assert found["floor_seconds"] == pytest.approx(2 * 512 * 4096 * 1024 / (0.8 * 989.4e12))
 
 
+def test_what_the_memory_does_not_hold_is_said():
+    many = ("gemm", "--m", 10**11, "--n", 4, "--k", 4, "--gpu", "h100", "--top", 1)
+    assert "It does not fit nvidia-h100: 1,600 GB at least, of 80 GB." in run(*many)
+    assert "does not fit" not in run(*GEMM) and json.loads(run(*many, "--json"))["memory_bytes"] == 80e9
+
+
 def test_packed_weights():
     found = json.loads(
         run("gemm", "--m", 16, "--n", 4096, "--k", 4096, "--weight", "i4", "--gpu", "a100", "--top", 1, "--json")
@@ -94,9 +100,10 @@ def test_compiled_beside_predicted():
     "args, message",
     [
         (("gemm", "--m", 0, "--n", 1, "--k", 1, "--gpu", "h100"), "m: expected a positive integer, not 0"),
-        ((*GEMM[:-1], "h300"), "gpu: no preset for 'h300'; known are a100, h100, h200, b200, rtx-4090; did you mean 'h"),
+        ((*GEMM[:-1], "h300"), "gpu: no preset for 'h300'; known are a100, h100, h200, b200, rtx-4090, a100-40gb; did you mean 'h"),
         ((*GEMM[:-1], "a100", "--dtype", "fp8"), "dtype: nvidia-a100 does not multiply float8; it multiplies float32, tfloat32"),
         ((*GEMM, "--dtype", "fp61"), "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'fp61'; did you mean 'float16'?"),
+        ((*GEMM, "--dtype", "int8"), "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'int8'; packed weights are --weight int8"),
         ((*GEMM, "--weight", "int3"), "weight: expected one of int4, int8, float8, not 'int3'; did you mean"),
         (("gemm", "--m", 1, "--n", 1, "--k", 100, "--weight", "int4", "--gpu", "h100"), "k: expected a multiple of the group of 128 weights"),
         ((*GEMM, "--weight", "int4", "--compile"), "gemm: no kernel of nanovllm multiplies bfloat16 by int4"),
@@ -152,7 +159,7 @@ def test_device():
 def test_every_preset_without_a_gpu():
     text = run(command=device_app)
     assert all(name in text for name in ("nvidia-a100", "nvidia-h200", "nvidia-b200"))
-    assert len(json.loads(run("--json", command=device_app))) == 5
+    assert len(json.loads(run("--json", command=device_app))) == 6
 
 
 def test_what_was_measured_is_marked(monkeypatch):

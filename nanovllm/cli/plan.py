@@ -22,7 +22,7 @@ app = typer.Typer(
 _Gpu = Annotated[
     str | None,
     typer.Option(
-        help="h100, h200, a100, b200, rtx-4090, or 'here'. By default the CUDA device here, measured, else h100."
+        help="h100, h200, a100, a100-40gb, b200, rtx-4090, or 'here'. By default the CUDA device here, measured, else h100."
     ),
 ]
 _Top = Annotated[int, typer.Option(min=1, help="How many of the configurations to show, best first.")]
@@ -54,6 +54,8 @@ def gemm(
     from nanovllm.perf.tiles import GemmProblem, plan_gemm
     from nanovllm.perf.tiles.gemm import DTYPES, WEIGHTS
 
+    if dtype in WEIGHTS and dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}; packed weights are --weight {dtype}")
     packed = None if weight is None else dtype_name(weight, WEIGHTS, "weight")
     problem = GemmProblem(m, n, k, dtype_name(dtype, DTYPES), packed, group)
     device = _device(gpu)
@@ -130,7 +132,7 @@ def conv(
     )  # fmt: skip
     device = _device(gpu)
     plans = plan_conv(problem, device)
-    _show("conv", problem, device, plans, device.rate(problem.dtype), plans[0].bytes, top, False, as_json)
+    _show("conv", problem, device, plans, device.rate(problem.dtype), problem.least_bytes, top, False, as_json)
 
 
 @app.command()
@@ -221,7 +223,7 @@ def _device(gpu: str | None) -> DeviceModel:
     if torch.cuda.is_available():
         return this_device(torch.device("cuda", torch.cuda.current_device()))
     if gpu == "here":
-        raise ValueError("--gpu here: there is no CUDA device; name one of a100, h100, h200, b200, rtx-4090")
+        raise ValueError("--gpu here: there is no CUDA device; name one of a100, h100, h200, b200, rtx-4090, a100-40gb")
     return device_model("h100")
 
 
@@ -256,6 +258,8 @@ def _show(
         f"{plans[0].flops:.4g} flops, {least_bytes:.4g} bytes at least: {intensity:.1f} flops a byte, ridge {rate / device.bandwidth:.0f}; "
         f"{bound} bounds it, at {1e6 * floor:.2f} us. {len(plans)} configurations fit; predicted, not measured:"
     )
+    if least_bytes > device.memory:
+        print(f"It does not fit {device.name}: {least_bytes / 1e9:,.0f} GB at least, of {device.memory / 1e9:,.0f} GB.")
     table = Table(*columns)
     for row in rows:
         table.add_row(*row)

@@ -18,6 +18,7 @@ Sources of the presets:
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ class DeviceModel:
         matmul: sustained flops a second by dtype; float32 is multiplied on the ordinary units. peak_matmul: of the data sheet.
         dram_latency, l2_latency: seconds from a load to its data, without load.
         launch: seconds that an empty kernel takes among others in a CUDA graph.
+        memory: bytes of device memory.
         measured: which of the fields were measured on this GPU; empty for a preset.
     """
 
@@ -83,6 +85,7 @@ class DeviceModel:
     registers_per_sm: int = 65536
     registers_per_thread: int = 255
     measured: tuple[str, ...] = ()
+    memory: float = math.inf
 
     @property
     def vector_flops(self) -> float:
@@ -129,7 +132,8 @@ def dtype_name(name: str, known: tuple[str, ...] = tuple(DTYPE_BYTES), argument:
     full = name.lower().removeprefix("torch.")
     full = _SHORT.get(full, full)
     if full not in known:
-        nearest = difflib.get_close_matches(full, [*known, *_SHORT], n=1, cutoff=0.5)
+        named = [*known, *(short for short, long in _SHORT.items() if long in known)]
+        nearest = difflib.get_close_matches(full, named, n=1, cutoff=0.5)
         hint = f"; did you mean {_SHORT.get(nearest[0], nearest[0])!r}?" if nearest else ""
         raise ValueError(f"{argument}: expected one of {', '.join(known)}, not {name!r}{hint}")
     return full
@@ -137,9 +141,10 @@ def dtype_name(name: str, known: tuple[str, ...] = tuple(DTYPE_BYTES), argument:
 
 def _preset(
     name: str, capability: int, sms: int, shared: int, l2: float, clock: float, bandwidth: float,
-    tensor: dict[str, float], latency: tuple[float, float], warps: int = 64, blocks: int = 32, l2_width: float = _L2_BYTES_PER_CYCLE,
+    memory: float, tensor: dict[str, float], latency: tuple[float, float], warps: int = 64, blocks: int = 32,
+    l2_width: float = _L2_BYTES_PER_CYCLE,
 ) -> DeviceModel:  # fmt: skip
-    """shared in KiB, l2 in MiB, clock in GHz, bandwidth in TB/s, tensor in TFLOP/s, latency (DRAM, L2) in ns,
+    """shared in KiB, l2 in MiB, clock in GHz, bandwidth in TB/s, memory in GB, tensor in TFLOP/s, latency (DRAM, L2) in ns,
     l2_width in bytes a cycle and multiprocessor."""
     cycle = clock * 1e9
     lanes = 64 if capability == 80 else 128
@@ -150,7 +155,7 @@ def _preset(
         l2_bytes=int(l2 * _MIB), warps_per_sm=warps, blocks_per_sm=blocks, clock=cycle,
         peak_bandwidth=bandwidth * 1e12, bandwidth=bandwidth * 1e12 * _SUSTAINED_BANDWIDTH,
         l2_bandwidth=l2_width * cycle * sms, dram_latency=latency[0] * 1e-9, l2_latency=latency[1] * 1e-9,
-        peak_matmul=peak, matmul=sustained,
+        peak_matmul=peak, matmul=sustained, memory=memory * 1e9,
     )  # fmt: skip
 
 
@@ -160,7 +165,7 @@ _ADA = {"tfloat32": 82.6, "float16": 165.2, "bfloat16": 165.2, "float8": 330.3, 
 _BLACKWELL = {"tfloat32": 1125.0, "float16": 2250.0, "bfloat16": 2250.0, "float8": 4500.0, "int8": 4500.0}
 
 _H200 = replace(
-    _preset("nvidia-h200", 90, 132, 228, 60, 1.98, 4.8, _HOPPER, (300, 150)),
+    _preset("nvidia-h200", 90, 132, 228, 60, 1.98, 4.8, 141, _HOPPER, (300, 150)),
     # results/nvidia-h200: what device.rates measured there. Reading and copying; the products of random numbers in float32, float16
     # and bfloat16. The others at the same share of the data sheet as bfloat16.
     bandwidth=4.4e12, l2_bandwidth=8.99e12,
@@ -170,11 +175,12 @@ _H200 = replace(
 PRESETS: Mapping[str, DeviceModel] = {
     p.name: p
     for p in (
-        _preset("nvidia-a100", 80, 108, 164, 40, 1.41, 2.039, _AMPERE, (335, 190)),
-        _preset("nvidia-h100", 90, 132, 228, 50, 1.98, 3.35, _HOPPER, (300, 150)),
+        _preset("nvidia-a100", 80, 108, 164, 40, 1.41, 2.039, 80, _AMPERE, (335, 190)),
+        _preset("nvidia-h100", 90, 132, 228, 50, 1.98, 3.35, 80, _HOPPER, (300, 150)),
         _H200,
-        _preset("nvidia-b200", 100, 148, 228, 126, 1.965, 8.0, _BLACKWELL, (300, 150), l2_width=64),
-        _preset("nvidia-rtx-4090", 89, 128, 100, 72, 2.52, 1.008, _ADA, (215, 108), warps=48, blocks=24, l2_width=16),
+        _preset("nvidia-b200", 100, 148, 228, 126, 1.965, 8.0, 180, _BLACKWELL, (300, 150), l2_width=64),
+        _preset("nvidia-rtx-4090", 89, 128, 100, 72, 2.52, 1.008, 24, _ADA, (215, 108), warps=48, blocks=24, l2_width=16),
+        _preset("nvidia-a100-40gb", 80, 108, 164, 40, 1.41, 1.555, 40, _AMPERE, (335, 190)),
     )
 }
 
@@ -183,26 +189,36 @@ def device_model(name: str) -> DeviceModel:
     """The preset of a GPU.
 
     Args:
-        name: in any form: "h100", "rtx4090", "nvidia-h200", "NVIDIA H100 80GB HBM3".
+        name: in any form: "h100", "rtx4090", "nvidia-h200", "NVIDIA H100 80GB HBM3". An A100 whose name says 40GB is the slower one.
 
     Raises:
         ValueError: there is none; the message names the nearest and all of them.
     """
-    from nanovllm.kernels.tables import canonical_gpu_name
-
-    def plain(text: str) -> str:
-        return "".join(c for c in text.lower().removeprefix("nvidia") if c.isalnum())
-
-    wanted = {plain(name), plain(canonical_gpu_name(name).removeprefix("nvidia-"))}
-    short = {plain(key.removeprefix("nvidia-")): model for key, model in PRESETS.items()}
-    short["4090"] = PRESETS["nvidia-rtx-4090"]
-    for key in wanted:
-        if key in short:
-            return short[key]
-    nearest = difflib.get_close_matches(plain(name), short, n=1, cutoff=0.7)
+    if model := _known(name):
+        return model
+    short = _short_names()
+    nearest = difflib.get_close_matches(_plain(name), short, n=1, cutoff=0.7)
     hint = f"; did you mean {short[nearest[0]].name.removeprefix('nvidia-')!r}?" if nearest else ""
     known = ", ".join(key.removeprefix("nvidia-") for key in PRESETS)
     raise ValueError(f"gpu: no preset for {name!r}; known are {known}{hint}")
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower().removeprefix("nvidia") if c.isalnum())
+
+
+def _short_names() -> dict[str, DeviceModel]:
+    return {**{_plain(key): model for key, model in PRESETS.items()}, "4090": PRESETS["nvidia-rtx-4090"]}
+
+
+def _known(name: str) -> DeviceModel | None:
+    """The preset of a name in any form. The smaller A100 is told by its name, since its memory is slower too."""
+    from nanovllm.kernels.tables import canonical_gpu_name
+
+    short, given, chip = _short_names(), _plain(name), _plain(canonical_gpu_name(name))
+    if chip in ("a100", "a100pcie") and "40gb" in given:
+        chip = given = "a10040gb"
+    return short.get(given) or short.get(chip)
 
 
 def measured(model: DeviceModel, rates: Rates) -> DeviceModel:
@@ -240,12 +256,13 @@ def this_device(device: torch.device, refresh: bool = False) -> DeviceModel:
     if not older:
         raise ValueError(f"device: {p.name} has compute capability {p.major}.{p.minor}; expected 8.0 or later")
     name = canonical_gpu_name(p.name)
-    base = PRESETS.get(name) or max(older, key=lambda m: m.capability)
-    scale = p.multi_processor_count / base.sms if base.name != name else 1.0
+    known = _known(p.name)
+    base = known or max(older, key=lambda m: m.capability)
+    scale = 1.0 if known else p.multi_processor_count / base.sms
     model = replace(
         base, name=name, capability=capability, sms=p.multi_processor_count, l2_bytes=p.L2_cache_size,
         shared_per_sm=p.shared_memory_per_multiprocessor, shared_per_block=p.shared_memory_per_block_optin,
-        registers_per_sm=p.regs_per_multiprocessor, warps_per_sm=p.max_threads_per_multi_processor // 32,
+        registers_per_sm=p.regs_per_multiprocessor, warps_per_sm=p.max_threads_per_multi_processor // 32, memory=p.total_memory,
         l2_bandwidth=base.l2_bandwidth * scale, matmul={d: r * scale for d, r in base.matmul.items()},
         peak_matmul={d: r * scale for d, r in base.peak_matmul.items()},
     )  # fmt: skip

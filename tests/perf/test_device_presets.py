@@ -60,6 +60,7 @@ def test_ridge():
         ("h100", "nvidia-h100"), ("H100", "nvidia-h100"), ("NVIDIA H100 80GB HBM3", "nvidia-h100"), ("nvidia-h200", "nvidia-h200"),
         ("NVIDIA H200", "nvidia-h200"), ("rtx4090", "nvidia-rtx-4090"), ("rtx-4090", "nvidia-rtx-4090"), ("4090", "nvidia-rtx-4090"),
         ("NVIDIA GeForce RTX 4090", "nvidia-rtx-4090"), ("NVIDIA A100-SXM4-80GB", "nvidia-a100"), ("B200", "nvidia-b200"),
+        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-40gb"), ("NVIDIA A100-PCIE-40GB", "nvidia-a100-40gb"), ("a100-40gb", "nvidia-a100-40gb"),
     ],
 )  # fmt: skip
 def test_names(name, expected):
@@ -69,7 +70,7 @@ def test_names(name, expected):
 def test_an_unknown_gpu():
     with pytest.raises(
         ValueError,
-        match=r"^gpu: no preset for 'h300'; known are a100, h100, h200, b200, rtx-4090; did you mean '\w+'\?$",
+        match=r"^gpu: no preset for 'h300'; known are a100, h100, h200, b200, rtx-4090, a100-40gb; did you mean '\w+'\?$",
     ):
         device_model("h300")
     with pytest.raises(ValueError, match="no preset for ''"):
@@ -115,6 +116,7 @@ class Properties:
     multi_processor_count, L2_cache_size = 114, 50 << 20
     shared_memory_per_multiprocessor, shared_memory_per_block_optin = 228 << 10, 227 << 10
     regs_per_multiprocessor, max_threads_per_multi_processor = 65536, 2048
+    total_memory = 80 * 10**9
 
 
 def test_a_gpu_without_a_preset_takes_the_nearest(monkeypatch):
@@ -136,6 +138,10 @@ def test_a_gpu_without_a_preset_takes_the_nearest(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: a100)
     this_device(torch.device("cuda", 0))
     assert "float8" not in asked[1] and "int8" in asked[1]
+    small = type("A100", (a100,), {"name": "NVIDIA A100-SXM4-40GB", "total_memory": 40 * 10**9})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: small)
+    smaller = this_device(torch.device("cuda", 0))
+    assert (smaller.peak_bandwidth, smaller.memory, smaller.name) == (1.555e12, 40e9, "nvidia-a100")
     base = max((m for m in PRESETS.values() if m.capability <= 90), key=lambda m: m.capability)
     assert (
         found.name == "nvidia-h100-pcie"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -32,7 +33,7 @@ from nanovllm.perf.tiles import (
     stages_needed,
     waves,
 )
-from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds
+from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds, overlapped
 from nanovllm.perf.tiles.report import document, table_rows
 from nanovllm.perf.tiles.resources import bytes_needed, combine, positive
 
@@ -61,8 +62,10 @@ def test_occupancy_by_hand():
 
 def test_waves_by_hand():
     w = waves(1000, 2, 132)
-    assert w.count == 1000 / 264 and w.efficiency == pytest.approx(1000 / 264 / 4) and w.busiest == 8
-    assert waves(264, 2, 132).efficiency == 1.0 and waves(265, 2, 132).efficiency == pytest.approx(265 / 528)
+    assert w.count == 1000 / 264 and w.efficiency == pytest.approx(1000 / (132 * 8)) and w.busiest == 8
+    assert waves(264, 2, 132).efficiency == 1.0 and waves(265, 2, 132).efficiency == pytest.approx(265 / 396)
+    # Room for more blocks leaves no multiprocessor idle: 256 blocks on 132 are one or two for each.
+    assert waves(256, 7, 132).efficiency == pytest.approx(256 / 264)
     assert waves(1, 4, 132).busiest == 1
 
 
@@ -147,11 +150,34 @@ def test_loop_by_hand():
     # a round of 8 steps, two tiles ahead: L_total = 2 x 1 us + 150 cycles
     assert loaded_latency(ROUND) == pytest.approx(2.15e-6)
     assert parts["latency"] == pytest.approx(8 * 2.15e-6 / 2)
-    assert parts["L2"] == pytest.approx(25 * 8 * 16384 / 1.7e13)
+    assert parts["L2"] == pytest.approx(25 * 8 * 16384 / 2.9e13)
     # the launch, and a third of the first load (idle: 1.15 us) and of the store (20 kB at 1 TB/s a multiprocessor)
     assert fixed == pytest.approx(1e-6 + (1.15e-6 + 20e-9) / 3)
     alone, _ = loop_seconds(ROUND, replace(step, wgmma=False), 8, 10, fit, waves(10, 3, 10), 2, 3, 1e14, 0, True)
-    assert alone["compute"] == pytest.approx(8 * (0.1e-6 / 0.5 / 0.62 + 120e-9))  # two warps use two of four units
+    assert alone["compute"] == pytest.approx(8 * (0.1e-6 / 0.5 / 0.62 + 60e-9))  # two warps use two of four units
+    # Eight warps, 50 cycles more around each step; two groups of four share 64 rows, and each reads all of x.
+    wide, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 8, 3, 1e14, 0, True)
+    assert wide["compute"] == pytest.approx(8 * (0.1e-6 + 110e-9))
+    assert wide["shared memory"] == pytest.approx(8 * (16384 + 2 * 8192 + 8192) / 128e9)
+
+
+def test_a_loop_without_tensor_cores_by_hand():
+    """Two warps keep a unit busy, and the warps that multiply read the operands too."""
+    fit = occupancy(ROUND, 64 << 10, 64, 4)
+    # 64 rows and columns, 32 of k, 4 bytes; 128 threads have 32 sums each, and read two times their root for each column of k.
+    step = Step(2 * 64 * 64 * 32, 8192, 8192, 64, 8192, 8192, wgmma=False)
+    parts, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 4, 3, 1e13, 0, False)
+    read = 128 * 2 * math.sqrt(32) * 128
+    assert parts["shared memory"] == pytest.approx(8 * (16384 + read) / 128e9)
+    assert parts["compute"] == pytest.approx(8 * (2 * 262144 / 1e12 + 60e-9) + parts["shared memory"])
+
+
+def test_what_is_inside_overlaps_better():
+    """Two equal limits cost 2^(1/4) inside a multiprocessor, 2^(1/2.5) with what comes from outside."""
+    none = {"compute": 0.0, "shared memory": 0.0, "latency": 0.0, "L2": 0.0, "memory": 0.0}
+    assert overlapped({**none, "compute": 1.0, "latency": 1.0}, 2.0) == pytest.approx(2 + 2**0.25)
+    assert overlapped({**none, "compute": 1.0, "memory": 1.0}, 0.0) == pytest.approx(2**0.4)
+    assert overlapped({**none, "memory": 1.0}, 0.5) == pytest.approx(1.5)
 
 
 def test_gemm_reads_memory_once_if_the_cache_holds_it():
@@ -265,15 +291,45 @@ def test_what_binds():
     assert plan_gemm(GemmProblem(1, 64, 64), H100)[0].limit == "launch"
 
 
-def test_predictions_near_what_was_measured_before():
-    """Tiles of `triton_linear.plan` as timed on an H200 (docs/performance.md), in us: within a seventh."""
+PRODUCTS = (
+    ((64, 4096, 1024), GemmTile(64, 32, 128, 4, 8, tma=True), 5.39),
+    ((256, 4096, 1024), GemmTile(64, 128, 128, 4, 4, tma=True), 6.36),
+    ((256, 1024, 3072), GemmTile(64, 64, 128, 4, 6, splits=2, tma=True), 7.40),
+    ((256, 6144, 4096), GemmTile(128, 128, 128, 4, 3, tma=True), 29.28),
+    ((256, 6144, 4096), GemmTile(128, 128, 64, 8, 5, tma=True), 25.63),
+    ((2048, 1024, 3072), GemmTile(128, 128, 128, 4, 3, tma=True), 21.22),
+    ((2048, 4096, 1024), GemmTile(128, 256, 64, 8, 3, tma=True), 29.80),
+    ((16, 6144, 4096), GemmTile(16, 64, 128, 4, 8), 16.92),
+    ((16, 24576, 4096), GemmTile(16, 256, 128, 4, 4), 55.36),
+    ((128, 151936, 1024), GemmTile(128, 128, 32, 4, 5, tma=True), 104.73),
+    ((8192, 6144, 4096), GemmTile(128, 256, 64, 8, 3, 16, tma=True), 609.17),
+    ((8192, 8192, 8192), GemmTile(128, 256, 64, 8, 3, 16, tma=True), 1646.86),
+)
+"""((m, n, k), tile, us): some of the 17,370 times on an H200 that the constants are fitted to (`nanovllm plan prove --times`, cold L2
+cache, PyTorch 2.11, Triton 3.6), so that this guards the fit and proves nothing."""
+ATTENTIONS = (
+    ((16, 1024, 1024, 32, 8), AttentionTile(64, 32, 4, 3), 402.2),
+    ((16, 1024, 1024, 32, 8), AttentionTile(128, 128, 8, 2), 472.3),
+    ((4, 4096, 4096, 32, 8), AttentionTile(64, 64, 4, 3), 1273.2),
+    ((4, 4096, 4096, 32, 8), AttentionTile(128, 128, 8, 2), 1438.5),
+    ((1, 16384, 16384, 32, 8), AttentionTile(64, 64, 4, 3), 4578.5),
+    ((1, 16384, 16384, 32, 8), AttentionTile(128, 128, 8, 2), 5208.1),
+    ((4, 512, 8192, 32, 8), AttentionTile(64, 64, 4, 3), 586.1),
+    ((4, 512, 8192, 32, 8), AttentionTile(128, 128, 8, 2), 696.6),
+)
+"""((batch, query, context, heads, KV heads), tile, us): the same of `prefill_kernel`."""
+
+
+def _far(predicted, measured):
+    """Relative errors, the largest last."""
+    return sorted(abs(1e6 * plan.seconds / us - 1) for plan, us in zip(predicted, measured))
+
+
+def test_products_near_what_they_were_fitted_to():
     h200 = device_model("h200")
-    for (m, n, k), tile, us in (
-        ((256, 6144, 4096), GemmTile(128, 128, 64, 8, 5, tma=True), 24.99),
-        ((2048, 4096, 1024), GemmTile(128, 256, 64, 8, 3, tma=True), 28.70),
-        ((8192, 6144, 4096), GemmTile(128, 256, 64, 8, 3, 16, tma=True), 603.0),
-    ):
-        assert 1e6 * gemm.predict(tile, GemmProblem(m, n, k), h200).seconds == pytest.approx(us, rel=1 / 7)
+    far = _far((gemm.predict(tile, GemmProblem(*shape), h200) for shape, tile, _ in PRODUCTS), (us for *_, us in PRODUCTS))
+    # 128x128x64 of 8 warps is predicted a quarter too slow, and a product of few microseconds too fast.
+    assert statistics.median(far) < 0.12 and far[-1] < 0.3
 
 
 def test_attention_by_hand():
@@ -295,17 +351,11 @@ def test_attention_by_hand():
     assert attention.padded(80) == 128 and attention.padded(5) == 16
 
 
-def test_attention_near_what_was_measured_before():
-    """`prefill_kernel` on an H200 (docs/performance.md), TFLOP/s."""
-    h200, tile = device_model("h200"), AttentionTile(128, 128, 8, 2)
-    for shape, measured in (
-        ((16, 1024, 1024), 229),
-        ((4, 4096, 4096), 356),
-        ((1, 16384, 16384), 426),
-        ((4, 512, 8192), 322),
-    ):
-        plan = attention.predict(tile, AttentionProblem(*shape, 32, 8), h200)
-        assert plan.flops / plan.seconds / 1e12 == pytest.approx(measured, rel=0.2)
+def test_attention_near_what_it_was_fitted_to():
+    h200 = device_model("h200")
+    plans = (attention.predict(tile, AttentionProblem(*shape), h200) for shape, tile, _ in ATTENTIONS)
+    far = _far(plans, (us for *_, us in ATTENTIONS))
+    assert statistics.median(far) < 0.08 and far[-1] < 0.15
 
 
 def test_streaming_near_what_was_measured_before():
@@ -323,7 +373,7 @@ def test_streaming_near_what_was_measured_before():
 
 def test_decoding_cuts_the_context_into_pieces():
     plans = plan_attention(AttentionProblem(1, 1, 8192, 32, 8), H100)
-    assert plans[0].config.pieces > 1 and plans[0].blocks >= H100.sms // 2
+    assert plans[0].config.pieces > 1 and plans[0].blocks >= H100.sms // 3
     assert all(p.config.pieces == 1 for p in plan_attention(AttentionProblem(256, 1, 1024, 32, 8), H100))
     assert plan_attention(AttentionProblem(256, 1, 2048, 32, 8), H100)[0].limit == "memory"
 
@@ -357,6 +407,21 @@ def test_convolution_by_hand():
     assert conv.patch(tile, strided) == 19 * 19
     plan = conv.predict(tile, p, H100)
     assert plan.blocks == 2 * 7 * 7 * 1 and plan.bytes == 2 * (2 * 64 * 56 * 56 + 128 * 64 * 9 + 2 * 128 * 56 * 56)
+
+
+def test_a_convolution_reads_a_large_image_again():
+    """Once where it fits the cache, else with the halo of each wave."""
+    p = ConvProblem(1, 64, 56, 56, 128, padding=1)
+    tile = ConvTile(8, 8, 64, 16, 4, 2)
+    image, weights, output = 2 * 64 * 56 * 56, 2 * 128 * 64 * 9, 2 * 128 * 56 * 56
+    assert conv.dram_bytes(tile, p, H100, 1) == p.least_bytes == image + weights + output
+    small = replace(ROUND, sms=14, l2_bytes=1 << 16)
+    # 7 x 7 spots of 2 blocks each; 14 at a time are 7 spots, a row of them: 10 rows of 56 pixels. 7 waves, each with all weights.
+    assert conv.dram_bytes(tile, p, small, 1) == 7 * (2 * 64 * 10 * 56 + weights) + output
+    # Twice as many are two rows: 18 pixels high.
+    assert conv.dram_bytes(tile, p, small, 2) == pytest.approx(3.5 * (2 * 64 * 18 * 56 + weights) + output)
+    # 4 at a time: 2 spots side by side.
+    assert conv.dram_bytes(tile, p, replace(small, sms=4), 1) == pytest.approx(24.5 * (2 * 64 * 10 * 18 + weights) + output)
 
 
 def test_the_halo_saves_loads():
@@ -426,6 +491,8 @@ def test_reduction_by_hand():
     assert plan.parts["latency"] == pytest.approx(100 / plan.occupancy.blocks * (2e-6 + 500e-9 + 270e-9))
     assert plan.shared == 4 * 8 and reduction.shared_bytes(ReductionTile(4, 2048, 4), p) == 4 * 4 * 4
     assert reduction.shared_bytes(ReductionTile(8, 64, 8), p) == 0  # a row is a warp's own
+    # 16-bit rows of 4096 are 16 warps': with 32 the weight, loaded by all, is rearranged
+    assert reduction.shared_bytes(ReductionTile(2, 4096, 32), replace(p, dtype="bfloat16")) == 4 * 4096
     pieces = reduction.predict(ReductionTile(1, 1024, 4, False), p, ROUND)
     assert pieces.bytes == plan.bytes  # the second reading comes from the cache
     # 4 pieces twice: the first from memory, seven from the cache
@@ -472,7 +539,9 @@ def test_every_plan_of_a_reduction_fits(model, kind):
         (lambda: ElementwiseProblem(8, dtype="int8"), "dtype: expected one of bfloat16"),
         (lambda: ReductionProblem("max", 1, 1), "kind: expected one of softmax, layer_norm, rms_norm, not 'max'"),
         (lambda: plan_gemm(GemmProblem(8, 8, 8, "float8"), A100), "dtype: nvidia-a100 does not multiply float8"),
-        (lambda: plan_conv(ConvProblem(1, 64, 199, 199, 64, 91, 91), A100), "conv: no tile of .* fits nvidia-a100"),
+        (lambda: plan_conv(ConvProblem(1, 64, 199, 199, 64, 91, 91), A100), "conv: nothing fits nvidia-a100: .* 746 KiB .* may have 163 KiB"),
+        (lambda: plan_elementwise(ElementwiseProblem(1024, 900), H100), "elementwise: nothing fits nvidia-h100: .* 470 reg.* a thread 247"),
+        (lambda: AttentionProblem(1, 8, 8, 512, 1), "heads: a tile holds at most 256 query heads of one KV head, not 512"),
         (lambda: positive(rows=-1), "rows: expected a positive integer, not -1"),
     ],
 )  # fmt: skip

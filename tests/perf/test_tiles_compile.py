@@ -20,6 +20,7 @@ from nanovllm.perf.tiles import (  # noqa: E402
     GemmProblem,
     GemmTile,
     ReductionProblem,
+    ReductionTile,
     gemm,
     kernels,
     occupancy,
@@ -27,6 +28,7 @@ from nanovllm.perf.tiles import (  # noqa: E402
     plan_elementwise,
     plan_gemm,
     plan_reduction,
+    reduction,
 )
 from nanovllm.perf.tiles.compiling import Pointer, Scalar, compile_kernel  # noqa: E402
 
@@ -119,6 +121,46 @@ def test_rows_that_are_not_aligned_have_no_stages(k):
         assert few.spilled <= spills
         planned = [plan.config for plan in plan_gemm(problem, device)]
         assert any(tile in planned for tile in tiles) == (spills < 1000)
+
+
+@pytest.mark.parametrize(
+    "name, tile, problem",
+    [
+        ("rtx-4090", GemmTile(64, 128, 32, 4, 2), GEMMS[2]), ("rtx-4090", GemmTile(64, 128, 32, 8, 2), GEMMS[2]),
+        ("a100", GemmTile(256, 128, 64, 8, 2), GEMMS[2]), ("a100", GemmTile(128, 128, 32, 8, 2), GEMMS[2]),
+        ("a100", GemmTile(128, 64, 32, 8, 2, splits=2), GEMMS[2]), ("a100", GemmTile(128, 64, 32, 8, 2), GEMMS[4]),
+        ("h100", GemmTile(128, 128, 32, 8, 2), GemmProblem(777, 1008, 1111)), ("h100", GemmTile(128, 128, 32, 8, 2), GEMMS[2]),
+        ("h100", GemmTile(64, 64, 32, 8, 2, splits=4), GemmProblem(256, 1008, 5555)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_few_stages_may_take_less_than_the_output(name, tile, problem):
+    device = device_model(name)
+    assert kernels.compile_gemm(tile, problem, device).shared == gemm.shared_bytes(tile, problem, device)
+
+
+def test_shared_memory_of_rows_with_a_weight():
+    problem, device = ReductionProblem("rms_norm", 4096, 4096), device_model("h200")
+    for tile in (ReductionTile(4, 4096, 32), ReductionTile(2, 4096, 32), ReductionTile(2, 4096, 16), ReductionTile(1, 4096, 8)):
+        assert kernels.compile_reduction(tile, problem, device).shared == reduction.shared_bytes(tile, problem)
+
+
+def test_many_stages_take_registers():
+    problem, device = GemmProblem(512, 512, 512), device_model("h100")
+    for warps, stages in ((8, 4), (8, 8), (4, 8)):
+        tile = GemmTile(64, 32, 128, warps, stages, tma=True)
+        reported = kernels.compile_gemm(tile, problem, device).registers
+        assert gemm.gemm_registers(tile, problem, device) == pytest.approx(reported, rel=0.15)
+
+
+def test_what_is_kept_for_ampere_does_not_spill():
+    """Those nearest to the most registers, which the first choices of large products are."""
+    device, problem = device_model("a100"), GemmProblem(8192, 8192, 8192)
+    plans = sorted(plan_gemm(problem, device), key=lambda plan: -plan.registers)
+    near = [plan.config for plan in plans if plan.config.stages == 3][:5]
+    assert not any(kernels.compile_gemm(tile, problem, device).spilled for tile in near)
+    spilling = GemmTile(256, 128, 64, 8, 3)
+    assert kernels.compile_gemm(spilling, problem, device).spilled and spilling not in [plan.config for plan in plans]
 
 
 def test_what_has_no_kernel():

@@ -20,6 +20,7 @@ from nanovllm.perf.tiles.resources import (
     cdiv,
     combine,
     next_power_of_2,
+    nothing_fits,
     occupancy,
     positive,
     ranked,
@@ -28,6 +29,7 @@ from nanovllm.perf.tiles.resources import (
 )
 
 DTYPES = ("bfloat16", "float16")
+MOST_ROWS = 256
 _EXP_LANES = 16
 """Exponentials that the special-function units of a multiprocessor compute a cycle."""
 _SOFTMAX_CYCLES = 7.0
@@ -55,7 +57,7 @@ class AttentionProblem:
         causal: a token sees none after it.
 
     Raises:
-        ValueError: a size is not positive, the heads are no multiple of the KV heads, the context is shorter than the queries, or
+        ValueError: a size is not positive, the heads are no multiple of the KV heads or too many for one, the context is shorter than the queries, or
             the dtype is unknown.
     """
 
@@ -74,6 +76,8 @@ class AttentionProblem:
             raise ValueError(f"heads: expected a multiple of the {self.kv_heads} KV heads, not {self.heads}")
         if self.context < self.query:
             raise ValueError(f"context: expected at least the {self.query} query tokens, not {self.context}")
+        if self.group > MOST_ROWS:
+            raise ValueError(f"heads: a tile holds at most {MOST_ROWS} query heads of one KV head, not {self.group}")
         if self.head_dim > 256:
             raise ValueError(f"head_dim: expected at most 256, not {self.head_dim}")
         if self.dtype not in DTYPES:
@@ -151,7 +155,7 @@ def candidates(problem: AttentionProblem, device: DeviceModel) -> list[Attention
     blocks = problem.batch * problem.kv_heads * cdiv(group_rows, 16)
     found = []
     for rows, size, warps, stages in itertools.product(
-        (16, 32, 64, 128, 256), (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4)
+        (16, 32, 64, 128, MOST_ROWS), (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4)
     ):
         if rows < next_power_of_2(problem.group) or rows >= 2 * max(16, next_power_of_2(group_rows)):
             continue
@@ -235,5 +239,9 @@ def plan_attention(problem: AttentionProblem, device: DeviceModel) -> list[Plan]
     """
     plans = [plan for tile in candidates(problem, device) if (plan := predict(tile, problem, device)).occupancy.blocks]
     if not plans:
-        raise ValueError(f"attention: no tile of {problem} fits {device.name}")
-    return ranked(plans)
+        least = AttentionTile(max(16, next_power_of_2(problem.group)), 16, 1, 2)
+        shared, registers = shared_bytes(least, problem, device), attention_registers(least, problem, device)
+        raise nothing_fits("attention", least, shared, registers, device)
+    # Pieces that leave multiprocessors idle cannot take all of the bandwidth that the prediction gives them.
+    idle = {plan.config: problem.query == 1 and plan.blocks < device.sms for plan in plans}
+    return ranked(plans, lambda tile: (idle[tile],))

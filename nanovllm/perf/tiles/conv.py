@@ -16,13 +16,14 @@ import math
 from dataclasses import dataclass, replace
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
-from nanovllm.perf.tiles.gemm import GemmProblem, GemmTile
-from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds
+from nanovllm.perf.tiles.gemm import L2_SHARE, GemmProblem, GemmTile
+from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds, overlapped
 from nanovllm.perf.tiles.registers import gemm_registers
 from nanovllm.perf.tiles.resources import (
     SPILL_MARGIN,
     Plan,
     cdiv,
+    nothing_fits,
     occupancy,
     positive,
     ranked,
@@ -101,6 +102,17 @@ class ConvProblem:
         pixels = self.batch * self.out_height * self.out_width
         return 2.0 * pixels * self.filters * self.channels * self.taps
 
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Elements of the input, the weights and the output."""
+        outputs = self.batch * self.filters * self.out_height * self.out_width
+        return self.batch * self.channels * self.height * self.width, self.filters * self.channels * self.taps, outputs
+
+    @property
+    def least_bytes(self) -> float:
+        """Input, weights and output once."""
+        return sum(self._sizes) * DTYPE_BYTES[self.dtype]
+
 
 @dataclass(frozen=True)
 class ConvTile:
@@ -163,9 +175,8 @@ def registers(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> int:
     return math.ceil(base + 2 * more)
 
 
-def candidates(problem: ConvProblem, device: DeviceModel) -> list[ConvTile]:
-    """Every configuration that fits a block of the device."""
-    device.rate(problem.dtype)
+def _tiles(problem: ConvProblem) -> list[ConvTile]:
+    """What is not much larger than the problem."""
     size = DTYPE_BYTES[problem.dtype]
     found = []
     for rows, columns, bn in itertools.product((1, 2, 4, 8, 16), (8, 16, 32, 64), (32, 64, 128, 256)):
@@ -180,12 +191,50 @@ def candidates(problem: ConvProblem, device: DeviceModel) -> list[ConvTile]:
                 or stages > max(2, cdiv(problem.channels, bc) * problem.filter_height)
             ):
                 continue
-            tile = ConvTile(rows, columns, bn, bc, warps, stages)
-            if shared_bytes(tile, problem) > device.shared_per_block:
-                continue
-            if registers(tile, problem, device) <= device.registers_per_thread - SPILL_MARGIN:
-                found.append(tile)
+            found.append(ConvTile(rows, columns, bn, bc, warps, stages))
     return found
+
+
+def candidates(problem: ConvProblem, device: DeviceModel) -> list[ConvTile]:
+    """Every configuration that fits a block of the device.
+
+    Raises:
+        ValueError: the device does not multiply the dtype, or nothing fits.
+    """
+    device.rate(problem.dtype)
+
+    def needs(tile: ConvTile) -> float:
+        """The largest share of what there is."""
+        most = device.registers_per_thread - SPILL_MARGIN
+        return max(shared_bytes(tile, problem) / device.shared_per_block, registers(tile, problem, device) / most)
+
+    tiles = _tiles(problem)
+    if found := [tile for tile in tiles if needs(tile) <= 1]:
+        return found
+    least = min(tiles, key=needs)
+    raise nothing_fits("conv", least, shared_bytes(least, problem), registers(least, problem, device), device)
+
+
+def dram_bytes(tile: ConvTile, problem: ConvProblem, device: DeviceModel, resident: int) -> float:
+    """Bytes through device memory, the blocks of one spot of the image being neighbours.
+
+    What fits the L2 cache comes from memory once. Otherwise the blocks of one wave share the input under their output, with the
+    halo around all of it, and the weights that they need.
+    """
+    p, size = problem, DTYPE_BYTES[problem.dtype]
+    image, weights, output = (n * size for n in p._sizes)
+    if image + weights <= L2_SHARE * device.l2_bytes:
+        return image + weights + output
+    down, across, filters = cdiv(p.out_height, tile.rows), cdiv(p.out_width, tile.columns), cdiv(p.filters, tile.block_n)
+    blocks = p.batch * down * across * filters
+    per_wave = min(blocks, max(1, resident * device.sms))
+    spots = cdiv(per_wave, filters)
+    # Part of a row of tiles, else whole rows, of one image after the other.
+    high = min(p.height, (cdiv(spots, across) * tile.rows - 1) * p.stride + p.dilation * (p.filter_height - 1) + 1)
+    wide = min(p.width, (min(spots, across) * tile.columns - 1) * p.stride + p.dilation * (p.filter_width - 1) + 1)
+    needed = p.channels * size * max(high * wide, spots * p.height * p.width / (down * across))
+    needed += weights * min(1.0, per_wave / filters)
+    return max(image + weights, needed * blocks / per_wave) + output
 
 
 def predict(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> Plan:
@@ -199,10 +248,7 @@ def predict(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> Plan:
     rate = device.rate(p.dtype)
     x, weight = step_bytes(tile, p)
     step_flops = 2.0 * tile.block_m * tile.block_n * tile.block_c * p.filter_width
-    image = p.batch * p.channels * p.height * p.width * size
-    weights = p.filters * p.channels * p.taps * size
-    output = p.batch * p.filters * p.out_height * p.out_width * size
-    dram = image + weights + output
+    dram = dram_bytes(tile, p, device, max(1, fit.blocks))
     plan = Plan(
         tile, blocks, intensity(tile, p), shared_bytes(tile, p), registers(tile, p, device), fit,
         stages_needed(loaded_latency(device), step_flops / (rate / device.sms)), wave, math.inf, {"shared memory": math.inf}, 0.0, p.flops, dram,
@@ -236,7 +282,4 @@ def plan_conv(problem: ConvProblem, device: DeviceModel) -> list[Plan]:
     Raises:
         ValueError: the device does not multiply the dtype, or nothing fits (a filter so large that two patches fill shared memory).
     """
-    plans = [plan for tile in candidates(problem, device) if (plan := predict(tile, problem, device)).occupancy.blocks]
-    if not plans:
-        raise ValueError(f"conv: no tile of {problem} fits {device.name}")
-    return ranked(plans)
+    return ranked([predict(tile, problem, device) for tile in candidates(problem, device)])

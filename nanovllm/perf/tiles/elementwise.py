@@ -21,6 +21,7 @@ from nanovllm.perf.tiles.resources import (
     bytes_needed,
     cdiv,
     combine,
+    nothing_fits,
     occupancy,
     positive,
     ranked,
@@ -136,7 +137,8 @@ def plan_elementwise(problem: ElementwiseProblem, device: DeviceModel) -> list[P
     """Every configuration that fits, the fastest by prediction first."""
     plans = [plan for tile in candidates(problem, device) if (plan := predict(tile, problem, device)).occupancy.blocks]
     if not plans:
-        raise ValueError(f"elementwise: no block of {problem} fits {device.name}")
+        least = ElementwiseTile(32, 1)
+        raise nothing_fits("elementwise", least, 0, elementwise_registers(least, problem), device)
     # One whole vector a thread, four warps: what streams best where prediction sees no difference (docs/performance.md, "CUDA C++").
     full = VECTOR_BYTES / problem.itemsize
     return ranked(plans, lambda tile: (abs(math.log2(tile.items / full)), abs(math.log2(tile.warps / 4))))

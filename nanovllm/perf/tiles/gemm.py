@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
 from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds, overlapped
-from nanovllm.perf.tiles.registers import gemm_registers
+from nanovllm.perf.tiles.registers import copies, gemm_registers
 from nanovllm.perf.tiles.resources import (
     SPILL_MARGIN,
     Plan,
     cdiv,
+    nothing_fits,
     occupancy,
     positive,
     ranked,
@@ -33,6 +34,25 @@ WEIGHTS = ("int4", "int8", "float8")
 BARRIER_BYTES = 8
 _SCRATCH_BYTES = 128
 """Of each thread, in which Triton rearranges 4-byte outputs."""
+_STAGED = {
+    "mma": {
+        2: {(64, 128, 8): 16, (128, 64, 4): 16, (128, 64, 8): 16, (128, 128, 8): 32, (256, 64, 8): 32, (256, 128, 8): 64},
+        4: {
+            (32, 64, 8): 8, (64, 32, 4): 8, (64, 32, 8): 8, (64, 64, 8): 16, (64, 128, 8): 16, (128, 32, 4): 16, (128, 32, 8): 16,
+            (128, 64, 8): 32, (128, 256, 8): 32, (256, 32, 8): 32, (256, 64, 8): 32, (256, 128, 8): 32,
+        },
+    },
+    "wgmma": {
+        2: {(64, 128, 8): 16, (128, 64, 8): 16, (128, 128, 8): 32, (128, 256, 8): 32, (256, 128, 8): 32},
+        4: {
+            (64, 32, 8): 8, (64, 64, 4): 16, (64, 64, 8): 16, (64, 128, 4): 32, (64, 128, 8): 32, (64, 256, 4): 64, (64, 256, 8): 64,
+            (128, 32, 4): 16, (128, 32, 8): 16, (128, 64, 4): 16, (128, 64, 8): 32, (128, 128, 8): 64, (256, 32, 8): 32, (256, 64, 8): 64,
+        },
+    },
+}  # fmt: skip
+"""KiB in which `tile_kernel` rearranges an output tile for its stores once the loop has ended: by instruction, bytes of an element, rows,
+columns and warps, wherever it can be more than the loop takes. It depends on how Triton arranges warps and registers over both layouts, so
+this is what Triton 3.6 and 3.9 compile."""
 SMALL_TILE = 64 * 64
 WANTED_BLOCKS = 4
 """Blocks a multiprocessor should have room for if its tiles are small, so that their latencies and tails overlap."""
@@ -40,7 +60,7 @@ _CONVERT_LANES = 64
 """Integer and conversion instructions a cycle of a multiprocessor (CUDA C++ Programming Guide, "Arithmetic Instructions")."""
 CONVERT = {"int4": 1.25, "int8": 1.0, "float8": 1.0}
 """Instructions that unpack and scale one weight, two at a time as in `triton_attention.attend.fp8_pair`. ASSUMED."""
-_L2_SHARE = 0.8
+L2_SHARE = 0.8
 """Of the L2 cache, what operands that are read again can count on. ASSUMED."""
 
 
@@ -135,8 +155,8 @@ def shared_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> i
     """Shared memory of a block.
 
     `tile_kernel` copies `stages` tiles ahead where the product reads shared memory (wgmma), one less where fragments are loaded to
-    registers first; 16-bit elements of rows that are not aligned come through registers, into one buffer, and an output whose rows are
-    not aligned is rearranged there once the loop has ended. `tma_kernel` also has a barrier a stage and gathers the output tile.
+    registers first; 16-bit elements of rows that are not aligned come through registers, into one buffer. The output tile is
+    rearranged there once the loop has ended, a part at a time if layouts allow. `tma_kernel` also has a barrier a stage and gathers the output tile.
     """
     p = problem
     loaded = tile.block_k * (tile.block_m * p.bytes_x + tile.block_n * p.bytes_weight)
@@ -146,7 +166,9 @@ def shared_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> i
     wgmma = uses_wgmma(tile, device, p.dtype) or device.matrix_unit == "tcgen05"
     stages = max(1, tile.stages if wgmma else tile.stages - 1) if staged(tile, p) else 1
     if p.n % 16 == 0:
-        output = 0
+        size = 4 if tile.splits > 1 else p.bytes_x
+        kind = "wgmma" if wgmma else "mma"
+        output = 0 if p.dtype == "float32" or size < 2 else 1024 * _STAGED[kind][size].get((tile.block_m, tile.block_n, tile.warps), 0)
     elif tile.splits > 1 or p.bytes_x == 4:
         output = min(output, _SCRATCH_BYTES * 32 * tile.warps)
     return math.ceil(max(stages * loaded, output))
@@ -190,7 +212,11 @@ def engine_tile(problem: GemmProblem, device: DeviceModel) -> GemmTile | None:
 def _fits(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> bool:
     if shared_bytes(tile, problem, device) > device.shared_per_block:
         return False
-    return gemm_registers(tile, problem, device) <= device.registers_per_thread - SPILL_MARGIN
+    margin = SPILL_MARGIN
+    if device.matrix_unit == "mma" and problem.bytes_x == 2 and problem.aligned:
+        # Fragments of x are held for a whole step, which the line tells too little of: what has many of them spills first.
+        margin += 2 * copies(tile.block_m, tile, problem.bytes_x)
+    return gemm_registers(tile, problem, device) <= device.registers_per_thread - margin
 
 
 def candidates(problem: GemmProblem, device: DeviceModel) -> list[GemmTile]:
@@ -268,7 +294,7 @@ def dram_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel, reside
     p = problem
     x, weight, out = p.m * p.k * p.bytes_x, p.n * p.k * p.bytes_weight, p.m * p.n * p.bytes_x
     tiles_m, tiles_n = cdiv(p.m, tile.block_m), cdiv(p.n, tile.block_n)
-    if x + weight <= _L2_SHARE * device.l2_bytes:
+    if x + weight <= L2_SHARE * device.l2_bytes:
         return x + weight + out
     per_wave = max(1, resident * device.sms // tile.splits)
     rows = min(tile.group_m, tiles_m)
@@ -292,5 +318,7 @@ def plan_gemm(problem: GemmProblem, device: DeviceModel) -> list[Plan]:
         if plan.config == own or plan.occupancy.blocks >= wanted_blocks(plan.config, problem, device)
     ]
     if not plans:
-        raise ValueError(f"gemm: no tile of {problem} fits {device.name}")
+        least = GemmTile(16, 32, 32, 4, 2)
+        shared, registers = shared_bytes(least, problem, device), gemm_registers(least, problem, device)
+        raise nothing_fits("gemm", least, shared, registers, device)
     return ranked(plans)

@@ -36,17 +36,28 @@ _KEEP_SECONDS = 5.0
 """Between writings of what has been measured so far."""
 
 
-def judge(plans: Sequence[Plan], seconds: dict[int, float], own: int | None = None) -> dict[str, Any]:
+NOISE = 1.01
+"""Times the best that still count as the best: two runs on the same GPU differ by that."""
+
+
+def judge(
+    plans: Sequence[Plan], seconds: dict[int, float], own: int | None = None, kept: int | None = None
+) -> dict[str, Any]:
     """Where the planner's ranking stands among measured times, by rank from 0.
 
-    `share` is the best time over the first choice's; an untimed first choice (it does not run) counts as the next that does.
+    `share` is the best time over the first choice's, whatever kernel the best is of; an untimed first choice (it does not run) counts as
+    the next that does. `best_in_first_five` is about what the planner ranks: whether one of its first five is the best of that, or within
+    `NOISE` of it; `near_rank` is the first such rank.
 
     Args:
         own: which of the plans is the engine's own; it may be one that the planner does not keep, and is then the last.
+        kept: how many of the plans the planner keeps; by default all.
     """
-    first = min(seconds)
+    planned = sorted(rank for rank in seconds if kept is None or rank < kept)
+    first, five = planned[0], planned[:FIRST]
     best = min(seconds, key=lambda rank: seconds[rank])
-    five = sorted(seconds)[:FIRST]
+    least = min(seconds[rank] for rank in planned)
+    near = next(rank for rank in planned if seconds[rank] <= NOISE * least)
 
     def entry(rank: int) -> dict[str, Any]:
         return {
@@ -58,16 +69,17 @@ def judge(plans: Sequence[Plan], seconds: dict[int, float], own: int | None = No
 
     return {
         "first": entry(first), "best": entry(best), "share": seconds[best] / seconds[first],
-        "best_in_first_five": best in five, "first_five_share": seconds[best] / min(seconds[r] for r in five),
+        "near_rank": near, "best_in_first_five": near in five, "first_five_share": seconds[best] / min(seconds[r] for r in five),
         "limit": plans[first].limit, "builtin": entry(own) if own in seconds else None,
     }  # fmt: skip
 
 
 def summary(shapes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By kind: how near the first choice comes to the best, and how often the first five contain it."""
+    """By kind and of "all": how near the first choice comes to the best, and how often the first five contain the best planned."""
     found = {}
-    for kind in dict.fromkeys(s["kind"] for s in shapes):
-        mine = [s for s in shapes if s["kind"] == kind]
+    kinds = list(dict.fromkeys(s["kind"] for s in shapes))
+    for kind in [*kinds, "all"] if kinds else []:
+        mine = [s for s in shapes if kind in ("all", s["kind"])]
         shares = [s["share"] for s in mine]
         errors = [abs(s["first"]["predicted_us"] / s["first"]["us"] - 1) for s in mine]
         found[kind] = {
@@ -153,7 +165,7 @@ def prove(
                 "candidates": num_kept,
                 "timed": len(seconds),
                 "took_s": round(time.monotonic() - began, 3),
-                **judge(plans, seconds, own),
+                **judge(plans, seconds, own, num_kept),
                 **result,
             }
         )
@@ -241,7 +253,7 @@ def run(
         out = out or Path("results") / model.name / "planner.json"
         known = json.loads(out.read_text()) if out.exists() else None
         head = {
-            "schema": 2, "gpu": torch.cuda.get_device_name(), "versions": versions(), "most": most,
+            "schema": 3, "gpu": torch.cuda.get_device_name(), "versions": versions(), "most": most,
             "date": datetime.now(timezone.utc).date().isoformat(), "device": asdict(model),
         }  # fmt: skip
         problems = {k: list(ALL[k]) for k in kinds}

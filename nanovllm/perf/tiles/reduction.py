@@ -23,6 +23,7 @@ from nanovllm.perf.tiles.resources import (
     cdiv,
     combine,
     next_power_of_2,
+    nothing_fits,
     occupancy,
     positive,
     ranked,
@@ -94,13 +95,17 @@ class ReductionTile:
 
 
 def shared_bytes(tile: ReductionTile, problem: ReductionProblem) -> int:
-    """What warps that share rows exchange: a 4-byte value each for each row. It never limits anything."""
-    across = (
-        min(tile.warps, max(1, int(tile.block * problem.itemsize) // (32 * VECTOR_BYTES)))
-        if tile.rows > 1
-        else tile.warps
-    )
-    return 4 * tile.rows * across if across > 1 else 0
+    """What warps that share rows exchange: a 4-byte value each for each row; and the weight of RMSNorm, if warps have rows of their own.
+
+    That is loaded by all warps, and then rearranged for those of one row, as 4-byte values (sometimes before it is converted, as less).
+    """
+    if tile.rows == 1:
+        return 4 * tile.warps if tile.warps > 1 else 0
+    across = min(tile.warps, max(1, int(tile.block * problem.itemsize) // (32 * VECTOR_BYTES)))
+    exchanged = 4 * tile.rows * across if across > 1 else 0
+    whole = problem.kind == "rms_norm" and tile.one_pass and across < tile.warps and tile.block >= 128
+    rearranged = 4 * tile.block if whole else 0
+    return max(exchanged, rearranged)
 
 
 def candidates(problem: ReductionProblem, device: DeviceModel) -> list[ReductionTile]:
@@ -174,7 +179,8 @@ def plan_reduction(problem: ReductionProblem, device: DeviceModel) -> list[Plan]
     """Every configuration that fits, the fastest by prediction first."""
     plans = [plan for tile in candidates(problem, device) if (plan := predict(tile, problem, device)).occupancy.blocks]
     if not plans:
-        raise ValueError(f"reduction: no block of {problem} fits {device.name}")
+        least = ReductionTile(1, next_power_of_2(problem.size), 1)
+        raise nothing_fits("reduction", least, shared_bytes(least, problem), reduction_registers(least, problem), device)
     # A row once, two vectors a thread: enough to load at a time, few enough for other rows beside it.
     some = 2 * VECTOR_BYTES / problem.itemsize
     return ranked(plans, lambda tile: (not tile.one_pass, abs(math.log2(tile.items / some))))

@@ -20,7 +20,7 @@ COLUMNS = {
     "in flight": "KiB under way on a multiprocessor / KiB that cover the latency",
     "blocks/SM": "resident at a time, and what allows no more",
     "occ": "resident warps, as a share of the most",
-    "waves": "of blocks, and the share of them that the last wave leaves busy",
+    "waves": "of blocks, and how evenly multiprocessors share them: the mean number over the largest",
     "us": "predicted, cold L2 cache, in a CUDA graph",
     "of limit": "the least time for the arithmetic or for every byte once / predicted time",
     "binds": "the part that takes longest",
@@ -55,7 +55,7 @@ def document(
     """What `--json` prints: the problem, the device by name, and the plans, in bytes, flops and seconds."""
     found = {
         "kind": kind, "problem": asdict(problem), "gpu": device.name, "measured": list(device.measured), "floor_seconds": floor,
-        "candidates": count, "plans": [p.as_dict() for p in plans],
+        "memory_bytes": device.memory, "candidates": count, "plans": [p.as_dict() for p in plans],
     }  # fmt: skip
     return finite(found)
 

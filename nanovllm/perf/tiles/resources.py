@@ -65,7 +65,8 @@ class Waves:
 
     Attributes:
         count: blocks / (multiprocessors x blocks resident on one); 1.2 means a second wave for a fifth of them.
-        efficiency: the share of the time in which, all blocks being equal, a multiprocessor has work: count / its ceiling.
+        efficiency: how evenly multiprocessors share the blocks: the mean number over that of the busiest, which sets the time if all
+            blocks are equal and each multiprocessor takes the next as soon as it can.
         busiest: blocks that the busiest multiprocessor runs.
     """
 
@@ -75,8 +76,8 @@ class Waves:
 
 
 def waves(blocks: int, resident: int, sms: int) -> Waves:
-    count = blocks / (resident * sms)
-    return Waves(count, count / math.ceil(count), math.ceil(blocks / sms))
+    busiest = math.ceil(blocks / sms)
+    return Waves(blocks / (resident * sms), blocks / (sms * busiest), busiest)
 
 
 def stages_needed(latency: float, tile_seconds: float) -> int:
@@ -161,6 +162,14 @@ def positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: expected a positive integer, not {value!r}")
+
+
+def nothing_fits(kind: str, smallest: object, shared: float, registers: int, device: DeviceModel) -> ValueError:
+    """The error for a problem of which not even the smallest tile fits a block: what that takes, and what there is."""
+    return ValueError(
+        f"{kind}: nothing fits {device.name}: its smallest tile, {smallest}, takes {shared / 1024:,.0f} KiB of shared memory and {registers:,} "
+        f"registers a thread; a block may have {device.shared_per_block // 1024} KiB, a thread {device.registers_per_thread - SPILL_MARGIN} without spilling"
+    )
 
 
 def cdiv(a: int, b: int) -> int:

@@ -26,8 +26,8 @@ def _one(d: dict[str, Any]) -> str:
     )
     lines = [
         f"**{d['gpu']}**, {versions}, {d['date']}; {how}.", "",
-        "| kind | shapes | configurations timed | first choice, of the best: median | worst | best among the first five | best of the first "
-        "five, of the best: median | error of the predicted time, median |",
+        "| kind | shapes | configurations timed | first choice, of the best: median | worst | best planned among the first five, within 1 % | best "
+        "of the first five, of the best: median | error of the predicted time, median |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for kind, s in d["summary"].items():
@@ -36,14 +36,14 @@ def _one(d: dict[str, Any]) -> str:
             f"| {s['first_five_median_share']:.0%} | {s['median_prediction_error']:.0%} |"
         )
     lines += [
-        "", "| shape | first choice | predicted, us | measured, us | best | us | its rank | first choice, of the best | built in, us | PyTorch, us |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "", "| shape | first choice | predicted, us | measured, us | best | us | its rank | first within 1 % of the best planned | first choice, of the best | built in, us | PyTorch, us |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for s in d["shapes"]:
         first, best, own, library = s["first"], s["best"], s.get("builtin"), s.get("library_us")
         lines.append(
             f"| {words(s['problem'])} | {first['config']} | {first['predicted_us']:.1f} | {first['us']:.1f} | {best['config']} "
-            f"| {best['us']:.1f} | {_rank(best['rank'], s['candidates'])} | {s['share']:.0%} | {_us(own and own['us'])} "
+            f"| {best['us']:.1f} | {_rank(best['rank'], s['candidates'])} | {s['near_rank'] + 1} | {s['share']:.0%} | {_us(own and own['us'])} "
             f"| {_us(library)} |"
         )
     failed = sum(len(s.get("failed", ())) for s in d["shapes"])
