@@ -14,16 +14,17 @@ from contextvars import ContextVar
 from threading import Lock
 from typing import Any
 
-_inside: ContextVar[bool] = ContextVar("compiling_only", default=False)
-"""Whether this thread is within the block: launches of others run."""
+_asked: ContextVar[set[tuple[int, str, int]] | None] = ContextVar("compiling_only", default=None)
+"""What this thread has asked to be compiled, if it is within the block: launches of others run."""
 
 
 class _Replaced:
-    """Triton's launch, which is the process's: replaced while any thread is within the block, and put back by the last."""
+    """Triton's launch and compilation, which are the process's: replaced while any thread is within the block, and put back by the last."""
 
     lock = Lock()
     threads = 0
     launch: Any = None
+    compile: Any = None
 
 
 @contextmanager
@@ -41,11 +42,11 @@ def compiling_only(threads: int | None = None) -> Iterator[None]:
     from triton.runtime._async_compile import AsyncCompileMode
 
     with ThreadPoolExecutor(threads or os.cpu_count()) as executor, AsyncCompileMode(executor), _launch_replaced():
-        token = _inside.set(True)
+        token = _asked.set(set())
         try:
             yield
         finally:
-            _inside.reset(token)
+            _asked.reset(token)
 
 
 @contextmanager
@@ -55,13 +56,23 @@ def _launch_replaced() -> Iterator[None]:
     with _Replaced.lock:
         if _Replaced.threads == 0:
             launch = _Replaced.launch = JITFunction.run
+            compile = _Replaced.compile = JITFunction._do_compile
 
             def compile_only(self, *args, grid, warmup, **kwargs):
-                if not _inside.get():
+                if _asked.get() is None:
                     return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
                 launch(self, *args, grid=grid, warmup=True, **kwargs)  # nothing is returned that could be launched
 
-            JITFunction.run = compile_only
+            def compile_once(self, key, signature, device, *rest, **kwargs):
+                # Until a kernel is there, Triton works out anew at each launch where on disk it would be: half a millisecond.
+                asked = _asked.get()
+                if asked is not None:
+                    if (id(self), key, device) in asked:
+                        return None
+                    asked.add((id(self), key, device))
+                return compile(self, key, signature, device, *rest, **kwargs)
+
+            JITFunction.run, JITFunction._do_compile = compile_only, compile_once
         _Replaced.threads += 1
     try:
         yield
@@ -69,4 +80,5 @@ def _launch_replaced() -> Iterator[None]:
         with _Replaced.lock:
             _Replaced.threads -= 1
             if _Replaced.threads == 0:
-                JITFunction.run, _Replaced.launch = _Replaced.launch, None
+                JITFunction.run, JITFunction._do_compile = _Replaced.launch, _Replaced.compile
+                _Replaced.launch = _Replaced.compile = None

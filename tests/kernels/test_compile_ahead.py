@@ -38,6 +38,20 @@ def test_launches_only_compile_inside_the_block(monkeypatch):
     assert JITFunction.run is run
 
 
+def test_a_kernel_is_asked_for_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, key, signature, device, *rest, **more: asked.append((key, device)))
+    before = JITFunction._do_compile
+    with compiling_only(1):
+        for key, device in (("a", 0), ("a", 0), ("b", 0), ("a", 1), ("b", 0)):
+            assert _activation_kernel._do_compile(key, {}, device, [], None, {}, warmup=True) is None
+        assert asked == [("a", 0), ("b", 0), ("a", 1)]
+    assert JITFunction._do_compile is before
+    with compiling_only(1):  # not what an earlier block asked for: its kernels may have been evicted, or failed
+        _activation_kernel._do_compile("a", {}, 0, [], None, {}, warmup=True)
+    assert asked[3:] == [("a", 0)]
+
+
 def test_launches_run_again_after_an_error(monkeypatch):
     before = JITFunction.run
     with pytest.raises(RuntimeError, match="no such thing"), compiling_only(1):
