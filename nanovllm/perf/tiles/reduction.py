@@ -97,7 +97,8 @@ class ReductionTile:
 def shared_bytes(tile: ReductionTile, problem: ReductionProblem) -> int:
     """What warps that share rows exchange: a 4-byte value each for each row; and the weight of RMSNorm, if warps have rows of their own.
 
-    That is loaded by all warps, and then rearranged for those of one row, as 4-byte values (sometimes before it is converted, as less).
+    That is loaded by all warps, and then rearranged for those of one row, as 4-byte values (by Triton 3.6, and sometimes 3.9, before it
+    is converted: half of that if it is of 2 bytes).
     """
     if tile.rows == 1:
         return 4 * tile.warps if tile.warps > 1 else 0
