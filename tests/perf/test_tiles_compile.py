@@ -147,6 +147,14 @@ def test_shared_memory_of_rows_with_a_weight():
         assert reported == predicted or (tile.warps == 32 and 2 * reported == predicted)
 
 
+@pytest.mark.parametrize("kind, size", [("layer_norm", 12288), ("rms_norm", 5120)])
+def test_registers_of_rows_of_equal_blocks(kind, size):
+    problem, device = ReductionProblem(kind, 4096, size), device_model("h200")
+    for plan in [plan for plan in plan_reduction(problem, device) if plan.config.held > 1]:
+        reported = kernels.compile_reduction(plan.config, problem, device)
+        assert plan.registers == pytest.approx(reported.registers, rel=0.15) and not reported.spilled
+
+
 def test_many_stages_take_registers():
     problem, device = GemmProblem(512, 512, 512), device_model("h100")
     for warps, stages in ((8, 4), (8, 8), (4, 8)):
