@@ -501,6 +501,19 @@ def test_reduction_by_hand():
     assert reduction.predict(ReductionTile(1, 1024, 4, False), p, small).bytes == 3 * 1000 * 4096 * 4
 
 
+def test_a_row_of_equal_blocks_is_not_padded():
+    p = ReductionProblem("rms_norm", 4096, 3 * 2048, "bfloat16")
+    held = ReductionTile(1, 2048, 8, held=3)
+    tiles = reduction.candidates(p, H100)
+    assert [t for t in tiles if t.held > 1] == [ReductionTile(1, 1024, 4, held=6), held]
+    assert held.items == 24 and str(held) == "1x2048 x 3 w8"
+    plan, padded = reduction.predict(held, p, H100), reduction.predict(ReductionTile(1, 8192, 8), p, H100)
+    assert plan.bytes == padded.bytes == 2 * 4096 * 6144 * 2 and plan.parts["compute"] < 0.8 * padded.parts["compute"]
+    assert plan.registers < padded.registers and plan.in_flight == plan.occupancy.blocks * 6144 * 2
+    for other in (replace(p, size=4096), replace(p, size=6145), replace(p, kind="softmax")):
+        assert not any(t.held > 1 for t in reduction.candidates(other, H100))
+
+
 def test_one_pass_where_the_row_fits():
     assert plan_reduction(ReductionProblem("rms_norm", 16384, 4096), H100)[0].config.one_pass
     long = plan_reduction(ReductionProblem("layer_norm", 64, 1_000_000, "float32"), H100)

@@ -108,3 +108,5 @@ def test_what_takes_too_much_shared_memory_fails_before_it_is_timed(tmp_path, mo
     small = replace(H200, shared_per_block=64 << 10)
     assert "bytes of shared memory, of 65536" in compiling.compile_plan(problem, tile, small)
     assert compiling.compile_plan(problem, tile, H200) is None
+    # What this process compiled does not keep its launch from being followed.
+    assert compiling.kernels_of(problem, [tile], H200) != [()]

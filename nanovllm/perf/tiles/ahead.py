@@ -19,15 +19,16 @@ from unittest.mock import patch
 from nanovllm.perf.presets import DeviceModel
 from nanovllm.perf.tiles.resources import Plan
 
-_DEVICE = "compiled ahead"
-"""Triton keeps compiled kernels by device; these must not be taken for loaded ones."""
+_DEVICES = ("followed", "compiled ahead")
+"""Triton keeps compiled kernels by device; these must not be taken for loaded ones, nor end the following of a launch."""
 
 
 class _Driver:
     """Tells Triton what it compiles for; launches nothing, and touches no GPU."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, compiles: bool) -> None:
         self.capability = capability
+        self.device = _DEVICES[compiles]
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -35,7 +36,7 @@ class _Driver:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> str:
-        return _DEVICE
+        return self.device
 
     def get_current_stream(self, device: Any) -> int:
         return 0
@@ -64,7 +65,7 @@ def _following(model: DeviceModel, needed: list[tuple[str, str]] | None) -> Iter
         return True  # and Triton compiles nothing
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(driver, "_active", _Driver(model.capability)))
+        stack.enter_context(patch.object(driver, "_active", _Driver(model.capability, needed is None)))
         stack.enter_context(patch.object(JITFunction, "run", run))
         if needed is not None:
             stack.enter_context(patch.object(knobs.runtime, "jit_cache_hook", note))

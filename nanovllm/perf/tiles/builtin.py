@@ -58,6 +58,10 @@ def builtin(problem: Any, device: DeviceModel) -> Plan | None:
         launch = _launch(_row_call(problem))
         if launch is None:
             return None
+        if launch.name == "norm_pieces_kernel" and launch.arguments["PIECES"] > 1:
+            a = launch.arguments
+            tile = ReductionTile(1, a["BLOCK"], launch.options["num_warps"], held=a["PIECES"])
+            return reduction.predict(tile, problem, device)
         if launch.name.removeprefix("_").removeprefix("long_") != f"{problem.kind}_kernel":
             own = OwnKernel(launch.name.strip("_"), launch.options["num_warps"])
             moved = 2.0 * problem.rows * problem.size * problem.itemsize

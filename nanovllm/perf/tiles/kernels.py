@@ -127,7 +127,12 @@ def compile_reduction(tile: ReductionTile, problem: ReductionProblem, device: De
     common = {"x": element, "y": element, **_divisible(size=p.size), "BLOCK": tile.block}
     rows = Scalar(p.rows % 16 == 0) if p.rows > 1 else 1
     stride = _divisible(stride=p.size)
-    if p.kind == "softmax":
+    if tile.held > 1:
+        kernel, layer = norm.norm_pieces_kernel, p.kind == "layer_norm"
+        strides = {"inner": 1, **_divisible(outer_stride=p.size, inner_stride=p.size), "eps": "fp32"}
+        constants = {"PIECES": tile.held, "LAYER": layer, "MANY": True, "DEPENDENT": False}
+        arguments = {**common, "weight": element, "bias": element, **strides, **constants}
+    elif p.kind == "softmax":
         kernel = _softmax_kernel if tile.one_pass else _long_softmax_kernel
         arguments = {**common, **stride} | ({"rows": rows, "ROWS": tile.rows} if tile.one_pass else {})
     elif p.kind == "layer_norm":

@@ -185,6 +185,7 @@ def _elementwise(
 
 def _reduction(p: ReductionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
     from nanovllm.kernels.triton_ops import norm
+    from nanovllm.kernels.triton_ops.pieces import MANY_ROWS, norm_pieces_kernel
     from nanovllm.kernels.triton_ops.softmax import _long_softmax_kernel, _softmax_kernel, softmax
     from nanovllm.perf.tiles.builtin import OwnKernel
 
@@ -202,7 +203,11 @@ def _reduction(p: ReductionProblem, where: torch.device, model: DeviceModel, set
             return own(x, w, b)
         y = torch.empty_like(x)
         grid = (cdiv(rows, c.rows),)
-        if p.kind == "softmax" and c.one_pass:
+        if c.held > 1:
+            norm_pieces_kernel[grid](
+                x, w, b, y, 1, n, n, n, EPS, c.block, c.held, p.kind == "layer_norm", rows > MANY_ROWS, False, num_warps=c.warps
+            )
+        elif p.kind == "softmax" and c.one_pass:
             _softmax_kernel[grid](x, y, rows, n, n, c.rows, c.block, num_warps=c.warps)
         elif p.kind == "softmax":
             _long_softmax_kernel[grid](x, y, n, n, c.block, num_warps=c.warps)

@@ -1,7 +1,7 @@
 """The loop of a tiled product, shared by matrix products and convolutions: seconds by limit, from what one step of one block needs.
 
-Two constants are fitted to tiles timed on an H200 (bfloat16, PyTorch 2.11, Triton 3.6): microseconds for 64 columns of k, one block a
-multiprocessor, 0.14 (64 x 64), 0.24 (64 x 128), 0.22 (128 x 64), 0.345 (128 x 128), 0.67 (128 x 256).
+The constants marked FITTED are fitted together to the products of 32 shapes timed on an H200 (`nanovllm plan prove --times`: every tile that the
+planner keeps, PyTorch 2.11, Triton 3.6), for the share of the best that the first choice and the first five reach rather than for the times.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from nanovllm.perf.tiles.resources import LOADED, Occupancy, Waves, cdiv, combin
 ISSUE_CYCLES = 150
 """From the request for a tile to the load's start, and from the data to the product: barriers, address arithmetic. ASSUMED."""
 _STEP_CYCLES = 60
-"""What four warps need around the product of a step, in which they issue no other; the tensor cores are busy if there are more
-warps. FITTED."""
+"""What a block needs around the product of a step, in which it issues no other; other resident blocks keep the tensor cores
+busy meanwhile. FITTED."""
 _GROUP_CYCLES = 50
+"""What each group of four warps beyond the first adds to that: they wait for each other and for the same barriers. FITTED."""
 _SHARED_LOADS = 2.9
-"""Tiles that several multiprocessors load at the same time cross the L2 cache less often than once each: 64 x 64 tiles run at 15 TB/s
-on an H200, where reads that nobody shares reach 9.0. FITTED."""
+"""Times its bandwidth at which tiles come from the L2 cache: those that several multiprocessors load at the same time cross it less often
+than once each. FITTED."""
 _MMA_ON_HOPPER = 0.62
 """Of the rate, what the instructions of Ampere reach on Hopper (Luo et al., arXiv 2402.13499, rounded)."""
 _OUTSIDE = ("L2", "memory")
 _INSIDE_P, _OUTSIDE_P = 4, 2.5
-"""Of `combine`, for what happens in a multiprocessor and for that together with what comes from outside: two equal limits cost 19 % more than
-one, and 32 %. FITTED."""
+"""Of `combine`, for what happens in a multiprocessor, and for that together with what comes from outside: two equal limits cost 19 % more
+than one, and 32 %. FITTED."""
 _SHARED_WIDTH = 128
 """Bytes that shared memory delivers or takes a cycle."""
 
@@ -73,7 +74,7 @@ def loop_seconds(
     """
     resident = min(fit.blocks, wave.busiest)
     per_step = step.flops / (rate / device.sms)
-    # A multiprocessor has four units. A warp keeps one busy with tensor-core products, two do with others.
+    # A multiprocessor has four units. A warp keeps one busy with products of tensor cores, and it takes two without them (FITTED).
     share = min(1.0, warps * resident / (4 if on_tensor_cores else 8))
     if device.matrix_unit == "wgmma" and on_tensor_cores and not step.wgmma:
         share *= _MMA_ON_HOPPER
@@ -106,8 +107,9 @@ def loop_seconds(
 def _shared_seconds(step: Step, device: DeviceModel, warps: int, on_tensor_cores: bool) -> float:
     """Seconds that shared memory is busy with a step: what is loaded is written once, and read by every unit that needs it.
 
-    wgmma reads both operands there: 64 rows of x at a time, and the whole weight for each of them. Other units
-    load the rows and columns of each warp to registers, the warps being arranged so that they read least.
+    wgmma reads both operands there: 64 rows of x at a time, and the whole weight for each of them. Other tensor cores
+    take the rows and columns of each warp from registers, the warps being arranged so that they read least, and ordinary units those
+    of each thread.
     """
     if step.wgmma:
         # Groups of four warps beyond the rows' share the columns, and each reads all of x.
@@ -122,9 +124,8 @@ def _shared_seconds(step: Step, device: DeviceModel, warps: int, on_tensor_cores
     else:
         grids = [(w, warps // w) for w in (1, 2, 4, 8, 16) if w <= warps and w <= cdiv(step.rows, 16)]
         read = min(step.x_read * across + step.weight_read * down for down, across in grids)
-    unpacked = (
-        step.weight_read if step.convert and (step.wgmma or device.matrix_unit == "tcgen05") else 0
-    )  # written back
+    # Unpacked weights that the product reads from shared memory are written back to it.
+    unpacked = step.weight_read if step.convert and (step.wgmma or device.matrix_unit == "tcgen05") else 0
     return (step.x_bytes + step.weight_bytes + unpacked + read) / (_SHARED_WIDTH * device.clock)
 
 

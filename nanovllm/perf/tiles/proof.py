@@ -85,6 +85,7 @@ def summary(shapes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         found[kind] = {
             "shapes": len(mine), "timed": sum(s["timed"] for s in mine), "median_share": statistics.median(shares),
             "worst_share": min(shares), "best_in_first_five": sum(s["best_in_first_five"] for s in mine) / len(mine),
+            "best_of_all_in_first_five": sum(NOISE * s["first_five_share"] >= 1 for s in mine) / len(mine),
             "first_five_median_share": statistics.median(s["first_five_share"] for s in mine),
             "median_prediction_error": statistics.median(errors),
         }  # fmt: skip

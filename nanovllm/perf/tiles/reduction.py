@@ -1,7 +1,7 @@
 """Blocks of row kernels: softmax, LayerNorm, RMSNorm. One pass if a block holds its row in registers, else the row is read again.
 
 The kernels are those of `kernels/triton_ops/norm.py` and `softmax.py`. A row in registers takes a register an element for
-its thread; several short rows share a block. A longer row goes by in pieces, once for the sums (LayerNorm: mean, then variance; softmax:
+its thread; several short rows share a block, and a row that is no power of two may be several equal blocks. A longer row goes by in pieces, once for the sums (LayerNorm: mean, then variance; softmax:
 maximum and sum together, online) and once for the results.
 """
 
@@ -45,6 +45,8 @@ _SHUFFLE_CYCLES = 30
 _BARRIER_CYCLES = 120
 """Of one step of a reduction within a warp, and of the exchange between warps. ASSUMED."""
 MOST_ITEMS = 64
+HELD_ITEMS = 8
+"""Elements that a thread has of each block where several make up a row (`norm_pieces_kernel`)."""
 LONG_PIECES = (1024, 2048, 4096, 8192)
 
 
@@ -78,26 +80,30 @@ class ReductionProblem:
 
 @dataclass(frozen=True)
 class ReductionTile:
-    """rows: of a program; block: columns that it holds at a time, all of a row if `one_pass`."""
+    """rows: of a program; block: columns that it holds at a time, all of a row if `one_pass`. held: such blocks that make up a row, all of
+    them in registers, so that a row of 3 x 4096 is not padded to 16384."""
 
     rows: int
     block: int
     warps: int
     one_pass: bool = True
+    held: int = 1
 
     @property
     def items(self) -> int:
         """Elements a thread holds."""
-        return max(1, self.rows * self.block // (32 * self.warps))
+        return max(1, self.rows * self.held * self.block // (32 * self.warps))
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.block} w{self.warps}" + ("" if self.one_pass else " in pieces")
+        many = f" x {self.held}" if self.held > 1 else ""
+        return f"{self.rows}x{self.block}{many} w{self.warps}" + ("" if self.one_pass else " in pieces")
 
 
 def shared_bytes(tile: ReductionTile, problem: ReductionProblem) -> int:
     """What warps that share rows exchange: a 4-byte value each for each row; and the weight of RMSNorm, if warps have rows of their own.
 
-    That is loaded by all warps, and then rearranged for those of one row, as 4-byte values (sometimes before it is converted, as less).
+    That is loaded by all warps, and then rearranged for those of one row, as 4-byte values (by Triton 3.6, and sometimes 3.9, before it
+    is converted: half of that if it is of 2 bytes).
     """
     if tile.rows == 1:
         return 4 * tile.warps if tile.warps > 1 else 0
@@ -109,7 +115,8 @@ def shared_bytes(tile: ReductionTile, problem: ReductionProblem) -> int:
 
 
 def candidates(problem: ReductionProblem, device: DeviceModel) -> list[ReductionTile]:
-    """Whole rows in registers where they fit without spilling, short ones several a program; else pieces of a row."""
+    """Whole rows in registers where they fit without spilling, short ones several a program, or made up of equal blocks where a power of
+    two would be padded; else pieces of a row."""
     width = next_power_of_2(problem.size)
     # LayerNorm's kernel takes one row.
     most = 1 if problem.kind == "layer_norm" else next_power_of_2(problem.rows)
@@ -121,6 +128,12 @@ def candidates(problem: ReductionProblem, device: DeviceModel) -> list[Reduction
             or (rows == warps == 1 and width < 32)
         ):
             found.append(ReductionTile(rows, width, warps))
+    if problem.kind != "softmax" and width != problem.size:
+        for warps in (1, 2, 4, 8, 16):
+            block = 32 * HELD_ITEMS * warps
+            held = problem.size // block
+            if problem.size % block == 0 and 2 <= held <= MOST_ITEMS // HELD_ITEMS:
+                found.append(ReductionTile(1, block, warps, held=held))
     if problem.size > 1024:
         found += [
             ReductionTile(1, piece, warps, False) for piece in LONG_PIECES for warps in (4, 8, 16) if piece < width
@@ -145,13 +158,14 @@ def predict(tile: ReductionTile, problem: ReductionProblem, device: DeviceModel)
     once = p.rows * row_bytes
     reads = 1 if tile.one_pass else LONG_READS[p.kind]
     pieces = 1 if tile.one_pass else cdiv(p.size, tile.block)
+    width = tile.held * tile.block
     # What is read again is still in the L2 cache if the rows in progress fit there.
     in_cache = min(blocks, resident * device.sms) * tile.rows * row_bytes <= 0.8 * device.l2_bytes
     dram = once * (1 if in_cache else reads) + once
     loaded = once * reads + blocks * WEIGHTS[p.kind] * row_bytes
-    in_flight = resident * tile.rows * min(tile.block, p.size) * p.itemsize
+    in_flight = resident * tile.rows * min(width, p.size) * p.itemsize
     threads = 32 * tile.warps
-    elements = tile.rows * pieces * tile.block  # with padding
+    elements = tile.rows * pieces * width  # with padding
     vectors = math.ceil(elements / threads / max(1.0, min(tile.items, VECTOR_BYTES / p.itemsize)))
     operations = (_OPERATIONS if tile.one_pass else _LONG_OPERATIONS)[p.kind]
     reduction = (5 * _SHUFFLE_CYCLES + (_BARRIER_CYCLES if tile.warps > 1 else 0)) * REDUCTIONS[p.kind]
@@ -181,6 +195,12 @@ def plan_reduction(problem: ReductionProblem, device: DeviceModel) -> list[Plan]
     if not plans:
         least = ReductionTile(1, next_power_of_2(problem.size), 1)
         raise nothing_fits("reduction", least, shared_bytes(least, problem), reduction_registers(least, problem), device)
-    # A row once, two vectors a thread: enough to load at a time, few enough for other rows beside it.
+    # A row once, without padding, two vectors a thread: enough to load at a time, few enough for other rows beside it.
     some = 2 * VECTOR_BYTES / problem.itemsize
-    return ranked(plans, lambda tile: (not tile.one_pass, abs(math.log2(tile.items / some))))
+
+    def preferred(tile: ReductionTile) -> tuple[float, ...]:
+        padding = tile.held * tile.block > problem.size
+        # Of such blocks four warps, as the engine's own rule.
+        return not tile.one_pass, padding, abs(math.log2(tile.warps / 4 if tile.held > 1 else tile.items / some))
+
+    return ranked(plans, preferred)

@@ -141,14 +141,15 @@ def bytes_needed(device: DeviceModel) -> float:
 def combine(parts: dict[str, float], fixed: float, p: float = 12) -> float:
     """Seconds from overlapping parts: the largest, and a little of the others, since overlap is never perfect.
 
-    A p-norm. With p = 12, which is ASSUMED, two equal parts cost 6 % more than one, and a part of half the size nothing.
+    A p-norm. With p = 12, which is ASSUMED of what has no loop of products (`loop.overlapped`), two equal parts cost 6 % more than
+    one, and a part of half the size nothing.
     """
     return fixed + sum(t**p for t in parts.values()) ** (1 / p)
 
 
 def ranked(plans: list[Plan], preferred: Callable[[Any], tuple[Any, ...]] = lambda config: ()) -> list[Plan]:
-    """The fastest first; among those within half a percent what covers the latency, then what is `preferred` (the least by that key of
-    its configuration), then what takes less of a multiprocessor."""
+    """The fastest first; among those within half a percent what covers the latency or lacks the fewest stages for it, then what is
+    `preferred` (the least by that key of its configuration), then what takes less of a multiprocessor."""
 
     def key(p: Plan) -> tuple[Any, ...]:
         uncovered = max(0, p.min_stages - getattr(p.config, "stages", p.min_stages)) or p.in_flight < p.needed
