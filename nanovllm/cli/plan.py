@@ -197,14 +197,23 @@ def prove(
     times: Annotated[
         Path | None, typer.Option(help="A JSON file for the time of every configuration, to fit the model to.")
     ] = None,
+    judge: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing: judge the model of today by a file of --times, and rewrite its --out."),
+    ] = None,
     tables: Annotated[
         bool, typer.Option("--tables", help="Measure nothing: fill the table of --docs from the JSON files there are.")
     ] = False,
 ) -> None:
     """On a GPU: time everything the planner keeps for some 50 shapes, and tell where its first choices stand."""
-    from nanovllm.perf.tiles.proof import fill_tables, processes, run
+    from nanovllm.perf.tiles.proof import fill_tables, judge_file, processes, run
     from nanovllm.perf.tiles.shapes import ALL
 
+    if judge is not None:
+        judge_file(out, judge)
+        if docs is not None:
+            fill_tables(docs, out)
+        return
     if tables:
         fill_tables(docs, out)
         return

@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -633,3 +633,24 @@ def test_the_documentation_shows_what_was_measured():
     documents = [json.loads(path.read_text()) for path in sorted(root.glob("results/*/planner.json"))]
     shown = (root / "docs" / "planner.md").read_text().split(table.BEGIN)[1].split(table.END)[0].strip()
     assert shown == table.markdown(documents)
+
+
+def test_kept_times_judge_another_model(tmp_path, monkeypatch):
+    """The ranking is today's, the times are the run's; a shape without times is named."""
+    problem, model = ALL["streaming"][0], device_model("h200")
+    kind, plans = "streaming", proof.plan(problem, model)
+    words = proof._words(kind, problem)
+    us = {str(p.config): 10.0 + i for i, p in enumerate(plans)}  # in the order of today's model: its first choice is the best
+    shape = {"kind": kind, "problem": words, "candidates": 1, "timed": 1, "share": 0.1, "builtin": None, "library_us": 3.0, "took_s": 1.0}
+    document = {"schema": 3, "device": asdict(model), "shapes": [shape], "summary": {}}
+    found = proof.judged_again(document, [{"problem": words, "us": us}])
+    (judged,) = found["shapes"]
+    assert judged["share"] == 1 and judged["best_in_first_five"] and judged["timed"] == len(plans) and judged["library_us"] == 3.0
+    assert found["summary"]["all"]["median_share"] == 1
+    us[str(plans[7].config)] = 5.0
+    (judged,) = proof.judged_again(document, [{"problem": words, "us": us}])["shapes"]
+    assert judged["share"] == 0.5 and not judged["best_in_first_five"] and judged["near_rank"] == 7
+    with pytest.raises(ValueError, match="no times"):
+        proof.judged_again(document, [])
+    with pytest.raises(ValueError, match="--out"):
+        proof.judge_file(tmp_path / "none.json", tmp_path / "times.json")

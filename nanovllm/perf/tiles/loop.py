@@ -82,7 +82,9 @@ def loop_seconds(
     full, rest = divmod(wave.busiest, resident)
     rounds, first_and_last = full + (rest > 0), full / resident + (1 / rest if rest else 0.0)
     wait = loaded_latency(device)
-    at_a_time = wait / (stages - 1) if stages > 1 else wait + per_step
+    # An asynchronous product holds its buffer a step longer: with two, the next load begins when it has ended.
+    alone = stages == 1 or (stages == 2 and step.wgmma)
+    at_a_time = wait + per_step if alone else wait / (stages - 1)
     groups = cdiv(warps, 4)
     around = (_STEP_CYCLES + _GROUP_CYCLES * (groups - 1)) / device.clock / resident
     store = store_bytes * device.sms / device.l2_bandwidth

@@ -287,6 +287,46 @@ def run(
     return document
 
 
+def judged_again(document: dict[str, Any], times: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A document as it would be with the model of today: the same measured times, another ranking.
+
+    What the planner has kept only since then was not timed, and does not count.
+
+    Args:
+        times: what `prove` wrote with it, of every configuration.
+    """
+    from nanovllm.perf.tiles.builtin import with_builtin
+
+    model = DeviceModel(**document["device"])
+    us_of = {json.dumps(t["problem"], sort_keys=True): t["us"] for t in times}
+    problems = {json.dumps(_words(kind, p), sort_keys=True): p for kind, ps in ALL.items() for p in ps}
+    shapes = []
+    for shape in document["shapes"]:
+        words = json.dumps(shape["problem"], sort_keys=True)
+        if words not in problems or words not in us_of:
+            raise ValueError(f"prove: no times, or no shape of today's, for {words}; measure anew")
+        few = plan(problems[words], model)
+        plans, own = with_builtin(few, problems[words], model)
+        seconds = {i: us_of[words][str(p.config)] / 1e6 for i, p in enumerate(plans) if str(p.config) in us_of[words]}
+        if own is not None and own not in seconds and shape["builtin"] is not None:  # planned by now, under another name
+            seconds[own] = shape["builtin"]["us"] / 1e6
+        kept = {"candidates": len(few), "timed": len(seconds)}
+        shapes.append({**shape, **kept, **judge(plans, seconds, own, len(few))})
+    return finite({**document, "shapes": shapes, "summary": summary(shapes)})
+
+
+def judge_file(out: Path | None, times: Path) -> None:
+    """Judge the model of today by kept times, and rewrite the document beside them. Needs no GPU.
+
+    Raises:
+        ValueError: there is no document, or it and the times are of other shapes.
+    """
+    if out is None or not out.exists():
+        raise ValueError(f"--judge: expected --out with the JSON file of the run that wrote {times}")
+    out.write_text(json.dumps(judged_again(json.loads(out.read_text()), json.loads(times.read_text())), indent=1) + "\n")
+    print(f"rewrote {out}")
+
+
 def fill_tables(docs: Path | None, out: Path | None = None) -> None:
     """Fill the table of a Markdown file from documents that are there; needs no GPU.
 
