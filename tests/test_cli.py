@@ -112,7 +112,7 @@ def test_kernels_verify_prints_the_seed_it_drew(monkeypatch):
     (row,) = json.loads(first.stdout)
     assert row["seed"] == int(seed) and row["cases"] == 21 and not row["failures"]
     assert run_here(*command, "--seed", seed, "--jobs", "2").stdout == first.stdout
-    assert "inputs of --seed 7\n" in run_here(*command, "--seed", "7").stderr
+    assert "inputs of --seed" not in run_here(*command, "--seed", "7").stderr
     done = run_here(*command, "--jobs", "0")
     assert done.returncode and "--jobs" in done.stderr
 

@@ -49,8 +49,9 @@ def verify(
     if device in ("auto", "cpu") and _interpret_instead():
         return
     where, ops, _ = prepare(device, kernel_plugin)
-    seed = secrets.randbelow(1 << 31) if seed is None else seed
-    print(f"inputs of --seed {seed}", file=sys.stderr)
+    if seed is None:
+        seed = secrets.randbelow(1 << 31)
+        print(f"inputs of --seed {seed}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     for declared in with_provider(matching(ops, op), provider):
         if declared.inputs is None:
