@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels, all_ops
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import SINGLE, AttentionMetadata, Decoder, LayerCache, ResidualStream
 from nanovllm.models.presets import preset
 from nanovllm.models.registry import model_class

@@ -8,8 +8,8 @@ import os
 import numpy as np
 import torch
 
-from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import LayerCache
+from nanovllm.model_config import ModelConfig
 
 # Where nobody says how large the cache should be on a CPU, it takes at most this share of the free memory.
 _CPU_SHARE = 0.25

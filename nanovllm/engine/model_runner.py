@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
 from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens, to_device
 from nanovllm.engine.cuda_graph import DecodeBuckets
@@ -26,6 +26,7 @@ from nanovllm.engine.token_ring import TokenRing
 from nanovllm.engine.warm_up import compile_ahead, profile_peak, two_layers, warm_up
 from nanovllm.kernels import Kernels, all_ops
 from nanovllm.kernels.ops.checks import values_checked
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import Checkpoint, load_model
 
 logger = logging.getLogger(__name__)

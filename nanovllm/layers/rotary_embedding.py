@@ -5,9 +5,9 @@ import math
 import torch
 import torch.nn as nn
 
-from nanovllm.config import RopeConfig
 from nanovllm.kernels import Kernels
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.model_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

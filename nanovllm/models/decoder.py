@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 
-from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import Attention, AttentionMetadata, LayerCache
 from nanovllm.layers.custom_mlp import GatedMLP
@@ -17,6 +16,7 @@ from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import SINGLE, TensorParallel
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import ModelConfig
 
 
 class DecoderAttention(nn.Module):

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.layers.linear import ShardedParameters
 from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.model_config import ModelConfig
 from nanovllm.models import gguf
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.presets import PRESETS, preset

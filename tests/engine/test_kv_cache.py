@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 
-from nanovllm.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig
+from nanovllm.config import KV_CACHE_DTYPES, EngineConfig
 from nanovllm.engine import kv_cache
 from nanovllm.engine.kv_cache import OutOfCacheMemory, num_blocks_that_fit
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.presets import preset
 
 MIB = 2**20
@@ -42,7 +43,7 @@ def test_names_of_cache_dtypes():
 
 MOST_MEMORY = """
 import resource, torch
-from nanovllm.config import ModelConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.engine import kv_cache
 from nanovllm.models.presets import preset
 

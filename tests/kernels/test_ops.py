@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.config import RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import RopeConfig
 from tests.native import NATIVE
 
 ATTENTION = importlib.import_module("nanovllm.kernels.ops.attention")

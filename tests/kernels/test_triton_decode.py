@@ -340,10 +340,10 @@ def test_layers_call_the_fused_ops_for_small_batches_only(tokens, fused, monkeyp
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias, monkeypatch):
     """In float32 to 1e-5 (three tokens too: the multiply-add kernel takes up to four), and every fused op is used."""
-    from nanovllm.config import ModelConfig
     from nanovllm.kernels import all_ops
     from nanovllm.layers import fused_op as layer
     from nanovllm.layers.attention import AttentionMetadata, LayerCache
+    from nanovllm.model_config import ModelConfig
     from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
     config = ModelConfig.from_dict(dict(

@@ -5,7 +5,6 @@ import importlib
 import pytest
 import torch
 
-from nanovllm.config import RopeConfig
 from nanovllm.kernels import Provider, all_ops, resolve_kernels
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.attention_shared import attention_decode_shared
@@ -18,6 +17,7 @@ from nanovllm.kernels.ops.store_kvcache import store_kvcache
 from nanovllm.layers.attention import Attention, AttentionMetadata, LayerCache
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import RopeConfig
 from tests.native import NATIVE
 
 ATTENTION = importlib.import_module("nanovllm.kernels.ops.attention")

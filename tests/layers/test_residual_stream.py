@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.config import ModelConfig
 from nanovllm.kernels import Kernels, all_ops
 from nanovllm.layers import fused_op
 from nanovllm.layers.attention import AttentionMetadata, LayerCache
@@ -18,6 +17,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.parallel import SINGLE, TensorParallel
 from nanovllm.layers.residual_stream import ResidualStream
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 # What begins with a norm takes one token, what a norm may follow two to four.

@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from nanovllm.model_config import ModelConfig, RopeConfig
 from tests.native import NATIVE
 
 LLAMA3 = dict(

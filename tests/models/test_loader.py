@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import WeightError, iter_safetensors, load_model, locate, parameter_bytes
 from nanovllm.models.presets import PRESETS
 from tests import tiny

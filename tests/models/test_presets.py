@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.config import ModelConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import parameter_bytes
 from nanovllm.models.presets import PRESETS, preset
 from nanovllm.models.registry import model_class

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm.config import ModelConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.perf import launcher, worker
 from nanovllm.perf.engines import EngineError
 from nanovllm.perf.job import Job, Repeat, RequestTimes, Run

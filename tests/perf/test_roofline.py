@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import ModelConfig
 from nanovllm.kernels.selection import decorated_kernels
+from nanovllm.model_config import ModelConfig
 from nanovllm.perf.instrument import Instrument, cold_bytes
 from nanovllm.perf.roofline import ModelShape, Work, op_floor, request_work, share_of_limit, workload_work
 from nanovllm.perf.workloads import Item

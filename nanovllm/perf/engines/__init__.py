@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanovllm.config import ModelConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.perf.job import Job, Run
 from nanovllm.perf.workloads import Item
 

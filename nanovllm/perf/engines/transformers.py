@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.config import ModelConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.perf.engines import EngineError, model_directory
 from nanovllm.perf.job import Job, RequestTimes, Run
 from nanovllm.perf.workloads import Item

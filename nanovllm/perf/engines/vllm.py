@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.config import ModelConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.perf.engines import model_directory
 from nanovllm.perf.job import Job, RequestTimes, Run
 from nanovllm.perf.workloads import Item

@@ -1,0 +1,106 @@
+"""A model's config.json: what is read of it, what is refused and how that is said."""
+
+import pytest
+
+from nanovllm.model_config import ModelConfig, RopeConfig
+
+QWEN3 = dict(
+    architectures=["Qwen3ForCausalLM"], vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
+LLAMA = QWEN3 | dict(architectures=["LlamaForCausalLM"])
+
+
+def test_fields_of_a_config():
+    config = ModelConfig.from_dict(
+        QWEN3 | dict(
+            head_dim=24, rms_norm_eps=1e-5, max_position_embeddings=777, rope_parameters=dict(rope_type="default", rope_theta=1e6),
+            tie_word_embeddings=True, attention_bias=True, eos_token_id=[7, 8], dtype="bfloat16", use_custom_kernels=False, more=1,
+        )
+    )  # fmt: skip
+    assert (config.architecture, config.vocab_size, config.hidden_size) == ("Qwen3ForCausalLM", 100, 64)
+    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim, config.num_queries_per_kv) == (
+        4,
+        2,
+        24,
+        2,
+    )
+    assert (config.rms_norm_eps, config.max_position_embeddings, config.rope) == (1e-5, 777, RopeConfig(1e6))
+    assert config.tie_word_embeddings and config.attention_bias and not config.mlp_bias
+    assert (config.eos_token_ids, config.dtype, config.use_custom_kernels) == ((7, 8), "bfloat16", False)
+    assert config.raw["more"] == 1
+
+
+@pytest.mark.parametrize("entries, architecture", [(QWEN3, "Qwen3Config"), (LLAMA, "LlamaConfig")])
+def test_missing_entries_take_the_defaults_of_transformers(entries, architecture):
+    import transformers
+
+    given = {k: v for k, v in entries.items() if k != "architectures"}
+    theirs = getattr(transformers, architecture)(**given)
+    ours = ModelConfig.from_dict(entries)
+    for name in ("head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"] and ours.rope.scaling_type == "default"
+
+
+@pytest.mark.parametrize("eos, expected", [(None, ()), (0, (0,)), (2, (2,)), ([1, 2], (1, 2))])
+def test_end_tokens(eos, expected):
+    assert ModelConfig.from_dict(LLAMA | dict(eos_token_id=eos)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "entry, expected",
+    [
+        (dict(torch_dtype="float16"), "float16"),
+        (dict(dtype="torch.bfloat16"), "bfloat16"),
+        (dict(dtype=None), None),
+        ({}, None),
+    ],
+)
+def test_dtype(entry, expected):
+    assert ModelConfig.from_dict(LLAMA | entry).dtype == expected
+
+
+def test_multi_head_attention_where_key_value_heads_are_unsaid():
+    assert ModelConfig.from_dict(LLAMA | dict(num_key_value_heads=None)).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "entries, said",
+    [
+        (dict(hidden_size=None), "no 'hidden_size'"),
+        (dict(vocab_size=None), "no 'vocab_size'"),
+        (dict(architectures=None), "architectures=[]"),
+        (dict(architectures=["A", "B"]), "exactly one is expected"),
+        (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; only 'silu' is"),
+        (dict(use_sliding_window=True), "use_sliding_window=true is not supported"),
+        (dict(dtype="int4"), "dtype='int4' is not supported"),
+        (dict(use_custom_kernels="false"), "config.json: use_custom_kernels='false': must be true or false"),
+        (
+            dict(rope_scaling=dict(rope_type="longrope")),
+            "rope_type='longrope' is not supported; supported are default, linear",
+        ),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type='dynamic' is not supported"),
+    ],
+)
+def test_unsupported_models_say_what_is_wrong(entries, said):
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(LLAMA | entries)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rope, said",
+    [
+        (dict(rope_type="linear"), "'linear' needs factor"),
+        (dict(rope_type="llama3", factor=8.0), "'llama3' needs low_freq_factor, high_freq_factor"),
+        (dict(rope_type="yarn"), "'yarn' needs factor"),
+        (dict(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_an_incomplete_rope_scaling_says_what_is_missing(rope, said):
+    config = LLAMA | {"rope_scaling": rope}
+    with pytest.raises(ValueError, match=said):
+        ModelConfig.from_dict(config)
