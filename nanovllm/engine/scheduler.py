@@ -36,9 +36,9 @@ class _Run:
 
     step: ScheduledStep
     """The latest step."""
-    length: int
+    last_offset: int
     """Continuations until a sequence reaches its greatest length."""
-    beginning: dict[int, list[Sequence]]
+    block_starts: dict[int, list[Sequence]]
     """By continuation: the sequences whose token is the first of a block. Each is there once, with its next block."""
 
 
@@ -78,7 +78,7 @@ class Scheduler:
         """
         self.running: list[Sequence] = []
         self._run: _Run | None = None
-        self._starved = False
+        self._head_lacks_blocks = False
         """Whether the first that waits found too few blocks, and none has been given back since."""
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self.blocks.reset()
@@ -116,12 +116,12 @@ class Scheduler:
     def _continue_run(self) -> ScheduledStep | None:
         """The next step of the run, or None if there is none or something has to be decided."""
         run = self._run
-        if run is None or run.step.offset == run.length or self._may_admit():
+        if run is None or run.step.offset == run.last_offset or self._may_admit():
             return None
         step, block_size = run.step.next(), self.blocks.block_size
-        beginning = run.beginning.pop(step.offset, ())
+        block_starts = run.block_starts.pop(step.offset, ())
         grows = False
-        for seq in beginning:
+        for seq in block_starts:
             if len(seq.block_table) * block_size == seq.num_computed_tokens:
                 grows = True
                 if not self.blocks.grow(seq, seq.num_computed_tokens + 1):
@@ -129,25 +129,25 @@ class Scheduler:
         for seq in step.sampling:
             seq.num_computed_tokens += 1
             seq.num_pending += 1
-        for seq in beginning:
+        for seq in block_starts:
             self.blocks.register(seq)
-            run.beginning.setdefault(step.offset + block_size, []).append(seq)
+            run.block_starts.setdefault(step.offset + block_size, []).append(seq)
         if grows:
             for offset in range(step.offset + 1, step.offset + 1 + AHEAD):
-                self._reserve(run.beginning.get(offset, ()))
+                self._reserve(run.block_starts.get(offset, ()))
         run.step = step
         return step
 
     def _start_run(self, step: ScheduledStep) -> _Run:
         """Of a step that differs from the one before it, so that the device hears of something anyway."""
-        beginning: dict[int, list[Sequence]] = {}
+        block_starts: dict[int, list[Sequence]] = {}
         for seq in step.sampling:
-            beginning.setdefault(-seq.num_computed_tokens % self.blocks.block_size + 1, []).append(seq)
+            block_starts.setdefault(-seq.num_computed_tokens % self.blocks.block_size + 1, []).append(seq)
         self._reserve(step.sampling)
-        return _Run(step, min(seq.max_len - seq.num_tokens for seq in step.sampling), beginning)
+        return _Run(step, min(seq.max_len - seq.num_tokens for seq in step.sampling), block_starts)
 
     def _reserve(self, seqs: Iterable[Sequence]) -> None:
-        """Give sequences of a run the blocks of their next tokens, as far as they can come to need them and there are many."""
+        """Give sequences of a run the blocks of their next tokens, up to AHEAD tokens and never beyond their greatest length, while as many blocks stay free as sequences run."""
         block_size, spare = self.blocks.block_size, len(self.running)
         for seq in seqs:
             # The last token is not computed.
@@ -156,7 +156,7 @@ class Scheduler:
                 break
 
     def _may_admit(self) -> bool:
-        return bool(self.waiting and self._free_slots and not self._starved)
+        return bool(self.waiting and self._free_slots and not self._head_lacks_blocks)
 
     def _schedule_running(self) -> list[ScheduledSequence]:
         budget = self.max_num_batched_tokens
@@ -189,7 +189,7 @@ class Scheduler:
             start = len(prefix) * self.blocks.block_size
             num_tokens = min(seq.num_tokens - start, budget)
             if not self.blocks.admit(seq, prefix, start + num_tokens):
-                self._starved = True
+                self._head_lacks_blocks = True
                 break
             self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
@@ -230,7 +230,7 @@ class Scheduler:
             self._release(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
-            self._starved = False  # who waits behind it may need fewer blocks
+            self._head_lacks_blocks = False  # who waits behind it may need fewer blocks
         seq.end(reason, stop_reason)
 
     def _take(self, seq: Sequence, num_tokens: int, admitted: bool = False) -> ScheduledSequence:
@@ -258,7 +258,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         self._run = None
-        self._starved = False
+        self._head_lacks_blocks = False
         self.blocks.free(seq)
         self._free_slots.append(seq.slot)
         seq.slot = -1

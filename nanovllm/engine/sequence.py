@@ -49,7 +49,7 @@ class Sequence:
         self.num_registered_blocks = 0
         """Leading blocks of the block table that were offered to the prefix cache."""
         self.slot = -1
-        """This sequence's row in the per-sequence device buffers, while it runs."""
+        """Where the buffers kept by slot (last tokens, token counts) have this sequence while it runs; not its row of the decode state, which moves."""
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

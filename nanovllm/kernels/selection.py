@@ -1,6 +1,6 @@
 """Which provider runs an op: what the user named, else what was measured to be fastest here, else `native`.
 
-Highest first: a `with op.use(...)` block; `kernel_priority`; the environment variable `NANOVLLM_KERNELS`; the plugins
+Highest first: a `with op.use(...)` block; `use_custom_kernels=False`; `kernel_priority`; the environment variable `NANOVLLM_KERNELS`; the plugins
 that were asked for; the table measured on this GPU (`tables.py`); the built-in order; `native`. A provider that the user
 named must be available, or it is an error with the reason; one that is merely preferred is passed over where it cannot run.
 """
