@@ -147,8 +147,9 @@ class Scheduler:
         return _Run(step, min(seq.max_len - seq.num_tokens for seq in step.sampling), block_starts)
 
     def _reserve(self, seqs: Iterable[Sequence]) -> None:
-        """Give sequences of a run the blocks of their next tokens, up to AHEAD tokens and never beyond their greatest length, while as many blocks stay free as sequences run."""
-        block_size, spare = self.blocks.block_size, len(self.running)
+        """Give sequences of a run the blocks of their next tokens, up to AHEAD tokens and never beyond their greatest length, while as many blocks stay free as all that run may need for so many more."""
+        block_size = self.blocks.block_size
+        spare = len(self.running) * -(-AHEAD // block_size)
         for seq in seqs:
             # The last token is not computed.
             num_tokens = min(seq.num_computed_tokens + AHEAD, seq.max_len - 1)

@@ -39,14 +39,20 @@ def compiling_only(threads: int | None = None) -> Iterator[None]:
     Raises:
         ImportError: this Triton has no asynchronous mode.
     """
-    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
-    with ThreadPoolExecutor(threads or os.cpu_count()) as executor, AsyncCompileMode(executor), _launch_replaced():
-        token = _asked.set(set())
-        try:
-            yield
-        finally:
-            _asked.reset(token)
+    before = active_mode.get()
+    try:
+        with ThreadPoolExecutor(threads or os.cpu_count()) as executor, AsyncCompileMode(executor), _launch_replaced():
+            token = _asked.set(set())
+            try:
+                yield
+            finally:
+                _asked.reset(token)
+    finally:
+        # Triton 3.6 does not leave the mode where a kernel failed to compile, and would compile none after that.
+        if before is None:
+            active_mode.set(None)
 
 
 @contextmanager

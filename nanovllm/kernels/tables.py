@@ -67,12 +67,21 @@ def table_path(gpu: str, directory: Path | None) -> Path | None:
 
 
 def _with_known(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An op's record with the providers of an earlier one that it lacks, each where its time puts it."""
-    missing = {p: t for p, t in (known or {}).get("relative", {}).items() if p not in found["order"]}
-    if not missing:
+    """An op's record with the providers of an earlier one that it lacks, each where its time beside the fastest of both puts it.
+
+    Where they have none in common, nothing says which is faster: the earlier order stays, and what is new follows it.
+    """
+    old, new = (known or {}).get("relative", {}), found["relative"]
+    if not set(old) - set(found["order"]):
         return dict(found)
-    relative = {**found["relative"], **missing}
-    return {"order": sorted(relative, key=lambda p: relative[p]), "relative": relative}
+    common = next((p for p in found["order"] if p in old), None)
+    if common is None:
+        order = [*known["order"], *(p for p in found["order"] if p not in known["order"])]  # type: ignore[index]
+        return {"order": order, "relative": old}
+    times = {**{p: t * new[common] / old[common] for p, t in old.items()}, **new}
+    least = min(times.values())
+    relative = {p: round(times[p] / least, 3) for p in sorted(times, key=lambda p: times[p])}
+    return {"order": list(relative), "relative": relative}
 
 
 def save_table(gpu: str, ops: Mapping[str, Mapping[str, Any]], date: str, directory: Path) -> Path:

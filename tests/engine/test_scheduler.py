@@ -355,14 +355,15 @@ def test_blocks_are_reserved_ahead_but_none_beyond_the_end():
 
 
 def test_nobody_is_preempted_for_a_reserved_block():
-    sim = Simulation(block_size=2, num_blocks=12, max_model_len=16, max_num_seqs=2, budget=16)
-    seqs = [sim.add([1, 2, i], SamplingParams(max_tokens=12, ignore_eos=True), i) for i in (3, 4)]
-    sim.step()
-    sim.step()
-    # They share their first block, so 9 were free: enough for the 5 that the first may need yet, not for as many of the second beside
-    # the one that stays free for each.
-    assert [len(seq.block_table) for seq in seqs] == [7, 2] and sim.blocks.num_free_blocks == 4
-    sim.drain()
+    for num_blocks, reserved, free in ((44, [7, 2], 36), (12, [2, 2], 9)):
+        sim = Simulation(block_size=2, num_blocks=num_blocks, max_model_len=16, max_num_seqs=2, budget=16)
+        seqs = [sim.add([1, 2, i], SamplingParams(max_tokens=12, ignore_eos=True), i) for i in (3, 4)]
+        sim.step()
+        sim.step()
+        # They share their first block, so 41 of 44 were free: enough for the 5 that the first may need yet, not for as many of the second
+        # beside the 16 for each that stay free, room for 32 tokens.
+        assert [len(seq.block_table) for seq in seqs] == reserved and sim.blocks.num_free_blocks == free
+        sim.drain()
     sim = Simulation(block_size=2, num_blocks=9, max_model_len=16, max_num_seqs=3, budget=16, caching=False)
     for i in range(3):
         sim.add([1, 2, i], SamplingParams(max_tokens=4, ignore_eos=True), i)

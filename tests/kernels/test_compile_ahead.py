@@ -59,6 +59,19 @@ def test_launches_run_again_after_an_error(monkeypatch):
     assert JITFunction.run is before and _async_compile.active_mode.get() is None
 
 
+def test_a_kernel_that_does_not_compile_leaves_no_mode_behind(monkeypatch):
+    """Triton 3.6 raises before it leaves its mode; no kernel would be compiled after that."""
+
+    def leave(self, *error):
+        raise RuntimeError("ptxas was killed")
+
+    monkeypatch.setattr(_async_compile.AsyncCompileMode, "__exit__", leave)
+    before = JITFunction.run
+    with pytest.raises(RuntimeError, match="ptxas was killed"), compiling_only(1):
+        pass
+    assert _async_compile.active_mode.get() is None and JITFunction.run is before
+
+
 def test_threads_that_overlap_compile_their_own_launches_and_put_back_what_was(monkeypatch):
     """One begins first and ends first; a third serves meanwhile."""
     seen, name = [], ContextVar("name")

@@ -85,5 +85,20 @@ def test_what_was_not_measured_again_is_kept(tmp_path):
     again = {"order": ["triton", "native"], "relative": {"triton": 1.0, "native": 1.2}}
     path = save_table("g", {"attention_decode": again}, "2020-01-02", tmp_path)
     (entry,) = json.loads(path.read_text())["entries"]
-    assert entry["ops"]["attention_decode"]["order"] == ["triton", "native", "flash_attn"] and "softmax" in entry["ops"]
-    assert entry["ops"]["attention_decode"]["relative"] == {"triton": 1.0, "native": 1.2, "flash_attn": 1.3}
+    assert entry["ops"]["attention_decode"]["relative"] == {"triton": 1.0, "native": 1.2, "flash_attn": 1.3} and "softmax" in entry["ops"]
+
+
+@pytest.mark.parametrize(
+    "known, found, order",
+    [
+        ({"a": 1.0, "b": 1.5}, {"b": 1.0}, ["a", "b"]),  # the fastest is not installed now
+        ({"a": 1.0, "b": 2.0, "c": 2.1}, {"b": 1.0, "c": 1.1}, ["a", "b", "c"]),
+        ({"a": 1.0, "c": 3.0}, {"a": 1.0, "b": 2.0}, ["a", "b", "c"]),
+        ({"a": 1.0, "b": 1.5}, {"c": 1.0}, ["a", "b", "c"]),  # nothing in common
+    ],
+)
+def test_kept_providers_stand_where_their_times_put_them(tmp_path, known, found, order):
+    for relative in (known, found):
+        path = save_table("g", {"op": {"order": sorted(relative, key=relative.get), "relative": relative}}, "2020-01-01", tmp_path)
+    (entry,) = json.loads(path.read_text())["entries"]
+    assert entry["ops"]["op"]["order"] == order

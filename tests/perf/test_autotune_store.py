@@ -20,7 +20,7 @@ from nanovllm.perf.autotune import Budget, Outcome, Skipped, store  # noqa: E402
 from nanovllm.perf.autotune import tune as module  # noqa: E402
 from nanovllm.perf.autotune.measure import TuningError  # noqa: E402
 from nanovllm.perf.autotune.resume import ContextLost  # noqa: E402
-from nanovllm.perf.autotune.store import entry, save  # noqa: E402
+from nanovllm.perf.autotune.store import entry, readable, save  # noqa: E402
 from nanovllm.perf.autotune.targets import jobs, target  # noqa: E402
 from nanovllm.perf.presets import device_model  # noqa: E402
 
@@ -287,6 +287,15 @@ def test_of_a_file_with_one_malformed_entry_the_others_are_kept(tmp_path, caplog
     assert "entries[1].key.rows" in caplog.text and "2 of its entries are kept" in caplog.text
     assert tunables.RMS_NORM.find(CPU, 64, 1024, BF16) == RowPlan(2, 8)
     assert len(json.loads(path.read_text())["entries"]) == 3
+
+
+@pytest.mark.parametrize("bad", ["no object", {"tunable": "rms_norm"}, {**an_entry(), "config": None}], ids=str)
+def test_an_entry_without_the_fields_of_one_costs_no_other(tmp_path, bad):
+    path = tmp_path / f"{GPU}.json"
+    good = an_entry()
+    path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [bad, good]}))
+    kept, wrong = readable(path)
+    assert kept == [good] and "entries[0]" in wrong
 
 
 def rms_jobs_unasked(*shapes):

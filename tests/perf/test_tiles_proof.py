@@ -652,5 +652,11 @@ def test_kept_times_judge_another_model(tmp_path, monkeypatch):
     assert judged["share"] == 0.5 and not judged["best_in_first_five"] and judged["near_rank"] == 7
     with pytest.raises(ValueError, match="no times"):
         proof.judged_again(document, [])
+    with pytest.raises(ValueError, match="nothing that is planned today"):
+        proof.judged_again(document, [{"problem": words, "us": {"of the past": 1.0}}])
+    for name in ("out", "times"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    with pytest.raises(ValueError, match="not of one run"):
+        proof.judge_file(tmp_path / "out.json", tmp_path / "times.json")
     with pytest.raises(ValueError, match="--out"):
         proof.judge_file(tmp_path / "none.json", tmp_path / "times.json")

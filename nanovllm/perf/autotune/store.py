@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,19 +88,33 @@ def readable(path: Path) -> tuple[list[dict[str, Any]], str | None]:
     """(the entries of a file that can be read, None or what is wrong with the others or all of it)."""
     if not path.exists():
         return [], None
+    wrong = None
     try:
         found = document(path)["entries"]
     except ValueError as e:
-        return [], str(e).partition("; write it anew")[0]
-    kept, wrong = [], None
+        wrong = str(e).partition("; write it anew")[0]
+        found = _entries_of_malformed(path)
+    kept = []
     for i, data in enumerate(found):
         try:
             if data["tunable"] in ALL:
                 entry_of(ALL[data["tunable"]], data, path)
             kept.append(data)
-        except ValueError as e:
+        except (ValueError, KeyError, TypeError) as e:
             wrong = wrong or f"{path}: entries[{i}].{e}"
     return kept, wrong
+
+
+def _entries_of_malformed(path: Path) -> list[dict[str, Any]]:
+    """Those with the fields that every entry has, of a file that is not quite one."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("entries"), list):
+        return []
+    fields = {"tunable": str, "source": str, "versions": dict, "key": dict, "config": dict}
+    return [e for e in data["entries"] if isinstance(e, dict) and all(type(e.get(n)) is k for n, k in fields.items())]
 
 
 def _write(gpu: str, new: Sequence[Mapping[str, Any]], directory: Path) -> Path:
@@ -129,7 +144,7 @@ def _write(gpu: str, new: Sequence[Mapping[str, Any]], directory: Path) -> Path:
 def _set_aside(path: Path, wrong: str, kept: int) -> None:
     names = (path.with_suffix(f".broken{n or ''}") for n in itertools.count())
     broken = next(name for name in names if not name.exists())
-    path.rename(broken)
+    shutil.copy2(path, broken)  # the file itself is replaced as any other
     logger.warning("%s; set aside as %s, %d of its entries are kept", wrong, broken.name, kept)
 
 

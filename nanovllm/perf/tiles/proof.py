@@ -275,7 +275,10 @@ def run(
             left = limit - (time.monotonic() - began)
             found = prove(model, problems, GpuTimer(model, ahead.failure), left, most, ahead, write, every)
         if times is not None:
-            times.write_text(json.dumps(every) + "\n")
+            # As in the document, what an earlier run measured of other shapes stays.
+            old = json.loads(times.read_text()) if times.exists() and known is not None and _same(known, head) else []
+            new = [t["problem"] for t in every]
+            times.write_text(json.dumps([*(t for t in old if t["problem"] not in new), *every]) + "\n")
         print(f"{ahead.kernels} kernels, {time.monotonic() - began:.0f} s", file=sys.stderr)
     finally:
         ahead.close()
@@ -310,6 +313,8 @@ def judged_again(document: dict[str, Any], times: Sequence[dict[str, Any]]) -> d
         seconds = {i: us_of[words][str(p.config)] / 1e6 for i, p in enumerate(plans) if str(p.config) in us_of[words]}
         if own is not None and own not in seconds and shape["builtin"] is not None:  # planned by now, under another name
             seconds[own] = shape["builtin"]["us"] / 1e6
+        if not any(i < len(few) for i in seconds):
+            raise ValueError(f"prove: nothing that is planned today was timed for {words}; measure anew")
         kept = {"candidates": len(few), "timed": len(seconds)}
         shapes.append({**shape, **kept, **judge(plans, seconds, own, len(few))})
     return finite({**document, "shapes": shapes, "summary": summary(shapes)})
@@ -323,7 +328,11 @@ def judge_file(out: Path | None, times: Path) -> None:
     """
     if out is None or not out.exists():
         raise ValueError(f"--judge: expected --out with the JSON file of the run that wrote {times}")
-    out.write_text(json.dumps(judged_again(json.loads(out.read_text()), json.loads(times.read_text())), indent=1) + "\n")
+    try:
+        found = judged_again(json.loads(out.read_text()), json.loads(times.read_text()))
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
+        raise ValueError(f"--judge: {out} and {times} are not of one run: {type(e).__name__}: {e}") from e
+    out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"rewrote {out}")
 
 
