@@ -204,7 +204,9 @@ def check(record: Record, folder: Path, tolerance: float = TOLERANCE) -> list[Ch
     for row in record.rows:
         if row.error is not None or row.engine != "nanovllm" or row.variant == "native" or not row.repeats:
             continue
-        runs = load_runs(folder / canonical_gpu_name(device) / f"{row.workload}.json")
+        kept_runs = load_runs(folder / canonical_gpu_name(device) / f"{row.workload}.json")
+        # A chip's folder may have runs of products with other memory.
+        runs = [run for run in kept_runs if run.rates is None or run.rates.device == device]
         same = [(run, r) for run in runs for r in run.rows if configuration(run, r) == configuration(record, row)]
         if not same:
             continue

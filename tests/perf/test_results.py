@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 import subprocess
@@ -228,3 +229,18 @@ def test_a_record_knows_its_commit(tmp_path):
 
 def test_folder_names():
     assert slug("NVIDIA H200") == "nvidia-h200" and slug("cpu, 2 threads") == "cpu-2-threads"
+
+
+def test_a_check_compares_a_product_with_itself_though_its_chip_shares_a_folder(tmp_path):
+    def on(device, rate):
+        made = record(row(rate))
+        made.rates = dataclasses.replace(RATES, device=device)
+        return made
+
+    results.keep(on("NVIDIA H100 80GB HBM3", 100.0), tmp_path)
+    assert [path.parent.name for path in results.kept_files(tmp_path)] == ["nvidia-h100"]
+    results.keep(on("NVIDIA H100 SXM5 94GB", 10.0), tmp_path)
+    assert [path.parent.name for path in results.kept_files(tmp_path)] == ["nvidia-h100"]
+    (held,) = results.check(on("NVIDIA H100 80GB HBM3", 99.0), tmp_path)
+    assert held.holds and held.kept > 5 * results.check(on("NVIDIA H100 SXM5 94GB", 9.9), tmp_path)[0].kept
+    assert not results.check(on("NVIDIA H100 NVL", 99.0), tmp_path)
