@@ -75,7 +75,10 @@ class Provider:
         if not isinstance(self.target, str):
             return self.target
         module, _, function = self.target.partition(":")
-        return getattr(importlib.import_module(module), function)
+        loaded = importlib.import_module(module)
+        if not hasattr(loaded, function):
+            raise AttributeError(f"{module} has no function {function!r}; write it there, or import it there")
+        return getattr(loaded, function)
 
 
 class Op:
@@ -213,7 +216,10 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return getattr(torch.ops.nanovllm, self.name)(*args, **kwargs)
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as e:
+            raise TypeError(f"{self.name}: {e}") from None
         self.check(bound.arguments)
         return self.run(bound)
 

@@ -94,7 +94,10 @@ def _from_hub(model_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if model_id.lower() in PRESETS:
-        raise ValueError(f'model={model_id!r} is a preset, which has no weights of its own; add load_format="dummy"')
+        raise ValueError(
+            f"{model_id!r} is a preset (a shape without weights): for weights name a directory or the hub's id, such as"
+            ' \'Qwen/Qwen3-0.6B\'; for random ones, in Python, load_format="dummy"'
+        )
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
         try:

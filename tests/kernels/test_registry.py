@@ -60,6 +60,17 @@ def test_an_op_is_its_reference():
     assert list(declared.providers) == [NATIVE] and declared.providers[NATIVE].support(CPU) is None
 
 
+def test_a_call_with_other_arguments_names_the_op():
+    with pytest.raises(TypeError, match="^double: missing a required argument: 'x'$"):
+        Op(double)()
+
+
+def test_a_named_function_that_does_not_exist():
+    absent = Provider("triton", "nanovllm.kernels.availability:double")
+    with pytest.raises(AttributeError, match="^nanovllm.kernels.availability has no function 'double'; write it there"):
+        absent.fn  # noqa: B018
+
+
 def test_providers_register_beside_the_reference():
     declared = Op(double)
 

@@ -300,7 +300,7 @@ def not_found(error_type, model, *words, **arguments):
 
 
 def test_a_preset_without_dummy_weights():
-    not_found(ValueError, "qwen3-0.6b", "'qwen3-0.6b' is a preset", 'add load_format="dummy"')
+    not_found(ValueError, "qwen3-0.6b", "'qwen3-0.6b' is a preset", "'Qwen/Qwen3-0.6B'", 'in Python, load_format="dummy"')
 
 
 def test_an_unknown_preset():
