@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def parser() -> argparse.ArgumentParser:
+    from nanovllm.arguments import full_dtype
     from nanovllm.perf.engines import ENGINES
     from nanovllm.perf.workloads import WORKLOADS
 
@@ -30,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
     model = p.add_argument_group("the model")
     model.add_argument("--model", help="a directory, a hub id, or a .gguf file, with its weights")
     model.add_argument("--preset", help="a published shape with random weights: qwen3-0.6b, llama3-8b, ...")
-    model.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the model's")
-    model.add_argument("--kv-cache-dtype", help="default: as --dtype")
+    model.add_argument("--dtype", type=full_dtype, choices=("bfloat16", "float16", "float32"), help="default: the model's")
+    model.add_argument("--kv-cache-dtype", type=full_dtype, help="default: as --dtype")
     model.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")
     load = p.add_argument_group("the load")
     named = "; ".join(f"{w.name}: {w.description}" for w in WORKLOADS.values())

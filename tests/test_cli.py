@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nanovllm.cli import main
 from nanovllm.kernels import all_ops
@@ -74,9 +75,30 @@ def test_kernels_list(device):
     assert "rms_norm" in run("kernels", "list", "--device", device).stdout
 
 
+def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):
+    from nanovllm.cli.kernels import list_kernels
+    from nanovllm.kernels import Provider, rms_norm
+
+    for name, target in (("lost", "nanovllm.kernels.availability:rms_norm"), ("nowhere", "nanovllm.kernels.nowhere:rms_norm")):
+        monkeypatch.setitem(rms_norm.providers, name, Provider(name, target))
+    list_kernels("rms_norm", device="cpu", as_json=True)
+    reasons = {row["provider"]: row["reason"] for row in json.loads(capsys.readouterr().out)}
+    assert reasons["native"] is None and reasons["lost"].startswith("nanovllm.kernels.availability has no function 'rms_norm'")
+    assert reasons["nowhere"] == "No module named 'nanovllm.kernels.nowhere'"
+
+
+def test_every_command_takes_the_short_names_of_dtypes():
+    from nanovllm.cli.kernels_common import dtype_of
+
+    assert [dtype_of(name) for name in ("bf16", "fp16", "fp32")] == [torch.bfloat16, torch.float16, torch.float32]
+    for command in (("fuse", "--dtype", "bf16"), ("lab", "gelu", "--dtype", "fp32", "--sizes", "x"), ("tune", "rms_norm", "--dry-run", "--dtype", "bf16")):
+        assert "--dtype" not in run_here(*command).stderr
+
+
 def test_kernels_why():
     done = run_here("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu")
     assert "native runs, because on a CPU the reference runs" in done.stdout and "133,120 bytes" in done.stdout
+    assert run_here("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu", "--dtype", "bf16").stdout == done.stdout
     for args, said in [
         (("why", "rms_nrom"), "did you mean 'rms_norm'?"),
         (("why", "rms_norm", "--shape", "3xa"), "--shape 3xa: expected numbers"),
