@@ -82,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
+    from nanovllm.models.presets import PRESETS, preset
     from nanovllm.perf import kept, launcher, session
 
     if args.worker is not None:
@@ -106,11 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
                 f"--model {args.model} and --preset {args.preset}: one has weights of its own, the other random ones; leave one of them out"
             )
         if args.preset:
-            from nanovllm.models.presets import preset
-
             args.preset_config = preset(args.preset)
         elif not args.model:
             default_model(args)
+        elif args.model.lower() in PRESETS and not Path(args.model).exists():
+            raise ValueError(f"--model {args.model} is a preset (a shape without weights): --preset {args.model} takes random ones")
         if args.in_process:
             from nanovllm import LLM
 

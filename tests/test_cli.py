@@ -57,6 +57,17 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+def test_generate_takes_top_p():
+    done = run_here("generate", "x", "--top-p", "2")
+    assert done.returncode == 1 and "top_p=2.0" in done.stderr
+
+
+def test_the_help_names_what_is_for_users():
+    done = run("kernels", "--help")
+    assert all(re.search(rf"\b{name}\b", done.stdout) for name in ("list", "why", "verify", "bench"))
+    assert not re.search(r"^\W*table\b", done.stdout, re.MULTILINE)
+
+
 def test_generate_from_a_checkpoint_without_a_tokenizer(tmp_path):
     tiny.save(tmp_path)
     done = run("generate", "x", "--model", str(tmp_path))
