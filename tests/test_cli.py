@@ -102,8 +102,8 @@ def test_every_command_takes_the_short_names_of_dtypes():
     from nanovllm.cli.kernels_common import dtype_of
 
     assert [dtype_of(name) for name in ("bf16", "fp16", "fp32")] == [torch.bfloat16, torch.float16, torch.float32]
-    for command in (("fuse", "--dtype", "bf16"), ("lab", "gelu", "--dtype", "fp32", "--sizes", "x"), ("tune", "rms_norm", "--dry-run", "--dtype", "bf16")):
-        assert "--dtype" not in run_here(*command).stderr
+    for command in ("fuse --dtype bf16", "lab gelu --dtype fp32 --sizes x", "tune rms_norm --dry-run --dtype bf16"):
+        assert "--dtype" not in run_here(*command.split()).stderr
 
 
 def test_kernels_why():
