@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def parser() -> argparse.ArgumentParser:
+    from nanovllm.arguments import full_dtype
     from nanovllm.perf.engines import ENGINES
     from nanovllm.perf.workloads import WORKLOADS
 
@@ -30,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
     model = p.add_argument_group("the model")
     model.add_argument("--model", help="a directory, a hub id, or a .gguf file, with its weights")
     model.add_argument("--preset", help="a published shape with random weights: qwen3-0.6b, llama3-8b, ...")
-    model.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the model's")
-    model.add_argument("--kv-cache-dtype", help="default: as --dtype")
+    model.add_argument("--dtype", type=full_dtype, choices=("bfloat16", "float16", "float32"), help="default: the model's")
+    model.add_argument("--kv-cache-dtype", type=full_dtype, help="default: as --dtype")
     model.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")
     load = p.add_argument_group("the load")
     named = "; ".join(f"{w.name}: {w.description}" for w in WORKLOADS.values())
@@ -81,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
+    from nanovllm.models.presets import PRESETS, preset
     from nanovllm.perf import kept, launcher, session
 
     if args.worker is not None:
@@ -105,11 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
                 f"--model {args.model} and --preset {args.preset}: one has weights of its own, the other random ones; leave one of them out"
             )
         if args.preset:
-            from nanovllm.models.presets import preset
-
             args.preset_config = preset(args.preset)
         elif not args.model:
             default_model(args)
+        elif args.model.lower() in PRESETS and not Path(args.model).exists():
+            raise ValueError(f"--model {args.model} is a preset (a shape without weights): --preset {args.model} takes random ones")
         if args.in_process:
             from nanovllm import LLM
 

@@ -1,4 +1,4 @@
-"""Unknown keyword arguments are errors that name the nearest known one."""
+"""Arguments as users write them: unknown ones are errors that name the nearest, and a dtype may have its short name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from dataclasses import fields
 from typing import TypeVar
 
 T = TypeVar("T", bound=type)
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def full_dtype(name: str) -> str:
+    """A dtype's name as torch has it: "bf16" -> "bfloat16"; any other name as it is."""
+    return SHORT_DTYPES.get(name, name)
 
 
 def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> None:

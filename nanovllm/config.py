@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.arguments import rejects_unknown
+from nanovllm.arguments import full_dtype, rejects_unknown
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -34,7 +34,7 @@ class EngineConfig:
     load_format: str = "auto"
     """"auto" (by what the path holds), "safetensors", "gguf", or "dummy" (random weights)."""
     dtype: str = "auto"
-    """Weights and activations. "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU."""
+    """Weights and activations, "bfloat16" or "bf16" and so on. "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
     max_model_len: int = 4096
@@ -95,7 +95,10 @@ class EngineConfig:
                 object.__setattr__(self, name, str(getattr(self, name)))
         for name, values in (("load_format", LOAD_FORMATS), ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             value = getattr(self, name)
+            if isinstance(value, str) and name != "load_format":
+                value = full_dtype(value)
             need(isinstance(value, str) and value in values, name, f"must be one of {', '.join(values)}")
+            object.__setattr__(self, name, value)
         need(isinstance(self.device, str), "device", "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'")
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
             need(isinstance(getattr(self, name), bool), name, "must be True or False")

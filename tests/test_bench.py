@@ -16,6 +16,7 @@ import torch
 
 from nanovllm.kernels import all_ops
 from nanovllm.perf import device, results, session
+from nanovllm.perf.asked import check_model
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -337,6 +338,12 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
         (("--compare", "--no-use-custom-kernels"), "leave out --use-custom-kernels"),
         (("--workload", "bs1", "--rate", "3"), "choose poisson"),
         (("--kernels", "rms_norm"), "'rms_norm' is not of the form op=provider"),
+        (("--kernels", "rmsnorm=native"), "--kernels: unknown op 'rmsnorm'; did you mean 'rms_norm'?"),
+        (("--kernels", "rms_norm=trition"), "--kernels names 'trition', but"),
+        (("--model", "/nope"), "--model /nope: no such file or directory, and no hub id"),
+        (("--model", "./nope"), "--model ./nope: no such file or directory"),
+        (("--model", "nope.gguf"), "--model nope.gguf: no such file or directory"),
+        (("--model", "qwen3-0.6b"), "--model qwen3-0.6b is a preset (a shape without weights): --preset qwen3-0.6b takes"),
         (("--engine", ""), "--engine '': names nothing; leave it out, or choose any of nanovllm, transformers, vllm"),
         (("--engine", ","), "--engine ',': names nothing"),
         (("--workload", ""), "--workload '': names nothing; leave it out, or choose any of bs1, bs8"),
@@ -351,6 +358,16 @@ def test_bad_input_is_one_line(model, capfd, arguments, said):
     assert bench.main(["--model", str(model), "--device", "cpu", "--in-process", "--no-profile", *arguments]) == 2
     captured = capfd.readouterr()
     assert captured.err.startswith("bench.py: ") and said in captured.err and captured.err.count("\n") == 1
+
+
+def test_what_may_be_the_id_of_a_hub_is_not_refused(tmp_path):
+    for name in ("Qwen/Qwen3-0.6B", "gpt2", str(tmp_path)):
+        check_model(name)
+
+
+def test_dtypes_have_short_names():
+    args = bench.parser().parse_args(["--dtype", "bf16", "--kv-cache-dtype", "fp16"])
+    assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "float16")
 
 
 def test_an_unknown_preset_is_one_line(capfd):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nanovllm.cli import main
 from nanovllm.kernels import all_ops
@@ -56,6 +57,17 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+def test_generate_takes_top_p():
+    done = run_here("generate", "x", "--top-p", "2")
+    assert done.returncode == 1 and "top_p=2.0" in done.stderr
+
+
+def test_the_help_names_what_is_for_users():
+    done = run("kernels", "--help")
+    assert all(re.search(rf"\b{name}\b", done.stdout) for name in ("list", "why", "verify", "bench"))
+    assert not re.search(r"^\W*table\b", done.stdout, re.MULTILINE)
+
+
 def test_generate_from_a_checkpoint_without_a_tokenizer(tmp_path):
     tiny.save(tmp_path)
     done = run("generate", "x", "--model", str(tmp_path))
@@ -74,9 +86,30 @@ def test_kernels_list(device):
     assert "rms_norm" in run("kernels", "list", "--device", device).stdout
 
 
+def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):
+    from nanovllm.cli.kernels import list_kernels
+    from nanovllm.kernels import Provider, rms_norm
+
+    for name, target in (("lost", "nanovllm.kernels.availability:rms_norm"), ("nowhere", "nanovllm.kernels.nowhere:rms_norm")):
+        monkeypatch.setitem(rms_norm.providers, name, Provider(name, target))
+    list_kernels("rms_norm", device="cpu", as_json=True)
+    reasons = {row["provider"]: row["reason"] for row in json.loads(capsys.readouterr().out)}
+    assert reasons["native"] is None and reasons["lost"].startswith("nanovllm.kernels.availability has no function 'rms_norm'")
+    assert reasons["nowhere"] == "No module named 'nanovllm.kernels.nowhere'"
+
+
+def test_every_command_takes_the_short_names_of_dtypes():
+    from nanovllm.cli.kernels_common import dtype_of
+
+    assert [dtype_of(name) for name in ("bf16", "fp16", "fp32")] == [torch.bfloat16, torch.float16, torch.float32]
+    for command in ("fuse --dtype bf16", "lab gelu --dtype fp32 --sizes x", "tune rms_norm --dry-run --dtype bf16"):
+        assert "--dtype" not in run_here(*command.split()).stderr
+
+
 def test_kernels_why():
     done = run_here("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu")
     assert "native runs, because on a CPU the reference runs" in done.stdout and "133,120 bytes" in done.stdout
+    assert run_here("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu", "--dtype", "bf16").stdout == done.stdout
     for args, said in [
         (("why", "rms_nrom"), "did you mean 'rms_norm'?"),
         (("why", "rms_norm", "--shape", "3xa"), "--shape 3xa: expected numbers"),

@@ -136,7 +136,7 @@ def test_mlp(tmp_path):
     [
         (("gelu", "--sizes", "12x"), "--sizes 12x: expected whole numbers"),
         (("gelu", "--sizes", "0"), "sizes: expected numbers from 1 to 32768, not 0"),
-        (("gelu", "--dtype", "int8"), "--dtype int8: expected one of float32, bfloat16, float16"),
+        (("gelu", "--dtype", "int8"), "--dtype int8: expected one of bfloat16, float16, float32"),
         (("gelu", "--way", "cude"), "way: expected one of plain"),
         (("gelu", "--gpu", "v100"), "no preset for 'v100'"),
         (("gelu", "--device", "tpu"), "not a device"),

@@ -1,6 +1,9 @@
 """`nanovllm plan` and `nanovllm device`, through their own commands; nothing needs a GPU."""
 
 import json
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +33,31 @@ def test_gemm_table():
     for column in ("configuration", "I", "shared", "regs", "S_min", "blocks/SM", "waves", "us", "of limit", "binds"):
         assert column in text
     assert sum(line.startswith("│") for line in text.splitlines()) == 3
+
+
+def test_the_first_line_is_the_ideal_whatever_binds_a_plan():
+    assert re.search(r"ridge \d+; at best 5\.4\d us, by arithmetic\. \d+ configurations fit", run(*GEMM))
+
+
+def test_an_order_that_is_not_of_time_is_explained():
+    said = "Plans within 0.5 % of each other count as equally fast"
+    for m, sorted_by_time in ((256, True), (16, False)):
+        args = ("gemm", "--m", m, "--n", 4096, "--k", 4096, "--gpu", "h200")
+        times = [round(1e6 * plan["seconds"], 2) for plan in json.loads(run(*args, "--json"))["plans"]]
+        assert (times == sorted(times)) == sorted_by_time == (said not in run(*args))
+        assert said not in run(*args, "--top", 1)
+
+
+def documented():
+    """(command, its output) of docs/planner.md, but for those that compile."""
+    text = (Path(__file__).parents[1] / "docs" / "planner.md").read_text()
+    blocks = re.findall(r"^    \$ nanovllm plan (.*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    return [(command, textwrap.dedent(output)) for command, output in blocks if "--compile" not in command]
+
+
+@pytest.mark.parametrize("command, output", documented(), ids=lambda text: text.split("\n")[0][:30])
+def test_the_documentation_shows_what_is_printed(command, output):
+    assert run(*command.split()) == output
 
 
 def test_gemm_json_is_what_the_planner_says():

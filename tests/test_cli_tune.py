@@ -201,7 +201,6 @@ def test_the_documentation_names_what_can_be_tuned_and_what_a_file_holds():
         ("softmax --dry-run --preset qwen3-0.6b", "softmax: --preset has shapes for attention_decode"),
         ("--dry-run --preset qwen9", "no preset 'qwen9'"),
         ("--dry-run", "expected an op to tune, or --preset with a model's name, or --list"),
-        ("rms_norm", "--out: expected a directory to write to, here or in NANOVLLM_KERNEL_CONFIGS"),
         ("rms_norm --out x --search best", "search: expected one of exhaustive, random, not 'best'"),
         ("rms_norm --out x --patience 0", "patience: expected at least 1 candidate"),
         ("rms_norm --dry-run --search foo", "search: expected one of exhaustive, random, not 'foo'"),
@@ -216,3 +215,12 @@ def test_bad_input(args, said, monkeypatch):
     monkeypatch.delenv(configs.DIRECTORY_VARIABLE, raising=False)
     done = run(*args.split())
     assert isinstance(done.exception, ValueError) and said in str(done.exception), done.exception
+    assert "nanovllm tune got" not in str(done.exception)
+
+
+def test_without_a_gpu_that_is_said_before_the_directory_is_asked_for(monkeypatch):
+    monkeypatch.delenv(configs.DIRECTORY_VARIABLE, raising=False)
+    done = run("rms_norm", "--shape", "32x1024", "--device", "cpu")
+    assert str(done.exception).startswith("configurations are timed on a GPU, this is cpu")
+    with pytest.raises(ValueError, match="^--out: expected a directory to write to, here or in NANOVLLM_KERNEL_CONFIGS"):
+        module._directory(None)

@@ -72,6 +72,12 @@ def test_bad_values_are_named_with_what_is_allowed(arguments, said):
     assert said in str(error.value)
 
 
+def test_a_dtype_may_have_its_short_name():
+    config = EngineConfig("m", dtype="bf16", kv_cache_dtype="fp32")
+    assert (config.dtype, config.kv_cache_dtype) == ("bfloat16", "float32")
+    assert [EngineConfig("m", dtype=short).dtype for short in ("fp16", "fp32", "auto")] == ["float16", "float32", "auto"]
+
+
 @pytest.mark.parametrize("value", [0, 1, "yes", "False", 1.0, [], np.True_])
 @pytest.mark.parametrize("field", [f for f in dataclasses.fields(EngineConfig) if "bool" in f.type], ids=lambda f: f.name)
 def test_what_is_true_or_false_is_nothing_else(field, value):

@@ -33,6 +33,9 @@ _Model = Annotated[
         help="A Hugging Face directory, a hub id or a .gguf file; by default the embedded SmolLM2-135M-Instruct."
     ),
 ]
+_Temperature = Annotated[float, typer.Option(help="0 for always the most likely token.")]
+_TopP = Annotated[float, typer.Option(help="Nucleus sampling: keep the likeliest tokens up to this probability.")]
+_Seed = Annotated[int | None, typer.Option(help="Makes the answers repeatable.")]
 _UseCustomKernels = Annotated[bool | None, typer.Option(help="Custom kernels on or off; by default as the model says.")]
 _KernelPlugins = Annotated[
     list[str] | None,
@@ -61,12 +64,10 @@ def _root(
 def chat(
     model: _Model = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 for always the most likely token.")] = 0.6,
-    top_p: Annotated[
-        float, typer.Option(help="Nucleus sampling: keep the likeliest tokens up to this probability.")
-    ] = 0.95,
+    temperature: _Temperature = 0.6,
+    top_p: _TopP = 0.95,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
-    seed: Annotated[int | None, typer.Option(help="Makes the answers repeatable.")] = None,
+    seed: _Seed = None,
     use_custom_kernels: _UseCustomKernels = None,
     kernel_plugin: _KernelPlugins = None,
 ) -> None:
@@ -104,9 +105,10 @@ def chat(
 def generate(
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts, completed together.")],
     model: _Model = None,
-    temperature: Annotated[float, typer.Option(help="0 for always the most likely token.")] = 0.6,
+    temperature: _Temperature = 0.6,
+    top_p: _TopP = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 128,
-    seed: Annotated[int | None, typer.Option(help="Makes the completions repeatable.")] = None,
+    seed: _Seed = None,
     use_custom_kernels: _UseCustomKernels = None,
     kernel_plugin: _KernelPlugins = None,
 ) -> None:
@@ -114,7 +116,7 @@ def generate(
     from nanovllm import LLM, SamplingParams
     from nanovllm.models.embedded import embedded_model_path
 
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
     for output in llm.generate(prompts, params):
         print(f"\n> {output.prompt}\n{output['text']}")

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli.kernels_common import DTYPES, dtype_name
+
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from nanovllm.perf.fusion import FusionAnalyzer, FusionDevice
     from nanovllm.perf.fusion.nest import LoopNest
 
-_DTYPES = ("bfloat16", "float16", "float32")
 _PHASES = ("decode", "prefill")
 _NOTHING = "{}: nothing to fuse, it runs no kernel"
 
@@ -49,7 +50,7 @@ def fuse(
     tokens: Annotated[int, typer.Option(help="Tokens of the batch.")] = 64,
     context: Annotated[int | None, typer.Option(help="Tokens of each sequence, the new ones among them; by default 1024.")] = None,
     phase: Annotated[str, typer.Option(help="decode: sequences of one new token each; prefill: one prompt.")] = "decode",
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(_DTYPES)}; by default the preset's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; by default the preset's.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Predict for this GPU: a100, h100, h200, b200, rtx-4090. By default h100.")] = None,
     left: Annotated[bool, typer.Option("--left", help="Also show what was left unfused, and why.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Run every group: unfused, with torch.compile, with our ops.")] = False,
@@ -62,8 +63,8 @@ def fuse(
     """Which operators of a module to run as one kernel, what that saves on a GPU, and which of our ops does it."""
     if phase not in _PHASES:
         raise ValueError(f"--phase {phase}: expected one of {', '.join(_PHASES)}")
-    if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"--dtype {dtype}: expected one of {', '.join(_DTYPES)}")
+    if dtype is not None:
+        dtype = dtype_name(dtype)
     if sum(given is not None for given in (preset, module, loops)) > 1:
         raise ValueError("--preset, --module, --loops: expected one of them")
     if iters < 1:
@@ -310,7 +311,7 @@ def _here(where: torch.device) -> FusionDevice:
         return this_device(where)
     from nanovllm.perf.fusion.host import measure_host
 
-    return measure_host(_DTYPES)
+    return measure_host(DTYPES)
 
 
 def _progress(text: str) -> None:

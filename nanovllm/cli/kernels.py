@@ -15,6 +15,7 @@ from nanovllm.cli.kernels_common import (
     OpName,
     Plugins,
     device_name,
+    dtype_name,
     dtype_of,
     matching,
     new_table,
@@ -28,7 +29,7 @@ from nanovllm.cli.kernels_verify import verify
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.kernels import Op
+    from nanovllm.kernels import Op, Provider
 
 app = typer.Typer(no_args_is_help=True, help="The ops and who computes them.")
 
@@ -79,7 +80,7 @@ def why(
     if shape is not None:
         arguments = Case(shape_of(declared, shape), dtype_of(dtype)).arguments(declared, where)
         declared.check(arguments)
-        call = {"shape": shape, "dtype": dtype}
+        call = {"shape": shape, "dtype": dtype_name(dtype)}
         if declared.cost is not None:
             cost = declared.cost(**arguments)
             call |= {"bytes": cost.bytes, "flops": cost.flops}
@@ -99,7 +100,7 @@ def why(
     print(f"{op} on {device_name(where)}: {taken} runs, because {because}.")
     if "bytes" in call:
         print(
-            f"A call of shape {shape} in {dtype} moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops."
+            f"A call of shape {shape} in {call['dtype']} moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops."
         )
     table = new_table("provider", "rank", "can it take this?" if call else "can it run here?")
     for row in rows:
@@ -111,7 +112,7 @@ app.command()(verify)
 app.command()(bench)
 
 
-@app.command("table")
+@app.command("table", hidden=True)
 def markdown_table() -> None:
     """The Markdown table of docs/kernels.md: every op, what it does, its providers and where they run."""
     from nanovllm.kernels import all_ops
@@ -126,6 +127,15 @@ def markdown_table() -> None:
         print(f"| `{name}` | {what} | {arguments} | {providers} |")
 
 
+def _missing(provider: Provider) -> str | None:
+    """Why there is no function of a provider that could run here, or None."""
+    try:
+        _ = provider.fn
+    except (ImportError, AttributeError) as e:
+        return str(e)
+    return None
+
+
 def _provider_rows(declared: Op, where: torch.device, plugins: Any) -> list[dict[str, Any]]:
     from nanovllm.kernels.selection import rank
 
@@ -136,7 +146,7 @@ def _provider_rows(declared: Op, where: torch.device, plugins: Any) -> list[dict
             "provider": p.name,
             "rank": ranked.index(p.name) + 1 if p.name in ranked else None,
             "chosen": p.name == ranked[0],
-            "reason": p.support(where),
+            "reason": p.support(where) or _missing(p),
             "architectures": p.architectures,
         }
         for p in declared.providers.values()

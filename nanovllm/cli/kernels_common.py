@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.arguments import full_dtype
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,6 +24,7 @@ Plugins = Annotated[
 Providers = Annotated[list[str] | None, typer.Option("--provider", help="Only this provider; repeatable.")]
 Shapes = Annotated[list[str] | None, typer.Option("--shape", help="A shape such as 32x1024; repeatable.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def prepare(
@@ -87,10 +90,14 @@ def shape_of(declared: Op, text: str) -> tuple[int, ...]:
 def dtype_of(name: str) -> torch.dtype:
     import torch
 
-    dtypes = {n: getattr(torch, n) for n in ("bfloat16", "float16", "float32")}
-    if name not in dtypes:
-        raise ValueError(f"--dtype {name}: expected one of {', '.join(dtypes)}")
-    return dtypes[name]
+    return getattr(torch, dtype_name(name))
+
+
+def dtype_name(name: str) -> str:
+    """The full name of what --dtype names; a ValueError if it is none of DTYPES."""
+    if (full := full_dtype(name)) not in DTYPES:
+        raise ValueError(f"--dtype {name}: expected one of {', '.join(DTYPES)}")
+    return full
 
 
 def device_name(where: torch.device) -> str:

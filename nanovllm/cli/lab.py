@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from nanovllm.cli.kernels_common import dtype_of
+
 app = typer.Typer(
     no_args_is_help=True, help="Learn to write kernels: one function in five ways, checked, timed and explained."
 )
@@ -143,14 +145,7 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
 
 
 def _dtype(name: str | None) -> Any:
-    import torch
-
-    if name is None:
-        return None
-    dtypes = {n: getattr(torch, n) for n in ("float32", "bfloat16", "float16")}
-    if name not in dtypes:
-        raise ValueError(f"--dtype {name}: expected one of {', '.join(dtypes)}")
-    return dtypes[name]
+    return None if name is None else dtype_of(name)
 
 
 def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:

@@ -265,7 +265,7 @@ def _show(
     print(f"{kind} on {device.name}: {_words(problem)}")
     print(
         f"{plans[0].flops:.4g} flops, {least_bytes:.4g} bytes at least: {intensity:.1f} flops a byte, ridge {rate / device.bandwidth:.0f}; "
-        f"{bound} bounds it, at {1e6 * floor:.2f} us. {len(plans)} configurations fit; predicted, not measured:"
+        f"at best {1e6 * floor:.2f} us, by {bound}. {len(plans)} configurations fit; predicted, not measured:"
     )
     if least_bytes > device.memory:
         print(f"It does not fit {device.name}: {least_bytes / 1e9:,.0f} GB at least, of {device.memory / 1e9:,.0f} GB.")
@@ -274,6 +274,9 @@ def _show(
         table.add_row(*row)
     # A file or a pipe has no width: nothing is cut off there.
     (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
+    times = [round(1e6 * plan.seconds, 2) for plan in shown]
+    if times != sorted(times):
+        print("Plans within 0.5 % of each other count as equally fast: first comes what covers the latency, then what takes less.")
 
 
 def _words(problem: Any) -> str:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    import torch
+from nanovllm.cli.kernels_common import dtype_of
 
+if TYPE_CHECKING:
     from nanovllm.perf.autotune.search import Budget
     from nanovllm.perf.autotune.targets import Job, Target
     from nanovllm.perf.autotune.tune import Result
@@ -86,7 +86,7 @@ def tune(
         return
     if gpu is not None or compile is not None:
         raise ValueError("--gpu, --compile: only with --dry-run; configurations are timed on the GPU that is here")
-    _tune(requests, dtype, device, _directory(out), search, seed, limit, budget, resume, as_json)
+    _tune(requests, dtype, device, out, search, seed, limit, budget, resume, as_json)
 
 
 def _requests(
@@ -125,15 +125,6 @@ def _shape(chosen: Target, text: str) -> tuple[int, ...]:
     return shape
 
 
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtypes = {n: getattr(torch, n) for n in ("bfloat16", "float16", "float32")}
-    if name not in dtypes:
-        raise ValueError(f"--dtype {name}: expected one of {', '.join(dtypes)}")
-    return dtypes[name]
-
-
 def _directory(out: Path | None) -> Path:
     from nanovllm.kernels.configs import DIRECTORY_VARIABLE
 
@@ -150,7 +141,7 @@ def _jobs(requests: Any, dtype: str, model: DeviceModel) -> list[Job]:
 
     found = []
     for chosen, shapes in requests:
-        of_target, remarks = jobs(chosen, shapes, _dtype(dtype), model)
+        of_target, remarks = jobs(chosen, shapes, dtype_of(dtype), model)
         found += of_target
         for remark in remarks:
             print(f"{remark}: not tuned", file=sys.stderr)
@@ -176,7 +167,7 @@ def _model(gpu: str | None, device: str) -> DeviceModel:
 
 
 def _tune(
-    requests: Any, dtype: str, device: str, out: Path, search: str, seed: int, limit: float | None, budget: Budget, resume: bool,
+    requests: Any, dtype: str, device: str, out: Path | None, search: str, seed: int, limit: float | None, budget: Budget, resume: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
     from nanovllm.engine.model_runner import select_device
@@ -189,6 +180,7 @@ def _tune(
     where = select_device(device)
     if where.type != "cuda":
         raise ValueError(f"configurations are timed on a GPU, this is {where}; --dry-run shows what would be tried")
+    out = _directory(out)
     import torch
 
     results = []

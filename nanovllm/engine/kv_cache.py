@@ -8,6 +8,7 @@ import os
 import numpy as np
 import torch
 
+from nanovllm.arguments import full_dtype
 from nanovllm.layers.attention import LayerCache
 from nanovllm.model_config import ModelConfig
 
@@ -15,14 +16,7 @@ from nanovllm.model_config import ModelConfig
 _CPU_SHARE = 0.25
 _MIB = 2**20
 
-# What `kv_cache_dtype` may name, where it is not the name of a torch dtype.
-_ALIASES = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
+_FP8 = ("fp8", "fp8_e4m3")
 
 
 class OutOfCacheMemory(ValueError):
@@ -33,7 +27,7 @@ def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     """The dtype that `kv_cache_dtype`, one of `config.KV_CACHE_DTYPES`, names; "auto" is the model's."""
     if name == "auto":
         return model_dtype
-    return _ALIASES[name] if name in _ALIASES else getattr(torch, name)
+    return torch.float8_e4m3fn if name in _FP8 else getattr(torch, full_dtype(name))
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:

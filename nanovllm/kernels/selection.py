@@ -100,9 +100,7 @@ def resolve_kernels(
     ops = all_ops()
     sources = {"kernel_priority": _checked(priority or {}, "kernel_priority", ops), **_environment()}
     for who, named in sources.items():  # all of them, whether they are used or not
-        for declared in ops.values():
-            for name in named.get(declared.name, ()):
-                _reject_unknown_provider(declared, name, who)
+        _reject_unknown_providers(named, ops, who)
     chosen, decorate = {}, _decorate.get()
     for name, declared in ops.items():
         provider = declared.providers[NATIVE]
@@ -211,6 +209,19 @@ def native_instead(declared: Op, provider: str, reason: str) -> Callable[..., An
 
 def _warn(declared: Op, provider: str, reason: str) -> None:
     logger.warning("%s: %s does not take these arguments (%s); using native", declared.name, provider, reason)
+
+
+def check_priority(priority: Mapping[str, Sequence[str]], who: str) -> None:
+    """A ValueError, in the name of `who`, for an op or provider that is neither ours nor an installed plugin's."""
+    load_plugins(())
+    ops = all_ops()
+    _reject_unknown_providers(_checked(priority, who, ops), ops, who)
+
+
+def _reject_unknown_providers(named: Mapping[str, Sequence[str]], ops: Mapping[str, Op], who: str) -> None:
+    for declared in ops.values():
+        for name in named.get(declared.name, ()):
+            _reject_unknown_provider(declared, name, who)
 
 
 def _environment() -> dict[str, dict[str, list[str]]]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
+from nanovllm.arguments import full_dtype
 from nanovllm.kernels import all_ops, benchmark_kernel, unavailable_reason
 from nanovllm.kernels.declaration import TOLERANCE
 from nanovllm.layers.custom_mlp import CustomGatedMLP
@@ -27,7 +28,7 @@ def compare_mlp(
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     where = torch.cuda.get_device_name(device) if on_gpu else f"cpu ({unavailable_reason()})"
-    name = dtype or ("bfloat16" if on_gpu else "float32")
+    name = full_dtype(dtype) if dtype else ("bfloat16" if on_gpu else "float32")
     if name not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{name}: expected bfloat16, float16 or float32", param_hint="--dtype")
     weights = getattr(torch, name)

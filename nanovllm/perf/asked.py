@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,6 +48,13 @@ def check_folder(option: str, given: Path, folder: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(f"{option} {given}: nothing can be written there ({error}); choose another place") from None
+
+
+def check_model(name: str) -> None:
+    """A ValueError for what is neither there nor of the form of a hub's id."""
+    path = Path(name).expanduser()
+    if not path.exists() and (path.suffix == ".gguf" or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)):
+        raise ValueError(f"--model {name}: no such file or directory, and no hub id; or take random weights with --preset")
 
 
 def check_device(name: str) -> None:

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from nanovllm.arguments import SHORT_DTYPES
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,8 +42,8 @@ DTYPE_BYTES: Mapping[str, float] = {
 }  # fmt: skip
 """Bytes an element. tfloat32 is float32 in memory, multiplied on tensor cores; float8 is e4m3 or e5m2."""
 _SHORT = {
-    "fp32": "float32", "tf32": "tfloat32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp8": "float8",
-    "float8_e4m3fn": "float8", "float8_e5m2": "float8", "i8": "int8", "i4": "int4",
+    **SHORT_DTYPES, "tf32": "tfloat32", "half": "float16", "fp8": "float8", "float8_e4m3fn": "float8",
+    "float8_e5m2": "float8", "i8": "int8", "i4": "int4",
 }  # fmt: skip
 
 

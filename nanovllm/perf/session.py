@@ -12,10 +12,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from nanovllm.kernels.selection import parse_priority
+from nanovllm.kernels.selection import check_priority, parse_priority
 from nanovllm.perf import results
 from nanovllm.perf import tables as text
-from nanovllm.perf.asked import check_device, check_folder, names_in, workloads
+from nanovllm.perf.asked import check_device, check_folder, check_model, names_in, workloads
 from nanovllm.perf.device import Rates, best_of
 from nanovllm.perf.engines import ENGINES
 from nanovllm.perf.job import Job, Row
@@ -58,6 +58,8 @@ class Session:
         if args.ablate and args.use_custom_kernels is False:
             raise ValueError("--ablate needs custom kernels to turn off; leave out --no-use-custom-kernels")
         check_device(args.device)
+        if not args.preset:
+            check_model(args.model)
         self.workloads = workloads(args)
         self.model = args.preset or args.model
         self.label = args.preset or Path(args.model).name
@@ -71,7 +73,8 @@ class Session:
         self.table = text.TextTable(
             [w.name for w in self.workloads], [f"{e} {v}" for e in self.engines for v in variants]
         )
-        self._options()  # a ValueError now, if they cannot be read
+        # A ValueError now, if they cannot be read.
+        check_priority(self._options().get("kernel_priority", {}), "--kernels")
         self._check_places()
 
     def run(self) -> int:

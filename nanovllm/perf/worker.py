@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.arguments import full_dtype
 from nanovllm.perf import device as device_rates
 from nanovllm.perf.engines import Engine, EngineError, start
 from nanovllm.perf.job import Emit, Job, Repeat, Row, stopped
@@ -23,8 +24,6 @@ from nanovllm.sampling_params import SamplingParams
 
 _WARMUP_SEED = 1_000_000
 _DTYPES = ("bfloat16", "float16", "float32")
-_CACHE_DTYPES = {**{name: name for name in _DTYPES}, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""The torch dtypes that `kv_cache_dtype` may name."""
 
 
 def work(job: Job, llm_class: Any, emit: Emit) -> None:
@@ -138,10 +137,10 @@ class _Limit:
 
 
 def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
-    name = str(job.options.get("kv_cache_dtype") or "auto")
+    name = full_dtype(str(job.options.get("kv_cache_dtype") or "auto"))
     kv_bytes = 1 if name.startswith("fp8") else None
-    if name in _CACHE_DTYPES:
-        kv_bytes = getattr(torch, _CACHE_DTYPES[name]).itemsize
+    if name in _DTYPES:
+        kv_bytes = getattr(torch, name).itemsize
     return ModelShape.of(config, getattr(torch, dtype).itemsize, kv_bytes)
 
 

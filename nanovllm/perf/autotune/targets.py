@@ -109,9 +109,9 @@ def target(op: str) -> Target:
     if op in all_ops():
         raise ValueError(f"{op}: its kernels choose nothing that can be tuned; ops to tune are {', '.join(TARGETS)}")
     try:
-        reject_unknown("nanovllm tune", [op], TARGETS)
+        reject_unknown("", [op], TARGETS)
     except TypeError as e:
-        raise ValueError(str(e).replace("argument", "op")) from None
+        raise ValueError(str(e).replace(" got an unknown argument", "unknown op")) from None
     raise AssertionError
 
 
