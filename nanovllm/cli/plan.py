@@ -206,7 +206,8 @@ def prove(
     ] = False,
 ) -> None:
     """On a GPU: time everything the planner keeps for some 50 shapes, and tell where its first choices stand."""
-    from nanovllm.perf.tiles.proof import fill_tables, judge_file, processes, run
+    from nanovllm.perf.tiles.judging import judge_file
+    from nanovllm.perf.tiles.proof import fill_tables, processes, run
     from nanovllm.perf.tiles.shapes import ALL
 
     if judge is not None:

@@ -21,6 +21,7 @@ from nanovllm.perf.tiles import (
     GemmProblem,
     ReductionProblem,
     ReductionTile,
+    judging,
     measuring,
     proof,
     shapes,
@@ -59,11 +60,11 @@ def test_sample():
 
 def test_judge():
     plans = plan(FEW["gemm"][0], H200)
-    found = proof.judge(plans, {0: 2e-6, 1: 3e-6, 2: 2e-6, 3: 2e-6, 4: 1.9e-6, 30: 1e-6})
+    found = judging.judge(plans, {0: 2e-6, 1: 3e-6, 2: 2e-6, 3: 2e-6, 4: 1.9e-6, 30: 1e-6})
     assert found["share"] == 0.5 and not found["best_in_first_five"] and found["best"]["rank"] == 30
     assert found["first_five_share"] == pytest.approx(1 / 1.9) and found["first"]["us"] == pytest.approx(2.0)
     # The first choice did not run: the next one stands for it, and five are still counted.
-    found = proof.judge(plans, {1: 2e-6, 2: 3e-6, 3: 3e-6, 4: 3e-6, 5: 1e-6, 6: 0.5e-6})
+    found = judging.judge(plans, {1: 2e-6, 2: 3e-6, 3: 3e-6, 4: 3e-6, 5: 1e-6, 6: 0.5e-6})
     assert found["first"]["rank"] == 1 and found["share"] == 0.25 and found["first_five_share"] == 0.5
 
 
@@ -71,16 +72,16 @@ def test_the_best_of_what_is_planned():
     """Within the noise the first five need not contain the very best; a kernel that the planner does not know is not asked of them."""
     plans = plan(FEW["gemm"][0], H200)[:10]
     slow = dict.fromkeys(range(9), 2e-6)
-    found = proof.judge(plans, {**slow, 3: 1.009e-6, 7: 1e-6})
+    found = judging.judge(plans, {**slow, 3: 1.009e-6, 7: 1e-6})
     assert found["best_in_first_five"] and found["near_rank"] == 3 and found["best"]["rank"] == 7 and found["share"] == 0.5
-    found = proof.judge(plans, {**slow, 3: 1.011e-6, 7: 1e-6})
+    found = judging.judge(plans, {**slow, 3: 1.011e-6, 7: 1e-6})
     assert not found["best_in_first_five"] and found["near_rank"] == 7
     # The engine's own kernel, which is not planned, is twice as fast: the first choice is held against it, the first five are not.
-    found = proof.judge(plans, {**slow, 9: 1e-6}, own=9, kept=9)
+    found = judging.judge(plans, {**slow, 9: 1e-6}, own=9, kept=9)
     assert found["share"] == 0.5 == found["first_five_share"] and found["best"]["rank"] == 9
     assert found["best_in_first_five"] and found["near_rank"] == 0
     # Fewer plans than five do not make it one of the first five.
-    assert not proof.judge(plans, {0: 2e-6, 1: 1e-6}, own=1, kept=1)["near_rank"]
+    assert not judging.judge(plans, {0: 2e-6, 1: 1e-6}, own=1, kept=1)["near_rank"]
 
 
 def test_the_summary_of_all_shapes():
@@ -95,7 +96,7 @@ def test_the_summary_of_all_shapes():
     assert len({line.count("|") for line in text.splitlines() if line.startswith(("| all", "| kind", "| gemm |"))}) == 1
     # Held against everything, built-in kernels included, the first five do no better.
     shapes = [{**s, "first_five_share": 0.5} if s["kind"] == "gemm" else s for s in found["shapes"]]
-    strict = proof.summary(shapes)
+    strict = judging.summary(shapes)
     assert strict["gemm"]["best_of_all_in_first_five"] == 0 and strict["gemm"]["best_in_first_five"] == total_of(shapes, "gemm")
 
 
@@ -639,24 +640,24 @@ def test_kept_times_judge_another_model(tmp_path, monkeypatch):
     """The ranking is today's, the times are the run's; a shape without times is named."""
     problem, model = ALL["streaming"][0], device_model("h200")
     kind, plans = "streaming", proof.plan(problem, model)
-    words = proof._words(kind, problem)
+    words = judging.in_words(kind, problem)
     us = {str(p.config): 10.0 + i for i, p in enumerate(plans)}  # in the order of today's model: its first choice is the best
     shape = {"kind": kind, "problem": words, "candidates": 1, "timed": 1, "share": 0.1, "builtin": None, "library_us": 3.0, "took_s": 1.0}
     document = {"schema": 3, "device": asdict(model), "shapes": [shape], "summary": {}}
-    found = proof.judged_again(document, [{"problem": words, "us": us}])
+    found = judging.judged_again(document, [{"problem": words, "us": us}])
     (judged,) = found["shapes"]
     assert judged["share"] == 1 and judged["best_in_first_five"] and judged["timed"] == len(plans) and judged["library_us"] == 3.0
     assert found["summary"]["all"]["median_share"] == 1
     us[str(plans[7].config)] = 5.0
-    (judged,) = proof.judged_again(document, [{"problem": words, "us": us}])["shapes"]
+    (judged,) = judging.judged_again(document, [{"problem": words, "us": us}])["shapes"]
     assert judged["share"] == 0.5 and not judged["best_in_first_five"] and judged["near_rank"] == 7
     with pytest.raises(ValueError, match="no times"):
-        proof.judged_again(document, [])
+        judging.judged_again(document, [])
     with pytest.raises(ValueError, match="nothing that is planned today"):
-        proof.judged_again(document, [{"problem": words, "us": {"of the past": 1.0}}])
+        judging.judged_again(document, [{"problem": words, "us": {"of the past": 1.0}}])
     for name in ("out", "times"):
         (tmp_path / f"{name}.json").write_text("{}")
     with pytest.raises(ValueError, match="not of one run"):
-        proof.judge_file(tmp_path / "out.json", tmp_path / "times.json")
+        judging.judge_file(tmp_path / "out.json", tmp_path / "times.json")
     with pytest.raises(ValueError, match="--out"):
-        proof.judge_file(tmp_path / "none.json", tmp_path / "times.json")
+        judging.judge_file(tmp_path / "none.json", tmp_path / "times.json")

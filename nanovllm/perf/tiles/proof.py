@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,8 @@ from typing import Any
 from nanovllm.perf.presets import DeviceModel
 from nanovllm.perf.tiles import table
 from nanovllm.perf.tiles.ahead import Ahead
-from nanovllm.perf.tiles.measuring import FIRST, GpuTimer, sample
+from nanovllm.perf.tiles.judging import in_words, judge, summary
+from nanovllm.perf.tiles.measuring import GpuTimer, sample
 from nanovllm.perf.tiles.report import finite
 from nanovllm.perf.tiles.resources import Plan
 from nanovllm.perf.tiles.shapes import ALL, plan
@@ -34,62 +34,6 @@ from nanovllm.perf.tiles.shapes import ALL, plan
 Timer = Callable[[Any, Sequence[Plan], float, "int | None"], dict[str, Any]]
 _KEEP_SECONDS = 5.0
 """Between writings of what has been measured so far."""
-
-
-NOISE = 1.01
-"""Times the best that still count as the best: two runs on the same GPU differ by that."""
-
-
-def judge(
-    plans: Sequence[Plan], seconds: dict[int, float], own: int | None = None, kept: int | None = None
-) -> dict[str, Any]:
-    """Where the planner's ranking stands among measured times, by rank from 0.
-
-    `share` is the best time over the first choice's, whatever kernel the best is of; an untimed first choice (it does not run) counts as
-    the next that does. `best_in_first_five` is about what the planner ranks: whether one of its first five is the best of that, or within
-    `NOISE` of it; `near_rank` is the first such rank.
-
-    Args:
-        own: which of the plans is the engine's own; it may be one that the planner does not keep, and is then the last.
-        kept: how many of the plans the planner keeps; by default all.
-    """
-    planned = sorted(rank for rank in seconds if kept is None or rank < kept)
-    first, five = planned[0], planned[:FIRST]
-    best = min(seconds, key=lambda rank: seconds[rank])
-    least = min(seconds[rank] for rank in planned)
-    near = next(rank for rank in planned if seconds[rank] <= NOISE * least)
-
-    def entry(rank: int) -> dict[str, Any]:
-        return {
-            "rank": rank,
-            "config": str(plans[rank].config),
-            "us": 1e6 * seconds[rank],
-            "predicted_us": 1e6 * plans[rank].seconds,
-        }
-
-    return {
-        "first": entry(first), "best": entry(best), "share": seconds[best] / seconds[first],
-        "near_rank": near, "best_in_first_five": near in five, "first_five_share": seconds[best] / min(seconds[r] for r in five),
-        "limit": plans[first].limit, "builtin": entry(own) if own in seconds else None,
-    }  # fmt: skip
-
-
-def summary(shapes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By kind and of "all": how near the first choice comes to the best, and how often the first five contain the best planned."""
-    found = {}
-    kinds = list(dict.fromkeys(s["kind"] for s in shapes))
-    for kind in [*kinds, "all"] if kinds else []:
-        mine = [s for s in shapes if kind in ("all", s["kind"])]
-        shares = [s["share"] for s in mine]
-        errors = [abs(s["first"]["predicted_us"] / s["first"]["us"] - 1) for s in mine]
-        found[kind] = {
-            "shapes": len(mine), "timed": sum(s["timed"] for s in mine), "median_share": statistics.median(shares),
-            "worst_share": min(shares), "best_in_first_five": sum(s["best_in_first_five"] for s in mine) / len(mine),
-            "best_of_all_in_first_five": sum(NOISE * s["first_five_share"] >= 1 for s in mine) / len(mine),
-            "first_five_median_share": statistics.median(s["first_five_share"] for s in mine),
-            "median_prediction_error": statistics.median(errors),
-        }  # fmt: skip
-    return found
 
 
 def prove(
@@ -125,13 +69,13 @@ def prove(
             if ahead is not None:
                 ahead.ask(problem, [plans[i] for i in chosen], model)
         except Exception as e:  # noqa: BLE001 - one shape must not cost the others
-            errors.append({"problem": _words(kind, problem), "reason": _first_line(e)})
+            errors.append({"problem": in_words(kind, problem), "reason": _first_line(e)})
             continue
         planned[problem] = plans, chosen, len(few), own
 
     def found() -> dict[str, Any]:
         have = [s["problem"] for s in shapes]
-        words = [_words(*turn) for turn in turns]
+        words = [in_words(*turn) for turn in turns]
         missing = [w for w in words if w not in have]
         mine = sorted(shapes, key=lambda s: words.index(s["problem"]))
         return {"shapes": mine, "not_measured": missing, "summary": summary(mine), "stopped": stopped, "errors": errors}
@@ -144,7 +88,7 @@ def prove(
         if ahead is not None and not ahead.wait(problem, deadline):
             break
         plans, chosen, num_kept, own = planned[problem]
-        words = _words(kind, problem)
+        words = in_words(kind, problem)
         began = time.monotonic()
         try:
             result = timer(problem, [plans[i] for i in chosen], deadline, None if own is None else chosen.index(own))
@@ -178,10 +122,6 @@ def prove(
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.160}"
-
-
-def _words(kind: str, problem: Any) -> dict[str, Any]:
-    return {"kind": kind, "problem": type(problem).__name__, **asdict(problem)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -260,7 +200,7 @@ def run(
         problems = {k: list(ALL[k]) for k in kinds}
         if resume and known is not None and _same(known, head):
             have = [s["problem"] for s in known["shapes"]]
-            problems = {k: [p for p in ps if _words(k, p) not in have] for k, ps in problems.items()}
+            problems = {k: [p for p in ps if in_words(k, p) not in have] for k, ps in problems.items()}
 
         def write(found: dict[str, Any]) -> dict[str, Any]:
             document = merged(known, finite({**head, **found}))
@@ -288,52 +228,6 @@ def run(
     if docs is not None:
         fill_tables(docs, out)
     return document
-
-
-def judged_again(document: dict[str, Any], times: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A document as it would be with the model of today: the same measured times, another ranking.
-
-    What the planner has kept only since then was not timed, and does not count.
-
-    Args:
-        times: what `prove` wrote with it, of every configuration.
-    """
-    from nanovllm.perf.tiles.builtin import with_builtin
-
-    model = DeviceModel(**document["device"])
-    us_of = {json.dumps(t["problem"], sort_keys=True): t["us"] for t in times}
-    problems = {json.dumps(_words(kind, p), sort_keys=True): p for kind, ps in ALL.items() for p in ps}
-    shapes = []
-    for shape in document["shapes"]:
-        words = json.dumps(shape["problem"], sort_keys=True)
-        if words not in problems or words not in us_of:
-            raise ValueError(f"prove: no times, or no shape of today's, for {words}; measure anew")
-        few = plan(problems[words], model)
-        plans, own = with_builtin(few, problems[words], model)
-        seconds = {i: us_of[words][str(p.config)] / 1e6 for i, p in enumerate(plans) if str(p.config) in us_of[words]}
-        if own is not None and own not in seconds and shape["builtin"] is not None:  # planned by now, under another name
-            seconds[own] = shape["builtin"]["us"] / 1e6
-        if not any(i < len(few) for i in seconds):
-            raise ValueError(f"prove: nothing that is planned today was timed for {words}; measure anew")
-        kept = {"candidates": len(few), "timed": len(seconds)}
-        shapes.append({**shape, **kept, **judge(plans, seconds, own, len(few))})
-    return finite({**document, "shapes": shapes, "summary": summary(shapes)})
-
-
-def judge_file(out: Path | None, times: Path) -> None:
-    """Judge the model of today by kept times, and rewrite the document beside them. Needs no GPU.
-
-    Raises:
-        ValueError: there is no document, or it and the times are of other shapes.
-    """
-    if out is None or not out.exists():
-        raise ValueError(f"--judge: expected --out with the JSON file of the run that wrote {times}")
-    try:
-        found = judged_again(json.loads(out.read_text()), json.loads(times.read_text()))
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
-        raise ValueError(f"--judge: {out} and {times} are not of one run: {type(e).__name__}: {e}") from e
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"rewrote {out}")
 
 
 def fill_tables(docs: Path | None, out: Path | None = None) -> None:
