@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli.kernels_common import GPUS
+
 if TYPE_CHECKING:
     from nanovllm.perf.presets import DeviceModel
 
@@ -19,7 +21,7 @@ def device(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="h100, h200, a100, b200, rtx-4090; by default the CUDA device here, measured, else every preset."
+            help=f"{GPUS}; by default the CUDA device here, measured, else every preset."
         ),
     ] = None,
     refresh: Annotated[bool, typer.Option(help="Measure again, and keep what is found.")] = False,

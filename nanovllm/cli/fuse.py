@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import DTYPES, dtype_name
+from nanovllm.cli.kernels_common import DTYPES, GPUS, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ def fuse(
     context: Annotated[int | None, typer.Option(help="Tokens of each sequence, the new ones among them; by default 1024.")] = None,
     phase: Annotated[str, typer.Option(help="decode: sequences of one new token each; prefill: one prompt.")] = "decode",
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; by default the preset's.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Predict for this GPU: a100, h100, h200, b200, rtx-4090. By default h100.")] = None,
+    gpu: Annotated[str | None, typer.Option(help=f"Predict for this GPU: {GPUS}. By default h100.")] = None,
     left: Annotated[bool, typer.Option("--left", help="Also show what was left unfused, and why.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Run every group: unfused, with torch.compile, with our ops.")] = False,
     device: Annotated[str, typer.Option(help="Where to measure: auto, cpu, cuda, cuda:N.")] = "auto",

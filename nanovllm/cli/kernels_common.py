@@ -25,6 +25,8 @@ Providers = Annotated[list[str] | None, typer.Option("--provider", help="Only th
 Shapes = Annotated[list[str] | None, typer.Option("--shape", help="A shape such as 32x1024; repeatable.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 DTYPES = ("bfloat16", "float16", "float32")
+GPUS = "a100, a100-40gb, h100, h200, b200, rtx-4090"
+"""Those that --gpu names: the presets of perf.presets, which need not be imported for a help text."""
 
 
 def prepare(

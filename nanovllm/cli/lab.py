@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import dtype_of
+from nanovllm.cli.kernels_common import GPUS, dtype_of
 
 app = typer.Typer(
     no_args_is_help=True, help="Learn to write kernels: one function in five ways, checked, timed and explained."
@@ -30,7 +30,7 @@ _Ways = Annotated[
 ]
 _Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
 _Gpu = Annotated[
-    str | None, typer.Option(help="Compile PTX for this GPU (a100, h100, h200, b200, rtx-4090), here or not.")
+    str | None, typer.Option(help=f"Compile PTX for this GPU ({GPUS}), here or not.")
 ]
 _Plot = Annotated[Path | None, typer.Option(help="Draw a figure to this file, such as gelu.png.")]
 _JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all that was found to this file.")]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli.kernels_common import GPUS
+
 if TYPE_CHECKING:
     from nanovllm.perf.presets import DeviceModel
     from nanovllm.perf.tiles import Plan
@@ -22,7 +24,7 @@ app = typer.Typer(
 _Gpu = Annotated[
     str | None,
     typer.Option(
-        help="h100, h200, a100, a100-40gb, b200, rtx-4090, or 'here'. By default the CUDA device here, measured, else h100."
+        help=f"{GPUS}, or 'here'. By default the CUDA device here, measured, else h100."
     ),
 ]
 _Top = Annotated[int, typer.Option(min=1, help="How many of the configurations to show, best first.")]
@@ -233,7 +235,7 @@ def _device(gpu: str | None) -> DeviceModel:
     if torch.cuda.is_available():
         return this_device(torch.device("cuda", torch.cuda.current_device()))
     if gpu == "here":
-        raise ValueError("--gpu here: there is no CUDA device; name one of a100, h100, h200, b200, rtx-4090, a100-40gb")
+        raise ValueError(f"--gpu here: there is no CUDA device; name one of {GPUS}")
     return device_model("h100")
 
 

@@ -47,7 +47,6 @@ class _Laps:
         return ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self._seconds.items())
 
 
-
 class ModelRunner:
     """The model on its device.
 

@@ -198,3 +198,9 @@ def test_measured_on_a_gpu(tmp_path, monkeypatch):
     assert 5e-8 < found.l2_latency < found.dram_latency < 2e-6
     assert found.sms == torch.cuda.get_device_properties(0).multi_processor_count
     assert presets.device_model(found.name).name == found.name or found.name not in PRESETS
+
+
+def test_the_names_in_help_texts_are_the_presets():
+    from nanovllm.cli.kernels_common import GPUS
+
+    assert sorted(GPUS.split(", ")) == sorted(name.removeprefix("nvidia-") for name in PRESETS)
