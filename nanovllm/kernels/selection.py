@@ -18,24 +18,28 @@ from typing import Any
 
 import torch
 
-from nanovllm.arguments import reject_unknown
-from nanovllm.kernels.plugins import failures, load_plugins
+from nanovllm.kernels.plugins import load_plugins
+from nanovllm.kernels.priority import (
+    ENVIRONMENT_VARIABLE,
+    Sources,
+    checked_priority,
+    from_environment,
+    reject_unknown_provider,
+    reject_unknown_providers,
+    wanted_providers,
+)
 from nanovllm.kernels.reasons import describe_call
 from nanovllm.kernels.registry import NATIVE, KernelError, Op, Provider, all_ops
 from nanovllm.kernels.tables import measured_order
 
 logger = logging.getLogger(__name__)
 
-ENVIRONMENT_VARIABLE = "NANOVLLM_KERNELS"
 # What is tried, in this order, on a GPU for which nothing was measured.
 PREFERRED = ("triton", NATIVE)
 
 Decorate = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 """(op, provider, function) -> the function to call in its place, for example one that records what it is given."""
 
-
-Sources = Mapping[str, Mapping[str, Sequence[str]]]
-"""Who speaks (`kernel_priority`, the environment variable), in the order in which they count -> op -> providers, best first."""
 
 _decorate: ContextVar[Decorate | None] = ContextVar("what decorates the functions of engines", default=None)
 
@@ -98,9 +102,9 @@ def resolve_kernels(
         raise ValueError(f"use_custom_kernels={use_custom_kernels!r}: must be True or False")
     origins = load_plugins(plugins)
     ops = all_ops()
-    sources = {"kernel_priority": _checked(priority or {}, "kernel_priority", ops), **_environment()}
+    sources = {"kernel_priority": checked_priority(priority or {}, "kernel_priority", ops), **from_environment()}
     for who, named in sources.items():  # all of them, whether they are used or not
-        _reject_unknown_providers(named, ops, who)
+        reject_unknown_providers(named, ops, who)
     chosen, decorate = {}, _decorate.get()
     for name, declared in ops.items():
         provider = declared.providers[NATIVE]
@@ -113,12 +117,12 @@ def resolve_kernels(
 
 def _yields(fused: Op, ops: Mapping[str, Op], sources: Sources, plugins: Sequence[str]) -> bool:
     """Whether a fused op is not to be used, since the user spoke of an op that it stands for, and not of itself."""
-    _, wanted = _wanted(fused, sources)
+    _, wanted = wanted_providers(fused, sources)
     if any(fused.name in named for named in sources.values()):
         return False
     parts = [ops[name] for name in fused.fuses]
     return any(
-        _wanted(part, sources)[1] not in ((), wanted)
+        wanted_providers(part, sources)[1] not in ((), wanted)
         or any(p.origin is not None and p.origin in plugins for p in part.providers.values())
         for part in parts
     )
@@ -138,9 +142,9 @@ def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> lis
 def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> str:
     """Why the first of `rank` is the first, as the end of a sentence."""
     first = _first(declared, device, plugins)
-    if _yields(declared, all_ops(), _environment(), plugins):
+    if _yields(declared, all_ops(), from_environment(), plugins):
         return f"in an engine it is not used, since one of the ops that it fuses was named: {', '.join(declared.fuses)}"
-    if _wanted(declared, _environment())[1]:
+    if wanted_providers(declared, from_environment())[1]:
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
     if first.origin is not None:
         return f"it comes from the plugin {first.origin}"
@@ -152,26 +156,9 @@ def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> 
 
 
 def _first(declared: Op, device: torch.device, plugins: Sequence[str]) -> Provider:
-    if _yields(declared, all_ops(), _environment(), plugins):
+    if _yields(declared, all_ops(), from_environment(), plugins):
         return declared.providers[NATIVE]
-    return _choose(declared, device, _environment(), plugins)
-
-
-def parse_priority(text: str) -> dict[str, list[str]]:
-    """ "rms_norm=triton,native;*=native" -> {"rms_norm": ["triton", "native"], "*": ["native"]}."""
-    priority = {}
-    for entry in filter(None, (e.strip() for e in text.split(";"))):
-        name, equals, providers = entry.partition("=")
-        names = [p.strip() for p in providers.split(",") if p.strip()]
-        if not equals or not name.strip() or not names:
-            raise ValueError(
-                f"{entry!r} is not of the form op=provider or op=provider,provider (*=provider for all); "
-                "separate entries with ';'"
-            )
-        if name.strip() in priority:
-            raise ValueError(f"{name.strip()!r} is given twice; name several providers as {name.strip()}=provider,provider")
-        priority[name.strip()] = names
-    return priority
+    return _choose(declared, device, from_environment(), plugins)
 
 
 def default_function(declared: Op, device: torch.device) -> Callable[..., Any]:
@@ -196,7 +183,7 @@ def _default_choice(
 ) -> tuple[Provider, Callable[..., Any]]:
     load_plugins(())  # the environment may name a provider of an installed one
     device = torch.device(kind, index) if index is not None else torch.device(kind)
-    provider = _choose(declared, device, _environment())
+    provider = _choose(declared, device, from_environment())
     return provider, _function(declared, provider)
 
 
@@ -211,74 +198,11 @@ def _warn(declared: Op, provider: str, reason: str) -> None:
     logger.warning("%s: %s does not take these arguments (%s); using native", declared.name, provider, reason)
 
 
-def check_priority(priority: Mapping[str, Sequence[str]], who: str) -> None:
-    """A ValueError, in the name of `who`, for an op or provider that is neither ours nor an installed plugin's."""
-    load_plugins(())
-    ops = all_ops()
-    _reject_unknown_providers(_checked(priority, who, ops), ops, who)
-
-
-def _reject_unknown_providers(named: Mapping[str, Sequence[str]], ops: Mapping[str, Op], who: str) -> None:
-    for declared in ops.values():
-        for name in named.get(declared.name, ()):
-            _reject_unknown_provider(declared, name, who)
-
-
-def _environment() -> dict[str, dict[str, list[str]]]:
-    """The environment variable, as the one source that it is."""
-    text = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    try:
-        priority = parse_priority(text)
-    except ValueError as e:
-        raise ValueError(f"{ENVIRONMENT_VARIABLE}={text!r}: {e}") from e
-    return {ENVIRONMENT_VARIABLE: _checked(priority, ENVIRONMENT_VARIABLE, all_ops())}
-
-
-def _checked(priority: Mapping[str, Sequence[str]], who: str, ops: Mapping[str, Op]) -> dict[str, list[str]]:
-    if not isinstance(priority, Mapping) or not all(isinstance(name, str) for name in priority):
-        raise ValueError(f'{who}={priority!r}: must map ops to providers, for example {{"rms_norm": ["triton"]}}')
-    checked = {}
-    for name, providers in priority.items():
-        try:
-            reject_unknown(who, [name], ["*", *ops])
-        except TypeError as e:
-            raise ValueError(str(e).replace(" got an unknown argument", ": unknown op")) from None
-        named = [providers] if isinstance(providers, str) else providers
-        if not isinstance(named, Sequence) or not named or not all(isinstance(p, str) for p in named):
-            raise ValueError(
-                f'{who}: {name!r} is given {providers!r}; must be the names of providers, best first, for example ["triton"]'
-            )
-        checked[name] = list(named)
-        if name == "*":
-            known = {p for declared in ops.values() for p in declared.providers}
-            unknown = [p for p in checked[name] if p not in known]
-            if unknown:
-                raise ValueError(f"{who} names {unknown[0]!r}; providers are {', '.join(sorted(known))}")
-    return checked
-
-
-def _wanted(declared: Op, sources: Sources) -> tuple[str, Sequence[str]]:
-    """(the first source that speaks of this op, what it names for it, best first)."""
-    for who, named in sources.items():
-        if declared.name in named:
-            return who, named[declared.name]
-        everywhere = [p for p in named.get("*", ()) if p in declared.providers]
-        if everywhere:
-            return who, everywhere
-    return "", ()
-
-
-def _reject_unknown_provider(declared: Op, name: str, who: str) -> None:
-    if name not in declared.providers:
-        unknown = f"{who} names {name!r}, but the providers of {declared.name!r} are {', '.join(declared.providers)}"
-        raise ValueError("; ".join((unknown, *(f"plugin {p} failed: {r}" for p, r in failures().items()))))
-
-
 def _choose(declared: Op, device: torch.device, sources: Sources, plugins: Sequence[str] = ()) -> Provider:
     errors = []
-    who, wanted = _wanted(declared, sources)
+    who, wanted = wanted_providers(declared, sources)
     for name in wanted:
-        _reject_unknown_provider(declared, name, who)
+        reject_unknown_provider(declared, name, who)
         try:
             return declared.require(name, device, who)
         except ValueError as e:

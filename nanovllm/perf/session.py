@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from nanovllm.kernels.selection import check_priority, parse_priority
+from nanovllm.kernels.priority import check_priority, parse_priority
 from nanovllm.perf import results
 from nanovllm.perf import tables as text
 from nanovllm.perf.asked import check_device, check_folder, check_model, names_in, workloads
