@@ -2,15 +2,16 @@
 
 A graph has fixed shapes, so there is one for each of a few batch sizes, and a batch is padded to the next larger one. The
 reference's attention does work in proportion to the bound on the context length, so for it there are a few of these
-bounds as well; a kernel that reads the lengths on the device needs only the largest. All graphs are captured when the
-engine starts, in one memory pool.
+bounds as well; a kernel that reads the lengths on the device needs only the largest. They are captured when the engine
+starts, in one memory pool, but for those of shared prefixes: each of these when the first batch of its size comes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,32 @@ class DecodeBuckets:
         )
 
 
+def capture(fn: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """What `fn` launches on `stream`, as a graph. pool: memory of other graphs, which never run at the same time.
+
+    `torch.cuda.graph` would empty the caching allocator, ask several times whether there is a GPU and wait for it: 2 ms a graph.
+    What `fn` launches for the first time must have run on this stream before.
+
+    Raises:
+        Whatever fn raised; RuntimeError, if it did what a graph cannot hold.
+    """
+    graph = torch.cuda.CUDAGraph()
+    before = torch.cuda.current_stream(stream.device)
+    torch.cuda.set_stream(stream)
+    try:
+        graph.capture_begin(pool, "thread_local")  # other threads may allocate meanwhile
+        try:
+            fn()
+        except BaseException:
+            with suppress(RuntimeError):  # fn spoiled the capture, and its own error says how
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        torch.cuda.set_stream(before)
+    return graph
+
+
 class DecodeGraphs:
     """Captured decode steps over static device state: the model up to the logits, then sampling and the state's advance.
 
@@ -110,9 +137,11 @@ class DecodeGraphs:
             for rows in reversed(buckets.batch_sizes)
             for context in reversed(buckets.context_lens)
         }
+        # The rest of them when they are first wanted: most engines see few of these sizes.
         self._model |= {
-            (rows, longest, True): self._capture(model, rows, longest, True) for rows in reversed(buckets.shared_sizes)
+            (rows, longest, True): self._capture(model, rows, longest, True) for rows in buckets.shared_sizes[-1:]
         }
+        self._capture_model = partial(self._capture, model)
         self._draw = {
             (rows, mode): self._capture(draw, rows, mode) for rows in reversed(buckets.batch_sizes) for mode in modes
         }
@@ -131,11 +160,10 @@ class DecodeGraphs:
             for fn, *args in calls:
                 fn(*args)
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # graphs have a pool of their own
 
     def _capture(self, fn: Callable[..., object], *args: Any) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            fn(*args)
+        graph = capture(lambda: fn(*args), self._stream, self._pool)
         self._pool = self._pool or graph.pool()
         return graph
 
@@ -158,7 +186,10 @@ class DecodeGraphs:
         if whole is not None:
             whole.replay()
             return True
-        self._model[rows, max_context_len, shared].replay()
+        key = rows, max_context_len, shared
+        if key not in self._model:
+            self._model[key] = self._capture_model(*key)
+        self._model[key].replay()
         draw = self._draw.get((rows, mode))
         if draw is not None:
             draw.replay()

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch, DeviceBatch
+from nanovllm.engine.cuda_graph import capture
 
 SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Tokens of a step to capture. Larger steps keep the GPU busy for as long as the host needs to launch them."""
@@ -138,7 +139,7 @@ class PrefillRunner:
         words = PrefillInputs.num_words(buckets[-1], self._max_blocks)
         # Steps run in order on one stream: all sizes share the memory of the largest.
         self._static = torch.zeros(words, dtype=torch.int64, device=device)
-        self._graphs: dict[PrefillBucket, Any] = {}
+        self._graphs: dict[PrefillBucket, torch.cuda.CUDAGraph] = {}
         self._logits: torch.Tensor | None = None
 
     def __len__(self) -> int:
@@ -171,13 +172,10 @@ class PrefillRunner:
         with torch.cuda.stream(stream):
             self.visit(logits)
         torch.cuda.synchronize(stream.device)
+        torch.cuda.empty_cache()  # graphs have a pool of their own
 
     def _capture(self, bucket: PrefillBucket, logits: torch.Tensor, stream: torch.cuda.Stream, pool: Any) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        # Where a capture fails, `torch.cuda.graph` itself leaves its stream the current one.
-        with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
-            self._run(bucket, logits)
-        return graph
+        return capture(lambda: self._run(bucket, logits), stream, pool)
 
     def launch(self, batch: Batch) -> torch.Tensor | None:
         """Logits of `batch.logits_rows`, valid until the next step; None, and nothing done, if no bucket has room."""

@@ -357,3 +357,26 @@ def test_small_savings_are_left_alone(directory, recorded):
     prompts, params = workload()
     generate(llm, prompts, params)
     assert not recorded
+
+
+@pytest.mark.gpu
+def test_steps_that_share_are_captured_when_they_first_come(tmp_path, monkeypatch):
+    """From 80 sequences of one long prefix down to 16, while the step before is still running."""
+    monkeypatch.setattr(prefix_groups, "LEAST_SAVED_BYTES", 1)
+    tiny.save(tmp_path, "qwen3", vocab_size=300, head_dim=64, max_position_embeddings=1024)
+    rng = random.Random(2)
+    draw = lambda n: [rng.randrange(300) for _ in range(n)]  # noqa: E731
+    system = draw(400)
+    prompts = [system + draw(1 + i % 20) for i in range(80)]
+    params = [SamplingParams(temperature=(0, 0.9)[i % 2], seed=i, ignore_eos=True, max_tokens=10 + i // 4) for i in range(80)]
+    outputs = []
+    for enforce_eager in (True, False):
+        llm = make(
+            tmp_path, device="cuda", max_num_seqs=80, max_model_len=512, num_kvcache_blocks=1000, max_num_batched_tokens=1024,
+            enforce_eager=enforce_eager, capture_prefill=True,
+        )  # fmt: skip
+        llm.generate([prompts[0]], SamplingParams(max_tokens=1), use_tqdm=False)  # its blocks are there to be shared
+        outputs.append(generate(llm, prompts, params))
+    assert outputs[0] == outputs[1]
+    captured = {rows for rows, _, shared in llm.engine.runner.decoding.graphs._model if shared}
+    assert captured == set(llm.engine.runner.buckets.shared_sizes) == {16, 32, 48, 64, 80}
