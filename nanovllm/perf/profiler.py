@@ -8,6 +8,7 @@ pass get their names from the second. On a CPU one pass is both.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -30,6 +31,9 @@ from nanovllm.sampling_params import SamplingParams
 
 PREFILL_STEPS, DECODE_STEPS, SKIPPED_STEPS = 2, 6, 32
 MAX_TRACE_BYTES = 50 * 2**20
+
+_PROFILER = 9_999_999  # above any process; the profiler's own work has -1 in PyTorch's traces, which Perfetto takes for a GPU, 0
+_PROFILER_NAME = {"ph": "M", "name": "process_name", "pid": _PROFILER, "tid": 0, "args": {"name": "profiler"}}
 
 
 def profile(job: Job, llm_class: Any) -> dict[str, Any]:
@@ -177,13 +181,15 @@ def _profiled(on_gpu: bool, windows: list[dict[str, Any]]) -> Iterator[None]:
 def merge(windows: Sequence[dict[str, Any]], labels: Sequence[str] | None = None) -> dict[str, Any]:
     """One trace of several, on one clock. With labels, each keeps tracks of its own, named by its label.
 
-    A trace counts microseconds from its own base, `baseTimeNanoseconds`.
+    A trace counts microseconds from its own base, `baseTimeNanoseconds`: PyTorch's from a time weeks ago, the merged one from
+    its first event, so that a float of viewers has the digits for every nanosecond.
     """
     bases = [int(w.get("baseTimeNanoseconds", 0)) for w in windows]
     events: list[dict[str, Any]] = []
+    arrows: dict[tuple[int, Any], int] = {}  # those of different traces apart; Perfetto drops an arrow whose id is no number
     for i, window in enumerate(windows):
         shift = (bases[i] - bases[0]) / 1e3
-        for event in window["traceEvents"]:
+        for event in (*window["traceEvents"], _PROFILER_NAME):
             if event.get("ph") == "i" or event.get("name") in (
                 "Record Window End",
                 "Iteration Start: PyTorch Profiler",
@@ -195,7 +201,9 @@ def merge(windows: Sequence[dict[str, Any]], labels: Sequence[str] | None = None
             if "ts" in event:
                 event["ts"] = round(float(event["ts"]) + shift, 3)
             if "id" in event:  # arrows from launches to kernels
-                event["id"] = f"{i}.{event['id']}"
+                event["id"] = arrows.setdefault((i, event["id"]), len(arrows) + 1)
+            if event.get("pid") == -1:
+                event["pid"] = _PROFILER
             if labels is not None:
                 event["pid"] = _renamed(event.get("pid"), i)
                 if event.get("ph") == "M" and event.get("name") == "process_name":
@@ -205,11 +213,15 @@ def merge(windows: Sequence[dict[str, Any]], labels: Sequence[str] | None = None
             elif event.get("args", {}).get("correlation") is not None:
                 event["args"] = {**event["args"], "correlation": f"w{i}.{event['args']['correlation']}"}
             events.append(event)
+    origin = math.floor(min((e["ts"] for e in events if "ts" in e), default=0))
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - origin, 3)
     used = {e.get("pid") for e in events if e.get("ph") == "X"}
     events = separate_overlaps([e for e in events if e.get("ph") != "M" or e.get("pid") in used])
     head = {k: v for k, v in windows[0].items() if k != "traceEvents"}
     head.pop("traceName", None)
-    return {**head, "traceEvents": events}
+    return {**head, "baseTimeNanoseconds": bases[0] + 1000 * origin, "traceEvents": events}
 
 
 def _renamed(pid: Any, index: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,8 +36,15 @@ def bad_nesting(events: Iterable[dict[str, Any]]) -> list[str]:
 
 def _span(event: dict[str, Any]) -> tuple[int, int]:
     """An event's start and end in nanoseconds. Sums of microseconds since the machine's start have no digits left for that."""
-    start = round(1000 * float(event["ts"]))
-    return start, start + round(1000 * float(event.get("dur", 0)))
+    start = nanoseconds(event["ts"])
+    return start, start + nanoseconds(event.get("dur", 0))
+
+
+def nanoseconds(microseconds: Any) -> int:
+    """As Perfetto rounds them, halves up: of a clock that has run for weeks a float has no more than half nanoseconds."""
+    time = 1000 * float(microseconds)
+    whole = math.floor(time)
+    return whole + (time - whole >= 0.5)
 
 
 def separate_overlaps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
