@@ -18,6 +18,7 @@ from nanovllm.kernels import all_ops
 from nanovllm.perf import device, results, session
 from nanovllm.perf.asked import check_model
 from tests import tiny
+from tests.perf.perfetto_reading import check
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -380,34 +381,49 @@ def test_what_the_engine_refuses_is_a_row(run):
     assert code == 1 and "triton" in record["rows"][0]["error"] and record["rows"][0]["error"] in out
 
 
-def test_a_whole_run_in_processes_of_its_own(model, tmp_path):
-    """The profile's files, too."""
+@pytest.fixture(scope="module")
+def whole_run(model, tmp_path_factory):
+    """(the folder of the profile's files, what was printed, seconds) of a run in processes of its own."""
+    folder = tmp_path_factory.mktemp("whole")
     command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu", "--workload", "tiny", "--repeat", "1",
-               "--profile-dir", str(tmp_path), "--plots", "--json", str(tmp_path / "j.json")]  # fmt: skip
+               "--profile-dir", str(folder), "--plots", "--json", str(folder / "j.json")]  # fmt: skip
     started = time.perf_counter()
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=110, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.perf_counter() - started < 100
-    (row,) = json.loads((tmp_path / "j.json").read_text())["rows"]
+    return folder, done.stdout, time.perf_counter() - started
+
+
+def test_a_whole_run_in_processes_of_its_own(whole_run):
+    """The profile's files, too."""
+    folder, printed, seconds = whole_run
+    assert seconds < 100
+    (row,) = json.loads((folder / "j.json").read_text())["rows"]
     assert row["error"] is None and row["repeats"][0]["output_tokens"] == 64
-    assert (tmp_path / "profile_trace.json").stat().st_size < 50e6
-    text = (tmp_path / "profile_report.txt").read_text()
+    assert (folder / "profile_trace.json").stat().st_size < 50e6
+    text = (folder / "profile_report.txt").read_text()
     assert all(
         part in text
         for part in ("STEPS", "OPS, most device time first", "HOST", "MEMORY", "attention_decode", "TFLOP/s")
     )
     assert "ABOVE THE LIMIT" not in text
     if importlib.util.find_spec("matplotlib"):
-        assert (tmp_path / "profile_report.html").stat().st_size > 20_000
-        assert {p.name for p in tmp_path.glob("*.png")} >= {
+        assert (folder / "profile_report.html").stat().st_size > 20_000
+        assert {p.name for p in folder.glob("*.png")} >= {
             "profile_roofline.png",
             "profile_steps.png",
             "profile_timeline.png",
         }
     else:
-        assert "it needs matplotlib" in done.stdout
+        assert "it needs matplotlib" in printed
+
+
+def test_perfetto_reads_the_trace_of_a_whole_run(whole_run):
+    read = check(whole_run[0] / "profile_trace.json")
+    assert {c.name for c in read.counters} >= {"KV cache blocks used"} and len(read.processes) == 1
+    decodes = [read.around(s) for s in read.slices if s.name == "attention_decode [native]"]
+    assert decodes and all(names[0].startswith("layer ") and "LLMEngine.step" in names for names in decodes)
 
 
 def test_ctrl_c_writes_what_was_measured(model, tmp_path):

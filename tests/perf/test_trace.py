@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import os
-import shutil
-import subprocess
-import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from nanovllm.perf.trace import Trace, busy, flame, gaps, name_graph_kernels, op
 from nanovllm.perf.tracks import bad_nesting, separate_overlaps
 from nanovllm.perf.workloads import Workload
 from tests import tiny
+from tests.perf.perfetto_reading import check
 
 RATES = Rates("GPU", 1e12, 1e12, 9e11, {"bfloat16": 1e14}, cache_bytes=0)
 
@@ -261,8 +260,11 @@ def test_flame_adds_up_what_has_one_name():
 def test_merging_keeps_clocks_and_tracks_apart():
     first = {"baseTimeNanoseconds": 1_000_000, "traceEvents": [host("a", 1, 1), {**launch(1, 5), "id": 3}]}
     second = {"baseTimeNanoseconds": 3_000_000, "traceEvents": [host("b", 1, 1), kernel("k", 2, 1, 5)]}
-    one_process = merge([first, second])["traceEvents"]
-    assert [e["ts"] for e in one_process] == [1, 1, 2001, 2002] and {e["pid"] for e in one_process} == {0, 1}
+    merged = merge([first, second])
+    one_process = merged["traceEvents"]
+    # From the first event on.
+    assert merged["baseTimeNanoseconds"] == 1_001_000
+    assert [e["ts"] for e in one_process] == [0, 0, 2000, 2001] and {e["pid"] for e in one_process} == {0, 1}
     assert Trace(one_process).kernels[0].launch is None  # the same correlation id, but of another recording
     two = merge([first, second], ["x", "y"])["traceEvents"]
     assert len({(e["pid"]) for e in two}) == 3
@@ -331,38 +333,56 @@ def test_a_real_trace_holds_the_expected_slices(real):
     assert result["unprofiled_us"] > 0
 
 
-def perfetto_reads(path):
-    """What Perfetto's own trace processor finds: (how many slices of each name, its errors as (name, count)).
-
-    Its binary is $TRACE_PROCESSOR_SHELL, or `trace_processor_shell` on the PATH, or what the package downloads.
-    """
-    pytest.importorskip("perfetto.trace_processor", reason="pip install perfetto")
-    binary = os.environ.get("TRACE_PROCESSOR_SHELL") or shutil.which("trace_processor_shell")
-    # Apart, since a failed download leaves a thread behind.
-    code = (
-        "import json, sys; from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig\n"
-        "with TraceProcessor(trace=sys.argv[1], config=TraceProcessorConfig(bin_path=sys.argv[2] or None)) as tp:\n"
-        "    rows = tp.query('select name, count(*) as n from slice group by name')\n"
-        "    names = {r.name: r.n for r in rows}\n"
-        "    errors = [(r.name, r.value) for r in tp.query(\"select name, value from stats where severity = 'error' and value > 0\")]\n"
-        "print(json.dumps([names, errors]))"
-    )
-    command = [sys.executable, "-c", code, str(path), binary or ""]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    except subprocess.TimeoutExpired:
-        if binary is None:
-            pytest.skip("perfetto's trace processor, which the package downloads, did not come")
-        raise
-    if binary is None and any(w in done.stderr for w in ("URLError", "urlopen", "HTTPError", "Connection", "download")):
-        pytest.skip("perfetto's trace processor, which the package downloads, could not be fetched here")
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
 def test_perfettos_own_trace_processor_reads_it(real):
-    slices, errors = perfetto_reads(real[1])
-    assert slices["attention_decode [native]"] >= 12 and slices["layer 0"] >= 7 and errors == []
+    read = check(real[1])
+    (pid,) = read.processes
+    used = [c.value for c in sorted(read.counters, key=lambda c: c.ts) if c.name == "KV cache blocks used"]
+    assert used == [s["kv_blocks_used"] for s in real[0]["memory"]] and max(used) == 3
+    assert {c.name for c in read.counters} <= {"KV cache blocks used", "memory, MiB resident"}
+    decodes = [read.around(s) for s in read.slices if s.name == "attention_decode [native]"]
+    layers = [names[0] for names in decodes]
+    assert layers.count("layer 0") == layers.count("layer 1") == len(layers) / 2 >= 6
+    assert all("decode: 3 sequences" in names and "recorded window" in names for names in decodes)
+    assert read.threads[pid, pid].startswith(f"thread {pid} ")
+
+
+def test_perfetto_reads_two_runs_in_one_trace(real, tmp_path):
+    runs = [json.loads(real[1].read_text()) for _ in range(2)]
+    runs[1]["baseTimeNanoseconds"] += 10**9
+    write_trace(merge(runs, ["one", "two"]), tmp_path / "both.json")
+    read = check(tmp_path / "both.json")
+    assert sorted(name.split(":")[0] for name in read.processes.values()) == ["one", "two"]
+    assert len(read.slices) == 2 * sum(e["ph"] == "X" for e in runs[0]["traceEvents"])
+
+
+@pytest.mark.parametrize("name", ["profile-bs1", "profile-std256"])
+def test_perfetto_reads_the_kept_traces_of_a_gpu(name):
+    read = check(Path(__file__).parents[2] / "results" / "nvidia-h200" / name / "profile_trace.json.gz")
+    assert len(read.arrows) > 3000 and "stream 7, overlapping" in read.threads.values()
+    assert {n.split(":")[0] for n in read.processes.values()} == {"as it runs", "without graphs"}
+    # Arrows lead from a launch to what it launched.
+    assert {a.origin.startswith("cu") for a in read.arrows} == {True}
+
+
+def test_what_perfetto_would_drop_is_found(tmp_path):
+    """And so are the ranges that `bad_nesting` and `separate_overlaps` exist for."""
+
+    def reads(events):
+        (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
+        return check(tmp_path / "t.json")
+
+    late = 4488456729412.807  # of a clock on which a float has half nanoseconds
+    overlap = [launch(late - 1, 1), kernel("a", late, 10.003, 1), kernel("b", round(late + 10.002, 3), 1, 2)]
+    arrow = {"cat": "ac2g", "name": "ac2g", "id": 7}
+    arrows = [{**arrow, "ph": "s", "pid": 1, "tid": 1, "ts": late - 1}, {**arrow, "ph": "f", "bp": "e", "pid": 0, "tid": 7, "ts": late}]
+    assert len(bad_nesting(overlap)) == 1
+    with pytest.raises(AssertionError, match="slice_drop_overlapping_complete_event"):
+        reads(overlap)
+    with pytest.raises(AssertionError, match="flow_invalid_id"):
+        reads([*overlap[:2], *({**e, "id": "0.7"} for e in arrows)])
+    read = reads(separate_overlaps([*overlap, *arrows]))
+    assert {s.name for s in read.slices} == {"cudaLaunchKernel", "a", "b"}
+    assert [(a.origin, a.target) for a in read.arrows] == [("cudaLaunchKernel", "a")]
 
 
 @pytest.fixture(scope="module")
@@ -393,8 +413,8 @@ def test_viewers_can_draw_the_trace_of_a_gpu(on_gpu):
 
 @pytest.mark.gpu
 def test_perfettos_own_trace_processor_reads_the_trace_of_a_gpu(on_gpu):
-    slices, errors = perfetto_reads(on_gpu[2])
-    assert slices["layer 0"] >= 7 and errors == []
+    read = check(on_gpu[2])
+    assert Counter(s.name for s in read.slices)["layer 0"] >= 7 and len(read.arrows) > 100
 
 
 @pytest.mark.gpu
