@@ -30,6 +30,7 @@ from nanovllm.kernels.triton_ops.pieces import (
 
 _MAX_BLOCK = 32768
 _MOST_PIECES = 5
+_MOST_AHEAD = 16  # random halves of a thread
 _ROUNDS = tl.constexpr(DROPOUT_ROUNDS)
 _MOST_PACKED = 0x7C00  # infinity in float16
 
@@ -67,14 +68,23 @@ def _scaled(v, high, low, LOW: tl.constexpr):
         )  # fmt: skip
 
 
+@triton.jit
+def _random(piece, row, seed_low, seed_high, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """16 random bits for each element of a piece of a row."""
+    return philox_halves(
+        piece * (BLOCK // 8), row, seed_low.to(tl.uint32), seed_high.to(tl.uint32), BLOCK, VECTOR, _ROUNDS
+    )
+
+
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "limit"])
 def _chain_kernel(
     x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, scale_low, seed_low, seed_high,
     DROPOUT: tl.constexpr, PACKED: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
-    PIECES: tl.constexpr, EVEN: tl.constexpr, LATE: tl.constexpr, DEPENDENT: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """EVEN: PIECES * BLOCK = size, always with more than one piece. LATE: of many rows, weight and bias are loaded when they are
-    used. DEPENDENT: launched before the kernel that writes x has ended. limit: dropout keeps where the low 15 bits of the random half are at least as large.
+    used. AHEAD: the random bits, which need no input, are computed while the row is on its way. DEPENDENT: launched before the
+    kernel that writes x has ended. limit: dropout keeps where the low 15 bits of the random half are at least as large.
 
     PACKED: of 16-bit elements two at a time; then, of bfloat16, scale + scale_low is the factor, as in `_scaled`.
     """
@@ -90,6 +100,10 @@ def _chain_kernel(
         tl.extra.cuda.gdc_wait()  # weight and bias never change; everything below depends on earlier kernels
     loaded = load_pieces(x + row * x_stride, col, size, BLOCK, PIECES, EVEN, False)
     others = load_pieces(residual + row * residual_stride, col, size, BLOCK, PIECES, EVEN, False)
+    random = ()
+    if AHEAD:
+        for i in tl.static_range(PIECES):
+            random = random + (_random(i, index, seed_low, seed_high, BLOCK, VECTOR),)
     statistics = layer_statistics(x + row * x_stride, loaded, col, size, eps, BLOCK, PIECES, EVEN)
     for i in tl.static_range(PIECES):
         place = i * BLOCK + col
@@ -101,9 +115,10 @@ def _chain_kernel(
         v = layer_normed(loaded[i], statistics, not LATE or dtype == tl.float32) * wide(w) + wide(b)
         v = to_dtype(rounded(v, dtype) + others[i].to(tl.float32), dtype)
         if DROPOUT:
-            halves = philox_halves(
-                i * (BLOCK // 8), index, seed_low.to(tl.uint32), seed_high.to(tl.uint32), BLOCK, VECTOR, _ROUNDS
-            )
+            if AHEAD:
+                halves = random[i]
+            else:
+                halves = _random(i, index, seed_low, seed_high, BLOCK, VECTOR)
             if PACKED and dtype == tl.bfloat16:
                 v = wide(_scaled(_kept(v, halves, limit), scale, scale_low, LOW))
             elif PACKED:
@@ -158,10 +173,12 @@ def layernorm_residual_dropout_gelu(
         low = 0.0
         if packed and x.dtype == torch.bfloat16:
             scale, low = _split(scale)
+        # Measured on an H200: 3 to 5 % less for float32 rows of 1024, nothing for 16 bits, where it costs programs a multiprocessor.
+        ahead = limit > 0 and many and x.element_size() == 4 and pieces * block <= _MOST_AHEAD * 32 * warps
         _chain_kernel[(rows,)](
             x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, low,
             _signed(seed), _signed(seed >> 32), limit > 0, packed, low > 0, kind, block, pieces,
-            pieces * block == size, many and pieces > 1, early, num_warps=warps, launch_pdl=early,
+            pieces * block == size, many and pieces > 1, ahead, early, num_warps=warps, launch_pdl=early,
         )  # fmt: skip
     return y
 
