@@ -23,7 +23,7 @@ from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prom
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.engine.token_ring import TokenRing
-from nanovllm.engine.warm_up import compile_ahead, profile_peak, two_layers, warm_up
+from nanovllm.engine.warm_up import compile_ahead, one_collection, profile_peak, two_layers, warm_up
 from nanovllm.kernels import Kernels, all_ops
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.model_config import ModelConfig
@@ -73,7 +73,7 @@ class ModelRunner:
             config.max_model_len, self.model_config.max_position_embeddings, "the model's limit"
         )
         laps = _Laps()
-        with torch.inference_mode(), on_device(device):
+        with torch.inference_mode(), on_device(device), one_collection() if device.type == "cuda" else nullcontext():
             self.model = load_model(
                 checkpoint, kernels, self.dtype, self.device, self.max_model_len, seed=config.seed or 0
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 from collections.abc import Iterator
@@ -46,6 +47,24 @@ def compile_ahead(runner: ModelRunner, logits: torch.Tensor) -> None:
     except Exception as e:
         logger.info("kernels are compiled one after the other: %s: %s", type(e).__name__, e)
     torch.cuda.synchronize(runner.device)
+
+
+@contextmanager
+def one_collection() -> Iterator[None]:
+    """Within the block Python does not look for garbage, but once at its end.
+
+    A start creates so many objects that Python looks at all there are, a few hundred thousand, many times; and once more, for 150 ms,
+    some time later, while requests wait. Does nothing where the user has switched it off.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 @contextmanager

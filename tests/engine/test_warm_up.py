@@ -1,5 +1,9 @@
 """That no step compiles a kernel in the middle of serving: what any number of tokens launches, the warm-up has launched before."""
 
+import gc
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -7,7 +11,7 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from nanovllm.engine.warm_up import _SMALL  # noqa: E402
+from nanovllm.engine.warm_up import _SMALL, one_collection  # noqa: E402
 from nanovllm.kernels import all_ops  # noqa: E402
 from nanovllm.perf.autotune.launches import Launch, recorded  # noqa: E402
 
@@ -62,3 +66,38 @@ def test_large_steps_launch_what_the_warm_up_launched(shape, cache_dtype):
     for num_tokens in (4097, 4224, 5000, 8191, 12176, 12823, 16353, 16384):
         new = {v: n for v, n in variants(shape, num_tokens, cache_dtype).items() if v not in known}
         assert not new, f"{num_tokens} tokens compile {new}"
+
+
+def full_collections():
+    return gc.get_stats()[2]["collections"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_once_after_a_start_and_not_within(fails):
+    before = full_collections()
+    cycle = weakref.WeakSet()
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        with one_collection():
+            for _ in range(200_000):  # enough for a hundred collections
+                held = Cycle()
+                cycle.add(held)
+            assert not gc.isenabled() and full_collections() == before and len(cycle) == 200_000
+            if fails:
+                raise RuntimeError
+    assert gc.isenabled() and full_collections() == before + 1 and len(cycle) <= 1  # held
+
+
+def test_a_start_leaves_a_collector_that_is_off_as_it_is():
+    gc.disable()
+    try:
+        before = full_collections()
+        with one_collection():
+            pass
+        assert not gc.isenabled() and full_collections() == before
+    finally:
+        gc.enable()
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
