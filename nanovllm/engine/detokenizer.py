@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
-_FIRST, _LAST = 8, 16  # tokens of a long run that are looked at, at its two ends
+_LONGEST = 4  # bytes of a character
+_FIRST, _LAST = 8, 19  # tokens of a long run that are looked at, at its two ends
+
+
+class _Ends(NamedTuple):
+    """What is to be looked at of a long run."""
+
+    first: list[int]
+    num_first: int
+    """Characters that they are by themselves."""
+    cuts: int
+    """Numbers of last tokens to try, 1 if it is wrong bytes that the run begins with; 0: the run has to be decoded whole."""
+    silent: frozenset[int]
+    """Tokens without a text."""
 
 
 class Detokenizer:
@@ -41,7 +54,7 @@ class Detokenizer:
         self._prefix = 0  # decoding starts here, a little before ...
         self._read = 0  # ... the first token whose text is not in `text` yet
         self._known = ""  # the text between the two
-        self._num_first: int | None = None  # see `_goes_on`
+        self._ends: _Ends | None = None  # see `_goes_on`
         self.text = ""
 
     def append(self, token_id: int) -> str | None:
@@ -54,7 +67,7 @@ class Detokenizer:
             return None
         piece = piece[len(self._known) :]
         self._prefix, self._read = self._read, len(self._token_ids)
-        self._known, self._num_first = self._decode(self._token_ids[self._prefix :]), None
+        self._known, self._ends = self._decode(self._token_ids[self._prefix :]), None
         return self._extend(piece)
 
     def finish(self) -> str | None:
@@ -76,16 +89,32 @@ class Detokenizer:
 
         The last tokens say it if they have four bytes, the longest character; they do if they add four characters to the text.
         They are so many because up to three bytes become one U+FFFD. The first tokens are there because some tokenizers decode
-        all byte tokens that follow each other to U+FFFD as soon as one of them is wrong.
+        all byte tokens that follow each other to U+FFFD as soon as one of them is wrong. So that no cut makes them wrong: of
+        four cuts in a row one is between two characters.
         """
-        kept = len(self._token_ids) - self._read
-        if kept <= _FIRST + _LAST:
+        token_ids = self._token_ids
+        if len(token_ids) - self._read < _FIRST + _LONGEST + _LAST:
             return False
-        first = self._token_ids[self._read : self._read + _FIRST]
-        if self._num_first is None:
-            self._num_first = len(self._decode(first))
-        text = self._decode(first + self._token_ids[-_LAST:])
-        return text.endswith(_UNFINISHED) and len(text) >= self._num_first + 4
+        if self._ends is None:
+            self._ends = self._look_at_first(token_ids[self._read : self._read + _FIRST + _LONGEST - 1])
+        first, num_first, cuts, silent = self._ends
+        if not cuts or not silent.isdisjoint(token_ids[-_LAST:]):
+            return False
+        for number in range(_LAST - cuts + 1, _LAST + 1):
+            text = self._decode(first + token_ids[-number:])
+            if not text.endswith(_UNFINISHED) or len(text) < num_first + _LONGEST:
+                return False
+        return True
+
+    def _look_at_first(self, token_ids: list[int]) -> _Ends:
+        silent = frozenset(self._tokenizer.all_special_ids) if self._skip_special_tokens else frozenset()
+        if not silent.isdisjoint(token_ids):  # a character's tokens may be anywhere between them
+            return _Ends([], 0, 0, silent)
+        starts = [token_ids[:n] for n in range(_FIRST, _FIRST + _LONGEST)]
+        lengths = [len(self._decode(start)) for start in starts]
+        # Wrong bytes are characters of their own, right ones are fewer characters than bytes.
+        length, first = min(zip(lengths, starts), key=lambda found: found[0] / len(found[1]))
+        return _Ends(first, length, 1 if length >= len(first) else _LONGEST, silent)
 
     def _extend(self, piece: str) -> str | None:
         searched = len(self.text)

@@ -109,17 +109,18 @@ ENDLESS = {
     "characters without their last byte": ("", "😀", 0, 3),
     "a byte too many, then characters of two bytes": ("é", "é", 0, 2),
     "a byte too many, then characters of four bytes": ("é", "😀", 0, 4),
+    "the replacement character": ("", "\ufffd", 0, 3),
 }
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_long_run_of_invalid_bytes_takes_time_in_proportion(tokenizer, kind):
     start, character, first, last = ENDLESS[kind]
-    run = encode(tokenizer, character)[-4 if character == "😀" else -2 :][first:last]
+    run = encode(tokenizer, character)[-len(character.encode()) :][first:last]
     token_ids = (encode(tokenizer, start)[-1:] + run * 20_000)[:20_000]
     began = time.process_time()
     texts, _ = feed(tokenizer, token_ids)
-    assert time.process_time() - began < 1  # 0.2 s; when every token had everything that was kept back decoded, over a minute
+    assert time.process_time() - began < 3  # 0.2 to 0.6 s; when every token had everything that was kept back decoded, over a minute
     assert texts[-1] == decode(tokenizer, token_ids, True)
 
 
@@ -146,7 +147,7 @@ def test_runs_of_bytes_of_any_kind(data, skip):
         pieces = [encode(tokenizer, c)[-n:] for c, n in zip("é€😀\ufffda", (2, 3, 4, 3, 1))]
         special = tokenizer.convert_tokens_to_ids("<|user|>")  # without a text, if it is skipped
         pieces += [p[:n] for p in pieces[:3] for n in range(1, len(p))] + ([] if special is None else [[special]])
-        runs = data.draw(st.lists(st.tuples(st.sampled_from(pieces), st.sampled_from((1, 1, 1, 2, 9, 30))), max_size=7))
+        runs = data.draw(st.lists(st.tuples(st.sampled_from(pieces), st.sampled_from((1, 1, 1, 2, 9, 13, 30))), max_size=7))
         detokenizer, plain = Detokenizer(tokenizer, skip), Plain(tokenizer, skip)
         for token_id in [token_id for piece, times in runs for token_id in piece * times]:
             detokenizer.append(token_id)
@@ -159,6 +160,20 @@ def test_a_character_with_special_tokens_between_its_bytes_after_a_long_run():
     token_ids = [second] * 30 + [first] + encode(tiny.tokenizer(), "<|user|>") * 30 + [second]
     texts, _ = feed(tiny.tokenizer(), token_ids)
     assert texts[-2:] == ["\ufffd" * 30 + "é"] * 2 and set(texts[:-2]) == {""}
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("character", "é€😀a")
+def test_a_character_after_many_that_are_the_replacement_character_itself(tokenizer, character, prefix):
+    """Its three bytes are right ones, though the text that is kept back ends in U+FFFD all along."""
+    text = "é" * prefix + "\ufffd" * 40 + character + "b"
+    token_ids = encode(tokenizer, text)
+    plain = Plain(tokenizer, True)
+    texts, _ = feed(tokenizer, token_ids)
+    for got, token_id in zip(texts, token_ids):
+        plain.append(token_id)
+        assert got == plain.text
+    assert texts[-1] == text
 
 
 def test_no_clean_up_of_spaces():
