@@ -14,7 +14,7 @@ from nanovllm.kernels.declaration import Arguments, Shape, Tensors, copy_of
 from nanovllm.kernels.memory_guard import MemoryGuard
 from nanovllm.kernels.registry import KernelError, Op, Provider
 
-_ROW, _LARGE = 16, 3.0
+_FEW, _ROW, _LARGE = 8, 16, 3.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
     results = [*_flat(got), *(given[name] for name in declared.mutates)]
     if len(results) != len(expected):
         return Verdict(case, failure=f"gave {len(results)} results instead of {len(expected)}")
-    return _compare(declared, case, results, expected)
+    return _compare(declared, case, results, expected, arguments)
 
 
 def verify_case(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
@@ -155,7 +155,9 @@ def _reference(declared: Op, arguments: Arguments) -> list[torch.Tensor]:
     return [*results, *(wide[name] for name in declared.mutates)]
 
 
-def _compare(declared: Op, case: Case, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Verdict:
+def _compare(
+    declared: Op, case: Case, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], arguments: Arguments
+) -> Verdict:
     worst, where = 0.0, ""
     tolerance = declared.tolerance[case.dtype]
     for i, (got, want) in enumerate(zip(results, expected)):
@@ -169,7 +171,10 @@ def _compare(declared: Op, case: Case, results: Sequence[torch.Tensor], expected
             if not torch.equal(got, want):
                 return Verdict(case, failure=f"result {i} differs")
             continue
-        errors = _errors(got.double(), want.double(), tolerance, declared.magnitude, torch.finfo(case.dtype))
+        magnitude = declared.magnitude
+        if want.dim() == 0 or want.shape[-1] < _FEW:
+            magnitude = max(magnitude, _magnitude(arguments))
+        errors = _errors(got.double(), want.double(), tolerance, magnitude, torch.finfo(case.dtype))
         for error, description in zip(errors, (f"result {i} at", f"the root of the mean square of result {i}'s errors in row")):
             largest = float(error.max())
             if largest > max(worst, 1.0):
@@ -194,7 +199,10 @@ def _errors(
     An element may be off by the tolerance times its value, plus the tolerance times a large value of its row (the largest, at most
     _LARGE times the root of the mean square): it may be a difference of such values, each of which was rounded. A row of at least
     _ROW elements may be off as a whole by the tolerance times the root of its mean square, which a loss of precision in every
-    element exceeds long before any element does.
+    element exceeds long before any element does; of a few elements the largest error may be most of it, so they may be off by more.
+
+    A row of fewer than _FEW elements may have small ones alone, such as the tail of a gelu: errors of its elements may be relative to the
+    arguments' magnitude, as they are in a longer row, whose large elements are about as large as the arguments.
     """
     overflows = want.abs() > info.max
     agree = (got == want) | (got.isnan() & want.isnan()) | (overflows & (got.isinf() | (got.abs() >= 0.99 * info.max)))
@@ -208,8 +216,20 @@ def _errors(
     of_elements = error / (tolerance * (finite.abs() + large.view(want.shape[:-1] + (1,) * min(want.dim(), 1))) + smallest)
     if values.shape[-1] < _ROW:
         return of_elements.nan_to_num(nan=torch.inf), torch.zeros(1, device=got.device)
-    of_rows = rows.square().mean(-1).sqrt() / (tolerance * root[..., 0].clamp_min(magnitude) + smallest)
+    fluctuation = 1 + 2 / values.shape[-1] ** 0.5
+    of_rows = rows.square().mean(-1).sqrt() / (fluctuation * tolerance * root[..., 0].clamp_min(magnitude) + smallest)
     return of_elements.nan_to_num(nan=torch.inf), of_rows.nan_to_num(nan=torch.inf)
+
+
+def _magnitude(arguments: Arguments) -> float:
+    """The root of the mean square of the argument where that is largest; of its finite numbers."""
+    roots = [0.0]
+    for value in arguments.values():
+        if _is_float(value):
+            wide = value.double()
+            wide = wide[wide.isfinite()]
+            roots += [float(wide.square().mean().sqrt())] if wide.numel() else []
+    return max(roots)
 
 
 def _is_float(value: Any) -> bool:

@@ -63,6 +63,31 @@ def test_a_loss_of_precision_everywhere_fails_and_one_where_values_cancel_does_n
     assert not failures(difference, small)
 
 
+# Each made one of these references wrong: the tail of an activation, or a difference, as a row's only element.
+UNLUCKY = {
+    "element_wise_mul_add": (1000, 1028), "fused_activation": (1012, 1025), "gelu_and_mul": (1010, 1116),
+    "silu_and_mul": (1038, 1048), "fused_add_gelu": (1038, 1070, 101), "linear_silu_and_mul": (1008, 1043),
+    "add_rms_norm_gate_up": (1015,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLUCKY)
+def test_no_draw_makes_a_reference_wrong(name):
+    op = all_ops()[name]
+    for seed in UNLUCKY[name]:
+        verdicts = verify_op(op, op.providers["native"], CPU, seed=seed)
+        assert not [f"{v.case}: {v.failure}" for v in verdicts if v.failure]
+
+
+@pytest.mark.parametrize("factor", [0.97, -1.0, 0.0])
+def test_a_row_of_one_element_is_looked_at(factor):
+    inputs = Inputs(lambda t, rows, size: {"x": t.normal(rows, size)}, small=[(64, 1)], decode=[], scales=(50.0,))
+    op = Op(double, arguments={"x": "[..., n]"}, inputs=inputs, cost=lambda x: Cost(2 * x.numel()))
+    found = failures(lambda x: 2 * x * factor, op)
+    assert {dtype for dtype in ("float32", "float16", "bfloat16") if any(dtype in f for f in found)} >= {"float32", "float16"}
+    assert len(found) == 3 * 3 or factor == 0.97
+
+
 def test_unwritten_memory_fails():
     def leaves_a_column(x):
         y = torch.empty_like(x)
