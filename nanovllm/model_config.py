@@ -94,6 +94,14 @@ class ModelConfig:
             raise ValueError(
                 "config.json: use_sliding_window=true is not supported; set it to false for full attention"
             )
+        for layer_type in c.get("layer_types") or ():
+            if layer_type != "full_attention":
+                raise ValueError(
+                    f"config.json: layer_types has {layer_type!r}, which is not supported; only 'full_attention' is"
+                )
+        head_dim = get("head_dim", 128 if qwen3 else get("hidden_size") // heads)
+        if head_dim % 2:
+            raise ValueError(f"config.json: head_dim={head_dim} is not supported; it must be even, for rotary embedding")
         use_custom_kernels = c.get("use_custom_kernels")
         if use_custom_kernels is not None and not isinstance(use_custom_kernels, bool):
             raise ValueError(f"config.json: use_custom_kernels={use_custom_kernels!r}: must be true or false")
@@ -106,7 +114,7 @@ class ModelConfig:
             num_hidden_layers=get("num_hidden_layers"),
             num_attention_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=get("head_dim", 128 if qwen3 else get("hidden_size") // heads),
+            head_dim=head_dim,
             rms_norm_eps=get("rms_norm_eps", 1e-6),
             max_position_embeddings=get("max_position_embeddings", 32768 if qwen3 else 2048),
             rope=_rope(c),
@@ -132,7 +140,23 @@ def _dtype(c: Mapping[str, Any]) -> str | None:
 
 def _rope(c: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes one `rope_parameters`; 4 wrote `rope_theta` and an optional `rope_scaling`.
-    scaling = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+    old, new = c.get("rope_scaling"), c.get("rope_parameters")
+    rope = _rope_of(c, new or old or {})
+    # Someone may have added the one that a model card tells of to a file that has the other.
+    if old and new and _rope_of(c, old) != rope:
+        raise ValueError(
+            f"config.json: rope_scaling={old!r} and rope_parameters={new!r} contradict each other; remove one of them"
+        )
+    return rope
+
+
+def _rope_of(c: Mapping[str, Any], entries: Mapping[str, Any]) -> RopeConfig:
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            raise ValueError(
+                f"config.json: rope_parameters of their own for {name!r} are not supported; all layers must share them"
+            )
+    scaling = dict(entries)
     theta = scaling.pop("rope_theta", None) or c.get("rope_theta") or 10000.0
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
@@ -140,10 +164,13 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
         raise ValueError(
             f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(RopeConfig.REQUIRED)}"
         )
-    if scaling.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
-        raise ValueError("config.json: a partial_rotary_factor other than 1 is not supported")
+    for partial in (scaling.pop("partial_rotary_factor", None), c.get("partial_rotary_factor")):
+        if partial not in (None, 1, 1.0):
+            raise ValueError(f"config.json: partial_rotary_factor={partial!r} is not supported; only 1 is")
     if kind in ("yarn", "llama3"):
-        scaling.setdefault("original_max_position_embeddings", c.get("max_position_embeddings"))
+        # As in transformers, the one beside the block wins over the one in it.
+        name = "original_max_position_embeddings"
+        scaling[name] = c.get(name) or scaling.get(name) or c.get("max_position_embeddings")
     missing = [name for name in RopeConfig.REQUIRED[kind] if scaling.get(name) is None]
     if missing:
         raise ValueError(f"config.json: rope_type={kind!r} needs {', '.join(missing)} beside it")

@@ -75,6 +75,13 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
         (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; only 'silu' is"),
         (dict(use_sliding_window=True), "use_sliding_window=true is not supported"),
+        (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types has 'sliding_attention'"),
+        (dict(head_dim=17), "head_dim=17 is not supported; it must be even"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
+        (
+            dict(rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=1e6))),
+            "rope_parameters of their own for 'full_attention' are not supported",
+        ),
         (dict(dtype="int4"), "dtype='int4' is not supported"),
         (dict(use_custom_kernels="false"), "config.json: use_custom_kernels='false': must be true or false"),
         (
@@ -104,3 +111,31 @@ def test_an_incomplete_rope_scaling_says_what_is_missing(rope, said):
     config = LLAMA | {"rope_scaling": rope}
     with pytest.raises(ValueError, match=said):
         ModelConfig.from_dict(config)
+
+
+THETA = dict(rope_type="default", rope_theta=1e6)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+
+
+def test_rope_scaling_beside_rope_parameters_is_not_passed_over():
+    """What a model card says to add to a config.json, in one that transformers 5 wrote: it would have no effect."""
+    with pytest.raises(ValueError, match="rope_scaling=.*yarn.* and rope_parameters=.*default.* contradict each other"):
+        ModelConfig.from_dict(QWEN3 | dict(rope_scaling=YARN, rope_parameters=THETA))
+    both = dict(rope_scaling=YARN, rope_theta=1e6, rope_parameters=YARN | dict(rope_theta=1e6))
+    assert ModelConfig.from_dict(QWEN3 | both).rope == ModelConfig.from_dict(QWEN3 | dict(rope_scaling=YARN, rope_theta=1e6)).rope
+    assert ModelConfig.from_dict(QWEN3 | dict(rope_scaling=None, rope_parameters=THETA)).rope == RopeConfig(1e6)
+
+
+@pytest.mark.parametrize("inside", [64, None])
+@pytest.mark.parametrize("beside", [32, None])
+def test_the_original_length_is_that_of_transformers_wherever_it_stands(inside, beside):
+    import transformers
+
+    rope = YARN | dict(original_max_position_embeddings=inside)
+    entries = dict(rope_parameters={k: v for k, v in rope.items() if v is not None}, max_position_embeddings=256)
+    entries |= {} if beside is None else dict(original_max_position_embeddings=beside)
+    theirs = transformers.Qwen3Config(**{k: v for k, v in (QWEN3 | entries).items() if k != "architectures"})
+    theirs.standardize_rope_params()  # as a model does when it is made
+    ours = dict(ModelConfig.from_dict(QWEN3 | entries).rope.scaling)
+    name = "original_max_position_embeddings"
+    assert ours[name] == theirs.rope_parameters[name] == (beside or inside or 256)
