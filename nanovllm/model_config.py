@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -77,54 +78,88 @@ class ModelConfig:
                 )
             return value
 
+        def count(name: str, default: int | None = None) -> int:
+            value = get(name, default)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"config.json: {name}={value!r}: must be a positive integer")
+            return value
+
+        def flag(name: str, default: bool | None = False) -> bool | None:
+            value = c.get(name)
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"config.json: {name}={value!r}: must be true or false")
+            return default if value is None else value
+
         architectures = c.get("architectures") or []
-        if len(architectures) != 1:
+        if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
             raise ValueError(f"config.json: architectures={architectures!r}; exactly one is expected")
         qwen3 = architectures[0].startswith("Qwen3")
-        heads = get("num_attention_heads")
-        kv_heads = get("num_key_value_heads", heads)
+        heads = count("num_attention_heads")
+        kv_heads = count("num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
             )
-        hidden_act = c.get("hidden_act", "silu")
-        if hidden_act != "silu":
-            raise ValueError(f"config.json: hidden_act={hidden_act!r} is not supported; only 'silu' is")
-        if c.get("use_sliding_window"):
-            raise ValueError(
-                "config.json: use_sliding_window=true is not supported; set it to false for full attention"
-            )
-        for layer_type in c.get("layer_types") or ():
-            if layer_type != "full_attention":
-                raise ValueError(
-                    f"config.json: layer_types has {layer_type!r}, which is not supported; only 'full_attention' is"
-                )
-        head_dim = get("head_dim", 128 if qwen3 else get("hidden_size") // heads)
+        head_dim = count("head_dim", 128 if qwen3 else count("hidden_size") // heads)
         if head_dim % 2:
             raise ValueError(f"config.json: head_dim={head_dim} is not supported; it must be even, for rotary embedding")
-        use_custom_kernels = c.get("use_custom_kernels")
-        if use_custom_kernels is not None and not isinstance(use_custom_kernels, bool):
-            raise ValueError(f"config.json: use_custom_kernels={use_custom_kernels!r}: must be true or false")
+        eps = get("rms_norm_eps", 1e-6)
+        if not _is_number(eps) or eps < 0:
+            raise ValueError(f"config.json: rms_norm_eps={eps!r}: must be a number, at least 0")
+        _refuse_unsupported(c, flag("use_sliding_window", None))
         eos = c.get("eos_token_id")
+        eos = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in eos):
+            raise ValueError(f"config.json: eos_token_id={c['eos_token_id']!r}: must be a token id or a list of them")
         return cls(
             architecture=architectures[0],
-            vocab_size=get("vocab_size"),
-            hidden_size=get("hidden_size"),
-            intermediate_size=get("intermediate_size"),
-            num_hidden_layers=get("num_hidden_layers"),
+            vocab_size=count("vocab_size"),
+            hidden_size=count("hidden_size"),
+            intermediate_size=count("intermediate_size"),
+            num_hidden_layers=count("num_hidden_layers"),
             num_attention_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=get("rms_norm_eps", 1e-6),
-            max_position_embeddings=get("max_position_embeddings", 32768 if qwen3 else 2048),
+            rms_norm_eps=float(eps),
+            max_position_embeddings=count("max_position_embeddings", 32768 if qwen3 else 2048),
             rope=_rope(c),
-            tie_word_embeddings=bool(c.get("tie_word_embeddings", False)),
-            attention_bias=bool(c.get("attention_bias", False)),
-            mlp_bias=bool(c.get("mlp_bias", False)),
+            tie_word_embeddings=flag("tie_word_embeddings"),
+            attention_bias=flag("attention_bias"),
+            mlp_bias=flag("mlp_bias"),
             dtype=_dtype(c),
-            eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
-            use_custom_kernels=use_custom_kernels,
+            eos_token_ids=eos,
+            use_custom_kernels=flag("use_custom_kernels", None),
             raw=dict(c),
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _refuse_unsupported(c: Mapping[str, Any], use_sliding_window: bool | None) -> None:
+    """What would make another model of the same weights."""
+    hidden_act = c.get("hidden_act", "silu")
+    if hidden_act != "silu":
+        raise ValueError(f"config.json: hidden_act={hidden_act!r} is not supported; only 'silu' is")
+    if use_sliding_window:
+        raise ValueError("config.json: use_sliding_window=true is not supported; set it to false for full attention")
+    window = c.get("sliding_window")
+    # Qwen3's says nothing unless use_sliding_window is true.
+    if use_sliding_window is None and window is not None and c["architectures"][0].startswith("Llama"):
+        raise ValueError(f"config.json: sliding_window={window!r} is not supported; set it to null for full attention")
+    layer_types = c.get("layer_types")
+    if layer_types is not None and (
+        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
+    ):
+        raise ValueError(
+            f"config.json: layer_types={layer_types!r:.120}: only a list of 'full_attention' is supported"
+        )
+    quantization = c.get("quantization_config")
+    if quantization:
+        raise ValueError(
+            f"config.json: quantization_config={quantization!r:.120} is not supported; take the model's checkpoint in"
+            " bfloat16 or float16, or a GGUF file"
         )
 
 
@@ -141,26 +176,29 @@ def _dtype(c: Mapping[str, Any]) -> str | None:
 def _rope(c: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes one `rope_parameters`; 4 wrote `rope_theta` and an optional `rope_scaling`.
     old, new = c.get("rope_scaling"), c.get("rope_parameters")
-    rope = _rope_of(c, new or old or {})
+    rope = _rope_of(c, "rope_parameters" if new else "rope_scaling")
     # Someone may have added the one that a model card tells of to a file that has the other.
-    if old and new and _rope_of(c, old) != rope:
+    if old and new and _rope_of(c, "rope_scaling") != rope:
         raise ValueError(
             f"config.json: rope_scaling={old!r} and rope_parameters={new!r} contradict each other; remove one of them"
         )
     return rope
 
 
-def _rope_of(c: Mapping[str, Any], entries: Mapping[str, Any]) -> RopeConfig:
+def _rope_of(c: Mapping[str, Any], block: str) -> RopeConfig:
+    entries = c.get(block) or {}
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"config.json: {block}={entries!r}: must be an object, or null")
     for name, value in entries.items():
         if isinstance(value, Mapping):
             raise ValueError(
-                f"config.json: rope_parameters of their own for {name!r} are not supported; all layers must share them"
+                f"config.json: {block} of its own for {name!r} is not supported; all layers must share one"
             )
     scaling = dict(entries)
-    theta = scaling.pop("rope_theta", None) or c.get("rope_theta") or 10000.0
+    theta = next((t for t in (scaling.pop("rope_theta", None), c.get("rope_theta")) if t is not None), 10000.0)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
-    if kind not in RopeConfig.REQUIRED:
+    if kind not in tuple(RopeConfig.REQUIRED):
         raise ValueError(
             f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(RopeConfig.REQUIRED)}"
         )
@@ -170,12 +208,30 @@ def _rope_of(c: Mapping[str, Any], entries: Mapping[str, Any]) -> RopeConfig:
     if kind in ("yarn", "llama3"):
         # As in transformers, the one beside the block wins over the one in it.
         name = "original_max_position_embeddings"
-        scaling[name] = c.get(name) or scaling.get(name) or c.get("max_position_embeddings")
+        found = (c.get(name), scaling.get(name), c.get("max_position_embeddings"))
+        scaling[name] = next((length for length in found if length is not None), None)
     missing = [name for name in RopeConfig.REQUIRED[kind] if scaling.get(name) is None]
     if missing:
         raise ValueError(f"config.json: rope_type={kind!r} needs {', '.join(missing)} beside it")
+    _check_numbers(kind, {"rope_theta": theta} | scaling)
     return RopeConfig(
         theta=float(theta),
         scaling_type=kind,
         scaling=tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in scaling.items())),
     )
+
+
+def _check_numbers(kind: str, rope: Mapping[str, Any]) -> None:
+    needed = ("rope_theta", *(name for name in RopeConfig.REQUIRED[kind] if name != "factors"))
+    for name in needed:
+        if not _is_number(rope[name]) or rope[name] <= 0:
+            raise ValueError(f"config.json: {name}={rope[name]!r}: must be a number above 0")
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ValueError(
+            f"config.json: low_freq_factor={rope['low_freq_factor']!r} must be below"
+            f" high_freq_factor={rope['high_freq_factor']!r}"
+        )
+    if kind == "yarn":
+        for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            if rope.get(name) is not None and (not _is_number(rope[name]) or rope[name] < 0):
+                raise ValueError(f"config.json: {name}={rope[name]!r}: must be a number, at least 0")

@@ -75,12 +75,14 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
         (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; only 'silu' is"),
         (dict(use_sliding_window=True), "use_sliding_window=true is not supported"),
-        (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types has 'sliding_attention'"),
+        (dict(layer_types=["full_attention", "sliding_attention"]), "'sliding_attention']: only a list of 'full_attention'"),
+        (dict(sliding_window=16), "sliding_window=16 is not supported; set it to null"),
+        (dict(quantization_config=dict(quant_method="fp8")), "quantization_config={'quant_method': 'fp8'} is not supported"),
         (dict(head_dim=17), "head_dim=17 is not supported; it must be even"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
         (
             dict(rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=1e6))),
-            "rope_parameters of their own for 'full_attention' are not supported",
+            "rope_parameters of its own for 'full_attention' is not supported",
         ),
         (dict(dtype="int4"), "dtype='int4' is not supported"),
         (dict(use_custom_kernels="false"), "config.json: use_custom_kernels='false': must be true or false"),
@@ -97,9 +99,66 @@ def test_unsupported_models_say_what_is_wrong(entries, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("window", [dict(), dict(use_sliding_window=False), dict(use_sliding_window=None)])
+def test_a_sliding_window_that_has_no_effect_is_passed_over(window):
+    assert ModelConfig.from_dict(QWEN3 | dict(sliding_window=4096) | window).num_hidden_layers == 2
+    assert ModelConfig.from_dict(LLAMA | dict(sliding_window=None) | window).num_hidden_layers == 2
+
+
+JUNK = [0, -1, -0.5, 2.5, "4", "x", "", True, [], [1, 2], {"a": 1}, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize(
+    "name, allowed",
+    [
+        *((name, ()) for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "max_position_embeddings",
+        )),
+        ("rms_norm_eps", (0, 2.5)),
+        ("eos_token_id", (0, -1, [], [1, 2])),
+        *((name, (True,)) for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_custom_kernels")),
+        ("use_sliding_window", ()),
+        ("layer_types", ([],)),
+        ("architectures", ()),
+        ("rope_theta", (2.5,)),
+        ("rope_parameters", (0, "", [], {"a": 1})),
+        ("rope_scaling", (0, "", [], {"a": 1})),
+    ],
+)  # fmt: skip
+def test_what_is_no_value_for_an_entry_is_an_error_that_names_both(name, allowed):
+    for junk in JUNK:
+        if any(junk is value or (junk == value and type(junk) is type(value)) for value in allowed):
+            ModelConfig.from_dict(LLAMA | {name: junk})
+            continue
+        with pytest.raises(ValueError) as error:
+            ModelConfig.from_dict(LLAMA | {name: junk})
+        assert "config.json: " in str(error.value) and name in str(error.value), (junk, error.value)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_what_is_no_number_in_a_rope_scaling_is_named(kind):
+    rope = dict(
+        rope_type=kind, factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32, rope_theta=1e4
+    )
+    names = [*RopeConfig.REQUIRED[kind], "rope_theta", *(["attention_factor", "beta_fast"] if kind == "yarn" else [])]
+    for name in names:
+        for junk in ("x", [], -1, True, float("nan")):
+            with pytest.raises(ValueError, match=f"config.json: {name}="):
+                ModelConfig.from_dict(QWEN3 | dict(rope_parameters=rope | {name: junk}))
+    assert ModelConfig.from_dict(QWEN3 | dict(rope_parameters=rope)).rope.scaling_type == kind
+
+
 @pytest.mark.parametrize(
     "rope, said",
     [
+        (
+            dict(
+                rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4, original_max_position_embeddings=8
+            ),
+            "low_freq_factor=4.0 must be below",
+        ),
+        (dict(rope_type=["yarn"]), "rope_type=.*not supported"),
         (dict(rope_type="linear"), "'linear' needs factor"),
         (dict(rope_type="llama3", factor=8.0), "'llama3' needs low_freq_factor, high_freq_factor"),
         (dict(rope_type="yarn"), "'yarn' needs factor"),

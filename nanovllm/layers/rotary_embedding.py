@@ -53,7 +53,7 @@ def _yarn(inv_freq: torch.Tensor, theta: float, head_dim: int, p: dict) -> tuple
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
     scaled = inv_freq / factor * ramp + inv_freq * (1 - ramp)
 
     def temperature(m: float = 1.0) -> float:

@@ -83,8 +83,10 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _parse(config: Mapping[str, Any]) -> ModelConfig:
     # The architecture first: what else a config.json holds depends on it.
-    for architecture in config.get("architectures") or ():
-        model_class(architecture)
+    architectures = config.get("architectures")
+    for architecture in architectures if isinstance(architectures, list) else ():
+        if isinstance(architecture, str):
+            model_class(architecture)
     return ModelConfig.from_dict(config)
 
 

@@ -28,6 +28,7 @@ SCALINGS = {
     "yarn-attention-factor": YARN | dict(attention_factor=0.7),
     "yarn-mscale": YARN | dict(mscale=0.8, mscale_all_dim=1.2),
     "yarn-below-one": YARN | dict(factor=1.0),
+    "yarn-ends-before-it-begins": YARN | dict(original_max_position_embeddings=4),
     "yarn-original-length-unsaid": dict(rope_type="yarn", factor=2.0),
 }
 
