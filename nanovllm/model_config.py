@@ -95,7 +95,8 @@ class ModelConfig:
             raise ValueError(f"config.json: architectures={architectures!r}; exactly one is expected")
         qwen3 = architectures[0].startswith("Qwen3")
         heads = count("num_attention_heads")
-        kv_heads = count("num_key_value_heads", heads)
+        # null is one for each head; transformers' Qwen3Config has a number of its own for an entry that is not there.
+        kv_heads = count("num_key_value_heads", 32 if qwen3 and "num_key_value_heads" not in c else heads)
         if heads % kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"

@@ -35,9 +35,13 @@ def test_fields_of_a_config():
 def test_missing_entries_take_the_defaults_of_transformers(entries, architecture):
     import transformers
 
+    entries = entries | dict(num_attention_heads=64, hidden_size=256)
     given = {k: v for k, v in entries.items() if k != "architectures"}
     theirs = getattr(transformers, architecture)(**given)
     ours = ModelConfig.from_dict(entries)
+    del entries["num_key_value_heads"]
+    theirs_alone = getattr(transformers, architecture)(**{k: v for k, v in entries.items() if k != "architectures"})
+    assert ModelConfig.from_dict(entries).num_kv_heads == theirs_alone.num_key_value_heads
     for name in ("head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"] and ours.rope.scaling_type == "default"

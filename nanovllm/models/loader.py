@@ -174,6 +174,8 @@ def iter_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, f.get_tensor(name)
         except SafetensorError as e:
             raise WeightError(f"{file} is corrupt or truncated ({e}); download it again") from e
+        except OSError as e:
+            raise WeightError(f"{file} cannot be read ({e}); is it a file, and is it yours to read?") from e
 
 
 def _safetensors_files(path: Path) -> list[Path]:
@@ -224,6 +226,11 @@ def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.T
         expected = module.source_shape(parameter, shard)
         if tuple(tensor.shape) != expected:
             raise WeightError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(expected)}")
+        if not tensor.is_floating_point():
+            raise WeightError(
+                f"tensor {name!r} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected a floating-point one;"
+                " quantised checkpoints are read from GGUF files only"
+            )
         if tied and module_name == "lm_head":
             continue  # the same matrix as the embedding, stored twice
         if (module_name, parameter, shard) not in missing:

@@ -193,6 +193,13 @@ def test_a_tensor_of_the_wrong_shape(checkpoint, name, change):
     refused(checkpoint, repr(name), f"shape {shapes[1]}, expected {shapes[0]}")
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64])
+def test_a_tensor_that_is_no_floating_point_one(checkpoint, dtype):
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit(checkpoint, lambda t: t.update({name: t[name].to(dtype)}))
+    refused(checkpoint, name, f"dtype {str(dtype).removeprefix('torch.')}", "GGUF")
+
+
 def test_a_tied_head_of_the_wrong_shape(tmp_path):
     tiny.save(tmp_path, "llama", num_hidden_layers=1, tie_word_embeddings=True)
     edit(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(3, 3)}))
@@ -210,6 +217,13 @@ def test_a_truncated_file(checkpoint, keep):
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep) if isinstance(keep, float) else keep])
     refused(checkpoint, "model.safetensors", "corrupt or truncated", "download it again")
+
+
+def test_a_file_that_cannot_be_read(checkpoint):
+    file = checkpoint / "model.safetensors"
+    file.unlink()
+    file.mkdir()
+    refused(checkpoint, str(file), "cannot be read")
 
 
 def test_a_file_with_a_spoilt_header(checkpoint):
