@@ -114,7 +114,7 @@ class EngineConfig:
         for name in ("max_num_batched_tokens", "num_kvcache_blocks"):
             value = getattr(self, name)
             # nano-vLLM spells "decide for me" as -1.
-            if value == -1 and name == "num_kvcache_blocks":
+            if name == "num_kvcache_blocks" and isinstance(value, int) and value == -1:
                 object.__setattr__(self, name, None)
                 continue
             need(

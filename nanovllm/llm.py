@@ -136,7 +136,7 @@ class LLM:
             raise ValueError("this model has no chat template; use generate with a plain prompt")
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
         # The template writes the special tokens itself.
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.engine.encode(text, name, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, yielding its text piece by piece, never half a character.

@@ -36,6 +36,8 @@ def test_is_never_mutated():
         (dict(max_num_batched_tokens=0), "max_num_batched_tokens=0"),
         (dict(num_kvcache_blocks=0), "num_kvcache_blocks=0"),
         (dict(num_kvcache_blocks=-2), "num_kvcache_blocks=-2"),
+        (dict(num_kvcache_blocks=np.array([1, 2])), "num_kvcache_blocks=array([1, 2]): must be a positive integer"),
+        (dict(max_num_batched_tokens=np.array([1, 2])), "max_num_batched_tokens=array([1, 2]): must be a positive integer"),
         (dict(gpu_memory_utilization=0), "gpu_memory_utilization=0: must be above 0 and at most 1"),
         (dict(gpu_memory_utilization=90), "gpu_memory_utilization=90"),
         (dict(kvcache_block_size=8), "kvcache_block_size=8: must be a power of two from 16 to 1024"),

@@ -404,6 +404,7 @@ def test_progress_does_not_mix_with_what_a_program_prints(llm, capsys):
         ([{}], ValueError, ['"prompt"']),
         ([{"prompt": None}], TypeError, ["not None"]),
         ([{"prompt_token_ids": "abc"}], TypeError, ["not 'abc'"]),
+        (["ab\ud800"], ValueError, ["prompts[", "]='ab\\ud800': half of a surrogate pair, at position 2"]),
     ],
     ids=lambda v: str(v)[:30],
 )
@@ -480,6 +481,11 @@ def test_what_is_no_conversation(llm, messages, said):
     assert str(error.value).startswith(said + 'a conversation is a list of dicts with "role" and "content"; pass for example')
     with pytest.raises(TypeError, match="a conversation is a list of dicts"):
         llm.chat_prompt(messages)
+
+
+def test_half_a_character_in_a_conversation(llm):
+    with pytest.raises(ValueError, match="messages.*half of a surrogate pair"):
+        llm.chat([{"role": "user", "content": "\ud83d"}], GREEDY, use_tqdm=False)
 
 
 def test_variables_of_a_chat_template_are_a_dict(llm):

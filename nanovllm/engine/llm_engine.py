@@ -213,10 +213,20 @@ class LLMEngine:
                 raise ValueError(
                     "this engine has no tokenizer, so it serves token ids: pass a list of integers, or tokenizer= to LLM"
                 )
-            token_ids = self.tokenizer.encode(prompt)
+            token_ids = self.encode(prompt, name)
             self._check_ids(token_ids, min, max)
             return prompt, token_ids
         return None, self._token_ids(prompt, name)
+
+    def encode(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokenizer's ids of a text; a ValueError that calls it `name` if it holds half a character."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name}={text!r:.80}: half of a surrogate pair, at position {error.start}, is no text; remove it"
+            ) from None
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _token_ids(self, prompt: Any, name: str) -> list[int]:
         try:
