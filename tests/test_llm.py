@@ -233,6 +233,19 @@ def test_end_tokens_of_the_model(tmp_path, varied, source):
     assert out["token_ids"][:5] == token_ids[:5] and not set(out["token_ids"][:9]) & {end, TOKENIZER.eos_token_id}
 
 
+@pytest.mark.parametrize("end", [5000, -1, [5000, 3]])
+def test_an_end_token_outside_the_vocabulary_is_none(tmp_path, end):
+    """min_tokens would ban a column of the logits that is not there, or with -1 the last one."""
+    tiny.save_with_tokenizer(tmp_path, "llama", seed=3)
+    plain = make(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    llm = make(tmp_path)
+    assert set(llm.engine.eos_token_ids) == {TOKENIZER.eos_token_id} | ({3} if isinstance(end, list) else set())
+    params = SamplingParams(temperature=0, max_tokens=9, min_tokens=9, stop_token_ids=[3])
+    (ours,), (expected,) = (engine.generate("abc", params, use_tqdm=False) for engine in (llm, plain))
+    assert ours["token_ids"] == expected["token_ids"] and len(ours["token_ids"]) == 9
+
+
 @pytest.mark.parametrize("length", [MAX_LEN - 1, MAX_LEN - 2, MAX_LEN - 20])
 def test_the_longest_sequence(llm, reference, length):
     prompt = random.Random(length).choices(range(900), k=length)

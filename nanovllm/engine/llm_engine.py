@@ -51,12 +51,14 @@ class LLMEngine:
                     raise ValueError(
                         f"{source} holds no tokenizer; pass tokenizer= a directory that does, or skip_tokenizer_init=True to serve token ids"
                     )
-        self.eos_token_ids = eos_token_ids(
+        ends = eos_token_ids(
             checkpoint.path
             if checkpoint.path is not None and checkpoint.path.is_dir()
             else dict(checkpoint.config.raw),
             self.tokenizer,
         )
+        # A tokenizer may know more tokens than the model, whose logits have no column for them, and some files say -1 for none.
+        self.eos_token_ids = tuple(token for token in ends if 0 <= token < checkpoint.config.vocab_size)
         self.runner = ModelRunner(config, checkpoint, device, self.kernels)
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching),

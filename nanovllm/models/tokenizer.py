@@ -66,6 +66,8 @@ def eos_token_ids(source: str | os.PathLike[str] | dict[str, Any] | Any, tokeniz
 
     source: a Hugging Face directory, a .gguf file, a config dict, or an object with `eos_token_id`.
     tokenizer: one with `eos_token_id`, or None.
+
+    Raises ValueError where a file has something else than token ids.
     """
     found: list[Any] = []
     if isinstance(source, (str, os.PathLike)):
@@ -81,7 +83,11 @@ def eos_token_ids(source: str | os.PathLike[str] | dict[str, Any] | Any, tokeniz
         found = [getattr(source, "eos_token_id", None)]
     found.append(getattr(tokenizer, "eos_token_id", None))
     ids = [token for entry in found for token in (entry if isinstance(entry, (list, tuple)) else [entry])]
-    return tuple(dict.fromkeys(int(token) for token in ids if token is not None))
+    for token in ids:
+        if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
+            where = source if isinstance(source, (str, os.PathLike)) else "the configuration"
+            raise ValueError(f"{where}: eos_token_id holds {token!r}, which is no token id; correct its .json files")
+    return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -90,9 +96,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} holds no JSON object; download it again")
+    return entries
 
 
 def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase | None:

@@ -430,5 +430,19 @@ def test_eos_token_ids(tmp_path: Path) -> None:
         eos_token_ids(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content, said",
+    [("[]", "generation_config.json holds no JSON object"), ("null", "holds no JSON object")]
+    + [
+        (json.dumps({"eos_token_id": junk}), "eos_token_id holds")
+        for junk in ("x", {}, {"a": 1}, [[1]], True, 2.5, [3, "4"])
+    ],
+)
+def test_what_is_no_end_token_is_named(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=said):
+        eos_token_ids(tmp_path)
+
+
 def test_eos_token_ids_of_a_gguf_file(tmp_path: Path) -> None:
     assert eos_token_ids(byte_level(tmp_path, eot_token_id=3, eom_token_id=4), Ends(8)) == (258, 3, 4, 8)
