@@ -18,6 +18,7 @@ import torch.nn as nn
 
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
+from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.linear import ShardedParameters
 from nanovllm.layers.parallel import SINGLE, TensorParallel
 from nanovllm.model_config import ModelConfig
@@ -213,6 +214,7 @@ def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.T
     tied = model.config.tie_word_embeddings
     if tied:
         missing.discard(("lm_head", "weight", ""))
+    tied_head: torch.Tensor | None = None
     for name, tensor in weights:
         if name.endswith("rotary_emb.inv_freq"):
             continue  # a buffer that old Llama checkpoints carry; it is computed
@@ -232,7 +234,8 @@ def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.T
                 " quantised checkpoints are read from GGUF files only"
             )
         if tied and module_name == "lm_head":
-            continue  # the same matrix as the embedding, stored twice
+            tied_head = tensor  # the same matrix as the embedding, stored twice: held against it below
+            continue
         if (module_name, parameter, shard) not in missing:
             raise WeightError(f"tensor {name!r} occurs twice in the checkpoint")
         missing.remove((module_name, parameter, shard))
@@ -241,6 +244,18 @@ def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.T
         names = sorted(_checkpoint_name(model, *key) for key in missing)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise WeightError(f"the checkpoint lacks {', '.join(names[:3])}{more}")
+    if tied_head is not None and not _holds(model.lm_head, tied_head):
+        raise WeightError(
+            "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json says"
+            " tie_word_embeddings=true; set it to false there, or remove the tensor"
+        )
+
+
+def _holds(module: LMHead, tensor: torch.Tensor) -> bool:
+    """Whether the module's rows are the tensor's, compared a few at a time: it may be large and in host memory."""
+    mine = tensor[module.start : module.start + len(module.weight)]
+    parts = zip(mine.split(8192), module.weight[: len(mine)].split(8192))
+    return all(torch.equal(part.to(weight), weight) for part, weight in parts)
 
 
 def _checkpoint_name(model: DecoderForCausalLM, module_name: str, parameter: str, shard: str) -> str:

@@ -98,6 +98,19 @@ def test_a_tied_head_that_is_stored_too_is_not_an_extra(tmp_path):
     load(tmp_path)
 
 
+@pytest.mark.parametrize("architecture, vocab_size", [("llama", 199), ("qwen3", 9001)])
+def test_a_head_that_is_stored_and_not_the_embedding_is_not_tied(tmp_path, architecture, vocab_size):
+    """transformers does not tie them then; to pass the tensor over would be another model."""
+    tiny.save(tmp_path, architecture, num_hidden_layers=1, tie_word_embeddings=True, vocab_size=vocab_size)
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load(tmp_path, torch.bfloat16)
+    edit(tmp_path, lambda t: t["lm_head.weight"][-1, -1].add_(1))
+    refused(tmp_path, "'lm_head.weight'", "'model.embed_tokens.weight'", "tie_word_embeddings=true; set it to false")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=False)))
+    assert not torch.equal(load(tmp_path).lm_head.weight, load(tmp_path).model.embed_tokens.weight)
+
+
 def test_old_inverse_frequencies_are_passed_over(checkpoint):
     edit(checkpoint, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
     load(checkpoint)
