@@ -1,0 +1,107 @@
+"""Random config.json files: the model is transformers' to 1e-3 in every log-probability, or refused with a word on the entry.
+
+The weights are random too. Entries are drawn that change a model (rope in both formats, windows, activations, biases), so
+that one which is passed over shows as another model.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nanovllm import LLM, SamplingParams
+from tests import tiny
+
+NUM_CONFIGS = 25  # a seed
+
+
+def rope(rng: random.Random) -> dict:
+    kind = rng.choice(["default", "linear", "yarn", "yarn", "llama3", "dynamic", "longrope", "proportional"])
+    entries = {rng.choice(["rope_type", "type"]): kind}
+    if kind != "default":
+        entries["factor"] = rng.choice([1.0, 1.5, 4, 32.0])
+    if kind in ("yarn", "llama3", "longrope") and rng.random() < 0.8:
+        entries["original_max_position_embeddings"] = rng.choice([16, 32, 100])
+    if kind == "yarn":
+        options = dict(attention_factor=1.3, beta_fast=4, beta_slow=0.5, mscale=0.7, mscale_all_dim=0.5, truncate=False)
+        entries |= {name: value for name, value in options.items() if rng.random() < 0.25}
+    elif kind == "llama3":
+        entries |= dict(low_freq_factor=rng.choice([1.0, 2]), high_freq_factor=rng.choice([4.0, 8]))
+    elif kind == "longrope":
+        entries |= dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+    return entries
+
+
+def draw(rng: random.Random) -> dict:
+    kind, layers = rng.choice(["Qwen3", "Llama"]), rng.choice([1, 2])
+    kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 7])
+    config = dict(
+        architectures=[f"{kind}ForCausalLM"], model_type=kind.lower(), vocab_size=rng.choice([17, 131, 320]),
+        hidden_size=kv_heads * group * rng.choice([4, 10, 16]), intermediate_size=rng.choice([30, 64]), num_hidden_layers=layers,
+        num_attention_heads=kv_heads * group, num_key_value_heads=kv_heads, head_dim=rng.choice([16, 18, 40, 80]),
+        max_position_embeddings=rng.choice([64, 256]), tie_word_embeddings=rng.random() < 0.5, eos_token_id=None,
+    )  # fmt: skip
+    sometimes = dict(
+        attention_bias=True, rms_norm_eps=0.1, hidden_act="gelu", use_sliding_window=True, sliding_window=8,
+        layer_types=[rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)], max_window_layers=0,
+        original_max_position_embeddings=16, partial_rotary_factor=0.5,
+    )  # fmt: skip
+    config |= {name: value for name, value in sometimes.items() if rng.random() < 0.1}
+    if kind == "Llama" and rng.random() < 0.3:
+        config["mlp_bias"] = True
+    form = rng.choice(["none", "old", "new", "new", "both"])
+    if form in ("old", "both"):
+        config |= dict(rope_theta=rng.choice([100.0, 5e5]), rope_scaling=rng.choice([None, rope(rng)]))
+    if form in ("new", "both"):
+        config["rope_parameters"] = rope(rng) | dict(rope_theta=rng.choice([100.0, 7000]))
+    return config
+
+
+def randomize(model, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        else:
+            parameter.normal_(0, 1 / max(48, parameter.shape[1]) ** 0.5, generator=generator)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(6))
+def test_a_config_is_served_as_transformers_does_or_refused(tmp_path, seed):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rng, served = random.Random(seed), 0
+    for i in range(NUM_CONFIGS):
+        config = draw(rng)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+        try:
+            theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32).eval()
+        except Exception:  # it has many types for what it refuses
+            continue
+        randomize(theirs, i)
+        weights = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+        if config["tie_word_embeddings"]:
+            del weights["lm_head.weight"]
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        try:
+            llm = LLM(
+                tmp_path, device="cpu", dtype="float32", skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=16,
+                max_num_seqs=1,
+            )  # fmt: skip
+        except ValueError as error:
+            assert str(error).startswith("config.json: "), (config, error)
+            continue
+        prompt = [rng.randrange(config["vocab_size"]) for _ in range(llm.engine.runner.max_model_len - 1)]
+        prompt = prompt[: rng.choice([10, 60, 200])]
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        expected = tiny.logprobs(theirs, prompt)
+        for position, token in enumerate(prompt[1:]):
+            ours = output.prompt_logprobs[position + 1][token].logprob
+            assert ours == pytest.approx(float(expected[position, token]), abs=1e-3), config
+        served += 1
+    assert served > NUM_CONFIGS // 5
