@@ -31,6 +31,12 @@ class RopeConfig:
     )
     """The supported types of scaling, and the parameters that each needs."""
 
+    @property
+    def reach(self) -> int:
+        """Positions that YaRN extends a context to; 0 for other types, which do not say from where."""
+        scaling = dict(self.scaling)
+        return int(scaling["factor"] * scaling["original_max_position_embeddings"]) if self.scaling_type == "yarn" else 0
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -46,6 +52,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
+    """The longest sequence: config.json's entry, or what YaRN extends it to, if a rope block was added without raising that."""
     rope: RopeConfig
     tie_word_embeddings: bool
     attention_bias: bool
@@ -108,6 +115,7 @@ class ModelConfig:
         if not _is_number(eps) or eps < 0:
             raise ValueError(f"config.json: rms_norm_eps={eps!r}: must be a number, at least 0")
         _refuse_unsupported(c, flag("use_sliding_window", None))
+        rope = _rope(c)
         eos = c.get("eos_token_id")
         eos = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in eos):
@@ -122,8 +130,8 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=float(eps),
-            max_position_embeddings=count("max_position_embeddings", 32768 if qwen3 else 2048),
-            rope=_rope(c),
+            max_position_embeddings=max(count("max_position_embeddings", 32768 if qwen3 else 2048), rope.reach),
+            rope=rope,
             tie_word_embeddings=flag("tie_word_embeddings"),
             attention_bias=flag("attention_bias"),
             mlp_bias=flag("mlp_bias"),

@@ -189,6 +189,15 @@ def test_rope_scaling_beside_rope_parameters_is_not_passed_over():
     assert ModelConfig.from_dict(QWEN3 | dict(rope_scaling=None, rope_parameters=THETA)).rope == RopeConfig(1e6)
 
 
+@pytest.mark.parametrize(
+    "rope, longest",
+    [(YARN, 256), (YARN | dict(factor=1.5), 100), (dict(rope_type="linear", factor=8.0), 100), (THETA, 100)],
+)
+def test_yarn_extends_the_longest_sequence(rope, longest):
+    config = QWEN3 | dict(max_position_embeddings=100, rope_parameters=rope)
+    assert ModelConfig.from_dict(config).max_position_embeddings == longest
+
+
 @pytest.mark.parametrize("inside", [64, None])
 @pytest.mark.parametrize("beside", [32, None])
 def test_the_original_length_is_that_of_transformers_wherever_it_stands(inside, beside):

@@ -24,7 +24,11 @@ MODELS = {
     "qwen3-gqa1": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=4, head_dim=32, tie_word_embeddings=True)),
     "qwen3-gqa2": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)),
     "qwen3-gqa7": ("qwen3", dict(num_attention_heads=7, num_key_value_heads=1, head_dim=16, vocab_size=331)),
-    "qwen3-yarn": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_parameters=YARN_ROPE)),
+    # As a model card says to do it: max_position_embeddings is not raised, the prompts are longer.
+    "qwen3-yarn": (
+        "qwen3",
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_parameters=YARN_ROPE, max_position_embeddings=48),
+    ),
     "llama-gqa1": ("llama", dict(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False)),
     "llama-gqa3": (
         "llama",
