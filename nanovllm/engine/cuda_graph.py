@@ -70,7 +70,7 @@ class DecodeBuckets:
 def capture(fn: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
     """What `fn` launches on `stream`, as a graph. pool: memory of other graphs, which never run at the same time.
 
-    `torch.cuda.graph` would empty the caching allocator, ask several times whether there is a GPU and wait for it: 2 ms a graph.
+    `torch.cuda.graph` would empty the caching allocator, wait for the GPU, and ask several times whether there is one, 0.75 ms each time.
     What `fn` launches for the first time must have run on this stream before.
 
     Raises:

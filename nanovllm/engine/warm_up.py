@@ -53,8 +53,8 @@ def compile_ahead(runner: ModelRunner, logits: torch.Tensor) -> None:
 def one_collection() -> Iterator[None]:
     """Within the block Python does not look for garbage, but once at its end.
 
-    A start creates so many objects that Python looks at all there are, a few hundred thousand, many times; and once more, for 150 ms,
-    some time later, while requests wait. Does nothing where the user has switched it off.
+    A start creates so many objects that Python looks at all there are, a few hundred thousand, many times; and once more some
+    time later, while requests wait. Does nothing where the user has switched it off.
     """
     if not gc.isenabled():
         yield

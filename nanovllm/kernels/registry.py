@@ -90,6 +90,8 @@ class Op:
         cost: (arguments as the reference takes them) -> what such a call must do at least.
         tolerance: relative, per dtype, against the reference in float64.
         magnitude: of what is rounded on the way to a result that may be smaller: errors are relative to at least that.
+        cancels: a result may be small where its arguments are not, as a difference or the tail of a GELU: errors of one that stands almost
+            alone in its row are relative to at least the arguments' magnitude.
         mutates: arguments that the op writes to; they are results like its return value.
         reuses: arguments whose memory a provider may use for its results: not to be read after the call.
         fuses: ops that this one stands for: an engine does not use it where one of them is named, so that the name counts.
@@ -107,6 +109,7 @@ class Op:
         cost: Callable[..., Cost] | None = None,
         tolerance: Mapping[torch.dtype, float] | None = None,
         magnitude: float = 0.0,
+        cancels: bool = False,
         mutates: Sequence[str] = (),
         reuses: Sequence[str] = (),
         fuses: Sequence[str] = (),
@@ -121,6 +124,7 @@ class Op:
         self.cost = cost
         self.tolerance = {**TOLERANCE, **(tolerance or {})}
         self.magnitude = magnitude
+        self.cancels = cancels
         self.mutates, self.reuses = tuple(mutates), tuple(reuses)
         self.fuses = tuple(fuses)
         self.compare = compare

@@ -172,7 +172,7 @@ def _compare(
                 return Verdict(case, failure=f"result {i} differs")
             continue
         magnitude = declared.magnitude
-        if want.dim() == 0 or want.shape[-1] < _FEW:
+        if declared.cancels and want.shape[-1] < _FEW:
             magnitude = max(magnitude, _magnitude(arguments))
         errors = _errors(got.double(), want.double(), tolerance, magnitude, torch.finfo(case.dtype))
         for error, description in zip(errors, (f"result {i} at", f"the root of the mean square of result {i}'s errors in row")):
@@ -199,10 +199,7 @@ def _errors(
     An element may be off by the tolerance times its value, plus the tolerance times a large value of its row (the largest, at most
     _LARGE times the root of the mean square): it may be a difference of such values, each of which was rounded. A row of at least
     _ROW elements may be off as a whole by the tolerance times the root of its mean square, which a loss of precision in every
-    element exceeds long before any element does; of a few elements the largest error may be most of it, so they may be off by more.
-
-    A row of fewer than _FEW elements may have small ones alone, such as the tail of a gelu: errors of its elements may be relative to the
-    arguments' magnitude, as they are in a longer row, whose large elements are about as large as the arguments.
+    element exceeds long before any element does; of a few elements one may be most of it, so a short row may be off by a little more.
     """
     overflows = want.abs() > info.max
     agree = (got == want) | (got.isnan() & want.isnan()) | (overflows & (got.isinf() | (got.abs() >= 0.99 * info.max)))
@@ -216,8 +213,8 @@ def _errors(
     of_elements = error / (tolerance * (finite.abs() + large.view(want.shape[:-1] + (1,) * min(want.dim(), 1))) + smallest)
     if values.shape[-1] < _ROW:
         return of_elements.nan_to_num(nan=torch.inf), torch.zeros(1, device=got.device)
-    fluctuation = 1 + 2 / values.shape[-1] ** 0.5
-    of_rows = rows.square().mean(-1).sqrt() / (fluctuation * tolerance * root[..., 0].clamp_min(magnitude) + smallest)
+    few = 1 + 4 / values.shape[-1]
+    of_rows = rows.square().mean(-1).sqrt() / (few * tolerance * root[..., 0].clamp_min(magnitude) + smallest)
     return of_elements.nan_to_num(nan=torch.inf), of_rows.nan_to_num(nan=torch.inf)
 
 

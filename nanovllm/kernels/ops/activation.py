@@ -27,6 +27,7 @@ GATE_UP_SHAPES = {
     arguments={"gate_up": "[..., 2*n]"},
     inputs=Inputs(gate_up_inputs, **GATE_UP_SHAPES),
     cost=gate_up_cost,
+    cancels=True,
 )
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where gate and up are the two halves of the last dimension.

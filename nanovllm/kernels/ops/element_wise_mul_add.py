@@ -24,6 +24,7 @@ def _cost(a, b, c):
         large=[(2048, 4096), (2048, 4096, 1), (16384, 4096)],
     ),
     cost=_cost,
+    cancels=True,
 )
 def element_wise_mul_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c.

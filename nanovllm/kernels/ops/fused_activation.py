@@ -33,6 +33,7 @@ def _cost(x, kind):
         variants=[{"kind": kind} for kind in _FUNCTIONS],
     ),
     cost=_cost,
+    cancels=True,
 )
 def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """An activation, computed in float32 and rounded once.

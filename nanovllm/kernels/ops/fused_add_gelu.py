@@ -25,6 +25,7 @@ def _cost(x, bias, approximate="tanh"):
         variants=[{"approximate": "tanh"}, {"approximate": "none"}],
     ),
     cost=_cost,
+    cancels=True,
 )
 def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """gelu(x + bias) (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016).

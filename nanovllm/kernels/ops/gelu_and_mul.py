@@ -12,6 +12,7 @@ from nanovllm.kernels.registry import op
     arguments={"gate_up": "[..., 2*n]"},
     inputs=Inputs(gate_up_inputs, **GATE_UP_SHAPES, variants=[{"approximate": "none"}, {"approximate": "tanh"}]),
     cost=gate_up_cost,
+    cancels=True,
 )
 def gelu_and_mul(gate_up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(gate) * up, where gate and up are the two halves of the last dimension (Shazeer, "GLU variants", 2020).

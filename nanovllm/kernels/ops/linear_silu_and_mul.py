@@ -31,6 +31,7 @@ def _cost(x, weight):
         scales=(1.0, 50.0),
     ),
     cost=_cost,
+    cancels=True,
     # The reference itself rounds gate, up, SiLU and the product, each in its turn.
     tolerance={torch.float16: 4e-3, torch.bfloat16: 3.2e-2},
     fuses=("linear", "silu_and_mul"),
