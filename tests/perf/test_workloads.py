@@ -30,6 +30,15 @@ def test_a_shared_prefix_is_shared_and_the_rest_is_not():
     assert {len(i.prompt) for i in items} == {1088}
 
 
+def test_no_prompt_begins_like_one_of_another_workload_or_of_a_warm_up():
+    """It would be found in the prefix cache of an engine that measures one after the other."""
+    owner = {}
+    for name, workload in WORKLOADS.items():
+        for seed in (0, 1, 1_000_000):
+            for item in workload.draw(seed, 151936):
+                assert owner.setdefault(tuple(item.prompt[:16]), (name, seed)) == (name, seed)
+
+
 def test_arrivals_have_the_asked_rate():
     arrivals = [i.arrival for i in Workload("x", 4000, 1, 1, rate=20.0).draw(0, 100)]
     assert arrivals == sorted(arrivals) and arrivals[0] == 0
