@@ -26,11 +26,11 @@ _MANY_TOKENS = 1024
 
 def _heads_and_warps(num_tokens: int, num_heads: int, most_heads: int, block: int, x: torch.Tensor) -> tuple[int, int]:
     """Heads a program, and its warps, for `num_heads` heads a token in all, at most `most_heads` of one kind."""
-    # A warp's 16-byte loads cover 256 elements: 4 heads of 128. A program has one warp for few tokens, so that many SMs
-    # share the work, and four for many.
+    # A warp's 16-byte loads cover 256 elements: 4 heads of 128. Of few tokens a program has half as many heads as its four warps could
+    # load so: the work is spread over more SMs, and what a thread computes one after the other is half as long.
     warp_heads = max(1, 256 // block)
-    warps = 1 if num_tokens * num_heads <= 8 * num_sms(x) * warp_heads else 4
-    return min(warp_heads * warps, next_power_of_2(most_heads)), warps
+    few = num_tokens * num_heads <= 16 * num_sms(x) * warp_heads
+    return min(warp_heads * (2 if few else 4), next_power_of_2(most_heads)), 4
 
 
 def _tokens(
