@@ -134,7 +134,7 @@ class ModelConfig:
             rope=rope,
             tie_word_embeddings=flag("tie_word_embeddings"),
             attention_bias=flag("attention_bias"),
-            mlp_bias=flag("mlp_bias"),
+            mlp_bias=flag("mlp_bias") and not qwen3,  # Qwen3 has no such entry: transformers passes it over
             dtype=_dtype(c),
             eos_token_ids=eos,
             use_custom_kernels=flag("use_custom_kernels", None),

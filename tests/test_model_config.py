@@ -3,6 +3,7 @@
 import pytest
 
 from nanovllm.model_config import ModelConfig, RopeConfig
+from tests import tiny
 
 QWEN3 = dict(
     architectures=["Qwen3ForCausalLM"], vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -107,6 +108,17 @@ def test_unsupported_models_say_what_is_wrong(entries, said):
 def test_a_sliding_window_that_has_no_effect_is_passed_over(window):
     assert ModelConfig.from_dict(QWEN3 | dict(sliding_window=4096) | window).num_hidden_layers == 2
     assert ModelConfig.from_dict(LLAMA | dict(sliding_window=None) | window).num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("architecture, entries", [("qwen3", QWEN3), ("llama", LLAMA)])
+def test_biases_are_those_of_transformers(architecture, entries):
+    """attention_bias is read by both, mlp_bias by Llama alone."""
+    biases = dict(attention_bias=True, mlp_bias=True)
+    ours = ModelConfig.from_dict(entries | biases)
+    theirs = tiny.model(architecture, **biases).model.layers[0]
+    assert ours.attention_bias == (theirs.self_attn.q_proj.bias is not None) == (theirs.self_attn.o_proj.bias is not None)
+    assert ours.mlp_bias == (theirs.mlp.up_proj.bias is not None) == (theirs.mlp.down_proj.bias is not None)
+    assert ours.mlp_bias == (architecture == "llama")
 
 
 JUNK = [0, -1, -0.5, 2.5, "4", "x", "", True, [], [1, 2], {"a": 1}, float("nan"), float("inf")]

@@ -49,7 +49,7 @@ def draw(rng: random.Random) -> dict:
         original_max_position_embeddings=16, partial_rotary_factor=0.5,
     )  # fmt: skip
     config |= {name: value for name, value in sometimes.items() if rng.random() < 0.1}
-    if kind == "Llama" and rng.random() < 0.3:
+    if rng.random() < 0.3:
         config["mlp_bias"] = True
     form = rng.choice(["none", "old", "new", "new", "both"])
     if form in ("old", "both"):
