@@ -151,12 +151,6 @@ def _refuse_unsupported(c: Mapping[str, Any], use_sliding_window: bool | None) -
     hidden_act = c.get("hidden_act", "silu")
     if hidden_act != "silu":
         raise ValueError(f"config.json: hidden_act={hidden_act!r} is not supported; only 'silu' is")
-    if use_sliding_window:
-        raise ValueError("config.json: use_sliding_window=true is not supported; set it to false for full attention")
-    window = c.get("sliding_window")
-    # Qwen3's says nothing unless use_sliding_window is true.
-    if use_sliding_window is None and window is not None and c["architectures"][0].startswith("Llama"):
-        raise ValueError(f"config.json: sliding_window={window!r} is not supported; set it to null for full attention")
     layer_types = c.get("layer_types")
     if layer_types is not None and (
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
@@ -164,12 +158,27 @@ def _refuse_unsupported(c: Mapping[str, Any], use_sliding_window: bool | None) -
         raise ValueError(
             f"config.json: layer_types={layer_types!r:.120}: only a list of 'full_attention' is supported"
         )
+    if not layer_types:
+        _refuse_window(c, use_sliding_window)
     quantization = c.get("quantization_config")
     if quantization:
         raise ValueError(
             f"config.json: quantization_config={quantization!r:.120} is not supported; take the model's checkpoint in"
             " bfloat16 or float16, or a GGUF file"
         )
+
+
+def _refuse_window(c: Mapping[str, Any], use_sliding_window: bool | None) -> None:
+    """A sliding window, where no layer_types say which layers have one."""
+    if not c["architectures"][0].startswith("Llama"):
+        if use_sliding_window:
+            raise ValueError("config.json: use_sliding_window=true is not supported; set it to false for full attention")
+        return
+    window = c.get("sliding_window")
+    # transformers' Llama reads neither entry. But its cache reads the window, and `generate` then differs from one forward of the
+    # same tokens; "use_sliding_window": false says which of the two is meant.
+    if window is not None and use_sliding_window is not False:
+        raise ValueError(f"config.json: sliding_window={window!r} is not supported; set it to null for full attention")
 
 
 def _dtype(c: Mapping[str, Any]) -> str | None:

@@ -79,7 +79,8 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
         (dict(architectures=["A", "B"]), "exactly one is expected"),
         (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; only 'silu' is"),
-        (dict(use_sliding_window=True), "use_sliding_window=true is not supported"),
+        (dict(architectures=["Qwen3ForCausalLM"], use_sliding_window=True), "use_sliding_window=true is not supported"),
+        (dict(use_sliding_window=True, sliding_window=16), "sliding_window=16 is not supported; set it to null"),
         (dict(layer_types=["full_attention", "sliding_attention"]), "'sliding_attention']: only a list of 'full_attention'"),
         (dict(sliding_window=16), "sliding_window=16 is not supported; set it to null"),
         (dict(quantization_config=dict(quant_method="fp8")), "quantization_config={'quant_method': 'fp8'} is not supported"),
@@ -110,6 +111,28 @@ def test_a_sliding_window_that_has_no_effect_is_passed_over(window):
     assert ModelConfig.from_dict(LLAMA | dict(sliding_window=None) | window).num_hidden_layers == 2
 
 
+SLIDES = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+
+
+@pytest.mark.parametrize(
+    "architecture, entries",
+    [
+        ("qwen3", dict(use_sliding_window=False, sliding_window=8)),
+        ("llama", dict(use_sliding_window=False, sliding_window=8)),
+        ("llama", dict(use_sliding_window=True)),
+        ("qwen3", SLIDES | dict(layer_types=["full_attention"] * 2)),
+        ("llama", SLIDES | dict(layer_types=["full_attention"] * 2)),
+    ],
+    ids=str,
+)
+def test_a_window_that_transformers_does_not_apply_is_passed_over(architecture, entries):
+    """In one forward, that is: the cache of its `generate` has another opinion on the second of these."""
+    prompt = list(range(40))
+    theirs = tiny.model(architecture, **entries)
+    assert tiny.logprobs(theirs, prompt).equal(tiny.logprobs(tiny.model(architecture), prompt))
+    assert ModelConfig.from_dict((QWEN3 if architecture == "qwen3" else LLAMA) | entries).num_hidden_layers == 2
+
+
 @pytest.mark.parametrize("architecture, entries", [("qwen3", QWEN3), ("llama", LLAMA)])
 def test_biases_are_those_of_transformers(architecture, entries):
     """attention_bias is read by both, mlp_bias by Llama alone."""
@@ -134,7 +157,7 @@ JUNK = [0, -1, -0.5, 2.5, "4", "x", "", True, [], [1, 2], {"a": 1}, float("nan")
         ("rms_norm_eps", (0, 2.5)),
         ("eos_token_id", (0, -1, [], [1, 2])),
         *((name, (True,)) for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_custom_kernels")),
-        ("use_sliding_window", ()),
+        ("use_sliding_window", (True,)),
         ("layer_types", ([],)),
         ("architectures", ()),
         ("rope_theta", (2.5,)),

@@ -44,7 +44,7 @@ def draw(rng: random.Random) -> dict:
         max_position_embeddings=rng.choice([64, 256]), tie_word_embeddings=rng.random() < 0.5, eos_token_id=None,
     )  # fmt: skip
     sometimes = dict(
-        attention_bias=True, rms_norm_eps=0.1, hidden_act="gelu", use_sliding_window=True, sliding_window=8,
+        attention_bias=True, rms_norm_eps=0.1, hidden_act="gelu", use_sliding_window=rng.random() < 0.5, sliding_window=8,
         layer_types=[rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)], max_window_layers=0,
         original_max_position_embeddings=16, partial_rotary_factor=0.5,
     )  # fmt: skip
