@@ -33,10 +33,10 @@ class VocabParallelEmbedding(ShardedParameters):
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.vocab_size, self.weight.shape[1])
 
-    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> None:
+    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
         mine = tensor[self.start : self.start + self.weight.shape[0]]
-        self.weight.data[: mine.shape[0]].copy_(mine)
         self.weight.data[mine.shape[0] :].zero_()
+        return self.weight.data[: mine.shape[0]].copy_(mine)
 
 
 class LMHead(VocabParallelEmbedding):

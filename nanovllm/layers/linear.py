@@ -30,9 +30,9 @@ class ShardedParameters(nn.Module):
         """The shape that the checkpoint's tensor for this parameter and shard must have."""
         return tuple(getattr(self, name).shape)
 
-    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> None:
-        """Copy this rank's part of a checkpoint tensor of shape `source_shape` into place."""
-        getattr(self, name).data.copy_(tensor)
+    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's part of a checkpoint tensor of shape `source_shape` into place; the result is a view of that place."""
+        return getattr(self, name).data.copy_(tensor)
 
 
 class ColumnParallelLinear(ShardedParameters):
@@ -83,14 +83,15 @@ class ColumnParallelLinear(ShardedParameters):
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.full_sizes[shard], *getattr(self, name).shape[1:])
 
-    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> None:
+    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
         offset = 0
         for other in self.shards:
             if other == shard:
                 break
             offset += self.sizes[other]
         size = self.sizes[shard]
-        getattr(self, name).data.narrow(0, offset, size).copy_(tensor.narrow(0, self._local_start(shard), size))
+        part = tensor.narrow(0, self._local_start(shard), size)
+        return getattr(self, name).data.narrow(0, offset, size).copy_(part)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -178,8 +179,8 @@ class RowParallelLinear(ShardedParameters):
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.weight.shape[0], self.full_in) if name == "weight" else tuple(self.bias.shape)
 
-    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> None:
+    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
         parameter = getattr(self, name).data
         if name == "weight":
             tensor = tensor.narrow(1, self.tp.rank * parameter.shape[1], parameter.shape[1])
-        parameter.copy_(tensor)
+        return parameter.copy_(tensor)

@@ -29,7 +29,7 @@ from nanovllm.models.registry import model_class
 
 
 class WeightError(ValueError):
-    """A checkpoint tensor that is missing, unexpected, of the wrong shape, or unreadable."""
+    """A checkpoint tensor that is missing, unexpected, of the wrong shape, not finite, or unreadable."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def load_model(
     """Build the model on `device` and fill every parameter.
 
     Raises:
-        WeightError: a tensor is missing, left over, of the wrong shape, or unreadable; the message names it.
+        WeightError: a tensor is missing, left over, of the wrong shape, not finite, or unreadable; the message names it.
     """
     with torch.device(device), _default_dtype(dtype):
         model = model_class(checkpoint.config.architecture)(checkpoint.config, max_position, kernels, tp)
@@ -215,6 +215,7 @@ def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.T
     if tied:
         missing.discard(("lm_head", "weight", ""))
     tied_head: torch.Tensor | None = None
+    finite = _Finite()
     for name, tensor in weights:
         if name.endswith("rotary_emb.inv_freq"):
             continue  # a buffer that old Llama checkpoints carry; it is computed
@@ -239,15 +240,44 @@ def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.T
         if (module_name, parameter, shard) not in missing:
             raise WeightError(f"tensor {name!r} occurs twice in the checkpoint")
         missing.remove((module_name, parameter, shard))
-        module.load_shard(parameter, shard, tensor)
+        finite.look_at(name, module.load_shard(parameter, shard, tensor))
     if missing:
         names = sorted(_checkpoint_name(model, *key) for key in missing)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise WeightError(f"the checkpoint lacks {', '.join(names[:3])}{more}")
+    finite.check()
     if tied_head is not None and not _holds(model.lm_head, tied_head):
         raise WeightError(
             "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json says"
             " tie_word_embeddings=true; set it to false there, or remove the tensor"
+        )
+
+
+class _Finite:
+    """Whether loaded weights are finite: the device reduces each as soon as it is there, and is waited for once, in the end."""
+
+    def __init__(self) -> None:
+        self._weights: list[tuple[str, torch.Tensor]] = []
+        self._extremes: list[torch.Tensor] = []
+
+    def look_at(self, name: str, weight: torch.Tensor) -> None:
+        if weight.numel():  # a rank may have no rows of a small vocabulary
+            self._weights.append((name, weight))
+            self._extremes += weight.aminmax()  # both are NaN if one of the values is
+
+    def check(self) -> None:
+        good = torch.stack(self._extremes).isfinite().view(-1, 2).all(1).tolist()
+        bad = [weight for weight, is_good in zip(self._weights, good) if not is_good]
+        if not bad:
+            return
+        name, weight = bad[0]
+        count = weight.numel() - int(weight.isfinite().sum())
+        dtype = str(weight.dtype).removeprefix("torch.")
+        more = f" (such tensors in all: {len(bad)})" if len(bad) > 1 else ""
+        beyond = '; if its values are beyond the 65504 of float16, pass dtype="bfloat16"' if dtype == "float16" else ""
+        raise WeightError(
+            f"tensor {name!r} holds NaN or infinity in {count} of {weight.numel()} values, as {dtype}{more}; the checkpoint is"
+            f" damaged: download it again{beyond}"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.config import EngineConfig
+from nanovllm.layers.parallel import TensorParallel
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import WeightError, iter_safetensors, load_model, locate, parameter_bytes
 from nanovllm.models.presets import PRESETS
@@ -211,6 +212,53 @@ def test_a_tensor_that_is_no_floating_point_one(checkpoint, dtype):
     name = "model.layers.0.mlp.up_proj.weight"
     edit(checkpoint, lambda t: t.update({name: t[name].to(dtype)}))
     refused(checkpoint, name, f"dtype {str(dtype).removeprefix('torch.')}", "GGUF")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_tensor_that_is_not_finite(tmp_path, architecture, value):
+    """Every one of them, wherever in it the value is, and whatever it is fused with."""
+    tiny.save(tmp_path, architecture, num_hidden_layers=1, attention_bias=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for i, name in enumerate(tensors):
+        spoilt = tensors[name].flatten().clone()
+        spoilt[(0, len(spoilt) // 2, -1)[i % 3]] = value
+        save_file(tensors | {name: spoilt.view(tensors[name].shape)}, tmp_path / "model.safetensors")
+        said = f"tensor '{name}' holds NaN or infinity in 1 of {spoilt.numel()} values, as float32; "
+        refused(tmp_path, said, "the checkpoint is damaged: download it again")
+
+
+def test_many_values_that_are_not_finite_are_counted(checkpoint):
+    def spoil(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"][3:5] = math.nan
+        tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = -math.inf
+        tensors["model.norm.weight"].fill_(math.inf)
+        tensors["lm_head.weight"].fill_(torch.finfo(torch.float32).max)  # that is finite, however large
+
+    edit(checkpoint, spoil)
+    refused(checkpoint, "'model.layers.0.mlp.up_proj.weight' holds", "in 97 of 3840 values", "(such tensors in all: 2)")
+
+
+def test_values_beyond_float16_say_which_dtype_holds_them(checkpoint):
+    edit(checkpoint, lambda t: t["model.norm.weight"][7].fill_(70000))
+    with pytest.raises(WeightError, match="'model.norm.weight' .* 1 of 48 values, as float16; .* 65504 .* dtype=.bfloat16."):
+        load(checkpoint, torch.float16)
+    load(checkpoint, torch.bfloat16)
+
+
+def test_a_tied_embedding_that_is_not_finite_is_not_called_different(tmp_path):
+    """NaN differs from itself."""
+    tiny.save(tmp_path, "llama", num_hidden_layers=1, tie_word_embeddings=True)
+    edit(tmp_path, lambda t: t["model.embed_tokens.weight"][5, 5].fill_(math.nan))
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    refused(tmp_path, "'model.embed_tokens.weight' holds NaN or infinity in 1 of")
+
+
+def test_a_rank_without_rows_of_a_small_vocabulary(tmp_path):
+    reference = tiny.save(tmp_path, "llama", num_hidden_layers=1, num_key_value_heads=4, vocab_size=3)
+    checkpoint = locate(EngineConfig(str(tmp_path)))
+    model = load_model(checkpoint, NATIVE, torch.float32, CPU, 16, TensorParallel(3, 4))
+    assert model.model.embed_tokens.weight.eq(0).all() and reference.lm_head.weight.shape[0] == 3
 
 
 def test_a_tied_head_of_the_wrong_shape(tmp_path):
