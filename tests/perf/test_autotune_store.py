@@ -1,9 +1,11 @@
 """From jobs to a file that kernels read: a whole run with a timer that says what it is told to, and what a file must survive."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from nanovllm.kernels.versions import versions  # noqa: E402
 from nanovllm.perf.autotune import Budget, Outcome, Skipped, store  # noqa: E402
 from nanovllm.perf.autotune import tune as module  # noqa: E402
 from nanovllm.perf.autotune.measure import TuningError  # noqa: E402
-from nanovllm.perf.autotune.resume import ContextLost  # noqa: E402
+from nanovllm.perf.autotune.resume import ContextLost, identity  # noqa: E402
 from nanovllm.perf.autotune.store import entry, readable, save  # noqa: E402
 from nanovllm.perf.autotune.targets import jobs, target  # noqa: E402
 from nanovllm.perf.presets import device_model  # noqa: E402
@@ -174,7 +176,7 @@ from nanovllm.perf.autotune import resume, tune as module
 import tests.perf.test_autotune_store as t
 module.gpu_of = lambda device: t.GPU
 torch.cuda.get_device_name = lambda device: "NVIDIA Test 9"
-module.watched = lambda fn: resume.watched(fn, 0.5)
+module.watched = lambda fn: resume.watched(fn, float(sys.argv[2]))
 class Hangs(t.FakeBench):
     def measure(self, plan, rounds):
         if self.job.key[0] == 64:
@@ -188,13 +190,56 @@ for result in module.tune(t.rms_jobs((1, 1024), (64, 1024), (256, 1024)), t.CPU,
 def test_a_hang_ends_the_process_and_the_next_run_goes_on_after_it(tmp_path):
     def go():
         return subprocess.run(
-            [sys.executable, "-c", HANGS, str(tmp_path)], cwd=REPO, capture_output=True, text=True, timeout=50
+            [sys.executable, "-c", HANGS, str(tmp_path), "0.5"], cwd=REPO, capture_output=True, text=True, timeout=50
         )
 
     first, second = go(), go()
     assert first.returncode == 1 and "Timeout" in first.stderr and first.stdout == "1 None\n", first.stderr
     assert second.returncode == 0, second.stderr
     assert second.stdout.splitlines() == [f"1 {module.MEASURED}", f"64 {module.FATAL}", "256 None"]
+
+
+def test_a_note_is_believed_when_its_process_is_dead_and_left_to_it_while_it_lives(tmp_path):
+    found = rms_jobs_unasked((64, 1024), (256, 1024))
+
+    def notes():
+        return {path.name: path.read_text() for path in tmp_path.glob("*.under-way")}
+
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS, str(tmp_path), "50"], cwd=REPO, stdout=subprocess.PIPE, text=True
+    ) as other:
+        try:
+            assert other.stdout.readline() == "1 None\n"
+            end = time.monotonic() + 20
+            while not any(notes().values()):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            its = notes()
+            assert all(r.entry for r in run(found, tmp_path)) and notes() == its
+            (tmp_path / f"{GPU}.json").unlink()
+            assert [r.reason for r in run(found, tmp_path, resume=True)] == [None, None] and notes() == its
+        finally:
+            other.kill()
+    (tmp_path / f"{GPU}.json").unlink()
+    assert [r.reason for r in run(found, tmp_path, resume=True)] == [module.FATAL, None] and notes() == its
+    assert all(r.entry for r in run(found, tmp_path)) and not notes()
+
+
+def test_which_notes_count(tmp_path):
+    (job,) = rms_jobs_unasked((64, 1024))
+    empty = tmp_path / f"{GPU}.0.under-way"
+    empty.touch()  # its process is about to lock it, or has just dropped the lock
+    (tmp_path / f"{GPU}-nvl.1.under-way").write_text(identity(job))  # of another GPU
+    assert [r.reason for r in run([job], tmp_path, resume=True)] == [None]
+    assert all(r.entry for r in run([job], tmp_path)) and empty.exists()
+    (tmp_path / f"{GPU}.json").unlink()
+    dead = tmp_path / f"{GPU}.2.under-way"
+    dead.write_text(identity(job))
+    with open(dead) as note:
+        fcntl.flock(note, fcntl.LOCK_SH)  # another run that goes on reads it at this moment
+        assert [r.reason for r in run([job], tmp_path, resume=True)] == [module.FATAL]
+        fcntl.flock(note, fcntl.LOCK_EX)
+        assert [r.reason for r in run([job], tmp_path, resume=True)] == [None]
 
 
 def test_each_result_is_written_when_it_is_there(tmp_path):

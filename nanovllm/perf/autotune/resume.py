@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
+from uuid import uuid4
 
 from nanovllm.kernels.versions import versions
 from nanovllm.perf.autotune.store import readable
@@ -36,26 +37,28 @@ def identity(job: Job) -> str:
 class Earlier:
     """What earlier runs left for a GPU.
 
-    A job that is under way is noted in a file beside the configurations. It stays there if the process ends in it: then a kernel
-    hung or broke the CUDA context, and a run that goes on leaves it out.
+    A job that is under way is noted beside the configurations, in a file of its own, which this process holds a lock on; the
+    lock goes with the process. A note that nobody holds is of a run that ended in its job: then a kernel hung or broke the CUDA
+    context, and a run that goes on leaves that job out. The notes of runs at the same time are left to them.
 
     Args:
         resume: whether this run goes on; else there is nothing earlier.
     """
 
     def __init__(self, gpu: str, directory: Path, resume: bool) -> None:
-        self._path = directory / f"{gpu}.under-way"
-        configurations = directory / f"{gpu}.json"
+        self._gpu, self._directory = gpu, directory
         self._entries: set[str] = set()
-        self._fatal: list[str] = []
-        if not resume:
-            self._path.unlink(missing_ok=True)
-            return
-        self._entries = {
-            _identity(e["tunable"], e["source"], e["versions"], e["key"]) for e in readable(configurations)[0]
-        }
-        if self._path.exists():
-            self._fatal = self._path.read_text().splitlines()
+        self._fatal: set[str] = set()
+        for path, job in _left(gpu, directory):
+            if resume:
+                self._fatal.add(job)
+            else:
+                path.unlink(missing_ok=True)
+        if resume:
+            self._entries = {
+                _identity(e["tunable"], e["source"], e["versions"], e["key"])
+                for e in readable(directory / f"{gpu}.json")[0]
+            }
 
     def measured(self, job: Job) -> bool:
         return identity(job) in self._entries
@@ -66,22 +69,43 @@ class Earlier:
     @contextmanager
     def under_way(self, job: Job) -> Iterator[None]:
         """Within the block the job is noted; after a `ContextLost` it stays so."""
-        self._note([*self._fatal, identity(job)])
-        try:
-            yield
-        except ContextLost:
-            raise
-        except BaseException:
-            self._note(self._fatal)
-            raise
-        self._note(self._fatal)
+        import fcntl
 
-    def _note(self, jobs: list[str]) -> None:
-        if not jobs:
-            self._path.unlink(missing_ok=True)
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text("".join(f"{job}\n" for job in jobs))
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"{self._gpu}.{uuid4().hex}.under-way"
+        with open(path, "x") as note:
+            try:
+                # Empty until it is locked, and before it is not: nobody acts on an empty note.
+                fcntl.flock(note, fcntl.LOCK_EX)
+                note.write(identity(job))
+                note.flush()
+                yield
+            except ContextLost:
+                raise
+            except BaseException:
+                _drop(path, note)
+                raise
+            _drop(path, note)
+
+
+def _drop(path: Path, note: TextIO) -> None:
+    note.truncate(0)
+    path.unlink(missing_ok=True)
+
+
+def _left(gpu: str, directory: Path) -> Iterator[tuple[Path, str]]:
+    """(file, job) of the notes that no process holds. The lock that shows it is a shared one: another run may look, too."""
+    import fcntl
+
+    for path in sorted(directory.glob(f"{gpu}.*.under-way")):
+        try:
+            with open(path) as note:
+                fcntl.flock(note, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                job = note.read()
+        except (BlockingIOError, FileNotFoundError):
+            continue  # its job is under way, or has ended just now
+        if job:
+            yield path, job
 
 
 def watched(fn: F, seconds: float = HANG_SECONDS) -> F:
