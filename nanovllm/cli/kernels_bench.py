@@ -105,6 +105,8 @@ def _measure(
     for case in bench_cases(declared, dtype, shapes):
         for candidate in candidates:
             results.append(measure(declared, candidate, case, where))
+            if results[-1].timing is not None and hasattr(candidate.fn, "planned"):
+                results.append(measure(declared, candidate, case, where, without_plan=True))
         if progress:
             print(f"\r{declared.name} {case}  ", end="", file=sys.stderr)
 
@@ -143,6 +145,11 @@ def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
     table = new_table(
         "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "of copy", "peak MiB", "how", title=title,
     )  # fmt: skip
+    if any(m.without_plan for m in results):
+        table.caption = (
+            "without its plan: planned once for a batch, before the clock started, and run many times; the engine and the measured order "
+            "of providers go by the row above, of whole calls"
+        )
     for m in results:
         if m.timing is None:
             table.add_row(m.op, str(m.case), m.provider, "", "", "", "", "", "", "", m.reason)

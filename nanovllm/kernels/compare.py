@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from nanovllm.kernels.registry import KernelError, Op, Provider
 from nanovllm.kernels.verify import Case
 
 COMPILED = "torch.compile"
+WITHOUT_PLAN = ", without its plan"
+"""Follows a provider's name, which has no comma, where what it does once for a batch was done before the clock started."""
 _MOST_SETS = 60
 _MOST_FLOPS = 50
 """A byte. Only matrix products have more; others do not run on the unit whose rate is measured."""
@@ -37,6 +40,7 @@ class Measurement:
     """One provider on one case.
 
     Attributes:
+        provider: its name; with `WITHOUT_PLAN` behind it where that holds.
         method: "graph" (replays of a CUDA graph; device time), "events" (calls from Python) or "host" (a CPU's clock).
         cold: whether the inputs came from device memory rather than from the L2 cache.
         share: the least time that the call's cost allows on this device, over the median time. None on a CPU.
@@ -44,6 +48,7 @@ class Measurement:
             bytes, and for matrix products.
         peak_bytes: device memory above the inputs that the call took at its peak, results included. None on a CPU.
         reason: why there is no timing.
+        without_plan: what the provider does once for a batch is not in the time. No call of the op is so fast: nothing is to be chosen by it.
     """
 
     op: str
@@ -58,6 +63,7 @@ class Measurement:
     copy: float | None = None
     peak_bytes: int | None = None
     reason: str | None = None
+    without_plan: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -81,6 +87,7 @@ class Measurement:
             "copy_us": None if self.copy is None else 1e6 * self.copy,
             "peak_bytes": self.peak_bytes,
             "reason": self.reason,
+            "without_plan": self.without_plan,
         }
 
 
@@ -94,45 +101,58 @@ def least_time(declared: Op, arguments: Arguments, dtype: torch.dtype, device: t
     return cost.bytes, cost.flops, seconds
 
 
-def measure(declared: Op, provider: Provider, case: Case, device: torch.device) -> Measurement:
-    """Time a provider on one case."""
+def measure(
+    declared: Op, provider: Provider, case: Case, device: torch.device, without_plan: bool = False
+) -> Measurement:
+    """Time a provider on one case.
+
+    Args:
+        without_plan: not its calls, but those of what `provider.fn.planned(**arguments)` returns, which was called before, once for each
+            set of inputs. Whoever has it plans a batch on the host, and reuses the plan for other queries and caches.
+    """
+    name = provider.name + (WITHOUT_PLAN if without_plan else "")
+    measured = functools.partial(Measurement, declared.name, name, case, without_plan=without_plan)
     reason = provider.support(device)
     if reason is not None:
-        return Measurement(declared.name, provider.name, case, reason=reason)
+        return measured(reason=reason)
     if device.type == "cpu" and inspect.unwrap(provider.support) is inspect.unwrap(triton_support):
-        return Measurement(declared.name, provider.name, case, reason="the time of Triton's interpreter says nothing")
+        return measured(reason="the time of Triton's interpreter says nothing")
     sets = _argument_sets(declared, case, device)
     try:
         reason = declared.refusal(provider, **sets[0])
     except KernelError as e:
         reason = str(e)
     if reason is not None:
-        return Measurement(declared.name, provider.name, case, reason=reason)
+        return measured(reason=reason)
+    calls: list[Callable[[], Any]] = []
     try:
+        calls += [provider.fn.planned(**s) if without_plan else functools.partial(provider.fn, **s) for s in sets]
+
+        def first(**arguments: Any) -> Any:  # given the arguments, from which the clock takes the device
+            return calls[0]()
+
         if device.type != "cuda":
-            timing = time_kernel(provider.fn, warmup=2, iters=10, **sets[0])
+            timing = time_kernel(first, warmup=2, iters=10, **sets[0])
             cost = declared.cost(**sets[0])
-            return Measurement(declared.name, provider.name, case, timing, "host", False, cost.bytes, cost.flops)
-        peak = _peak_bytes(provider.fn, sets[0])
+            return measured(timing, "host", False, cost.bytes, cost.flops)
+        peak = _peak_bytes(calls[0])
         cold = len(sets) > 1 or nbytes(*_tensors(sets[0])) > 2 * l2_bytes(device)
-        calls = [lambda s=s: provider.fn(**s) for s in sets]
         try:
             timing, method = time_in_graph(calls * max(1, 8 // len(calls))), "graph"
         except (RuntimeError, ValueError):  # the provider waits for the device, which a graph cannot hold, or says so
             torch.cuda.synchronize(device)
-            timing, method, cold = time_kernel(provider.fn, warmup=3, iters=20, **sets[0]), "events", True
+            timing, method, cold = time_kernel(first, warmup=3, iters=20, **sets[0]), "events", True
         num_bytes, flops, least = least_time(declared, sets[0], case.dtype, device)
         copied = num_bytes >= _LEAST_COPY and flops <= _MOST_FLOPS * num_bytes
         copy = _copy_time(device, num_bytes) if copied else None
-        return Measurement(
-            declared.name, provider.name, case, timing, method, cold, num_bytes, flops, least / timing.median, copy, peak
-        )  # fmt: skip
+        return measured(timing, method, cold, num_bytes, flops, least / timing.median, copy, peak)
     except torch.OutOfMemoryError:
-        return Measurement(declared.name, provider.name, case, reason="out of memory")
+        return measured(reason="out of memory")
     except Exception as e:
-        return Measurement(declared.name, provider.name, case, reason=f"{type(e).__name__}: {e}")
+        return measured(reason=f"{type(e).__name__}: {e}")
     finally:
-        del sets
+        sets.clear()
+        calls.clear()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -160,10 +180,13 @@ def bench_cases(declared: Op, dtype: torch.dtype, shapes: Sequence[Shape] | None
 
 
 def providers_by_speed(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Provider -> its time over the fastest's, as the geometric mean over the cases that all of them ran; fastest first."""
+    """Provider -> its time over the fastest's, as the geometric mean over the cases that all of them ran; fastest first.
+
+    Of calls as an engine makes them: what was timed without its plan does not count.
+    """
     times: dict[str, dict[Case, float]] = {}
     for m in measurements:
-        if m.provider != COMPILED:
+        if m.provider != COMPILED and not m.without_plan:
             times.setdefault(m.provider, {})
             if m.timing is not None:
                 times[m.provider][_key(m.case)] = m.timing.median
@@ -183,6 +206,7 @@ def slower_somewhere(measurements: Sequence[Measurement], chosen: str, margin: f
         m
         for m in measurements
         if m.provider not in (chosen, COMPILED)
+        and not m.without_plan
         and m.timing is not None
         and m.timing.median * margin < mine.get(_key(m.case), 0)
     ]
@@ -210,13 +234,13 @@ def _tensors(arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     return [v for v in arguments.values() if isinstance(v, torch.Tensor)]
 
 
-def _peak_bytes(fn: Callable[..., Any], arguments: Arguments) -> int:
+def _peak_bytes(call: Callable[[], Any]) -> int:
     """Device memory that a call takes above what was allocated before it; in a second call, when all is compiled."""
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = fn(**arguments)
+        result = call()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         del result

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import time
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 from nanovllm.kernels import Provider, all_ops, benchmark_kernel
 from nanovllm.kernels.availability import triton_support
 from nanovllm.kernels.benchmark import Timing, copy_bandwidth, copy_time, time_in_graph, time_kernel
-from nanovllm.kernels.compare import Measurement, _copy, bench_cases, measure, providers_by_speed, slower_somewhere
+from nanovllm.kernels.compare import (
+    WITHOUT_PLAN,
+    Measurement,
+    _copy,
+    bench_cases,
+    measure,
+    providers_by_speed,
+    slower_somewhere,
+)
 from nanovllm.kernels.verify import Case
 
 CPU = torch.device("cpu")
@@ -52,9 +61,114 @@ def test_a_measurement_of_a_provider():
     assert "interpreter" in measure(op, in_the_interpreter, case, CPU).reason
 
 
-def measured(provider, shape, seconds):
+def measured(provider, shape, seconds, **fields):
     timing = None if seconds is None else Timing(seconds, seconds, seconds)
-    return Measurement("op", provider, Case(shape, torch.float32), timing)
+    return Measurement("op", provider, Case(shape, torch.float32), timing, **fields)
+
+
+class Planner:
+    """A provider of rms_norm that takes 5 ms on the host for a plan of each call, and has `planned`."""
+
+    def __init__(self):
+        self.plans = self.runs = 0
+
+    def planned(self, x, weight, eps):
+        self.plans += 1
+        time.sleep(0.005)
+        assert x.dim() == 2 and weight.dim() == 1
+        return functools.partial(self._run, x, weight, eps)
+
+    def __call__(self, x, weight, eps):
+        result = self.planned(x, weight, eps)()
+        if x.is_cuda:
+            torch.cuda.synchronize()  # as who reads lengths on the host does; a graph cannot hold it
+        return result
+
+    def _run(self, x, weight, eps):
+        self.runs += 1
+        return all_ops()["rms_norm"].native(x, weight, eps)
+
+
+@pytest.fixture
+def planner(monkeypatch):
+    made = Planner()
+    monkeypatch.setitem(all_ops()["rms_norm"].providers, "planner", Provider("planner", made))
+    return made
+
+
+def test_a_plan_is_not_in_the_time_of_what_is_planned_once(planner):
+    op = all_ops()["rms_norm"]
+    (case,) = bench_cases(op, torch.float32, [(4, 64)])
+    whole = measure(op, op.providers["planner"], case, CPU)
+    assert planner.plans == planner.runs == 12 and whole.timing.median >= 0.005  # a plan a call
+    assert whole.provider == "planner" and not whole.without_plan and whole.as_dict()["without_plan"] is False
+    m = measure(op, op.providers["planner"], case, CPU, without_plan=True)
+    assert planner.plans == 13 and planner.runs == 24 and m.timing.median < 0.005 and m.bytes == whole.bytes
+    assert m.provider == "planner, without its plan" and m.as_dict()["without_plan"] is True
+    planner.planned = lambda **arguments: 1 / 0
+    failed = measure(op, op.providers["planner"], case, CPU, without_plan=True)
+    assert failed.reason == "ZeroDivisionError: division by zero" and failed.without_plan and WITHOUT_PLAN in failed.provider
+
+
+def test_nothing_is_chosen_by_a_time_without_its_plan():
+    results = [
+        measured("native", (1,), 4.0), measured("planner", (1,), 5.0),
+        measured("planner" + WITHOUT_PLAN, (1,), 1.0, without_plan=True),
+    ]  # fmt: skip
+    assert providers_by_speed(results) == {"native": 1.0, "planner": pytest.approx(1.25)}
+    assert slower_somewhere(results, "native") == slower_somewhere(results, "planner", 1.3) == []
+
+
+def bench_rms_norm(providers, save=None, as_json=False):
+    from nanovllm.cli import kernels_bench
+
+    kernels_bench.bench(
+        "rms_norm", dtype="float32", shape=["4x64"], provider=providers, compile=False, device="cpu", kernel_plugin=None,
+        save=save, save_table=None, as_json=as_json,
+    )  # fmt: skip
+
+
+def test_bench_shows_whole_calls_and_those_without_a_plan(planner, tmp_path, monkeypatch, capsys):
+    from nanovllm.cli import kernels_bench
+
+    bench_rms_norm(["native", "planner"], tmp_path / "it.json")
+    printed = capsys.readouterr().out
+    (whole,) = (line for line in printed.splitlines() if " planner " in line)
+    (without,) = (line for line in printed.splitlines() if " planner, without its plan " in line)
+    assert "host" in whole and "host" in without and printed.index(whole) < printed.index(without)
+    assert "planned once for a batch, before the clock started" in " ".join(printed.split())
+    assert "is faster than" not in printed  # of what is chosen
+    rows = {m["provider"]: m for m in json.loads((tmp_path / "it.json").read_text())["measurements"]}
+    assert [m["without_plan"] for m in rows.values()] == [False, False, True]
+    assert rows["planner"]["us"] >= 5000 > rows["planner, without its plan"]["us"] > 0
+    bench_rms_norm(["native", "planner"], as_json=True)
+    assert [m["provider"] for m in json.loads(capsys.readouterr().out)["measurements"]] == list(rows)
+
+    def table(*results):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+        path = kernels_bench._save_table(torch.device("cuda", 0), list(results), tmp_path / "tables", "2026-01-01")
+        return json.loads(path.read_text())
+
+    slow = [measured("native", (1,), 1.0), measured("planner", (1,), 2.0)]
+    text = json.dumps(table(*slow, measured("planner" + WITHOUT_PLAN, (1,), 0.5, without_plan=True)))
+    assert '"order": ["native", "planner"]' in text and "plan," not in text
+
+
+def test_bench_says_nothing_of_plans_where_none_are_made(capsys):
+    bench_rms_norm(["native"])
+    assert "plan" not in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_what_is_planned_once_is_timed_in_a_graph(planner):
+    op, device = all_ops()["rms_norm"], torch.device("cuda", 0)
+    (case,) = bench_cases(op, torch.bfloat16, [(2048, 4096)])
+    whole = measure(op, op.providers["planner"], case, device)
+    plans = planner.plans
+    m = measure(op, op.providers["planner"], case, device, without_plan=True)
+    assert whole.method == "events" and m.method == "graph" and m.cold
+    assert whole.timing.median > 0.005 > 10 * m.timing.median
+    assert 1 < planner.plans - plans <= 60  # one for each set of inputs
 
 
 def test_a_copy_of_as_many_bytes(monkeypatch):

@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def fresh():
     """What the modules remember of the machine belongs to one test."""
-    cached = (flash_attn.installed, flash_attn.variant, flash_attn._function, flashinfer._wrapper, import_error)
+    cached = (
+        flash_attn.installed, flash_attn.variant, flash_attn._function, flashinfer._wrapper, flashinfer._shared_workspace, import_error,
+    )  # fmt: skip
     for function in cached:
         function.cache_clear()
     yield
@@ -78,6 +80,9 @@ def decode_example(lens=(5, 40, 30), n=1, **options):
 def test_signatures(module, declared):
     expected = inspect.signature(declared.native)
     assert inspect.signature(getattr(module, declared.name), eval_str=True) == expected
+    planned = getattr(getattr(module, declared.name), "planned", None)
+    assert (planned is not None) == (module is flashinfer)
+    assert planned is None or inspect.signature(planned).parameters.keys() == expected.parameters.keys()
     accepts = inspect.signature(getattr(module, declared.name.replace("attention", "accepts")))
     assert [(p.name, p.default) for p in accepts.parameters.values()] == [
         (p.name, p.default) for p in expected.parameters.values()
@@ -420,7 +425,9 @@ def fa2_decode(q, k, v, *, cache_seqlens, block_table, softmax_scale, causal, wi
 
 
 class Wrapper:
-    """Of FlashInfer: what it does from what it is planned with."""
+    """Of FlashInfer: what it does from what it is planned with. A wrapper holds the last plan."""
+
+    plans = 0  # of all wrappers
 
     def __init__(self, workspace, layout, **options):
         assert workspace.dtype == torch.uint8 and layout == "NHD"
@@ -442,6 +449,7 @@ class Wrapper:
         q_data_type,
         kv_data_type,
     ):
+        Wrapper.plans += 1
         assert starts.device.type == runs.device.type == last.device.type == "cpu"
         counts = starts.diff()
         lens = ((counts - 1).clamp_min(0) * block_size + last).int()
@@ -452,11 +460,12 @@ class Wrapper:
         self.heads = num_heads, num_kv_heads, dim, block_size
         self.arguments = (table, runs, lens, int(runs.diff().max()), sm_scale, window, logits_soft_cap)
 
-    def run(self, q, cache):
+    def run(self, q, cache, *, out):
         k, v = cache
         assert self.heads == (q.shape[1], k.shape[2], q.shape[2], k.shape[1])
-        out = attention_prefill.native(q, k, v, *self.arguments)
-        return torch.where(out == 0, float("nan"), out)  # what a sequence without tokens gets is not promised
+        assert q.is_contiguous() and (out.shape, out.dtype) == (q.shape, q.dtype)
+        o = attention_prefill.native(q, k, v, *self.arguments)
+        return out.copy_(torch.where(o == 0, float("nan"), o))  # what a sequence without tokens gets is not promised
 
 
 class PrefillWrapper(Wrapper):
@@ -502,6 +511,61 @@ def test_calls(monkeypatch, package, options):
     ):
         got = getattr(module, declared.name)(**arguments, **options)
         torch.testing.assert_close(got, declared.native(**arguments, **options))
+
+
+PLANNED = [
+    (attention_prefill, example, ((2, 3), (0, 40)), ((7,), (30,))),
+    (attention_prefill, example, ((5, 1, 9), (5, 40, 30)), ((1, 1), (0, 3))),
+    (attention_decode, decode_example, ((0, 300),), ((5, 7, 0),)),
+    (attention_decode, decode_example, ((5, 40, 30),), ((90,),)),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 7, "soft_cap": 3.0, "scale": 0.3}])
+@pytest.mark.parametrize("declared, make, lens, other_lens", PLANNED)
+def test_a_plan_is_made_once(monkeypatch, declared, make, lens, other_lens, options):
+    """What `planned` gives runs again and again: on other queries and caches, without a look at lengths or blocks, beside other plans."""
+    stand_in(monkeypatch, *STAND_INS["flashinfer"][:1], **STAND_INS["flashinfer"][1])
+    whole = getattr(flashinfer, declared.name)
+    arguments, others = ({**make(*n, **HALF), **options} for n in (lens, other_lens))
+    q = arguments["q"]
+    arguments["q"] = torch.cat([q, q], 1)[:, : q.shape[1]]  # strided: what is made contiguous is read at each call
+    run, run_other = whole.planned(**arguments), whole.planned(**others)
+    expected_other = declared.native(**others)
+    torch.testing.assert_close(whole(**others), expected_other)
+    plans = Wrapper.plans
+    for factor in (1.0, -0.5):
+        for name in ("q", "k_cache", "v_cache"):
+            arguments[name].mul_(factor)
+        expected = declared.native(**arguments)
+        kept = {name: arguments[name].clone() for name in ("context_lens", "block_table")}
+        for name in kept:
+            arguments[name].fill_(1)
+        results = [run(), run()]
+        for name, value in kept.items():
+            arguments[name].copy_(value)
+        torch.testing.assert_close(run_other(), expected_other)
+        for got in results:
+            torch.testing.assert_close(got, expected)
+        assert results[0].data_ptr() != results[1].data_ptr()
+    assert Wrapper.plans == plans
+
+
+@pytest.mark.parametrize("declared, arguments", [(attention_prefill, example()), (attention_decode, decode_example())])
+def test_a_plan_refuses_what_a_call_does(monkeypatch, declared, arguments):
+    stand_in(monkeypatch, "flashinfer")
+    planned = getattr(flashinfer, declared.name).planned
+    with pytest.raises(ValueError, match="takes float16 and bfloat16"):
+        planned(**arguments)
+    halved = {k: v.bfloat16() if k in ("q", "k_cache", "v_cache") else v for k, v in arguments.items()}
+    with pytest.raises(ValueError, match="window: expected None or a whole number"):
+        planned(**halved, window=0)
+    none = {**halved, "q": halved["q"][:0]}
+    for name in ("block_table", "context_lens"):
+        none[name] = none[name][:0]
+    if declared is attention_prefill:
+        none["cu_seqlens_q"] = none["cu_seqlens_q"][:1]
+    assert planned(**none)().shape == (0, 6, 64)
 
 
 @pytest.mark.parametrize("package", ["flash_attn", "flashinfer"])
@@ -567,6 +631,34 @@ def test_against_float64(module, options, shape, dtype):
         assert (got - expected).norm() / expected.norm() < (1e-3 if dtype == torch.float16 else 6e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("declared, make, lens, other_lens", PLANNED)
+@pytest.mark.parametrize("heads", [dict(heads=16, kv_heads=8), dict(heads=32, kv_heads=8)])
+def test_a_plan_in_a_graph(declared, make, lens, other_lens, heads):
+    """Of the real FlashInfer: replays see new queries and caches, and other plans beside it do not matter."""
+    if (reason := flashinfer.support(CUDA)) is not None:
+        pytest.skip(reason)
+    planned = getattr(flashinfer, declared.name).planned
+    arguments, others = (
+        make(*n, **heads, **HALF, dim=128, block_size=256, device=CUDA) for n in (lens, other_lens)
+    )
+    run, run_other = planned(**arguments), planned(**others)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(), run_other()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        got, got_other = run(), run_other()
+    for factor in (1.0, -0.5):
+        for name in ("q", "k_cache", "v_cache"):
+            arguments[name].mul_(factor)
+        graph.replay()
+        torch.testing.assert_close(got, declared.native(**arguments), rtol=3e-2, atol=1e-2)
+        torch.testing.assert_close(got_other, declared.native(**others), rtol=3e-2, atol=1e-2)
+
+
 # Only what can run here is collected, so that nothing is reported as skipped.
 if not GPU:
-    del test_against_float64
+    del test_against_float64, test_a_plan_in_a_graph

@@ -4,11 +4,15 @@ FlashInfer plans a batch on the host, from the lengths, before it runs on the de
 alone, so every call here copies them to the host and waits: right for any lengths, but a stall a layer, and impossible while a
 CUDA graph is being captured (a plan that was made at capture would be wrong for the lengths of a replay). So a call during a
 capture is refused. https://docs.flashinfer.ai
+
+For the benchmark alone each function has `planned`: the plan is made once, and what it returns runs any number of times, in a
+graph too, on those lengths and that block table.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -105,22 +109,40 @@ def attention_decode(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses. Waits for the device."""
+    arguments = (q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, k_scale, v_scale)
+    return _plan_decode(_wrapper_of_stream, *arguments)()
+
+
+def _plan_decode(
+    wrapper_for: Callable[[str, torch.device, bool], Any],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> Callable[[], torch.Tensor]:
+    """What computes `attention_decode` of these lengths and blocks, from the queries and the cache as they are when it is called."""
     _check(_refuse_decode(q, k_cache, block_table, context_lens, k_scale, v_scale))
     check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
-    q = q.contiguous()
     if len(q) == 0:
-        return torch.empty_like(q)
+        return partial(torch.empty_like, q, memory_format=torch.contiguous_format)
     lens, starts, blocks, last = _pages(block_table, context_lens, k_cache.shape[1])
     num_heads, num_kv_heads = q.shape[1], k_cache.shape[2]
     # The kernel without tensor cores reads the cache as fast, but is made for few query heads a KV head.
-    wrapper = _wrapper("decode", q.device, _stream(q.device), num_heads // num_kv_heads not in (1, 2))
+    wrapper = wrapper_for("decode", q.device, num_heads // num_kv_heads not in (1, 2))
     wrapper.plan(
         starts, blocks, last, num_heads, num_kv_heads, q.shape[2], k_cache.shape[1], window_left=-1 if window is None else window - 1,
         logits_soft_cap=soft_cap, q_data_type=q.dtype, kv_data_type=k_cache.dtype, sm_scale=scale,
     )  # fmt: skip
-    return _clear_empty(wrapper.run(q, (k_cache, v_cache)), lens == 0)
+    return partial(_run, wrapper, q, (k_cache, v_cache), _rows(lens == 0, q.device))
 
 
 attention_decode.capturable = False  # asked by the engine: a capture would record the reference in its place
@@ -141,23 +163,43 @@ def attention_prefill(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses. Waits for the device."""
+    arguments = (q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, scale, window, soft_cap, k_scale, v_scale)
+    return _plan_prefill(_wrapper_of_stream, *arguments)()
+
+
+def _plan_prefill(
+    wrapper_for: Callable[[str, torch.device, bool], Any],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> Callable[[], torch.Tensor]:
+    """What computes `attention_prefill` of these lengths and blocks, from the queries and the cache as they are when it is called."""
     _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
     check_prefill(
         q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale
     )
     if values_checked(q.device):
         check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)
-    q = q.contiguous()
     if len(q) == 0:
-        return torch.empty_like(q)
+        return partial(torch.empty_like, q, memory_format=torch.contiguous_format)
     lens, starts, blocks, last = _pages(block_table, context_lens, k_cache.shape[1])
     runs = cu_seqlens_q.cpu()
-    wrapper = _wrapper("prefill", q.device, _stream(q.device), True)
+    wrapper = wrapper_for("prefill", q.device, True)
     wrapper.plan(
         runs, starts, blocks, last, q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1], causal=True, sm_scale=scale,
         window_left=-1 if window is None else window - 1, logits_soft_cap=soft_cap, q_data_type=q.dtype, kv_data_type=k_cache.dtype,
     )  # fmt: skip
-    return _clear_empty(wrapper.run(q, (k_cache, v_cache)), (lens == 0).repeat_interleave(runs.diff()))
+    empty = (lens == 0).repeat_interleave(runs.diff())
+    return partial(_run, wrapper, q, (k_cache, v_cache), _rows(empty, q.device))
 
 
 attention_prefill.capturable = False
@@ -178,23 +220,43 @@ def _pages(
     return lens, starts, blocks, last
 
 
-def _clear_empty(out: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Zero the rows whose sequence has no tokens. `empty` is on the host."""
-    if empty.any():
-        out[empty.to(out.device)] = 0
-    return out
+def _rows(empty: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """On the device, which rows of the result are of sequences without tokens; None: none are. `empty` is on the host."""
+    return empty.nonzero().flatten().to(device) if empty.any() else None
 
 
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+def _run(
+    wrapper: Any, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], empty: torch.Tensor | None
+) -> torch.Tensor:
+    """Launches only, so that a graph can hold it. Without `out` the prefill wrapper would fill its result with zeros first."""
+    q = q.contiguous()
+    out = wrapper.run(q, cache, out=torch.empty_like(q))
+    return out if empty is None else out.index_fill_(0, empty, 0)
+
+
+def _wrapper_of_stream(kind: str, device: torch.device, tensor_cores: bool) -> Any:
+    return _wrapper(kind, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0, tensor_cores)
 
 
 @cache
 def _wrapper(kind: str, device: torch.device, stream: int, tensor_cores: bool) -> Any:
     """One a stream: launches on a stream do not overlap, so they may share a workspace."""
+    return _new_wrapper(kind, tensor_cores, torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
+
+
+def _wrapper_of_its_own(kind: str, device: torch.device, tensor_cores: bool) -> Any:
+    """A wrapper holds one plan. Those of several share the memory of parts to be combined: they are not to run at the same time."""
+    return _new_wrapper(kind, tensor_cores, _shared_workspace(device))
+
+
+@cache
+def _shared_workspace(device: torch.device) -> torch.Tensor:
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _new_wrapper(kind: str, tensor_cores: bool, workspace: torch.Tensor) -> Any:
     import flashinfer
 
-    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     if kind == "decode":
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
     return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
@@ -203,3 +265,8 @@ def _wrapper(kind: str, device: torch.device, stream: int, tensor_cores: bool) -
 def _check(reason: str | None) -> None:
     if reason is not None:
         raise ValueError(reason)
+
+
+# Asked by `kernels bench`: called as the functions themselves, each gives what runs without planning again.
+attention_decode.planned = partial(_plan_decode, _wrapper_of_its_own)
+attention_prefill.planned = partial(_plan_prefill, _wrapper_of_its_own)
