@@ -5,8 +5,10 @@ The engine does not pass through here: it calls the provider's function, which c
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ def register(declared: Op) -> None:
     schema = torch.library.infer_schema(declared.native, mutates_args=declared.mutates)
     library = torch.library.Library("nanovllm", "FRAGMENT")
     library.define(declared.name + schema, tags=())
-    torch.library.impl(library, declared.name, "CompositeExplicitAutograd")(_implementation(declared))
+    library.impl(declared.name, _implementation(declared), "CompositeExplicitAutograd")
+    library.impl(declared.name, _autograd(declared), "Autograd", with_keyset=True)
     torch.library.register_fake(f"nanovllm::{declared.name}", _fake(declared), lib=library)
     _LIBRARIES[declared.name] = library
 
@@ -46,35 +49,80 @@ def register_or_warn(declared: Op) -> None:
         logger.warning("op %r is not in torch.ops.nanovllm, so torch.compile cannot take it: %s", declared.name, e)
 
 
-def _implementation(declared: Op) -> Callable[..., Any]:
+def _implementation(declared: Op, traced: bool = False) -> Callable[..., Any]:
+    parameters = tuple(declared.signature.parameters)
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = declared.signature.bind(*args, **kwargs)
-        declared.check(arguments.arguments)
+        # As `signature.bind`, but quicker: the operator has matched arguments and parameters already.
+        bound = inspect.BoundArguments(declared.signature, dict(zip(parameters, args), **kwargs))
+        declared.check(bound.arguments)
         for name in declared.reuses:  # a result must not be an argument's memory
-            arguments.arguments[name] = arguments.arguments[name].clone()
-        result = declared.run(arguments)
-        return _contiguous(result)
+            bound.arguments[name] = bound.arguments[name].clone()
+        return _apart(declared.run(bound, traced), (*args, *kwargs.values()))
 
     return call
+
+
+def _autograd(declared: Op) -> Callable[..., Any]:
+    """What a call comes to first, but in `torch.inference_mode()`, where it goes straight to the implementation.
+
+    A call to be differentiated is run here, where PyTorch records what it is made of for the backward pass: the operators of the reference,
+    or of a provider with a backward pass. Within torch.compile they are traced, so a graph for training has the reference's in it.
+    """
+    run, trace = _implementation(declared), _implementation(declared, traced=True)
+    operator = getattr(torch.ops.nanovllm, declared.name).default
+
+    @torch._disable_dynamo  # where the graph breaks at an operator, nothing of the operator is to be compiled
+    def differentiated(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        return (run if _on_device(keyset.raw_repr()) else trace)(*args, **kwargs)
+
+    def call(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and _requires_grad((*args, *kwargs.values())):
+            return differentiated(keyset, *args, **kwargs)
+        if _on_device(keyset.raw_repr()):
+            return run(*args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return call
+
+
+def _requires_grad(arguments: Iterable[Any]) -> bool:
+    return any(
+        a.requires_grad if isinstance(a, torch.Tensor) else isinstance(a, (list, tuple)) and _requires_grad(a) for a in arguments
+    )
+
+
+@cache
+def _on_device(keyset: int) -> bool:
+    """Whether a call goes from autograd to a device: its tensors have values, and nothing records or changes what is called."""
+    below = torch._C.DispatchKeySet.from_raw_repr(keyset) & torch._C._after_ADInplaceOrView_keyset
+    return below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 def _fake(declared: Op) -> Callable[..., Any]:
     reference = declared.fake or declared.native
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = reference(*args, **kwargs)
-        # An argument handed back is a new tensor in what `_implementation` gives.
-        return _contiguous(result, new=True)
+        return _without_data(reference(*args, **kwargs))
 
     return call
 
 
-def _contiguous(result: Any, new: bool = False) -> Any:
-    if result is None:
-        return None
+def _apart(result: Any, arguments: tuple[Any, ...]) -> Any:
+    """Contiguous results, none of which is an argument."""
     if isinstance(result, torch.Tensor):
-        return torch.empty_like(result, memory_format=torch.contiguous_format) if new else result.contiguous()
-    return tuple(_contiguous(r, new) for r in result)
+        if any(result is a for a in arguments):
+            return result.clone(memory_format=torch.contiguous_format)
+        return result.contiguous()
+    return None if result is None else tuple(_apart(r, arguments) for r in result)
+
+
+def _without_data(result: Any) -> Any:
+    """What `_apart` gives, as far as it is known without values."""
+    if isinstance(result, torch.Tensor):
+        return torch.empty_like(result, memory_format=torch.contiguous_format)
+    return None if result is None else tuple(_without_data(r) for r in result)
 
 
 for _op in all_ops().values():

@@ -227,28 +227,41 @@ class Op:
         self.check(bound.arguments)
         return self.run(bound)
 
-    def run(self, bound: inspect.BoundArguments) -> Any:
-        """Call the provider that is chosen for the arguments' device, without checking them first."""
+    def run(self, bound: inspect.BoundArguments, traced: bool = False) -> Any:
+        """Call the provider that is chosen for the arguments' device, without checking them first.
+
+        Args:
+            traced: it is to be differentiated, on tensors without values: by the reference, or there is an error.
+        """
         from nanovllm.kernels.selection import bind, default_choice, native_instead
 
         device, forced = device_of(bound.arguments), self._forced.get()
         if forced is None:
             provider, fn = default_choice(self, device)
-            if (reason := self.refuses(provider, bound.arguments)) is not None:
+            if (reason := self.refuses(provider, bound.arguments, traced)) is not None:
                 fn = native_instead(self, provider.name, reason)
-            return fn(*bound.args, **bound.kwargs)
+            return self._traced(bound) if traced else fn(*bound.args, **bound.kwargs)
         provider = self.require(forced, device, f"use({forced!r})")
-        reason = self.refuses(provider, bound.arguments)
+        reason = self.refuses(provider, bound.arguments, traced)
         if reason is None:
             reason = self.refusal(provider, *bound.args, **bound.kwargs)
         if reason is not None:
             raise ValueError(f"use({forced!r}): {self.name} cannot run there with these arguments: {reason}")
-        return bind(self, provider)(*bound.args, **bound.kwargs)
+        return self._traced(bound) if traced else bind(self, provider)(*bound.args, **bound.kwargs)
 
-    def refuses(self, provider: Provider, arguments: Mapping[str, Any]) -> str | None:
+    def _traced(self, bound: inspect.BoundArguments) -> Any:
+        """The reference. Its errors keep their type, by which torch.compile knows where it may break a graph."""
+        try:
+            return self.native(*bound.args, **bound.kwargs)
+        except RuntimeError as e:
+            remedy = "call it under torch.no_grad(), or where the graph may break (not fullgraph=True)"
+            e.args = (f"{self.name} requires grad here, and its reference cannot be traced; {remedy}: {e}", *e.args[1:])
+            raise
+
+    def refuses(self, provider: Provider, arguments: Mapping[str, Any], traced: bool = False) -> str | None:
         """Why a plain call is not for a provider, whichever it is: only the reference computes in dtypes that the op does not declare.
 
-        And of those that come with the package only the reference has a backward pass.
+        And of those that come with the package only the reference has a backward pass; of all of them, one that can be traced.
         """
         if provider.name == NATIVE:
             return None
@@ -256,10 +269,11 @@ class Op:
             name, dtype = leading
             if dtype not in self.inputs.dtypes:
                 return f"{name}: expected {' or '.join(map(str, self.inputs.dtypes))}, not {dtype}".replace("torch.", "")
-        if provider.origin is None and torch.is_grad_enabled():
+        if (provider.origin is None or traced) and torch.is_grad_enabled():
             for name, value in arguments.items():
                 if isinstance(value, torch.Tensor) and value.requires_grad:
-                    return f"{name} requires grad, and there is no backward pass; call it under torch.no_grad(), or detach {name}"
+                    lacks = "there is no backward pass" + (" that torch.compile can trace" if provider.origin is not None else "")
+                    return f"{name} requires grad, and {lacks}; call it under torch.no_grad(), or detach {name}"
         return None
 
 

@@ -94,17 +94,23 @@ class CustomGatedMLP(GatedMLP):
         """x [..., hidden_size], of the weights' dtype and device -> the same shape.
 
         Raises:
-            ValueError: another x; where custom kernels may be used, one that requires grad, since they have no backward pass, or
-                float64, which they do not compute in.
+            ValueError: another x; where custom kernels may be used, one that requires grad, or weights that do, since they have no
+                backward pass, or float64, which they do not compute in.
         """
         weight = self.gate_up_proj.weight
         like = isinstance(x, torch.Tensor) and x.dtype == weight.dtype and x.device == weight.device
         if not like or not x.dim() or x.shape[-1] != weight.shape[1]:
             got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else f"{x!r:.80}"
             raise ValueError(f"x: expected {weight.dtype} [..., {weight.shape[1]}] on {weight.device}, as the weights, not {got}")
-        if self._custom and (x.dtype == torch.float64 or (x.requires_grad and torch.is_grad_enabled())):
-            what = "float64" if x.dtype == torch.float64 else "one that requires grad, for which kernels have no backward pass"
-            raise ValueError(f"x: expected float16, bfloat16 or float32 without grad, not {what}; or use_custom_kernels=False")
+        if self._custom and x.dtype == torch.float64:
+            raise ValueError("x: expected float16, bfloat16 or float32, not float64; or use_custom_kernels=False")
+        if self._custom and torch.is_grad_enabled():
+            tensors = {"x": x, "gate_up_proj.weight": weight, "down_proj.weight": self.down_proj.weight}
+            if wanted := [name for name, tensor in tensors.items() if tensor.requires_grad]:
+                raise ValueError(
+                    f"{', '.join(wanted)}: requires grad, and kernels have no backward pass; call it under torch.no_grad(), or use "
+                    "use_custom_kernels=False"
+                )
         return super().forward(x)
 
     def served_by(self, x: torch.Tensor) -> str:

@@ -81,8 +81,15 @@ def test_the_gated_mlp_differentiates_only_without_kernels():
     assert CustomGatedMLP(8, 16, False, DEVICE, torch.float64)(double).dtype == torch.float64
     if RUNS_HERE:
         mlp = CustomGatedMLP(8, 16, device=DEVICE, kernel_priority=ALL)
-        with pytest.raises(ValueError, match="x: expected .*, not one that requires grad.*use_custom_kernels=False"):
+        with pytest.raises(ValueError, match="^x: requires grad, and kernels have no backward pass.*use_custom_kernels=False"):
             mlp(x)
+        with torch.no_grad():
+            assert not mlp(x).requires_grad
+        mlp.requires_grad_()
+        with pytest.raises(ValueError, match=r"^gate_up_proj.weight, down_proj.weight: requires grad"):
+            mlp(x.detach())
+        with pytest.raises(Exception, match=r"gate_up_proj.weight, down_proj.weight: requires grad"):
+            torch.compile(mlp, fullgraph=True, backend="eager")(x.detach())
         with torch.no_grad():
             assert not mlp(x).requires_grad
         with pytest.raises(ValueError, match="x: expected float16, bfloat16 or float32.*, not float64"):
