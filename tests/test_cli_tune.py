@@ -1,6 +1,7 @@
 """`nanovllm tune` as a user runs it; without a GPU that is the dry run, the list, and what is said to bad input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("looks at launches, which the interpreter does not make", allow_module_level=True)
 
 from nanovllm.cli import tune as module  # noqa: E402
+from nanovllm.cli.kernels_bench import bench  # noqa: E402
 from nanovllm.kernels import configs, tunables  # noqa: E402
 from nanovllm.perf.autotune.pruning import candidates  # noqa: E402
 from nanovllm.perf.autotune.search import trials  # noqa: E402
@@ -187,11 +189,18 @@ def test_the_documentation_names_what_can_be_tuned_and_what_a_file_holds():
 @pytest.mark.parametrize(
     "args, said",
     [
-        ("rms_nrom --dry-run", "unknown op 'rms_nrom'; did you mean 'rms_norm'?"),
+        ("rms_nrom --dry-run", "unknown op 'rms_nrom'; did you mean 'rms_norm'? ops to tune are rms_norm, add_rms_norm"),
+        ("nope --dry-run", "unknown op 'nope'; ops to tune are rms_norm, add_rms_norm"),
+        ("nope --list", "unknown op 'nope'; ops to tune are rms_norm, add_rms_norm"),
         ("store_kvcache --dry-run", "store_kvcache: its kernels choose nothing that can be tuned; ops to tune are rms_norm"),
         ("rms_norm --dry-run --shape 3xa", "--shape 3xa: expected numbers with x between them, ROWSxSIZE"),
         ("rms_norm --dry-run --shape 1x2x3", "--shape 1x2x3: rms_norm takes ROWSxSIZE"),
-        ("rms_norm --dry-run --shape 0x4", "at least 1 of the first"),
+        ("rms_norm --dry-run --shape 0x4", "--shape 0x4: expected at least 1 of the first"),
+        ("rms_norm --dry-run --shape 4x-4", "--shape 4x-4: rms_norm takes ROWSxSIZE, numbers from 0 on"),
+        ("embedding --dry-run --shape 4x0x64", "--shape 4x0x64: embedding needs VOCAB_SIZE of at least 1, not 0"),
+        ("linear --dry-run --shape 4x64x0", "--shape 4x64x0: linear needs SIZE of at least 1, not 0"),
+        ("gated_mlp --dry-run --shape 4x64x0", "--shape 4x64x0: gated_mlp needs INTERMEDIATE of at least 1, not 0"),
+        ("attention_decode --dry-run --shape 1x8x8x2x1x64x0", "attention_decode needs BLOCK_SIZE of at least 1, not 0"),
         ("rms_norm --dry-run --shape 100000000x100000000", "--shape 100000000x100000000: tensors of rms_norm of this size"),
         ("rms_norm --dry-run --shape 9000000000x9000000000", "--shape 9000000000x9000000000: tensors of rms_norm of"),
         ("rms_norm --dry-run --gpu h101", "no preset for 'h101'"),
@@ -216,6 +225,34 @@ def test_bad_input(args, said, monkeypatch):
     done = run(*args.split())
     assert isinstance(done.exception, ValueError) and said in str(done.exception), done.exception
     assert "nanovllm tune got" not in str(done.exception)
+
+
+@pytest.mark.parametrize("op", ["attention_decode", "qk_norm_rope_attention", "attention_prefill"])
+@pytest.mark.parametrize(
+    "shape, said",
+    [
+        ("4", "takes NUM_SEQSxLEASTxMOST"),
+        ("4x64", "takes NUM_SEQSxLEASTxMOST"),
+        ("4x64x64", "takes NUM_SEQSxLEASTxMOST"),
+        ("4x100x64x64", "takes NUM_SEQSxLEASTxMOST"),
+        ("4x100x7x2x64", "takes NUM_SEQSxLEASTxMOST"),
+        ("4x64x8x2x2x64x16", "needs LEAST up to MOST, the shortest and the longest run or context, not 64 and 8"),
+        ("4x5000x1000x2x2x64x16", "needs LEAST up to MOST, the shortest and the longest run or context, not 5000 and 1000"),
+    ],
+)  # fmt: skip
+def test_a_wrong_shape_of_attention_is_said_as_it_was_given_and_as_bench_says_it(op, shape, said):
+    """Launches are recorded for short contexts and few sequences: what is wrong is said of the numbers of the user."""
+    if op == "attention_prefill" and shape.count("x") == 6:
+        shape = shape.replace("x2x2x", "x0x2x2x")
+    said = f"--shape {shape}: {op} {said}"
+    done = run(op, "--shape", shape, "--dry-run", "--gpu", "h100", "--no-compile")
+    assert isinstance(done.exception, ValueError) and str(done.exception).startswith(said), done.exception
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(bench)
+    benched = CliRunner().invoke(app, [op, "--shape", shape, "--device", "cpu"])
+    assert str(benched.exception) == str(done.exception)
+    with pytest.raises(ValueError, match=re.escape(said.replace("--shape", "shape"))):
+        jobs(target(op), [tuple(map(int, shape.split("x")))], torch.bfloat16, device_model("h100"))
 
 
 def test_without_a_gpu_that_is_said_before_the_directory_is_asked_for(monkeypatch):

@@ -76,16 +76,17 @@ def only(ops: dict[str, Op], name: str) -> Op:
 
 
 def shape_of(declared: Op, text: str) -> tuple[int, ...]:
+    """What --shape says, as the op's inputs take it; else a ValueError that shows what was given."""
+    if declared.inputs is None:
+        raise ValueError(f"--shape: op {declared.name!r} declares no inputs")
     try:
         shape = tuple(int(n) for n in text.lower().split("x"))
     except ValueError:
-        raise ValueError(f"--shape {text}: expected numbers with x between them, such as 32x1024") from None
-    if declared.inputs is None:
-        raise ValueError(f"--shape: op {declared.name!r} declares no inputs")
-    if any(n < 0 for n in shape) or len(shape) > len(declared.inputs.dimensions):
-        raise ValueError(
-            f"--shape {text}: {declared.name} takes {'x'.join(d.upper() for d in declared.inputs.dimensions)}, numbers from 0 on"
-        )
+        form = f"{declared.inputs.form} for {declared.name}"
+        raise ValueError(f"--shape {text}: expected numbers with x between them, {form}") from None
+    wrong = declared.inputs.wrong_with(shape)
+    if wrong:
+        raise ValueError(f"--shape {text}: {declared.name} {wrong}")
     return shape
 
 

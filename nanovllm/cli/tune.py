@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import dtype_of
+from nanovllm.cli.kernels_common import dtype_of, shape_of
 
 if TYPE_CHECKING:
     from nanovllm.perf.autotune.search import Budget
@@ -113,15 +113,9 @@ def _requests(
 
 
 def _shape(chosen: Target, text: str) -> tuple[int, ...]:
-    inputs = chosen.declared.inputs
-    assert inputs is not None
-    wanted = "x".join(d.upper() for d in inputs.dimensions)
-    try:
-        shape = tuple(int(n) for n in text.lower().split("x"))
-    except ValueError:
-        raise ValueError(f"--shape {text}: expected numbers with x between them, {wanted} for {chosen.op}") from None
-    if any(n < 0 for n in shape) or shape[0] < 1 or len(shape) > len(inputs.dimensions):
-        raise ValueError(f"--shape {text}: {chosen.op} takes {wanted}, at least 1 of the first")
+    shape = shape_of(chosen.declared, text)
+    if shape[0] < 1:
+        raise ValueError(f"--shape {text}: expected at least 1 of the first number; there is nothing to time")
     return shape
 
 

@@ -123,6 +123,7 @@ class Inputs:
         variants: further keyword arguments, each a case of its own.
         scales: magnitudes of the random numbers to verify with.
         dtypes: what the op computes in.
+        needs: (the shape's numbers by name) -> None, or what the op needs of them, such as "N of at least 1, not 0".
     """
 
     make: Callable[..., Arguments]
@@ -132,20 +133,51 @@ class Inputs:
     variants: Sequence[Mapping[str, Any]] = (MappingProxyType({}),)
     scales: Sequence[float] = (1.0, 1e-3, 50.0)
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+    needs: Callable[[Mapping[str, int]], str | None] = lambda numbers: None
 
     @property
     def dimensions(self) -> list[str]:
         """The names of a shape's numbers, for example ["rows", "size"]."""
         return list(inspect.signature(self.make).parameters)[1:]
 
-    def __call__(self, tensors: Tensors, shape: Shape, variant: Mapping[str, Any] | None = None) -> Arguments:
-        signature = inspect.signature(self.make)
+    @property
+    def form(self) -> str:
+        """How a shape is written: "ROWSxSIZE", with what may be left out in brackets."""
+        parameters = [p for p in inspect.signature(self.make).parameters.values()][1:]
+        names = [f"x{p.name.upper()}" if p.default is p.empty else f"[x{p.name.upper()}]" for p in parameters]
+        return "".join(names).removeprefix("x")
+
+    def wrong_with(self, shape: Shape) -> str | None:
+        """What to say of a shape that there are no inputs of, after the op's name: "takes ROWSxSIZE, ..."; None: it is right."""
         try:
-            signature.bind(tensors, *shape)
+            bound = inspect.signature(self.make).bind(None, *shape)
         except TypeError:
-            wanted = "x".join(name.upper() for name in self.dimensions)
-            raise ValueError(f"shape: expected {wanted}, not {'x'.join(map(str, shape))}") from None
+            return f"takes {self.form}, not {len(shape)} number{'s' * (len(shape) != 1)}"
+        if any(n < 0 for n in shape):
+            return f"takes {self.form}, numbers from 0 on"
+        bound.apply_defaults()
+        needs = self.needs(dict(zip(self.dimensions, bound.args[1:])))
+        return None if needs is None else f"needs {needs} ({self.form})"
+
+    def __call__(self, tensors: Tensors, shape: Shape, variant: Mapping[str, Any] | None = None) -> Arguments:
+        wrong = self.wrong_with(shape)
+        if wrong:
+            raise ValueError(f"shape {written(shape)}: the op {wrong}")
         return {**self.make(tensors, *shape), **(variant or {})}
+
+
+def at_least_one(*names: str) -> Callable[[Mapping[str, int]], str | None]:
+    """For `Inputs.needs`: none of these numbers may be 0."""
+
+    def needs(numbers: Mapping[str, int]) -> str | None:
+        return next((f"{n.upper()} of at least 1, not {numbers[n]}" for n in names if numbers[n] < 1), None)
+
+    return needs
+
+
+def written(shape: Shape) -> str:
+    """A shape as a user writes it: 4x64."""
+    return "x".join(map(str, shape))
 
 
 class ArgumentCheck:

@@ -17,6 +17,8 @@ OPS = [o for o in all_ops().values() if o.native.__module__.startswith("nanovllm
 @pytest.mark.parametrize("declared", OPS, ids=lambda o: o.name)
 def test_an_op_declares_all_of_itself(declared):
     assert declared.inputs is not None and declared.inputs.small and declared.inputs.decode, "inputs"
+    for shape in (*declared.inputs.small, *declared.inputs.decode, *declared.inputs.large):
+        assert declared.inputs.wrong_with(shape) is None, shape
     assert declared.cost is not None, "cost"
     assert {torch.float32, torch.float16, torch.bfloat16} <= set(declared.tolerance), "tolerance"
     assert len(declared.providers) > 1, "a second provider"
@@ -150,5 +152,9 @@ def test_ops_name_what_is_wrong():
 def test_a_shape_that_an_op_does_not_have_says_which_it_has():
     inputs = all_ops()["rms_norm"].inputs
     assert inputs.dimensions == ["rows", "size"]
-    with pytest.raises(ValueError, match="expected ROWSxSIZE, not 1x2x3"):
+    with pytest.raises(ValueError, match="shape 1x2x3: the op takes ROWSxSIZE, not 3 numbers"):
         inputs(Tensors(torch.float32, CPU), (1, 2, 3))
+    inputs = all_ops()["linear_bias_act"].inputs
+    assert inputs.wrong_with((1, 2, -3)) == "takes MxKxN[xTRANSPOSED], numbers from 0 on"
+    assert inputs.wrong_with((1, 0, 3)) == "needs K of at least 1, not 0 (MxKxN[xTRANSPOSED])"
+    assert inputs.wrong_with((0, 2, 3, 1)) is inputs.wrong_with((0, 2, 3)) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.registry import op
@@ -60,6 +60,7 @@ def _normed(
     },
     inputs=Inputs(
         _inputs,
+        needs=at_least_one("size"),
         small=_SMALL,
         # QKV projections of Qwen3 0.6B, 1.7B and 8B.
         decode=[(1, 4096, 1024), (8, 4096, 1024), (64, 4096, 1024), (1, 4096, 2048), (1, 6144, 4096)],
@@ -96,6 +97,7 @@ def add_rms_norm_linear(
     arguments={"x": "[..., size]", "residual": "[..., size]", "norm_weight": "[size]", "weight": "[2*outputs, size]"},
     inputs=Inputs(
         _gate_up_inputs,
+        needs=at_least_one("size"),
         small=_SMALL,
         # Qwen3 0.6B, 1.7B and 8B.
         decode=[(1, 3072, 1024), (8, 3072, 1024), (64, 3072, 1024), (1, 6144, 2048), (1, 12288, 4096)],

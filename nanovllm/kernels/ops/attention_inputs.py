@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from nanovllm.kernels.declaration import Cost, Inputs, Tensors, nbytes
+from nanovllm.kernels.declaration import Cost, Inputs, Tensors, at_least_one, nbytes
 
 _CACHE = "any[num_blocks, block_size, num_kv_heads, head_dim]"
 _COMMON = {
@@ -44,6 +45,14 @@ def _lengths(t: Tensors, num_seqs: int, least: int, most: int) -> torch.Tensor:
         lens[0] = most
         lens[-1] = least if num_seqs > 1 else most
     return lens
+
+
+def lengths_and_heads(numbers: Mapping[str, int]) -> str | None:
+    """What a shape of an attention op needs (`Inputs.needs`)."""
+    least, most = numbers["least"], numbers["most"]
+    if least > most:
+        return f"LEAST up to MOST, the shortest and the longest run or context, not {least} and {most}; exchange them"
+    return at_least_one("num_heads", "num_kv_heads", "head_dim", "block_size")(numbers)
 
 
 def _decode_inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, block_size):
@@ -130,6 +139,7 @@ DECODE: dict[str, Any] = {
         ],
         variants=[{}, {"window": 20}, {"soft_cap": 50.0}],
         scales=(1.0, 10.0, 30.0),  # at 10 a score is about the cap, at 30 far beyond it
+        needs=lengths_and_heads,
     ),
     "cost": _decode_cost,
     "tolerance": _TOLERANCE,
@@ -185,6 +195,7 @@ PREFILL: dict[str, Any] = {
         ],
         variants=[{}, {"window": 20}, {"soft_cap": 50.0}],
         scales=(1.0, 10.0, 30.0),  # at 10 a score is about the cap, at 30 far beyond it
+        needs=lengths_and_heads,
     ),
     "cost": _prefill_cost,
     "tolerance": _TOLERANCE,

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.attention import attention_decode
-from nanovllm.kernels.ops.attention_inputs import DECODE
+from nanovllm.kernels.ops.attention_inputs import DECODE, lengths_and_heads
 from nanovllm.kernels.ops.checks import check_decode, values_checked
 from nanovllm.kernels.ops.qk_norm_rope_attention import qk_norm_rope_attention
 from nanovllm.kernels.ops.shared_prefixes import (
@@ -51,6 +51,7 @@ def _fake(q, *args, **kwargs):
         small=_SMALL,
         decode=_DECODE,
         large=_LARGE,
+        needs=lengths_and_heads,
         variants=[{}, {"window": 20}, {"soft_cap": 5.0}],
         scales=(1.0, 30.0),
     ),
@@ -134,6 +135,7 @@ def _projected_cost(
         small=_SMALL,
         decode=_DECODE,
         large=_LARGE,
+        needs=lengths_and_heads,
         variants=[{}, {"q_weight": None, "k_weight": None}, {"window": 20}, {"soft_cap": 5.0}],
         # No large ones: without a norm, roundings of q and k show in the scores, in proportion to both.
         scales=(1.0, 1e-3),

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.ops.checks import check_token_ids, values_checked
 from nanovllm.kernels.registry import op
 
@@ -20,6 +20,7 @@ def _cost(token_ids, weight):
     arguments={"token_ids": "int64[num_tokens]", "weight": "[vocab_size, hidden_size]"},
     inputs=Inputs(
         _inputs,
+        needs=at_least_one("vocab_size"),
         small=[(1, 1, 1), (3, 50, 96), (0, 7, 64), (7, 100, 33), (40, 300, 576)],
         decode=[(1, 151936, 1024), (64, 151936, 1024), (256, 151936, 4096)],
         large=[(16384, 151936, 1024), (16384, 151936, 4096)],

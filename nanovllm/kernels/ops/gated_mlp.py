@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.ops.linear_bias_act import ACTIVATIONS, check_like
 from nanovllm.kernels.registry import op
 
@@ -26,6 +26,7 @@ def _cost(x, gate_up, down, activation="silu"):
     arguments={"x": "[..., h]", "gate_up": "[2*i, h]", "down": "[h, i]"},
     inputs=Inputs(
         _inputs,
+        needs=at_least_one("hidden", "intermediate"),
         small=[(1, 64, 48), (5, 33, 70), (0, 64, 48), (17, 128, 96), (70, 40, 130)],
         # Qwen3-0.6B and Qwen3-8B.
         decode=[(1, 1024, 3072), (16, 1024, 3072), (256, 1024, 3072), (1, 4096, 12288)],

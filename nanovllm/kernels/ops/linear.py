@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.registry import op
 
 
@@ -21,6 +21,7 @@ def _cost(x, weight, bias=None):
     arguments={"x": "[..., size]", "weight": "[outputs, size]", "bias": "[outputs]"},
     inputs=Inputs(
         _inputs,
+        needs=at_least_one("size"),
         small=[(1, 1, 1), (1, 37, 1000), (2, 9, 33), (5, 24, 2100), (0, 8, 16), (9, 16, 64)],
         # Output and down projections of Qwen3 0.6B and 8B.
         decode=[(1, 1024, 2048), (8, 1024, 2048), (1, 1024, 3072), (8, 1024, 3072), (1, 4096, 12288), (64, 1024, 3072)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.ops.norm import add_rms_norm
 from nanovllm.kernels.registry import op
 
@@ -33,6 +33,7 @@ def _cost(x, weight, residual, norm_weight, eps, bias=None):
     },
     inputs=Inputs(
         _inputs,
+        needs=at_least_one("size"),
         # (tokens, outputs, size): no power of two, several tiles, no token.
         small=[(1, 2, 1), (2, 37, 64), (3, 128, 1000), (5, 24, 2112), (0, 8, 16), (9, 72, 320), (33, 136, 192)],
         # Output and down projections of Qwen3 0.6B and 8B.

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.registry import op
 
 ACTIVATIONS = {
@@ -30,6 +30,7 @@ def _cost(x, weight, bias=None, activation="none"):
     arguments={"x": "[..., k]", "weight": "[n, k]", "bias": "[n]"},
     inputs=Inputs(
         _inputs,
+        needs=at_least_one("k"),
         small=[(1, 64, 48), (5, 33, 70), (0, 64, 48), (17, 128, 96, 1), (70, 40, 130)],
         # QKV and down projections of Qwen3-0.6B, QKV of Qwen3-8B.
         decode=[

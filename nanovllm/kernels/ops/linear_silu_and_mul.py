@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.registry import op
 
@@ -22,6 +22,7 @@ def _cost(x, weight):
     arguments={"x": "[..., size]", "weight": "[2*outputs, size]"},
     inputs=Inputs(
         _inputs,
+        needs=at_least_one("size"),
         # (tokens, outputs, size): no power of two, several tiles, no token.
         small=[(1, 2, 1), (2, 40, 64), (3, 37, 1000), (5, 24, 2112), (0, 8, 16), (9, 72, 320), (33, 136, 192)],
         # Qwen3 0.6B and 8B.

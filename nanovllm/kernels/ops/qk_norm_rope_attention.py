@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.kernels.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.attention import attention_decode
-from nanovllm.kernels.ops.attention_inputs import DECODE
+from nanovllm.kernels.ops.attention_inputs import DECODE, lengths_and_heads
 from nanovllm.kernels.ops.checks import check_attention_values, check_decode, check_new_tokens, values_checked
 from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.kernels.registry import op
@@ -47,6 +47,7 @@ def _cost(q, k, v, cos_sin_cache, k_cache, v_cache, block_table, context_lens, m
         small=DECODE["inputs"].small,
         decode=DECODE["inputs"].decode,
         large=DECODE["inputs"].large,
+        needs=lengths_and_heads,
         variants=[{}, {"q_weight": None, "k_weight": None}, {"window": 20}, {"soft_cap": 5.0}],
         scales=(1.0, 2.0),  # scores grow with the square, and so does what rounding q and k does to them
     ),

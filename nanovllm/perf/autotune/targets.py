@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.arguments import reject_unknown
 from nanovllm.kernels import all_ops, tunables
 from nanovllm.kernels.configs import Tunable, bucket
-from nanovllm.kernels.declaration import Arguments, Shape, Tensors
+from nanovllm.kernels.declaration import Arguments, Shape, Tensors, written
 from nanovllm.kernels.registry import Op, Provider
 from nanovllm.perf.autotune.launches import recorded
 from nanovllm.perf.autotune.planned import asked_on, builtin_plan, hopper_asks
@@ -108,11 +108,9 @@ def target(op: str) -> Target:
         return TARGETS[op]
     if op in all_ops():
         raise ValueError(f"{op}: its kernels choose nothing that can be tuned; ops to tune are {', '.join(TARGETS)}")
-    try:
-        reject_unknown("", [op], TARGETS)
-    except TypeError as e:
-        raise ValueError(str(e).replace(" got an unknown argument", "unknown op")) from None
-    raise AssertionError
+    near = difflib.get_close_matches(op.lower(), TARGETS, 1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown op {op!r}; {meant}ops to tune are {', '.join(TARGETS)}")
 
 
 @dataclass(frozen=True)
@@ -156,10 +154,13 @@ def arguments_of(job_target: Target, shape: Shape, dtype: torch.dtype, variant: 
     """The op's arguments on the CPU, for launches that are recorded only.
 
     Raises:
-        ValueError: they do not fit in its memory.
+        ValueError: there are none of such a shape, or they do not fit in its memory.
     """
     inputs = job_target.declared.inputs
     assert inputs is not None
+    wrong = inputs.wrong_with(shape)  # said of the shape that was given, not of the one that is recorded
+    if wrong:
+        raise ValueError(f"shape {written(shape)}: {job_target.op} {wrong}")
     with _fitting(job_target, shape):
         return inputs(_Empty(dtype, torch.device("cpu")), job_target.shrink(shape, _RECORDED_LENGTH), variant)
 
