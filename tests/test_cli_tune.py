@@ -20,9 +20,10 @@ from nanovllm.perf.autotune.pruning import candidates  # noqa: E402
 from nanovllm.perf.autotune.search import trials  # noqa: E402
 from nanovllm.perf.autotune.targets import TARGETS, jobs, target  # noqa: E402
 from nanovllm.perf.presets import device_model  # noqa: E402
+from tests.docs.runnable_markdown import blocks  # noqa: E402
 from tests.perf.test_autotune_store import FakeBench, an_entry  # noqa: E402
 
-GPU = "nvidia-test-9"
+GPU, DOCS = "nvidia-test-9", Path(__file__).parents[1] / "docs"
 
 
 def run(*args: str):
@@ -181,9 +182,28 @@ def test_tuning_writes_prints_and_says_how_to_use_it(files, monkeypatch, tmp_pat
 
 
 def test_the_documentation_names_what_can_be_tuned_and_what_a_file_holds():
-    text = (Path(__file__).parents[1] / "docs" / "tuning.md").read_text()
+    text = (DOCS / "tuning.md").read_text()
     assert all(f"`{name}`" in text for name in tunables.ALL) and all(f"`{op}`" in text for op in TARGETS)
     assert all(f"`{field}`" in text for field in an_entry(device="", commit="", dirty=False, search="", seed=0))
+
+
+def test_the_documentation_shows_what_a_dry_run_prints():
+    found = [c for b in blocks((DOCS / "tuning.md").read_text()) if b.text.startswith("$ ") for c in b.commands()]
+    assert found
+    for command, shown in found:
+        printed = iter(ok(*command.removeprefix("nanovllm tune ").split()).splitlines())
+        for line in shown:
+            assert line == "  ..." or line in printed, f"$ {command}\ndoes not print, in this order,\n{line}"
+
+
+def test_the_documentation_counts_what_is_shipped():
+    text = (DOCS / "performance.md").read_text()
+    said = re.search(r"is shipped: (\d+) configurations for the H200, .* and (\d+) of elementwise kernels for the H100", text)
+    found = [len(configs.document(configs.SHIPPED / f"nvidia-{gpu}.json")["entries"]) for gpu in ("h200", "h100")]
+    assert said and [int(n) for n in said.groups()] == found, f"docs/performance.md: there are {found}"
+    for path in configs.SHIPPED.glob("*.json"):
+        for data in configs.document(path)["entries"]:  # as docs/tuning.md says
+            assert data["builtin_us"] >= 1.02 * data["us"], f"{path.name}: {data['tunable']} {data['key']}"
 
 
 @pytest.mark.parametrize(
