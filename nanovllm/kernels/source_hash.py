@@ -1,4 +1,7 @@
-"""A hash of what Triton kernels compute: their source and that of all that they call, without comments and docstrings."""
+"""A hash of what Triton kernels compute: their source and that of all that they call, without comments and docstrings.
+
+What belongs to Triton itself does not count: its version stands beside the hash, which is the same with any.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def source_hash(kernels: Sequence[Any]) -> str:
         for used in sorted(set(function.__code__.co_names)):
             value = function.__globals__.get(used)
             if is_kernel(value):
-                todo.append(value)
+                if not value.fn.__module__.startswith("triton."):
+                    todo.append(value)
             elif type(value).__name__ == "constexpr" or isinstance(value, (bool, int, float, str)):
                 constants.append(f"{used}={getattr(value, 'value', value)!r}")
         parts[name] = "\n".join([*constants, _code(inspect.getsource(function))])

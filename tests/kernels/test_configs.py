@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import shutil
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan, plan_produ
 from nanovllm.kernels.triton_ops.plans import RowPlan  # noqa: E402
 from nanovllm.kernels.versions import versions  # noqa: E402
 from nanovllm.perf.autotune.launches import recorded  # noqa: E402
+from nanovllm.perf.autotune.store import drop_changed  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("looks at launches, which the interpreter does not make", allow_module_level=True)
@@ -287,6 +289,78 @@ def test_shipped_files_are_well_formed():
             tunable = tunables.ALL[data["tunable"]]
             tunable.plan_from_json(data["config"], tunable.key_from_json(data["key"]))
             assert data["us"] > 0 and data["date"] and data["tried"] > 0 and data["device"]
+
+
+DROP = """python -c 'from nanovllm.perf.autotune.store import drop_changed; print(*drop_changed(), sep="\\n")'"""
+
+
+def _changed(path):
+    """What to say of each entry of a file whose kernels are not those that it was measured with; last, how to remove them."""
+    found = []
+    for data in document(path)["entries"]:
+        tunable = tunables.ALL[data["tunable"]]
+        if data["source"] != tunable.source:
+            shapes = " ".join(f"--shape {'x'.join(map(str, shape))}" for shape in data["shapes"])
+            found.append(
+                f"{path.name}: {data['tunable']} {data['key']}: the kernels' source has changed ({data['source']} -> {tunable.source}), "
+                f"so nobody gets it. Measure anew, on an {data['device']}:\n"
+                f"    nanovllm tune {data['op']} {shapes} --dtype {data['dtype']} --out nanovllm/kernels/configs"
+            )
+    return [*found, f"or, without such a GPU, remove all such entries:\n    {DROP}"] if found else []
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_configurations_are_those_of_the_kernels_as_they_are(path):
+    changed = _changed(path)
+    assert not changed, "\n".join(changed)
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_kernel_on_such_a_gpu_finds_what_is_shipped(path, monkeypatch):
+    """With the versions that it was measured with; with others it is not used."""
+    monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
+    device, current = torch.device("cuda", 0), []
+    for data in document(path)["entries"]:
+        tunable = tunables.ALL[data["tunable"]]
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=data["device"]: name)
+        key = tunable.key_from_json(data["key"])
+        for measured_with, expected in ((data["versions"], data["config"]), ({"torch": "1.0"}, None)):
+            monkeypatch.setattr(configs, "versions", lambda measured_with=measured_with: measured_with)
+            tunable.forget()
+            plan = tunable.find(device, *key)
+            found = None if plan is None else tunable.plan_to_json(plan)
+            current.append((data["tunable"], data["key"], found, expected))
+    forget()
+    wrong = [f"{path.name}: {name} {key}: found {found}, not {expected}" for name, key, found, expected in current if found != expected]
+    assert not wrong, "\n".join([*wrong, *_changed(path)])
+
+
+def test_entries_of_changed_kernels_are_named_and_can_be_removed(tmp_path):
+    """The command that is named, done to a copy in which one kernel is another."""
+    for path in SHIPPED.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    path = tmp_path / "nvidia-h200.json"
+    whole = json.loads(path.read_text())
+    first = whole["entries"][0]
+    first["source"] = "0" * 16
+    path.write_text(json.dumps(whole))
+    said, remedy = _changed(path)
+    assert f"{first['tunable']} {first['key']}" in said and f"on an {first['device']}:" in said and DROP in remedy
+    assert f"nanovllm tune {first['op']} --shape " in said and f"--dtype {first['dtype']} --out" in said
+    assert drop_changed(tmp_path) == [f"nvidia-h200.json: {first['tunable']} {json.dumps(first['key'])}"]
+    left = document(path)["entries"]
+    assert sorted(map(str, left)) == sorted(map(str, whole["entries"][1:])) and drop_changed(tmp_path) == []
+    assert DROP in (SHIPPED.parents[2] / "docs" / "tuning.md").read_text()
+
+
+def test_the_hash_does_not_depend_on_tritons_own_source(tmp_path):
+    text = "from triton.language import sum, cdiv\n@triton.jit\ndef kernel(x):\n    tl.store(x, sum(tl.arange(0, 8), 0) + cdiv(9, 2))\n"
+    kernel = _kernel_of(text, tmp_path, "a")
+    before = source_hash([kernel])
+    own = kernel.fn.__globals__["sum"]
+    assert is_kernel(own) and own.fn.__module__.startswith("triton.")
+    kernel.fn.__globals__["sum"] = kernel.fn.__globals__["cdiv"]  # as if it were another function
+    assert source_hash([kernel]) == before
 
 
 def test_every_declaration_is_complete():

@@ -7,12 +7,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanovllm.kernels.configs import SCHEMA, document, entry_of, forget_files
+from nanovllm.kernels.configs import SCHEMA, SHIPPED, document, entry_of, forget_files
 from nanovllm.kernels.tunables import ALL
 from nanovllm.kernels.versions import versions
 from nanovllm.perf.autotune.search import Outcome
@@ -77,6 +77,21 @@ def save(gpu: str, new: Sequence[Mapping[str, Any]], directory: Path) -> Path:
     return _write(gpu, new, directory)
 
 
+def drop_changed(directory: Path = SHIPPED) -> list[str]:
+    """Remove the entries that no kernel finds since its source has changed, from all files of a directory; a line for each."""
+    dropped = []
+    for path in sorted(directory.glob("*.json")):
+        changed = [data for data in document(path)["entries"] if not _current(data)]
+        if changed:
+            _write(path.stem, [], directory, keep=_current)
+        dropped += [f"{path.name}: {data['tunable']} {json.dumps(data['key'])}" for data in changed]
+    return dropped
+
+
+def _current(data: Mapping[str, Any]) -> bool:
+    return data["tunable"] in ALL and data["source"] == ALL[data["tunable"]].source
+
+
 def mend(gpu: str, directory: Path) -> None:
     """If a GPU's file is malformed, set it aside, and write anew what can be read of it: before a run measures for it."""
     path = directory / f"{gpu}.json"
@@ -117,7 +132,9 @@ def _entries_of_malformed(path: Path) -> list[dict[str, Any]]:
     return [e for e in data["entries"] if isinstance(e, dict) and all(type(e.get(n)) is k for n, k in fields.items())]
 
 
-def _write(gpu: str, new: Sequence[Mapping[str, Any]], directory: Path) -> Path:
+def _write(
+    gpu: str, new: Sequence[Mapping[str, Any]], directory: Path, keep: Callable[[Mapping[str, Any]], bool] = lambda data: True
+) -> Path:  # fmt: skip
     path = directory / f"{gpu}.json"
 
     def identity(data: Mapping[str, Any]) -> str:
@@ -129,7 +146,7 @@ def _write(gpu: str, new: Sequence[Mapping[str, Any]], directory: Path) -> Path:
         if wrong is not None:
             _set_aside(path, wrong, len(kept))
         replaced = {identity(data) for data in new}
-        entries = [data for data in kept if identity(data) not in replaced] + [dict(data) for data in new]
+        entries = [data for data in kept if keep(data) and identity(data) not in replaced] + [dict(data) for data in new]
         entries.sort(key=identity)
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
