@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,47 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
     )
     text = ok("--list")
     assert "1 own" in text and f"read: {path}" in text.replace("\n", "")
+    # What cannot be read, since its kernels had other parameters then, is said as well.
+    other = an_entry(source="0" * 16, config={"rows": 1, "warps": 4, "lanes": 2})
+    path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [good, stale, other]}))
+    configs.forget_files()
+    (row,) = json.loads(ok("rms_norm", "--list", "--json"))["tunables"]
+    assert row["in_force"] == {str(path): 1}
+    assert row["stale"] == {"the kernels' source has changed since": 1, "measured with kernels that had other parameters": 1}
+
+
+@pytest.mark.parametrize("path", sorted(configs.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_the_list_on_a_gpu_of_that_name_shows_what_is_shipped_for_it(path, monkeypatch):
+    """And, where versions differ, that it is not used and why."""
+    import nanovllm.engine.model_runner as runner
+
+    monkeypatch.delenv(configs.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.setattr(runner, "select_device", lambda name: torch.device("cuda", 0))
+    written = configs.document(path)["entries"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: written[0]["device"])
+    measured_with = written[0]["versions"]
+    assert all(data["versions"] == measured_with for data in written)  # else extend this test
+    counts = Counter(data["tunable"] for data in written)
+    monkeypatch.setattr(configs, "versions", lambda: measured_with)
+    document = json.loads(ok("--list", "--json"))
+    assert document["gpu"] == path.stem and document["files"] == [str(path)]
+    rows = {row["tunable"]: row for row in document["tunables"]}
+    for name, row in rows.items():
+        assert row["in_force"] == ({str(path): counts[name]} if name in counts else {}) and not row["stale"], row
+        shown = [(c["key"], c["config"], c["us"]) for c in row["configs"]]
+        assert sorted(map(str, shown)) == sorted(str((d["key"], d["config"], d["us"])) for d in written if d["tunable"] == name)
+    text = ok("--list")
+    assert f"kernel configurations on {path.stem}" in text and f"read: {path}" in text.replace("\n", "")
+    lines = {line.split("│")[1].strip(): line for line in text.splitlines() if "│" in line}
+    assert all((f"{counts[name]} shipped" if name in counts else "built in") in lines[name] for name in tunables.ALL)
+    monkeypatch.setattr(configs, "versions", lambda: {**measured_with, "triton": "9.9"})
+    rows = {row["tunable"]: row for row in json.loads(ok("--list", "--json"))["tunables"]}
+    for name, row in rows.items():
+        why = f"measured with triton {measured_with['triton']}, here 9.9"
+        assert row["in_force"] == {} and row["stale"] == ({why: counts[name]} if name in counts else {}), row
+    name, count = next(iter(counts.items()))
+    text = " ".join(ok("--list").split())
+    assert " shipped │" not in text and f"{count}: measured with triton" in text
 
 
 def test_a_dry_run_shows_the_order_of_the_search():

@@ -160,7 +160,7 @@ def _in_force(row: dict[str, Any]) -> str:
 def _tunable_row(tunable: Any, gpu: str | None) -> dict[str, Any]:
     from dataclasses import fields
 
-    from nanovllm.kernels.configs import entries
+    from nanovllm.kernels.configs import document, entries, paths
 
     row: dict[str, Any] = {
         "tunable": tunable.name, "key": list(tunable.key), "parameters": [], "in_force": {}, "stale": {}, "configs": [], "reason": None,
@@ -174,6 +174,10 @@ def _tunable_row(tunable: Any, gpu: str | None) -> dict[str, Any]:
     for e in found:
         if e.stale:
             row["stale"][e.stale] = row["stale"].get(e.stale, 0) + 1
+    written = [data for path in (paths(gpu) if gpu else []) for data in document(path)["entries"]]
+    others = sum(data["tunable"] == tunable.name for data in written) - len(found)
+    if others:
+        row["stale"]["measured with kernels that had other parameters"] = others
     chosen = {e.key: e for e in found if not e.stale}
     for e in chosen.values():
         row["in_force"][str(e.path)] = row["in_force"].get(str(e.path), 0) + 1
