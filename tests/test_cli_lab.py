@@ -105,6 +105,30 @@ def test_a_figure_that_cannot_be_drawn_is_said_before_anything_runs(command, tmp
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize(
+    "command, option, name, said",
+    [
+        ("gelu", "--json", "folder", "folder: it is a folder, expected a file"),
+        ("mlp", "--json", "folder", "folder: it is a folder, expected a file"),
+        ("gelu", "--json", "file/x.json", "file is a file, expected a folder"),
+        ("mlp", "--json", "file/deep/x.json", "file is a file, expected a folder"),
+        ("gelu", "--ptx", "file", "file is a file, expected a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_anything_runs(command, option, name, said, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("nanovllm.perf.lab.run.run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("nanovllm.perf.lab.mlp.run_sweeps", lambda *_: pytest.fail("it ran"))
+    error = lab(command, "--device", "cpu", option, str(tmp_path / name)).exception
+    assert isinstance(error, ValueError) and str(error).startswith(f"{option} {tmp_path / name}: ") and str(error).endswith(said)
+
+
+def test_no_ptx_is_said(tmp_path):
+    done = lab("gelu", "--way", "plain", "--sizes", "8", "--device", "cpu", "--ptx", str(tmp_path / "ptx"))
+    assert done.exit_code == 0 and "neither cuda nor triton was compiled" in done.output.replace("\n", " ")
+
+
 def test_mlp(tmp_path):
     figure, numbers = tmp_path / "mlp.png", tmp_path / "mlp.json"
     options = [

@@ -60,6 +60,8 @@ def _command(name: str) -> Callable[..., None]:
 
         chosen = lesson(name)
         _check_plot(plot)
+        _check_place("--json", json_file, folder=False)
+        _check_place("--ptx", ptx, folder=True)
         tell, done = _progress()
         result = run(
             chosen, select_device(device), _dtype(dtype), _numbers("--sizes", sizes), way, gpu, seed, refresh, tell
@@ -69,8 +71,11 @@ def _command(name: str) -> Callable[..., None]:
         if json_file is not None:
             _write_json(json_file, result.as_dict())
         if ptx is not None:
-            for path in write_ptx(result, ptx):
+            written = write_ptx(result, ptx)
+            for path in written:
                 print(f"wrote {path}")
+            if not written:
+                print(f"--ptx {ptx}: neither cuda nor triton was compiled, so there is no PTX to write")
         if plot is not None:
             draw(result, plot)
             print(f"wrote {plot}")
@@ -112,6 +117,7 @@ def mlp(
     from nanovllm.perf.lab.show_mlp import show
 
     _check_plot(plot)
+    _check_place("--json", json_file, folder=False)
     where = select_device(device)
     base = Shape.default(where, dim=dim, batch=batch, layers=layers, steps=steps)
     tell, done = _progress()
@@ -131,6 +137,17 @@ def _check_plot(path: Path | None) -> None:
         from nanovllm.perf.lab.show import check_figure
 
         check_figure(path)
+
+
+def _check_place(option: str, path: Path | None, folder: bool) -> None:
+    """Say at once, and not after the whole run, that a file or folder cannot be written there."""
+    if path is None:
+        return
+    if not folder and path.is_dir():
+        raise ValueError(f"{option} {path}: it is a folder, expected a file")
+    there = next(p for p in (path if folder else path.parent, *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"{option} {path}: {there} is a file, expected a folder")
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:
