@@ -277,6 +277,12 @@ def test_the_documentation_counts_what_is_shipped():
         ("rms_norm --dry-run --search foo", "search: expected one of exhaustive, random, not 'foo'"),
         ("rms_norm --dry-run --patience 0", "patience: expected at least 1 candidate"),
         ("--list --patience 0", "patience: expected at least 1 candidate"),
+        ("--list --shape 4x4", "--list, --shape: expected one of them"),
+        ("--list --dry-run --preset x", "--list, --preset, --dry-run: expected one of them"),
+        ("--list --gpu h101", "no preset for 'h101'"),
+        ("rms_norm --dry-run --limit nan", "--limit nan: expected a positive number of seconds"),
+        ("rms_norm --dry-run --device tpu", "device='tpu': not a device"),
+        ("rms_norm --dry-run --device cuda:99", "device='cuda:99': this machine has "),
         ("rms_norm --dry-run --resume", "--resume, --dry-run: expected one of them"),
         ("rms_norm --out x --gpu h200", "--gpu, --compile: only with --dry-run"),
         ("rms_norm --out x --device cpu", "configurations are timed on a GPU, this is cpu; --dry-run"),
@@ -323,3 +329,22 @@ def test_without_a_gpu_that_is_said_before_the_directory_is_asked_for(monkeypatc
     assert str(done.exception).startswith("configurations are timed on a GPU, this is cpu")
     with pytest.raises(ValueError, match="^--out: expected a directory to write to, here or in NANOVLLM_KERNEL_CONFIGS"):
         module._directory(None)
+
+
+def test_a_directory_that_cannot_be_made_is_said_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/deeper/still"):
+        said = f"--out {tmp_path / name}: expected a directory, and {tmp_path / 'file'} is a file"
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            module._directory(tmp_path / name)
+    assert module._directory(tmp_path / "new" / "one") == tmp_path / "new" / "one"
+
+
+def test_the_list_of_a_gpu_that_is_not_here(monkeypatch):
+    monkeypatch.delenv(configs.DIRECTORY_VARIABLE, raising=False)
+    path = configs.SHIPPED / "nvidia-h200.json"
+    monkeypatch.setattr(configs, "versions", lambda: configs.document(path)["entries"][0]["versions"])
+    document = json.loads(ok("--list", "--gpu", "h200", "--json"))
+    assert document["gpu"] == "nvidia-h200" and document["files"] == [str(path)]
+    assert sum(sum(row["in_force"].values()) for row in document["tunables"]) == len(configs.document(path)["entries"])
+    assert "kernel configurations on nvidia-a100" in ok("--list", "--gpu", "a100")

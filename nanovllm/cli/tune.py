@@ -48,7 +48,9 @@ def tune(
         bool, typer.Option("--dry-run", help="Show what would be tried and what not, and why. Needs no GPU.")
     ] = False,
     gpu: Annotated[
-        str | None, typer.Option(help="With --dry-run, for such a GPU (a100, h100, h200, ...), and compile for it.")
+        str | None, typer.Option(
+            help="With --dry-run, for such a GPU (a100, h100, h200, ...), and compile for it; with --list, what it has."
+        ),
     ] = None,
     compile: Annotated[
         bool | None, typer.Option(help="With --dry-run, compile what is left; the default with --gpu.")
@@ -63,7 +65,7 @@ def tune(
 
     Serving never tunes: it reads these files when it starts.
     """
-    if limit is not None and limit <= 0:
+    if limit is not None and not limit > 0:
         raise ValueError(f"--limit {limit:g}: expected a positive number of seconds")
     from nanovllm.perf.autotune.search import Budget, ordered
 
@@ -72,7 +74,10 @@ def tune(
     if show_list:
         from nanovllm.cli.tune_show import show_configurations
 
-        show_configurations(op, device, as_json)
+        others = {"--shape": shape, "--preset": preset, "--dry-run": dry_run, "--resume": resume, "--out": out}
+        if given := [name for name, value in others.items() if value]:
+            raise ValueError(f"--list, {', '.join(given)}: expected one of them; a list takes an op at most, and --gpu")
+        show_configurations(op, device, gpu, as_json)
         return
     requests = _requests(op, shape, preset)
     if resume and dry_run:
@@ -127,7 +132,11 @@ def _directory(out: Path | None) -> Path:
         raise ValueError(
             f"--out: expected a directory to write to, here or in {DIRECTORY_VARIABLE}, which kernels read"
         )
-    return named.expanduser()
+    path = named.expanduser()
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"--out {named}: expected a directory, and {there} is a file")
+    return path
 
 
 def _jobs(requests: Any, dtype: str, model: DeviceModel) -> list[Job]:
@@ -143,16 +152,16 @@ def _jobs(requests: Any, dtype: str, model: DeviceModel) -> list[Job]:
 
 
 def _model(gpu: str | None, device: str) -> DeviceModel:
-    import torch
 
     from nanovllm.perf.presets import device_model, this_device
 
     if gpu is not None:
         return device_model(gpu)
-    if torch.cuda.is_available() and device != "cpu":
-        from nanovllm.engine.model_runner import select_device
+    from nanovllm.engine.model_runner import select_device
 
-        return this_device(select_device(device))
+    where = select_device(device)  # also without a GPU: what is asked for is not silently another
+    if where.type == "cuda":
+        return this_device(where)
     print(f"no GPU here: planned for {_DEFAULT_GPU}; --gpu names another", file=sys.stderr)
     return device_model(_DEFAULT_GPU)
 

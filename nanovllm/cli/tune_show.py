@@ -103,14 +103,15 @@ def _report(job: Job, found: Candidates, shuffled: str) -> str:
 # ------------------------------------------------------------------------------------------------------------------ list
 
 
-def show_configurations(op: str | None, device: str, as_json: bool) -> None:
-    """What can be tuned, and what is in force here and from where."""
+def show_configurations(op: str | None, device: str, named: str | None, as_json: bool) -> None:
+    """What can be tuned, and what is in force here and from where; with a GPU's name, what would be on such a one with these versions."""
     from nanovllm.engine.model_runner import select_device
     from nanovllm.kernels.configs import DIRECTORY_VARIABLE, SHIPPED, gpu_of, paths
     from nanovllm.kernels.tunables import ALL
     from nanovllm.perf.autotune.targets import TARGETS, target
+    from nanovllm.perf.presets import device_model
 
-    gpu = gpu_of(select_device(device))
+    gpu = gpu_of(select_device(device)) if named is None else device_model(named).name
     wanted = {t.name for t in target(op).choices} if op is not None else set(ALL)
     rows = [_tunable_row(ALL[name], gpu) for name in ALL if name in wanted]
     for row in rows:
