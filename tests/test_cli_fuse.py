@@ -23,6 +23,18 @@ def nothing():
     return 5
 def identity():
     return nn.Identity(), (torch.randn(4, 16),)
+def raises():
+    return {}["nope"]
+def on_meta():
+    return nn.Linear(4, 4), (torch.empty(4, 4, device="meta"),)
+def all_meta():
+    return nn.Linear(4, 4, device="meta"), {"input": torch.randn(4, 4)}
+def counts():
+    layer = nn.BatchNorm1d(4)
+    layer.num_batches_tracked = layer.num_batches_tracked.to("meta")
+    return layer, (torch.randn(4, 4),)
+def no_rows():
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8)), (torch.randn(0, 64),)
 """
 
 
@@ -98,6 +110,30 @@ def test_measured_on_a_cpu_and_kept(module, tmp_path):
     assert stored["arguments"] == {"module": f"{module}:make", "arguments": "float32[4, 16]"}
 
 
+def test_errors_of_the_users_own(module, tmp_path):
+    line = MODULE[: MODULE.index('{}["nope"]')].count("\n") + 1
+    assert said("--module", f"{module}:raises").endswith(f"mine.py:raises: KeyError: 'nope' ({module}:{line})")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\ntorch.ones(2) @ torch.ones(3)\n")
+    assert f"({broken}:2)" in said("--module", f"{broken}:make")
+
+
+def test_measuring_needs_values(module):
+    for name, what in (
+        ("on_meta", "argument 0 is on the meta device, and --measure needs values: make it with values, such as torch.randn(4, 4)"),
+        ("all_meta", "parameter weight is on the meta device, and --measure needs values: make the module without the meta device"),
+        ("counts", "buffer num_batches_tracked is on the meta device"),
+    ):  # fmt: skip
+        assert what in said("--module", f"{module}:{name}", "--measure", "--device", "cpu"), name
+
+
+def test_no_rows(module):
+    done = run("--module", f"{module}:no_rows")
+    assert done.exit_code == 0 and "Every tensor is empty, so no kernel has anything to do." in done.output
+    done = run("--module", f"{module}:no_rows", "--measure", "--device", "cpu", "--no-compile", "--iters", "1")
+    assert done.exit_code == 0 and "median error of the prediction: unfused -" in done.output
+
+
 def test_loops(tmp_path):
     path = tmp_path / "loops.py"
     path.write_text("for i in range(1, N):\n    B[i] = A[i]\nfor i in range(1, N):\n    C[i] = B[i + 1]\n")
@@ -113,6 +149,9 @@ def test_loops(tmp_path):
     assert "--size N: expected a name and a number" in said("--loops", str(path), "--size", "N")
     assert "N has no value" in said("--loops", str(path))
     assert "no such file" in said("--loops", "nowhere.py")
+    for size in (0, 1):
+        empty = said("--loops", str(path), "--size", f"N={size}")
+        assert f"nest 1 runs no iteration with N={size}: `for i in range(1, {size})` is empty" in empty
 
 
 def test_one_nest_is_tiled(tmp_path):

@@ -115,6 +115,8 @@ def _summary(report: Any) -> str:
     served = sum(
         not r.served.startswith("none") and len(r.served_by) == 1 and "of" not in r.served.split() for r in report.rows
     )
+    if not report.fused:
+        return "Every tensor is empty, so no kernel has anything to do."
     return (
         f"{kernels} kernels become {groups}: {1e6 * report.unfused:.1f} -> {1e6 * report.fused:.1f} us predicted, "
         f"{report.unfused / report.fused:.1f} times as fast. One op of ours does all of {served} of the {groups} groups."
@@ -148,7 +150,11 @@ def _own(text: str, where: torch.device | None) -> _Target:
     """What "package.module:function" returns: (module, arguments) or (module, positional, keyword arguments)."""
     import torch
 
-    made = _function(text)()
+    function = _function(text)
+    try:
+        made = function()
+    except Exception as e:  # the user's own: their line says more than ours
+        raise ValueError(f"--module {text}: {_raised(e)}") from e
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(f"--module {text}: expected (module, arguments), not {type(made).__name__}")
     module, args, kwargs = (*made, {})[:3]
@@ -161,12 +167,41 @@ def _own(text: str, where: torch.device | None) -> _Target:
             f"--module {text}: expected the arguments as a tuple or by name, not {type(args).__name__}, {type(kwargs).__name__}"
         )
     if where is not None:
+        _check_values(text, module, args, kwargs)
         module = module.to(where) if isinstance(module, torch.nn.Module) else module
         args, kwargs = torch.utils._pytree.tree_map_only(
             torch.Tensor, lambda t: t.to(where), (tuple(args), dict(kwargs))
         )
     about = {"module": text, "arguments": _describe(args, kwargs)}
     return _Target(module, tuple(args), dict(kwargs), {}, about, f"{text}({about['arguments']})")
+
+
+def _raised(e: Exception) -> str:
+    """An error of the user's code in one line, with the place."""
+    from nanovllm.perf.fusion.trace import place_of
+
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}{place_of(e)}"
+
+
+def _check_values(text: str, module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """ValueError if something has no values: what is measured is run."""
+    import torch
+
+    flat = torch.utils._pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
+    tensors = [(torch.utils._pytree.keystr(path[1:]).strip("[]'"), "argument", t) for path, t in flat]
+    if isinstance(module, torch.nn.Module):
+        tensors += [(name, "parameter", t) for name, t in module.named_parameters()]
+        tensors += [(name, "buffer", t) for name, t in module.named_buffers()]
+    for name, what, t in tensors:
+        if isinstance(t, torch.Tensor) and t.is_meta:
+            how = (
+                f"make it with values, such as torch.randn({', '.join(map(str, t.shape))})"
+                if what == "argument"
+                else "make the module without the meta device"
+            )
+            raise ValueError(
+                f"--module {text}: {what} {name} is on the meta device, and --measure needs values: {how}; only predictions do without"
+            )
 
 
 def _function(text: str) -> Callable[[], Any]:
@@ -184,6 +219,8 @@ def _function(text: str) -> Callable[[], Any]:
             loaded = importlib.import_module(place)
     except (ImportError, FileNotFoundError) as e:
         raise ValueError(f"--module {text}: cannot import {place}: {e}") from e
+    except Exception as e:  # raised by the file itself
+        raise ValueError(f"--module {text}: cannot import {place}: {_raised(e)}") from e
     if not callable(getattr(loaded, name, None)):
         raise ValueError(f"--module {text}: {place} has no function {name!r}")
     return getattr(loaded, name)
@@ -214,6 +251,14 @@ def _loops(path: Path, sizes: list[str], model: Any, as_json: bool) -> None:
     if not path.is_file():
         raise ValueError(f"--loops {path}: no such file")
     nests = parse(path.read_text(), **values)
+    for i, nest in enumerate(nests, 1):
+        for variable, (low, high) in zip(nest.variables, nest.bounds):
+            if high <= low:
+                given = f" with {', '.join(f'{name}={value}' for name, value in values.items())}" if values else ""
+                raise ValueError(
+                    f"--loops {path}: nest {i} runs no iteration{given}: `for {variable} in range({low}, {high})` is empty, "
+                    "so there is nothing to fuse or tile"
+                )
     capacity = model.shared_per_block // 4
     found = _fused_nests(nests) if len(nests) > 1 else _one_nest(nests[0])
     if found["shift"] is not None:
@@ -295,7 +340,7 @@ def _measure(target: _Target, where: torch.device, compile: bool, iters: int, sa
         print(f"{target.title}, measured on {name}")
         _print(tables.measured_table(rows))
         for line in tables.missing(rows):
-            print(f"not measured: {line}")
+            print(line)
         print(tables.agreement_line(agreement(rows)))
         if where.type == "cpu":
             print("On a CPU this is a wall clock that other programs disturb; the model is made for GPUs.")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.cli.fuse_layer import decoder_layer
-from nanovllm.perf.fusion import FusionAnalyzer, FusionCostModel, Group, TraceError, saved
+from nanovllm.perf.fusion import FusionAnalyzer, FusionCostModel, Group, TraceError, saved, tables
 from nanovllm.perf.fusion.graph import build
 from nanovllm.perf.fusion.host import Host, measure_host
 from nanovllm.perf.fusion.measure import Comparison, Measured, agreement, measure, spearman
@@ -220,6 +220,50 @@ def test_what_cannot_be_traced_is_one_line_that_says_what_can(capfd):
     assert capfd.readouterr() == ("", "")  # the tracer prints pages of its own
 
 
+def test_tensors_without_memory_of_their_own_are_named():
+    x = torch.ones(4, 4)
+    for fn, said in [
+        (lambda x: torch.sparse.mm(x.to_sparse(), x), r"to_sparse \(aten.to_sparse.*\) is a tensor of layout sparse_coo"),
+        (lambda x: torch.vmap(lambda a: a.sum())(x), "is a tensor within torch.vmap"),
+    ]:
+        with pytest.raises(TraceError, match=said) as e:
+            FusionAnalyzer(fn, (x,))
+        assert "\n" not in str(e.value) and "supported are an nn.Module" in str(e.value)
+
+
+class Mistaken(torch.nn.Module):
+    def forward(self, x):
+        return {}["key"] + x
+
+
+def test_an_error_of_the_users_has_its_line():
+    line = Mistaken.forward.__code__.co_firstlineno + 1
+    with pytest.raises(TraceError, match=rf"KeyError: 'key' \(.*test_fusion.py:{line}\)"):
+        FusionAnalyzer(Mistaken(), (torch.ones(3),))
+    analyzer = FusionAnalyzer(F.embedding, (torch.tensor([99]), torch.ones(4, 4)), device=PLAIN)
+    with pytest.raises(ValueError, match="the module cannot be run: IndexError: index out of range in self$"):
+        measure(analyzer, (torch.tensor([99]), torch.ones(4, 4)))
+
+
+@pytest.mark.parametrize("rows", (0, 1))
+def test_no_rows_are_no_work(rows):
+    w = torch.randn(8, 4)
+    for fn, args in [
+        (lambda x: F.linear(F.layer_norm(x, (4,)), w), (torch.randn(rows, 4),)),
+        (lambda x: torch.relu(F.linear(torch.exp(x), w)), (torch.randn(rows, 4),)),
+        (lambda x: torch.softmax(x * 2, -1), (torch.randn(rows, 4),)),
+    ]:
+        analyzer = FusionAnalyzer(fn, args)
+        report = analyzer.report()
+        for r in report.rows:
+            assert (r.unfused == r.fused == r.unfused_bytes == r.fused_bytes == 0) == (rows == 0)
+        found = measure(analyzer, args, ways=("unfused", "ours"), iters=1)
+        assert all(r.unfused.seconds for r in found) and (agreement(found).unfused_error is None) == (rows == 0)
+    # What is left of nothing may be something: a sum of no rows is zeros, which are written.
+    (zeros,) = FusionAnalyzer(lambda x: x.sum(0) * 2, (torch.randn(rows, 4),)).report().rows
+    assert zeros.kernels == ("sum_1", "mul") and 0 < zeros.fused < zeros.unfused
+
+
 def test_other_bad_input():
     with pytest.raises(ValueError, match="gpu: no preset for 'v100'; known are a100, h100"):
         FusionAnalyzer(norm, (torch.ones(2, 2), torch.ones(2)), device="v100")
@@ -301,6 +345,42 @@ def test_groups_that_write_are_measured_on_copies():
     args = (torch.zeros(8, 4), torch.arange(3), torch.ones(3, 4))
     rows = measure(FusionAnalyzer(fn, args, device=PLAIN), [a.clone() for a in args], ways=("unfused", "ours"), iters=1)
     assert all(r.unfused.seconds for r in rows) and not args[0].any()
+
+
+def test_results_that_are_tuples_are_compared(monkeypatch):
+    import nanovllm.perf.fusion.measure as module
+
+    x = torch.randn(8, 16)
+    for fn in (
+        lambda x: torch.sort(x),
+        lambda x: torch.topk(x * 2, 3),
+        lambda x: (torch.sort(x)[0] * 2, torch.topk(x, 2)[1] + 1),
+    ):
+        for r in measure(FusionAnalyzer(fn, (x,), device=PLAIN), (x,), backend="aot_eager", iters=1):
+            assert r.unfused.seconds and r.compile.seconds and r.compile.error == 0, r
+    one = torch.sort(x)
+    other = (one[0], one[1].flip(1))
+    assert module._difference((one,), (one,)) == 0 and module._difference((other,), (one,)) is None
+    assert module._difference((one[0],), (one,)) is None
+    # What enters a group as a tuple is copied and counted like any other tensors.
+    (copied,) = module._fresh([one])
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(copied, one))
+    monkeypatch.setattr(module, "l2_bytes", lambda device: 1 << 10)
+    assert module._copies([tuple(one)], 1 << 20, torch.device("cuda")) == module._copies(list(one), 1 << 20, torch.device("cuda"))
+
+
+def test_random_numbers_are_timed_and_not_compared():
+    x = torch.randn(64, 64)
+    for fn, op in [(lambda x: F.dropout(x * 2, 0.5), "dropout"), (lambda x: torch.rand_like(x), "rand_like")]:
+        *_, r = measure(FusionAnalyzer(fn, (x,), device=PLAIN), (x,), ways=("unfused", "compile"), backend="aot_eager", iters=1)
+        for m in (r.unfused, r.compile):
+            assert m.seconds and m.error is None
+            assert m.reason == f"{op} draws random numbers, so results were not compared"
+        assert tables.missing([r]) == [f"group {r.number}: {m.reason}"]
+        (group,) = saved.document([r], "NVIDIA H200", {}, Path("."))["groups"]
+        assert group["unfused"]["us"] and group["unfused"]["not_compared"] == m.reason
+    inference = measure(FusionAnalyzer(lambda x: F.dropout(x * 2, 0.5, False), (x,), device=PLAIN), (x,), ways=("unfused",), iters=1)
+    assert inference[0].unfused.error == 0
 
 
 def test_meta_tensors_and_unknown_ways_are_errors():

@@ -53,6 +53,8 @@ _INJECTIVE = (
     "flip", "constant_pad_nd", "pad", "arange", "full", "zeros", "ones", "empty", "full_like", "zeros_like", "ones_like",
     "scalar_tensor", "tril", "triu", "expand_as", "one_hot", "copy_", "fill_", "zero_",
 )  # fmt: skip
+# Marked as random for their dropout, which inference leaves out.
+_SELDOM_RANDOM = ("scaled_dot_product_attention",)
 # Take a number to the host, so that no kernel can hold them and what needs the number.
 HOST_READS = ("item", "_local_scalar_dense")
 _CASTS = ("to", "_to_copy", "type_as")
@@ -114,6 +116,13 @@ def is_ignored(node: FxNode) -> bool:
 def reads_to_host(node: FxNode) -> bool:
     """Whether an operator takes a tensor's value to the host, as `tensor.item()` does: work waits for all kernels before it."""
     return isinstance(node.target, torch._ops.OpOverload) and op_name(node) in HOST_READS
+
+
+def draws_random(node: FxNode) -> bool:
+    """Whether an operator draws random numbers, so that no two calls agree."""
+    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+        return False
+    return torch.Tag.nondeterministic_seeded in node.target.tags and op_name(node) not in _SELDOM_RANDOM
 
 
 def is_view(node: FxNode) -> bool:

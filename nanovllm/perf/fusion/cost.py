@@ -107,6 +107,8 @@ class FusionCostModel:
 
     def kernel(self, k: Kernel, own: Collection[FxNode] = ()) -> Estimate:
         """One kernel of the graph by itself. `own`: kernels that ran just before, so that their results are in the cache."""
+        if k.empty:
+            return Estimate(0.0, 0, 0)
         reads: dict[FxNode, int] = {}
         for r in k.reads:
             reads[r.base] = reads.get(r.base, 0) + r.num_bytes

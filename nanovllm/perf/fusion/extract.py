@@ -113,7 +113,7 @@ def values(graph: OpGraph, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
     """Run the whole graph once on real tensors: the value of every node that a group may need from outside.
 
     Raises:
-        ValueError: a tensor is on the meta device, so there is nothing to run with.
+        ValueError: a tensor is on the meta device, so there is nothing to run with; or the module raises when it is run.
     """
     program = graph.program
     signature = program.graph_signature
@@ -142,6 +142,11 @@ def values(graph: OpGraph, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
 
     recorder = Recorder(program.graph_module)
     recorder.found = {}
+    recorder.extra_traceback = False  # of the graph's lines, which would be part of the message
     with torch.no_grad():
-        recorder.run(*given)
+        try:
+            recorder.run(*given)
+        except Exception as e:
+            said = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+            raise ValueError(f"the module cannot be run: {type(e).__name__}: {said[:300]}") from e
     return recorder.found

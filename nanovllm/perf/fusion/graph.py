@@ -70,6 +70,11 @@ class Kernel:
         return self.fx.name
 
     @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do: PyTorch launches no kernel for an empty result."""
+        return not self.written_bytes and all(0 in t.shape for t in fake(self.fx)) and bool(fake(self.fx))
+
+    @property
     def read_bytes(self) -> int:
         return sum(r.num_bytes for r in self.reads)
 

@@ -80,7 +80,7 @@ class Group:
 
     @property
     def unfused_bytes(self) -> int:
-        return sum(k.bytes for k in self.kernels)
+        return sum(k.bytes for k in self.kernels if not k.empty)
 
     @property
     def flops(self) -> int:

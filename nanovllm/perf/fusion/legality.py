@@ -45,6 +45,8 @@ def why_not(graph: OpGraph, kernels: Iterable[Kernel]) -> str | None:
     if len(members) < 2:
         return None
     for k in members:
+        if k.empty:
+            return f"the result of {k.name} ({k.op}) is empty: no kernel runs"
         if k.kind is Kind.OPAQUE:
             return f"{k.name} ({k.op}) is opaque: what it does inside is not known"
     reason = memory.why_not(members)

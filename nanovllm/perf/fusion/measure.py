@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node as FxNode
+from torch.utils._pytree import tree_map_only
 
 from nanovllm.kernels.benchmark import l2_bytes, time_in_graph, time_kernel
 from nanovllm.kernels.declaration import copy_of
@@ -31,7 +32,7 @@ _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4, to
 
 @dataclass(frozen=True)
 class Measured:
-    """One way to run a group: seconds, or why there are none."""
+    """One way to run a group: seconds, or why there are none; with seconds and a reason, why results were not compared."""
 
     seconds: float | None
     reason: str = ""
@@ -124,7 +125,7 @@ def agreement(rows: Sequence[Comparison]) -> Agreement:
     """Correlation and errors over groups; of fused times only where something was fused."""
     several = [r for r in rows if r.kernels > 1 and r.measured_gain is not None]
     gains = [(r.predicted_unfused - r.predicted_fused, r.measured_gain) for r in several]
-    unfused = [abs(r.predicted_unfused / r.unfused.seconds - 1) for r in rows if r.unfused.seconds]
+    unfused = [abs(r.predicted_unfused / r.unfused.seconds - 1) for r in rows if r.unfused.seconds and r.predicted_unfused]
     fused = [abs(r.predicted_fused / r.fused - 1) for r in several if r.fused]
     return Agreement(
         spearman([a for a, _ in gains], [b for _, b in gains]) if len(gains) > 2 else None,
@@ -154,24 +155,27 @@ def _compare(
 ) -> Comparison:  # fmt: skip
     plain = extract(group)
     inputs = [found[n] for n in plain.inputs]
-    device = next((t.device for t in inputs if isinstance(t, torch.Tensor)), torch.device("cpu"))
+    device = next((t.device for t in classify.tensors_of(inputs)), torch.device("cpu"))
     served = analyzer.served(group)
     copies, near = _copies(inputs, group.read_bytes, device)
     cost = replace(analyzer.cost, inputs="cache" if near else "memory")
     done = {w: Measured(None, "not asked for") for w in WAYS}
     if any(classify.reads_to_host(k.fx) for k in group.kernels):
         done, ways = {w: Measured(None, "it takes a value to the host") for w in WAYS}, ()
+    random = next((k for k in group.kernels if classify.draws_random(k.fx)), None)
+    uncompared = f"{random.op} draws random numbers, so results were not compared" if random else ""
     with torch.no_grad():
         wanted = plain.module(*_fresh(inputs)) if ways else ()
         for way in ways:
             try:
                 fn, order = _way(way, group, plain, served.matches, device, backend)
                 given = [found[n] for n in order]
-                error = _difference(fn(*_fresh(given)), wanted)
-                if error is None:
+                got = fn(*_fresh(given))
+                error = None if random else _difference(got, wanted)
+                if error is None and not random:
                     done[way] = Measured(None, "its result differs from the unfused one")
                     continue
-                done[way] = Measured(_time(fn, given, device, copies, iters), error=error)
+                done[way] = Measured(_time(fn, given, device, copies, iters), uncompared, error)
             except _Missing as e:
                 done[way] = Measured(None, str(e))
             except Exception as e:  # a compiler that is missing or fails is a row of the table, not the end of it
@@ -204,7 +208,7 @@ def _way(
 
 def _fresh(inputs: Sequence[Any]) -> list[Any]:
     """Copies, with the same strides: a group may write to what it is given."""
-    return [copy_of(t) if isinstance(t, torch.Tensor) else t for t in inputs]
+    return tree_map_only(torch.Tensor, copy_of, list(inputs))  # what sort gives is a tuple
 
 
 def _copies(inputs: Sequence[Any], read_bytes: int, device: torch.device) -> tuple[int, bool]:
@@ -215,7 +219,7 @@ def _copies(inputs: Sequence[Any], read_bytes: int, device: torch.device) -> tup
     """
     if device.type != "cuda":
         return 1, True
-    size = max(1, sum(t.numel() * t.element_size() for t in inputs if isinstance(t, torch.Tensor)))
+    size = max(1, sum(t.numel() * t.element_size() for t in classify.tensors_of(inputs)))
     touched = max(1, min(size, read_bytes))
     cache, most = l2_bytes(device), max(2, min(_MOST_COPIES, _MOST_BYTES // size))
     wanted = math.ceil(3 * cache / touched)
@@ -237,7 +241,11 @@ def _time(fn: Callable[..., Any], inputs: Sequence[Any], device: torch.device, c
 def _difference(got: Any, wanted: Any) -> float | None:
     """The largest relative difference of two results; None if it is more than roundings explain."""
     worst = 0.0
-    for a, b in zip(got, wanted, strict=True):
+    got, wanted = classify.tensors_of(got), classify.tensors_of(wanted)
+    if len(got) != len(wanted):
+        return None
+    tolerance = max((_TOLERANCE.get(t.dtype, 0.0) for t in wanted), default=0.0) or 1e-4
+    for a, b in zip(got, wanted):
         if a.shape != b.shape or a.dtype != b.dtype:
             return None
         if not b.dtype.is_floating_point:
@@ -249,7 +257,7 @@ def _difference(got: Any, wanted: Any) -> float | None:
             return None
         scale = b.nan_to_num().abs().max().clamp_min(1e-30) if b.numel() else b.new_ones(())
         error = float((a - b).nan_to_num().abs().max() / scale) if b.numel() else 0.0
-        if error > _TOLERANCE.get(wanted[0].dtype, 1e-4):
+        if error > tolerance:
             return None
         worst = max(worst, error)
     return worst

@@ -80,7 +80,10 @@ def _group(r: Comparison) -> dict[str, Any]:
 
 
 def _measured(m: Measured) -> dict[str, Any]:
-    return {"us": _micros(m.seconds), "relative_error": m.error} if m.seconds is not None else {"reason": m.reason}
+    if m.seconds is None:
+        return {"reason": m.reason}
+    found = {"us": _micros(m.seconds), "relative_error": m.error}
+    return {**found, "not_compared": m.reason} if m.reason else found
 
 
 def _micros(seconds: float) -> float:

@@ -77,14 +77,18 @@ def measured_table(rows: Sequence[Comparison]) -> Table:
 
 
 def missing(rows: Sequence[Comparison]) -> list[str]:
-    """One line for every reason for which something was not measured."""
+    """One line for every reason for which something was not measured, or not compared."""
     reasons: dict[tuple[str, str], list[str]] = {}
+    uncompared: dict[str, list[str]] = {}
     for r in rows:
         for way in ("unfused", "compile", "ours"):
             m: Measured = getattr(r, way)
             if m.seconds is None and m.reason != "not asked for":
-                reasons.setdefault((way, m.reason), []).append(str(r.number))
-    return [f"{way}, group {', '.join(numbers)}: {reason}" for (way, reason), numbers in reasons.items()]
+                reasons.setdefault((f"not measured: {way}", m.reason), []).append(str(r.number))
+            elif m.seconds is not None and m.reason and str(r.number) not in uncompared.setdefault(m.reason, []):
+                uncompared[m.reason].append(str(r.number))
+    lines = [f"{way}, group {', '.join(numbers)}: {reason}" for (way, reason), numbers in reasons.items()]
+    return lines + [f"group {', '.join(numbers)}: {reason}" for reason, numbers in uncompared.items()]
 
 
 def agreement_line(found: Agreement) -> str:

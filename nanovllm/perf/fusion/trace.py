@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,21 +55,40 @@ def trace(
         with torch.no_grad(), _silence():
             program = torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False)
     except Exception as e:  # the tracer raises many types, and also passes on whatever the module raises
-        raise TraceError(f"cannot trace {name}: {_reason(e)}; {SUPPORTED}") from e
+        raise TraceError(f"cannot trace {name}: {_reason(e)}{place_of(e)}; {SUPPORTED}") from e
     return _fixed(program, name)
 
 
 def _fixed(program: torch.export.ExportedProgram, name: str) -> torch.export.ExportedProgram:
-    """The program if all of its shapes are numbers."""
+    """The program if all of its tensors are strided ones of their own, with shapes that are numbers."""
     for node in program.graph.nodes:
         value = node.meta.get("val")
         for t in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(t, torch.Tensor) and not all(isinstance(n, int) for n in (*t.shape, *t.stride())):
+            if not isinstance(t, torch.Tensor):
+                continue
+            if unusual := _unusual(t):
+                raise TraceError(
+                    f"cannot trace {name}: {node.name} ({node.target}) is {unusual}, whose memory is not known; {SUPPORTED}"
+                )
+            if not all(isinstance(n, int) for n in (*t.shape, *t.stride())):
                 shape = ", ".join(map(str, t.shape))
                 raise TraceError(
                     f"cannot trace {name}: {node.name} ({node.target}) has the shape [{shape}]; {SUPPORTED}"
                 )
     return program
+
+
+def _unusual(t: torch.Tensor) -> str | None:
+    """What a tensor is that has no strided memory of its own; None for one that has."""
+    if t.layout is not torch.strided:
+        return f"a tensor of layout {str(t.layout).removeprefix('torch.')}"
+    if torch._C._functorch.is_batchedtensor(t):
+        return "a tensor within torch.vmap"
+    try:
+        t.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a wrapper of some kind
+        return f"a {type(t).__name__} without a storage"
+    return None
 
 
 @contextlib.contextmanager
@@ -91,3 +112,24 @@ def _reason(error: Exception) -> str:
         return f"the operator {str(error).split()[0]} has no fake implementation (torch.library.register_fake gives it one)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{kind}: {lines[0][:300]}" if lines else kind
+
+
+def place_of(error: BaseException) -> str:
+    """" (file.py:12)", the user's own line at which an error arose; nothing if it arose nowhere but in PyTorch and here."""
+    seen: list[str] = []
+    while error is not None:
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            file = frame.f_code.co_filename
+            if file.endswith(".py") and not any(Path(file).is_relative_to(root) for root in _NOT_THE_USERS):
+                seen.append(f" ({_short(file)}:{line})")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return seen[-1] if seen else ""
+
+
+_NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[2], Path(traceback.__file__).parent)
+
+
+def _short(file: str) -> str:
+    with contextlib.suppress(ValueError):
+        return str(Path(file).resolve().relative_to(Path.cwd()))
+    return file
