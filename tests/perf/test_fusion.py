@@ -71,6 +71,39 @@ def test_times_that_were_measured_on_an_h200():
             assert measured is None or abs(predicted / measured - 1) < 0.3, (predicted, measured)
 
 
+NEAR = [n + d for n in (64, 256, 1024, 8192, 40000) for d in (-1, 0, 1)]
+FLAT = sorted({*range(1, 20), *NEAR, 65536, 100_001, 1 << 20, (1 << 24) + 1})
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64, torch.int8), ids=str)
+@pytest.mark.parametrize(
+    "fn, shapes",
+    [
+        (lambda x: x * 2 + x, [[(n,)] for n in FLAT]),
+        (lambda x, b: (x + b) * 2, [[(n, 100), (100,)] for n in (1, 2, 3, 9, 1000, 50_000)]),
+        (lambda x, b: (x + b) * 2, [[(7, n), (n,)] for n in NEAR]),
+        (lambda x: torch.cat([x, x], -1) + 1, [[(n,)] for n in FLAT[::2]]),
+        (lambda x: torch.softmax(x * 2, -1), [[(64, n)] for n in (1, 2, 3, 31, 33, *NEAR)]),
+        (lambda x: torch.softmax(x * 2, -1), [[(n, 100)] for n in (1, 2, 3, 9, 1000, 50_000)]),
+        (lambda x: F.layer_norm(x + 1, x.shape[-1:]), [[(50_000, n)] for n in (1, 2, 3, 31, 33, *NEAR)]),
+        (lambda x: (x * x).sum(0), [[(n, 100)] for n in (1, 2, 3, 9, 1000, 50_000)]),
+        (lambda x: F.relu(F.linear(x, x.new_ones(64, 100))), [[(n, 100)] for n in (1, 2, 3, 9, 127, 129, 1000, 50_000)]),
+    ],
+    ids=["flat", "bias, rows", "bias, columns", "cat", "softmax, columns", "softmax, rows", "norm, columns", "sum, rows", "product"],
+)
+def test_more_elements_never_take_less(fn, shapes, dtype):
+    if not dtype.is_floating_point and {"softmax", "layer_norm", "linear"} & set(fn.__code__.co_names):
+        pytest.skip("an operator of floating point")
+    last = [0.0] * 4
+    for shape in shapes:
+        graph = build(fn, [meta(*s, dtype=dtype) for s in shape])
+        group = Group(graph, graph.kernels)
+        models = [FusionCostModel(H100, where) for where in ("memory", "cache")]
+        now = [t for m in models for t in (m.unfused(group), m.fused(group).seconds)]
+        assert all(b >= a * (1 - 1e-12) for a, b in zip(last, now)), (shape, last, now)
+        last = now
+
+
 def test_a_product_takes_its_rate_and_others_the_vector_rate():
     graph = build(lambda x, w: F.relu(F.linear(x, w)), (meta(64, 128), meta(256, 128)))
     product, relu = graph.kernels

@@ -15,15 +15,15 @@ Times are of the device, as in a CUDA graph; a launch is an empty kernel's time 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch.fx import Node as FxNode
 
 from nanovllm.perf.fusion import legality
-from nanovllm.perf.fusion.classify import NORMALISATIONS, Kind
-from nanovllm.perf.fusion.graph import Kernel
+from nanovllm.perf.fusion.classify import GATHERS, NORMALISATIONS, Kind, fake
+from nanovllm.perf.fusion.graph import Kernel, Read
 from nanovllm.perf.fusion.grouping import Group
 
 
@@ -116,7 +116,7 @@ class FusionCostModel:
         if k.kind in (Kind.MATMUL, Kind.OPAQUE):  # libraries and our own kernels: written to occupy the device
             memory = self._memory(fast, slow, k.written_bytes, 1 << 30, 1.0)
             return Estimate(self._together(memory, self._flops(k), k.kind is Kind.MATMUL), k.bytes, k.flops)
-        return min(self._ways([k], fast, slow, k.written_bytes), key=lambda e: e.seconds)
+        return min(self._ways([k], reads, fast, slow, k.written_bytes), key=lambda e: e.seconds)
 
     def fused(self, group: Group) -> Estimate:
         """The group as one kernel."""
@@ -126,23 +126,27 @@ class FusionCostModel:
         members = list(group.kernels)
         if group.product is not None:
             return self._with_product(group, fast, slow)
-        return min(self._ways(members, fast, slow, group.written_bytes), key=lambda e: e.seconds)
+        return min(self._ways(members, group.boundary_reads, fast, slow, group.written_bytes), key=lambda e: e.seconds)
 
-    def _ways(self, members: list[Kernel], fast: int, slow: int, written: int) -> Iterator[Estimate]:
+    def _ways(
+        self, members: list[Kernel], reads: Mapping[FxNode, int], fast: int, slow: int, written: int
+    ) -> Iterator[Estimate]:
         """A program for each row, and where it may be, elements shared out in any way.
 
         It may if nothing is reduced, and if nothing else in the kernel needs what is reduced: then every program reduces some
         elements, and a second kernel reduces their results. A library's kernel by itself has a way for any shape.
         """
+        shared_reads = sum(reads[base] for base in _broadcast(members) if base in reads)
+        own = fast + slow - shared_reads
         reductions = {k.fx for k in members if k.reduced}
         if not reductions and not any(k.kind is Kind.INJECTIVE for k in members):
-            yield self._estimate(members, fast, slow, written, 0)
+            yield self._estimate(members, own, fast, slow, written, 0)
             return
-        yield self._estimate(members, fast, slow, written, legality.rows(members) or 1)
+        yield self._estimate(members, own, fast, slow, written, legality.rows(members) or 1)
         single = len(members) == 1
         final = not any(r.base in reductions for k in members for r in k.reads)
         if reductions and (single or final and not any(k.op in NORMALISATIONS for k in members)):
-            shared = self._estimate(members, fast, slow, written, 0)
+            shared = self._estimate(members, own, fast, slow, written, 0)
             yield shared if single else replace(shared, seconds=shared.seconds + self.device.launch)
 
     def _split(self, reads: dict[FxNode, int], own: Collection[FxNode]) -> tuple[int, int]:
@@ -154,17 +158,23 @@ class FusionCostModel:
             fast += num_bytes if near and num_bytes <= self.device.l2_bytes // 4 else 0
         return fast, sum(reads.values()) - fast
 
-    def _estimate(self, kernels: list[Kernel], fast: int, slow: int, written: int, programs: int) -> Estimate:
-        """Kernels as one that gives each of `programs` a row (0: each thread some elements)."""
+    def _estimate(
+        self, kernels: list[Kernel], own: int, fast: int, slow: int, written: int, programs: int
+    ) -> Estimate:
+        """Kernels as one that gives each of `programs` a row (0: each thread some elements).
+
+        Args:
+            own: of the bytes read, those that belong to one element each.
+        """
         d = self.device
         elements = max((math.prod(k.domain) for k in kernels), default=1)
-        occupancy, passes, threads = 1.0, 1, max(1, elements // 8)
+        occupancy, passes, threads = 1.0, 1, max(1.0, elements / 8)
         if programs and d.warps_per_sm:
             occupancy, passes, threads = self._rows(kernels, elements // max(1, programs), programs)
         elif d.warps_per_sm:
             registers = _REGISTERS + 8 * _most_alive(kernels)  # eight elements a thread
             occupancy = self._occupancy(registers, 128, 0)
-        memory = self._memory(fast * passes, slow * passes, written, threads, occupancy)
+        memory = self._memory(fast * passes, slow * passes, written, threads, occupancy, own * passes)
         arithmetic = sum(self._flops(k) for k in kernels)
         return Estimate(
             self._together(memory, arithmetic),
@@ -174,18 +184,23 @@ class FusionCostModel:
             passes,
         )
 
-    def _rows(self, kernels: list[Kernel], length: int, programs: int) -> tuple[float, int, int]:
-        """(occupancy, passes, threads in all) of row programs: in registers, else in shared memory, else read twice."""
+    def _rows(self, kernels: list[Kernel], length: int, programs: int) -> tuple[float, int, float]:
+        """(occupancy, passes, threads in all) of row programs: in registers, else in shared memory, else read twice.
+
+        Threads are counted as they have work: of a block that is rounded up to a power of two some have none. So a longer row
+        never has fewer elements a thread.
+        """
         d = self.device
         threads = min(1024, max(32, 1 << math.ceil(math.log2(max(1, length / 8)))))
+        working = min(1024.0, max(32.0, length / 8))
         alive = _most_alive(kernels)
-        registers = _REGISTERS + math.ceil(alive * length / threads)
+        registers = _REGISTERS + math.ceil(alive * length / working)
         if registers <= d.registers_per_thread and registers * threads <= d.registers_per_sm:
-            return self._occupancy(registers, threads, 0), 1, programs * threads
+            return self._occupancy(registers, threads, 0), 1, programs * working
         shared = 4 * length
         if shared <= d.shared_per_block:
-            return self._occupancy(_REGISTERS + 8 * alive, threads, shared), 1, programs * threads
-        return self._occupancy(_REGISTERS + 8 * alive, threads, 0), 2, programs * threads
+            return self._occupancy(_REGISTERS + 8 * alive, threads, shared), 1, programs * working
+        return self._occupancy(_REGISTERS + 8 * alive, threads, 0), 2, programs * working
 
     def _occupancy(self, registers: int, threads: int, shared: int) -> float:
         d = self.device
@@ -196,14 +211,20 @@ class FusionCostModel:
             blocks = min(blocks, max(1, d.shared_per_sm // shared))
         return blocks * threads / most
 
-    def _memory(self, fast: int, slow: int, written: int, threads: int, occupancy: float) -> float:
-        """Seconds to move the bytes: at bandwidth, or as fast as what is in flight allows; and filling and draining."""
+    def _memory(self, fast: int, slow: int, written: int, threads: float, occupancy: float, own: int = 0) -> float:
+        """Seconds to move the bytes: at bandwidth, or as fast as what is in flight allows; and filling and draining.
+
+        Args:
+            threads: how many there are, of which not all need be resident at once.
+            own: bytes that each thread reads a part of. Of a value that is broadcast all threads read the same, and the more of
+                them there are, the less of its bytes is one thread's; it waits in no thread's queue.
+        """
         d = self.device
         seconds = (slow + written) / d.bandwidth + fast / d.l2_bandwidth
         latency = d.dram_latency if slow else d.l2_latency
         if d.warps_per_sm:
-            in_flight = min(threads, d.sms * 32 * d.warps_per_sm * occupancy) * _ACCESS
-            seconds = max(seconds, latency * (fast + slow) / in_flight)
+            resident = d.sms * 32 * d.warps_per_sm * occupancy
+            seconds = max(seconds, latency * max(own / threads, (fast + slow) / resident) / _ACCESS)
         return seconds + 2 * latency
 
     def _together(self, memory: float, arithmetic: float, product: bool = False) -> float:
@@ -254,6 +275,30 @@ class FusionCostModel:
         arithmetic = sum(self._flops(k) for k in group.kernels)
         total = self._together(memory, arithmetic, True) + repeated
         return Estimate(total, fast + slow + group.written_bytes, group.flops, occupancy, passes, repeated)
+
+
+def _broadcast(kernels: Iterable[Kernel]) -> set[FxNode]:
+    """The bases of which all that is read is broadcast (a weight, a bias), or says which rows a gather takes."""
+    kernels = list(kernels)
+    largest = max((k.domain for k in kernels), key=math.prod, default=())
+    whole: set[FxNode] = set()
+    some: set[FxNode] = set()
+    for k in kernels:
+        for r in k.reads:
+            (some if any(_is_broadcast(k, r, domain) for domain in (k.domain, largest)) else whole).add(r.base)
+    return some - whole
+
+
+def _is_broadcast(k: Kernel, r: Read, domain: tuple[int, ...]) -> bool:
+    if r.table or k.op in ("cat", "stack"):
+        return False
+    t = fake(r.value)[0]
+    shape = [n if stride else 1 for n, stride in zip(t.shape, t.stride())]
+    if k.op in GATHERS and math.prod(shape) < math.prod(domain):
+        return True
+    # A bias is one also beside a single row, so that rows may be added to it.
+    smaller = len(shape) < len(domain) or math.prod(shape) < math.prod(domain)
+    return smaller and all(n in (1, m) for n, m in zip(reversed(shape), reversed(domain)))
 
 
 def _most_alive(kernels: Iterable[Kernel]) -> int:
