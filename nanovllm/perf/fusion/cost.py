@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 from torch.fx import Node as FxNode
 
 from nanovllm.perf.fusion import legality
-from nanovllm.perf.fusion.classify import GATHERS, NORMALISATIONS, Kind, fake
+from nanovllm.perf.fusion.classify import GATHERS, NORMALISATIONS, POINTWISE, Kind, fake, independent_parts
 from nanovllm.perf.fusion.graph import Kernel, Read
 from nanovllm.perf.fusion.grouping import Group
 
@@ -142,7 +142,7 @@ class FusionCostModel:
         if not reductions and not any(k.kind is Kind.INJECTIVE for k in members):
             yield self._estimate(members, own, fast, slow, written, 0)
             return
-        yield self._estimate(members, own, fast, slow, written, legality.rows(members) or 1)
+        yield self._estimate(members, own, fast, slow, written, (legality.rows(members) or 1) * _parts(members))
         single = len(members) == 1
         final = not any(r.base in reductions for k in members for r in k.reads)
         if reductions and (single or final and not any(k.op in NORMALISATIONS for k in members)):
@@ -275,6 +275,14 @@ class FusionCostModel:
         arithmetic = sum(self._flops(k) for k in group.kernels)
         total = self._together(memory, arithmetic, True) + repeated
         return Estimate(total, fast + slow + group.written_bytes, group.flops, occupancy, passes, repeated)
+
+
+def _parts(kernels: list[Kernel]) -> int:
+    """Into how many parts a row falls that nothing connects: the groups of a group norm, if the rest is element by element."""
+    norms = [k for k in kernels if k.reduced]
+    parts = {independent_parts(k.fx) for k in norms}
+    alike = all(k.kind in POINTWISE[:2] and k.domain == norms[0].domain for k in kernels if norms and not k.reduced)
+    return parts.pop() if len(parts) == 1 and alike else 1
 
 
 def _broadcast(kernels: Iterable[Kernel]) -> set[FxNode]:

@@ -88,7 +88,7 @@ class _Writer:
         if classify.op_name(node) in _SHAPED_AS:
             target, args = _SHAPED_AS[classify.op_name(node)], (args[0], list(classify.fake(node)[0].shape))
         self.made[node] = self.graph.call_function(
-            target, map_arg(args, self._value), map_arg(node.kwargs, self._value)
+            _out_of_place(target), map_arg(args, self._value), map_arg(node.kwargs, self._value)
         )
         return self.made[node]
 
@@ -107,6 +107,13 @@ class _Writer:
             written = classify.mutated(wanted)
             self.made[wanted] = self._value(written[0]) if written else self.called[m]
         return self.made[wanted]
+
+
+def _out_of_place(target: Any) -> Any:
+    """`t` for `t_`: a call that describes its argument anew in place would not find it as it was when it is made again."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.inplace_view not in target.tags:
+        return target
+    return getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").rstrip("_"), target)
 
 
 def values(graph: OpGraph, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[FxNode, Any]:
@@ -134,6 +141,9 @@ def values(graph: OpGraph, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
 
     class Recorder(torch.fx.Interpreter):
         found: dict[FxNode, Any] = {}
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return super().call_function(_out_of_place(target), args, kwargs)
 
         def run_node(self, n: FxNode) -> Any:
             result = super().run_node(n)

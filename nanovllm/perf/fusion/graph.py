@@ -235,6 +235,8 @@ class _Builder:
         table = name in classify.GATHERS and operand is node.args[0] and not name.startswith("index_put")
         if table:
             stored = min(stored, sum(t.numel() * t.element_size() for t in fake(node)))
+        if name in ("nll_loss_nd", "nll_loss") and operand is node.args[0]:  # one element of each row
+            stored = min(stored, fake(node.args[1])[0].numel() * fake(operand)[0].element_size())
         return Read(operand, self.base[operand], stored, table, self.views[operand])
 
     def _order(self, node: FxNode, written: list[FxNode], operands: list[FxNode]) -> frozenset[FxNode]:

@@ -17,7 +17,18 @@ from collections.abc import Iterable, Iterator
 from torch.fx import Node as FxNode
 
 from nanovllm.perf.fusion import memory
-from nanovllm.perf.fusion.classify import GATHERS, POINTWISE, Kind, fake, matmul_bias, matmul_operands, op_name
+from nanovllm.perf.fusion.classify import (
+    CONVOLUTIONS,
+    GATHERS,
+    POINTWISE,
+    Kind,
+    argument,
+    fake,
+    matmul_bias,
+    matmul_operands,
+    op_name,
+    rows_in_order,
+)  # fmt: skip
 from nanovllm.perf.fusion.graph import Kernel, OpGraph, Read
 
 _RESHAPES = {
@@ -117,6 +128,8 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
     bias = matmul_bias(product.fx)
     inner = {k.fx: k for k in before}
     by_value = {r.value: r for r in product.reads}
+    if before and product.op in CONVOLUTIONS:
+        return f"{before[0].name} comes before the convolution {product.name}, every window of which would do it again"
     for k in before:
         if k.mutates and not memory.private(graph, k, own):
             return f"{k.name} writes memory in place, and before {product.name} every tile of it would do so again"
@@ -143,6 +156,8 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
     row_side = row_members(before, product)
     if row_side and not _stays_in_rows(row_side, {k.fx: k for k in row_side}, num_rows):
         return f"what computes the left operand of {product.name} does not stay within its {num_rows} rows"
+    if row_side and not rows_in_order(product.fx):
+        return f"the left operand of {product.name} has its rows in another order"
     if row_side and (left_read := by_value.get(left)) is not None and left_read.base in inner:
         if not _edge_in_row(left_read, tuple(fake(left)[0].shape), num_rows):
             return f"the left operand of {product.name} is rearranged on its way"
@@ -247,7 +262,7 @@ def _view_in_row(view: FxNode, before: tuple[int, ...], after: tuple[int, ...], 
     if lead is None:
         return False
     if name in _SLICES:
-        dim = _argument(view, "dim")
+        dim = argument(view, "dim")
         return dim % max(1, len(before)) >= lead or after == before
     value, source = fake(view)[0], fake(view.all_input_nodes[0])[0]
     if name in _PERMUTES:
@@ -262,13 +277,6 @@ def _view_in_row(view: FxNode, before: tuple[int, ...], after: tuple[int, ...], 
         and value.stride() == source.stride()
         and (value.storage_offset() == source.storage_offset())
     )
-
-
-def _argument(node: FxNode, name: str) -> int:
-    """An argument of an operator, given by place, by name or not at all."""
-    arguments = node.target._schema.arguments
-    place = next(i for i, a in enumerate(arguments) if a.name == name)
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name, arguments[place].default_value)
 
 
 def _lead(shape: tuple[int, ...], num_rows: int) -> int | None:

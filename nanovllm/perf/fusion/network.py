@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch.fx import Node as FxNode
 
-from nanovllm.perf.fusion.classify import Kind, fake, is_ignored, is_view, op_name, reduced_dims
+from nanovllm.perf.fusion.classify import (
+    CLASS_LOSSES,
+    CONVOLUTIONS,
+    Kind,
+    fake,
+    is_ignored,
+    is_view,
+    op_name,
+    reduced_dims,
+)  # fmt: skip
 from nanovllm.perf.fusion.graph import OpGraph
 
 _COMMUTES = {"add", "mul", "maximum", "minimum"}
@@ -100,7 +109,9 @@ class Network:
         if name == "pow" and scalars == (2,):
             name, scalars = "square", ()
         details: tuple[Any, ...] = ()
-        if kernel.kind is Kind.REDUCTION:
+        if name in ("einsum", "group_norm", "batch_norm", *CONVOLUTIONS, *CLASS_LOSSES):  # all of what they are told matters
+            details, scalars = scalars, ()
+        elif kernel.kind is Kind.REDUCTION:
             rank = fake(node.args[0])[0].dim()
             details = tuple(d - rank for d in (reduced_dims(node) or ()))
             scalars = tuple(s for s in scalars if isinstance(s, float))
