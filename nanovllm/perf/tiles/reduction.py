@@ -109,8 +109,8 @@ def shared_bytes(tile: ReductionTile, problem: ReductionProblem) -> int:
     loaded otherwise than it is used.
 
     That of RMSNorm is loaded by all warps, and rearranged for those of one row if they have rows of their own, as 4-byte values (by Triton
-    3.6, and sometimes 3.9, before it is converted: half of that if it is of 2 bytes). Where rows are not aligned, and so lie
-    across threads element by element, weights are still loaded in vectors, and rearranged a vector of each thread at a time (two in long rows of 2 bytes).
+    3.6, and sometimes 3.9, before it is converted: half of that if it is of 2 bytes). Where rows are not aligned, and so lie across threads
+    element by element, weights are still loaded in vectors, and rearranged a vector of each thread at a time (two in long rows of 2 bytes).
     """
     p, threads = problem, 32 * tile.warps
     vector = int(VECTOR_BYTES / p.itemsize)

@@ -55,8 +55,8 @@ sequences). Narrow: a head_dim of at most 64. The output is held once as it is a
 new maximum; a score also as a probability of 16 bits, and where rows are fragments (mma) so are those of keys and values, which the
 assembler loads as far ahead as there are registers. Of several sequences with heads that share keys it keeps what finds a row's place."""
 ATTENTION_MOST = 1.18
-"""How far above the most registers there are these lines may go: up to there some ten bytes are spilled (8 to 64 in most, up to 180), which
-costs little; beyond, hundreds and thousands. From 700 tiles compiled by Triton 3.6 and 3.9."""
+"""How far above the most registers there are these lines may go: up to there mostly 8 to 200 bytes are spilled, which costs little (by Triton
+3.6, of 128 x 128 with 8 warps for compute capability 8.0, 2 KB); beyond, hundreds and thousands."""
 ITEMS = (1, 2, 4, 8, 16, 32, 64)
 ELEMENTWISE = {
     (1, 2): (16, 18, 22, 27, 32, 36, 53), (1, 4): (17, 19, 25, 32, 49, 86, 166),
@@ -81,7 +81,8 @@ PIECES = {
 PIECES_LEAST = 32
 """What those of norms take at least: the assembler loads further ahead where few elements leave room."""
 ROW_MOST = 1.125
-"""As `ATTENTION_MOST`, of rows whose threads can have 128 registers or more (up to 90 bytes); of those of 32 warps, which can have 64, none."""
+"""As `ATTENTION_MOST`, of rows whose threads can have 128 registers or more (up to 100 bytes). In blocks of 32 warps, where a thread can
+have 64, hundreds of bytes are spilled so soon that the margin is kept."""
 
 
 def copies(rows: int, tile: GemmTile, itemsize: float) -> float:
