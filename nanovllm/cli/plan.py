@@ -162,7 +162,7 @@ def elementwise(
 
 @app.command()
 def reduction(
-    kind: Annotated[str, typer.Argument(help="softmax, layer_norm or rms_norm.")],
+    kind: Annotated[str, typer.Argument(help="softmax, layer_norm or rms_norm, also as layernorm and rmsnorm.")],
     rows: Annotated[int, typer.Option(help="Rows.")],
     size: Annotated[int, typer.Option(help="Elements of a row.")],
     dtype: _Dtype = "bfloat16",
@@ -174,9 +174,11 @@ def reduction(
     """Blocks of a row kernel: one pass in registers where the row fits, else pieces."""
     from nanovllm.perf.presets import dtype_name
     from nanovllm.perf.tiles import ReductionProblem, plan_reduction
-    from nanovllm.perf.tiles.reduction import DTYPES
+    from nanovllm.perf.tiles.reduction import DTYPES, KINDS
 
-    problem = ReductionProblem(kind.replace("-", "_"), rows, size, dtype_name(dtype, DTYPES))
+    short = kind.lower().replace("-", "").replace("_", "")
+    named = {known.replace("_", ""): known for known in KINDS}.get(short, kind)
+    problem = ReductionProblem(named, rows, size, dtype_name(dtype, DTYPES))
     device = _device(gpu)
     least = 2 * rows * size * problem.itemsize
     _show(

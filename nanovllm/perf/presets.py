@@ -194,15 +194,21 @@ def device_model(name: str) -> DeviceModel:
         name: in any form: "h100", "rtx4090", "nvidia-h200", "NVIDIA H100 80GB HBM3". An A100 whose name says 40GB is the slower one.
 
     Raises:
-        ValueError: there is none; the message names the nearest and all of them.
+        ValueError: there is none; the message names all of them, the nearest first. Of another form factor, such as "H100 NVL", the
+            memory or the number of multiprocessors differs: it is not taken for the chip's preset, which is the nearest.
     """
     if model := _known(name):
         return model
-    short = _short_names()
-    nearest = difflib.get_close_matches(_plain(name), short, n=1, cutoff=0.7)
-    hint = f"; did you mean {short[nearest[0]].name.removeprefix('nvidia-')!r}?" if nearest else ""
-    known = ", ".join(key.removeprefix("nvidia-") for key in PRESETS)
-    raise ValueError(f"gpu: no preset for {name!r}; known are {known}{hint}")
+    near = sorted(PRESETS, key=lambda key: -_likeness(name, key))  # of equals, as they are listed
+    known = [key.removeprefix("nvidia-") for key in near]
+    hint = f"; did you mean {known[0]!r}?" if _likeness(name, near[0]) >= 0.7 else ""
+    raise ValueError(f"gpu: no preset for {name!r}; known are {', '.join(known)}{hint}")
+
+
+def _likeness(name: str, key: str) -> float:
+    """From 0 to 1: how near a name is to a preset's; 1 if it has that, and more."""
+    given, short = _plain(name), _plain(key)
+    return 1.0 if short in given else difflib.SequenceMatcher(None, given, short).ratio()
 
 
 def _plain(name: str) -> str:

@@ -44,7 +44,7 @@ def test_kernels_recur_from_shape_to_shape():
 def test_the_proof_compiles_far_fewer_kernels_than_it_times_configurations():
     """Some shapes of each kind, all of which share their kernels."""
     for problems, most in (
-        (ALL["attention"][1:2] + ALL["attention"][3:5], 47),
+        (ALL["attention"][1:2] + ALL["attention"][3:5], 50),
         ([p for p in ALL["gemm"] if p.m == 2048 and p.dtype == "bfloat16"], 500),
     ):
         needed = [k for p in problems for ks in compiling.kernels_of(p, plan(p, H200), H200) for k in ks]

@@ -36,29 +36,39 @@ GEMMS = [
     GemmProblem(64, 4096, 4096), GemmProblem(1024, 6144, 2048, "float16"), GemmProblem(4096, 4096, 4096), GemmProblem(500, 999, 1001),
     GemmProblem(1024, 1024, 1024, "tfloat32"),
 ]  # fmt: skip
-ATTENTIONS = [AttentionProblem(2, 1024, 4096, 32, 8), AttentionProblem(1, 2048, 2048, 16, 16, 64, dtype="float16")]
-ELEMENTWISE = [ElementwiseProblem(1 << 22, n, dtype=d) for n, d in ((1, "bfloat16"), (2, "float16"), (3, "float32"))]
-ROWS = [
-    ReductionProblem("softmax", 4096, 2048), ReductionProblem("layer_norm", 4096, 4096, "float16"),
-    ReductionProblem("rms_norm", 4096, 8192, "float32"), ReductionProblem("softmax", 512, 65536),
+ATTENTIONS = [
+    AttentionProblem(2, 1024, 4096, 32, 8), AttentionProblem(1, 2048, 2048, 16, 16, 64, dtype="float16"),
+    AttentionProblem(2, 2048, 2048, 16, 4, 64), AttentionProblem(1, 777, 777, 32, 32), AttentionProblem(4, 1000, 4096, 16, 8, 64),
+    AttentionProblem(3, 333, 5000, 28, 4), AttentionProblem(16, 300, 3000, 24, 8, 96, dtype="float16"), AttentionProblem(1, 64, 700, 10, 2, 80),
 ]  # fmt: skip
+ELEMENTWISE = [ElementwiseProblem(1 << 22, n, dtype=d) for n, d in ((1, "bfloat16"), (2, "float16"), (3, "float32"))]
+KINDS, ROW_DTYPES = ("softmax", "layer_norm", "rms_norm"), ("bfloat16", "float16", "float32")
+_CHANCE = random.Random(11)
+ROWS = [
+    ReductionProblem(KINDS[i % 3], _CHANCE.choice([64, 100, 1000, 8192]), _CHANCE.choice(sizes), _CHANCE.choice(ROW_DTYPES))
+    for i, sizes in enumerate(10 * [*3 * [[128, 768, 1024, 2048, 2560, 3072, 4096, 5120, 8192, 12288, 65536]], *3 * [range(32, 20000)]])
+]  # fmt: skip
+"""Half of the sizes that models have, half any, most of which are not aligned."""
 
 
 def drawn(problems, planner, count, seed):
-    """(device, problem, plan) by turns for compute capability 9.0 and 8.0; the draw does not depend on the plans' order."""
+    """(device, problem, plan) by turns for compute capability 9.0 and 8.0: of the first five plans, and of all, by turns of the problems.
+    The draw depends on their order no further."""
     chance = random.Random(seed)
     devices = [device_model("h100"), device_model("a100")]
     for i in range(count):
         device, problem = devices[i % 2], problems[i // 2 % len(problems)]
-        yield device, problem, chance.choice(sorted(planner(problem, device), key=lambda plan: str(plan.config)))
+        plans = planner(problem, device)
+        plans = plans[:5] if (i // 2 + i // 2 // len(problems)) % 2 == 0 else plans
+        yield device, problem, chance.choice(sorted(plans, key=lambda plan: str(plan.config)))
 
 
 def errors(cases, compile):
-    """[(error of registers, error of shared memory, words)], and how many of the plans spill."""
-    found, spilled = [], 0
+    """[(error of registers, error of shared memory, words)], and the bytes that each of the plans spills."""
+    found, spilled = [], []
     for device, problem, plan in cases:
         reported = compile(plan.config, problem, device)
-        spilled += reported.spilled > 0
+        spilled.append(reported.spilled)
         shared = 0.0 if plan.shared == reported.shared else plan.shared / max(1, reported.shared) - 1
         words = f"{device.name} {plan.config} {problem}: predicted {plan.shared}, {plan.registers}; {reported}"
         found.append((plan.registers / reported.registers - 1, shared, words))
@@ -76,9 +86,9 @@ def median_and_worst(name, values, words):
     "problems, planner, compile, count, has_shared",
     [
         (GEMMS, plan_gemm, kernels.compile_gemm, 20, True),
-        (ATTENTIONS, plan_attention, kernels.compile_attention, 16, True),
+        (ATTENTIONS, plan_attention, kernels.compile_attention, 24, True),
         (ELEMENTWISE, plan_elementwise, kernels.compile_elementwise, 18, False),
-        (ROWS, plan_reduction, kernels.compile_reduction, 24, False),
+        (ROWS, plan_reduction, kernels.compile_reduction, 2 * len(ROWS), False),
     ],
     ids=["gemm", "attention", "elementwise", "reduction"],
 )
@@ -86,10 +96,12 @@ def test_within_a_tenth_of_the_compiler(problems, planner, compile, count, has_s
     found, spilled = errors(drawn(problems, planner, count, seed=11), compile)
     registers, shared, words = zip(*found)
     assert median_and_worst("registers", registers, words) <= 0.10
-    assert max(map(abs, registers)) <= 0.5
+    assert max(map(abs, registers)) <= (0.5 if problems is not ATTENTIONS else 1.0)
     # Row kernels exchange a few hundred bytes, which limit nothing.
     assert median_and_worst("shared memory", shared, words) <= (0.0 if has_shared else 0.10) + 1e-9
-    assert spilled <= count // 5  # what is kept has room for its registers
+    # What is kept has room for its registers; attention may lack a few.
+    assert sum(spilled_bytes > 0 for spilled_bytes in spilled) <= count // (3 if problems is ATTENTIONS else 5)
+    assert max(spilled) <= 256
 
 
 def test_the_first_choices_fit():
@@ -145,6 +157,40 @@ def test_shared_memory_of_rows_with_a_weight():
         # Triton 3.6 rearranges the weight before it is converted, as half.
         predicted, reported = reduction.shared_bytes(tile, problem), kernels.compile_reduction(tile, problem, device).shared
         assert reported == predicted or (tile.warps == 32 and 2 * reported == predicted)
+
+
+@pytest.mark.parametrize(
+    "kind, size, dtype, tile",
+    [
+        ("layer_norm", 1111, "bfloat16", ReductionTile(1, 2048, 8)), ("layer_norm", 333, "float32", ReductionTile(1, 512, 2)),
+        ("layer_norm", 4096, "bfloat16", ReductionTile(1, 4096, 4)), ("layer_norm", 4096, "float32", ReductionTile(1, 4096, 4)),
+        ("rms_norm", 1000, "bfloat16", ReductionTile(2, 1024, 4)), ("rms_norm", 50257, "bfloat16", ReductionTile(1, 2048, 4, False)),
+        ("rms_norm", 50257, "float32", ReductionTile(1, 2048, 8, False)), ("softmax", 3000, "float32", ReductionTile(1, 4096, 8)),
+        ("softmax", 500, "bfloat16", ReductionTile(2, 512, 4)),
+    ],
+)  # fmt: skip
+def test_shared_memory_of_rows_that_are_not_aligned(kind, size, dtype, tile):
+    problem, device = ReductionProblem(kind, 100, size, dtype), device_model("h100")
+    assert kernels.compile_reduction(tile, problem, device).shared == reduction.shared_bytes(tile, problem)
+
+
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("h100", AttentionProblem(2, 2048, 2048, 16, 4, 64)), ("a100", AttentionProblem(1, 777, 777, 32, 32)),
+        ("h100", ReductionProblem("layer_norm", 64, 5120, "float32")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_registers_of_a_first_choice(name, problem):
+    """Of problems where they were a sixth and more off."""
+    device = device_model(name)
+    attention = isinstance(problem, AttentionProblem)
+    planner, compile = (
+        (plan_attention, kernels.compile_attention) if attention else (plan_reduction, kernels.compile_reduction)
+    )
+    for plan in planner(problem, device)[:2]:
+        assert plan.registers == pytest.approx(compile(plan.config, problem, device).registers, rel=0.15)
 
 
 @pytest.mark.parametrize("kind, size", [("layer_norm", 12288), ("rms_norm", 5120)])

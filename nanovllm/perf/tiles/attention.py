@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
 from nanovllm.perf.tiles.loop import latency, loaded_latency
-from nanovllm.perf.tiles.registers import attention_registers
+from nanovllm.perf.tiles.registers import ATTENTION_MOST, attention_registers
 from nanovllm.perf.tiles.resources import (
     SPILL_MARGIN,
     Plan,
@@ -151,7 +151,7 @@ def intensity(tile: AttentionTile, problem: AttentionProblem) -> float:
 
 
 def candidates(problem: AttentionProblem, device: DeviceModel) -> list[AttentionTile]:
-    """Every configuration that fits a block: shared memory, registers without spilling, no warp without rows of its own."""
+    """Every configuration that fits a block: shared memory, registers with little spilling, no warp without rows of its own."""
     device.rate(problem.dtype)
     group_rows = problem.query * problem.group
     blocks = problem.batch * problem.kv_heads * cdiv(group_rows, 16)
@@ -173,9 +173,8 @@ def candidates(problem: AttentionProblem, device: DeviceModel) -> list[Attention
             tile = AttentionTile(rows, size, warps, stages, share)
             if shared_bytes(tile, problem, device) > device.shared_per_block:
                 continue
-            # Where wgmma accumulates, the line errs high and a few spilled registers cost little; elsewhere whole tiles spill.
-            most = 1.13 if uses_wgmma(tile, device) else 1.0
-            if attention_registers(tile, problem, device) <= most * device.registers_per_thread - SPILL_MARGIN:
+            most = ATTENTION_MOST * device.registers_per_thread - SPILL_MARGIN
+            if attention_registers(tile, problem, device) <= most:
                 found.append(tile)
     return found
 

@@ -5,6 +5,11 @@ Output pixels are the rows of the product (m = n P Q), output channels its colum
 pixels once, with the border that neighbouring blocks load too (the halo): each input value is used up to r s times from shared memory,
 which unfolding would load r s times. A step multiplies with the weights of one filter row, which are all that is staged more than twice.
 
+Where each input value is under one tap only (a stride of at least the filter: patches of an image, 1 x 1 filters) there is no halo to
+share, and a block gathers: its rows are any output pixels, one image after the other, and each step loads `block_c` of the channels x taps
+values under each of them, as for a matrix product whose x is unfolded on the way. What lies between the filters is not loaded. So does
+a block of an input of few channels, which would fill a step with zeros, and of a filter whose patch does not fit.
+
 nanovllm has no convolution of its own: these plans are for a kernel to be written, and their registers, taken from the line of
 `tile_kernel`, cannot be held against a compiler.
 """
@@ -14,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
 from nanovllm.perf.tiles.gemm import L2_SHARE, GemmProblem, GemmTile
@@ -32,6 +38,29 @@ from nanovllm.perf.tiles.resources import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32", "tfloat32")
+_FEW_CHANNELS = 16
+"""Below which a step of one tap's channels would be filled up with zeros."""
+_SECTOR = 32
+"""Bytes that memory delivers at least."""
+
+
+@cache
+def _read(outputs: int, taps: int, stride: int, dilation: int, padding: int = 0, size: int | None = None) -> int:
+    """How many input positions of one dimension `outputs` neighbouring outputs read, each once; of those from 0 to `size` if it is given.
+
+    Taps that are a multiple of the stride apart read the same positions, but for their ends: of each such set the union is counted.
+    """
+    starts: dict[int, list[int]] = {}
+    for offset in range(0, taps * dilation, dilation):
+        starts.setdefault(offset % stride, []).append(offset // stride)
+    total = 0
+    for phase, begins in starts.items():  # positions phase + stride x begin, and outputs - 1 more
+        done = begins[0] if size is None else cdiv(padding - phase, stride)
+        stop = begins[-1] + outputs if size is None else cdiv(size + padding - phase, stride)
+        for begin in begins:
+            total += max(0, min(begin + outputs, stop) - max(begin, done))
+            done = max(done, begin + outputs)
+    return total
 
 
 @dataclass(frozen=True)
@@ -103,10 +132,31 @@ class ConvProblem:
         return 2.0 * pixels * self.filters * self.channels * self.taps
 
     @property
+    def shares(self) -> bool:
+        """Whether some input value is under several taps, of one output pixel and another."""
+        sides = ((self.out_height, self.filter_height), (self.out_width, self.filter_width))
+        return any(_read(*side, self.stride, self.dilation) < math.prod(side) for side in sides)
+
+    @property
+    def read_height(self) -> int:
+        """Rows of an image that some output needs."""
+        return _read(self.out_height, self.filter_height, self.stride, self.dilation, self.padding, self.height)
+
+    @property
+    def read_width(self) -> int:
+        """Columns of an image that come from memory: those that some output needs, and what lies between in the same sectors."""
+        gap = max(self.dilation - 1, self.stride - self.dilation * (self.filter_width - 1) - 1)
+        if gap * self.channels * DTYPE_BYTES[self.dtype] < _SECTOR:
+            gap_filled = (self.out_width - 1) * self.stride + self.dilation * (self.filter_width - 1) + 1
+            return min(self.width, gap_filled)
+        return _read(self.out_width, self.filter_width, self.stride, self.dilation, self.padding, self.width)
+
+    @property
     def _sizes(self) -> tuple[int, int, int]:
-        """Elements of the input, the weights and the output."""
+        """Elements of the input, as far as it is read, the weights and the output."""
         outputs = self.batch * self.filters * self.out_height * self.out_width
-        return self.batch * self.channels * self.height * self.width, self.filters * self.channels * self.taps, outputs
+        inputs = self.batch * self.channels * self.read_height * self.read_width
+        return inputs, self.filters * self.channels * self.taps, outputs
 
     @property
     def least_bytes(self) -> float:
@@ -116,7 +166,10 @@ class ConvProblem:
 
 @dataclass(frozen=True)
 class ConvTile:
-    """rows x columns output pixels by block_n filters; block_c input channels a step."""
+    """rows x columns output pixels by block_n filters; block_c input channels a step.
+
+    Without `halo` the pixels are any `columns` that follow each other (rows is 1), and block_c counts channels x taps.
+    """
 
     rows: int
     columns: int
@@ -124,38 +177,55 @@ class ConvTile:
     block_c: int
     warps: int
     stages: int
+    halo: bool = True
 
     @property
     def block_m(self) -> int:
         return self.rows * self.columns
 
     def __str__(self) -> str:
+        if not self.halo:
+            return f"{self.columns} pixels x {self.block_n}, k{self.block_c} w{self.warps} s{self.stages}"
         return f"{self.rows}x{self.columns} pixels x {self.block_n}, c{self.block_c} w{self.warps} s{self.stages}"
 
 
 def patch(tile: ConvTile, problem: ConvProblem) -> int:
-    """Input pixels under a tile of output pixels, halo included: ((rows - 1) stride + dilation (r - 1) + 1) times the same across."""
+    """Input pixels that a tile of output pixels reads, halo included; if no row is left out, ((rows - 1) stride + dilation (r - 1) + 1)
+    times the same across. Without halo: taps of each pixel."""
     p = problem
-    height = (tile.rows - 1) * p.stride + p.dilation * (p.filter_height - 1) + 1
-    return height * ((tile.columns - 1) * p.stride + p.dilation * (p.filter_width - 1) + 1)
+    if not tile.halo:
+        return tile.block_m * p.taps
+    down, across = ((tile.rows, p.filter_height), (tile.columns, p.filter_width))
+    return _read(*down, p.stride, p.dilation) * _read(*across, p.stride, p.dilation)
+
+
+def _taps_of_a_step(tile: ConvTile, problem: ConvProblem) -> int:
+    return problem.filter_width if tile.halo else 1
 
 
 def step_bytes(tile: ConvTile, problem: ConvProblem) -> tuple[float, float]:
-    """(input, weights) that a step loads: its share of a patch, which serves all filter rows, and the weights of one filter row."""
+    """(input, weights) that a step loads: its share of a patch, which serves all filter rows, and the weights of one filter row; without
+    halo `block_c` values of each pixel and of each filter."""
     p, size = problem, DTYPE_BYTES[problem.dtype]
-    return patch(tile, p) * tile.block_c * size / p.filter_height, tile.block_n * tile.block_c * p.filter_width * size
+    pixels = patch(tile, p) / p.filter_height if tile.halo else tile.block_m
+    return pixels * tile.block_c * size, tile.block_n * tile.block_c * _taps_of_a_step(tile, p) * size
+
+
+def _step_flops(tile: ConvTile, problem: ConvProblem) -> float:
+    return 2.0 * tile.block_m * tile.block_n * tile.block_c * _taps_of_a_step(tile, problem)
 
 
 def intensity(tile: ConvTile, problem: ConvProblem) -> float:
-    """Flops for each byte that a step loads: 2 BM BN BC s / ((patch BC / r + BN BC s) bytes)."""
-    return 2.0 * tile.block_m * tile.block_n * tile.block_c * problem.filter_width / sum(step_bytes(tile, problem))
+    """Flops for each byte that a step loads: 2 BM BN BC s / ((patch BC / r + BN BC s) bytes); without halo as of a product."""
+    return _step_flops(tile, problem) / sum(step_bytes(tile, problem))
 
 
 def shared_bytes(tile: ConvTile, problem: ConvProblem) -> int:
-    """Two patches, one in use and one on its way (a 1 x 1 filter: one a stage), and the weights of a filter row a stage."""
+    """Two patches, one in use and one on its way, and the weights of a filter row a stage; without halo one of both a stage."""
     x, weight = step_bytes(tile, problem)
-    patches = tile.stages if problem.filter_height == 1 else 2
-    return math.ceil(patches * x * problem.filter_height + tile.stages * weight)
+    if not tile.halo or problem.filter_height == 1:
+        return math.ceil(tile.stages * (x + weight))
+    return math.ceil(2 * x * problem.filter_height + tile.stages * weight)
 
 
 def _as_gemm(tile: ConvTile, problem: ConvProblem) -> tuple[GemmTile, GemmProblem]:
@@ -175,23 +245,32 @@ def registers(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> int:
     return math.ceil(base + 2 * more)
 
 
-def _tiles(problem: ConvProblem) -> list[ConvTile]:
+def _steps(tile: ConvTile, problem: ConvProblem) -> int:
+    p = problem
+    if not tile.halo:
+        return cdiv(p.channels * p.taps, tile.block_c)
+    return cdiv(p.channels, tile.block_c) * p.filter_height
+
+
+def _tiles(problem: ConvProblem, halo: bool) -> list[ConvTile]:
     """What is not much larger than the problem."""
-    size = DTYPE_BYTES[problem.dtype]
+    p, size = problem, DTYPE_BYTES[problem.dtype]
+    pixels = p.batch * p.out_height * p.out_width
+    deep = p.channels if halo else p.channels * p.taps
+    spots = itertools.product((1, 2, 4, 8, 16), (4, 8, 16, 32, 64)) if halo else ((1, m) for m in (16, 32, 64, 128, 256))
     found = []
-    for rows, columns, bn in itertools.product((1, 2, 4, 8, 16), (8, 16, 32, 64), (32, 64, 128, 256)):
-        if not 16 <= rows * columns <= 256 or bn >= 2 * max(32, problem.filters):
+    for (rows, columns), bn in itertools.product(spots, (32, 64, 128, 256)):
+        if not 16 <= rows * columns <= 256 or bn >= 2 * max(32, p.filters):
             continue
-        if rows >= 2 * problem.out_height or columns >= 2 * max(16, problem.out_width):
+        if halo and (rows >= 2 * p.out_height or columns >= 2 * max(16, p.out_width)):
+            continue
+        if not halo and columns >= 2 * max(16, pixels):
             continue
         for bc, warps, stages in itertools.product((16, 32, 64), (4, 8), (2, 3, 4)):
-            if (
-                bc * size > 128
-                or bc >= 2 * max(16, problem.channels)
-                or stages > max(2, cdiv(problem.channels, bc) * problem.filter_height)
-            ):
+            tile = ConvTile(rows, columns, bn, bc, warps, stages, halo)
+            if bc * size > 128 or bc >= 2 * max(16, deep) or stages > max(2, _steps(tile, p)):
                 continue
-            found.append(ConvTile(rows, columns, bn, bc, warps, stages))
+            found.append(tile)
     return found
 
 
@@ -208,11 +287,23 @@ def candidates(problem: ConvProblem, device: DeviceModel) -> list[ConvTile]:
         most = device.registers_per_thread - SPILL_MARGIN
         return max(shared_bytes(tile, problem) / device.shared_per_block, registers(tile, problem, device) / most)
 
-    tiles = _tiles(problem)
-    if found := [tile for tile in tiles if needs(tile) <= 1]:
+    tiles = _tiles(problem, True) if problem.shares else []
+    found = [tile for tile in tiles if needs(tile) <= 1]
+    if not found or problem.channels < _FEW_CHANNELS:
+        tiles = _tiles(problem, False)
+        found += [tile for tile in tiles if needs(tile) <= 1]
+    if found:
         return found
     least = min(tiles, key=needs)
     raise nothing_fits("conv", least, shared_bytes(least, problem), registers(least, problem, device), device)
+
+
+def _spots(tile: ConvTile, problem: ConvProblem) -> int:
+    """Tiles of output pixels."""
+    p = problem
+    if not tile.halo:
+        return cdiv(p.batch * p.out_height * p.out_width, tile.columns)
+    return p.batch * cdiv(p.out_height, tile.rows) * cdiv(p.out_width, tile.columns)
 
 
 def dram_bytes(tile: ConvTile, problem: ConvProblem, device: DeviceModel, resident: int) -> float:
@@ -225,14 +316,23 @@ def dram_bytes(tile: ConvTile, problem: ConvProblem, device: DeviceModel, reside
     image, weights, output = (n * size for n in p._sizes)
     if image + weights <= L2_SHARE * device.l2_bytes:
         return image + weights + output
-    down, across, filters = cdiv(p.out_height, tile.rows), cdiv(p.out_width, tile.columns), cdiv(p.filters, tile.block_n)
-    blocks = p.batch * down * across * filters
+    filters = cdiv(p.filters, tile.block_n)
+    blocks = _spots(tile, p) * filters
     per_wave = min(blocks, max(1, resident * device.sms))
     spots = cdiv(per_wave, filters)
-    # Part of a row of tiles, else whole rows, of one image after the other.
-    high = min(p.height, (cdiv(spots, across) * tile.rows - 1) * p.stride + p.dilation * (p.filter_height - 1) + 1)
-    wide = min(p.width, (min(spots, across) * tile.columns - 1) * p.stride + p.dilation * (p.filter_width - 1) + 1)
-    needed = p.channels * size * max(high * wide, spots * p.height * p.width / (down * across))
+    inputs = spots * image / _spots(tile, p)
+    if tile.halo:
+        across = cdiv(p.out_width, tile.columns)
+        # Part of a row of tiles, else whole rows, of one image after the other.
+        high = min(p.read_height, _read(cdiv(spots, across) * tile.rows, p.filter_height, p.stride, p.dilation))
+        wide = min(p.read_width, _read(min(spots, across) * tile.columns, p.filter_width, p.stride, p.dilation))
+        inputs = max(p.channels * size * high * wide, inputs)
+    elif p.shares:
+        # The rows of pixels that begin or end within the wave, and what the filters read around them.
+        rows = cdiv(spots * tile.columns, p.out_width) + 1
+        high = min(p.read_height, _read(rows, p.filter_height, p.stride, p.dilation))
+        inputs = max(p.channels * size * high * p.read_width, inputs)
+    needed = inputs
     needed += weights * min(1.0, per_wave / filters)
     return max(image + weights, needed * blocks / per_wave) + output
 
@@ -241,13 +341,12 @@ def predict(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> Plan:
     """The plan of one configuration."""
     p, size = problem, DTYPE_BYTES[problem.dtype]
     fit = occupancy(device, shared_bytes(tile, p), registers(tile, p, device), tile.warps)
-    spots = p.batch * cdiv(p.out_height, tile.rows) * cdiv(p.out_width, tile.columns)
-    blocks = spots * cdiv(p.filters, tile.block_n)
-    steps = cdiv(p.channels, tile.block_c) * p.filter_height
+    blocks = _spots(tile, p) * cdiv(p.filters, tile.block_n)
+    steps = _steps(tile, p)
     wave = waves(blocks, max(1, fit.blocks), device.sms)
     rate = device.rate(p.dtype)
     x, weight = step_bytes(tile, p)
-    step_flops = 2.0 * tile.block_m * tile.block_n * tile.block_c * p.filter_width
+    step_flops = _step_flops(tile, p)
     dram = dram_bytes(tile, p, device, max(1, fit.blocks))
     plan = Plan(
         tile, blocks, intensity(tile, p), shared_bytes(tile, p), registers(tile, p, device), fit,
@@ -258,7 +357,8 @@ def predict(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> Plan:
     on_tensor_cores = p.dtype != "float32"
     wgmma = device.matrix_unit == "wgmma" and tile.block_m >= 64 and on_tensor_cores
     # Every tap reads its own window of the patch.
-    step = Step(step_flops, x, weight, tile.block_m, tile.block_m * tile.block_c * p.filter_width * size, weight, wgmma)
+    x_read = tile.block_m * tile.block_c * _taps_of_a_step(tile, p) * size
+    step = Step(step_flops, x, weight, tile.block_m, x_read, weight, wgmma)
     parts, fixed = loop_seconds(
         device,
         step,
@@ -280,6 +380,6 @@ def plan_conv(problem: ConvProblem, device: DeviceModel) -> list[Plan]:
     """Every configuration that fits, the fastest by prediction first.
 
     Raises:
-        ValueError: the device does not multiply the dtype, or nothing fits (a filter so large that two patches fill shared memory).
+        ValueError: the device does not multiply the dtype, or nothing fits.
     """
     return ranked([predict(tile, problem, device) for tile in candidates(problem, device)])

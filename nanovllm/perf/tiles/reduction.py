@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
 from nanovllm.perf.tiles.elementwise import BLOCK_CYCLES, START_CYCLES
-from nanovllm.perf.tiles.registers import reduction_registers
+from nanovllm.perf.tiles.registers import ROW_MOST, reduction_registers
 from nanovllm.perf.tiles.resources import (
     LOADED,
     SPILL_MARGIN,
@@ -77,6 +77,11 @@ class ReductionProblem:
     def itemsize(self) -> float:
         return DTYPE_BYTES[self.dtype]
 
+    @property
+    def aligned(self) -> bool:
+        """Whether Triton, which knows of a size whether 16 divides it, loads vectors."""
+        return self.size % 16 == 0
+
 
 @dataclass(frozen=True)
 class ReductionTile:
@@ -100,18 +105,33 @@ class ReductionTile:
 
 
 def shared_bytes(tile: ReductionTile, problem: ReductionProblem) -> int:
-    """What warps that share rows exchange: a 4-byte value each for each row; and the weight of RMSNorm, if warps have rows of their own.
+    """What warps that share rows exchange, a 4-byte value each for each row (LayerNorm of 16-bit elements: two); and the weight, where it is
+    loaded otherwise than it is used.
 
-    That is loaded by all warps, and then rearranged for those of one row, as 4-byte values (by Triton 3.6, and sometimes 3.9, before it
-    is converted: half of that if it is of 2 bytes).
+    That of RMSNorm is loaded by all warps, and rearranged for those of one row if they have rows of their own, as 4-byte values (by Triton
+    3.6, and sometimes 3.9, before it is converted: half of that if it is of 2 bytes). Where rows are not aligned, and so lie across threads
+    element by element, weights are still loaded in vectors, and rearranged a vector of each thread at a time (two in long rows of 2 bytes).
     """
-    if tile.rows == 1:
-        return 4 * tile.warps if tile.warps > 1 else 0
-    across = min(tile.warps, max(1, int(tile.block * problem.itemsize) // (32 * VECTOR_BYTES)))
+    p, threads = problem, 32 * tile.warps
+    vector = int(VECTOR_BYTES / p.itemsize)
+    alone = tile.rows == 1
+    across = tile.warps if alone else min(tile.warps, max(1, tile.block // (32 * (vector if p.aligned else 1))))
     exchanged = 4 * tile.rows * across if across > 1 else 0
-    whole = problem.kind == "rms_norm" and tile.one_pass and across < tile.warps and tile.block >= 128
-    rearranged = 4 * tile.block if whole else 0
+    if p.kind == "layer_norm" and tile.one_pass and p.itemsize == 2:
+        exchanged *= 2
+    rearranged = 0
+    if p.aligned:
+        if p.kind == "rms_norm" and tile.one_pass and across < tile.warps and tile.block >= 128:
+            rearranged = 4 * tile.block
+    elif p.kind != "softmax" and tile.items > 1:
+        vectors = 1 if tile.one_pass or p.itemsize == 4 else 2
+        rearranged = min(int(tile.block * p.itemsize), threads * VECTOR_BYTES * vectors)
     return max(exchanged, rearranged)
+
+
+def most_registers(tile: ReductionTile, device: DeviceModel) -> int:
+    """That a thread can have, for the block to fit at all."""
+    return min(device.registers_per_thread, device.registers_per_sm // (32 * tile.warps))
 
 
 def candidates(problem: ReductionProblem, device: DeviceModel) -> list[ReductionTile]:
@@ -140,8 +160,8 @@ def candidates(problem: ReductionProblem, device: DeviceModel) -> list[Reduction
         ]
 
     def fits(tile: ReductionTile) -> bool:
-        most = min(device.registers_per_thread, device.registers_per_sm // (32 * tile.warps))
-        return reduction_registers(tile, problem) <= most - SPILL_MARGIN
+        most = most_registers(tile, device)
+        return reduction_registers(tile, problem) <= (ROW_MOST * most if most >= 128 else most - SPILL_MARGIN)
 
     return [tile for tile in found if fits(tile)]
 
@@ -149,7 +169,7 @@ def candidates(problem: ReductionProblem, device: DeviceModel) -> list[Reduction
 def predict(tile: ReductionTile, problem: ReductionProblem, device: DeviceModel) -> Plan:
     """The plan of one configuration."""
     p = problem
-    registers, shared = reduction_registers(tile, p), shared_bytes(tile, p)
+    registers, shared = min(reduction_registers(tile, p), most_registers(tile, device)), shared_bytes(tile, p)
     fit = occupancy(device, shared, registers, tile.warps)
     blocks = cdiv(p.rows, tile.rows)
     wave = waves(blocks, max(1, fit.blocks), device.sms)

@@ -45,12 +45,18 @@ PASSES = {"wgmma": 1.35, "tcgen05": 1.35, "mma": 1.125}
 """How far above the most registers there are the line for such elements of 16 bits may go before a tile spills more than some ten bytes
 (100 in some for compute capability 8.0): the compiler then loads a step in several passes. From 16 tiles compiled by Triton 3.6 and 3.9."""
 ATTENTION = {
-    "wgmma": (0.2, 1.5, 2.05, 6.4),
-    "mma, narrow": (25.8, 1.8, 2.2, 2.5),
-    "mma, wide": (0.0, 2.7, 1.13, 0.25),
-    "mma, warps share rows": (42.6, 1.51, 2.49, 3.8),
+    "wgmma": (0.6, 1.48, 2.25, 3.5, 22.0),
+    "mma, narrow": (38.0, 1.51, 2.65, 1.6, 6.5),
+    "mma, wide": (82.7, 0.96, 1.25, 5.4, 18.3),
+    "mma, warps share rows": (40.0, 1.5, 2.86, 3.8, 2.7),
 }
-"""`prefill_kernel`: (rest, per output accumulator, per score, per 16-byte copy of keys). Narrow: a head_dim of at most 64."""
+"""`prefill_kernel`: (rest, per output accumulator, per score, per 16-byte copy of keys, for query heads that share a KV head in a batch of
+sequences). Narrow: a head_dim of at most 64. The output is held once as it is added to, and half again as it is scaled for a
+new maximum; a score also as a probability of 16 bits, and where rows are fragments (mma) so are those of keys and values, which the
+assembler loads as far ahead as there are registers. Of several sequences with heads that share keys it keeps what finds a row's place."""
+ATTENTION_MOST = 1.18
+"""How far above the most registers there are these lines may go: up to there mostly 8 to 200 bytes are spilled, which costs little (by Triton
+3.6, of 128 x 128 with 8 warps for compute capability 8.0, 2 KB); beyond, hundreds and thousands."""
 ITEMS = (1, 2, 4, 8, 16, 32, 64)
 ELEMENTWISE = {
     (1, 2): (16, 18, 22, 27, 32, 36, 53), (1, 4): (17, 19, 25, 32, 49, 86, 166),
@@ -59,10 +65,24 @@ ELEMENTWISE = {
 }  # fmt: skip
 """By (inputs, bytes of an element), for each of `ITEMS` elements a thread: what four warps take, since it follows no line: the
 compiler loads few elements ahead where it has many."""
-ROW = {"softmax": (13.9, 1.26, 0.05), "layer_norm": (17.0, 1.95, 0.5), "rms_norm": (17.0, 1.15, 0.45)}
-"""Rows in registers: (rest, per element, more per element of 4 bytes)."""
-PIECES = {"softmax": (15.5, 2.6, 0.0), "layer_norm": (27.0, 0.9, 0.4), "rms_norm": (28.0, 0.7, 0.3)}
+ROW = {
+    ("softmax", 2): (13.7, 1.17, 0.5), ("softmax", 4): (14.3, 1.21, 0.6),
+    ("layer_norm", 2): (15.5, 2.1, 1.2), ("layer_norm", 4): (16.3, 3.98, 0.7),
+    ("rms_norm", 2): (15.3, 1.42, 0.1), ("rms_norm", 4): (14.4, 1.9, 0.0),
+}  # fmt: skip
+"""Rows in registers, by bytes of an element: (rest, per element, more where rows are not aligned, so that each element is a load with an
+address and a mask of its own). LayerNorm has a row, its weight and its bias at once, unless one warp has all."""
+PIECES = {
+    ("softmax", 2): (14.0, 2.75, 0.5), ("softmax", 4): (15.2, 2.86, 0.2),
+    ("layer_norm", 2): (16.1, 1.49, 1.6), ("layer_norm", 4): (9.7, 2.15, 1.6),
+    ("rms_norm", 2): (14.0, 1.31, 0.8), ("rms_norm", 4): (-5.5, 2.18, 1.2),
+}  # fmt: skip
 """The kernels for long rows, by elements of a piece."""
+PIECES_LEAST = 32
+"""What those of norms take at least: the assembler loads further ahead where few elements leave room."""
+ROW_MOST = 1.125
+"""As `ATTENTION_MOST`, of rows whose threads can have 128 registers or more (up to 100 bytes). In blocks of 32 warps, where a thread can
+have 64, hundreds of bytes are spilled so soon that the margin is kept."""
 
 
 def copies(rows: int, tile: GemmTile, itemsize: float) -> float:
@@ -102,7 +122,7 @@ def gemm_registers(tile: GemmTile, problem: GemmProblem, device: DeviceModel) ->
 
 
 def attention_registers(tile: AttentionTile, problem: AttentionProblem, device: DeviceModel) -> int:
-    """Registers a thread of `prefill_kernel`."""
+    """Registers a thread of `prefill_kernel`; above 255 it spills."""
     from nanovllm.perf.tiles.attention import padded, uses_wgmma
 
     threads = 32 * tile.warps
@@ -113,9 +133,10 @@ def attention_registers(tile: AttentionTile, problem: AttentionProblem, device: 
         kind = "mma, warps share rows"
     else:
         kind = "mma, narrow" if dim <= 64 else "mma, wide"
-    rest, per_output, per_score, per_copy = ATTENTION[kind]
+    rest, per_output, per_score, per_copy, grouped = ATTENTION[kind]
     copies = max(1.0, tile.tile * dim * DTYPE_BYTES[problem.dtype] / _VECTOR / threads)
     held = per_output * tile.rows * dim + per_score * tile.rows * tile.tile
+    rest += grouped * (problem.batch > 1 and problem.group > 1)
     return math.ceil(rest + held / threads + per_copy * copies)
 
 
@@ -126,6 +147,9 @@ def elementwise_registers(tile: ElementwiseTile, problem: ElementwiseProblem) ->
 
 
 def reduction_registers(tile: ReductionTile, problem: ReductionProblem) -> int:
-    """Registers a thread of a row kernel."""
-    rest, per_item, wide = (ROW if tile.one_pass else PIECES)[problem.kind]
-    return math.ceil(rest + tile.items * (per_item + (wide if problem.itemsize == 4 else 0.0)))
+    """Registers a thread of a row kernel; above what its threads can have it spills."""
+    # One warp has no barrier to pass: LayerNorm's weight and bias are loaded after the sums.
+    wide = problem.itemsize == 4 and not (problem.kind == "layer_norm" and tile.one_pass and tile.warps == 1)
+    rest, per_item, single = (ROW if tile.one_pass else PIECES)[problem.kind, 4 if wide else 2]
+    least = 0 if tile.one_pass or problem.kind == "softmax" else PIECES_LEAST
+    return math.ceil(max(least, rest + tile.items * (per_item + single * (not problem.aligned))))
