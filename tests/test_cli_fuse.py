@@ -177,7 +177,7 @@ def test_one_nest_is_tiled(tmp_path):
 
 
 def test_bad_options(module):
-    assert "gpu: no preset for 'v100'; known are a100, h100, h200, b200, rtx-4090" in said("--gpu", "v100")
+    assert "gpu: no preset for 'v100'; known are a100, h100, h200, b200, " in said("--gpu", "v100")
     assert "no preset 'qwen9'" in said("--preset", "qwen9") and "qwen3-0.6b" in said("--preset", "qwen9")
     assert said("--phase", "train") == "--phase train: expected one of decode, prefill"
     assert said("--dtype", "int8") == "--dtype int8: expected one of bfloat16, float16, float32"

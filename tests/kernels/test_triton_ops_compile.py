@@ -91,6 +91,11 @@ def wide(ptx, what):
     return len(re.findall(rf"{what}\.global[a-zA-Z0-9_.:]*\.(?:v4\.b32|v2\.b64|v4\.f32|v8\.b16)", ptx))
 
 
+def half_wide(ptx, what):
+    """As `wide`, of 8 bytes."""
+    return len(re.findall(rf"{what}\.global[a-zA-Z0-9_.:]*\.(?:v2\.b32|b64|v2\.f32|v4\.b16)", ptx))
+
+
 def tensors(dtype):
     def make(*shape):
         return torch.empty(shape, dtype=dtype)
@@ -202,7 +207,9 @@ def test_no_spills_and_wide_accesses(cases, dtype, capability, tmp_path):
         assert wide(ptx, "ld"), f"{name}: no 16-byte load"
         # What the programs of a row tell each other is two numbers each; a thread has 4 elements of a token's tile.
         narrow = kernel.__name__ in ("_softmax_parts_kernel", "store_tokens_kernel")
-        assert wide(ptx, "st") or narrow, f"{name}: no 16-byte store"
+        # Of few tokens a thread of the heads' kernels has 4 elements side by side: more threads, and each has less to norm and rotate.
+        few = name in ("rotary_embedding of 1", "qk_norm_rope of 1", "store") and half_wide(ptx, "st")
+        assert wide(ptx, "st") or narrow or few, f"{name}: no 16-byte store"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
