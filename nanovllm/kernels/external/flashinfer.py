@@ -114,20 +114,13 @@ def attention_decode(
 
 
 def _plan_decode(
-    wrapper_for: Callable[[str, torch.device, bool], Any],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_context_len: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> Callable[[], torch.Tensor]:
-    """What computes `attention_decode` of these lengths and blocks, from the queries and the cache as they are when it is called."""
+    wrapper_for, q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window=None, soft_cap=None, k_scale=None,
+    v_scale=None,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """What computes `attention_decode` of these lengths and blocks, from the queries and the cache as they are when it is called.
+
+    wrapper_for: (kind, device, whether with tensor cores) -> the wrapper to plan with.
+    """
     _check(_refuse_decode(q, k_cache, block_table, context_lens, k_scale, v_scale))
     check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     if values_checked(q.device):
@@ -168,21 +161,13 @@ def attention_prefill(
 
 
 def _plan_prefill(
-    wrapper_for: Callable[[str, torch.device, bool], Any],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> Callable[[], torch.Tensor]:
-    """What computes `attention_prefill` of these lengths and blocks, from the queries and the cache as they are when it is called."""
+    wrapper_for, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, scale, window=None, soft_cap=None,
+    k_scale=None, v_scale=None,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """What computes `attention_prefill` of these lengths and blocks, from the queries and the cache as they are when it is called.
+
+    wrapper_for: (kind, device, whether with tensor cores) -> the wrapper to plan with.
+    """
     _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
     check_prefill(
         q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale
