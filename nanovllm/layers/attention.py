@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +50,9 @@ class AttentionMetadata:
     """The longest run."""
     shared: SharedPrefixes | None = None
     """In a batch of decodes alone: whose leading blocks are to be read once, if anybody's."""
+    riders: AttentionMetadata | None = None
+    """Runs of tokens that ride on a batch of decodes alone: they come after these, and all else here says nothing of them. Each kind has
+    the ops that it has in a batch of its own, so no decode may attend to what a rider writes."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,12 @@ class Attention:
             raise ValueError(f"positions, q, k, v: expected {expected_all}, not {given}")
         if rotary.cos_sin_cache.shape[1] != head_dim:
             raise ValueError(f"q: expected a head_dim of {rotary.cos_sin_cache.shape[1]}, as the angles have, not {head_dim}")
+        if m.riders is not None:
+            n = m.num_decodes
+            rest = (rotary, q_norm, k_norm, cache)
+            riders = self.of_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.riders)
+            decodes = self.of_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, riders=None))
+            return torch.cat((decodes, riders))
         norms = () if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
         if self._qk_norm_rope_attention_shared.used and m.shared is not None:

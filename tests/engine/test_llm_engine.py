@@ -53,6 +53,7 @@ class SimulatedRunner:
 
     def __init__(self, num_blocks, budget, max_model_len):
         self.num_kvcache_blocks, self.max_num_batched_tokens, self.max_model_len = num_blocks, budget, max_model_len
+        self.rides = False
         self.simulated = Device(BLOCK)
         self.fail_next = None
         self.broken = False

@@ -1,0 +1,116 @@
+"""How prompts are spread over decode steps: who rides ends in time, what cannot is computed at once, and nobody else waits."""
+
+import random
+
+import pytest
+
+from nanovllm.engine import pacing
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.pacing import Pace, pace, padded_rows, riding_tokens
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+
+def test_rows_and_riders_fill_one_of_the_totals():
+    assert padded_rows(1, 512) == padded_rows(16, 512) == 16 and padded_rows(17, 512) == 32 and padded_rows(17, 20) == 20
+    assert riding_tokens(16) == [240, 304, 368]
+    assert riding_tokens(256) == [64, 128] and riding_tokens(352) == [32] and riding_tokens(353) == []
+    for rows in range(1, 400):
+        assert all(tokens >= pacing.LEAST and rows + tokens in pacing.TOTALS for tokens in riding_tokens(rows))
+
+
+@pytest.mark.parametrize(
+    "rows, steps_left, prompts, expected",
+    [
+        (16, 100, [(1000, 90)], Pace(riding=240)),  # 10 steps for 1000 tokens
+        (16, 100, [(3000, 90)], Pace(riding=304)),
+        (16, 100, [(3680, 90)], Pace(riding=368)),
+        (16, 100, [(3681, 90)], Pace(at_once=1024)),  # one too many to ride, and no fewer than this at once
+        (16, 100, [(5680, 90)], Pace(at_once=2000)),
+        (16, 100, [(50, 90), (5630, 90)], Pace(at_once=2000)),
+        (16, 100, [(50, 90), (5630, 80)], Pace(riding=304)),
+        (16, 100, [(700, 100)], Pace(at_once=1024)),  # would end after the others however fast it rides
+        (16, 100, [(700, 5000)], Pace(at_once=1024)),
+        (16, 100, [(60000, 100)], Pace(at_once=16384)),
+        (512, 100, [(1000, 10)], Pace(at_once=1024)),  # no room
+        (0, 0, [(500, 100), (2000, 99), (600, 50)], Pace(at_once=2500 - 384)),  # nobody decodes yet: the first of them sets the end
+        (0, 0, [(500, 100)] * 100, Pace(at_once=16384)),  # equal ones have no time to ride
+    ],
+)
+def test_pace_by_hand(rows, steps_left, prompts, expected):
+    assert pace(rows, steps_left, prompts, 16384) == expected
+
+
+def test_a_long_queue_is_not_looked_at_further_than_needed():
+    looked = iter([(1000, 100)] * 10_000)
+    assert pace(16, 100, looked, 4000) == Pace(at_once=4000)
+    assert len(list(looked)) == 10_000 - 4
+
+
+def run(lengths, outputs, rides, patient=True):
+    """(steps that rode, all steps, tokens of prompts in each step without riders) of sequences that all have their full output."""
+    blocks = BlockManager(2000, 256, enable_prefix_caching=False)
+    scheduler = Scheduler(blocks, 512, 16384, 4096, (), rides)
+    for i in sorted(range(len(lengths)), key=lambda i: -outputs[i]):
+        seq = Sequence(i, [1] * lengths[i], SamplingParams(max_tokens=outputs[i], ignore_eos=True), 0)
+        seq.patient = patient
+        scheduler.add(seq)
+    rode, steps, at_once = 0, 0, []
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        scheduler.check()
+        steps += 1
+        if step.riding is not None:
+            rode += 1
+            rows = padded_rows(step.decoding.num_tokens, 512)
+            assert step.decoding.decodes_only and step.riding.num_tokens <= riding_tokens(rows)[-1]
+            assert len(step.riding.parts) <= pacing.MAX_RIDERS
+        elif not step.decodes_only:
+            at_once.append(step.num_tokens - step.num_decodes)
+        scheduler.update(step, [2] * len(step.sampling))
+    return rode, steps, at_once
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_ride_and_all_end_no_later(seed):
+    rng = random.Random(seed)
+    lengths = [rng.randint(100, 1024) for _ in range(256)]
+    outputs = [rng.randint(100, 1024) for _ in range(256)]
+    _, steps, at_once = run(lengths, outputs, rides=False)
+    assert len(at_once) >= 9 and steps >= max(outputs)
+    rode, steps, at_once = run(lengths, outputs, rides=True)
+    assert rode > 800 and at_once and sum(at_once) < 5000
+    assert steps <= max(outputs) + 1
+
+
+def test_equal_requests_and_those_that_someone_waits_for_do_not_ride():
+    assert run([300] * 100, [200] * 100, True) == run([300] * 100, [200] * 100, False)
+    lengths, outputs = [300] * 100, list(range(100, 200))
+    assert run(lengths, outputs, True)[0] > 50
+    assert run(lengths, outputs, True, patient=False) == run(lengths, outputs, False, patient=False)
+
+
+def test_one_who_waits_lets_all_prompts_go_at_once():
+    scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), True)
+    for i in range(20):
+        seq = Sequence(i, [1] * 1000, SamplingParams(max_tokens=500 - 20 * i, ignore_eos=True), 0)
+        seq.patient = True
+        scheduler.add(seq)
+
+    def go():
+        step = scheduler.schedule()
+        scheduler.update(step, [2] * len(step.sampling))
+        return step
+
+    go()
+    assert go().riding is not None and go().riding is not None
+    scheduler.add(Sequence(20, [1] * 1000, SamplingParams(max_tokens=10), 0))
+    step = go()
+    assert step.riding is None and step.num_tokens > 10_000
+
+
+def test_many_short_prompts_ride_on_several_steps():
+    lengths, outputs = [2000] + [4] * 64, [300] + [20] * 64
+    rode, steps, at_once = run(lengths, outputs, True)
+    assert rode == 64 // pacing.MAX_RIDERS and at_once == [2000] and steps == 300
