@@ -121,7 +121,8 @@ class LLMEngine:
     def queue_batch(self, requests: list[Request]) -> None:
         """Queue requests of which none is of use before all have ended."""
         if self.scheduler.rides:  # who may have the most output first
-            requests = sorted(requests, key=lambda request: request.params.max_tokens, reverse=True)
+            longest = self.runner.max_model_len
+            requests = sorted(requests, key=lambda r: -min(r.params.max_tokens, longest - len(r.prompt_token_ids)))
         for request in requests:
             self.queue(request, patient=True)
 

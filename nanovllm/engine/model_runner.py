@@ -94,7 +94,7 @@ class ModelRunner:
             )
             by_context = kernels.providers["attention_decode"] == "native"
             sharing = config.enable_prefix_caching and shares_prefixes(kernels)
-            self.rides = self._rides(captures and not by_context)
+            self.rides = self._rides(kernels, captures, by_context)
             self.buckets = DecodeBuckets(config.max_num_seqs, self.max_model_len, by_context, sharing, self.rides)
             self.caches = kv_cache.allocate(
                 self.model_config, self.num_kvcache_blocks, self.block_size, self.cache_dtype, self.device
@@ -177,12 +177,18 @@ class ModelRunner:
         asked = self.config.capture_prefill
         return prefill if can_capture(kernels, "attention_prefill", logging.WARNING if asked else logging.INFO) else None
 
-    def _rides(self, captured: bool) -> bool:
-        """Whether prompts that nobody waits for ride on decode steps. captured: whether these are CUDA graphs for any context length."""
-        if self.config.ride_prompts is not None:
-            return self.config.ride_prompts
+    def _rides(self, kernels: Kernels, captures: bool, by_context: bool) -> bool:
+        """Whether prompts that nobody waits for ride on decode steps. captures, by_context: of these, as for `DecodeBuckets`."""
+        asked = self.config.ride_prompts
+        if asked is False:
+            return False
+        # Their graphs are captured when first wanted: too late to find out that they cannot be.
+        if captures and not can_capture(kernels, "attention_prefill", logging.DEBUG):
+            if asked:
+                logger.warning("no prompt rides on decodes: these are CUDA graphs, and the attention of prompts cannot be captured")
+            return False
         layer = sum(parameter.nbytes for parameter in self.model.model.layers[0].parameters())
-        return captured and layer >= pacing.LEAST_LAYER_BYTES
+        return bool(asked) or (captures and not by_context and layer >= pacing.LEAST_LAYER_BYTES)
 
     def _static_riders(self) -> PaddedRuns:
         largest = RunsBucket(pacing.TOTALS[-1], pacing.MAX_RIDERS)

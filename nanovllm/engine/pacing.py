@@ -17,7 +17,8 @@ from typing import NamedTuple
 TOTALS = (256, 320, 384)
 """Tokens of a step with riders, decodes included: it is padded to one of these."""
 ROWS = 16
-"""Decodes are padded to a multiple of this where prompts ride."""
+"""Decodes are padded to a multiple of this where prompts ride, and more than TOTALS[0] of them to a multiple of twice this: so to sizes
+for which sampling has a graph (`cuda_graph.batch_buckets`)."""
 LEAST = 32
 """Tokens of riders that there must be room for."""
 MAX_RIDERS = 16
@@ -38,7 +39,8 @@ class Pace(NamedTuple):
 
 def padded_rows(num_decodes: int, max_num_seqs: int) -> int:
     """Rows that this many decodes take beside riders."""
-    return min(-(-num_decodes // ROWS) * ROWS, max_num_seqs)
+    multiple = ROWS if num_decodes <= TOTALS[0] else 2 * ROWS
+    return min(-(-num_decodes // multiple) * multiple, max_num_seqs)
 
 
 def riding_tokens(rows: int) -> list[int]:
@@ -46,11 +48,12 @@ def riding_tokens(rows: int) -> list[int]:
     return [total - rows for total in TOTALS if total - rows >= LEAST]
 
 
-def pace(rows: int, steps_left: int, prompts: Iterable[tuple[int, int]], most: int) -> Pace:
-    """What a step with this many rows of decodes takes of prompts.
+def pace(rows: int, steps_left: int | None, prompts: Iterable[tuple[int, int]], most: int) -> Pace:
+    """What a step with this many rows of decodes takes of prompts, of which there is at least one.
 
     Args:
-        steps_left: until the last that decodes has all tokens that it may have. Where nobody decodes the first prompt counts.
+        steps_left: until the last that decodes has all tokens that it may have, of those that are waited for together with the prompts;
+            None if none of them decodes: then the first prompt counts.
         prompts: (tokens to compute, tokens that it may have after them) of each, in the order in which they are computed.
         most: tokens of prompts, if none rides.
     """
@@ -58,7 +61,7 @@ def pace(rows: int, steps_left: int, prompts: Iterable[tuple[int, int]], most: i
     fastest = rates[-1] if rates else 0
     tokens, at_once, rate = 0, 0, 0.0
     for prompt_tokens, output_tokens in prompts:
-        if not rows and not tokens:
+        if steps_left is None:
             steps_left = output_tokens
         tokens += prompt_tokens
         steps = max(0, steps_left - output_tokens)
@@ -67,6 +70,6 @@ def pace(rows: int, steps_left: int, prompts: Iterable[tuple[int, int]], most: i
             return Pace(at_once=most)
         if steps:
             rate = max(rate, tokens / steps)
-    if at_once or not rows:
+    if at_once:
         return Pace(at_once=min(max(at_once, LEAST_AT_ONCE), most))
     return Pace(riding=next(n for n in rates if n >= rate))

@@ -170,17 +170,21 @@ class Scheduler:
 
     def _pace(self) -> tuple[int, int | None]:
         """(most tokens of this step, most tokens of prompts that ride on it); None for the latter: no prompt rides."""
+        at_full_speed = self.max_num_batched_tokens, None
         decodes, prompts = [], []
         for seq in self.running:
             if not self._at_end(seq):
                 (decodes if seq.num_tokens - seq.num_computed_tokens == 1 else prompts).append(seq)
-        if self._may_admit():
-            prompts.extend(self.waiting)
+        waiting = self.waiting if self._may_admit() else ()
+        # More prompts than slots: what they wait for is that others end. Nor would the host have time to look at them all.
+        if len(prompts) + len(waiting) > self.max_num_seqs:
+            return at_full_speed
+        prompts.extend(waiting)
         if not prompts or not all(seq.patient for seq in prompts):
-            return self.max_num_batched_tokens, None
+            return at_full_speed
         pace = pacing.pace(
             pacing.padded_rows(len(decodes), self.max_num_seqs),
-            max((seq.max_len - seq.num_tokens for seq in decodes), default=0),
+            max((seq.max_len - seq.num_tokens for seq in decodes if seq.patient), default=None),
             ((seq.num_tokens - seq.num_computed_tokens, seq.max_len - seq.num_tokens) for seq in prompts),
             self.max_num_batched_tokens - len(decodes),
         )

@@ -66,12 +66,15 @@ class ScheduledStep:
 
     @cached_property
     def riding(self) -> ScheduledStep | None:
-        """The pieces of prompts that ride on its decodes: none of them ends, and nobody attends to what another part writes.
+        """The pieces of prompts that can ride on its decodes: none of them ends, nobody wants log-probabilities of them, and
+        no decode attends to what they write.
 
         None if there are none, or if it is not so.
         """
         riders = tuple(p for p in self.first if not p.samples)
         if not riders or len(riders) == len(self.first):
+            return None
+        if any(p.seq.params.prompt_logprobs is not None for p in riders):
             return None
         return ScheduledStep(riders) if all(p.decodes and not p.admitted for p in self.first if p.samples) else None
 

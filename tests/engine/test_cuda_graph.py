@@ -8,7 +8,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.cuda_graph import DecodeBuckets, batch_buckets, context_buckets
-from nanovllm.engine.model_runner import can_capture
+from nanovllm.engine.model_runner import ModelRunner, can_capture
 from nanovllm.engine.warm_up import warm_up
 from tests import tiny
 
@@ -38,6 +38,29 @@ def test_every_context_length_has_a_bucket(max_model_len):
 def test_what_the_host_plans_is_not_captured(provider, captured):
     """A capture would record the reference instead, at the largest context length."""
     assert can_capture(SimpleNamespace(providers={"attention_decode": provider})) is captured
+
+
+@pytest.mark.parametrize(
+    "asked, captures, by_context, prefill, width, rides",
+    [
+        (None, True, False, "triton", 2**13, True),
+        (None, True, False, "triton", 2**12, False),  # too few weights
+        (None, True, True, "triton", 2**13, False),
+        (None, False, False, "triton", 2**13, False),
+        (None, True, False, "native", 2**13, False),
+        (True, True, False, "native", 2**12, False),  # a capture would fail, when the first prompt rides
+        (True, True, False, "triton", 2**12, True),
+        (True, False, False, "native", 2**12, True),
+        (False, True, False, "triton", 2**13, False),
+    ],
+)
+def test_prompts_ride_where_that_can_be_captured_and_is_worth_it(asked, captures, by_context, prefill, width, rides):
+    layer = torch.nn.Linear(width, width, device="meta", dtype=torch.bfloat16)
+    runner = SimpleNamespace(
+        config=SimpleNamespace(ride_prompts=asked), model=SimpleNamespace(model=SimpleNamespace(layers=[layer]))
+    )
+    kernels = SimpleNamespace(providers={"attention_prefill": prefill})
+    assert ModelRunner._rides(runner, kernels, captures, by_context) is rides
 
 
 @pytest.mark.gpu

@@ -108,7 +108,7 @@ def test_captured_steps_give_the_same_tokens(directory, monkeypatch, kinds, asyn
 
 
 @pytest.mark.parametrize("asynchronous, captured", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("arguments", [{}, dict(num_kvcache_blocks=12), dict(max_num_seqs=4)], ids=["", "preempted", "few"])
+@pytest.mark.parametrize("arguments", [{}, dict(num_kvcache_blocks=12, max_num_seqs=30), dict(max_num_seqs=4)], ids=["", "preempted", "few"])
 def test_prompts_that_ride_change_no_token(directory, monkeypatch, asynchronous, captured, arguments):
     for name, value in dict(TOTALS=(8, 12, 20), ROWS=2, LEAST=2, LEAST_AT_ONCE=4, MAX_RIDERS=3).items():
         monkeypatch.setattr(pacing, name, value)
@@ -133,6 +133,36 @@ def test_prompts_that_ride_change_no_token(directory, monkeypatch, asynchronous,
         assert sum(len(args) == 4 and args[3] > 0 for args in graphs.replayed) == sum(rode)
     if "num_kvcache_blocks" in arguments:
         assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_a_piece_whose_log_probabilities_are_wanted_does_not_ride(directory, monkeypatch):
+    """Riders only leave their keys and values. It is few tokens beside decodes, as if it did ride."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=1),
+    ]
+    prompts, outputs = random_prompts([3, 90]), []
+    for rides in (False, True):
+        llm = make(directory, max_num_batched_tokens=12, ride_prompts=rides)
+        outputs.append(llm.generate(prompts, params, use_tqdm=False))
+    assert [o.outputs[0].token_ids for o in outputs[0]] == [o.outputs[0].token_ids for o in outputs[1]]
+    expected, got = (o[1].prompt_logprobs for o in outputs)
+    assert len(got) == 90 and got[0] is None and [list(row) for row in got[1:]] == [list(row) for row in expected[1:]]
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_those_that_may_have_the_most_output_are_queued_first(directory, rides):
+    """Where prompts ride. max_model_len bounds the output as max_tokens does."""
+    engine = make(directory, ride_prompts=rides).engine
+    lengths, most = [5, 120, 100, 6], [20, 100, 100, 21]
+    requests = [
+        engine.make_request(prompt, SamplingParams(max_tokens=n)) for prompt, n in zip(random_prompts(lengths), most)
+    ]
+    engine.queue_batch(requests)
+    queued = [seq.prompt_len for seq in engine.scheduler.waiting]
+    assert queued == ([100, 6, 5, 120] if rides else lengths)
+    for request in requests:
+        engine.abort(request)
 
 
 def test_a_seeded_request_draws_the_same_alone_and_among_256(directory):

@@ -1,11 +1,13 @@
 """How prompts are spread over decode steps: who rides ends in time, what cannot is computed at once, and nobody else waits."""
 
 import random
+from collections import deque
 
 import pytest
 
 from nanovllm.engine import pacing
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.cuda_graph import DecodeBuckets
 from nanovllm.engine.pacing import Pace, pace, padded_rows, riding_tokens
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -18,6 +20,16 @@ def test_rows_and_riders_fill_one_of_the_totals():
     assert riding_tokens(256) == [64, 128] and riding_tokens(352) == [32] and riding_tokens(353) == []
     for rows in range(1, 400):
         assert all(tokens >= pacing.LEAST and rows + tokens in pacing.TOTALS for tokens in riding_tokens(rows))
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 11, 20, 256, 260, 300, 512, 1000])
+def test_rows_beside_riders_are_a_captured_batch_size(max_num_seqs):
+    """Else sampling would have no graph, and attention would not have been compiled before the capture."""
+    buckets = DecodeBuckets(max_num_seqs, 1000, by_context=False, riding=True)
+    for num_decodes in range(1, max_num_seqs + 1):
+        rows = padded_rows(num_decodes, max_num_seqs)
+        assert num_decodes <= rows and (rows in buckets.batch_sizes or not riding_tokens(rows))
+        assert {(rows, tokens) for tokens in riding_tokens(rows)} <= set(buckets.riding_sizes)
 
 
 @pytest.mark.parametrize(
@@ -34,8 +46,9 @@ def test_rows_and_riders_fill_one_of_the_totals():
         (16, 100, [(700, 5000)], Pace(at_once=1024)),
         (16, 100, [(60000, 100)], Pace(at_once=16384)),
         (512, 100, [(1000, 10)], Pace(at_once=1024)),  # no room
-        (0, 0, [(500, 100), (2000, 99), (600, 50)], Pace(at_once=2500 - 384)),  # nobody decodes yet: the first of them sets the end
-        (0, 0, [(500, 100)] * 100, Pace(at_once=16384)),  # equal ones have no time to ride
+        (0, None, [(500, 100), (2000, 99), (600, 50)], Pace(at_once=2500 - 384)),  # nobody decodes yet: the first of them sets the end
+        (0, None, [(500, 100)] * 100, Pace(at_once=16384)),  # equal ones have no time to ride
+        (16, None, [(2000, 100), (500, 90)], Pace(at_once=2000)),  # those that decode are waited for by others
     ],
 )
 def test_pace_by_hand(rows, steps_left, prompts, expected):
@@ -114,3 +127,38 @@ def test_many_short_prompts_ride_on_several_steps():
     lengths, outputs = [2000] + [4] * 64, [300] + [20] * 64
     rode, steps, at_once = run(lengths, outputs, True)
     assert rode == 64 // pacing.MAX_RIDERS and at_once == [2000] and steps == 300
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_prompts_do_not_wait_for_the_end_of_what_others_wait_for(patient):
+    """`generate` returns with its own last token, however long a stream beside it will be."""
+    scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), True)
+    for i, output in enumerate((3000, *[100] * 40)):
+        seq = Sequence(i, [1] * 500, SamplingParams(max_tokens=output, ignore_eos=True), 0)
+        seq.patient = patient or i > 0
+        scheduler.add(seq)
+        if i == 0:
+            step = scheduler.schedule()
+            scheduler.update(step, [2])
+    step = scheduler.schedule()
+    assert (step.riding is not None) is patient
+    assert patient or step.num_tokens == 16384
+
+
+class Unlooked(deque):
+    def __iter__(self):
+        raise AssertionError
+
+
+def test_where_slots_are_short_prompts_go_at_once_and_a_long_queue_is_not_looked_at():
+    scheduler = Scheduler(BlockManager(500, 256, False), 8, 256, 4096, (), True)
+    for i in range(20):
+        seq = Sequence(i, [1] * 100, SamplingParams(max_tokens=2000 - 100 * i, ignore_eos=True), 0)
+        seq.patient = True
+        scheduler.add(seq)
+    scheduler.waiting = Unlooked(scheduler.waiting)
+    steps = []
+    for _ in range(3):
+        steps.append(scheduler.schedule())
+        scheduler.update(steps[-1], [2] * len(steps[-1].sampling))
+    assert [step.num_tokens for step in steps] == [256, 256, 256] and len(scheduler.running) == 8
