@@ -67,7 +67,7 @@ class ScheduledStep:
     @cached_property
     def riding(self) -> ScheduledStep | None:
         """The pieces of prompts that can ride on its decodes: none of them ends, nobody wants log-probabilities of them, and
-        no decode attends to what they write.
+        no decode attends to what they write, nor they to what a decode does.
 
         None if there are none, or if it is not so.
         """

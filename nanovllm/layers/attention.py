@@ -52,7 +52,7 @@ class AttentionMetadata:
     """In a batch of decodes alone: whose leading blocks are to be read once, if anybody's."""
     riders: AttentionMetadata | None = None
     """Runs of tokens that ride on a batch of decodes alone: they come after these, and all else here says nothing of them. Each kind has
-    the ops that it has in a batch of its own, so no decode may attend to what a rider writes."""
+    the ops that it has in a batch of its own, so no decode may attend to what a rider writes, nor the other way round."""
 
 
 @dataclass(frozen=True)
