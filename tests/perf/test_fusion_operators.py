@@ -186,7 +186,7 @@ def test_views_in_place_cost_nothing():
 def test_what_the_document_calls_opaque_is():
     """Every operator in that paragraph, but for those that tests above look at."""
     text = (Path(__file__).parents[2] / "docs" / "fusion.md").read_text()
-    named = set(re.findall(r"`([a-z_]+)`", text[text.index("Opaque are, in particular") : text.index("**Legality**")]))
+    named = set(re.findall(r"`([a-z_]+)`", text[text.index("Opaque are, in particular") : text.index("### Legality")]))
     x, image, i = torch.rand(4, 8), torch.rand(2, 4, 6, 6), torch.randint(0, 4, (4, 8))
     calls = {
         "dropout": lambda x, image, i: F.dropout(x),
