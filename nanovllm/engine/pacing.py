@@ -6,8 +6,10 @@ which returns when all is done, has no use.
 
 Prompts must not ride for too long: sequences that begin late end alone. So those that may have the most output go first, and
 each is to begin early enough to end with the last of those that run already. Where that takes more tokens a step than
-can ride, so many are computed at once that the others can. What is known of an end is the most output that was asked for: where most
-sequences end much earlier, their prompts have ridden for nothing.
+can ride, so many are computed at once that the others can.
+
+All that is known of an end is the most output that was asked for. When a sequence ends earlier, at an end token or a stop string, the
+others may too, and would wait for an end that does not come; then no more prompts ride.
 """
 
 from __future__ import annotations

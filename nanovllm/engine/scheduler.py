@@ -75,6 +75,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.rides = rides
+        self._ended_early = False
+        """Whether a patient sequence ended before it had all tokens that it might have, since there was nothing to do."""
         self.num_preemptions = 0
         self.waiting: deque[Sequence] = deque()
         self.reset()
@@ -99,6 +101,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
+        if not self.has_unfinished:
+            self._ended_early = False
         seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
         seq.stop_ids = frozenset(seq.params.stop_token_ids) | (
             frozenset() if seq.params.ignore_eos else self.eos_token_ids
@@ -180,7 +184,7 @@ class Scheduler:
         if len(prompts) + len(waiting) > self.max_num_seqs:
             return at_full_speed
         prompts.extend(waiting)
-        if not prompts or not all(seq.patient for seq in prompts):
+        if self._ended_early or not prompts or not all(seq.patient for seq in prompts):
             return at_full_speed
         pace = pacing.pace(
             pacing.padded_rows(len(decodes), self.max_num_seqs),
@@ -269,6 +273,7 @@ class Scheduler:
         elif seq in self.waiting:
             self.waiting.remove(seq)
             self._head_lacks_blocks = False  # who waits behind it may need fewer blocks
+        self._ended_early |= seq.patient and reason == "stop"
         seq.end(reason, stop_reason)
 
     def _take(

@@ -123,6 +123,32 @@ def test_one_who_waits_lets_all_prompts_go_at_once():
     assert step.riding is None and step.num_tokens > 10_000
 
 
+def test_after_an_early_end_nobody_rides():
+    scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (7,), True)
+
+    def add(number, first=0):
+        for i in range(first, first + number):
+            seq = Sequence(i, [1] * 1000, SamplingParams(max_tokens=500 - 20 * i), 0)
+            seq.patient = True
+            scheduler.add(seq)
+
+    def go(token=2):
+        step = scheduler.schedule()
+        scheduler.update(step, [token] + [2] * (len(step.sampling) - 1))
+        return step
+
+    add(20)
+    go()
+    assert go().riding is not None and go(7).riding is not None
+    step = go()
+    assert step.riding is None and step.num_tokens > 10_000
+    while scheduler.has_unfinished:
+        assert go().riding is None
+    add(20)
+    go()
+    assert go().riding is not None  # the next ones are believed again
+
+
 def test_many_short_prompts_ride_on_several_steps():
     lengths, outputs = [2000] + [4] * 64, [300] + [20] * 64
     rode, steps, at_once = run(lengths, outputs, True)
