@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 DIRECTORY_VARIABLE = "NANOVLLM_KERNEL_CONFIGS"
 SHIPPED = Path(__file__).parent / "configs"
 SCHEMA = 1
+ENTRY_FIELDS = {"tunable": str, "source": str, "versions": dict, "key": dict, "config": dict}
+"""What every entry of a file has; `nanovllm tune` writes more."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def document(path: Path) -> dict[str, Any]:
         for i, entry in enumerate(data["entries"]):
             if not isinstance(entry, dict):
                 raise ValueError(f"entries[{i}]: expected an object, not {entry!r:.60}")
-            for name, kind in {"tunable": str, "source": str, "versions": dict, "key": dict, "config": dict}.items():
+            for name, kind in ENTRY_FIELDS.items():
                 if type(entry.get(name)) is not kind:
                     raise ValueError(f"entries[{i}].{name}: expected {kind_name(kind)}, not {entry.get(name)!r:.60}")
     except ValueError as e:
