@@ -26,7 +26,7 @@ from nanovllm.kernels.tables import canonical_gpu_name
 from nanovllm.kernels.versions import versions
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.tunable import Key, Tunable
+    from nanovllm.kernels.launch_choice import Key, Tunable
 
 logger = logging.getLogger(__name__)
 

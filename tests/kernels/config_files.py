@@ -5,7 +5,7 @@ import json
 import torch
 
 from nanovllm.kernels import configs, tunables
-from nanovllm.kernels.tunable import bucket
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.versions import versions
 
 GPU, CPU, BF16 = "nvidia-test-9", torch.device("cpu"), torch.bfloat16

@@ -8,10 +8,10 @@ import torch
 
 triton = pytest.importorskip("triton")
 from nanovllm.kernels import all_ops, tunables  # noqa: E402
+from nanovllm.kernels.launch_choice import imported  # noqa: E402
 from nanovllm.kernels.source_hash import is_kernel  # noqa: E402
 from nanovllm.kernels.triton_decode.plan import MatrixPlan  # noqa: E402
 from nanovllm.kernels.triton_linear.plan import plan_product  # noqa: E402
-from nanovllm.kernels.tunable import imported  # noqa: E402
 from nanovllm.perf.autotune.launches import recorded  # noqa: E402
 from tests.kernels.config_files import BF16, CPU, entry, write  # noqa: E402
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels import tunables
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.ops.checks import (
     FP8,
     check_attention_values,
@@ -23,7 +24,6 @@ from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import adjacent, are_constant, cdiv, has_dependent_launch, next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
-from nanovllm.kernels.tunable import bucket
 
 
 @dataclass(frozen=True)

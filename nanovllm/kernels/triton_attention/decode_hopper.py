@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels import tunables
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, num_multiprocessors, padded_count
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan_hopper_decode
@@ -16,7 +17,6 @@ from nanovllm.kernels.triton_ops._cluster import launch_clusters, launches_clust
 from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import cdiv
 from nanovllm.kernels.triton_ops.cache import num_scales
-from nanovllm.kernels.tunable import bucket
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton_attention.decode import NewTokens

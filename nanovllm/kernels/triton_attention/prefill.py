@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels import tunables
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.ops.checks import check_prefill, check_prefill_values, values_checked
 from nanovllm.kernels.triton_attention.common import (
     LOG2E,
@@ -21,7 +22,6 @@ from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
 from nanovllm.kernels.triton_ops._counters import arrival_counters
 from nanovllm.kernels.triton_ops._launch import next_power_of_2
 from nanovllm.kernels.triton_ops.cache import num_scales
-from nanovllm.kernels.tunable import bucket
 
 
 @dataclass(frozen=True)

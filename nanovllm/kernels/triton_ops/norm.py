@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import tunables
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.triton_ops._launch import (
     adjacent,
     are_constant,
@@ -31,7 +32,6 @@ from nanovllm.kernels.triton_ops.pieces import (
     pieces_of,
     warps_of_pieces,
 )
-from nanovllm.kernels.tunable import bucket
 
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192

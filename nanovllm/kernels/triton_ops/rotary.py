@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.kernels import tunables
+from nanovllm.kernels.launch_choice import Tunable, bucket
 from nanovllm.kernels.ops.checks import FP8, check_positions, check_slots, check_store, values_checked
 from nanovllm.kernels.triton_ops._launch import (
     adjacent,
@@ -19,7 +20,6 @@ from nanovllm.kernels.triton_ops.rotary_kernels import (
     store_kernel,
     store_tokens_kernel,
 )
-from nanovllm.kernels.tunable import Tunable, bucket
 
 _MANY_TOKENS = 1024
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import tunables
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.triton_ops._launch import (
     cdiv,
     has_dependent_launch,
@@ -17,7 +18,6 @@ from nanovllm.kernels.triton_ops._launch import (
     warps_for,
 )
 from nanovllm.kernels.triton_ops._math import to_dtype
-from nanovllm.kernels.tunable import bucket
 
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.declaration import Arguments
-from nanovllm.kernels.tunable import Tunable
+from nanovllm.kernels.launch_choice import Tunable
 from nanovllm.perf.autotune.launches import Launch
 
 if TYPE_CHECKING:

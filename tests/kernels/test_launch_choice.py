@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 from nanovllm.kernels import tunables  # noqa: E402
+from nanovllm.kernels.launch_choice import bucket  # noqa: E402
 from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan  # noqa: E402
 from nanovllm.kernels.triton_ops.plans import RowPlan  # noqa: E402
-from nanovllm.kernels.tunable import bucket  # noqa: E402
 from tests.kernels.config_files import BF16, CPU, rms_norm  # noqa: E402
 
 
