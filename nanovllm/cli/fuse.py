@@ -1,14 +1,13 @@
-"""`nanovllm fuse`: what to fuse in a module, what it is predicted to bring, and what it brings."""
+"""`nanovllm fuse`: what to fuse in a module, what it is predicted to bring, and what it brings.
+
+Which module is fuse_target.py's business; loop nests in place of a module are fuse_loops.py's.
+"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,23 +19,11 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
+    from nanovllm.cli.fuse_target import Target
     from nanovllm.perf.fusion import FusionAnalyzer, FusionDevice
-    from nanovllm.perf.fusion.nest import LoopNest
 
 _PHASES = ("decode", "prefill")
 _NOTHING = "{}: nothing to fuse, it runs no kernel"
-
-
-@dataclass
-class _Target:
-    """A module with its arguments, and what tells it from others."""
-
-    module: Any
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    known: Mapping[str, Any] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
-    title: str = ""
 
 
 def fuse(
@@ -74,12 +61,18 @@ def fuse(
 
     model = device_model(gpu) if gpu is not None else None  # an unknown one is said before anything else is done
     if loops is not None:
-        _loops(loops, size or [], model or device_model("h100"), as_json)
+        from nanovllm.cli.fuse_loops import show_loops
+
+        show_loops(loops, size or [], model or device_model("h100"), as_json)
         return
+    from nanovllm.cli.fuse_target import layer_of_preset, own_module
+
     where = select_device(device) if measure else None
 
-    def make() -> _Target:
-        return _own(module, where) if module else _layer(preset or "qwen3-0.6b", tokens, context, phase, dtype, where)
+    def make() -> Target:
+        if module:
+            return own_module(module, where)
+        return layer_of_preset(preset or "qwen3-0.6b", tokens, context, phase, dtype, where)
 
     if measure:
         if model is not None:
@@ -104,7 +97,7 @@ def fuse(
     print(_summary(report))
 
 
-def _analyzer(target: _Target, device: FusionDevice) -> FusionAnalyzer:
+def _analyzer(target: Target, device: FusionDevice) -> FusionAnalyzer:
     from nanovllm.perf.fusion import FusionAnalyzer
 
     return FusionAnalyzer(target.module, target.args, target.kwargs, device=device, known=target.known)
@@ -123,198 +116,7 @@ def _summary(report: Any) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------------- what to look at
-
-
-def _layer(
-    name: str, tokens: int, context: int | None, phase: str, dtype: str | None, where: torch.device | None
-) -> _Target:
-    import torch
-
-    from nanovllm.cli.fuse_layer import decoder_layer
-
-    decode = phase == "decode"
-    context = context if context is not None else 1024 if decode else tokens
-    layer, kwargs, known = decoder_layer(
-        name, tokens, context, decode, where or "meta", None if dtype is None else getattr(torch, dtype)
-    )
-    about = {
-        "module": f"{name} decoder layer", "phase": phase, "tokens": tokens, "context": context,
-        "dtype": str(kwargs["x"].dtype).removeprefix("torch."),
-    }  # fmt: skip
-    title = f"{about['module']}, {phase}, tokens {tokens}, context {context}, {about['dtype']}"
-    return _Target(layer, (), kwargs, known, about, title)
-
-
-def _own(text: str, where: torch.device | None) -> _Target:
-    """What "package.module:function" returns: (module, arguments) or (module, positional, keyword arguments)."""
-    import torch
-
-    function = _function(text)
-    try:
-        made = function()
-    except Exception as e:  # the user's own: their line says more than ours
-        raise ValueError(f"--module {text}: {_raised(e)}") from e
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ValueError(f"--module {text}: expected (module, arguments), not {type(made).__name__}")
-    module, args, kwargs = (*made, {})[:3]
-    if isinstance(args, Mapping):
-        args, kwargs = (), {**args, **kwargs}
-    if isinstance(args, torch.Tensor):
-        args = (args,)
-    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
-        raise ValueError(
-            f"--module {text}: expected the arguments as a tuple or by name, not {type(args).__name__}, {type(kwargs).__name__}"
-        )
-    if where is not None:
-        _check_values(text, module, args, kwargs)
-        module = module.to(where) if isinstance(module, torch.nn.Module) else module
-        args, kwargs = torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda t: t.to(where), (tuple(args), dict(kwargs))
-        )
-    about = {"module": text, "arguments": _describe(args, kwargs)}
-    return _Target(module, tuple(args), dict(kwargs), {}, about, f"{text}({about['arguments']})")
-
-
-def _raised(e: Exception) -> str:
-    """An error of the user's code in one line, with the place."""
-    from nanovllm.perf.fusion.trace import place_of
-
-    return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}{place_of(e)}"
-
-
-def _check_values(text: str, module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """ValueError if something has no values: what is measured is run."""
-    import torch
-
-    flat = torch.utils._pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
-    tensors = [(torch.utils._pytree.keystr(path[1:]).strip("[]'"), "argument", t) for path, t in flat]
-    if isinstance(module, torch.nn.Module):
-        tensors += [(name, "parameter", t) for name, t in module.named_parameters()]
-        tensors += [(name, "buffer", t) for name, t in module.named_buffers()]
-    for name, what, t in tensors:
-        if isinstance(t, torch.Tensor) and t.is_meta:
-            how = (
-                f"make it with values, such as torch.randn({', '.join(map(str, t.shape))})"
-                if what == "argument"
-                else "make the module without the meta device"
-            )
-            raise ValueError(
-                f"--module {text}: {what} {name} is on the meta device, and --measure needs values: {how}; only predictions do without"
-            )
-
-
-def _function(text: str) -> Callable[[], Any]:
-    place, colon, name = text.rpartition(":")
-    if not colon or not place or not name:
-        raise ValueError(f"--module {text}: expected package.module:function or file.py:function")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            loaded = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(loaded)
-        else:
-            if "" not in sys.path:
-                sys.path.insert(0, "")
-            loaded = importlib.import_module(place)
-    except (ImportError, FileNotFoundError) as e:
-        raise ValueError(f"--module {text}: cannot import {place}: {e}") from e
-    except Exception as e:  # raised by the file itself
-        raise ValueError(f"--module {text}: cannot import {place}: {_raised(e)}") from e
-    if not callable(getattr(loaded, name, None)):
-        raise ValueError(f"--module {text}: {place} has no function {name!r}")
-    return getattr(loaded, name)
-
-
-def _describe(args: Any, kwargs: Mapping[str, Any]) -> str:
-    import torch
-
-    leaves = torch.utils._pytree.tree_leaves((args, dict(kwargs)))
-    return ", ".join(
-        f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in leaves if isinstance(t, torch.Tensor)
-    )
-
-
-# -------------------------------------------------------------------------------------------------------------- loop nests
-
-
-def _loops(path: Path, sizes: list[str], model: Any, as_json: bool) -> None:
-    from nanovllm.perf.fusion.nest import parse
-    from nanovllm.perf.fusion.tile_fusion import TileFusion
-
-    values: dict[str, int] = {}
-    for text in sizes:
-        name, _, number = text.partition("=")
-        if not name.isidentifier() or not number.isdigit():
-            raise ValueError(f"--size {text}: expected a name and a number, such as N=64")
-        values[name] = int(number)
-    if not path.is_file():
-        raise ValueError(f"--loops {path}: no such file")
-    nests = parse(path.read_text(), **values)
-    for i, nest in enumerate(nests, 1):
-        for variable, (low, high) in zip(nest.variables, nest.bounds):
-            if high <= low:
-                given = f" with {', '.join(f'{name}={value}' for name, value in values.items())}" if values else ""
-                raise ValueError(
-                    f"--loops {path}: nest {i} runs no iteration{given}: `for {variable} in range({low}, {high})` is empty, "
-                    "so there is nothing to fuse or tile"
-                )
-    capacity = model.shared_per_block // 4
-    found = _fused_nests(nests) if len(nests) > 1 else _one_nest(nests[0])
-    if found["shift"] is not None:
-        tiles = TileFusion(*nests)
-        found["tiles_forbidden_by"] = tiles.why_not()
-        if found["tiles_forbidden_by"] is None:
-            found["tile"] = asdict(tiles.best(capacity))
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
-    print("\n".join(found["dependences"]) or "no dependences")
-    if len(nests) == 1:
-        print("One nest, nothing to fuse:")
-    elif found["legal"]:
-        print("All loops can be fused:")
-    else:
-        print(f"{found['fused_levels'] or 'No'} common loop(s) can be fused: {found['reason']}")
-        if found["shift"] is not None:
-            later = ", ".join(f"nest {i} by {s}" for i, s in enumerate(found["shift"], 1) if any(s))
-            print(f"With a delay all can: {later}.")
-    print(found["fused"])
-    if found.get("tiles_forbidden_by"):
-        print(f"Tiles are not legal: {found['tiles_forbidden_by']}")
-    elif "tile" in found:
-        t = found["tile"]
-        print(
-            f"Tiles for {capacity:,} floats (the shared memory of a block on {model.name}): {t['tile']}, {t['tiles']:,} of them, "
-            f"{t['footprint']:,} elements each, {t['traffic']:,} moved in all"
-        )
-
-
-def _fused_nests(nests: Sequence[LoopNest]) -> dict[str, Any]:
-    from nanovllm.perf.fusion.loops import LoopFusionAnalyzer
-
-    analyzer = LoopFusionAnalyzer(*nests)
-    return {
-        "nests": len(nests), "fused_levels": analyzer.depth, "legal": analyzer.legal, "reason": analyzer.reason,
-        "shift": analyzer.shift, "dependences": [str(d) for d in analyzer.dependences], "fused": analyzer.source(),
-    }  # fmt: skip
-
-
-def _one_nest(nest: LoopNest) -> dict[str, Any]:
-    """The same of a nest by itself, which can only be cut into tiles."""
-    from nanovllm.perf.fusion.loops import source_of
-    from nanovllm.perf.fusion.tile_fusion import TileFusion
-
-    return {
-        "nests": 1, "fused_levels": nest.depth, "legal": True, "reason": "", "shift": ((0,) * nest.depth,),
-        "dependences": [d.forwards().text for d, _ in TileFusion(nest).dependences if any(map(any, d.distances.ranges))], "fused": source_of(nest),
-    }  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------------------------- measuring
-
-
-def _measure(target: _Target, where: torch.device, compile: bool, iters: int, save: Path | None, as_json: bool) -> None:
+def _measure(target: Target, where: torch.device, compile: bool, iters: int, save: Path | None, as_json: bool) -> None:
     import torch
 
     from nanovllm.perf.device import device_name

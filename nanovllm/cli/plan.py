@@ -123,7 +123,7 @@ def conv(
     """Tiles of a convolution as implicit matrix product with halo; channels innermost."""
     from nanovllm.perf.presets import dtype_name
     from nanovllm.perf.tiles import ConvProblem, plan_conv
-    from nanovllm.perf.tiles.conv import DTYPES
+    from nanovllm.perf.tiles.conv_problem import DTYPES
 
     taps = kernel.lower().split("x")
     if not all(t.isdigit() for t in taps) or len(taps) > 2:

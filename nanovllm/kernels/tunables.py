@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.configs import Tunable, bucket
+from nanovllm.kernels.launch_choice import Tunable, bucket
 
 Key = Mapping[str, Any]
 

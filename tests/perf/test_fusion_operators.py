@@ -10,11 +10,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanovllm.perf.fusion import FusionAnalyzer, FusionCostModel, Group, legality
-from nanovllm.perf.fusion.classify import matmul_operands
 from nanovllm.perf.fusion.extract import extract, values
 from nanovllm.perf.fusion.graph import build
 from nanovllm.perf.fusion.host import Host
 from nanovllm.perf.fusion.measure import measure
+from nanovllm.perf.fusion.products import matmul_operands
 from nanovllm.perf.presets import device_model
 
 PLAIN = Host("plain", 1e12, 0, 1e12, 1e-6, 1e13, {"float32": 1e14})

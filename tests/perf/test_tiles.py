@@ -34,6 +34,7 @@ from nanovllm.perf.tiles import (
     stages_needed,
     waves,
 )
+from nanovllm.perf.tiles.conv_problem import positions_read
 from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds, overlapped
 from nanovllm.perf.tiles.report import document, table_rows
 from nanovllm.perf.tiles.resources import bytes_needed, combine, positive
@@ -493,9 +494,9 @@ def test_positions_that_outputs_read():
         outputs, taps, stride, dilation, padding = (chance.randint(1, 9) for _ in range(5))
         size = chance.randint(1, 60)
         read = {i * stride + j * dilation for i in range(outputs) for j in range(taps)}
-        assert conv._read(outputs, taps, stride, dilation) == len(read)
+        assert positions_read(outputs, taps, stride, dilation) == len(read)
         inside = [x for x in read if 0 <= x - padding < size]
-        assert conv._read(outputs, taps, stride, dilation, padding, size) == len(inside)
+        assert positions_read(outputs, taps, stride, dilation, padding, size) == len(inside)
 
 
 def test_few_channels_may_be_gathered():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.configs import bucket
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.ops.checks import (
     FP8,
     check_attention_values,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.configs import bucket
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, num_multiprocessors, padded_count
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan_hopper_decode

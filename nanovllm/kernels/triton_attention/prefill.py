@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.configs import bucket
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.ops.checks import check_prefill, check_prefill_values, values_checked
 from nanovllm.kernels.triton_attention.common import (
     LOG2E,

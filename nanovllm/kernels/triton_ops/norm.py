@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.configs import bucket
+from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.triton_ops._launch import (
     adjacent,
     are_constant,

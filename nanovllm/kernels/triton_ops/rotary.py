@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.configs import Tunable, bucket
+from nanovllm.kernels.launch_choice import Tunable, bucket
 from nanovllm.kernels.ops.checks import FP8, check_positions, check_slots, check_store, values_checked
 from nanovllm.kernels.triton_ops._launch import (
     adjacent,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels import tunables
-from nanovllm.kernels.configs import Tunable
 from nanovllm.kernels.declaration import Arguments
+from nanovllm.kernels.launch_choice import Tunable
 from nanovllm.perf.autotune.launches import Launch
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.kernels.configs import Tunable, bucket
+from nanovllm.kernels.launch_choice import Tunable, bucket
 from nanovllm.kernels.triton_ops._launch import cdiv
 from nanovllm.perf.autotune.space import Constraint, Parameter, TuningSpace, powers
 

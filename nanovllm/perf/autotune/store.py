@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanovllm.kernels.configs import SCHEMA, SHIPPED, document, entry_of, forget_files
+from nanovllm.kernels.configs import ENTRY_FIELDS, SCHEMA, SHIPPED, document, entry_of, forget_files
 from nanovllm.kernels.tunables import ALL
 from nanovllm.kernels.versions import versions
 from nanovllm.perf.autotune.search import Outcome
@@ -128,8 +128,9 @@ def _entries_of_malformed(path: Path) -> list[dict[str, Any]]:
         return []
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("entries"), list):
         return []
-    fields = {"tunable": str, "source": str, "versions": dict, "key": dict, "config": dict}
-    return [e for e in data["entries"] if isinstance(e, dict) and all(type(e.get(n)) is k for n, k in fields.items())]
+    return [
+        e for e in data["entries"] if isinstance(e, dict) and all(type(e.get(n)) is k for n, k in ENTRY_FIELDS.items())
+    ]
 
 
 def _write(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels import all_ops, tunables
-from nanovllm.kernels.configs import Tunable, bucket
 from nanovllm.kernels.declaration import Arguments, Shape, Tensors, written
+from nanovllm.kernels.launch_choice import Tunable, bucket
 from nanovllm.kernels.registry import Op, Provider
 from nanovllm.perf.autotune.launches import recorded
 from nanovllm.perf.autotune.planned import asked_on, builtin_plan, hopper_asks
@@ -252,7 +252,7 @@ def _job(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Named, d
 
 
 def _kernels(tunable: Tunable) -> list[Any]:
-    from nanovllm.kernels.configs import imported
+    from nanovllm.kernels.launch_choice import imported
 
     return [imported(kernel) for kernel in tunable.kernels]
 

@@ -22,7 +22,8 @@ from typing import Literal, Protocol
 from torch.fx import Node as FxNode
 
 from nanovllm.perf.fusion import legality
-from nanovllm.perf.fusion.classify import GATHERS, NORMALISATIONS, POINTWISE, Kind, fake, independent_parts
+from nanovllm.perf.fusion.classify import GATHERS, NORMALISATIONS, POINTWISE, Kind, independent_parts
+from nanovllm.perf.fusion.fx_nodes import fake
 from nanovllm.perf.fusion.graph import Kernel, Read
 from nanovllm.perf.fusion.grouping import Group
 

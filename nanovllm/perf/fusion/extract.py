@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.selection import default_function
-from nanovllm.perf.fusion import classify
+from nanovllm.perf.fusion import fx_nodes
 from nanovllm.perf.fusion.graph import OpGraph
 from nanovllm.perf.fusion.grouping import Group
 from nanovllm.perf.fusion.match import Match
@@ -71,7 +71,7 @@ class _Writer:
             if n in self.group.members:
                 continue
             if n.op == "call_function" and n not in self.group.graph.of:
-                todo += n.args[:1] if classify.op_name(n) in _SHAPED_AS else n.all_input_nodes
+                todo += n.args[:1] if fx_nodes.op_name(n) in _SHAPED_AS else n.all_input_nodes
             else:
                 found.append(n)
         return found
@@ -85,8 +85,8 @@ class _Writer:
             for before in self.group.graph.of[node].after & self.group.members:
                 self._value(before)
         target, args = node.target, node.args
-        if classify.op_name(node) in _SHAPED_AS:
-            target, args = _SHAPED_AS[classify.op_name(node)], (args[0], list(classify.fake(node)[0].shape))
+        if fx_nodes.op_name(node) in _SHAPED_AS:
+            target, args = _SHAPED_AS[fx_nodes.op_name(node)], (args[0], list(fx_nodes.fake(node)[0].shape))
         self.made[node] = self.graph.call_function(
             _out_of_place(target), map_arg(args, self._value), map_arg(node.kwargs, self._value)
         )
@@ -104,7 +104,7 @@ class _Writer:
                 if fx is not None:
                     self.made[fx] = self.graph.call_function(operator.getitem, (result, i)) if several else result
         if wanted not in self.made:  # what it writes to is there already
-            written = classify.mutated(wanted)
+            written = fx_nodes.mutated(wanted)
             self.made[wanted] = self._value(written[0]) if written else self.called[m]
         return self.made[wanted]
 

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch.fx import Node as FxNode
 
-from nanovllm.perf.fusion import classify
-from nanovllm.perf.fusion.classify import Kind, fake
+from nanovllm.perf.fusion import classify, fx_nodes
+from nanovllm.perf.fusion.classify import Kind
+from nanovllm.perf.fusion.flops import declared_cost, flops_of
+from nanovllm.perf.fusion.fx_nodes import fake
+from nanovllm.perf.fusion.products import matmul_sizes
 from nanovllm.perf.fusion.trace import trace
 
 
@@ -151,17 +154,17 @@ class _Builder:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self.base[node], self.views[node] = node, ()
-                lasting |= classify.storages(node)
+                lasting |= fx_nodes.storages(node)
             elif node.op == "output":
                 returned = {self.base[n] for n in node.all_input_nodes}
-                lasting.update(s for n in node.all_input_nodes for s in classify.storages(n))
+                lasting.update(s for n in node.all_input_nodes for s in fx_nodes.storages(n))
             elif node.op == "get_attr":
                 self.base[node], self.views[node] = node, ()
-                lasting |= classify.storages(node)
+                lasting |= fx_nodes.storages(node)
                 self.parameters.add(node)
-            elif classify.is_ignored(node):
+            elif fx_nodes.is_ignored(node):
                 self.hosts[node] = self._hosts(node)  # arithmetic on numbers
-            elif classify.is_view(node):
+            elif fx_nodes.is_view(node):
                 self._view(node)
             else:
                 self._kernel(node)
@@ -173,7 +176,7 @@ class _Builder:
         }
         users: dict[int, set[FxNode]] = {}
         for fx in self.kernels:
-            for storage in set().union(*map(classify.storages, (fx, *fx.all_input_nodes))):
+            for storage in set().union(*map(fx_nodes.storages, (fx, *fx.all_input_nodes))):
                 users.setdefault(storage, set()).add(fx)
         return OpGraph(
             self.program, tuple(self.kernels.values()), self.kernels, consumers, frozenset(returned), writers, users,
@@ -190,9 +193,9 @@ class _Builder:
 
     def _kernel(self, node: FxNode) -> None:
         kind = classify.kind_of(node)
-        written = classify.mutated(node)
+        written = fx_nodes.mutated(node)
         operands = [n for n in node.all_input_nodes if fake(n)]
-        name = classify.op_name(node)
+        name = fx_nodes.op_name(node)
         domain = _shape(node)
         if name in ("index_put", "index_put_"):  # works on the values that it puts
             domain = _shape(node.args[2]) if _shape(node.args[2]) else domain
@@ -200,22 +203,22 @@ class _Builder:
         if kind is Kind.REDUCTION:
             domain, reduced = _shape(node.args[0]), classify.reduced_dims(node) or ()
         reads = tuple(self._read(node, n, name) for n in operands if not (n in written and not _reads_target(name)))
-        declared = classify.declared_cost(node, self.known) if kind is Kind.OPAQUE else None
+        declared = declared_cost(node, self.known) if kind is Kind.OPAQUE else None
         output_bytes = _written_bytes(node, name, written)
         if declared is not None:  # what the op says is truer than all of its operands
             scale = max(0, declared[0] - output_bytes) / max(1, sum(r.num_bytes for r in reads))
             reads = tuple(Read(r.value, r.base, int(r.num_bytes * scale), True, r.views) for r in reads)
         kernel = Kernel(
             node, len(self.kernels), name, kind, domain, reduced,
-            classify.matmul_sizes(node) if kind is Kind.MATMUL else None,
-            reads, output_bytes, classify.flops_of(node, kind, self.known), fake(node)[0].dtype if fake(node) else torch.float32,
+            matmul_sizes(node) if kind is Kind.MATMUL else None,
+            reads, output_bytes, flops_of(node, kind, self.known), fake(node)[0].dtype if fake(node) else torch.float32,
             bool(written),
             all(self.base[n] in self.parameters or self._is_constant(self.base[n]) for n in operands)
             and not written and not self._hosts(node),
             self._order(node, written, operands) | self._hosts(node), frozenset(self.base[n] for n in written),
         )  # fmt: skip
         self.kernels[node] = kernel
-        if classify.reads_to_host(node):
+        if fx_nodes.reads_to_host(node):
             self.hosts[node] = frozenset({node})
         # What writes into memory gives that memory back: its result is a value of its own all the same.
         self.base[node], self.views[node] = node, ()
@@ -243,12 +246,12 @@ class _Builder:
         """Kernels that this one must follow: who wrote what it reads or writes, and who read what it writes."""
         after: set[FxNode] = set()
         for n in operands:
-            for storage in classify.storages(n):
+            for storage in fx_nodes.storages(n):
                 after.update(self.writers.get(storage, ()))
                 self.readers.setdefault(storage, []).append(node)
         for n in written:
             after.update({self.base[n]} & self.kernels.keys())
-            for storage in classify.storages(n):
+            for storage in fx_nodes.storages(n):
                 after.update(r for r in self.readers.get(storage, ()) if r is not node)
                 self.writers.setdefault(storage, []).append(node)
         return frozenset(after - {node})
@@ -275,6 +278,6 @@ def _reads_target(name: str) -> bool:
 def _written_bytes(node: FxNode, name: str, written: list[FxNode]) -> int:
     if name in ("index_put", "index_put_") and written:  # only the rows that are put
         return min(_stored_bytes(node.args[0]), math.prod(_shape(node.args[2])) * fake(node.args[0])[0].element_size())
-    if written and not any(classify.storages(node) & classify.storages(n) for n in written):
+    if written and not any(fx_nodes.storages(node) & fx_nodes.storages(n) for n in written):
         return sum(_stored_bytes(n) for n in (node, *written))
     return _stored_bytes(node)

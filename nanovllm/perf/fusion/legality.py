@@ -17,19 +17,10 @@ from collections.abc import Iterable, Iterator
 from torch.fx import Node as FxNode
 
 from nanovllm.perf.fusion import memory
-from nanovllm.perf.fusion.classify import (
-    CONVOLUTIONS,
-    GATHERS,
-    POINTWISE,
-    Kind,
-    argument,
-    fake,
-    matmul_bias,
-    matmul_operands,
-    op_name,
-    rows_in_order,
-)  # fmt: skip
+from nanovllm.perf.fusion.classify import GATHERS, POINTWISE, Kind
+from nanovllm.perf.fusion.fx_nodes import argument, fake, op_name
 from nanovllm.perf.fusion.graph import Kernel, OpGraph, Read
+from nanovllm.perf.fusion.products import CONVOLUTIONS, matmul_bias, matmul_operands, rows_in_order
 
 _RESHAPES = {
     "view",

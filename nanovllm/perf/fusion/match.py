@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.fx import Node as FxNode
 
 from nanovllm.kernels import Op, Tensors, all_ops
-from nanovllm.perf.fusion.classify import fake
+from nanovllm.perf.fusion.fx_nodes import fake
 from nanovllm.perf.fusion.graph import OpGraph, build
 from nanovllm.perf.fusion.network import Network, Value, uses_match
 from nanovllm.perf.fusion.trace import TraceError

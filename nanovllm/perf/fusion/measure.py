@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from nanovllm.kernels.benchmark import l2_bytes, time_in_graph, time_kernel
 from nanovllm.kernels.declaration import copy_of
-from nanovllm.perf.fusion import classify
+from nanovllm.perf.fusion import fx_nodes
 from nanovllm.perf.fusion.analyzer import FusionAnalyzer
 from nanovllm.perf.fusion.extract import Extract, extract, values
 from nanovllm.perf.fusion.grouping import Group
@@ -155,14 +155,14 @@ def _compare(
 ) -> Comparison:  # fmt: skip
     plain = extract(group)
     inputs = [found[n] for n in plain.inputs]
-    device = next((t.device for t in classify.tensors_of(inputs)), torch.device("cpu"))
+    device = next((t.device for t in fx_nodes.tensors_of(inputs)), torch.device("cpu"))
     served = analyzer.served(group)
     copies, near = _copies(inputs, group.read_bytes, device)
     cost = replace(analyzer.cost, inputs="cache" if near else "memory")
     done = {w: Measured(None, "not asked for") for w in WAYS}
-    if any(classify.reads_to_host(k.fx) for k in group.kernels):
+    if any(fx_nodes.reads_to_host(k.fx) for k in group.kernels):
         done, ways = {w: Measured(None, "it takes a value to the host") for w in WAYS}, ()
-    random = next((k for k in group.kernels if classify.draws_random(k.fx)), None)
+    random = next((k for k in group.kernels if fx_nodes.draws_random(k.fx)), None)
     uncompared = f"{random.op} draws random numbers, so results were not compared" if random else ""
     with torch.no_grad():
         wanted = plain.module(*_fresh(inputs)) if ways else ()
@@ -219,7 +219,7 @@ def _copies(inputs: Sequence[Any], read_bytes: int, device: torch.device) -> tup
     """
     if device.type != "cuda":
         return 1, True
-    size = max(1, sum(t.numel() * t.element_size() for t in classify.tensors_of(inputs)))
+    size = max(1, sum(t.numel() * t.element_size() for t in fx_nodes.tensors_of(inputs)))
     touched = max(1, min(size, read_bytes))
     cache, most = l2_bytes(device), max(2, min(_MOST_COPIES, _MOST_BYTES // size))
     wanted = math.ceil(3 * cache / touched)
@@ -241,7 +241,7 @@ def _time(fn: Callable[..., Any], inputs: Sequence[Any], device: torch.device, c
 def _difference(got: Any, wanted: Any) -> float | None:
     """The largest relative difference of two results; None if it is more than roundings explain."""
     worst = 0.0
-    got, wanted = classify.tensors_of(got), classify.tensors_of(wanted)
+    got, wanted = fx_nodes.tensors_of(got), fx_nodes.tensors_of(wanted)
     if len(got) != len(wanted):
         return None
     tolerance = max((_TOLERANCE.get(t.dtype, 0.0) for t in wanted), default=0.0) or 1e-4

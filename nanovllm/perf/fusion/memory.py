@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 
 from torch.fx import Node as FxNode
 
-from nanovllm.perf.fusion.classify import Kind, fake, mutated, storages
+from nanovllm.perf.fusion.classify import Kind
+from nanovllm.perf.fusion.fx_nodes import fake, mutated, storages
 from nanovllm.perf.fusion.graph import Kernel, OpGraph
 
 _SCATTERS = ("index_put", "index_put_")

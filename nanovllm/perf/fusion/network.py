@@ -14,17 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Node as FxNode
 
-from nanovllm.perf.fusion.classify import (
-    CLASS_LOSSES,
-    CONVOLUTIONS,
-    Kind,
-    fake,
-    is_ignored,
-    is_view,
-    op_name,
-    reduced_dims,
-)  # fmt: skip
+from nanovllm.perf.fusion.classify import CLASS_LOSSES, Kind, reduced_dims
+from nanovllm.perf.fusion.fx_nodes import fake, is_ignored, is_view, op_name
 from nanovllm.perf.fusion.graph import OpGraph
+from nanovllm.perf.fusion.products import CONVOLUTIONS
 
 _COMMUTES = {"add", "mul", "maximum", "minimum"}
 _SPELLINGS = {"_to_copy": "to", "type_as": "to", "_softmax": "softmax", "_log_softmax": "log_softmax", "clone": "contiguous",

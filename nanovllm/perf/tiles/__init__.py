@@ -11,7 +11,8 @@ Every `plan_*` takes a problem and a `DeviceModel` and returns a list of `Plan`,
 """
 
 from nanovllm.perf.tiles.attention import AttentionProblem, AttentionTile, plan_attention
-from nanovllm.perf.tiles.conv import ConvProblem, ConvTile, plan_conv
+from nanovllm.perf.tiles.conv import ConvTile, plan_conv
+from nanovllm.perf.tiles.conv_problem import ConvProblem
 from nanovllm.perf.tiles.elementwise import ElementwiseProblem, ElementwiseTile, plan_elementwise
 from nanovllm.perf.tiles.gemm import GemmProblem, GemmTile, plan_gemm
 from nanovllm.perf.tiles.reduction import ReductionProblem, ReductionTile, plan_reduction

@@ -19,9 +19,9 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 from nanovllm.perf.presets import DTYPE_BYTES, DeviceModel
+from nanovllm.perf.tiles.conv_problem import ConvProblem, positions_read
 from nanovllm.perf.tiles.gemm import L2_SHARE, GemmProblem, GemmTile
 from nanovllm.perf.tiles.loop import Step, loaded_latency, loop_seconds, overlapped
 from nanovllm.perf.tiles.registers import gemm_registers
@@ -31,137 +31,13 @@ from nanovllm.perf.tiles.resources import (
     cdiv,
     nothing_fits,
     occupancy,
-    positive,
     ranked,
     stages_needed,
     waves,
 )
 
-DTYPES = ("bfloat16", "float16", "float32", "tfloat32")
 _FEW_CHANNELS = 16
 """Below which a step of one tap's channels would be filled up with zeros."""
-_SECTOR = 32
-"""Bytes that memory delivers at least."""
-
-
-@cache
-def _read(outputs: int, taps: int, stride: int, dilation: int, padding: int = 0, size: int | None = None) -> int:
-    """How many input positions of one dimension `outputs` neighbouring outputs read, each once; of those from 0 to `size` if it is given.
-
-    Taps that are a multiple of the stride apart read the same positions, but for their ends: of each such set the union is counted.
-    """
-    starts: dict[int, list[int]] = {}
-    for offset in range(0, taps * dilation, dilation):
-        starts.setdefault(offset % stride, []).append(offset // stride)
-    total = 0
-    for phase, begins in starts.items():  # positions phase + stride x begin, and outputs - 1 more
-        done = begins[0] if size is None else cdiv(padding - phase, stride)
-        stop = begins[-1] + outputs if size is None else cdiv(size + padding - phase, stride)
-        for begin in begins:
-            total += max(0, min(begin + outputs, stop) - max(begin, done))
-            done = max(done, begin + outputs)
-    return total
-
-
-@dataclass(frozen=True)
-class ConvProblem:
-    """Input [batch, channels, height, width], channels innermost in memory; weights [filters, channels, filter_height, filter_width].
-
-    Attributes:
-        stride, dilation: of both dimensions; padding: zeros on each side.
-
-    Raises:
-        ValueError: a size is not positive, padding is negative, or the filter does not fit the padded image.
-    """
-
-    batch: int
-    channels: int
-    height: int
-    width: int
-    filters: int
-    filter_height: int = 3
-    filter_width: int = 3
-    stride: int = 1
-    padding: int = 1
-    dilation: int = 1
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        names = (
-            "batch",
-            "channels",
-            "height",
-            "width",
-            "filters",
-            "filter_height",
-            "filter_width",
-            "stride",
-            "dilation",
-        )
-        positive(**{name: getattr(self, name) for name in names})
-        if not isinstance(self.padding, int) or self.padding < 0:
-            raise ValueError(f"padding: expected an integer of at least 0, not {self.padding!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        for name, taps in (("height", self.filter_height), ("width", self.filter_width)):
-            size = getattr(self, name)
-            if size + 2 * self.padding < self.dilation * (taps - 1) + 1:
-                raise ValueError(
-                    f"filter_{name}: {taps} taps with dilation {self.dilation} need {self.dilation * (taps - 1) + 1} pixels, "
-                    f"the padded image has {size + 2 * self.padding}"
-                )
-
-    def _output(self, size: int, taps: int) -> int:
-        return (size + 2 * self.padding - self.dilation * (taps - 1) - 1) // self.stride + 1
-
-    @property
-    def out_height(self) -> int:
-        return self._output(self.height, self.filter_height)
-
-    @property
-    def out_width(self) -> int:
-        return self._output(self.width, self.filter_width)
-
-    @property
-    def taps(self) -> int:
-        return self.filter_height * self.filter_width
-
-    @property
-    def flops(self) -> float:
-        pixels = self.batch * self.out_height * self.out_width
-        return 2.0 * pixels * self.filters * self.channels * self.taps
-
-    @property
-    def shares(self) -> bool:
-        """Whether some input value is under several taps, of one output pixel and another."""
-        sides = ((self.out_height, self.filter_height), (self.out_width, self.filter_width))
-        return any(_read(*side, self.stride, self.dilation) < math.prod(side) for side in sides)
-
-    @property
-    def read_height(self) -> int:
-        """Rows of an image that some output needs."""
-        return _read(self.out_height, self.filter_height, self.stride, self.dilation, self.padding, self.height)
-
-    @property
-    def read_width(self) -> int:
-        """Columns of an image that come from memory: those that some output needs, and what lies between in the same sectors."""
-        gap = max(self.dilation - 1, self.stride - self.dilation * (self.filter_width - 1) - 1)
-        if gap * self.channels * DTYPE_BYTES[self.dtype] < _SECTOR:
-            gap_filled = (self.out_width - 1) * self.stride + self.dilation * (self.filter_width - 1) + 1
-            return min(self.width, gap_filled)
-        return _read(self.out_width, self.filter_width, self.stride, self.dilation, self.padding, self.width)
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        """Elements of the input, as far as it is read, the weights and the output."""
-        outputs = self.batch * self.filters * self.out_height * self.out_width
-        inputs = self.batch * self.channels * self.read_height * self.read_width
-        return inputs, self.filters * self.channels * self.taps, outputs
-
-    @property
-    def least_bytes(self) -> float:
-        """Input, weights and output once."""
-        return sum(self._sizes) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -196,7 +72,7 @@ def patch(tile: ConvTile, problem: ConvProblem) -> int:
     if not tile.halo:
         return tile.block_m * p.taps
     down, across = ((tile.rows, p.filter_height), (tile.columns, p.filter_width))
-    return _read(*down, p.stride, p.dilation) * _read(*across, p.stride, p.dilation)
+    return positions_read(*down, p.stride, p.dilation) * positions_read(*across, p.stride, p.dilation)
 
 
 def _taps_of_a_step(tile: ConvTile, problem: ConvProblem) -> int:
@@ -313,7 +189,7 @@ def dram_bytes(tile: ConvTile, problem: ConvProblem, device: DeviceModel, reside
     halo around all of it, and the weights that they need.
     """
     p, size = problem, DTYPE_BYTES[problem.dtype]
-    image, weights, output = (n * size for n in p._sizes)
+    image, weights, output = (n * size for n in p.sizes)
     if image + weights <= L2_SHARE * device.l2_bytes:
         return image + weights + output
     filters = cdiv(p.filters, tile.block_n)
@@ -324,13 +200,13 @@ def dram_bytes(tile: ConvTile, problem: ConvProblem, device: DeviceModel, reside
     if tile.halo:
         across = cdiv(p.out_width, tile.columns)
         # Part of a row of tiles, else whole rows, of one image after the other.
-        high = min(p.read_height, _read(cdiv(spots, across) * tile.rows, p.filter_height, p.stride, p.dilation))
-        wide = min(p.read_width, _read(min(spots, across) * tile.columns, p.filter_width, p.stride, p.dilation))
+        high = min(p.read_height, positions_read(cdiv(spots, across) * tile.rows, p.filter_height, p.stride, p.dilation))
+        wide = min(p.read_width, positions_read(min(spots, across) * tile.columns, p.filter_width, p.stride, p.dilation))
         inputs = max(p.channels * size * high * wide, inputs)
     elif p.shares:
         # The rows of pixels that begin or end within the wave, and what the filters read around them.
         rows = cdiv(spots * tile.columns, p.out_width) + 1
-        high = min(p.read_height, _read(rows, p.filter_height, p.stride, p.dilation))
+        high = min(p.read_height, positions_read(rows, p.filter_height, p.stride, p.dilation))
         inputs = max(p.channels * size * high * p.read_width, inputs)
     needed = inputs
     needed += weights * min(1.0, per_wave / filters)
