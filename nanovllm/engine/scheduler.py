@@ -187,13 +187,14 @@ class Scheduler:
         if self._ended_early or not prompts or not all(seq.patient for seq in prompts):
             return at_full_speed
         pace = pacing.pace(
-            pacing.padded_rows(len(decodes), self.max_num_seqs),
+            [seq.max_len - seq.num_tokens for seq in decodes],
             max((seq.max_len - seq.num_tokens for seq in decodes if seq.patient), default=None),
             ((seq.num_tokens - seq.num_computed_tokens, seq.max_len - seq.num_tokens) for seq in prompts),
+            self.max_num_seqs,
             self.max_num_batched_tokens - len(decodes),
         )
         budget = min(len(decodes) + pace.riding + pace.at_once, self.max_num_batched_tokens)
-        return budget, pace.riding or None
+        return budget, None if pace.at_once else pace.riding
 
     def _schedule_running(self, budget: int, riders: int | None) -> list[ScheduledSequence]:
         parts: list[ScheduledSequence] = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.kernels import Kernels
+from nanovllm.layers.fork import fork
 from nanovllm.layers.fused_op import ChosenOp, FusedOp
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class AttentionMetadata:
     """In a batch of decodes alone: whose leading blocks are to be read once, if anybody's."""
     riders: AttentionMetadata | None = None
     """Runs of tokens that ride on a batch of decodes alone: they come after these, and all else here says nothing of them. Each kind has
-    the ops that it has in a batch of its own, so no decode may attend to what a rider writes, nor the other way round."""
+    the ops that it has in a batch of its own, at the same time, so no decode may attend to what a rider writes, nor the other way round."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,10 @@ class Attention:
             n = m.num_decodes
             rest = (rotary, q_norm, k_norm, cache)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            self.of_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.riders, out[n:])
-            self.of_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, riders=None), out[:n])
+            with fork(q.device) as side:
+                with torch.cuda.stream(side):
+                    self.of_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.riders, out[n:])
+                self.of_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, riders=None), out[:n])
             return out
         norms = () if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}

@@ -43,15 +43,15 @@ def test_what_the_host_plans_is_not_captured(provider, captured):
 @pytest.mark.parametrize(
     "asked, captures, by_context, prefill, width, rides",
     [
-        (None, True, False, "triton", 2**13, True),
-        (None, True, False, "triton", 2**12, False),  # too few weights
-        (None, True, True, "triton", 2**13, False),
-        (None, False, False, "triton", 2**13, False),
-        (None, True, False, "native", 2**13, False),
+        (None, True, False, "triton", 2**14, True),
+        (None, True, False, "triton", 2**13, False),  # too few weights
+        (None, True, True, "triton", 2**14, False),
+        (None, False, False, "triton", 2**14, False),
+        (None, True, False, "native", 2**14, False),
         (True, True, False, "native", 2**12, False),  # a capture would fail, when the first prompt rides
         (True, True, False, "triton", 2**12, True),
         (True, False, False, "native", 2**12, True),
-        (False, True, False, "triton", 2**13, False),
+        (False, True, False, "triton", 2**14, False),
     ],
 )
 def test_prompts_ride_where_that_can_be_captured_and_is_worth_it(asked, captures, by_context, prefill, width, rides):
