@@ -60,6 +60,9 @@ class EngineConfig:
     capture_prefill: bool | None = None
     """Steps of up to 4,096 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes. None: where
     decode steps are. True: without CUDA graphs they are padded alike, for tests."""
+    ride_prompts: bool | None = None
+    """Prompts given to `generate` are computed beside decodes, a few tokens a step, if that lets all end sooner; first tokens come later.
+    None: where steps are CUDA graphs and a layer has so many weights that decodes leave room for it (`engine/pacing.py`)."""
     async_scheduling: bool | None = None
     """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""
     tensor_parallel_size: int = 1
@@ -104,6 +107,7 @@ class EngineConfig:
             need(isinstance(getattr(self, name), bool), name, "must be True or False")
         for name, otherwise in (
             ("capture_prefill", "to capture where decode steps are captured"),
+            ("ride_prompts", "to decide from the device and the model"),
             ("async_scheduling", "to decide from the device"),
             ("use_custom_kernels", "for what the model's config.json says"),
         ):

@@ -178,8 +178,7 @@ class LLM:
             with _Progress(requests) if show_progress else nullcontext() as progress:
                 if progress is not None:
                     progress.show()
-                for request in requests:
-                    self.engine.queue(request)
+                self.engine.queue_batch(requests)
                 unfinished = set(requests)
                 while unfinished:
                     for request in self.engine.step():

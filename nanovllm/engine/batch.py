@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -147,6 +147,14 @@ class DeviceBatch:
                 max_query_len=max_query_len,
                 shared=shared,
             ),
+        )
+
+    def with_riders(self, riders: DeviceBatch) -> DeviceBatch:
+        """This batch of decodes, and runs of tokens that ride on it."""
+        return DeviceBatch(
+            torch.cat((self.token_ids, riders.token_ids)),
+            torch.cat((self.positions, riders.positions)),
+            replace(self.metadata, riders=riders.metadata),
         )
 
 

@@ -7,7 +7,7 @@ blocks are reused least recently used first, and a sequence's last blocks before
 Registering happens when the step that computes a block is *scheduled*. That is early enough for a request of the same
 step to share the block: in every layer all of a step's keys and values are stored before any attention reads them, and
 later steps run after it on the same stream. A block that a single token completes is registered a step later, since a step
-of single tokens alone stores and attends in one kernel.
+of single tokens alone stores and attends in one kernel; and so is one that a prompt completes which rides on such a step.
 """
 
 from __future__ import annotations

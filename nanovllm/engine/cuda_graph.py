@@ -3,7 +3,8 @@
 A graph has fixed shapes, so there is one for each of a few batch sizes, and a batch is padded to the next larger one. The
 reference's attention does work in proportion to the bound on the context length, so for it there are a few of these
 bounds as well; a kernel that reads the lengths on the device needs only the largest. They are captured when the engine
-starts, in one memory pool, but for those of shared prefixes: each of these when the first batch of its size comes.
+starts, in one memory pool, but for those of shared prefixes and those that prompts ride on: each of these when the first
+batch of its size comes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.engine import pacing
 from nanovllm.engine.decode_state import SamplingMode
 from nanovllm.engine.prefix_groups import LEAST_ROWS
 
@@ -49,13 +51,19 @@ class DecodeBuckets:
     Args:
         by_context: whether attention costs what the bound on the context length says, not what the lengths are.
         sharing: whether there are steps that attend to shared prefixes once (`PrefixGroups`).
+        riding: whether prompts ride on decodes (`pacing`).
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, by_context: bool = True, sharing: bool = False) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, by_context: bool = True, sharing: bool = False, riding: bool = False
+    ) -> None:
         self.by_context = by_context
         self.batch_sizes = batch_buckets(max_num_seqs)
         self.shared_sizes = [size for size in self.batch_sizes if sharing and size >= LEAST_ROWS]
         self.context_lens = context_buckets(max_model_len) if by_context else [max_model_len]
+        rows = sorted({pacing.padded_rows(size, max_num_seqs) for size in self.batch_sizes})
+        self.riding_sizes = [(n, pacing.riding_tokens(n)) for n in rows if riding and pacing.riding_tokens(n)]
+        """(rows, tokens that ride beside them)"""
         # By context there would be many more graphs, of a slow kernel.
         self.whole_sizes = [size for size in self.batch_sizes if size <= _LARGEST_WHOLE_STEP and not by_context]
 
@@ -101,9 +109,11 @@ class DecodeGraphs:
     is worth it where a step is short: small batches have graphs of whole steps as well.
 
     Args:
-        model: (rows, context length, whether prefixes are shared) -> None: from the state's first rows to static logits.
+        model: (rows, context length, whether prefixes are shared, tokens that ride) -> None: from the state's first rows to
+            static logits.
         draw: (rows, mode) -> None: from these logits to the state of the next step.
-        whole: (rows, context length, mode) -> None: both in one, with no shared prefixes.
+        whole: (rows, context length, mode) -> None: both in one, with no shared prefixes nor riders.
+        ride: (rows, tokens that ride) -> None: a first call of `model` with riders, all of them padding.
         modes: the kinds of sampling to capture.
         brief: entered for the first calls, which create and measure what must not be in a capture.
         All must depend on no host value that changes, and leave nothing but static buffers behind.
@@ -111,9 +121,10 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Callable[[int, int, bool], object],
+        model: Callable[[int, int, bool, int], object],
         draw: Callable[[int, SamplingMode], object],
         whole: Callable[[int, int, SamplingMode], object],
+        ride: Callable[[int, int], object],
         buckets: DecodeBuckets,
         modes: Sequence[SamplingMode],
         device: torch.device,
@@ -121,25 +132,26 @@ class DecodeGraphs:
     ) -> None:
         largest, longest = buckets.batch_sizes[-1], buckets.context_lens[-1]
         # What is created, compiled or measured in a first call. Small batches may have other kernels.
-        first: list[tuple[Any, ...]] = [(model, largest, longest, False)]
+        first: list[tuple[Any, ...]] = [(model, largest, longest, False, 0)]
         first += [
-            (model, rows, buckets.context_lens[0], False)
+            (model, rows, buckets.context_lens[0], False, 0)
             for rows in buckets.batch_sizes
             if rows <= _LARGEST_SMALL_BATCH
         ]
-        first += [(model, rows, longest, True) for rows in buckets.shared_sizes]
+        first += [(model, rows, longest, True, 0) for rows in buckets.shared_sizes]
+        first += [(ride, rows, tokens) for rows, tokens in buckets.riding_sizes]
         first += [(draw, largest, mode) for mode in modes]
         with brief or nullcontext():
             self._prepare(first, device)
         # Largest first, so that the smaller ones fit into the memory that the pool already has.
         self._model = {
-            (rows, context, False): self._capture(model, rows, context, False)
+            (rows, context, False, 0): self._capture(model, rows, context, False, 0)
             for rows in reversed(buckets.batch_sizes)
             for context in reversed(buckets.context_lens)
         }
         # The rest of them when they are first wanted: most engines see few of these sizes.
         self._model |= {
-            (rows, longest, True): self._capture(model, rows, longest, True) for rows in buckets.shared_sizes[-1:]
+            (rows, longest, True, 0): self._capture(model, rows, longest, True, 0) for rows in buckets.shared_sizes[-1:]
         }
         self._capture_model = partial(self._capture, model)
         self._draw = {
@@ -180,13 +192,13 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._model) + len(self._draw) + len(self._whole)
 
-    def run(self, rows: int, max_context_len: int, shared: bool, mode: SamplingMode) -> bool:
+    def run(self, rows: int, max_context_len: int, shared: bool, riding: int, mode: SamplingMode) -> bool:
         """Replay a step. False: this kind of sampling was not captured; the step ends with the static logits."""
-        whole = None if shared else self._whole.get((rows, mode))
+        whole = None if shared or riding else self._whole.get((rows, mode))
         if whole is not None:
             whole.replay()
             return True
-        key = rows, max_context_len, shared
+        key = rows, max_context_len, shared, riding
         if key not in self._model:
             self._model[key] = self._capture_model(*key)
         self._model[key].replay()

@@ -7,8 +7,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from nanovllm.engine import pacing
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graph import DecodeBuckets, DecodeGraphs
 from nanovllm.engine.decode_state import DecodeState, SamplingMode
+from nanovllm.engine.padded_runs import NOTHING, PaddedRuns, RunsBucket
 from nanovllm.engine.sampler import LogprobsTensors, Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.engine.step_result import StepResult
@@ -23,11 +26,14 @@ class DecodeRunner:
     sends what changed before (see `DecodeState`), and takes part in sampling only where penalties, banned tokens or
     log-probabilities are wanted.
 
+    Pieces of prompts may ride on a step (`pacing`): the model runs on the rows and on them, and they only leave their keys and values.
+
     Args:
         state: whose rows are computed.
         buckets: the batch sizes that steps are padded to; None: none is padded.
         sampling_kernel: whether `Sampler.sample_op` is a few launches, so that it is worth a graph and takes greedy rows too;
             the reference is thousands of launches.
+        riders: the static inputs of what rides on steps; None: nothing does.
     """
 
     def __init__(
@@ -38,6 +44,7 @@ class DecodeRunner:
         state: DecodeState,
         buckets: DecodeBuckets | None,
         sampling_kernel: bool,
+        riders: PaddedRuns | None = None,
     ) -> None:
         self.state = state
         self._model = model
@@ -45,6 +52,7 @@ class DecodeRunner:
         self._sampler = sampler
         self._buckets = buckets
         self._sampling_kernel = sampling_kernel
+        self._riders = riders
         self._logits: torch.Tensor | None = None
         self.graphs: DecodeGraphs | None = None
 
@@ -59,7 +67,9 @@ class DecodeRunner:
         longest = buckets.context_lens[-1]
         calls = [(rows, False) for rows in buckets.batch_sizes] + [(rows, True) for rows in buckets.shared_sizes]
         for rows, shared in calls:
-            self._run_model(rows, longest, shared, logits[:rows])
+            self._run_model(rows, longest, shared, 0, logits[:rows])
+        for rows, tokens in buckets.riding_sizes:
+            self._ride_once(rows, tokens, logits)
         for rows in buckets.batch_sizes:
             for mode in self._modes:
                 self._draw(logits[:rows], mode)
@@ -74,17 +84,32 @@ class DecodeRunner:
         assert self._buckets is not None
         self._logits = logits
         self.graphs = DecodeGraphs(
-            lambda rows, context, shared: self._run_model(rows, context, shared, logits[:rows]),
+            lambda rows, context, shared, riding: self._run_model(rows, context, shared, riding, logits[:rows]),
             lambda rows, mode: self._draw(logits[:rows], mode),
-            lambda rows, context, mode: self._draw(self._run_model(rows, context, False), mode),
+            lambda rows, context, mode: self._draw(self._run_model(rows, context, False, 0), mode),
+            lambda rows, tokens: self._ride_once(rows, tokens, logits),
             self._buckets,
             self._modes,
             logits.device,
             brief,
         )
 
+    def _ride_once(self, rows: int, riding: int, logits: torch.Tensor) -> None:
+        """Run a step that padding alone rides on."""
+        self._riders.send(NOTHING, RunsBucket(riding, pacing.MAX_RIDERS))
+        self._run_model(rows, self._buckets.context_lens[-1], False, riding, logits[:rows])
+
+    def carries(self, step: ScheduledStep) -> bool:
+        """Whether a step is one of decodes and of pieces of prompts that can ride on them."""
+        return self._riders is not None and step.riding is not None and self._riding_tokens(step) is not None
+
+    def _riding_tokens(self, step: ScheduledStep) -> int | None:
+        """What the tokens that ride on a step are padded to; None: they are too many."""
+        most = pacing.riding_tokens(pacing.padded_rows(step.decoding.num_decodes, self.state.max_num_seqs))
+        return most if most >= step.riding.num_tokens else None
+
     def launch(self, step: ScheduledStep) -> StepResult:
-        """Launch a step that only decodes; on CUDA this returns before it has run."""
+        """Launch a step that only decodes, or one that it `carries`; on CUDA this returns before it has run."""
         try:
             return self._launch(step)
         except BaseException:  # an interrupt may come between the host's mirror and the device
@@ -93,7 +118,7 @@ class DecodeRunner:
 
     def _launch(self, step: ScheduledStep) -> StepResult:
         state = self.state
-        order = state.place(step)
+        order = state.place(step.decoding)
         num_seqs = rows = state.num_rows
         max_context_len = 0
         if self._buckets is None:
@@ -103,6 +128,11 @@ class DecodeRunner:
             rows, max_context_len = self._buckets.fit(
                 num_seqs, state.max_context_len if self._buckets.by_context else 1
             )
+        riding = 0
+        if not step.decodes_only:
+            riding = self._riding_tokens(step)
+            rows = pacing.padded_rows(num_seqs, state.max_num_seqs)
+            self._riders.send(Batch.build(step.riding, state.block_size), RunsBucket(riding, pacing.MAX_RIDERS))
         shared = state.prefixes is not None and state.prefixes.worthwhile
         if shared and self._buckets is not None:
             max_context_len = self._buckets.context_lens[-1]
@@ -111,10 +141,10 @@ class DecodeRunner:
             mode = SamplingMode.PLAIN
         drawn = False
         if self.graphs is not None:
-            drawn = self.graphs.run(rows, max_context_len, shared, mode)
+            drawn = self.graphs.run(rows, max_context_len, shared, riding, mode)
             logits = self._logits[:rows]
         else:
-            logits = self._run_model(rows, max_context_len, shared)
+            logits = self._run_model(rows, max_context_len, shared, riding)
         logprobs = None
         if mode is SamplingMode.GENERAL:
             logprobs = self._sample(logits[:num_seqs])
@@ -124,11 +154,16 @@ class DecodeRunner:
         return StepResult(step, state.tokens(), logprobs, order=order, ring=state.ring)
 
     def _run_model(
-        self, rows: int, max_context_len: int, shared: bool, out: torch.Tensor | None = None
+        self, rows: int, max_context_len: int, shared: bool, riding: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [rows, vocab_size] of the state's first rows. shared: blocks that several have are attended to once."""
+        """Logits [rows, vocab_size] of the state's first rows.
+
+        shared: blocks that several have are attended to once. riding: tokens of the static inputs that are computed as well.
+        """
         batch = self.state.batch(rows, max_context_len, shared)
-        hidden = self._model(batch.token_ids, batch.positions, self.caches, batch.metadata)
+        if riding:
+            batch = batch.with_riders(self._riders.batch(RunsBucket(riding, pacing.MAX_RIDERS))[0])
+        hidden = self._model(batch.token_ids, batch.positions, self.caches, batch.metadata)[:rows]
         return self._model.lm_head(hidden, out)
 
     def _draw(self, logits: torch.Tensor, mode: SamplingMode) -> None:

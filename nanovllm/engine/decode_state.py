@@ -67,6 +67,7 @@ class DecodeState:
         prefixes: PrefixGroups | None = None,
         ring: TokenRing | None = None,
     ) -> None:
+        self.max_num_seqs = max_num_seqs
         self.prefixes = prefixes
         self.ring = ring
         self.block_size = block_size

@@ -66,6 +66,7 @@ class LLMEngine:
             self.runner.max_num_batched_tokens,
             self.runner.max_model_len,
             self.eos_token_ids,
+            self.runner.rides,
         )
         on_gpu = self.runner.device.type == "cuda"
         asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
@@ -110,10 +111,20 @@ class LLMEngine:
         self._num_requests += 1
         return request
 
-    def queue(self, request: Request) -> None:
+    def queue(self, request: Request, patient: bool = False) -> None:
+        """patient: nobody waits for its first tokens, so that its prompt may be computed late (`pacing`)."""
         for completion in request.completions:
             self._completions[completion.seq] = request, completion
+            completion.seq.patient = patient and request.params.prompt_logprobs is None
             self.scheduler.add(completion.seq)
+
+    def queue_batch(self, requests: list[Request]) -> None:
+        """Queue requests of which none is of use before all have ended."""
+        if self.scheduler.rides:  # who may have the most output first
+            longest = self.runner.max_model_len
+            requests = sorted(requests, key=lambda r: -min(r.params.max_tokens, longest - len(r.prompt_token_ids)))
+        for request in requests:
+            self.queue(request, patient=True)
 
     def abort(self, request: Request) -> None:
         """End a request wherever it is; its outputs keep the tokens they have. Does nothing to a finished one."""

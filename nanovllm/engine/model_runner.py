@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine import kv_cache
+from nanovllm.engine import kv_cache, pacing
 from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens, to_device
 from nanovllm.engine.cuda_graph import DecodeBuckets
 from nanovllm.engine.decode_runner import DecodeRunner
 from nanovllm.engine.decode_state import DecodeState
+from nanovllm.engine.padded_runs import PaddedRuns, RunsBucket
 from nanovllm.engine.prefill_graph import PrefillRunner, prefill_buckets
 from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prompt_logprobs
@@ -53,6 +54,7 @@ class ModelRunner:
     Attributes:
         max_model_len: the longest sequence served: what was asked for, bounded by the model and the KV cache.
         num_kvcache_blocks: blocks in the KV cache.
+        rides: whether prompts that nobody waits for ride on decode steps.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class ModelRunner:
             )
             by_context = kernels.providers["attention_decode"] == "native"
             sharing = config.enable_prefix_caching and shares_prefixes(kernels)
-            self.buckets = DecodeBuckets(config.max_num_seqs, self.max_model_len, by_context, sharing)
+            self.rides = self._rides(kernels, captures, by_context)
+            self.buckets = DecodeBuckets(config.max_num_seqs, self.max_model_len, by_context, sharing, self.rides)
             self.caches = kv_cache.allocate(
                 self.model_config, self.num_kvcache_blocks, self.block_size, self.cache_dtype, self.device
             )
@@ -115,8 +118,9 @@ class ModelRunner:
                 TokenRing(config.max_num_seqs, self.device) if sampling_kernel or not on_gpu else None,
             )
             self.decoding = DecodeRunner(
-                self.model, self.caches, self.sampler, self.state, self.buckets if on_gpu else None, sampling_kernel
-            )
+                self.model, self.caches, self.sampler, self.state, self.buckets if on_gpu else None, sampling_kernel,
+                self._static_riders() if self.rides else None,
+            )  # fmt: skip
             pad = config.capture_prefill or (config.capture_prefill is None and logits is not None)
             self.prefill = self._padded_prefill(kernels, logits is not None) if pad else None
             if logits is not None:
@@ -148,7 +152,7 @@ class ModelRunner:
     def _execute(self, step: ScheduledStep) -> StepResult:
         if not step.continues:
             self._set_up_admitted(step)
-        if step.decodes_only:
+        if step.decodes_only or self.decoding.carries(step):
             return self.decoding.launch(step)
         batch = Batch.build(step, self.block_size)
         logits = None if self.prefill is None else self.prefill.launch(batch)
@@ -172,6 +176,23 @@ class ModelRunner:
             return prefill if tested else None  # without graphs padding is but work
         asked = self.config.capture_prefill
         return prefill if can_capture(kernels, "attention_prefill", logging.WARNING if asked else logging.INFO) else None
+
+    def _rides(self, kernels: Kernels, captures: bool, by_context: bool) -> bool:
+        """Whether prompts that nobody waits for ride on decode steps. captures, by_context: of these, as for `DecodeBuckets`."""
+        asked = self.config.ride_prompts
+        if asked is False:
+            return False
+        # Their graphs are captured when first wanted: too late to find out that they cannot be.
+        if captures and not can_capture(kernels, "attention_prefill", logging.DEBUG):
+            if asked:
+                logger.warning("no prompt rides on decodes: these are CUDA graphs, and the attention of prompts cannot be captured")
+            return False
+        layer = sum(parameter.nbytes for parameter in self.model.model.layers[0].parameters())
+        return bool(asked) or (captures and not by_context and layer >= pacing.LEAST_LAYER_BYTES)
+
+    def _static_riders(self) -> PaddedRuns:
+        largest = RunsBucket(pacing.TOTAL, pacing.MAX_RIDERS)
+        return PaddedRuns(largest, self.max_model_len, self.block_size, self.num_kvcache_blocks, self.device)
 
     def _captured(self, prefill: PrefillRunner, logits: torch.Tensor) -> PrefillRunner | None:
         """Capture steps with prompts beside the decode steps; None if that fails. logits: what decode graphs write to."""

@@ -11,6 +11,10 @@ writes to it after the step in flight has.
 While nobody comes, ends or lacks a block, steps repeat: the same sequences, each one token further. Such a run is kept
 (`_Run`), with what will happen to it and when, so that a step of it looks only at the sequences that something happens to.
 
+Where nobody waits for first tokens, prompts may *ride* on decode steps (`pacing.py`): beside its decodes such a step takes few
+tokens of prompts, and never a prompt's last one, which is a decode of the step after. There too one kernel stores the keys of the
+decodes and attends to them, so that nobody shares a block of the step before the next one.
+
 Blocks are reserved ahead: where a sequence of a run needs one, all that will need one soon get theirs too (`AHEAD`), so that
 the device hears of new blocks once in many steps, not in the step of each. Nobody is preempted for a reserved block, and
 as many stay free as there are sequences that run.
@@ -22,6 +26,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nanovllm.engine import pacing
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
@@ -51,6 +56,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens in a step.
         max_model_len: longest prompt plus output; the cache must hold at least one such sequence.
         eos_token_ids: tokens that end a sequence unless its `ignore_eos` is set.
+        rides: whether prompts of patient sequences ride on decode steps.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
+        rides: bool = False,
     ) -> None:
         assert block_manager.num_blocks >= block_manager.blocks_needed(max_model_len), "a lone sequence must fit"
         self.blocks = block_manager
@@ -67,6 +74,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.rides = rides
+        self._ended_early = False
+        """Whether a patient sequence ended before it had all tokens that it might have, since there was nothing to do."""
         self.num_preemptions = 0
         self.waiting: deque[Sequence] = deque()
         self.reset()
@@ -91,6 +101,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
+        if not self.has_unfinished:
+            self._ended_early = False
         seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
         seq.stop_ids = frozenset(seq.params.stop_token_ids) | (
             frozenset() if seq.params.ignore_eos else self.eos_token_ids
@@ -103,8 +115,9 @@ class Scheduler:
         if step is not None:
             return step
         self._run = None
-        parts = self._schedule_running()
-        self._admit(parts, self.max_num_batched_tokens - sum(p.num_tokens for p in parts))
+        budget, riders = self._pace() if self.rides else (self.max_num_batched_tokens, None)
+        parts = self._schedule_running(budget, riders)
+        self._admit(parts, budget - sum(p.num_tokens for p in parts), riders)
         if not parts:
             return None
         parts.sort(key=lambda p: p.num_tokens != 1)  # stable
@@ -159,15 +172,37 @@ class Scheduler:
     def _may_admit(self) -> bool:
         return bool(self.waiting and self._free_slots and not self._head_lacks_blocks)
 
-    def _schedule_running(self) -> list[ScheduledSequence]:
-        budget = self.max_num_batched_tokens
+    def _pace(self) -> tuple[int, int | None]:
+        """(most tokens of this step, most tokens of prompts that ride on it); None for the latter: no prompt rides."""
+        at_full_speed = self.max_num_batched_tokens, None
+        decodes, prompts = [], []
+        for seq in self.running:
+            if not self._at_end(seq):
+                (decodes if seq.num_tokens - seq.num_computed_tokens == 1 else prompts).append(seq)
+        waiting = self.waiting if self._may_admit() else ()
+        # More prompts than slots: what they wait for is that others end. Nor would the host have time to look at them all.
+        if len(prompts) + len(waiting) > self.max_num_seqs:
+            return at_full_speed
+        prompts.extend(waiting)
+        if self._ended_early or not prompts or not all(seq.patient for seq in prompts):
+            return at_full_speed
+        pace = pacing.pace(
+            [seq.max_len - seq.num_tokens for seq in decodes],
+            max((seq.max_len - seq.num_tokens for seq in decodes if seq.patient), default=None),
+            ((seq.num_tokens - seq.num_computed_tokens, seq.max_len - seq.num_tokens) for seq in prompts),
+            self.max_num_seqs,
+            self.max_num_batched_tokens - len(decodes),
+        )
+        budget = min(len(decodes) + pace.riding + pace.at_once, self.max_num_batched_tokens)
+        return budget, None if pace.at_once else pace.riding
+
+    def _schedule_running(self, budget: int, riders: int | None) -> list[ScheduledSequence]:
         parts: list[ScheduledSequence] = []
         i = 0
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
-            # A sequence whose last token is in flight has nothing left to compute.
-            at_end = seq.num_pending and seq.num_tokens >= seq.max_len
-            num_tokens = 0 if at_end else min(seq.num_tokens - seq.num_computed_tokens, budget)
+            left = 0 if self._at_end(seq) else seq.num_tokens - seq.num_computed_tokens
+            num_tokens = min(_most_of_prompt(left, parts, riders), budget)
             if num_tokens == 0:
                 i += 1
                 continue
@@ -175,20 +210,27 @@ class Scheduler:
                 if self._preempt_last() is seq:
                     break
             else:
-                parts.append(self._take(seq, num_tokens))
+                parts.append(self._take(seq, num_tokens, rides=riders is not None))
                 budget -= num_tokens
                 i += 1
         return parts
 
-    def _admit(self, parts: list[ScheduledSequence], budget: int) -> None:
-        """Add the parts of waiting sequences, first come first served, as far as everything suffices."""
+    @staticmethod
+    def _at_end(seq: Sequence) -> bool:
+        """Whether its last token is in flight, so that nothing is left to compute."""
+        return bool(seq.num_pending) and seq.num_tokens >= seq.max_len
+
+    def _admit(self, parts: list[ScheduledSequence], budget: int, riders: int | None) -> None:
+        """Add the parts of waiting sequences in their order, as far as everything suffices."""
         while self.waiting and budget > 0 and self._free_slots:
             seq = self.waiting[0]
             if seq.num_pending:
                 break  # preempted with a token in flight: its tokens are not all known yet
             prefix = self.blocks.match_prefix(seq)
             start = len(prefix) * self.blocks.block_size
-            num_tokens = min(seq.num_tokens - start, budget)
+            num_tokens = min(_most_of_prompt(seq.num_tokens - start, parts, riders), budget)
+            if num_tokens == 0:
+                break
             if not self.blocks.admit(seq, prefix, start + num_tokens):
                 self._head_lacks_blocks = True
                 break
@@ -199,7 +241,7 @@ class Scheduler:
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = start
             self.running.append(seq)
-            parts.append(self._take(seq, num_tokens, admitted=True))
+            parts.append(self._take(seq, num_tokens, admitted=True, rides=riders is not None))
             budget -= num_tokens
 
     def update(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
@@ -232,19 +274,23 @@ class Scheduler:
         elif seq in self.waiting:
             self.waiting.remove(seq)
             self._head_lacks_blocks = False  # who waits behind it may need fewer blocks
+        self._ended_early |= seq.patient and reason == "stop"
         seq.end(reason, stop_reason)
 
-    def _take(self, seq: Sequence, num_tokens: int, admitted: bool = False) -> ScheduledSequence:
+    def _take(
+        self, seq: Sequence, num_tokens: int, admitted: bool = False, rides: bool = False
+    ) -> ScheduledSequence:
         start = seq.num_computed_tokens
-        if num_tokens == 1:
+        early = rides or num_tokens == 1
+        if early:
             # Only what earlier steps compute: in a step of single tokens one kernel stores keys and attends to them, so that
-            # nobody may share the block which this token completes before the next step.
+            # nobody may share the block which this token completes before the next step; nor one that a rider completes.
             self.blocks.register(seq)
         seq.num_computed_tokens += num_tokens
         samples = seq.num_computed_tokens == seq.num_tokens
         if samples:
             seq.num_pending += 1
-        if num_tokens > 1:
+        if not early:
             self.blocks.register(seq)
         return ScheduledSequence(seq, start, num_tokens, samples, seq.slot, admitted)
 
@@ -290,3 +336,11 @@ class Scheduler:
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING
             assert not seq.block_table and seq.slot == -1 and seq.num_computed_tokens == 0
+
+
+def _most_of_prompt(left: int, parts: list[ScheduledSequence], riders: int | None) -> int:
+    """Tokens of a prompt, of which so many are left, that a step with these parts may take; `riders` as in `Scheduler._pace`."""
+    if riders is None or left <= 1:  # one that is admitted with a single token does not ride, nor does then the step
+        return left
+    pieces = [p.num_tokens for p in parts if not p.samples]
+    return min(left - 1, riders - sum(pieces)) if len(pieces) < pacing.MAX_RIDERS else 0

@@ -26,7 +26,7 @@ class Sequence:
     __slots__ = (
         "seq_id", "index", "params", "seed", "prompt_len", "token_ids", "num_pending", "num_computed_tokens",
         "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "slot", "status", "finish_reason", "stop_reason",
-        "max_len", "stop_ids",
+        "max_len", "stop_ids", "patient",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,8 @@ class Sequence:
         """Most tokens, prompt included; the scheduler lowers it to what it serves."""
         self.stop_ids: frozenset[int] = frozenset()
         """Tokens that end the sequence, set when it is queued."""
+        self.patient = False
+        """Whether nobody waits for its first token, so that its prompt may be computed late; see `engine/pacing.py`."""
 
     @property
     def num_tokens(self) -> int:

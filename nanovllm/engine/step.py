@@ -23,8 +23,8 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether the part is one token that was sampled before."""
-        return self.num_tokens == 1 and self.samples and self.start >= self.seq.prompt_len
+        """Whether the part is the sequence's last token alone, and of the prompt's logits nobody wants more than its."""
+        return self.num_tokens == 1 and self.samples and (self.start >= self.seq.prompt_len or self.seq.params.prompt_logprobs is None)
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,25 @@ class ScheduledStep:
     @cached_property
     def decodes_only(self) -> bool:
         return self.continues or all(p.decodes for p in self.first)
+
+    @cached_property
+    def decoding(self) -> ScheduledStep:
+        """Its decodes alone."""
+        return self if self.decodes_only else ScheduledStep(tuple(p for p in self.first if p.samples))
+
+    @cached_property
+    def riding(self) -> ScheduledStep | None:
+        """The pieces of prompts that can ride on its decodes: none of them ends, nobody wants log-probabilities of them, and
+        no decode attends to what they write, nor they to what a decode does.
+
+        None if there are none, or if it is not so.
+        """
+        riders = tuple(p for p in self.first if not p.samples)
+        if not riders or len(riders) == len(self.first):
+            return None
+        if any(p.seq.params.prompt_logprobs is not None for p in riders):
+            return None
+        return ScheduledStep(riders) if all(p.decodes and not p.admitted for p in self.first if p.samples) else None
 
     def next(self) -> ScheduledStep:
         """The continuation of this step."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.kernels import Kernels
-from nanovllm.layers.fused_op import FusedOp
+from nanovllm.layers.fork import fork
+from nanovllm.layers.fused_op import ChosenOp, FusedOp
 
 if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
@@ -50,6 +51,9 @@ class AttentionMetadata:
     """The longest run."""
     shared: SharedPrefixes | None = None
     """In a batch of decodes alone: whose leading blocks are to be read once, if anybody's."""
+    riders: AttentionMetadata | None = None
+    """Runs of tokens that ride on a batch of decodes alone: they come after these, and all else here says nothing of them. Each kind has
+    the ops that it has in a batch of its own, at the same time, so no decode may attend to what a rider writes, nor the other way round."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Attention:
         self.window = window
         self.soft_cap = soft_cap
         self._store_kvcache = kernels.store_kvcache
-        self._attention_decode = kernels.attention_decode
-        self._attention_prefill = kernels.attention_prefill
+        self._attention_decode = ChosenOp("attention_decode", kernels)
+        self._attention_prefill = ChosenOp("attention_prefill", kernels)
         self._qk_norm_rope_store = FusedOp("qk_norm_rope_store", kernels)
         self._qk_norm_rope_attention = FusedOp("qk_norm_rope_attention", kernels)
         self._attention_decode_shared = FusedOp("attention_decode_shared", kernels)
@@ -99,8 +103,11 @@ class Attention:
         k_norm: RMSNorm | None,
         cache: LayerCache,
         metadata: AttentionMetadata,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As a call, of q, k and v as the QKV projection gives them: normalised and rotated first, in as few ops as may be.
+
+        out: takes the result, if given: contiguous, as q.
 
         Raises:
             ValueError: positions, k or v that are not one for each token of q, or heads or a dtype that do not fit the rest.
@@ -114,68 +121,71 @@ class Attention:
             raise ValueError(f"positions, q, k, v: expected {expected_all}, not {given}")
         if rotary.cos_sin_cache.shape[1] != head_dim:
             raise ValueError(f"q: expected a head_dim of {rotary.cos_sin_cache.shape[1]}, as the angles have, not {head_dim}")
+        if m.riders is not None:
+            n = m.num_decodes
+            rest = (rotary, q_norm, k_norm, cache)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            with fork(q.device) as side:
+                with torch.cuda.stream(side):
+                    self.of_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.riders, out[n:])
+                self.of_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, riders=None), out[:n])
+            return out
         norms = () if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
         if self._qk_norm_rope_attention_shared.used and m.shared is not None:
             return self._qk_norm_rope_attention_shared(
                 q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.block_table, m.context_lens, m.shared.groups,
                 m.shared.group_rows, m.shared.shared_lens, m.max_context_len, self.scale, *norms, window=self.window,
-                soft_cap=self.soft_cap, **scales,
+                soft_cap=self.soft_cap, out=out, **scales,
             )  # fmt: skip
         if self._qk_norm_rope_attention.used and m.cu_seqlens_q is None and m.shared is None:
             return self._qk_norm_rope_attention(
                 q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.block_table, m.context_lens, m.max_context_len,
-                self.scale, *norms, window=self.window, soft_cap=self.soft_cap, **scales,
+                self.scale, *norms, window=self.window, soft_cap=self.soft_cap, out=out, **scales,
             )  # fmt: skip
         if self._qk_norm_rope_store.used:
             q = self._qk_norm_rope_store(
                 positions, q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.slot_mapping, *norms, **scales
             )
-            return self.attend(q, cache, m)
+            return self.attend(q, cache, m, out)
         q, k = rotary(positions, q, k, q_norm, k_norm)
-        return self(q, k, v, cache, m)
+        return self(q, k, v, cache, m, out)
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim] -> the shape of q."""
+        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim] -> the shape of q, in `out` if it is given."""
         self._store_kvcache(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scale, cache.v_scale)
-        return self.attend(q, cache, metadata)
+        return self.attend(q, cache, metadata, out)
 
-    def attend(self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As a call, where the keys and values of the batch are in the cache already."""
-        m = metadata
+        m, n = metadata, metadata.num_decodes
         options = (self.scale, self.window, self.soft_cap, cache.k_scale, cache.v_scale)
-        num_decodes = m.num_decodes
         if self._attention_decode_shared.used and m.shared is not None:
             shared = (m.shared.groups, m.shared.group_rows, m.shared.shared_lens)
             return self._attention_decode_shared(
-                q, cache.k, cache.v, m.block_table, m.context_lens, *shared, m.max_context_len, *options
+                q, cache.k, cache.v, m.block_table, m.context_lens, *shared, m.max_context_len, *options, out=out
             )
-        parts = []
-        if num_decodes:
-            parts.append(
-                self._attention_decode(
-                    q[:num_decodes],
-                    cache.k,
-                    cache.v,
-                    m.block_table[:num_decodes],
-                    m.context_lens[:num_decodes],
-                    m.max_context_len,
-                    *options,
-                )
+        if m.cu_seqlens_q is None:
+            return self._attention_decode(
+                q, cache.k, cache.v, m.block_table, m.context_lens, m.max_context_len, *options, out=out
             )
-        if m.cu_seqlens_q is not None:
-            parts.append(
-                self._attention_prefill(
-                    q[num_decodes:],
-                    cache.k,
-                    cache.v,
-                    m.block_table[num_decodes:],
-                    m.cu_seqlens_q,
-                    m.context_lens[num_decodes:],
-                    m.max_query_len,
-                    *options,
-                )
+        if n:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+            self._attention_decode(
+                q[:n], cache.k, cache.v, m.block_table[:n], m.context_lens[:n], m.max_context_len, *options, out=out[:n]
             )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        runs = None if out is None else out[n:]
+        result = self._attention_prefill(
+            q[n:], cache.k, cache.v, m.block_table[n:], m.cu_seqlens_q, m.context_lens[n:], m.max_query_len, *options, out=runs
+        )
+        return out if n else result

@@ -93,7 +93,8 @@ class Instrument:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._mode == "off":
                 return fn(*args, **kwargs)
-            arguments = declared.signature.bind(*args, **kwargs).arguments
+            given = {name: value for name, value in kwargs.items() if name != "out"}  # where the result goes is no argument of the op
+            arguments = declared.signature.bind(*args, **given).arguments
             key = Call(op, provider, self._place(op, arguments), self._phase)
             # Before the call: it may write to its arguments.
             if self._mode == "cost" and not self._depth:

@@ -30,8 +30,11 @@ _INTERRUPTED = 130
 _NOISE = 0.03
 _DECISIVE = frozenset(
     "preset dtype kv_cache_dtype device workload num_requests input_len output_len rate repeat warmup seed engine"
-    " use_custom_kernels kernels enforce_eager capture_prefill gpu_memory_utilization max_num_seqs max_num_batched_tokens".split()
+    " use_custom_kernels kernels enforce_eager capture_prefill ride_prompts gpu_memory_utilization max_num_seqs"
+    " max_num_batched_tokens".split()
 )
+# Arguments of which False says something, and None leaves it to the engine.
+_FALSE_SAYS = ("capture_prefill", "ride_prompts")
 
 
 class Session:
@@ -67,7 +70,7 @@ class Session:
             self.label += f", {args.kv_cache_dtype} cache"  # results of their own, with tables and history
         # What decides the figures; not where this machine has its files.
         given = {k: v for k, v in vars(args).items() if k in _DECISIVE and v is not None}
-        shown = {k: v for k, v in given.items() if v is not False or k == "capture_prefill"}
+        shown = {k: v for k, v in given.items() if v is not False or k in _FALSE_SAYS}
         self.record = results.new_record(root, shown)
         variants = ["custom", "native", *(["no layernorm_residual_dropout_gelu"] if args.ablate else [])]
         self.table = text.TextTable(
@@ -209,8 +212,9 @@ class Session:
 
     def _options(self) -> dict[str, Any]:
         options = self._common()
-        if self.args.capture_prefill is not None:
-            options["capture_prefill"] = self.args.capture_prefill
+        for name in _FALSE_SAYS:
+            if getattr(self.args, name) is not None:
+                options[name] = getattr(self.args, name)
         if self.args.use_custom_kernels is not None:
             options["use_custom_kernels"] = self.args.use_custom_kernels
         if self.args.kernels:

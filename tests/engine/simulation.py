@@ -5,8 +5,8 @@ and values, a hash chained over the tokens up to each position, as real keys and
 writes its tokens through the block tables, then checks that what each sequence sees through its block table is its own
 past and nothing else.
 
-A real layer stores the keys and values of a step before it attends to any, unless every part is a single token: then one
-kernel does both (`qk_norm_rope_attention`), so that no part may attend to what another part of the step writes.
+A real layer stores the keys and values of a step before it attends to any, unless every part is a single token, or the others ride
+on such parts: then one kernel does both (`qk_norm_rope_attention`), so that no part may attend to what another part of the step writes.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class Device:
                 assert cell not in written, f"{part} writes a cell that another part of the step writes"
                 written.add(cell)
                 self.cache[cell] = truth.chain[position]
-        if all(part.num_tokens == 1 for part in step.parts):
+        if all(part.num_tokens == 1 for part in step.parts) or step.riding is not None:
             for part in step.parts:
                 past = {self._cell(part.seq, position) for position in range(part.start)}
-                assert not past & written, f"{part} attends to what another part of a step of single tokens writes"
+                assert not past & written, f"{part} attends to what another part of the step writes"
         sampled = []
         for part in step.parts:
             end = part.start + part.num_tokens
@@ -130,10 +130,10 @@ class Simulation:
     """Scheduler, block manager and simulated device, driven as LLMEngine drives the real ones; checks after every move."""
 
     def __init__(
-        self, *, block_size=2, num_blocks=16, max_num_seqs=4, budget=8, max_model_len=16, steps_ahead=0, caching=True
+        self, *, block_size=2, num_blocks=16, max_num_seqs=4, budget=8, max_model_len=16, steps_ahead=0, caching=True, rides=False
     ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, caching)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs, budget, max_model_len, (EOS,))
+        self.scheduler = Scheduler(self.blocks, max_num_seqs, budget, max_model_len, (EOS,), rides)
         self.device = Device(block_size)
         self.steps_ahead = steps_ahead
         self.in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
@@ -142,9 +142,11 @@ class Simulation:
         self.seen: set[str] = set()  # which situations came about, to know that the tests are not blind to them
 
     def add(
-        self, prompt: list[int], params: SamplingParams | None = None, seed: int = 0, stop_at: int | None = None
-    ) -> Sequence:
+        self, prompt: list[int], params: SamplingParams | None = None, seed: int = 0, stop_at: int | None = None,
+        patient: bool = False,
+    ) -> Sequence:  # fmt: skip
         seq = Sequence(len(self.added), prompt, params or SamplingParams(max_tokens=4, ignore_eos=True), seed)
+        seq.patient = patient
         self.added.append((seq, list(prompt), stop_at))
         self.scheduler.add(seq)
         self.scheduler.check()
@@ -228,6 +230,12 @@ class Simulation:
                 self.seen.add("continued while someone waits")
         if step.num_decodes and step.num_decodes < len(lengths):
             self.seen.add("mixed")
+        if self.scheduler.rides and step.riding is not None:
+            self.seen.add("rode")
+            if any(p.admitted and p.seq.num_output_tokens for p in step.riding.parts):
+                self.seen.add("rode when resumed")
+            if any(p.num_tokens == 1 for p in step.riding.parts):
+                self.seen.add("rode with one token")
         if self.device.num_pending_inputs:
             self.seen.add("input from the step before")
 

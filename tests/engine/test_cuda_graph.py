@@ -8,7 +8,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.cuda_graph import DecodeBuckets, batch_buckets, context_buckets
-from nanovllm.engine.model_runner import can_capture
+from nanovllm.engine.decode_runner import DecodeRunner
+from nanovllm.engine.model_runner import ModelRunner, can_capture
 from nanovllm.engine.warm_up import warm_up
 from tests import tiny
 
@@ -40,6 +41,29 @@ def test_what_the_host_plans_is_not_captured(provider, captured):
     assert can_capture(SimpleNamespace(providers={"attention_decode": provider})) is captured
 
 
+@pytest.mark.parametrize(
+    "asked, captures, by_context, prefill, width, rides",
+    [
+        (None, True, False, "triton", 2**14, True),
+        (None, True, False, "triton", 2**13, False),  # too few weights
+        (None, True, True, "triton", 2**14, False),
+        (None, False, False, "triton", 2**14, False),
+        (None, True, False, "native", 2**14, False),
+        (True, True, False, "native", 2**12, False),  # a capture would fail, when the first prompt rides
+        (True, True, False, "triton", 2**12, True),
+        (True, False, False, "native", 2**12, True),
+        (False, True, False, "triton", 2**14, False),
+    ],
+)
+def test_prompts_ride_where_that_can_be_captured_and_is_worth_it(asked, captures, by_context, prefill, width, rides):
+    layer = torch.nn.Linear(width, width, device="meta", dtype=torch.bfloat16)
+    runner = SimpleNamespace(
+        config=SimpleNamespace(ride_prompts=asked), model=SimpleNamespace(model=SimpleNamespace(layers=[layer]))
+    )
+    kernels = SimpleNamespace(providers={"attention_prefill": prefill})
+    assert ModelRunner._rides(runner, kernels, captures, by_context) is rides
+
+
 @pytest.mark.gpu
 def test_captured_steps_equal_eager_ones():
     """All batch sizes from 40 sequences down to one, in bfloat16, as sequences of many lengths end."""
@@ -62,6 +86,26 @@ def test_captured_steps_equal_eager_ones():
         )
         outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+def test_captured_steps_with_riders_equal_eager_ones(monkeypatch):
+    """Two kinds of attention at the same time, in bfloat16, beside 1 to 60 decodes."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(151936) for _ in range(rng.randint(1, 600))] for _ in range(60)]
+    params = [SamplingParams(temperature=0.8, ignore_eos=True, max_tokens=rng.randint(1, 300), seed=i) for i in range(60)]
+    rode = []
+    launch = DecodeRunner.launch
+    monkeypatch.setattr(DecodeRunner, "launch", lambda self, step: (rode.append(step.riding is not None), launch(self, step))[1])
+    outputs = []
+    for enforce_eager in (False, True, False):
+        llm = LLM(
+            "qwen3-0.6b", load_format="dummy", enforce_eager=enforce_eager, capture_prefill=True, ride_prompts=True, max_num_seqs=64,
+            max_model_len=1024, num_kvcache_blocks=300,
+        )  # fmt: skip
+        outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
+        assert sum(rode) > 50 * len(outputs)
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7, 2048])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import decode_runner
+from nanovllm.engine import decode_runner, pacing
 from nanovllm.engine.cuda_graph import DecodeBuckets, DecodeGraphs
 from nanovllm.engine.decode_state import SamplingMode
 from tests import tiny
@@ -50,7 +50,7 @@ def pretend_to_capture(llm, monkeypatch, by_context=True):
     runner = llm.engine.runner
     if not by_context:  # as with a kernel that reads the lengths on the device
         runner.buckets = DecodeBuckets(
-            runner.config.max_num_seqs, runner.max_model_len, False, runner.state.prefixes is not None
+            runner.config.max_num_seqs, runner.max_model_len, False, runner.state.prefixes is not None, runner.rides
         )
     runner.decoding._buckets, runner.decoding._sampling_kernel = runner.buckets, True
     # What an earlier batch left behind must not matter.
@@ -103,8 +103,67 @@ def test_captured_steps_give_the_same_tokens(directory, monkeypatch, kinds, asyn
         captured = {"filtered": {SamplingMode.FILTERED}, "penalised": set(), "logprobs": set()}
         drawn = {args[-1] for args in graphs.replayed if isinstance(args[-1], SamplingMode)}
         assert drawn == captured.get(kinds[0], {SamplingMode.PLAIN})
-        # (rows, context, shared), (rows, mode), or a whole step: (rows, context, mode)
+        # (rows, context, shared, riding), (rows, mode), or a whole step: (rows, context, mode)
         assert any(len(args) == 3 and args[-1] in drawn for args in graphs.replayed) is (bool(drawn) and not by_context)
+
+
+@pytest.mark.parametrize("asynchronous, captured", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("arguments", [{}, dict(num_kvcache_blocks=12, max_num_seqs=30), dict(max_num_seqs=4)], ids=["", "preempted", "few"])
+def test_prompts_that_ride_change_no_token(directory, monkeypatch, asynchronous, captured, arguments):
+    for name, value in dict(TOTAL=40 if arguments else 20, ROWS=2, LEAST=2, LEAST_AT_ONCE=4, MAX_RIDERS=3).items():
+        monkeypatch.setattr(pacing, name, value)
+    prompts = random_prompts(LENGTHS)
+    prompts += [prompts[4][:35], prompts[4][:34] + [7, 8]]  # prefix hits
+    # After an early end nobody rides: one token bans as well as many, and hardly comes.
+    kinds = list((KINDS | {"late": dict(temperature=1.0, min_tokens=9, stop_token_ids=[1])}).values())
+    params = [
+        SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=3 + 7 * i % 41, ignore_eos=True) for i in range(len(prompts))
+    ]
+    expected = generate(make(directory, async_scheduling=False, enforce_eager=True), prompts, params)
+    llm = make(directory, async_scheduling=asynchronous, ride_prompts=True, **arguments)
+    graphs = pretend_to_capture(llm, monkeypatch, False) if captured and DEVICE == "cpu" else None
+    with torch.inference_mode():
+        for cache in llm.engine.runner.caches:  # what lies in the padding block must not matter
+            cache.k[-1], cache.v[-1] = torch.nan, torch.nan
+    decoding, rode = llm.engine.runner.decoding, []
+    launch = decoding.launch
+    monkeypatch.setattr(decoding, "launch", lambda step: (rode.append(step.riding is not None), launch(step))[1])
+    assert generate(llm, prompts, params) == expected
+    assert sum(rode) > (0 if arguments else 3) and not all(rode)
+    if graphs is not None:
+        assert sum(len(args) == 4 and args[3] > 0 for args in graphs.replayed) == sum(rode)
+    if "num_kvcache_blocks" in arguments:
+        assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_a_piece_whose_log_probabilities_are_wanted_does_not_ride(directory, monkeypatch):
+    """Riders only leave their keys and values. It is few tokens beside decodes, as if it did ride."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=1),
+    ]
+    prompts, outputs = random_prompts([3, 90]), []
+    for rides in (False, True):
+        llm = make(directory, max_num_batched_tokens=12, ride_prompts=rides)
+        outputs.append(llm.generate(prompts, params, use_tqdm=False))
+    assert [o.outputs[0].token_ids for o in outputs[0]] == [o.outputs[0].token_ids for o in outputs[1]]
+    expected, got = (o[1].prompt_logprobs for o in outputs)
+    assert len(got) == 90 and got[0] is None and [list(row) for row in got[1:]] == [list(row) for row in expected[1:]]
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_those_that_may_have_the_most_output_are_queued_first(directory, rides):
+    """Where prompts ride. max_model_len bounds the output as max_tokens does."""
+    engine = make(directory, ride_prompts=rides).engine
+    lengths, most = [5, 120, 100, 6], [20, 100, 100, 21]
+    requests = [
+        engine.make_request(prompt, SamplingParams(max_tokens=n)) for prompt, n in zip(random_prompts(lengths), most)
+    ]
+    engine.queue_batch(requests)
+    queued = [seq.prompt_len for seq in engine.scheduler.waiting]
+    assert queued == ([100, 6, 5, 120] if rides else lengths)
+    for request in requests:
+        engine.abort(request)
 
 
 def test_a_seeded_request_draws_the_same_alone_and_among_256(directory):
@@ -265,7 +324,7 @@ def test_ten_thousand_replays_of_a_step_give_the_same_bits(directory, monkeypatc
             if whole:
                 graphs._whole[rows, SamplingMode.PLAIN].replay()
             else:
-                graphs._model[rows, longest, False].replay()
+                graphs._model[rows, longest, False, 0].replay()
                 graphs._draw[rows, SamplingMode.PLAIN].replay()
 
         def bits(tensor):

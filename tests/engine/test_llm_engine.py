@@ -13,7 +13,7 @@ import torch
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine import llm_engine
+from nanovllm.engine import llm_engine, pacing
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.llm import _Progress
 from tests import tiny
@@ -51,14 +51,18 @@ class SimulatedRunner:
 
     device = torch.device("cpu")
 
-    def __init__(self, num_blocks, budget, max_model_len):
+    def __init__(self, num_blocks, budget, max_model_len, rides=False):
         self.num_kvcache_blocks, self.max_num_batched_tokens, self.max_model_len = num_blocks, budget, max_model_len
+        self.rides = rides
         self.simulated = Device(BLOCK)
         self.fail_next = None
         self.broken = False
+        self.seen = set()
 
     def execute(self, step):
         fails, self.fail_next = self.fail_next, None
+        if self.rides and step.riding is not None:
+            self.seen.add("rode")
         if self.broken:
             token_ids = [0 for part in step.parts if part.samples]
         else:
@@ -77,9 +81,9 @@ class SimulatedRunner:
 
 
 def simulated_engine(
-    monkeypatch, *, num_blocks=8, budget=40, max_model_len=64, max_num_seqs=4, asynchronous=False, caching=True
+    monkeypatch, *, num_blocks=8, budget=40, max_model_len=64, max_num_seqs=4, asynchronous=False, caching=True, rides=False
 ):
-    runner = SimulatedRunner(num_blocks, budget, max_model_len)
+    runner = SimulatedRunner(num_blocks, budget, max_model_len, rides)
     monkeypatch.setattr(llm_engine, "ModelRunner", lambda *_: runner)
     engine = LLMEngine(
         EngineConfig(
@@ -118,12 +122,14 @@ def documents():
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_random_load(monkeypatch, asynchronous, failures):
     """Whatever happens to the others, whoever is not aborted gets its own tokens, and all is given back."""
+    for name, value in dict(TOTAL=20, ROWS=2, LEAST=2, LEAST_AT_ONCE=4, MAX_RIDERS=2).items():
+        monkeypatch.setattr(pacing, name, value)
     seen = set()
     for seed in range(60):
-        rng = random.Random(seed)
+        rng, rides = random.Random(seed), seed % 2 == 1
         engine = simulated_engine(
             monkeypatch, num_blocks=rng.randint(4, 9), budget=rng.randint(1, 60), max_num_seqs=rng.randint(1, 5),
-            asynchronous=asynchronous, caching=rng.random() < 0.8,
+            asynchronous=asynchronous, caching=rng.random() < 0.8, rides=rides,
         )  # fmt: skip
         requests, lost = [], set()
         for _ in range(rng.randint(5, 40)):
@@ -135,7 +141,8 @@ def test_random_load(monkeypatch, asynchronous, failures):
                 params = SamplingParams(
                     n=rng.randint(1, 3), seed=rng.randrange(3), max_tokens=max_tokens, min_tokens=rng.choice((0, max_tokens)),
                 )  # fmt: skip
-                requests.append((engine.add_request(prompt, params), prompt))
+                requests.append((engine.make_request(prompt, params), prompt))
+                engine.queue(requests[-1][0], patient=rides and rng.random() < 0.9)
             elif kind == "abort" and requests:
                 request = rng.choice(requests)[0]
                 if not request.finished:
@@ -168,7 +175,8 @@ def test_random_load(monkeypatch, asynchronous, failures):
                     assert completion.token_ids == tokens[: len(completion.token_ids)]
                 else:
                     assert (completion.token_ids, completion.finish_reason) == (tokens, reason)
-    assert not failures or seen == {"failed", "survived"}
+        seen.update(engine.runner.seen)
+    assert seen == {"rode"} | ({"failed", "survived"} if failures else set())
 
 
 @pytest.mark.parametrize("when", ["launch", "read"])

@@ -11,7 +11,8 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner, prefill_graph
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.prefill_graph import PrefillBucket, PrefillInputs, PrefillRunner, prefill_buckets
+from nanovllm.engine.padded_runs import NOTHING, PaddedInputs, RunsBucket
+from nanovllm.engine.prefill_graph import PrefillRunner, prefill_buckets
 from nanovllm.kernels.memory_guard import MemoryGuard
 from tests import tiny
 
@@ -40,8 +41,8 @@ def test_every_step_has_the_smallest_bucket_with_room(budget, max_num_seqs):
 
 
 def inputs(bucket, max_blocks=5):
-    buffer = torch.full((PrefillInputs.num_words(bucket, max_blocks),), -99, dtype=torch.int64)
-    return PrefillInputs.of(buffer, bucket, max_blocks)
+    buffer = torch.full((PaddedInputs.num_words(bucket, max_blocks),), -99, dtype=torch.int64)
+    return PaddedInputs.of(buffer, bucket, max_blocks)
 
 
 def batch(tokens, decode_lens, table, runs, contexts, rows):
@@ -52,7 +53,7 @@ def batch(tokens, decode_lens, table, runs, contexts, rows):
 
 
 def test_padding_is_a_run_of_its_own():
-    got = inputs(PrefillBucket(10, 4))
+    got = inputs(RunsBucket(10, 4))
     got.fill(
         batch(
             [[7, -2, 5, 6, 8], [20, 3, 0, 1, 2], [36, 51, 0, 1, 2]], [21, 4], [[9, 2], [3, 0], [0, 0]], (3,), (3,), [0, 1, 4]
@@ -71,15 +72,15 @@ def test_padding_is_a_run_of_its_own():
 
 
 def test_a_full_bucket_has_an_empty_run_of_padding():
-    got = inputs(PrefillBucket(3, 1))
+    got = inputs(RunsBucket(3, 1))
     got.fill(batch([[1, 2, 3]] * 3, [], [[4]], (3,), (9,), []), padding_block=6, block_size=16)
     assert got.cu_seqlens_q.tolist() == [0, 3, 3] and got.context_lens.tolist() == [9, 1]
     assert got.logits_rows.tolist() == [0]
 
 
 def test_padding_alone():
-    got = inputs(PrefillBucket(4, 2))
-    got.fill(prefill_graph._NOTHING, padding_block=6, block_size=16)
+    got = inputs(RunsBucket(4, 2))
+    got.fill(NOTHING, padding_block=6, block_size=16)
     assert got.tokens.tolist() == [[0] * 4, [0] * 4, [96] * 4] and got.logits_rows.tolist() == [0, 0]
     assert got.cu_seqlens_q.tolist() == [0, 4, 4, 4] and got.context_lens.tolist() == [4, 1, 1]
     assert (got.block_table == 6).all()
@@ -87,7 +88,7 @@ def test_padding_alone():
 
 @pytest.mark.parametrize("bucket, max_blocks", [((1, 1), 1), ((37, 5), 3), ((64, 64), 16), ((2048, 64), 17)])
 def test_inputs_share_one_buffer_and_no_memory(bucket, max_blocks):
-    got = inputs(PrefillBucket(*bucket), max_blocks)
+    got = inputs(RunsBucket(*bucket), max_blocks)
     for i, tensor in enumerate(got):
         assert tensor.is_contiguous() and tensor.data_ptr() % 16 == got.tokens.data_ptr() % 16
         tensor.fill_(i)
@@ -161,7 +162,7 @@ def expected(directory):
     [
         pytest.param(dict(async_scheduling=False), id="mixed"),
         pytest.param(dict(async_scheduling=True), id="mixed-async"),
-        pytest.param(dict(max_num_batched_tokens=7, async_scheduling=False), id="chunked"),
+        pytest.param(dict(max_num_batched_tokens=11, async_scheduling=False), id="chunked"),
         pytest.param(dict(max_num_batched_tokens=19, max_num_seqs=5, async_scheduling=True), id="chunked-async"),
         pytest.param(dict(num_kvcache_blocks=10), id="preempted"),
         pytest.param(dict(max_num_seqs=1), id="alone"),

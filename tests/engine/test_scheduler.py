@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanovllm.engine import pacing
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -40,6 +41,7 @@ def setups(draw):
         budget=draw(st.integers(1, 12)),
         steps_ahead=draw(st.integers(0, 1)),
         caching=draw(st.booleans()),
+        rides=draw(st.booleans()),
     )
 
 
@@ -53,6 +55,7 @@ def requests(draw):
         copies=draw(st.sampled_from((1, 1, 1, 2, 3))),
         seed=draw(st.integers(0, 3)),
         stop_at=draw(st.none() | st.integers(1, 6)),
+        patient=draw(st.sampled_from((True, True, True, False))),
         params=SamplingParams(
             max_tokens=max_tokens,
             min_tokens=draw(st.integers(0, max_tokens)),
@@ -74,7 +77,18 @@ OPERATIONS = st.lists(
 )
 
 
+SMALL = dict(TOTAL=6, ROWS=2, LEAST=1, LEAST_AT_ONCE=2, MAX_RIDERS=2)
+"""Of `pacing`, for models of a few tokens."""
+
+
 def drive(setup, operations):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(pacing, name, value)
+        return _drive(setup, operations)
+
+
+def _drive(setup, operations):
     sim = Simulation(**setup)
     for name, value in operations:
         if name == "add":
@@ -83,7 +97,7 @@ def drive(setup, operations):
             if value["own_end"]:
                 prompt[-1] = value["own_end"]
             for copy in range(value["copies"]):
-                sim.add(prompt, value["params"], value["seed"] + copy, value["stop_at"])
+                sim.add(prompt, value["params"], value["seed"] + copy, value["stop_at"], value["patient"])
         elif name.startswith("abort"):
             if sim.added:
                 seq = sim.added[value % len(sim.added)][0]
@@ -112,6 +126,7 @@ def random_case(rng):
         budget=rng.randint(1, 12),
         steps_ahead=rng.randint(0, 1),
         caching=rng.random() < 0.8,
+        rides=rng.random() < 0.5,
     )
     operations = []
     for _ in range(rng.randint(5, 40)):
@@ -121,7 +136,7 @@ def random_case(rng):
             max_tokens = rng.randint(1, 14)
             value = dict(
                 length=rng.randint(1, 23), document=rng.randrange(2), own_end=rng.randint(0, 3), copies=rng.randint(1, 3),
-                seed=rng.randrange(4), stop_at=rng.choice((None, 2, 5)),
+                seed=rng.randrange(4), stop_at=rng.choice((None, 2, 5)), patient=rng.random() < 0.9,
                 params=SamplingParams(
                     max_tokens=max_tokens, min_tokens=rng.randint(0, max_tokens), ignore_eos=rng.random() < 0.5,
                     stop_token_ids=rng.choice(((), (3,))), prompt_logprobs=rng.choice((None, None, 1)),
@@ -140,7 +155,7 @@ def test_random_load_reaches_every_situation():
         "input from the step before", "abort while waiting",
         "abort while running", "abort while running with a token in flight", "stop string while running",
         "stop string while running with a token in flight", "stop string while waiting",
-        "continued", "continued while someone waits", "preempted in a run",
+        "continued", "continued while someone waits", "preempted in a run", "rode", "rode when resumed", "rode with one token",
     }  # fmt: skip
 
 

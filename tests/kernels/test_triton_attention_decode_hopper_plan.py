@@ -130,8 +130,8 @@ def test_a_plan_that_cannot_be_launched_is_said():
 def test_a_plan_says_which_kernel(monkeypatch):
     calls = []
     monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
-    monkeypatch.setattr(decode, "launch_hopper", lambda *args: calls.append(("hopper", args[-2] is None, args[-1])))
-    monkeypatch.setattr(decode, "launch_decode", lambda *args: calls.append(("any", args[-4] is None, args[-3])))
+    monkeypatch.setattr(decode, "launch_hopper", lambda *args: calls.append(("hopper", args[-3] is None, args[-2])))
+    monkeypatch.setattr(decode, "launch_decode", lambda *args: calls.append(("any", args[-5] is None, args[-4])))
     plans = DecodePlan(7, 32, 4, 1, 16, False), Plan(5)
     for new in (True, False):
         given = make([40, 3], 2, 2, 128, 64, BF16, device="cpu", new=new)

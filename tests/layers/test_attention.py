@@ -117,10 +117,11 @@ def test_narrow_caches_lose_what_their_mantissa_lacks(cache_dtype, error):
     assert error / 20 < relative < error
 
 
+@pytest.mark.parametrize("riding", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("fused", [(), ("qk_norm_rope_store",), ("qk_norm_rope_store", "qk_norm_rope_attention")])
-def test_from_the_projection(fused, norm):
-    """Whatever is fused: the same as rotating first. The op for decoding is used for steps that only decode."""
+def test_from_the_projection(fused, norm, riding):
+    """Whatever is fused: the same as rotating first. The op for decoding is used for steps that only decode, and beside riders."""
     q, k, v, cache, table = batch(torch.float32)
     calls = []
 
@@ -150,15 +151,31 @@ def test_from_the_projection(fused, norm):
     rest = torch.tensor([i for i in range(sum(LENS)) if i not in last.tolist()])
     cu = torch.tensor([0, *(n - 1 for n in LENS)]).cumsum(0).int()
     lens = torch.tensor(LENS).int()
-    first = AttentionMetadata(0, slots(table)[rest], table, lens - 1, 0, cu, max(LENS) - 1)
-    second = AttentionMetadata(3, slots(table)[last], table, lens, max(LENS))
+    slot = slots(table)
+    if riding:  # the second sequence begins, then the third's beginning rides on the first two's ends, then comes its end
+        n = LENS[1] - 1
+        runs, alone = (torch.tensor([0, length - 1]).int() for length in LENS[1:])
+        third = AttentionMetadata(0, slot[rest[n:]], table[2:], lens[2:] - 1, 0, alone, LENS[2] - 1)
+        steps = [
+            (rest[:n], AttentionMetadata(0, slot[rest[:n]], table[1:2], lens[1:2] - 1, 0, runs, n)),
+            (torch.cat((last[:2], rest[n:])), AttentionMetadata(2, slot[last[:2]], table[:2], lens[:2], LENS[1], riders=third)),
+            (last[2:], AttentionMetadata(1, slot[last[2:]], table[2:], lens[2:], LENS[2])),
+        ]
+    else:
+        steps = [
+            (rest, AttentionMetadata(0, slot[rest], table, lens - 1, 0, cu, max(LENS) - 1)),
+            (last, AttentionMetadata(3, slot[last], table, lens, max(LENS))),
+        ]
     got = torch.empty_like(q)
-    for part, metadata in ((rest, first), (last, second)):
+    for part, metadata in steps:
         got[part] = layer.of_projection(positions[part], q[part], k[part], v[part], rotary, *norms, cache, metadata)
     for i in range(3):
         mine = slice(starts[i], starts[i + 1])
         torch.testing.assert_close(got[mine], expected(rotated[0][mine], rotated[1][mine], v[mine], 0.3, window=30))
-    assert calls == [fused[0], fused[-1]] if fused else not calls
+    if riding:
+        assert calls == [fused[0], fused[0], fused[-1], fused[-1]] if fused else not calls
+    else:
+        assert calls == [fused[0], fused[-1]] if fused else not calls
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def _decode_padded(
         mask = valid if n == 1 else valid.repeat_interleave(group, 1)
         o = _attend(_grouped(q[tokens].to(wide), n, num_kv_heads), k, v, mask[:, None], scale, soft_cap)
         # A query that sees nothing, of a sequence that may have read a slot that holds anything.
-        out[tokens] = _ungrouped(o, n).masked_fill_(ends.view(-1, 1, 1) <= 0, 0)
+        out[tokens] = _ungrouped(o, n).masked_fill(ends.view(-1, 1, 1) <= 0, 0)
     return out
 
 
@@ -224,7 +224,7 @@ def _prefill_one(q, k, v, out, scale, window, soft_cap) -> None:
         mask = tokens <= positions
         if window is not None:
             mask &= tokens > positions - window
-        out[:, j : j + rows] = _attend(piece, k, v, mask, scale, soft_cap).masked_fill_(positions < 0, 0)
+        out[:, j : j + rows] = _attend(piece, k, v, mask, scale, soft_cap).masked_fill(positions < 0, 0)
 
 
 def _attend(q, k, v, mask, scale, soft_cap) -> torch.Tensor:

@@ -37,6 +37,20 @@ def has_hopper_kernels(device: torch.device) -> bool:
     return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
+def result_for(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """What a kernel writes for queries [num_tokens, num_heads, head_dim]: `out`, or a new tensor.
+
+    Raises:
+        ValueError: out is not contiguous, or not of the shape, dtype and device of q.
+    """
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
+        given = f"{list(out.shape)} {out.dtype} on {out.device} with strides {list(out.stride())}"
+        raise ValueError(f"out: expected contiguous {list(q.shape)} {q.dtype} on {q.device}, as q, not {given}")
+    return out
+
+
 def padded_count(count: int) -> int:
     """The next power of eight: few, since a kernel is compiled for each."""
     size = 1

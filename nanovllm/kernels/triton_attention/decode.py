@@ -16,7 +16,7 @@ from nanovllm.kernels.ops.checks import (
     check_query_tokens,
     values_checked,
 )
-from nanovllm.kernels.triton_attention.common import LOG2E, as_words, num_multiprocessors, padded_count
+from nanovllm.kernels.triton_attention.common import LOG2E, as_words, num_multiprocessors, padded_count, result_for
 from nanovllm.kernels.triton_attention.decode_hopper import launch_hopper, refused, takes
 from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, HopperDecodePlan, plan_decode, tokens_together
@@ -79,12 +79,14 @@ def attention_decode(
     v_scale: torch.Tensor | None = None,
     *,
     plan: DecodePlan | HopperDecodePlan | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last token of each sequence, or the last n of each, against its cached tokens: see `ops.attention.attention_decode`.
 
     Args:
         plan: instead of the one that `plan_decode` or `plan_hopper_decode` picks; its class says which kernel is launched. A
             `HopperDecodePlan` needs a Hopper GPU, and arguments that `decode_hopper.refused` does not name.
+        out: contiguous, as q: takes the result, and is returned.
 
     Safe under CUDA graph capture; a replay may change context_lens (within max_context_len) and block_table. The same
     inputs give the same bits every time; a sequence's bits do depend on the lengths beside it, and on n. A kernel is compiled for
@@ -94,10 +96,10 @@ def attention_decode(
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     if not block_table.shape[1]:
-        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+        return result_for(q, out).zero_()
     scales = (k_scale, v_scale)
     return _launch(
-        q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, None, plan, queries
+        q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, None, plan, queries, out
     )
 
 
@@ -121,11 +123,12 @@ def qk_norm_rope_attention(
     v_scale: torch.Tensor | None = None,
     *,
     plan: DecodePlan | HopperDecodePlan | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The op `qk_norm_rope_attention`, in one kernel. q, k and v may have any token and head strides, the table any between rows.
 
     Elements that are not side by side, of the weights too, are copied.
-    As for `attention_decode`; a sequence of length 0 gets zeros, and nothing is stored for it.
+    As for `attention_decode`, plan and out too; a sequence of length 0 gets zeros, and nothing is stored for it.
     """
     check_decode(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
     check_new_tokens(q, k, v, k_cache, q_weight, k_weight)
@@ -138,23 +141,27 @@ def qk_norm_rope_attention(
     new = new_tokens(k, v, cos_sin_cache, q_weight, k_weight, eps)
     scales = (k_scale, v_scale)
     return _launch(
-        q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan
+        q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan, out=out
     )
 
 
+attention_decode.takes_out = qk_norm_rope_attention.takes_out = True  # asked by the attention layer
+
+
 def _launch(
-    q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan, queries=1
-) -> torch.Tensor:
+    q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan, queries=1,
+    out=None,
+) -> torch.Tensor:  # fmt: skip
     """The kernel for Hopper where it takes the call, else the one for any GPU; with a plan, the plan's."""
     given = q, k_cache, v_cache, block_table, context_lens, max_context_len, scale
     if isinstance(plan, HopperDecodePlan):
         reason = refused(q, k_cache, v_cache, new, window, soft_cap, scales, queries)
         if reason:
             raise ValueError(f"{reason}; a HopperDecodePlan is for its kernel only")
-        return launch_hopper(*given, scales, new, plan)
+        return launch_hopper(*given, scales, new, plan, out)
     if plan is None and takes(q, k_cache, v_cache, new, window, soft_cap, scales, queries):
-        return launch_hopper(*given, scales, new, None)
-    return launch_decode(*given, window, soft_cap, scales, new, plan, None, queries)
+        return launch_hopper(*given, scales, new, None, out)
+    return launch_decode(*given, window, soft_cap, scales, new, plan, None, queries, out)
 
 
 def launch_decode(
@@ -172,6 +179,7 @@ def launch_decode(
     plan: DecodePlan | None,
     shared: SharedParts | None = None,
     queries: int = 1,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The launch of the kernel for any GPU behind the wrappers, which have checked the arguments.
 
@@ -187,7 +195,7 @@ def launch_decode(
         num_seqs //= queries
         together = tokens_together(queries, group)
         rows, columns = together * group, cdiv(queries, together) * num_kv_heads
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = result_for(q, out)
     if not num_seqs:
         return out
     q = q if q.stride(2) == 1 else q.contiguous()

@@ -10,7 +10,13 @@ import torch
 from nanovllm.kernels import tunables
 from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.ops.checks import FP8
-from nanovllm.kernels.triton_attention.common import LOG2E, has_hopper_kernels, num_multiprocessors, padded_count
+from nanovllm.kernels.triton_attention.common import (
+    LOG2E,
+    has_hopper_kernels,
+    num_multiprocessors,
+    padded_count,
+    result_for,
+)
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan_hopper_decode
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._cluster import launch_clusters, launches_clusters
@@ -116,6 +122,7 @@ def launch_hopper(
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     new: NewTokens | None,
     plan: HopperDecodePlan | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The launch behind the wrappers, which have checked the arguments, for what `refused` does not name.
 
@@ -129,7 +136,7 @@ def launch_hopper(
     num_seqs, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = result_for(q, out)
     if not num_seqs:
         return out
     q = q if q.stride(2) == 1 else q.contiguous()

@@ -17,6 +17,7 @@ from nanovllm.kernels.triton_attention.common import (
     has_hopper_kernels,
     num_multiprocessors,
     padded_count,
+    result_for,
 )
 from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel
 from nanovllm.kernels.triton_ops._counters import arrival_counters
@@ -106,6 +107,7 @@ def attention_prefill(
     v_scale: torch.Tensor | None = None,
     *,
     plan: PrefillPlan | HopperPlan | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs of query tokens, each causal over its own sequence: see `ops.attention.attention_prefill`.
 
@@ -113,6 +115,7 @@ def attention_prefill(
         plan: instead of the one that `plan_prefill` or `plan_hopper` picks. A `HopperPlan` needs a Hopper GPU, queries and
             cache of the same 16-bit dtype, blocks of a power of two of at least 8 tokens, strides of whole 16 bytes, and
             no scales.
+        out: contiguous, as q: takes the result, and is returned.
 
     Returns:
         [num_tokens, num_heads, head_dim], the dtype of q. The same inputs give the same bits. A sequence's bits do not depend
@@ -126,7 +129,7 @@ def attention_prefill(
     if values_checked(q.device):
         check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)
     num_tokens, num_heads, head_dim = q.shape
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = result_for(q, out)
     if num_tokens == 0 or len(context_lens) == 0:
         return out
     if q.stride(2) != 1:
@@ -151,6 +154,9 @@ def attention_prefill(
     scales = () if isinstance(plan, HopperPlan) else (k_scale, v_scale)
     launch(plan, out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window, soft_cap, *scales)
     return out
+
+
+attention_prefill.takes_out = True  # asked by the attention layer
 
 
 def _suits_hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:

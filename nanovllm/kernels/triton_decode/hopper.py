@@ -22,8 +22,9 @@ _BLOCK = 128
 MAX_TOKENS = 256
 _MOST_OF_LARGE = 192
 _LARGE_WEIGHT = 8 << 20
-# Shared memory for tiles: of a program that has a multiprocessor to itself or shares it with one of the next kernel, and of three.
+# Shared memory for tiles: of a program that has a multiprocessor to itself or shares it with one of the next kernel, of two and of three.
 _ROOM = 200 << 10
+_HALF = 108 << 10
 _THIRD = 74 << 10
 
 
@@ -62,13 +63,15 @@ def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, mul
     wide = num_tokens > 64 if num_rows * size >= _LARGE_WEIGHT else may_split and _BLOCK < num_tokens <= _MOST_OF_LARGE
     block = 2 * _BLOCK if wide else _BLOCK
     group = (ROWS + tunables.hopper_product_tokens(num_tokens, block)) * _TILE * 2
-    fit, third = _ROOM // group, _THIRD // group
+    fit, half, third = _ROOM // group, _HALF // group, _THIRD // group
     programs = tiles * splits * cdiv(num_tokens, block)
     if 4 * cdiv(columns, 4) <= fit and programs <= multiprocessors:
         chunks, slots = 4, cdiv(columns, 4)  # all that a program has
     elif 2 * multiprocessors < programs <= 3 * multiprocessors and third >= 3:
         # Three a multiprocessor: all at once, where a second round would leave much of the GPU idle.
         chunks, slots = (2, third // 2) if third >= 6 else (1, third)
+    elif num_tokens > _BLOCK == block and multiprocessors < programs <= 2 * multiprocessors and not may_split and half >= 2:
+        chunks, slots = 1, half  # two a multiprocessor: all at once
     elif fit >= 16 and (programs <= multiprocessors or (num_tokens > 16 and 2 < programs / multiprocessors <= 8)):
         chunks, slots = 4, 4
     else:  # what lets programs of the next kernel in, and suffices to keep reading

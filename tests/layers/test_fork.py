@@ -1,0 +1,79 @@
+"""Work beside other work: after what came before, before what comes after, in graphs too."""
+
+import threading
+
+import pytest
+import torch
+
+from nanovllm.layers.fork import fork
+
+
+def test_without_streams_all_runs_in_order():
+    with fork(torch.device("cpu")) as side:
+        assert side is None
+        with torch.cuda.stream(side):
+            x = torch.ones(3)
+        y = x + 1
+    assert y.tolist() == [2, 2, 2]
+
+
+def branches(x, out, cycles=3_000_000):
+    torch.cuda._sleep(cycles)
+    x.add_(1)
+    with fork(x.device) as side:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(cycles)
+            torch.mul(x, 2, out=out[0])
+        torch.mul(x, 3, out=out[1])
+        order = torch.cuda.Event(), torch.cuda.Event()
+        order[0].record()
+        order[1].record(side)
+    out.add_(1)
+    return order
+
+
+@pytest.mark.gpu
+def test_branches_wait_for_what_was_before_and_are_waited_for():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, out = torch.zeros(1000, device=device), torch.zeros(2, 1000, device=device)
+    here = torch.cuda.current_stream(device)
+    first, second = branches(x, out, 100_000_000)
+    first.synchronize()
+    assert not second.query(), "one branch waits for the other"
+    assert torch.cuda.current_stream(device) == here
+    assert (out[0] == 3).all() and (out[1] == 4).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        with fork(device) as side:
+            with torch.cuda.stream(side):
+                torch.mul(x, 2, out=out[0])
+            torch.mul(x, 3, out=out[1])
+        out.add_(1)
+    for _ in range(5):
+        graph.replay()
+    assert (out[0] == 13).all() and (out[1] == 19).all()
+
+
+@pytest.mark.gpu
+def test_an_error_in_a_branch_leaves_the_stream_as_it_was():
+    device = torch.device("cuda", torch.cuda.current_device())
+    here = torch.cuda.current_stream(device)
+    with pytest.raises(ZeroDivisionError), fork(device) as side, torch.cuda.stream(side):
+        raise ZeroDivisionError
+    assert torch.cuda.current_stream(device) == here
+
+
+@pytest.mark.gpu
+def test_engines_in_threads_share_no_branch():
+    device, sides = torch.device("cuda", torch.cuda.current_device()), []
+
+    def branch():
+        with torch.cuda.stream(torch.cuda.Stream(device)), fork(device) as side:
+            sides.append(side)
+
+    for _ in range(2):
+        thread = threading.Thread(target=branch)
+        thread.start()
+        thread.join()
+    assert sides[0] != sides[1]
