@@ -62,7 +62,7 @@ class DecodeBuckets:
         self.shared_sizes = [size for size in self.batch_sizes if sharing and size >= LEAST_ROWS]
         self.context_lens = context_buckets(max_model_len) if by_context else [max_model_len]
         rows = sorted({pacing.padded_rows(size, max_num_seqs) for size in self.batch_sizes})
-        self.riding_sizes = [(n, pacing.riding_tokens(n)) for n in rows if riding and pacing.riding_tokens(n)]
+        self.riding_sizes = [(n, tokens) for n in rows for tokens in pacing.riding_sizes(n)] if riding else []
         """(rows, tokens that ride beside them)"""
         # By context there would be many more graphs, of a slow kernel.
         self.whole_sizes = [size for size in self.batch_sizes if size <= _LARGEST_WHOLE_STEP and not by_context]
