@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.availability import triton_support
+from nanovllm.kernels.failed_capture import recover_generator
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,13 @@ def time_in_graph(calls: Sequence[Callable[[], Any]], replays: int = 20) -> Timi
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):  # where the calls ran: kernels keep counters for each stream
-        for call in calls:
-            call()
+    try:
+        with torch.cuda.graph(graph, stream=side):  # where the calls ran: kernels keep counters for each stream
+            for call in calls:
+                call()
+    except BaseException:
+        recover_generator(side.device)
+        raise
     for _ in range(3):
         graph.replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]

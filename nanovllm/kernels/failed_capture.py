@@ -1,0 +1,17 @@
+"""What a CUDA graph whose capture failed leaves behind."""
+
+from contextlib import suppress
+
+import torch
+
+
+def recover_generator(device: torch.device) -> None:
+    """Let PyTorch's generator of this GPU draw again, after a capture that ended in an error.
+
+    It counts itself as part of that capture until one ends well ("Offset increment outside graph capture", PyTorch 2.11), so an
+    empty one does. Where that fails too, it is the GPU that is in error, as the caller's own exception says.
+    """
+    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_end()
