@@ -98,7 +98,7 @@ def _rest_in_time(first: int, ends: Sequence[int], horizon: int, prompts: Sequen
     for tokens, output in prompts[first:]:
         left: float = tokens
         while left:
-            if now + output > horizon:
+            if now >= horizon or now + output > horizon:
                 return False
             rate = min(riding_tokens(padded_rows(len(running), max_num_seqs)), tokens * MAX_RIDERS)
             until = running[0] if running else horizon

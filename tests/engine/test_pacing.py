@@ -46,6 +46,7 @@ def test_rows_beside_riders_are_a_captured_batch_size(max_num_seqs):
         ([50] * 16 + [100] * 224, 100, [(320, 40)], Pace()),  # no room until the first ones end
         ([50] * 16 + [100] * 224, 100, [(320, 41)], Pace(at_once=1024)),
         ([100] * 512, 100, [(1000, 10)], Pace(at_once=1024)),
+        ([], 5, [(2000, 0)], Pace(at_once=2000)),  # nothing ends before the horizon
         ([], None, [(500, 100), (2160, 99), (600, 50)], Pace(at_once=2660)),  # nobody decodes yet: the first of them sets the end
         ([], None, [(500, 100), (2160, 91), (600, 50)], Pace(at_once=1024)),
         ([], None, [(500, 100)] * 100, Pace(at_once=16384)),  # equal ones have no time to ride
