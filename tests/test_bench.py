@@ -155,6 +155,13 @@ def test_peers(run):
         assert vllm["error"] == "vllm is not installed; pip install vllm" and vllm["error"] in out
 
 
+def test_a_peer_reads_the_embedded_model(run, smollm2_path):
+    code, _, record = run("--model", str(smollm2_path), *SMALL[:-1], "1", "--engine", "nanovllm,transformers")
+    ours, theirs = record["rows"]
+    assert code == 0 and theirs["error"] is None and theirs["about"]["dtype"] == ours["about"]["dtype"] == "float32"
+    assert theirs["repeats"][0]["bytes"] == ours["repeats"][0]["bytes"]
+
+
 @pytest.fixture
 def small_preset(monkeypatch):
     from nanovllm.models import presets

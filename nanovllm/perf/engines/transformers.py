@@ -56,9 +56,11 @@ class TransformersEngine:
                 )
         else:
             path = Path(job.model)
-            gguf = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+            gguf: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
             if gguf and dtype == "auto":
                 dtype = "bfloat16" if self._device.type == "cuda" else "float32"
+            if gguf and hasattr(transformers, "GgufConfig"):  # which else leaves weights packed: another model than ours
+                gguf["quantization_config"] = transformers.GgufConfig(dequantize=True)
             self._model = transformers.AutoModelForCausalLM.from_pretrained(
                 path.parent if gguf else job.model, dtype=dtype, **gguf
             )
@@ -75,7 +77,9 @@ class TransformersEngine:
 
     @property
     def config(self) -> ModelConfig:
-        return ModelConfig.from_dict({**self._model.config.to_dict(), "architectures": [type(self._model).__name__]})
+        given = self._model.config.to_dict()
+        given.pop("quantization_config", None)  # how the file was read: the weights are of one dtype
+        return ModelConfig.from_dict({**given, "architectures": [type(self._model).__name__]})
 
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):
