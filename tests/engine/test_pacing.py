@@ -109,6 +109,27 @@ def test_where_slots_are_short_all_end_no_later():
     assert run(lengths, outputs, True, slots=20)[1] <= run(lengths, outputs, False, slots=20)[1] + 1
 
 
+@pytest.mark.parametrize("rides", [False, True])
+def test_a_prompt_whose_whole_does_not_fit_is_not_begun(rides):
+    """Its first piece would: it would be preempted, and begin again, for as long as the other runs."""
+    scheduler = Scheduler(BlockManager(20, 16, False), 8, 16384, 320, (), rides)
+    computed = 0
+    for length, output in ((16, 200), (300, 10)):
+        seq = Sequence(length, [1] * length, SamplingParams(max_tokens=output, ignore_eos=True), 0)
+        seq.patient = True
+        scheduler.add(seq)
+        for _ in range(2):
+            step = scheduler.schedule()
+            computed += step.num_tokens
+            scheduler.update(step, [2] * len(step.sampling))
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        scheduler.check()
+        computed += step.num_tokens
+        scheduler.update(step, [2] * len(step.sampling))
+    assert scheduler.num_preemptions == 0 and computed == 16 + 199 + 300 + 9
+
+
 def test_equal_requests_and_those_that_someone_waits_for_do_not_ride():
     assert run([300] * 100, [200] * 100, True) == run([300] * 100, [200] * 100, False)
     lengths, outputs = [300] * 100, list(range(100, 200))
