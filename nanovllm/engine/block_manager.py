@@ -61,11 +61,14 @@ class BlockManager:
             found.append(block)
         return found
 
-    def admit(self, seq: Sequence, prefix: list[int], num_tokens: int) -> bool:
-        """Give a waiting sequence `prefix` (from `match_prefix`) and blocks for `num_tokens` in all; False if too few are free."""
+    def admit(self, seq: Sequence, prefix: list[int], num_tokens: int, room: int = 0) -> bool:
+        """Give a waiting sequence `prefix` (from `match_prefix`) and blocks for `num_tokens` in all; False if too few are free.
+
+        room: tokens for which so many must be free, if more.
+        """
         assert not seq.block_table
         revived = sum(self._ref_counts[b] == 0 for b in prefix)
-        if self.blocks_needed(num_tokens) - len(prefix) > len(self._free) - revived:
+        if self.blocks_needed(max(num_tokens, room)) - len(prefix) > len(self._free) - revived:
             return False
         for block in prefix:
             if self._ref_counts[block] == 0:

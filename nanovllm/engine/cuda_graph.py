@@ -20,7 +20,7 @@ import torch
 from nanovllm.engine import pacing
 from nanovllm.engine.decode_state import SamplingMode
 from nanovllm.engine.prefix_groups import LEAST_ROWS
-from nanovllm.kernels.failed_capture import recover_generator
+from nanovllm.kernels.failed_capture import end_pool, recover_generator
 
 _LARGEST_SMALL_BATCH = 64
 _LARGEST_WHOLE_STEP = 32
@@ -86,18 +86,20 @@ def capture(fn: Callable[[], object], stream: torch.cuda.Stream, pool: Any = Non
         Whatever fn raised; RuntimeError, if it did what a graph cannot hold.
     """
     graph = torch.cuda.CUDAGraph()
+    pool = pool or torch.cuda.graph_pool_handle()
     before = torch.cuda.current_stream(stream.device)
     torch.cuda.set_stream(stream)
     try:
         graph.capture_begin(pool, "thread_local")  # other threads may allocate meanwhile
         try:
             fn()
+            graph.capture_end()
         except BaseException:
-            with suppress(RuntimeError):  # fn spoiled the capture, and its own error says how
+            with suppress(RuntimeError):  # it was spoiled, or has ended
                 graph.capture_end()
+            end_pool(stream.device, pool)
             recover_generator(stream.device)
             raise
-        graph.capture_end()
     finally:
         torch.cuda.set_stream(before)
     return graph

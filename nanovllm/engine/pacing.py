@@ -100,7 +100,9 @@ def _rest_in_time(first: int, ends: Sequence[int], horizon: int, prompts: Sequen
         while left:
             if now >= horizon or now + output > horizon:
                 return False
-            rate = min(riding_tokens(padded_rows(len(running), max_num_seqs)), tokens * MAX_RIDERS)
+            rate = 0  # without a slot it does not begin
+            if len(running) < max_num_seqs:
+                rate = min(riding_tokens(padded_rows(len(running), max_num_seqs)), tokens * MAX_RIDERS)
             until = running[0] if running else horizon
             if rate * (until - now) >= left:
                 now, left = now + left / rate, 0

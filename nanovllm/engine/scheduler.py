@@ -231,7 +231,8 @@ class Scheduler:
             num_tokens = min(_most_of_prompt(seq.num_tokens - start, parts, riders), budget)
             if num_tokens == 0:
                 break
-            if not self.blocks.admit(seq, prefix, start + num_tokens):
+            # One that rides comes when all of it fits, as it would at once: else decodes that grow would soon preempt it.
+            if not self.blocks.admit(seq, prefix, start + num_tokens, 0 if riders is None else seq.num_tokens):
                 self._head_lacks_blocks = True
                 break
             self.waiting.popleft()

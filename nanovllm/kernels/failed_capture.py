@@ -1,8 +1,19 @@
 """What a CUDA graph whose capture failed leaves behind."""
 
 from contextlib import suppress
+from typing import Any
 
 import torch
+
+
+def end_pool(device: torch.device, pool: Any) -> None:
+    """Let other graphs be captured with this memory, after a capture with it whose end failed.
+
+    The allocator is told of the end of a capture only if it ends well, and refuses a second one with the same memory ("already recording
+    to mempool_id"). Where it was told, it says that there is none, and nothing changes.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def recover_generator(device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
@@ -26,8 +26,11 @@ def fork(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     side.wait_stream(here)
     try:
         yield side
-    finally:
-        here.wait_stream(side)
+    except BaseException:
+        with suppress(RuntimeError):  # what spoiled a capture says how; that nothing can join it any more does not
+            here.wait_stream(side)
+        raise
+    here.wait_stream(side)
 
 
 @cache

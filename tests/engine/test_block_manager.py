@@ -77,7 +77,8 @@ def test_admit_is_all_or_nothing():
     assert seq.block_table == [] and manager.match_prefix(seq) == prefix
     manager.check([other, seq])
     manager.free(other)
-    assert manager.admit(seq, prefix, 12)
+    assert not manager.admit(seq, prefix, 12, 13) and seq.block_table == []  # room for more than it gets
+    assert manager.admit(seq, prefix, 11, 12) and len(seq.block_table) == 3
     manager.check([seq])
 
 

@@ -60,10 +60,18 @@ def test_pace_by_hand(ends, horizon, prompts, expected):
     assert pace(ends, horizon, prompts, 512, 16384) == expected
 
 
-def run(lengths, outputs, rides, patient=True):
+def test_prompts_that_lack_a_slot_are_expected_to_wait_for_one():
+    """Through the only free one go four, each in 17 steps and 200 more; for five there is no time."""
+    assert pace([1000] * 19, 1000, [(4000, 200)] * 4, 20, 16384) == Pace(riding=236)
+    assert pace([1000] * 19, 1000, [(4000, 200)] * 5, 20, 16384) == Pace(at_once=8000)
+    assert pace([2] + [1000] * 19, 1000, [(472, 996)], 20, 16384) == Pace(riding=236)
+    assert pace([3] + [1000] * 19, 1000, [(472, 996)], 20, 16384) == Pace(at_once=1024)
+
+
+def run(lengths, outputs, rides, patient=True, slots=512):
     """(steps that rode, all steps, tokens of prompts in each step without riders) of sequences that all have their full output."""
     blocks = BlockManager(2000, 256, enable_prefix_caching=False)
-    scheduler = Scheduler(blocks, 512, 16384, 4096, (), rides)
+    scheduler = Scheduler(blocks, slots, 16384, 4096, (), rides)
     for i in sorted(range(len(lengths)), key=lambda i: -outputs[i]):
         seq = Sequence(i, [1] * lengths[i], SamplingParams(max_tokens=outputs[i], ignore_eos=True), 0)
         seq.patient = patient
@@ -75,7 +83,7 @@ def run(lengths, outputs, rides, patient=True):
         steps += 1
         if step.riding is not None:
             rode += 1
-            rows = padded_rows(step.decoding.num_tokens, 512)
+            rows = padded_rows(step.decoding.num_tokens, slots)
             assert step.decoding.decodes_only and step.riding.num_tokens <= riding_tokens(rows)
             assert len(step.riding.parts) <= pacing.MAX_RIDERS
         elif not step.decodes_only:
@@ -94,6 +102,32 @@ def test_prompts_ride_and_all_end_no_later(seed):
     rode, steps, at_once = run(lengths, outputs, rides=True)
     assert rode > 800 and at_once and sum(at_once) < 0.6 * sum(lengths)
     assert steps <= max(outputs) + 1
+
+
+def test_where_slots_are_short_all_end_no_later():
+    lengths, outputs = [100] * 19 + [3000] * 5, [1000] * 19 + [198] * 5
+    assert run(lengths, outputs, True, slots=20)[1] <= run(lengths, outputs, False, slots=20)[1] + 1
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_a_prompt_whose_whole_does_not_fit_is_not_begun(rides):
+    """Its first piece would: it would be preempted, and begin again, for as long as the other runs."""
+    scheduler = Scheduler(BlockManager(20, 16, False), 8, 16384, 320, (), rides)
+    computed = 0
+    for length, output in ((16, 200), (300, 10)):
+        seq = Sequence(length, [1] * length, SamplingParams(max_tokens=output, ignore_eos=True), 0)
+        seq.patient = True
+        scheduler.add(seq)
+        for _ in range(2):
+            step = scheduler.schedule()
+            computed += step.num_tokens
+            scheduler.update(step, [2] * len(step.sampling))
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        scheduler.check()
+        computed += step.num_tokens
+        scheduler.update(step, [2] * len(step.sampling))
+    assert scheduler.num_preemptions == 0 and computed == 16 + 199 + 300 + 9
 
 
 def test_equal_requests_and_those_that_someone_waits_for_do_not_ride():

@@ -31,3 +31,16 @@ def test_random_numbers_are_drawn_after_a_capture_that_failed(failing):
     graph = capture(lambda: None, torch.cuda.Stream())
     graph.replay()
     torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_others_are_captured_with_the_memory_of_a_capture_that_failed():
+    stream, x = torch.cuda.Stream(), torch.zeros(1000, device="cuda")
+    first = capture(lambda: x.add_(1), stream)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            capture(wait_for_device, stream, first.pool())
+    second = capture(lambda: x.mul_(3), stream, first.pool())
+    for graph in (first, second, first):
+        graph.replay()
+    assert (x == 4).all()

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from nanovllm.layers import fork as module
 from nanovllm.layers.fork import fork
 
 
@@ -15,6 +16,27 @@ def test_without_streams_all_runs_in_order():
             x = torch.ones(3)
         y = x + 1
     assert y.tolist() == [2, 2, 2]
+
+
+def test_what_spoils_a_capture_is_what_is_raised(monkeypatch):
+    """After it a stream that captures waits for nobody: "operation failed due to a previous error during capture"."""
+
+    class Stream:
+        spoiled = False
+
+        def wait_stream(self, other):
+            if Stream.spoiled:
+                raise RuntimeError("previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(module, "_beside", lambda stream: Stream())
+    with pytest.raises(RuntimeError, match="not permitted"), fork(torch.device("cuda")):
+        Stream.spoiled = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+    with pytest.raises(RuntimeError, match="previous"):  # where nothing else failed, that it cannot be joined is the error
+        Stream.spoiled = False
+        with fork(torch.device("cuda")):
+            Stream.spoiled = True
 
 
 def branches(x, out, cycles=3_000_000):
