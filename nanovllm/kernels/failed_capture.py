@@ -12,7 +12,7 @@ def end_pool(device: torch.device, pool: Any) -> None:
     The allocator is told of the end of a capture only if it ends well, and refuses a second one with the same memory ("already recording
     to mempool_id"). Where it was told, it says that there is none, and nothing changes.
     """
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, AttributeError):  # it is no public function
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
