@@ -130,6 +130,13 @@ def test_a_prompt_whose_whole_does_not_fit_is_not_begun(rides):
     assert scheduler.num_preemptions == 0 and computed == 16 + 199 + 300 + 9
 
 
+def add_patient(scheduler, length, outputs):
+    for i, output in enumerate(outputs):
+        seq = Sequence(i, [1] * length, SamplingParams(max_tokens=output), 0)
+        seq.patient = True
+        scheduler.add(seq)
+
+
 def test_equal_requests_and_those_that_someone_waits_for_do_not_ride():
     assert run([300] * 100, [200] * 100, True) == run([300] * 100, [200] * 100, False)
     lengths, outputs = [300] * 100, list(range(100, 200))
@@ -139,10 +146,7 @@ def test_equal_requests_and_those_that_someone_waits_for_do_not_ride():
 
 def test_one_who_waits_lets_all_prompts_go_at_once():
     scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), True)
-    for i in range(20):
-        seq = Sequence(i, [1] * 1000, SamplingParams(max_tokens=500 - 20 * i, ignore_eos=True), 0)
-        seq.patient = True
-        scheduler.add(seq)
+    add_patient(scheduler, 1000, range(500, 100, -20))
 
     def go():
         step = scheduler.schedule()
@@ -159,25 +163,19 @@ def test_one_who_waits_lets_all_prompts_go_at_once():
 def test_after_an_early_end_nobody_rides():
     scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (7,), True)
 
-    def add(number, first=0):
-        for i in range(first, first + number):
-            seq = Sequence(i, [1] * 1000, SamplingParams(max_tokens=500 - 20 * i), 0)
-            seq.patient = True
-            scheduler.add(seq)
-
     def go(token=2):
         step = scheduler.schedule()
         scheduler.update(step, [token] + [2] * (len(step.sampling) - 1))
         return step
 
-    add(20)
+    add_patient(scheduler, 1000, range(500, 100, -20))
     go()
     assert go().riding is not None and go(7).riding is not None
     step = go()
     assert step.riding is None and step.num_tokens > 10_000
     while scheduler.has_unfinished:
         assert go().riding is None
-    add(20)
+    add_patient(scheduler, 1000, range(500, 100, -20))
     go()
     assert go().riding is not None  # the next ones are believed again
 
@@ -211,10 +209,7 @@ class Unlooked(deque):
 
 def test_where_slots_are_short_prompts_go_at_once_and_a_long_queue_is_not_looked_at():
     scheduler = Scheduler(BlockManager(500, 256, False), 8, 256, 4096, (), True)
-    for i in range(20):
-        seq = Sequence(i, [1] * 100, SamplingParams(max_tokens=2000 - 100 * i, ignore_eos=True), 0)
-        seq.patient = True
-        scheduler.add(seq)
+    add_patient(scheduler, 100, range(2000, 0, -100))
     scheduler.waiting = Unlooked(scheduler.waiting)
     steps = []
     for _ in range(3):

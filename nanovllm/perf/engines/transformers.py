@@ -77,9 +77,7 @@ class TransformersEngine:
 
     @property
     def config(self) -> ModelConfig:
-        given = self._model.config.to_dict()
-        given.pop("quantization_config", None)  # how the file was read: the weights are of one dtype
-        return ModelConfig.from_dict({**given, "architectures": [type(self._model).__name__]})
+        return ModelConfig.from_dict({**self._model.config.to_dict(), "architectures": [type(self._model).__name__]})
 
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):
