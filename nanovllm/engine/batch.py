@@ -154,7 +154,7 @@ class DeviceBatch:
         return DeviceBatch(
             torch.cat((self.token_ids, riders.token_ids)),
             torch.cat((self.positions, riders.positions)),
-            replace(self.metadata, riders=riders.metadata),
+            replace(self.metadata, riders=replace(riders.metadata, beside=True)),
         )
 
 

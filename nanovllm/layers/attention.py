@@ -49,6 +49,8 @@ class AttentionMetadata:
     """[num_seqs - num_decodes + 1] int32: where each run of tokens starts, counted from the first run's start."""
     max_query_len: int = 0
     """The longest run."""
+    beside: bool = False
+    """The runs of tokens are attended to while other kernels run."""
     shared: SharedPrefixes | None = None
     """In a batch of decodes alone: whose leading blocks are to be read once, if anybody's."""
     riders: AttentionMetadata | None = None
@@ -185,7 +187,8 @@ class Attention:
                 q[:n], cache.k, cache.v, m.block_table[:n], m.context_lens[:n], m.max_context_len, *options, out=out[:n]
             )
         runs = None if out is None else out[n:]
+        beside = {"beside": True} if m.beside and self._attention_prefill.takes_beside else {}
         result = self._attention_prefill(
-            q[n:], cache.k, cache.v, m.block_table[n:], m.cu_seqlens_q, m.context_lens[n:], m.max_query_len, *options, out=runs
+            q[n:], cache.k, cache.v, m.block_table[n:], m.cu_seqlens_q, m.context_lens[n:], m.max_query_len, *options, out=runs, **beside
         )
         return out if n else result

@@ -10,7 +10,11 @@ from nanovllm.kernels import Kernels, all_ops
 
 
 class ChosenOp:
-    """An op by the provider that was chosen, which may write its result to a given tensor: in place where its `takes_out` says so."""
+    """An op by the provider that was chosen, which may write its result to a given tensor: in place where its `takes_out` says so.
+
+    Attributes:
+        takes_beside: whether the provider has an argument `beside`: True where other kernels run at the same time.
+    """
 
     def __init__(self, name: str, kernels: Kernels | None) -> None:
         self._fn = getattr(kernels, name, None)
@@ -18,6 +22,7 @@ class ChosenOp:
         custom = self._fn is not None and provider != "native"
         self._provider_fn = all_ops()[name].providers[provider].fn if custom else None
         self._takes_out = getattr(self._provider_fn, "takes_out", False)
+        self.takes_beside = getattr(self._provider_fn, "takes_beside", False)
 
     def __call__(self, *args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """out: takes the result, which is then returned; None: the result is a new tensor."""

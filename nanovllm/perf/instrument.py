@@ -57,6 +57,8 @@ class Instrument:
         self.calls: dict[Call, int] = defaultdict(int)
         self.cold: dict[Call, int] = defaultdict(int)
         """Of the costs, the bytes that come from device memory: see `cold_bytes`."""
+        self.last_step: Any = None
+        """What an engine that this is attached to executed last."""
 
     @contextmanager
     def _in_mode(self, mode: str) -> Iterator[None]:
@@ -151,6 +153,7 @@ class Instrument:
         execute = engine.runner.execute
 
         def named_execute(step: Any, *args: Any, **kwargs: Any) -> Any:
+            self.last_step = step
             if self._mode == "off":
                 return execute(step, *args, **kwargs)
             phase, what = describe_step(step)

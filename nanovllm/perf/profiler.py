@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from nanovllm.engine.request import Request
 from nanovllm.kernels.selection import decorated_kernels
 from nanovllm.perf.engines.nanovllm import NanovllmEngine
 from nanovllm.perf.instrument import Instrument
@@ -41,7 +42,8 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
 
     Returns:
         "costs": per op, its calls, bytes and flops over the recorded steps; "unprofiled_us": the time of a decode step
-        without a profiler; "memory": samples, one a step; "about": the engine; "eager": whether it ran without graphs.
+        without a profiler; "memory": samples, one a step; "about": the engine; "eager": whether it ran without graphs;
+        "rides": whether prompts ride on decode steps, where nobody waits for them.
     """
     instrument = Instrument()
     with decorated_kernels(instrument.decorate):
@@ -50,11 +52,11 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     instrument.attach(engine.llm.engine)
     on_gpu = about["device"] != "cpu"
     items = job.workloads[0].draw(job.seed, engine.config.vocab_size)
-    _drive(engine, _shifted(items, 1, engine), nullcontext)  # warm-up
+    _drive(engine, instrument, _shifted(items, 1, engine), nullcontext)  # warm-up
     eager = not on_gpu or bool(job.options.get("enforce_eager"))
     costs = []
     if eager:
-        _drive(engine, _shifted(items, 2, engine), instrument.costing)
+        _drive(engine, instrument, _shifted(items, 2, engine), instrument.costing)
         costs = [
             {"op": c.op, "module": c.module, "provider": c.provider, "phase": c.phase, "calls": instrument.calls[c],
              "cold_bytes": instrument.cold[c], "bytes": work.bytes, "flops": work.flops}
@@ -71,35 +73,45 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     if on_gpu:
         with _profiled(on_gpu, []):  # the first use of the device's profiler is slow
             torch.zeros(1, device="cuda").add_(1)
-    unprofiled = _drive(engine, _shifted(items, 3, engine), recorded, memory)
+    unprofiled = _drive(engine, instrument, _shifted(items, 3, engine), recorded, memory)
     trace = merge(windows)
     add_memory_track(trace, memory)
     write_trace(trace, Path(job.trace))
+    rides = engine.llm.engine.runner.rides
     engine.close()
-    return {"costs": costs, "unprofiled_us": unprofiled, "memory": memory, "about": about, "eager": eager}
+    return {"costs": costs, "unprofiled_us": unprofiled, "memory": memory, "about": about, "eager": eager, "rides": rides}
 
 
 def _shifted(items: Sequence[Item], by: int, engine: NanovllmEngine) -> list[Item]:
     """The same lengths with other tokens: nothing is in the prefix cache."""
     vocab = engine.config.vocab_size
-    return [Item([(t + by) % vocab for t in item.prompt], item.num_output) for item in items]
+    return [Item([(t + by) % vocab for t in item.prompt], item.num_output, item.arrival) for item in items]
 
 
 def _drive(
     engine: NanovllmEngine,
+    instrument: Instrument,
     items: Sequence[Item],
     recorded: Callable[[], Any],
     memory: list[dict[str, Any]] | None = None,
 ) -> float | None:
-    """Serve the requests for a while, within `recorded()` during the first steps and, later, some decode steps.
+    """Serve the requests for a while, as the timed runs do, within `recorded()` during some steps of each kind.
+
+    These are the first steps; where prompts ride on decodes, some when half of the requests have begun; and some decode steps when
+    no prompt is left. Riding takes most of a run, so those that have not begun after its steps were recorded are given up.
 
     Returns the microseconds of a decode step that was not recorded, or None if none was left.
     """
     core = engine.llm.engine
     requests = [
-        core.add_request(i.prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=i.num_output))
+        core.make_request(i.prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=i.num_output))
         for i in items
     ]
+    if any(item.arrival for item in items):
+        for request in requests:
+            core.queue(request)
+    else:
+        core.queue_batch(requests)
     shortest = min(item.num_output for item in items)
 
     def steps(count: int, keep: bool = False) -> None:
@@ -110,12 +122,22 @@ def _drive(
             if keep and memory is not None:
                 memory.append(_memory(core))
 
+    def not_begun() -> list[Request]:
+        return [r for r in requests if r.first_token_time is None]
+
     try:
         with recorded():
             steps(PREFILL_STEPS, keep=True)
             _synchronize()
-        while core.has_unfinished and any(r.first_token_time is None for r in requests):
-            steps(1)
+        while (late := not_begun()) and core.has_unfinished:
+            if 2 * len(late) <= len(requests) and core.runner.decoding.carries(instrument.last_step):
+                with recorded():
+                    steps(DECODE_STEPS, keep=True)
+                    _synchronize()
+                for request in not_begun():
+                    core.abort(request)
+            else:
+                steps(1)
         if not core.has_unfinished:
             return None
         steps(max(0, min(SKIPPED_STEPS, shortest - PREFILL_STEPS - 3 * DECODE_STEPS)))

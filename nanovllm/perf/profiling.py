@@ -36,7 +36,9 @@ def profile_and_report(
         as_run = _run_pass(launch, job, Path(scratch) / "as-run.json", other)
         passes = [as_run]
         if not as_run[0]["eager"]:
-            eager = dataclasses.replace(job, options={**job.options, "enforce_eager": True})
+            # By itself it would let no prompt ride.
+            options = {**job.options, "enforce_eager": True, "ride_prompts": as_run[0]["rides"]}
+            eager = dataclasses.replace(job, options=options)
             passes.append(_run_pass(launch, eager, Path(scratch) / "eager.json", other))
         labels = ["as it runs", "without graphs"] if len(passes) == 2 else None
         write_trace(merge([trace for _, trace in passes], labels) if labels else as_run[1], folder / TRACE)

@@ -20,6 +20,7 @@ GPU = torch.cuda.is_available() and not INTERPRETED
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if GPU else "cpu"
 
+from nanovllm.kernels.triton_attention import prefill  # noqa: E402
 from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
     HopperPlan,
     PrefillPlan,
@@ -241,10 +242,24 @@ def test_shapes(dim, dtype, heads, kv_heads, block_size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("heads, kv_heads, block_size", [(16, 8, 256), (14, 2, 16)])
-def test_the_kernel_for_any_gpu(dim, heads, kv_heads, block_size):
-    check(*run_lengths(), heads, kv_heads, dim, block_size, BF16, plan_prefill(heads // kv_heads, dim, 2, 700))
+def test_the_kernel_for_any_gpu(dim, heads, kv_heads, block_size, beside):
+    check(*run_lengths(), heads, kv_heads, dim, block_size, BF16, plan_prefill(heads // kv_heads, dim, 2, 700, beside=beside))
+
+
+def test_beside_other_kernels_it_leaves_them_room(monkeypatch):
+    """Even where Hopper's kernel would take it, or another plan was tuned."""
+    taken = []
+    monkeypatch.setattr(prefill, "_suits_hopper", lambda *args: True)
+    monkeypatch.setattr(prefill.tunables.ATTENTION_PREFILL.__class__, "find", lambda *args: pytest.fail("tuned alone"))
+    monkeypatch.setattr(prefill, "_launch_anywhere", lambda plan, *args: taken.append(plan))
+    k, v, table = paged([200], 2, 128, 16, BF16)
+    attention_prefill(queries(100, 4, 128, BF16), k, v, table, int32([0, 100]), int32([200]), 100, 0.125, beside=True)
+    assert taken == [plan_prefill(2, 128, 2, 100, capability=prefill.capability(k.device), beside=True)]
+    alone, beside = (plan_prefill(2, 128, 2, 100, beside=beside) for beside in (False, True))
+    assert beside.rows * beside.warps < alone.rows * alone.warps
 
 
 @pytest.mark.gpu
@@ -370,8 +385,8 @@ def test_compiles_without_spills(dtype, dim, group, capability, options, tmp_pat
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for longest, block_size in ((700, 256), (700, 16)):
-        plan = plan_prefill(group, dim, 4 if dtype == "fp32" else 2, longest, 1 if fp8 else 2, capability // 10)
+    for longest, block_size, beside in ((700, 256, False), (700, 16, False), (700, 256, True)):
+        plan = plan_prefill(group, dim, 4 if dtype == "fp32" else 2, longest, 1 if fp8 else 2, capability // 10, beside)
         constants = dict(
             SEQS_PAD=8, GROUP=group, ROWS=plan.rows, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK_SIZE=block_size,
             TILE=plan.tile, SOFT_CAP=0.0, WINDOW=0, FP8=False, K_SCALES=int(fp8), V_SCALES=int(fp8), STAGES=plan.stages,

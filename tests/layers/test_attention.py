@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from nanovllm.engine.batch import DeviceBatch
 from nanovllm.kernels import Provider, all_ops, resolve_kernels
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.attention_shared import attention_decode_shared
@@ -176,6 +177,32 @@ def test_from_the_projection(fused, norm, riding):
         assert calls == [fused[0], fused[0], fused[-1], fused[-1]] if fused else not calls
     else:
         assert calls == [fused[0], fused[-1]] if fused else not calls
+
+
+@pytest.mark.parametrize("takes", [False, True])
+@pytest.mark.parametrize("riding", [False, True])
+def test_only_what_rides_is_said_to_run_beside_others(riding, takes):
+    calls = []
+
+    def recorded(*args, **kwargs):
+        calls.append(kwargs)
+        return all_ops()["attention_prefill"].native(*args)
+
+    recorded.takes_beside = takes
+    all_ops()["attention_prefill"].providers["recorded"] = Provider("recorded", recorded)
+    try:
+        layer = Attention(0.3, resolve_kernels(torch.device("cpu"), True, {"attention_prefill": ["recorded"]}))
+    finally:
+        del all_ops()["attention_prefill"].providers["recorded"]
+    q, k, v, cache, table = batch(torch.float32)
+    runs = AttentionMetadata(0, slots(table)[1:4], table[1:2], torch.tensor([3]).int(), 0, torch.tensor([0, 3]).int(), 3)
+    decodes = AttentionMetadata(1, slots(table)[:1], table[:1], torch.tensor([1]).int(), 1)
+    step = DeviceBatch(torch.zeros(1), torch.zeros(1), decodes).with_riders(DeviceBatch(torch.zeros(3), torch.zeros(3), runs))
+    tokens = slice(0, 4) if riding else slice(1, 4)
+    rotary = RotaryEmbedding(RopeConfig(10000.0), DIM, 64, NATIVE)
+    positions = torch.tensor([0, 0, 1, 2])[tokens]
+    layer.of_projection(positions, q[tokens], k[tokens], v[tokens], rotary, None, None, cache, step.metadata if riding else runs)
+    assert calls == [{"beside": True} if riding and takes else {}]
 
 
 @pytest.mark.parametrize(
