@@ -20,7 +20,7 @@ import torch
 from nanovllm.engine import pacing
 from nanovllm.engine.decode_state import SamplingMode
 from nanovllm.engine.prefix_groups import LEAST_ROWS
-from nanovllm.kernels.failed_capture import end_pool, recover_generator
+from nanovllm.kernels.failed_capture import give_up_pool, recover_generator, usable_pool
 
 _LARGEST_SMALL_BATCH = 64
 _LARGEST_WHOLE_STEP = 32
@@ -63,7 +63,7 @@ class DecodeBuckets:
         self.shared_sizes = [size for size in self.batch_sizes if sharing and size >= LEAST_ROWS]
         self.context_lens = context_buckets(max_model_len) if by_context else [max_model_len]
         rows = sorted({pacing.padded_rows(size, max_num_seqs) for size in self.batch_sizes})
-        self.riding_sizes = [(n, pacing.riding_tokens(n)) for n in rows if riding and pacing.riding_tokens(n)]
+        self.riding_sizes = [(n, tokens) for n in rows for tokens in pacing.riding_sizes(n)] if riding else []
         """(rows, tokens that ride beside them)"""
         # By context there would be many more graphs, of a slow kernel.
         self.whole_sizes = [size for size in self.batch_sizes if size <= _LARGEST_WHOLE_STEP and not by_context]
@@ -86,7 +86,7 @@ def capture(fn: Callable[[], object], stream: torch.cuda.Stream, pool: Any = Non
         Whatever fn raised; RuntimeError, if it did what a graph cannot hold.
     """
     graph = torch.cuda.CUDAGraph()
-    pool = pool or torch.cuda.graph_pool_handle()
+    pool = usable_pool(pool)
     before = torch.cuda.current_stream(stream.device)
     torch.cuda.set_stream(stream)
     try:
@@ -97,7 +97,7 @@ def capture(fn: Callable[[], object], stream: torch.cuda.Stream, pool: Any = Non
         except BaseException:
             with suppress(RuntimeError):  # it was spoiled, or has ended
                 graph.capture_end()
-            end_pool(stream.device, pool)
+            give_up_pool(stream.device, pool)
             recover_generator(stream.device)
             raise
     finally:

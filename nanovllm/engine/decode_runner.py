@@ -105,8 +105,8 @@ class DecodeRunner:
 
     def _riding_tokens(self, step: ScheduledStep) -> int | None:
         """What the tokens that ride on a step are padded to; None: they are too many."""
-        most = pacing.riding_tokens(pacing.padded_rows(step.decoding.num_decodes, self.state.max_num_seqs))
-        return most if most >= step.riding.num_tokens else None
+        rows = pacing.padded_rows(step.decoding.num_decodes, self.state.max_num_seqs)
+        return next((n for n in pacing.riding_sizes(rows) if n >= step.riding.num_tokens), None)
 
     def launch(self, step: ScheduledStep) -> StepResult:
         """Launch a step that only decodes, or one that it `carries`; on CUDA this returns before it has run."""

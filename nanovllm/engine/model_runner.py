@@ -191,7 +191,7 @@ class ModelRunner:
         return bool(asked) or (captures and not by_context and layer >= pacing.LEAST_LAYER_BYTES)
 
     def _static_riders(self) -> PaddedRuns:
-        largest = RunsBucket(pacing.TOTAL, pacing.MAX_RIDERS)
+        largest = RunsBucket(pacing.TOTALS[-1], pacing.MAX_RIDERS)
         return PaddedRuns(largest, self.max_model_len, self.block_size, self.num_kvcache_blocks, self.device)
 
     def _captured(self, prefill: PrefillRunner, logits: torch.Tensor) -> PrefillRunner | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.availability import triton_support
-from nanovllm.kernels.failed_capture import end_pool, recover_generator
+from nanovllm.kernels.failed_capture import give_up_pool, recover_generator, usable_pool
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ def time_in_graph(calls: Sequence[Callable[[], Any]], replays: int = 20) -> Timi
         for call in (*calls, *calls)[: max(3, len(calls))]:
             call()
     torch.cuda.current_stream().wait_stream(side)
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    graph, pool = torch.cuda.CUDAGraph(), usable_pool()
     try:
         with torch.cuda.graph(graph, pool, side):  # where the calls ran: kernels keep counters for each stream
             for call in calls:
                 call()
     except BaseException:
-        end_pool(side.device, pool)
+        give_up_pool(side.device, pool)
         recover_generator(side.device)
         raise
     for _ in range(3):

@@ -5,14 +5,25 @@ from typing import Any
 
 import torch
 
+_instead: dict[Any, Any] = {}
+"""Of memory with which a capture failed: what is used in its place."""
 
-def end_pool(device: torch.device, pool: Any) -> None:
-    """Let other graphs be captured with this memory, after a capture with it whose end failed.
 
-    The allocator is told of the end of a capture only if it ends well, and refuses a second one with the same memory ("already recording
-    to mempool_id"). Where it was told, it says that there is none, and nothing changes.
+def usable_pool(pool: Any = None) -> Any:
+    """The memory of graphs that this is a handle of, or what is used in its place since a capture with it failed; None: new memory."""
+    while pool in _instead:
+        pool = _instead[pool]
+    return pool or torch.cuda.graph_pool_handle()
+
+
+def give_up_pool(device: torch.device, pool: Any) -> None:
+    """After a capture whose end failed: graphs that have this memory keep it, and others are captured with new memory.
+
+    PyTorch's allocators are told of the end of a capture only if it ends well, and refuse a second one with the same memory ("already
+    recording to mempool_id"). That of the GPU can be told, and reclaims memory again; that of pinned memory (PyTorch 2.11) cannot.
     """
-    with suppress(RuntimeError, AttributeError):  # it is no public function
+    _instead[pool] = torch.cuda.graph_pool_handle()
+    with suppress(RuntimeError, AttributeError):  # it has been told; or there is no such function, which is not public
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
 

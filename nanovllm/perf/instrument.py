@@ -95,7 +95,8 @@ class Instrument:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._mode == "off":
                 return fn(*args, **kwargs)
-            given = {name: value for name, value in kwargs.items() if name != "out"}  # where the result goes is no argument of the op
+            # A provider may take more than the op has: where the result goes, say.
+            given = {name: value for name, value in kwargs.items() if name in declared.signature.parameters}
             arguments = declared.signature.bind(*args, **given).arguments
             key = Call(op, provider, self._place(op, arguments), self._phase)
             # Before the call: it may write to its arguments.

@@ -110,7 +110,7 @@ def test_captured_steps_give_the_same_tokens(directory, monkeypatch, kinds, asyn
 @pytest.mark.parametrize("asynchronous, captured", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("arguments", [{}, dict(num_kvcache_blocks=12, max_num_seqs=30), dict(max_num_seqs=4)], ids=["", "preempted", "few"])
 def test_prompts_that_ride_change_no_token(directory, monkeypatch, asynchronous, captured, arguments):
-    for name, value in dict(TOTAL=40 if arguments else 20, ROWS=2, LEAST=2, LEAST_AT_ONCE=4, MAX_RIDERS=3).items():
+    for name, value in dict(TOTALS=(8, 20, 40), ROWS=2, LEAST=2, LEAST_AT_ONCE=4, MAX_RIDERS=3).items():
         monkeypatch.setattr(pacing, name, value)
     prompts = random_prompts(LENGTHS)
     prompts += [prompts[4][:35], prompts[4][:34] + [7, 8]]  # prefix hits

@@ -122,7 +122,7 @@ def documents():
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_random_load(monkeypatch, asynchronous, failures):
     """Whatever happens to the others, whoever is not aborted gets its own tokens, and all is given back."""
-    for name, value in dict(TOTAL=20, ROWS=2, LEAST=2, LEAST_AT_ONCE=4, MAX_RIDERS=2).items():
+    for name, value in dict(TOTALS=(8, 12, 20), ROWS=2, LEAST=2, LEAST_AT_ONCE=4, MAX_RIDERS=2).items():
         monkeypatch.setattr(pacing, name, value)
     seen = set()
     for seed in range(60):

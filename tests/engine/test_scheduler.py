@@ -77,7 +77,7 @@ OPERATIONS = st.lists(
 )
 
 
-SMALL = dict(TOTAL=6, ROWS=2, LEAST=1, LEAST_AT_ONCE=2, MAX_RIDERS=2)
+SMALL = dict(TOTALS=(4, 6), ROWS=2, LEAST=1, LEAST_AT_ONCE=2, MAX_RIDERS=2)
 """Of `pacing`, for models of a few tokens."""
 
 

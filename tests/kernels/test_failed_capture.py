@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from nanovllm.engine.cuda_graph import capture
+from nanovllm.kernels import failed_capture
 from nanovllm.kernels.benchmark import time_in_graph
+from nanovllm.kernels.failed_capture import give_up_pool, usable_pool
 
 
 def wait_for_device():
@@ -31,6 +33,17 @@ def test_random_numbers_are_drawn_after_a_capture_that_failed(failing):
     graph = capture(lambda: None, torch.cuda.Stream())
     graph.replay()
     torch.cuda.synchronize()
+
+
+def test_memory_is_replaced_for_good(monkeypatch):
+    new = iter([(0, 1000 + i) for i in range(9)])
+    monkeypatch.setattr(failed_capture, "_instead", {})
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(new))
+    assert usable_pool() == (0, 1000) and usable_pool((0, 7)) == (0, 7)
+    for _ in range(2):
+        give_up_pool(torch.device("cuda", 0), usable_pool((0, 7)))
+    assert usable_pool((0, 7)) == usable_pool((0, 1001)) == usable_pool((0, 1002)) == (0, 1002)
+    assert usable_pool((0, 8)) == (0, 8) and usable_pool() == (0, 1003)
 
 
 @pytest.mark.gpu

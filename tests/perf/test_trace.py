@@ -11,6 +11,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.models.presets import PRESETS
 from nanovllm.perf.device import Rates, rates
+from nanovllm.perf.instrument import Instrument
 from nanovllm.perf.job import Job
 from nanovllm.perf.profiler import merge, profile, write_trace
 from nanovllm.perf.report import over_limit
@@ -288,6 +289,17 @@ def test_a_trace_is_kept_below_its_limit(tmp_path, monkeypatch):
     kept = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert (tmp_path / "t.json").stat().st_size <= 20_000 and len(kept) > 10
     assert kept[0]["name"] == "decode: 1 sequences"
+
+
+def test_what_a_provider_takes_beyond_the_op_is_passed_on():
+    given = []
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    instrument = Instrument()
+    call = instrument.decorate("rms_norm", "some", lambda *args, **kwargs: given.append((args, kwargs)))
+    with instrument.costing(), instrument.step("mixed", "2 tokens"):
+        call(x, weight, eps=1e-6, out=x, beside=True)
+    assert given == [((x, weight), {"eps": 1e-6, "out": x, "beside": True})]
+    assert [(c.op, c.provider, c.phase, work.bytes) for c, work in instrument.costs.items()] == [("rms_norm", "some", "mixed", 80)]
 
 
 # ------------------------------------------------------------------------------------------------------ a real trace
