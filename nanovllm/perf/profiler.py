@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from nanovllm.engine.request import Request
 from nanovllm.kernels.selection import decorated_kernels
 from nanovllm.perf.engines.nanovllm import NanovllmEngine
 from nanovllm.perf.instrument import Instrument
@@ -52,16 +51,14 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     instrument.attach(engine.llm.engine)
     on_gpu = about["device"] != "cpu"
     items = job.workloads[0].draw(job.seed, engine.config.vocab_size)
-    _drive(engine, instrument, _shifted(items, 1, engine), nullcontext)  # warm-up
     eager = not on_gpu or bool(job.options.get("enforce_eager"))
-    costs = []
-    if eager:
-        _drive(engine, instrument, _shifted(items, 2, engine), instrument.costing)
-        costs = [
-            {"op": c.op, "module": c.module, "provider": c.provider, "phase": c.phase, "calls": instrument.calls[c],
-             "cold_bytes": instrument.cold[c], "bytes": work.bytes, "flops": work.flops}
-            for c, work in instrument.costs.items()
-        ]  # fmt: skip
+    # The first time is a warm-up.
+    _drive(engine, instrument, _shifted(items, 1, engine), instrument.costing if eager else nullcontext)
+    costs = [
+        {"op": c.op, "module": c.module, "provider": c.provider, "phase": c.phase, "calls": instrument.calls[c],
+         "cold_bytes": instrument.cold[c], "bytes": work.bytes, "flops": work.flops}
+        for c, work in instrument.costs.items()
+    ]  # fmt: skip
     windows: list[dict[str, Any]] = []
     memory: list[dict[str, Any]] = []
 
@@ -73,7 +70,7 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     if on_gpu:
         with _profiled(on_gpu, []):  # the first use of the device's profiler is slow
             torch.zeros(1, device="cuda").add_(1)
-    unprofiled = _drive(engine, instrument, _shifted(items, 3, engine), recorded, memory)
+    unprofiled = _drive(engine, instrument, _shifted(items, 2, engine), recorded, memory)
     trace = merge(windows)
     add_memory_track(trace, memory)
     write_trace(trace, Path(job.trace))
@@ -122,7 +119,7 @@ def _drive(
             if keep and memory is not None:
                 memory.append(_memory(core))
 
-    def not_begun() -> list[Request]:
+    def not_begun() -> list[Any]:
         return [r for r in requests if r.first_token_time is None]
 
     try:
@@ -136,8 +133,8 @@ def _drive(
                     _synchronize()
                 for request in not_begun():
                     core.abort(request)
-            else:
-                steps(1)
+                break
+            steps(1)
         if not core.has_unfinished:
             return None
         steps(max(0, min(SKIPPED_STEPS, shortest - PREFILL_STEPS - 3 * DECODE_STEPS)))
