@@ -272,7 +272,8 @@ def _function(declared: Op, provider: Provider) -> Callable[..., Any]:
         if not warned:
             warned = True
             _warn(declared, provider.name, reason)
-        out = kwargs.pop("out", None)  # which the provider may take, and the reference does not
+        out = kwargs.pop("out", None)  # these two the provider may take, and the reference does not
+        kwargs.pop("beside", None)
         result = native(*args, **kwargs)
         return result if out is None else out.copy_(result)
 

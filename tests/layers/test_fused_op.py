@@ -39,15 +39,16 @@ def test_the_reference_is_copied_from():
 
 
 def test_a_call_that_the_provider_does_not_accept_is_copied_too():
-    def fn(x, *, out=None):
+    def fn(x, *, out=None, beside=False):
         raise AssertionError("not called")
 
-    fn.takes_out = True
-    all_ops()["softmax"].providers["mine"] = Provider("mine", fn, accepts=lambda x, out=None: "not today")
+    fn.takes_out = fn.takes_beside = True
+    all_ops()["softmax"].providers["mine"] = Provider("mine", fn, accepts=lambda x, **kwargs: "not today")
     try:
         op = ChosenOp("softmax", resolve_kernels(torch.device("cpu"), True, {"softmax": ["mine"]}))
         x, out = torch.randn(3, 4), torch.zeros(3, 4)
         assert op(x, out=out) is out and torch.allclose(out, x.softmax(-1))
+        assert op.takes_beside and torch.allclose(op(x, beside=True), x.softmax(-1))
     finally:
         del all_ops()["softmax"].providers["mine"]
 
