@@ -127,11 +127,13 @@ def test_prompts_that_ride_change_no_token(directory, monkeypatch, asynchronous,
             cache.k[-1], cache.v[-1] = torch.nan, torch.nan
     decoding, rode = llm.engine.runner.decoding, []
     launch = decoding.launch
-    monkeypatch.setattr(decoding, "launch", lambda step: (rode.append(step.riding is not None), launch(step))[1])
+    monkeypatch.setattr(decoding, "launch", lambda step: (rode.append(step.riding and step.riding.num_tokens), launch(step))[1])
     assert generate(llm, prompts, params) == expected
-    assert sum(rode) > (0 if arguments else 3) and not all(rode)
+    assert sum(map(bool, rode)) > (0 if arguments else 3) and not all(rode)
     if graphs is not None:
-        assert sum(len(args) == 4 and args[3] > 0 for args in graphs.replayed) == sum(rode)
+        sizes = [(args[0], args[3]) for args in graphs.replayed if len(args) == 4 and args[3]]
+        least = [min(n for n in pacing.riding_sizes(rows) if n >= tokens) for (rows, _), tokens in zip(sizes, filter(None, rode))]
+        assert [tokens for _, tokens in sizes] == least and len(sizes) == sum(map(bool, rode))
     if "num_kvcache_blocks" in arguments:
         assert llm.engine.scheduler.num_preemptions > 0
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from nanovllm import LLM
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.models.presets import PRESETS
 from nanovllm.perf.device import Rates, rates
 from nanovllm.perf.instrument import Instrument
 from nanovllm.perf.job import Job
 from nanovllm.perf.profiler import merge, profile, write_trace
+from nanovllm.perf.profiling import profile_and_report
 from nanovllm.perf.report import over_limit
 from nanovllm.perf.summary import summarize
 from nanovllm.perf.trace import Trace, busy, flame, gaps, name_graph_kernels, op_of
@@ -342,8 +344,10 @@ def test_a_real_trace_holds_the_expected_slices(real):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_prompts_ride_in_a_profile_as_they_do_in_runs(ahead, tmp_path):
+def test_prompts_ride_in_a_profile_as_they_do_in_runs(ahead, tmp_path, monkeypatch):
     load = Workload("w", 24, (100, 200), (20, 120))
+    given_up, abort = [], LLMEngine.abort
+    monkeypatch.setattr(LLMEngine, "abort", lambda self, r: (given_up.append(r.first_token_time is None), abort(self, r))[1])
     result, path = profile_tiny(tmp_path, load, num_kvcache_blocks=200, ride_prompts=True, async_scheduling=ahead)
     trace = Trace(json.loads(path.read_text())["traceEvents"])
     kinds = [s.kind for s in trace.steps]
@@ -351,7 +355,7 @@ def test_prompts_ride_in_a_profile_as_they_do_in_runs(ahead, tmp_path):
     assert kinds.count("decode") == 6 and kinds.count("mixed") >= 6
     # In the midst of the run, and what had begun goes on when no prompt is left.
     assert all(int(step.range.name.split()[-2]) >= 12 for step in trace.steps[-12:])
-    assert result["unprofiled_us"] > 0  # some steps were left
+    assert any(given_up) and result["unprofiled_us"] > 0  # some prompts were left, and some steps
     for step in trace.steps:
         names = [n.name for n in step.range.walk()]
         expected = {"attention_prefill [native]": step.kind != "decode", "attention_decode [native]": step.kind != "prefill"}
@@ -365,6 +369,25 @@ def test_nobody_rides_in_a_profile_of_requests_that_arrive_over_time(tmp_path):
     _, path = profile_tiny(tmp_path, load, num_kvcache_blocks=200, ride_prompts=True)
     steps = Trace(json.loads(path.read_text())["traceEvents"]).steps
     assert [s.kind for s in steps if s.kind != "decode"] == ["prefill", "mixed"]  # 2,048 tokens at a time
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_in_the_pass_without_graphs_prompts_ride_where_they_do_with_them(rides, tmp_path):
+    class Enough(Exception):
+        pass
+
+    def launch(job, take):
+        jobs.append(job)
+        if job.options.get("enforce_eager"):
+            raise Enough
+        Path(job.trace).write_text('{"traceEvents": []}')
+        take("profile", {"eager": False, "rides": rides})
+
+    jobs = []
+    job = Job("nanovllm", "custom", "model", (Workload("w", 1, 8, 8),), options={"max_model_len": 64})
+    with pytest.raises(Enough):
+        profile_and_report(launch, job, None, "label", tmp_path, False, print)
+    assert [j.options for j in jobs] == [job.options, {"max_model_len": 64, "enforce_eager": True, "ride_prompts": rides}]
 
 
 def test_perfettos_own_trace_processor_reads_it(real):
