@@ -3,7 +3,7 @@
 A graph has fixed shapes, so there is one for each of a few batch sizes, and a batch is padded to the next larger one. The
 reference's attention does work in proportion to the bound on the context length, so for it there are a few of these
 bounds as well; a kernel that reads the lengths on the device needs only the largest. They are captured when the engine
-starts, in one memory pool, but for those of shared prefixes and those that prompts ride on: each of these when the first
+starts, in one piece of memory, but for those of shared prefixes and those that prompts ride on: each of these when the first
 batch of its size comes.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from nanovllm.engine import pacing
 from nanovllm.engine.decode_state import SamplingMode
 from nanovllm.engine.prefix_groups import LEAST_ROWS
-from nanovllm.kernels.failed_capture import give_up_pool, recover_generator, usable_pool
+from nanovllm.kernels.failed_capture import GraphMemory, recover_generator
 
 _LARGEST_SMALL_BATCH = 64
 _LARGEST_WHOLE_STEP = 32
@@ -76,8 +76,8 @@ class DecodeBuckets:
         )
 
 
-def capture(fn: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """What `fn` launches on `stream`, as a graph. pool: memory of other graphs, which never run at the same time.
+def capture(fn: Callable[[], object], stream: torch.cuda.Stream, memory: GraphMemory | None = None) -> torch.cuda.CUDAGraph:
+    """What `fn` launches on `stream`, as a graph. memory: of other graphs; None: its own.
 
     `torch.cuda.graph` would empty the caching allocator, wait for the GPU, and ask several times whether there is one, 0.75 ms each time.
     What `fn` launches for the first time must have run on this stream before.
@@ -86,18 +86,19 @@ def capture(fn: Callable[[], object], stream: torch.cuda.Stream, pool: Any = Non
         Whatever fn raised; RuntimeError, if it did what a graph cannot hold.
     """
     graph = torch.cuda.CUDAGraph()
-    pool = usable_pool(pool)
+    memory = memory or GraphMemory()
     before = torch.cuda.current_stream(stream.device)
     torch.cuda.set_stream(stream)
     try:
-        graph.capture_begin(pool, "thread_local")  # other threads may allocate meanwhile
+        graph.capture_begin(memory.handle, "thread_local")  # other threads may allocate meanwhile
         try:
             fn()
             graph.capture_end()
         except BaseException:
-            with suppress(RuntimeError):  # it was spoiled, or has ended
+            try:
                 graph.capture_end()
-            give_up_pool(stream.device, pool)
+            except RuntimeError:  # it was spoiled, or has ended
+                memory.give_up(stream.device)
             recover_generator(stream.device)
             raise
     finally:
@@ -147,7 +148,7 @@ class DecodeGraphs:
         first += [(draw, largest, mode) for mode in modes]
         with brief or nullcontext():
             self._prepare(first, device)
-        # Largest first, so that the smaller ones fit into the memory that the pool already has.
+        # Largest first, so that the smaller ones fit into what it already has.
         self._model = {
             (rows, context, False, 0): self._capture(model, rows, context, False, 0)
             for rows in reversed(buckets.batch_sizes)
@@ -169,19 +170,17 @@ class DecodeGraphs:
 
     def _prepare(self, calls: Sequence[tuple[Any, ...]], device: torch.device) -> None:
         """Run these (function, *arguments) once, on the stream that captures."""
-        self._pool: Any = None
+        self._memory = GraphMemory()
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             for fn, *args in calls:
                 fn(*args)
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # graphs have a pool of their own
+        torch.cuda.empty_cache()  # graphs have memory of their own
 
     def _capture(self, fn: Callable[..., object], *args: Any) -> torch.cuda.CUDAGraph:
-        graph = capture(lambda: fn(*args), self._stream, self._pool)
-        self._pool = self._pool or graph.pool()
-        return graph
+        return capture(lambda: fn(*args), self._stream, self._memory)
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -189,9 +188,9 @@ class DecodeGraphs:
         return self._stream
 
     @property
-    def pool(self) -> Any:
-        """The memory of the graphs, which others may share that never run at the same time."""
-        return self._pool
+    def memory(self) -> GraphMemory:
+        """Of the graphs; others may share it that never run at the same time."""
+        return self._memory
 
     def __len__(self) -> int:
         return len(self._model) + len(self._draw) + len(self._whole)

@@ -198,7 +198,7 @@ class ModelRunner:
         """Capture steps with prompts beside the decode steps; None if that fails. logits: what decode graphs write to."""
         graphs = self.decoding.graphs
         try:
-            prefill.capture(logits, graphs.stream, graphs.pool, two_layers(self))
+            prefill.capture(logits, graphs.stream, graphs.memory, two_layers(self))
         except Exception as e:
             logger.warning("steps with prompts run without CUDA graphs, since their capture failed: %s", e)
             return None

@@ -20,6 +20,7 @@ import torch
 from nanovllm.engine.batch import Batch, DeviceBatch
 from nanovllm.engine.cuda_graph import capture
 from nanovllm.engine.padded_runs import NOTHING, PaddedRuns, RunsBucket
+from nanovllm.kernels.failed_capture import GraphMemory
 
 SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Tokens of a step to capture. Larger steps keep the GPU busy for as long as the host needs to launch them."""
@@ -69,18 +70,18 @@ class PrefillRunner:
         return len(self._graphs)
 
     def capture(
-        self, logits: torch.Tensor, stream: torch.cuda.Stream, pool: Any, brief: AbstractContextManager[None] | None = None
+        self, logits: torch.Tensor, stream: torch.cuda.Stream, memory: GraphMemory, brief: AbstractContextManager[None] | None = None
     ) -> None:  # fmt: skip
         """Capture every size.
 
         Args:
-            logits: [max_num_seqs, vocab_size], written by the graphs. pool: memory of other graphs.
+            logits: [max_num_seqs, vocab_size], written by the graphs. memory: of other graphs.
             brief: entered for the first calls before the capture, such as `two_layers`.
         """
         with brief or nullcontext():
             self._prepare(logits, stream)
-        # Largest first, so that the smaller ones fit into the memory that the pool already has.
-        graphs = {bucket: self._capture(bucket, logits, stream, pool) for bucket in reversed(self.buckets)}
+        # Largest first, so that the smaller ones fit into what the memory already has.
+        graphs = {bucket: self._capture(bucket, logits, stream, memory) for bucket in reversed(self.buckets)}
         self._graphs, self._logits = graphs, logits
 
     def visit(self, logits: torch.Tensor) -> None:
@@ -95,10 +96,10 @@ class PrefillRunner:
         with torch.cuda.stream(stream):
             self.visit(logits)
         torch.cuda.synchronize(stream.device)
-        torch.cuda.empty_cache()  # graphs have a pool of their own
+        torch.cuda.empty_cache()  # graphs have memory of their own
 
-    def _capture(self, bucket: RunsBucket, logits: torch.Tensor, stream: torch.cuda.Stream, pool: Any) -> Any:
-        return capture(lambda: self._run(bucket, logits), stream, pool)
+    def _capture(self, bucket: RunsBucket, logits: torch.Tensor, stream: torch.cuda.Stream, memory: GraphMemory) -> Any:
+        return capture(lambda: self._run(bucket, logits), stream, memory)
 
     def launch(self, batch: Batch) -> torch.Tensor | None:
         """Logits of `batch.logits_rows`, valid until the next step; None, and nothing done, if no bucket has room."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.availability import triton_support
-from nanovllm.kernels.failed_capture import give_up_pool, recover_generator, usable_pool
+from nanovllm.kernels.failed_capture import GraphMemory, recover_generator
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ def time_in_graph(calls: Sequence[Callable[[], Any]], replays: int = 20) -> Timi
         for call in (*calls, *calls)[: max(3, len(calls))]:
             call()
     torch.cuda.current_stream().wait_stream(side)
-    graph, pool = torch.cuda.CUDAGraph(), usable_pool()
+    graph, memory = torch.cuda.CUDAGraph(), GraphMemory()
     try:
-        with torch.cuda.graph(graph, pool, side):  # where the calls ran: kernels keep counters for each stream
+        with torch.cuda.graph(graph, memory.handle, side):  # where the calls ran: kernels keep counters for each stream
             for call in calls:
                 call()
     except BaseException:
-        give_up_pool(side.device, pool)
+        memory.give_up(side.device)
         recover_generator(side.device)
         raise
     for _ in range(3):

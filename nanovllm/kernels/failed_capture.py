@@ -1,30 +1,30 @@
-"""What a CUDA graph whose capture failed leaves behind."""
+"""The memory of CUDA graphs, and what else a capture that failed leaves behind."""
 
 from contextlib import suppress
-from typing import Any
 
 import torch
 
-_instead: dict[Any, Any] = {}
-"""Of memory with which a capture failed: what is used in its place."""
 
+class GraphMemory:
+    """Memory that CUDA graphs share, of which no two run at the same time.
 
-def usable_pool(pool: Any = None) -> Any:
-    """The memory of graphs that this is a handle of, or what is used in its place since a capture with it failed; None: new memory."""
-    while pool in _instead:
-        pool = _instead[pool]
-    return pool or torch.cuda.graph_pool_handle()
-
-
-def give_up_pool(device: torch.device, pool: Any) -> None:
-    """After a capture whose end failed: graphs that have this memory keep it, and others are captured with new memory.
-
-    PyTorch's allocators are told of the end of a capture only if it ends well, and refuse a second one with the same memory ("already
-    recording to mempool_id"). That of the GPU can be told, and reclaims memory again; that of pinned memory (PyTorch 2.11) cannot.
+    Attributes:
+        handle: what PyTorch knows it by.
     """
-    _instead[pool] = torch.cuda.graph_pool_handle()
-    with suppress(RuntimeError, AttributeError):  # it has been told; or there is no such function, which is not public
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+    def give_up(self, device: torch.device) -> None:
+        """After a capture with it whose end failed: graphs that have this memory keep it, and others are captured with new memory.
+
+        PyTorch's allocators are told of the end of a capture only if it ends well, and refuse a second one with the same memory
+        ("already recording to mempool_id"). That of the GPU can be told, and reclaims memory again; that of pinned memory (PyTorch
+        2.11) cannot.
+        """
+        spoiled, self.handle = self.handle, torch.cuda.graph_pool_handle()
+        with suppress(RuntimeError, AttributeError):  # it has been told; or there is no such function, which is not public
+            torch._C._cuda_endAllocateToPool(device.index, spoiled)
 
 
 def recover_generator(device: torch.device) -> None:

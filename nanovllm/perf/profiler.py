@@ -94,8 +94,8 @@ def _drive(
 ) -> float | None:
     """Serve the requests for a while, as the timed runs do, within `recorded()` during some steps of each kind.
 
-    These are the first steps; where prompts ride on decodes, some when half of the requests have begun; and some decode steps when
-    no prompt is left. Riding takes most of a run, so those that have not begun after its steps were recorded are given up.
+    These are the first steps; where prompts ride on decodes, the first one, and some when half of the requests have begun; and some
+    decode steps when no prompt is left. Riding takes most of a run, so those that have not begun after its steps were recorded are given up.
 
     Returns the microseconds of a decode step that was not recorded, or None if none was left.
     """
@@ -124,7 +124,7 @@ def _drive(
 
     try:
         with recorded():
-            steps(PREFILL_STEPS, keep=True)
+            steps(1 if core.runner.rides else PREFILL_STEPS, keep=True)  # on the second one some may ride already, with few decodes
             _synchronize()
         while (late := not_begun()) and core.has_unfinished:
             if 2 * len(late) <= len(requests) and core.runner.decoding.carries(instrument.last_step):

@@ -218,7 +218,7 @@ def pretend_to_capture(llm, monkeypatch):
     """As on a GPU, with functions in place of graphs; what an earlier step left behind must not matter."""
     runner, replayed = llm.engine.runner, []
 
-    def capture(self, bucket, logits, stream, pool):
+    def capture(self, bucket, logits, stream, memory):
         return SimpleNamespace(replay=lambda: replayed.append(bucket) or self._run(bucket, logits))
 
     monkeypatch.setattr(PrefillRunner, "_prepare", lambda *args: None)
@@ -269,18 +269,18 @@ def test_what_cannot_be_captured_runs_eagerly_with_one_warning(directory, monkey
     runner = make(directory, capture_prefill=True).engine.runner
     tried = []
 
-    def capture(self, logits, stream, pool, brief):
-        tried.append(pool)
+    def capture(self, logits, stream, memory, brief):
+        tried.append(memory)
         raise RuntimeError("operation not permitted")
 
     monkeypatch.setattr(PrefillRunner, "capture", capture)
-    runner.decoding.graphs = SimpleNamespace(stream="stream", pool="pool")
+    runner.decoding.graphs = SimpleNamespace(stream="stream", memory="memory")
     kernels = SimpleNamespace(providers={"attention_prefill": provider})
     caplog.set_level(logging.WARNING, model_runner.__name__)
     prefill = runner._padded_prefill(kernels, captures=True)
     assert (prefill is not None) is fails  # nothing is tried with a provider that is known not to be captured
     assert prefill is None or runner._captured(prefill, torch.empty(11, 331)) is None
-    assert tried == ["pool"] * fails
+    assert tried == ["memory"] * fails
     (record,) = caplog.records
     assert "steps with prompts run without CUDA graphs" in record.getMessage()
     assert ("operation not permitted" in record.getMessage()) is fails

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from nanovllm.engine.cuda_graph import capture
-from nanovllm.kernels import failed_capture
 from nanovllm.kernels.benchmark import time_in_graph
-from nanovllm.kernels.failed_capture import give_up_pool, usable_pool
+from nanovllm.kernels.failed_capture import GraphMemory
 
 
 def wait_for_device():
@@ -35,25 +34,26 @@ def test_random_numbers_are_drawn_after_a_capture_that_failed(failing):
     torch.cuda.synchronize()
 
 
-def test_memory_is_replaced_for_good(monkeypatch):
-    new = iter([(0, 1000 + i) for i in range(9)])
-    monkeypatch.setattr(failed_capture, "_instead", {})
+def test_memory_that_is_given_up_is_not_used_again(monkeypatch):
+    new, told = iter([(0, 7), (0, 8), (0, 9)]), []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(new))
-    assert usable_pool() == (0, 1000) and usable_pool((0, 7)) == (0, 7)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: told.append(args), raising=False)
+    memory = GraphMemory()
+    handles = [memory.handle]
     for _ in range(2):
-        give_up_pool(torch.device("cuda", 0), usable_pool((0, 7)))
-    assert usable_pool((0, 7)) == usable_pool((0, 1001)) == usable_pool((0, 1002)) == (0, 1002)
-    assert usable_pool((0, 8)) == (0, 8) and usable_pool() == (0, 1003)
+        memory.give_up(torch.device("cuda", 1))
+        handles.append(memory.handle)
+    assert handles == [(0, 7), (0, 8), (0, 9)] and told == [(1, (0, 7)), (1, (0, 8))]
 
 
 @pytest.mark.gpu
-def test_others_are_captured_with_the_memory_of_a_capture_that_failed():
-    stream, x = torch.cuda.Stream(), torch.zeros(1000, device="cuda")
-    first = capture(lambda: x.add_(1), stream)
+def test_others_are_captured_after_one_that_failed():
+    stream, x, memory = torch.cuda.Stream(), torch.zeros(1000, device="cuda"), GraphMemory()
+    first = capture(lambda: x.add_(1), stream, memory)
     for _ in range(2):
-        with pytest.raises(RuntimeError):
-            capture(wait_for_device, stream, first.pool())
-    second = capture(lambda: x.mul_(3), stream, first.pool())
+        with pytest.raises(RuntimeError, match="capturing"):
+            capture(wait_for_device, stream, memory)
+    second = capture(lambda: x.mul_(3), stream, memory)
     for graph in (first, second, first):
         graph.replay()
     assert (x == 4).all()

@@ -368,7 +368,7 @@ def test_nobody_rides_in_a_profile_of_requests_that_arrive_over_time(tmp_path):
     load = Workload("w", 24, (100, 200), (20, 120), rate=100.0)
     _, path = profile_tiny(tmp_path, load, num_kvcache_blocks=200, ride_prompts=True)
     steps = Trace(json.loads(path.read_text())["traceEvents"]).steps
-    assert [s.kind for s in steps if s.kind != "decode"] == ["prefill", "mixed"]  # 2,048 tokens at a time
+    assert [s.kind for s in steps] == ["prefill"] + ["decode"] * 6
 
 
 @pytest.mark.parametrize("rides", [False, True])
