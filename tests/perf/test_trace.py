@@ -487,5 +487,6 @@ def test_times_of_a_gpu_add_up_and_none_beats_the_limit(on_gpu):
         assert sum(k.us for k in p.kernels if k.phase == phase) == pytest.approx(step.device_us, rel=1e-3)
         # Nearly all of it has an op, the head among them.
         assert sum(o.device_us for o in ops if o.op == "no op") < 0.2 * step.device_us
-        assert sum(o.device_us for o in ops if o.module == "lm_head") > 20  # of two providers, where the number of rows changes
+        heads = [o.device_us for o in ops if o.module == "lm_head"]
+        assert sum(heads) > 20 and (len(heads) == 1 or as_run["rides"])  # where prompts ride the rows change, and with them the provider
     assert over_limit(p) == []
