@@ -163,7 +163,8 @@ class DecodeRunner:
         batch = self.state.batch(rows, max_context_len, shared)
         if riding:
             batch = batch.with_riders(self._riders.batch(RunsBucket(riding, pacing.MAX_RIDERS))[0])
-        hidden = self._model(batch.token_ids, batch.positions, self.caches, batch.metadata)[:rows]
+        wanted = slice(rows) if riding else None
+        hidden = self._model(batch.token_ids, batch.positions, self.caches, batch.metadata, wanted)
         return self._model.lm_head(hidden, out)
 
     def _draw(self, logits: torch.Tensor, mode: SamplingMode) -> None:

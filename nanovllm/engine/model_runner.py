@@ -216,15 +216,26 @@ class ModelRunner:
         if not self.buckets.by_context:
             # The bound that captured steps have, so that no kernel is compiled for another one.
             batch = replace(batch, max_context_len=self.max_model_len)
-        hidden = self.forward(DeviceBatch.from_host(batch, self.device))
-        if len(batch.logits_rows) < batch.num_tokens:
-            hidden = hidden[to_device(batch.logits_rows, self.device)]
+        rows = self._padded_rows(batch)
+        hidden = self.forward(
+            DeviceBatch.from_host(batch, self.device), None if rows is None else to_device(rows, self.device)
+        )
         return self.model.compute_logits(hidden)[: len(batch.logits_rows)]
 
-    def forward(self, batch: DeviceBatch) -> torch.Tensor:
-        """Hidden states of a batch; a token that the host does not know yet is taken from its slot."""
+    def _padded_rows(self, batch: Batch) -> np.ndarray | None:
+        """The rows whose logits are wanted, and then row 0, in a number that steps of decodes have; None if all are wanted."""
+        wanted = len(batch.logits_rows)
+        if wanted == batch.num_tokens:
+            return None
+        count = max(1, wanted)
+        if self.device.type == "cuda" and wanted <= self.config.max_num_seqs:
+            count = self.buckets.fit(count, 1)[0]
+        return np.pad(batch.logits_rows, (0, count - wanted))
+
+    def forward(self, batch: DeviceBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states of a batch, or of some of its rows; a token that the host does not know yet is taken from its slot."""
         token_ids = resolve_tokens(batch.token_ids, self.state.last_tokens)
-        return self.model(token_ids, batch.positions, self.caches, batch.metadata)
+        return self.model(token_ids, batch.positions, self.caches, batch.metadata, rows)
 
     def _sample(self, step: ScheduledStep, batch: Batch, logits: torch.Tensor) -> StepResult:
         prompt = [

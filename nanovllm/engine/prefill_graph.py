@@ -43,7 +43,7 @@ class PrefillRunner:
     Without `capture` the same padded steps run kernel by kernel, so that both compute the same thing.
 
     Args:
-        forward: the hidden states of a batch.
+        forward: the hidden states of some rows of a batch.
         lm_head: (hidden states, optional output) -> logits.
         max_model_len: a bound on every context length.
         padding_block: a block that no sequence owns.
@@ -51,7 +51,7 @@ class PrefillRunner:
 
     def __init__(
         self,
-        forward: Callable[[DeviceBatch], torch.Tensor],
+        forward: Callable[[DeviceBatch, torch.Tensor], torch.Tensor],
         lm_head: Callable[..., torch.Tensor],
         buckets: list[RunsBucket],
         max_model_len: int,
@@ -123,4 +123,4 @@ class PrefillRunner:
     def _run(self, bucket: RunsBucket, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [num_seqs, vocab_size] of the static inputs; in the first rows of `logits` if it is given."""
         batch, rows = self._runs.batch(bucket)
-        return self._lm_head(self._forward(batch)[rows], None if logits is None else logits[: bucket.num_seqs])
+        return self._lm_head(self._forward(batch, rows), None if logits is None else logits[: bucket.num_seqs])

@@ -18,6 +18,9 @@ from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 
+Rows = torch.Tensor | slice | None
+"""Which tokens something is wanted of: their indices [num_rows] int64, or a slice; None: all."""
+
 
 class DecoderAttention(nn.Module):
     """QKV projection, optional norm of each query and key head, rotation, attention, output projection."""
@@ -46,13 +49,16 @@ class DecoderAttention(nn.Module):
         cache: LayerCache,
         metadata: AttentionMetadata,
         next_norm: RMSNorm,
+        rows: Rows = None,
     ) -> ResidualStream:
-        """This block of norm(x + residual), for one that begins with `next_norm`."""
+        """This block of norm(x + residual), for one that begins with `next_norm`. rows: of the result; None: all."""
         (q, k, v), residual = self.qkv_proj.after_norm(stream, norm)
         out = self._attention.of_projection(
             positions, q, k, v, self._rotary, self.q_norm, self.k_norm, cache, metadata
-        )
-        return self.o_proj.before_norm(out.flatten(1), residual, next_norm)
+        ).flatten(1)
+        if rows is not None:
+            out, residual = out[rows], residual[rows]
+        return self.o_proj.before_norm(out, residual, next_norm)
 
 
 class DecoderLayer(nn.Module):
@@ -74,10 +80,11 @@ class DecoderLayer(nn.Module):
         cache: LayerCache,
         metadata: AttentionMetadata,
         next_norm: RMSNorm,
+        rows: Rows = None,
     ) -> ResidualStream:
-        """next_norm: what the next layer begins with."""
+        """next_norm: what the next layer begins with. rows: of the result; None: all."""
         norm = self.post_attention_layernorm
-        stream = self.self_attn.between_norms(stream, self.input_layernorm, positions, cache, metadata, norm)
+        stream = self.self_attn.between_norms(stream, self.input_layernorm, positions, cache, metadata, norm, rows)
         return self.mlp.between_norms(stream, norm, next_norm)
 
 
@@ -101,11 +108,14 @@ class Decoder(nn.Module):
         positions: torch.Tensor,
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
+        rows: Rows = None,
     ) -> torch.Tensor:
         stream = ResidualStream(self.embed_tokens(token_ids))
         next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-        for layer, cache, next_norm in zip(self.layers, caches, next_norms):
-            stream = layer(stream, positions, cache, metadata, next_norm)
+        last = min(len(self.layers), len(caches)) - 1
+        for i, (layer, cache, next_norm) in enumerate(zip(self.layers, caches, next_norms)):
+            # Of the last layer the other tokens need keys and values alone.
+            stream = layer(stream, positions, cache, metadata, next_norm, rows if i == last else None)
         return self.norm.of(stream)[0]
 
 
@@ -144,9 +154,13 @@ class DecoderForCausalLM(nn.Module):
         positions: torch.Tensor,
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
+        rows: Rows = None,
     ) -> torch.Tensor:
-        """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size]; stores K and V in `caches`."""
-        return self.model(token_ids, positions, caches, metadata)
+        """token_ids, positions [num_tokens] int64 -> hidden states [num_rows, hidden_size]; stores K and V in `caches`.
+
+        rows: whose hidden states are wanted, int64 or a slice; None: of all tokens.
+        """
+        return self.model(token_ids, positions, caches, metadata, rows)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size]."""

@@ -6,7 +6,8 @@ clever, could avoid moving it, and a flop only if the model's function needs it.
 - Weights are read once a step, and a sequence of n output tokens needs n steps, since each token depends on the one before.
 - A decode step reads the keys and values of every earlier token once; a prefix that requests share, once a step for all.
 - Every token whose successor is computed has its keys and values written once. Activations may stay on the chip.
-- Arithmetic is that of the matrix products and of causal attention; a prefix that is shared is computed once.
+- Arithmetic is that of the matrix products and of causal attention; a prefix that is shared is computed once. Of a token that nothing
+  is sampled from, the last layer computes keys and values alone.
 """
 
 from __future__ import annotations
@@ -91,10 +92,24 @@ class ModelShape:
         """Keys and values of one token, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
 
-    def run_flops(self, num_tokens: int, before: int = 0) -> int:
-        """Flops of a run of tokens through the layers, each attending to the `before` ones, those of the run and itself."""
+    def run_flops(self, num_tokens: int, before: int = 0, wanted: int | None = None) -> int:
+        """Flops of a run of tokens through the layers, each attending to the `before` ones, those of the run and itself.
+
+        Args:
+            wanted: of how many tokens, the last ones, the result is wanted; of the others the last layer computes keys and values
+                alone. None: of all.
+        """
+        wanted = num_tokens if wanted is None else wanted
+        key_and_value = 2 * self.hidden * self.kv_heads * self.head_dim
+        return (
+            (self.layers - 1) * self._layer_flops(num_tokens, before)
+            + self._layer_flops(wanted, before + num_tokens - wanted)
+            + 2 * key_and_value * (num_tokens - wanted)
+        )
+
+    def _layer_flops(self, num_tokens: int, before: int) -> int:
         contexts = num_tokens * before + num_tokens * (num_tokens + 1) // 2
-        return self.layers * (2 * self.matrix_parameters * num_tokens + 4 * self.heads * self.head_dim * contexts)
+        return 2 * self.matrix_parameters * num_tokens + 4 * self.heads * self.head_dim * contexts
 
     @property
     def head_flops(self) -> int:
@@ -112,7 +127,7 @@ def request_work(model: ModelShape, num_prompt: int, num_output: int, num_shared
     own = num_prompt - num_shared
     steps = num_output - 1  # decode steps; the prefill gives the first token
     reads = steps * own + steps * (steps - 1) // 2  # token own + j is computed against the own + j before it
-    flops = model.run_flops(own + steps, num_shared) + num_output * model.head_flops
+    flops = model.run_flops(own + steps, num_shared, num_output) + num_output * model.head_flops
     return Work((reads + own + steps) * model.token_kv_bytes, flops)
 
 
@@ -127,7 +142,7 @@ def workload_work(model: ModelShape, items: Sequence[Item], shared_prefix: int =
         total += Work(count * one.bytes, count * one.flops)
     if shared_prefix:
         kv = model.token_kv_bytes * shared_prefix
-        total += Work(steps * kv, model.run_flops(shared_prefix))  # written once, read in every step but the first
+        total += Work(steps * kv, model.run_flops(shared_prefix, wanted=0))  # written once, read in every step but the first
     return total
 
 

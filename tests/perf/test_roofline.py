@@ -31,8 +31,9 @@ def test_a_request_by_hand():
     # Three prompt tokens, three of output: two decode steps, which read 3 and 4 earlier tokens; 5 tokens are written.
     work = request_work(SMALL, 3, 3)
     assert work.bytes == (3 + 4 + 5) * 24
-    # Five tokens through two layers, attending to 1 + 2 + 3 + 4 + 5 tokens: 4 flops for each of 2 x 3 query elements; 3 heads.
-    assert work.flops == 2 * (2 * 144 * 5 + 4 * 6 * 15) + 3 * 40
+    # Five tokens through the first layer, attending to 1 + 2 + 3 + 4 + 5 tokens: 4 flops for each of 2 x 3 query elements. Of the second,
+    # whose result is wanted of the last three, the first two need k and v alone: 2 x 4 x 3 elements. 3 heads.
+    assert work.flops == (2 * 144 * 5 + 4 * 6 * 15) + (2 * 144 * 3 + 4 * 6 * 12 + 2 * 24 * 2) + 3 * 40
     whole = workload_work(SMALL, [Item([1, 2, 3], 3), Item([1, 2, 3], 3)])
     assert whole == Work(3 * SMALL.step_bytes + 2 * work.bytes, 2 * work.flops)
 
@@ -46,14 +47,19 @@ def test_a_workload_counted_one_by_one(shared):
     items = [Item([0] * (shared + n), out) for n, out in ((1, 4), (6, 1), (3, 2), (3, 2))]
     reads = writes = flops = 0
     steps = max(i.num_output for i in items)
-    per_token = 2 * SMALL.matrix_parameters
+    keys_and_values = 2 * SMALL.hidden * 2 * SMALL.kv_heads * SMALL.head_dim
+
+    def of_layer(t):
+        return 2 * SMALL.matrix_parameters + 4 * 2 * 3 * (t + 1)
+
     for t in range(shared):  # the shared prefix is computed once
         writes += 1
-        flops += SMALL.layers * (per_token + 4 * 2 * 3 * (t + 1))
+        flops += (SMALL.layers - 1) * of_layer(t) + keys_and_values
     for item in items:
         for t in range(shared, len(item.prompt) + item.num_output - 1):
             writes += 1
-            flops += SMALL.layers * (per_token + 4 * 2 * 3 * (t + 1))
+            sampled_from = t >= len(item.prompt) - 1
+            flops += (SMALL.layers - 1) * of_layer(t) + (of_layer(t) if sampled_from else keys_and_values)
             if t >= len(item.prompt):
                 reads += t - shared
         flops += item.num_output * SMALL.head_flops
@@ -90,9 +96,18 @@ def test_the_matrix_products_of_a_real_run_are_those_of_the_account(tmp_path):
         llm.generate([[1] * 9, [2] * 5], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     shape = ModelShape.of(llm.engine.model_config, 4)
     linear = {c: w for c, w in instrument.costs.items() if c.op.startswith(("linear", "gated_mlp"))}
-    tokens = 9 + 5 + 2 * 3
+    tokens, sampled_from = 9 + 5 + 2 * 3, 2 * 4
     in_layers = sum(w.flops for c, w in linear.items() if c.module != "lm_head")
-    assert in_layers == shape.layers * 2 * shape.matrix_parameters * tokens
+    qkv = shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+    rest = shape.matrix_parameters - qkv
+    assert in_layers == 2 * (shape.layers * (qkv * tokens + rest * sampled_from) + (shape.layers - 1) * rest * (tokens - sampled_from))
+    # The account leaves out the queries of the last layer as well, which one product gives with keys and values.
+    queries = shape.hidden * shape.head_dim * shape.heads
+    account = sum(request_work(shape, n, 4).flops for n in (9, 5)) - 2 * 4 * shape.head_flops
+    attention = 4 * shape.heads * shape.head_dim * sum(
+        (shape.layers - 1) * sum(range(1, n + 4)) + sum(range(n, n + 4)) for n in (9, 5)
+    )
+    assert in_layers == account - attention + 2 * queries * (tokens - sampled_from)
     assert sum(w.flops for c, w in linear.items() if c.module == "lm_head") == 2 * 4 * shape.head_flops
     # Each step reads all weights of the layers and the head; what is beyond is activations.
     steps = 4

@@ -60,6 +60,14 @@ def launched_early_of_many(x: torch.Tensor, rows: int, many: int) -> bool:
     return rows > many and has_dependent_launch(x.device)
 
 
+def launched_early_alone(x: torch.Tensor) -> bool:
+    """The same for a kernel that no model has between products, whatever its rows.
+
+    Measured on an H200: 0.2 to 0.5 us less among kernels of its kind, up to 256 rows.
+    """
+    return has_dependent_launch(x.device)
+
+
 def largest_block(size: int, most: int, least: int) -> int | None:
     """The largest power of two that divides `size`, at most `most`; None if it is below `least`."""
     block = min(size & -size, most)

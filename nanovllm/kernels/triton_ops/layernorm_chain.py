@@ -10,7 +10,7 @@ from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS,
 from nanovllm.kernels.triton_ops._launch import (
     adjacent,
     are_constant,
-    launched_early_of_many,
+    launched_early_alone,
     matrix_of,
     next_power_of_2,
     warps_for,
@@ -80,16 +80,18 @@ def _random(piece, row, seed_low, seed_high, BLOCK: tl.constexpr, VECTOR: tl.con
 def _chain_kernel(
     x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, scale_low, seed_low, seed_high,
     DROPOUT: tl.constexpr, PACKED: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
-    PIECES: tl.constexpr, EVEN: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr, MANY: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """EVEN: PIECES * BLOCK = size, always with more than one piece. LATE: of many rows, weight and bias are loaded when they are
-    used. AHEAD: the random bits, which need no input, are computed while the row is on its way. DEPENDENT: launched before the
-    kernel that writes x has ended. limit: dropout keeps where the low 15 bits of the random half are at least as large.
+    """EVEN: PIECES * BLOCK = size, always with more than one piece. MANY: none of x, residual and y is to stay in the cache, and weight
+    and bias are loaded when they are used, if there is more than one piece. AHEAD: the random bits, which need no input, are computed
+    while the row is on its way. DEPENDENT: launched before the kernel that writes x has ended. limit: dropout keeps where the low 15
+    bits of the random half are at least as large.
 
     PACKED: of 16-bit elements two at a time; then, of bfloat16, scale + scale_low is the factor, as in `_scaled`.
     """
     dtype: tl.constexpr = y.dtype.element_ty
     VECTOR: tl.constexpr = 128 // dtype.primitive_bitwidth  # elements side by side in a thread
+    LATE: tl.constexpr = MANY and PIECES > 1
     index = tl.program_id(0)
     row = index.to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -98,8 +100,8 @@ def _chain_kernel(
         biases = load_pieces(bias, col, size, BLOCK, PIECES, EVEN, False)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # weight and bias never change; everything below depends on earlier kernels
-    loaded = load_pieces(x + row * x_stride, col, size, BLOCK, PIECES, EVEN, False)
-    others = load_pieces(residual + row * residual_stride, col, size, BLOCK, PIECES, EVEN, False)
+    loaded = load_pieces(x + row * x_stride, col, size, BLOCK, PIECES, EVEN, MANY)
+    others = load_pieces(residual + row * residual_stride, col, size, BLOCK, PIECES, EVEN, MANY)
     random = ()
     if AHEAD:
         for i in tl.static_range(PIECES):
@@ -129,9 +131,9 @@ def _chain_kernel(
             v = wide(v)
         v = to_dtype(activation(v, KIND, dtype), dtype)
         if EVEN:
-            tl.store(y + row * size + place, v)
+            tl.store(y + row * size + place, v, cache_modifier=".cs" if MANY else "")
         else:
-            tl.store(y + row * size + place, v, place < size)
+            tl.store(y + row * size + place, v, place < size, cache_modifier=".cs" if MANY else "")
 
 
 def layernorm_residual_dropout_gelu(
@@ -168,7 +170,7 @@ def layernorm_residual_dropout_gelu(
         else:
             pieces, warps = few_pieces(size) or (pieces, warps)
         block = block if pieces == 1 else size // pieces
-        early = launched_early_of_many(x, rows, MANY_ROWS) and are_constant(weight, bias)
+        early = launched_early_alone(x) and are_constant(weight, bias)
         packed = not INTERPRETED and x.element_size() == 2 and limit <= _MOST_PACKED
         low = 0.0
         if packed and x.dtype == torch.bfloat16:
@@ -178,7 +180,7 @@ def layernorm_residual_dropout_gelu(
         _chain_kernel[(rows,)](
             x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, low,
             _signed(seed), _signed(seed >> 32), limit > 0, packed, low > 0, kind, block, pieces,
-            pieces * block == size, many and pieces > 1, ahead, early, num_warps=warps, launch_pdl=early,
+            pieces * block == size, many, ahead, early, num_warps=warps, launch_pdl=early,
         )  # fmt: skip
     return y
 

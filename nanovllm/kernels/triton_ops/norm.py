@@ -1,7 +1,7 @@
 """RMS normalisation, alone and with the residual addition before it; layer normalisation.
 
 A row is held in registers, so that it is read once: in one block, or in exact `pieces`. Rows of more than `_MAX_BLOCK` elements
-are read twice. For many rows, and RMS norms for few, the kernels are launched before their predecessor has ended, and wait for
+are read twice. Layer norms, and RMS norms for few or many rows, are launched before their predecessor has ended, and wait for
 it (programmatic dependent launch), if the weights, which are loaded before that wait, are parameters of a module.
 """
 
@@ -16,6 +16,7 @@ from nanovllm.kernels.triton_ops._launch import (
     are_constant,
     cdiv,
     launched_early,
+    launched_early_alone,
     launched_early_of_many,
     matrix_of,
     next_power_of_2,
@@ -270,7 +271,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     elif rows:
         plan = tunables.LAYER_NORM.find(x.device, bucket(rows), size, x.dtype)
         many = rows > MANY_ROWS
-        early = launched_early_of_many(x, rows, MANY_ROWS) and are_constant(weight, bias)
+        early = launched_early_alone(x) and are_constant(weight, bias)
         cut = _cut(rows, size, 1, plan.warps if plan else None) if many else few_pieces(size)
         if cut:
             pieces, warps = cut

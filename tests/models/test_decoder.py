@@ -1,0 +1,43 @@
+"""Rows: whose hidden states are wanted. Keys and values are those of every token whatever is wanted."""
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.engine.batch import DeviceBatch
+from tests import tiny
+
+LENGTHS = (5, 9, 1)
+TOKENS = sum(LENGTHS)
+
+
+def batch():
+    """Three prompts, each in a block of its own."""
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    slots = torch.cat([16 * i + torch.arange(n) for i, n in enumerate(LENGTHS)])
+    lens = torch.tensor(LENGTHS, dtype=torch.int32)
+    starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    tokens = torch.stack((torch.arange(TOKENS) * 7 % 50, positions, slots))
+    return DeviceBatch.from_tensors(tokens, lens, torch.arange(3, dtype=torch.int32)[:, None], 0, starts, max(LENGTHS))
+
+
+@pytest.mark.parametrize("rows", [slice(6), slice(0), [4, 13, 14], [14, 0, 0], []], ids=str)
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_rows_are_those_of_all(tmp_path, architecture, layers, rows):
+    tiny.save(tmp_path, architecture, seed=3, num_hidden_layers=layers)
+    options = dict(num_kvcache_blocks=8, max_model_len=64, kvcache_block_size=16)
+    runner = LLM(tmp_path, skip_tokenizer_init=True, device="cpu", **options).engine.runner
+    rows = rows if isinstance(rows, slice) else torch.tensor(rows, dtype=torch.int64)
+    with torch.inference_mode():
+        every = runner.forward(batch())
+        caches = [(c.k.clone(), c.v.clone()) for c in runner.caches]
+        for cache in runner.caches:
+            cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
+        some = runner.forward(batch(), rows)
+    assert every.shape == (TOKENS, 48) and some.shape == every[rows].shape
+    torch.testing.assert_close(some, every[rows], rtol=1e-5, atol=1e-5)
+    for (k, v), cache in zip(caches, runner.caches):
+        for i, n in enumerate(LENGTHS):
+            assert torch.equal(cache.k[i, :n], k[i, :n]) and torch.equal(cache.v[i, :n], v[i, :n])
+
