@@ -24,9 +24,11 @@ from nanovllm.kernels.versions import versions
 from nanovllm.perf.precision import float32_products
 
 _MIB = 2**20
-_SCHEMA = 2
+_SCHEMA = 3
 _LONG_ENOUGH = 1.0
 """Seconds for the repeats of one call on a CPU."""
+_REST = 0.1
+"""Seconds before a product, in which a GPU's clock recovers."""
 
 
 @dataclass(frozen=True)
@@ -240,17 +242,20 @@ def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
 
 
 def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
-    """Of squares, and of a down projection at prefill; of random numbers, and of gated ones as that projection is given.
+    """Of squares, and of down and output projections at prefill, of many and of few prompts; of random numbers, and of gated ones as the
+    down projection is given.
 
-    Clocks depend on power, and power on the data: what has many small values runs a little faster than plain noise. 0 where
-    PyTorch has no product of float8 or int8 for this GPU.
+    Clocks depend on power, and power on the data and on what ran before: what has many small values runs a little faster than plain
+    noise, and what is short, after a rest, than what lasts. 0 where PyTorch has no product of float8 or int8 for this GPU.
     """
     narrow = dtype in ("float8", "int8")
     wide = torch.bfloat16 if narrow else getattr(torch, _MEMORY.get(dtype, dtype))
-    for m, n, k in ((8192, 8192, 8192), (16384, 4096, 12288)) if dtype != "float32" else ((4096, 4096, 4096),):
+    sizes = ((8192, 8192, 8192), (16384, 4096, 12288), (1024, 4096, 12288), (1024, 4096, 4096))
+    for m, n, k in sizes if dtype != "float32" else ((4096, 4096, 4096),):
         a, gate, b = (torch.randn(s, device=device).to(wide) for s in ((m, k), (m, k), (n, k)))
         for x in (a, F.silu(gate) * a):
             for call in _products(dtype, x, b):
+                _rest(device)
                 try:
                     with float32_products(dtype):
                         seconds = _least_cuda(call)
@@ -259,6 +264,12 @@ def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
                         raise
                     seconds = float("inf")
                 yield 2 * m * n * k / seconds
+
+
+def _rest(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        time.sleep(_REST)
 
 
 _MEMORY = {"tfloat32": "float32"}

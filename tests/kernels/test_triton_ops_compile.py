@@ -318,9 +318,10 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
             assert not re.search(r"\bbra\b|\bret;|st\.global|atom|red\.global", before), name
             assert bool(re.search(r"ld\.global", before)) == early_loads and re.search(r"ld\.global", after), name
     t = tensors(torch.bfloat16)
-    for rows in (33, 1024):
-        for *_, options in launches_of([("", lambda n=rows: ops.add_rms_norm(t(n, 64), t(n, 64), t(64), 1e-6))]):
-            assert not options["launch_pdl"]
+    for rows, size, early in ((128, 64, True), (129, 64, False), (1024, 2048, False), (1024, 4096, True), (1025, 64, True)):
+        weight = torch.nn.Parameter(t(size), requires_grad=False)
+        for *_, options in launches_of([("", lambda n=rows, w=weight: ops.add_rms_norm(t(n, len(w)), t(n, len(w)), w, 1e-6))]):
+            assert options["launch_pdl"] == early, (rows, size)
 
     def column(size):
         return torch.nn.Parameter(t(size, 2)[:, 1], requires_grad=False)

@@ -23,14 +23,17 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def can_launch_early(x: torch.Tensor) -> bool:
+    """Whether a kernel on x's device can be launched before its predecessor has ended, for which it then waits."""
+    return has_dependent_launch(x.device)
+
+
 _FEW_ROWS = 32
-"""Measured between matrix products of cuBLAS on an H200: up to here kernels that wait for their predecessor gain, at 256
-rows they lose."""
 
 
 def launched_early(x: torch.Tensor, rows: int) -> bool:
-    """Whether a small kernel of so many rows is launched before its predecessor has ended, for which it then waits."""
-    return rows <= _FEW_ROWS and has_dependent_launch(x.device)
+    """Whether a kernel that draws from so many rows, or advances them, is launched before its predecessor has ended."""
+    return rows <= _FEW_ROWS and can_launch_early(x)
 
 
 def are_constant(*weights: torch.Tensor | None) -> bool:
@@ -50,22 +53,6 @@ def small_elementwise(y: torch.Tensor) -> bool:
     Up to so many bytes the launch counts more than the memory; beyond, the wait in each of many programs costs more.
     """
     return y.nbytes <= _FEW_BYTES and has_dependent_launch(y.device)
-
-
-def launched_early_of_many(x: torch.Tensor, rows: int, many: int) -> bool:
-    """The same for a kernel of more than `many` rows, for which the start is little of its time.
-
-    Measured on an H100: 0.3 to 0.7 us less among kernels of its kind, no difference between matrix products.
-    """
-    return rows > many and has_dependent_launch(x.device)
-
-
-def launched_early_alone(x: torch.Tensor) -> bool:
-    """The same for a kernel that no model has between products, whatever its rows.
-
-    Measured on an H200: 0.2 to 0.5 us less among kernels of its kind, up to 256 rows.
-    """
-    return has_dependent_launch(x.device)
 
 
 def largest_block(size: int, most: int, least: int) -> int | None:

@@ -6,8 +6,9 @@ import triton.language as tl
 
 from nanovllm.kernels import tunables
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, check_token_ids, values_checked
-from nanovllm.kernels.triton_ops._launch import adjacent, cdiv, launched_early, next_power_of_2, warps_for
+from nanovllm.kernels.triton_ops._launch import adjacent, can_launch_early, cdiv, next_power_of_2, warps_for
 from nanovllm.kernels.triton_ops._math import to_dtype
+from nanovllm.kernels.triton_ops.pieces import MANY_ROWS
 
 
 @triton.jit
@@ -154,9 +155,9 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         plan = tunables.EMBEDDING.find(weight.device, *tunables.elements_key(rows, size, weight.dtype))
         block = plan.block if plan else min(next_power_of_2(size), 2048)
         blocks = cdiv(size, block)
-        early = launched_early(weight, rows)
+        early = can_launch_early(weight)
+        warps = plan.warps if plan else warps_for(block, 8 if rows <= MANY_ROWS else 16)
         _embedding_kernel[(rows * blocks,)](
-            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, early,
-            num_warps=plan.warps if plan else warps_for(block), launch_pdl=early,
+            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, early, num_warps=warps, launch_pdl=early
         )  # fmt: skip
     return y

@@ -10,7 +10,7 @@ from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS,
 from nanovllm.kernels.triton_ops._launch import (
     adjacent,
     are_constant,
-    launched_early_alone,
+    can_launch_early,
     matrix_of,
     next_power_of_2,
     warps_for,
@@ -170,7 +170,7 @@ def layernorm_residual_dropout_gelu(
         else:
             pieces, warps = few_pieces(size) or (pieces, warps)
         block = block if pieces == 1 else size // pieces
-        early = launched_early_alone(x) and are_constant(weight, bias)
+        early = can_launch_early(x) and are_constant(weight, bias)
         packed = not INTERPRETED and x.element_size() == 2 and limit <= _MOST_PACKED
         low = 0.0
         if packed and x.dtype == torch.bfloat16:

@@ -1,7 +1,7 @@
 """RMS normalisation, alone and with the residual addition before it; layer normalisation.
 
 A row is held in registers, so that it is read once: in one block, or in exact `pieces`. Rows of more than `_MAX_BLOCK` elements
-are read twice. Layer norms, and RMS norms for few or many rows, are launched before their predecessor has ended, and wait for
+are read twice. Layer norms, and RMS norms where that pays, are launched before their predecessor has ended, and wait for
 it (programmatic dependent launch), if the weights, which are loaded before that wait, are parameters of a module.
 """
 
@@ -14,10 +14,8 @@ from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.triton_ops._launch import (
     adjacent,
     are_constant,
+    can_launch_early,
     cdiv,
-    launched_early,
-    launched_early_alone,
-    launched_early_of_many,
     matrix_of,
     next_power_of_2,
     rows_of,
@@ -37,6 +35,8 @@ from nanovllm.kernels.triton_ops.pieces import (
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192
 _MOST_PIECES = 7
+_EARLY_ROWS = 128
+_LONG_ROW = 4096  # elements
 _SHORT_TILE = 1024  # elements of a tile that holds several short rows (the heads of q and k)
 
 
@@ -121,7 +121,12 @@ def _long_rms_norm_kernel(
 
 
 def _early(x: torch.Tensor, rows: int) -> bool:
-    return launched_early(x, rows) or launched_early_of_many(x, rows, MANY_ROWS)
+    """Whether an RMS norm of so many rows is launched before its predecessor has ended.
+
+    Alone that saves 0.2 to 0.7 us. Between products of the library, where models have it, a layer with two gains 0.5 to 2 us up to
+    128 rows, and from 192 to 1,024 of them it loses as much at 1,024 elements and nothing at 4,096 (H200).
+    """
+    return (rows <= _EARLY_ROWS or rows > MANY_ROWS or x.shape[-1] >= _LONG_ROW) and can_launch_early(x)
 
 
 def _row_warps(block: int, rows: int) -> int:
@@ -271,7 +276,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     elif rows:
         plan = tunables.LAYER_NORM.find(x.device, bucket(rows), size, x.dtype)
         many = rows > MANY_ROWS
-        early = launched_early_alone(x) and are_constant(weight, bias)
+        early = can_launch_early(x) and are_constant(weight, bias)
         cut = _cut(rows, size, 1, plan.warps if plan else None) if many else few_pieces(size)
         if cut:
             pieces, warps = cut
