@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import time
@@ -242,15 +243,17 @@ def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
 
 
 def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
-    """Of squares, and of down and output projections at prefill, of many and of few prompts; of random numbers, and of gated ones as the
-    down projection is given.
+    """Of squares, of a down projection at prefill, and of a tile of 256 x 128 for each multiprocessor, which none waits for; of random numbers,
+    and of gated ones as that projection is given.
 
     Clocks depend on power, and power on the data and on what ran before: what has many small values runs a little faster than plain
     noise, and what is short, after a rest, than what lasts. 0 where PyTorch has no product of float8 or int8 for this GPU.
     """
     narrow = dtype in ("float8", "int8")
     wide = torch.bfloat16 if narrow else getattr(torch, _MEMORY.get(dtype, dtype))
-    sizes = ((8192, 8192, 8192), (16384, 4096, 12288), (1024, 4096, 12288), (1024, 4096, 4096))
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    rows = max(n for n in range(1, math.isqrt(sms) + 1) if sms % n == 0)
+    sizes = ((8192, 8192, 8192), (16384, 4096, 12288), (1024, 4096, 32768), (256 * rows, 128 * (sms // rows), 32768))
     for m, n, k in sizes if dtype != "float32" else ((4096, 4096, 4096),):
         a, gate, b = (torch.randn(s, device=device).to(wide) for s in ((m, k), (m, k), (n, k)))
         for x in (a, F.silu(gate) * a):
