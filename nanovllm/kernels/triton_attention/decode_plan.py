@@ -169,13 +169,14 @@ class HopperDecodePlan:
 
 # Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence is cut below,
 # warps, slots, box, chunk, whether programs without a piece come last, and blocks of a cluster. Measured on an H200 in whole layers
-# of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. From 9 to 132 sequences all programs are resident at once, with as much shared memory as that
-# leaves each. Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece. Four
-# programs for 5 to 8 sequences: at 16,384 tokens they take 26 % less than one, and where most find no piece nothing is lost if these come last.
+# of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. Up to 132 sequences, but for 9 to 16, all programs are resident at once, with as much
+# shared memory as that leaves each; up to 8 also if each sequence has a piece more than its share, which is why they are cut for fewer than would fit.
+# Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece.
 _MEASURED = (
-    (1, (1.0, 1, 4, 3, 32, 8)),
-    (4, (2.0, 2, 4, 3, 32, 8)),
-    (8, (4.0, 8, 4, 3, 32, 8, True)),
+    (1, (1.0, 1, 4, 4, 32, 8)),
+    (2, (0.95, 1, 4, 4, 32, 8)),
+    (4, (1.85, 1, 4, 3, 32, 8)),
+    (8, (1.7, 1, 4, 3, 32, 8)),
     (16, (2.0, 4, 4, 3, 32, 8, True)),
     (33, (0.5, 1, 2, 5, 32, 8)),
     (49, (3.0, 4, 2, 4, 32, 4)),
@@ -198,7 +199,7 @@ _FLOAT8 = (
 _CACHED = (
     (1, (1.0, 1, 4, 2, 32, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),
-    (8, (4.0, 4, 4, 3, 32, 8, True)),
+    (8, (1.0, 1, 4, 2, 32, 2, True, 2)),
 )
 
 
