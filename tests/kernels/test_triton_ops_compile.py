@@ -270,11 +270,14 @@ def dependent_cases(tensor):
             f"chain of many rows of {size}", early,
             lambda n=size: ops.layernorm_residual_dropout_gelu(t(2048, n), t(2048, n), t(n), t(n), p=0.1),
         )  # fmt: skip
+    yield "layer_norm", True, lambda: ops.layer_norm(t(8, 4096), t(4096), t(4096), 1e-6)
+    yield "chain", True, lambda: ops.layernorm_residual_dropout_gelu(t(8, 1024), t(8, 1024), t(1024), t(1024))
+    yield "softmax", False, lambda: ops.softmax(t(256, 4096))
     yield "silu_and_mul", False, lambda: ops.silu_and_mul(t(8, 6144))
     yield "fused_activation", False, lambda: ops.fused_activation(t(256, 4096), "gelu")
     yield "fused_add_gelu", False, lambda: ops.fused_add_gelu(t(64, 3072), t(3072))
     yield "element_wise_mul_add", False, lambda: ops.element_wise_mul_add(t(64, 1024), t(64, 1024), t(1024))
-    yield "embedding", False, lambda: ops.embedding(torch.zeros(32, dtype=torch.int64), t(1000, 1024))
+    yield "embedding", False, lambda: ops.embedding(torch.zeros(200, dtype=torch.int64), t(1000, 1024))
     yield "sample", False, lambda: ops.sample(*sampling_arguments(1, torch.bfloat16, 0, 0, 0))
     yield "advance_rows", False, advance
 

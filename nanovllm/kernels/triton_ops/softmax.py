@@ -10,8 +10,8 @@ import triton.language as tl
 from nanovllm.kernels import tunables
 from nanovllm.kernels.launch_choice import bucket
 from nanovllm.kernels.triton_ops._launch import (
+    can_launch_early,
     cdiv,
-    has_dependent_launch,
     matrix_of,
     next_power_of_2,
     num_sms,
@@ -28,7 +28,12 @@ _SHORT_TILE = 1024
 
 
 @triton.jit
-def _softmax_kernel(x, y, rows, size, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _softmax_kernel(
+    x, y, rows, size, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
+):
+    """DEPENDENT: launched before the kernel that writes x has ended."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (col < size)[None, :]
@@ -39,8 +44,13 @@ def _softmax_kernel(x, y, rows, size, stride, ROWS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _softmax_parts_kernel(x, parts, size, stride, pieces, BLOCK: tl.constexpr):
-    """Of piece program_id(1) of row program_id(0): the largest value, and the sum of exponentials relative to it, side by side."""
+def _softmax_parts_kernel(x, parts, size, stride, pieces, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Of piece program_id(1) of row program_id(0): the largest value, and the sum of exponentials relative to it, side by side.
+
+    DEPENDENT: launched before the kernel that writes x has ended.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     col = piece * BLOCK + tl.arange(0, BLOCK)
@@ -110,12 +120,11 @@ def _split_softmax(x: torch.Tensor, y: torch.Tensor, rows: int, size: int, strid
     part = _PART if rows <= _FEW_ROWS and size <= _MOST_PARTS * _PART else _LARGE_PART
     pieces = cdiv(size, part)
     parts = torch.empty((rows, pieces, 2), dtype=torch.float32, device=x.device)
-    dependent = has_dependent_launch(x.device)
-    warps = warps_for(part)
-    _softmax_parts_kernel[(rows, pieces)](x, parts, size, stride, pieces, part, num_warps=warps)
+    early, warps = can_launch_early(x), warps_for(part)
+    _softmax_parts_kernel[(rows, pieces)](x, parts, size, stride, pieces, part, early, num_warps=warps, launch_pdl=early)
     _softmax_pieces_kernel[(rows, pieces)](
-        x, parts, y, size, stride, pieces, part, next_power_of_2(pieces), dependent, num_warps=warps, launch_pdl=dependent,
-    )  # fmt: skip
+        x, parts, y, size, stride, pieces, part, next_power_of_2(pieces), early, num_warps=warps, launch_pdl=early
+    )
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +143,9 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
         return y
     plan = tunables.SOFTMAX.find(x.device, bucket(rows), size, x.dtype)
     per_program = plan.rows if plan else max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
+    early = can_launch_early(x)
     _softmax_kernel[(cdiv(rows, per_program),)](
-        x, y, rows, size, stride, per_program, block, num_warps=plan.warps if plan else _warps(rows, block * per_program),
+        x, y, rows, size, stride, per_program, block, early,
+        num_warps=plan.warps if plan else _warps(rows, block * per_program), launch_pdl=early,
     )  # fmt: skip
     return y
