@@ -60,22 +60,14 @@ def find_piece(
         else:
             lens = gl.load(lens_ptr + offs, mask=offs < num_seqs, other=0, cache_modifier=".cg")
         tiles = gl.where(offs < num_seqs, planned_tiles(lens, 0, NEW, TILE, 0), 0)
-        total = gl.sum(tiles, 0)
-        share = gl.maximum(gl.cdiv(total, most_pieces), least)
+        share = gl.maximum(gl.cdiv(gl.sum(tiles, 0), most_pieces), least)
         pieces = gl.cdiv(tiles, share)
-        # The longest come first, in four classes: a program that begins last must not be one that takes long. A sum for each, side by side.
-        rank = gl.where(tiles * num_seqs * 2 > total * 3, 0, 1)
-        rank = gl.where(tiles * num_seqs > total, rank, gl.where(tiles * num_seqs * 2 > total, 2, 3))
-        place = gl.cast(48 - 16 * rank, gl.int64)
-        counts = gl.cast(pieces, gl.int64) << place
-        before = ((gl.associative_scan(counts, 0, _plus) - counts) >> place) & 0xFFFF
-        all = gl.sum(counts, 0)
-        first = all >> 48
-        second = first + ((all >> 32) & 0xFFFF)
-        third = second + ((all >> 16) & 0xFFFF)
-        longer = gl.where(rank == 0, 0, gl.where(rank == 1, first, gl.where(rank == 2, second, third)))
-        starts = gl.cast(longer + before, gl.int32)
-        piece = program if EMPTY_LAST else program - num_programs + gl.cast(third + (all & 0xFFFF), gl.int32)
+        # Those of the sequences that are cut come first, since they are the largest. Two sums at a time: of these, and of the others.
+        both = gl.where(pieces > 1, pieces << 16, pieces)
+        before = gl.associative_scan(both, 0, _plus) - both
+        all = gl.sum(both, 0)
+        starts = gl.where(pieces > 1, before >> 16, (all >> 16) + (before & 0xFFFF))
+        piece = program if EMPTY_LAST else program - num_programs + (all >> 16) + (all & 0xFFFF)
         mine = (starts <= piece) & (piece < starts + pieces)
         found = gl.sum(gl.where(mine, starts * 1024 + offs + 1, 0), 0)
         length = gl.sum(gl.where(mine, lens, 0), 0)
