@@ -412,9 +412,11 @@ def test_perfetto_reads_two_runs_in_one_trace(real, tmp_path):
     assert len(read.slices) == 2 * sum(e["ph"] == "X" for e in runs[0]["traceEvents"])
 
 
-@pytest.mark.parametrize("name", ["profile-bs1", "profile-std256"])
+@pytest.mark.parametrize(
+    "name", ["nvidia-h200/profile-bs1", "nvidia-h200/profile-std256", "nvidia-h200/profile-8b-std256", "nvidia-h100/profile-std256"]
+)
 def test_perfetto_reads_the_kept_traces_of_a_gpu(name):
-    read = check(Path(__file__).parents[2] / "results" / "nvidia-h200" / name / "profile_trace.json.gz")
+    read = check(Path(__file__).parents[2] / "results" / name / "profile_trace.json.gz")
     assert len(read.arrows) > 3000 and "stream 7, overlapping" in read.threads.values()
     assert {n.split(":")[0] for n in read.processes.values()} == {"as it runs", "without graphs"}
     # Arrows lead from a launch to what it launched.
