@@ -224,12 +224,11 @@ class ModelRunner:
 
     def _padded_rows(self, batch: Batch) -> np.ndarray | None:
         """The rows whose logits are wanted, and then row 0, in a number that steps of decodes have; None if all are wanted."""
-        wanted = len(batch.logits_rows)
+        count = wanted = len(batch.logits_rows)
         if wanted == batch.num_tokens:
             return None
-        count = max(1, wanted)
-        if self.device.type == "cuda" and wanted <= self.config.max_num_seqs:
-            count = self.buckets.fit(count, 1)[0]
+        if self.device.type == "cuda" and 0 < wanted <= self.config.max_num_seqs:
+            count = self.buckets.fit(wanted, 1)[0]
         return np.pad(batch.logits_rows, (0, count - wanted))
 
     def forward(self, batch: DeviceBatch, rows: torch.Tensor | None = None) -> torch.Tensor:

@@ -92,7 +92,10 @@ def _run(runner: ModelRunner, batches: list[tuple[int, tuple[int, ...]]]) -> Non
         table = torch.full((len(lens), num_blocks), padding_block, dtype=torch.int32, device=device)
         starts = torch.tensor((0, *itertools.accumulate(runs)), dtype=torch.int32, device=device)
         bound = 1 if runner.buckets.by_context else runner.max_model_len
-        runner.forward(DeviceBatch.from_tensors(tokens, lens, table, bound, starts, max(runs)))
+        # As many rows are wanted as there are sequences.
+        rows = runner.buckets.fit(min(len(lens), runner.config.max_num_seqs), 1)[0]
+        wanted = torch.zeros(rows, dtype=torch.int64, device=device)
+        runner.forward(DeviceBatch.from_tensors(tokens, lens, table, bound, starts, max(runs)), wanted)
 
 
 def warm_up(runner: ModelRunner) -> None:

@@ -243,15 +243,15 @@ def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
 
 
 def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
-    """Of squares, of a down projection at prefill, and of a tile of 256 x 128 for each multiprocessor, which none waits for; of random numbers,
-    and of gated ones as that projection is given.
+    """Of squares, of a down projection at prefill, of 128 tiles of 256 x 128, and of exactly one for each multiprocessor, so that none idles in
+    a last round; of random numbers, and of gated ones as that projection is given.
 
     Clocks depend on power, and power on the data and on what ran before: what has many small values runs a little faster than plain
     noise, and what is short, after a rest, than what lasts. 0 where PyTorch has no product of float8 or int8 for this GPU.
     """
     narrow = dtype in ("float8", "int8")
     wide = torch.bfloat16 if narrow else getattr(torch, _MEMORY.get(dtype, dtype))
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16  # a test's
     rows = max(n for n in range(1, math.isqrt(sms) + 1) if sms % n == 0)
     sizes = ((8192, 8192, 8192), (16384, 4096, 12288), (1024, 4096, 32768), (256 * rows, 128 * (sms // rows), 32768))
     for m, n, k in sizes if dtype != "float32" else ((4096, 4096, 4096),):

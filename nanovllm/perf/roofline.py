@@ -97,7 +97,8 @@ class ModelShape:
 
         Args:
             wanted: of how many tokens, the last ones, the result is wanted; of the others the last layer computes keys and values
-                alone. None: of all.
+                alone. None: of all. One more than num_tokens, where nothing of a prompt is its own: its last token's
+                keys and values are then another's.
         """
         wanted = num_tokens if wanted is None else wanted
         key_and_value = 2 * self.hidden * self.kv_heads * self.head_dim

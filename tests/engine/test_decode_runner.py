@@ -128,7 +128,10 @@ def test_prompts_that_ride_change_no_token(directory, monkeypatch, asynchronous,
     decoding, rode = llm.engine.runner.decoding, []
     launch = decoding.launch
     monkeypatch.setattr(decoding, "launch", lambda step: (rode.append(step.riding and step.riding.num_tokens), launch(step))[1])
+    run, shapes = decoding._run_model, set()
+    monkeypatch.setattr(decoding, "_run_model", lambda rows, *a: (logits := run(rows, *a), shapes.add((rows, len(logits))))[0])
     assert generate(llm, prompts, params) == expected
+    assert shapes and all(rows == given for rows, given in shapes)  # of what rides there are no logits
     assert sum(map(bool, rode)) > (0 if arguments else 3) and not all(rode)
     if graphs is not None:
         sizes = [(args[0], args[3]) for args in graphs.replayed if len(args) == 4 and args[3]]

@@ -157,9 +157,13 @@ def test_built_in_plans_can_be_launched_and_use_the_gpu():
     for num_seqs, kv_heads, dim, sms in itertools.product(
         (*range(1, 513, 7), 512), (1, 2, 3, 8, 32), (64, 128), (78, 114, 132)
     ):
-        for itemsize in (2, 1):
-            plan = plan_hopper_decode(num_seqs, kv_heads, dim, sms, itemsize)
-            assert plan.refused(dim, 64, itemsize) is None
+        for itemsize, new, group in itertools.product((2, 1), (True, False), (1, 2, 8)):
+            plan = plan_hopper_decode(num_seqs, kv_heads, dim, sms, itemsize, new, group)
+            assert plan.refused(dim, 64, itemsize, group) is None
+            if 2 * plan.shared_memory(dim, itemsize) > decode_plan._SHARED and kv_heads * num_seqs <= sms:
+                assert (plan.pieces + num_seqs - 1) * kv_heads <= sms  # however the lengths fall, no program waits for another
+    most = [row[0] for row in decode_plan._CACHED]
+    assert most == sorted(set(most)) and most[-1] < 9
     for table in (decode_plan._MEASURED, decode_plan._FLOAT8):
         most = [row[0] for row in table]
         assert most[-1] is None and most[:-1] == sorted(set(most[:-1]))

@@ -273,6 +273,7 @@ def dependent_cases(tensor):
     yield "layer_norm", True, lambda: ops.layer_norm(t(8, 4096), t(4096), t(4096), 1e-6)
     yield "chain", True, lambda: ops.layernorm_residual_dropout_gelu(t(8, 1024), t(8, 1024), t(1024), t(1024))
     yield "softmax", False, lambda: ops.softmax(t(256, 4096))
+    yield "softmax of one row by many", False, lambda: ops.softmax(t(1, 65536))
     yield "silu_and_mul", False, lambda: ops.silu_and_mul(t(8, 6144))
     yield "fused_activation", False, lambda: ops.fused_activation(t(256, 4096), "gelu")
     yield "fused_add_gelu", False, lambda: ops.fused_add_gelu(t(64, 3072), t(3072))
@@ -319,7 +320,10 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
             assert not re.search(r"ld\.global|st\.global", after.partition("griddepcontrol")[0]) or name not in elementwise, name
             # Nothing but arithmetic comes before, so no program takes a way around the wait.
             assert not re.search(r"\bbra\b|\bret;|st\.global|atom|red\.global", before), name
-            assert bool(re.search(r"ld\.global", before)) == early_loads and re.search(r"ld\.global", after), name
+            # The second kernel of two may read what the first has waited for, but past a cache in which older data may be.
+            second = kernel.__name__ == "_softmax_pieces_kernel"
+            assert bool(re.search(r"ld\.global", before)) == (early_loads or second) and re.search(r"ld\.global", after), name
+            assert not second or not re.search(r"ld\.global(?!\.cg)", before), name
     t = tensors(torch.bfloat16)
     for rows, size, early in ((128, 64, True), (129, 64, False), (1024, 2048, False), (1024, 4096, True), (1025, 64, True)):
         weight = torch.nn.Parameter(t(size), requires_grad=False)

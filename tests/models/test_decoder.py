@@ -40,4 +40,3 @@ def test_rows_are_those_of_all(tmp_path, architecture, layers, rows):
     for (k, v), cache in zip(caches, runner.caches):
         for i, n in enumerate(LENGTHS):
             assert torch.equal(cache.k[i, :n], k[i, :n]) and torch.equal(cache.v[i, :n], v[i, :n])
-

@@ -169,12 +169,12 @@ class HopperDecodePlan:
 
 # Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence is cut below,
 # warps, slots, box, chunk, whether programs without a piece come last, and blocks of a cluster. Measured on an H200 in whole layers
-# of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. Up to 132 sequences, but for 9 to 16, all programs are resident at once, with as much
-# shared memory as that leaves each; up to 8 also if each sequence has a piece more than its share, which is why they are cut for fewer than would fit.
-# Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece.
+# of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. Up to 8 sequences all programs are resident at once, one or two a
+# multiprocessor, also if a sequence has a piece more than its share: so they are cut for fewer than would fit (of 100 batches of 8 random
+# lengths about one has too many). From 17 to 99 sequences they are too, with as much shared memory as that leaves each, but where each sequence
+# is cut in two. Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece.
 _MEASURED = (
-    (1, (1.0, 1, 4, 4, 32, 8)),
-    (2, (0.95, 1, 4, 4, 32, 8)),
+    (2, (1.0, 1, 4, 4, 32, 8)),
     (4, (1.85, 1, 4, 3, 32, 8)),
     (8, (1.7, 1, 4, 3, 32, 8)),
     (16, (2.0, 4, 4, 3, 32, 8, True)),
@@ -221,4 +221,7 @@ def plan_hopper_decode(
     programs, least, warps, slots, box, *rest = next(row for most, row in table if most is None or alike <= most)
     pieces = max(1, int(programs * multiprocessors) // num_kv_heads)
     plan = HopperDecodePlan(pieces, least, warps, slots if head_dim > 64 else min(8, 2 * slots), box, *rest)
+    if 2 * plan.shared_memory(head_dim, cache_itemsize) > _SHARED:
+        # One program a multiprocessor, for each of which a second round would double the time: every sequence may have a piece more.
+        plan = replace(plan, pieces=max(1, min(pieces, multiprocessors // num_kv_heads - num_seqs + 1)))
     return replace(plan, cluster=0) if plan.cluster and plan.refused(head_dim, 64, cache_itemsize, group) else plan

@@ -29,6 +29,7 @@ def can_launch_early(x: torch.Tensor) -> bool:
 
 
 _FEW_ROWS = 32
+"""Measured on an H200: up to here draws and advances, which wait for their predecessor, gain."""
 
 
 def launched_early(x: torch.Tensor, rows: int) -> bool:

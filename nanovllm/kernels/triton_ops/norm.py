@@ -35,7 +35,7 @@ from nanovllm.kernels.triton_ops.pieces import (
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192
 _MOST_PIECES = 7
-_EARLY_ROWS = 128
+_EARLY_ROWS = 128  # of any length
 _LONG_ROW = 4096  # elements
 _SHORT_TILE = 1024  # elements of a tile that holds several short rows (the heads of q and k)
 

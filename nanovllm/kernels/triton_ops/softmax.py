@@ -68,11 +68,12 @@ def _softmax_pieces_kernel(
 ):
     """The softmax of piece program_id(1) of row program_id(0), when the row's parts are there.
 
-    DEPENDENT: launched when the programs that write parts end. They ran after x had been written, so x need not be waited for.
+    DEPENDENT: launched when the programs that write parts end. They waited for x to be written, so x need not be waited for; but it is
+    read past the first-level cache, which may hold what was there before, since nobody has waited on this multiprocessor.
     """
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + row * stride + col, col < size, other=-float("inf")).to(tl.float32)
+    v = tl.load(x + row * stride + col, col < size, other=-float("inf"), cache_modifier=".cg" if DEPENDENT else "").to(tl.float32)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     part = tl.arange(0, PARTS)

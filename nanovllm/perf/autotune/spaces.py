@@ -250,7 +250,7 @@ def _attention_decode(tunable: Tunable, key: Key, device: DeviceModel) -> list[T
 
 def _attention_decode_hopper(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
     row = 2 * key["head_dim"] * key["cache_dtype"].itemsize  # bytes of a key and its value
-    pieces = sorted({max(1, int(n * device.sms) // key["kv_heads"]) for n in (0.5, 0.95, 1, 1.7, 1.85, 2, 3, 4)})
+    pieces = sorted({max(1, int(n * device.sms) // key["kv_heads"]) for n in (0.5, 1, 1.7, 1.85, 2, 3, 4)})
     parameters = [
         Parameter("pieces", tuple(pieces)), Parameter("least", (1, 2, 4, 8)), Parameter("warps", (1, 2, 4, 8)),
         Parameter("slots", (1, 2, 3, 4, 5, 6)), Parameter("box", (16, 32, 64)), Parameter("chunk", (2, 4, 8)),
