@@ -14,6 +14,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels.triton_attention.common import LOG2E, padded_count  # noqa: E402
 from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
+from nanovllm.kernels.triton_attention.decode_plan import plan_hopper_decode  # noqa: E402
 from tests.kernels.decode_hopper import check_stored, compiled, expected, make  # noqa: E402
 from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
 from tests.kernels.ptx_emulator import Machine  # noqa: E402
@@ -151,6 +152,9 @@ CLUSTERS = {
     "sixteen": dict(lens=[513], plan=Plan(16, warps=2, slots=4, box=32, chunk=8, cluster=16), kv_heads=1, new=False),
     "cut for a cluster": dict(lens=[400], plan=Plan(6, warps=2, chunk=1, cluster=2), kv_heads=1),
     "more than a cluster has": dict(lens=[560], plan=Plan(6, warps=1, chunk=1, cluster=2), kv_heads=1),
+    "built in for eight": dict(
+        lens=[300, 1, 0, 65, 130, 256, 64, 520], plan=plan_hopper_decode(8, 8, 128, 132, new=False), group=4, kv_heads=1, new=False
+    ),
     "inside and across": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4, cluster=4), kv_heads=1),
     "one warp, group 7, fp16, no norm": dict(
         lens=[64, 40, 30], plan=Plan(6, warps=1, slots=3, cluster=2), group=7, kv_heads=2, dtype="fp16", norm=False

@@ -196,6 +196,7 @@ _FLOAT8 = (
 
 # The same up to 8 sequences for calls whose last token is in the cache, so that nothing is asked for before the wait. One sequence in
 # rows of such calls takes 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens), and 5.8, 10.6 and 38.4 in twice as many pieces.
+# Eight of 1,024 tokens, 32/8 heads, take 12.4 where 66 pieces without clusters took 14.4.
 _CACHED = (
     (1, (1.0, 1, 4, 2, 32, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),

@@ -29,7 +29,7 @@ def can_launch_early(x: torch.Tensor) -> bool:
 
 
 _FEW_ROWS = 32
-"""Measured on an H200: up to here draws and advances, which wait for their predecessor, gain."""
+"""Up to here norms between products were first seen to gain, at 256 rows to lose (H200); of draws and advances more was not compared."""
 
 
 def launched_early(x: torch.Tensor, rows: int) -> bool:
