@@ -1,8 +1,12 @@
-"""Decode attention for Hopper: what its kernel takes, and the launch. The kernel is in `decode_hopper_kernel.py`."""
+"""Decode attention for Hopper: what its kernels take, and the launch.
+
+The kernels are in `decode_hopper_kernel.py`, a piece of a sequence for each program, and `decode_hopper_stream_kernel.py`, equal parts.
+"""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +25,6 @@ from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan, plan
 from nanovllm.kernels.triton_decode.hopper import MAX_TOKENS
 from nanovllm.kernels.triton_ops._cluster import launch_clusters, launches_clusters
 from nanovllm.kernels.triton_ops._counters import arrival_counters
-from nanovllm.kernels.triton_ops._launch import cdiv
 from nanovllm.kernels.triton_ops.cache import num_scales
 
 if TYPE_CHECKING:
@@ -103,12 +106,13 @@ def takes(
 
 
 @functools.cache
-def _hopper() -> tuple[Any, Any]:
-    """(the kernel, `descriptor`), imported where they can run: Gluon is not in every Triton."""
+def _hopper() -> tuple[Any, Any, Any]:
+    """(the kernels of pieces and of parts, `descriptor`), imported where they can run: Gluon is not in every Triton."""
     from nanovllm.kernels.triton_attention.decode_hopper_kernel import decode_hopper_kernel
+    from nanovllm.kernels.triton_attention.decode_hopper_stream_kernel import decode_hopper_stream_kernel
     from nanovllm.kernels.triton_ops._gluon import descriptor
 
-    return decode_hopper_kernel, descriptor
+    return decode_hopper_kernel, decode_hopper_stream_kernel, descriptor
 
 
 def launch_hopper(
@@ -150,13 +154,10 @@ def launch_hopper(
     reason = plan.refused(head_dim, block_size, itemsize, group)
     if reason:
         raise ValueError(f"plan.{reason}")
-    cluster = plan.cluster if plan.cluster and launches_clusters() else 0
-    most_tiles = cdiv(max(1, min(max_context_len, block_table.shape[1] * block_size)), plan.tile)
-    pieces = min(num_seqs - 1 + plan.pieces, num_seqs * most_tiles)
-    if cluster:
-        pieces = cdiv(pieces, cluster) * cluster
-    partials = pieces * num_kv_heads
-    kernel, descriptor = _hopper()
+    if plan.cluster and not launches_clusters():
+        plan = replace(plan, cluster=0)
+    programs, partials = plan.programs(num_seqs, min(max_context_len, block_table.shape[1] * block_size))
+    by_pieces, by_parts, descriptor = _hopper()
     # In shared memory a tile is boxes, a box columns of 64 words of 16 bits, and a column lines of 128 bytes: so one request brings it.
     # Keys of 32 words are lines of 64 bytes.
     _, slot, head, _ = k_cache.stride()
@@ -175,11 +176,14 @@ def launch_hopper(
     k_scale, v_scale = scales
     k, v, angles = (q, q, q) if new is None else (new.k, new.v, new.cos_sin_cache)
     norm = new is not None and new.q_weight is not None
-    launch = (
-        functools.partial(launch_clusters, kernel, (1, num_kv_heads, pieces // cluster), cluster)
-        if cluster
-        else kernel[num_kv_heads, pieces]
-    )
+    if plan.stream:
+        launch = by_parts[num_kv_heads, programs]
+    elif plan.cluster:
+        grid = 1, num_kv_heads, programs // plan.cluster
+        launch = functools.partial(launch_clusters, by_pieces, grid, plan.cluster)
+    else:
+        launch = by_pieces[num_kv_heads, programs]
+    of_pieces = {} if plan.stream else {"EMPTY_LAST": plan.empty_last, "CLUSTER": plan.cluster}
     launch(
         out,
         q,
@@ -192,8 +196,8 @@ def launch_hopper(
         context_lens,
         context_lens if k_scale is None else k_scale,
         context_lens if v_scale is None else v_scale,
-        torch.empty((partials, group, head_dim), dtype=torch.float32, device=q.device),
-        torch.empty((partials, 2, group), dtype=torch.float32, device=q.device),
+        torch.empty((partials * num_kv_heads, group, head_dim), dtype=torch.float32, device=q.device),
+        torch.empty((partials * num_kv_heads, 2, group), dtype=torch.float32, device=q.device),
         arrival_counters(q.device, num_seqs * num_kv_heads),
         angles,
         new.q_weight if norm else q,
@@ -214,7 +218,6 @@ def launch_hopper(
         plan.pieces,
         plan.least,
         SEQS_PAD=padded_count(num_seqs),
-        EMPTY_LAST=plan.empty_last,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -229,8 +232,8 @@ def launch_hopper(
         V_SCALES=num_scales(v_scale),
         # The output projection of so few tokens waits as well, and loads its weights before: let it start.
         RELEASE=num_seqs <= MAX_TOKENS,
-        CLUSTER=cluster,
         num_warps=plan.warps,
         launch_pdl=new is None or new.early,
+        **of_pieces,
     )
     return out

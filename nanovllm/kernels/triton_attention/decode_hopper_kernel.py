@@ -25,13 +25,7 @@ from nanovllm.kernels.triton_attention.decode_hopper_cluster import (
     meet,
     send_partial,
 )
-from nanovllm.kernels.triton_attention.decode_hopper_fp8 import (
-    dims_in_order,
-    float16_keys,
-    float16_queries,
-    quantised,
-    scale_of_head,
-)
+from nanovllm.kernels.triton_attention.decode_hopper_fp8 import dims_in_order, scale_of_head
 from nanovllm.kernels.triton_attention.decode_hopper_merge import (
     arrived_last,
     merge_partials,
@@ -39,29 +33,22 @@ from nanovllm.kernels.triton_attention.decode_hopper_merge import (
     store_partial,
     store_rows,
 )
+from nanovllm.kernels.triton_attention.decode_hopper_operands import key_operands, query_operands
 from nanovllm.kernels.triton_attention.decode_hopper_pieces import find_piece
 from nanovllm.kernels.triton_attention.decode_hopper_tiles import attend_tile, request_tile, tile_view
-from nanovllm.kernels.triton_attention.decode_hopper_token import acquire, attend_token, release, rotated
+from nanovllm.kernels.triton_attention.decode_hopper_token import (
+    acquire,
+    attend_token,
+    load_halves,
+    load_pair,
+    load_values,
+    release,
+    rotated,
+    score_token,
+    store_token,
+    whole_layout,
+)
 from nanovllm.kernels.triton_ops._gluon import reinterpret, warps_barrier
-from nanovllm.kernels.triton_ops._math import product
-
-
-@gluon.jit
-def operand(x, mma: gl.constexpr, WARPS: gl.constexpr):
-    """Rows of x [8, n], one a query, as every warp's second operand [WARPS, n, 8]."""
-    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    x = gl.expand_dims(gl.convert_layout(gl.permute(x, [1, 0]), gl.SliceLayout(0, layout)), 0)
-    return gl.broadcast(x, gl.zeros([WARPS, x.shape[1], 8], x.dtype, layout))[0]
-
-
-@gluon.jit
-def halves(k, mma: gl.constexpr):
-    """First operands [WARPS, 16, n] -> their lower and their upper half of the dims; in registers they are that already."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    pairs = gl.reshape(k, [k.shape[0], 16, 2, k.shape[2] // 2])
-    low, high = gl.split(gl.permute(pairs, [0, 1, 3, 2]))
-    low = gl.convert_layout(low, layout, assert_trivial=True)
-    return low, gl.convert_layout(high, layout, assert_trivial=True)
 
 
 # What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
@@ -125,7 +112,6 @@ def decode_hopper_kernel(
     """Grid [num_kv_heads, pieces], or [CLUSTER, num_kv_heads, pieces / CLUSTER]. Programmatic dependent launch, WARPS warps."""
     dtype: gl.constexpr = k_whole_descriptor.dtype
     TILE: gl.constexpr = 16 * WARPS
-    HALF: gl.constexpr = HEAD_DIM // 2
     WORDS: gl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
     LINE: gl.constexpr = min(WORDS, 64)
     LINES: gl.constexpr = TILE * WORDS // LINE
@@ -133,9 +119,7 @@ def decode_hopper_kernel(
     lines_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * LINE, element_bitwidth=16, rank=2)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     k_operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    # A row of 16 lanes for each of eight queries; a half of the dims, and all of them.
-    half_layout: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [2, 16], [WARPS, 1], [1, 0])
-    rows_layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 16], [2, 16], [WARPS, 1], [1, 0])
+    rows_layout: gl.constexpr = whole_layout(HEAD_DIM, WARPS)
     descriptors = (k_whole_descriptor, v_whole_descriptor, k_part_descriptor, v_part_descriptor)
     k_tiles = gl.allocate_shared_memory(dtype, [SLOTS, LINES, LINE], lines_layout)
     v_tiles = gl.allocate_shared_memory(dtype, [SLOTS, LINES, LINE], lines_layout)
@@ -193,65 +177,34 @@ def decode_hopper_kernel(
             k_scale = scale_of_head(k_scale_ptr, head, K_SCALES)
             v_scale = scale_of_head(v_scale_ptr, head, V_SCALES)
             scale *= k_scale
-            dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, half_layout))
             if NEW:
-                angles = cos_sin_ptr + end_token.to(gl.int64) * cos_sin_stride
-                cos = gl.load(angles + dims)
-                sin = gl.load(angles + HALF + dims)
-                q_low_weight = dims
-                q_high_weight = dims
-                k_low_weight = dims
-                k_high_weight = dims
+                cos, sin = load_pair(cos_sin_ptr + end_token.to(gl.int64) * cos_sin_stride, HEAD_DIM, WARPS)
+                q_low_weight, q_high_weight = cos, sin
+                k_low_weight, k_high_weight = cos, sin
                 if NORM:
-                    q_low_weight = gl.load(q_weight_ptr + dims)
-                    q_high_weight = gl.load(q_weight_ptr + HALF + dims)
-                    k_low_weight = gl.load(k_weight_ptr + dims)
-                    k_high_weight = gl.load(k_weight_ptr + HALF + dims)
+                    q_low_weight, q_high_weight = load_pair(q_weight_ptr, HEAD_DIM, WARPS)
+                    k_low_weight, k_high_weight = load_pair(k_weight_ptr, HEAD_DIM, WARPS)
                 gdc_wait()  # what was read so far is not the projection's
 
-            rows = gl.arange(0, 8, layout=gl.SliceLayout(1, half_layout))[:, None]
-            offsets = rows * 0 + dims[None, :]
-            q_rows = q_ptr + row * q_stride_seq + head * GROUP * q_stride_head + rows * q_stride_head + dims[None, :]
-            in_group = gl.broadcast(rows < GROUP, offsets)[0]
-            q_low = gl.load(q_rows, mask=in_group, other=0.0)
-            q_high = gl.load(q_rows + HALF, mask=in_group, other=0.0)
+            q_ptr += row * q_stride_seq + head * GROUP * q_stride_head
+            q_low, q_high = load_halves(q_ptr, q_stride_head, GROUP, HEAD_DIM, WARPS)
             if NEW:
                 # Every program has the new token, in each of its rows, and one makes use of it.
-                new_k = new_k_ptr + row * new_k_stride_seq + head * new_k_stride_head + offsets
-                k_low = gl.load(new_k)
-                k_high = gl.load(new_k + HALF)
-                all_rows = gl.arange(0, 8, layout=gl.SliceLayout(1, rows_layout))[:, None]
-                all_dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows_layout))[None, :]
-                all_offsets = all_rows * 0 + all_dims
-                new_v = gl.load(new_v_ptr + row * new_v_stride_seq + head * new_v_stride_head + all_offsets)
+                k_low, k_high = load_halves(
+                    new_k_ptr + row * new_k_stride_seq + head * new_k_stride_head, 0, 8, HEAD_DIM, WARPS
+                )
+                new_v = load_values(new_v_ptr + row * new_v_stride_seq + head * new_v_stride_head, HEAD_DIM, WARPS)
                 q_low, q_high = rotated(q_low, q_high, q_low_weight, q_high_weight, cos, sin, eps, HEAD_DIM, NORM)
-            tile_scale = scale
-            if FP8:
-                first_q, second_q, factor = float16_queries(q_low, q_high, WARPS)
-                low = operand(first_q, mma, WARPS)
-                high = operand(second_q, mma, WARPS)
-                factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, mma)))
-                tile_scale = (factor * scale)[None, None, :]
-            else:
-                low = operand(q_low, mma, WARPS)
-                high = operand(q_high, mma, WARPS)
+            low, high, tile_scale = query_operands(q_low, q_high, scale, mma, WARPS, FP8)
             if NEW:
                 k_low, k_high = rotated(k_low, k_high, k_low_weight, k_high_weight, cos, sin, eps, HEAD_DIM, NORM)
-                if FP8:
-                    k_low = quantised(k_low, k_scale, K_SCALES)
-                    k_high = quantised(k_high, k_scale, K_SCALES)
-                    new_v = quantised(new_v, v_scale, V_SCALES)
-                target = (
-                    new_block.to(gl.int64) * BLOCK_SIZE + end_token % BLOCK_SIZE
-                ) * stride_slot + head * stride_head
-                stores = gl.broadcast((rows == 0) & mine, offsets)[0]
-                gl.store(k_ptr + target + offsets, k_low, mask=stores)
-                gl.store(k_ptr + target + HALF + offsets, k_high, mask=stores)
-                gl.store(v_ptr + target + all_offsets, new_v, mask=gl.broadcast((all_rows == 0) & mine, all_offsets)[0])
-                scores = product(q_low.to(gl.float32), k_low.to(gl.float32))
-                scores += product(q_high.to(gl.float32), k_high.to(gl.float32))
-                score = gl.where(mine, gl.sum(scores, 1) * scale, float("-inf"))
-                score = gl.convert_layout(score, gl.SliceLayout(1, rows_layout), assert_trivial=True)
+                slot = new_block.to(gl.int64) * BLOCK_SIZE + end_token % BLOCK_SIZE
+                target = slot * stride_slot + head * stride_head
+                k_low, k_high, new_v = store_token(
+                    k_ptr + target, v_ptr + target, k_low, k_high, new_v, k_scale, v_scale, mine, HEAD_DIM, WARPS, FP8,
+                    K_SCALES, V_SCALES,
+                )  # fmt: skip
+                score = score_token(q_low, q_high, k_low, k_high, scale, mine, HEAD_DIM, WARPS)
 
             acc = gl.zeros([WARPS, HEAD_DIM, 8], gl.float32, mma)
             m = gl.full([WARPS, 8], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
@@ -278,10 +231,7 @@ def decode_hopper_kernel(
                 block = gl.load(
                     table_ptr + (later + 1) * TILE // BLOCK_SIZE, mask=later + 1 < end, other=0, cache_modifier=".cg"
                 )
-                if FP8:
-                    tile_low, tile_high = float16_keys(k)
-                else:
-                    tile_low, tile_high = halves(k, mma)
+                tile_low, tile_high = key_operands(k, mma, FP8)
                 acc, m, total = attend_tile(
                     low, high, tile_low, tile_high, v, tile * TILE, end_token, tile_scale, acc, m, total, mma, WARPS, FP8
                 )  # fmt: skip
