@@ -4,7 +4,8 @@ What an instruction does is taken from the PTX manual. The warps of a program ru
 some groups of four more often than others; a copy lands at once or at any time later; shared memory begins as NaN, and is NaN from
 a copy's start to its end. A copy to where a product of tensor cores still reads is an error. Programs run one after the other, in the order of
 the caller; the blocks of a cluster run together, as any of their warps. An access to another block's shared memory is an error before the blocks
-have met and after that one's end. Not checked: what of another program or kernel a thread sees when, and what the hardware asks of a descriptor.
+have met and after that one's end. So is, if the machine is told of arrays, an access by a thread outside of them, and to some of them before
+the wait for the kernel before, or a store after the next kernel has been let in. Not checked: what of another program or kernel a thread sees when, and what the hardware asks of a descriptor.
 Python 3, numpy, about 20,000 instructions of a warp a second.
 """
 
@@ -80,14 +81,17 @@ class Machine:
         parameters: numbers in the kernel's order; addresses are from BASE on. memory: uint8 [bytes], global memory.
         descriptors: index of a parameter -> (the tensor as a uint16 view of memory, its box).
         shared: bytes of shared memory.
+        arrays: name -> (address, bytes), outside of which no thread may read or write; the copy engine may. None: not checked.
+        late: names of those that nobody may touch before the wait for the kernel before this one.
+        early: names of those that no program may write once it has let the next kernel start.
     """
 
-    def __init__(self, ptx, warps, parameters, memory, descriptors, shared):
+    def __init__(self, ptx, warps, parameters, memory, descriptors, shared, arrays=None, late=(), early=()):
         self.lines, self.labels, variables = parse(ptx)
         self.warps, self.shared = warps, variables["global_smem"][0] + shared
         self.given = dict(
             lines=self.lines, labels=self.labels, variables=variables, memory=memory, parameters=parameters,
-            descriptors={PARAMETERS + i: d for i, d in descriptors.items()},
+            descriptors={PARAMETERS + i: d for i, d in descriptors.items()}, arrays=arrays, late=late, early=early,
         )  # fmt: skip
 
     def run(self, block, grid, random):
@@ -98,7 +102,7 @@ class Machine:
         """The programs of a cluster by rank, together, to their end."""
         flying, cluster, warps = [], Cluster(self.warps * len(blocks)), []
         for rank, block in enumerate(blocks):
-            of_block = dict(bars={}, reads={}, smem=np.full(self.shared + 1024, 0xFF, U8), alive=set(range(self.warps)))
+            of_block = dict(bars={}, reads={}, smem=np.full(self.shared + 1024, 0xFF, U8), alive=set(range(self.warps)), let_in=set())
             cluster.blocks.append(of_block)
             of_block = self.given | of_block | dict(block=block, grid=grid, rank=rank)
             of_block |= dict(flying=flying, cluster=cluster, random=random)
@@ -136,6 +140,7 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
     def __init__(self, first_thread, of_block):
         self.first_thread, self.at, self.steps, self.r, self.in_flight = first_thread, 0, 0, {}, []
         self.arrived_at = None  # at the cluster's barrier: never, and -1: waited for
+        self.behind = False  # the wait for the kernel before
         self.__dict__.update(of_block)
 
     def go(self):
@@ -241,6 +246,17 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         assert (i % size == 0).all(), "misaligned"
         return store, i[:, None] + np.arange(size)
 
+    def _check(self, at, size, stores):
+        """Whether threads may touch `size` bytes of global memory at each of these addresses, now."""
+        inside = np.zeros(len(at), bool)
+        for name, (begin, length) in (self.arrays or {}).items():
+            here = (at >= begin) & (at + size <= begin + length)
+            if here.any():
+                assert self.behind or name not in self.late, f"{name} before the wait for the kernel before this one"
+                assert not (stores and self.let_in and name in self.early), f"a store to {name} after the next kernel has been let in"
+            inside |= here
+        assert self.arrays is None or inside.all(), "outside of every array"
+
     def access(self, p, args, on):
         if p[1] == "param":
             v = self.parameters[int(re.search(r"param_(\d+)", args[1])[1])]
@@ -258,6 +274,8 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         names, where = (args[0], args[1]) if p[0] == "ld" else (args[1], args[0])
         at = self.address(where)
         assert (at[on] % (size * count) == 0).all(), "misaligned vector"
+        if not shared:
+            self._check(at[on], size * count, p[0] == "st")
         for i, name in enumerate(self.names(names)):
             store, places = self._bytes(shared, at + size * i, size, on)
             if p[0] == "ld":
@@ -270,6 +288,7 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         if "add" not in p:
             raise UnknownInstruction(".".join(p))
         at, v, before = self.address(args[1]), self.value(args[2], U32), np.zeros(self.n, U32)
+        self._check(at[on], 4, True)
         for i in np.nonzero(on)[0]:
             store, places = self._bytes(False, at, 4, np.arange(self.n) == i)
             before[i] = store[places[i]].view(U32)[0]
@@ -320,15 +339,21 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
     def elect(self, p, args, on):
         self.put(args[0].split("|")[1], np.arange(self.n) == 0, on)
 
+    def depend(self, p, args, on):
+        if on.any() and p[1] == "wait":
+            self.behind = True
+        elif on.any():
+            self.let_in.add(self.first_thread)
+
     def nothing(self, p, args, on):
-        """Of the order of memory, and of other kernels, nothing is checked."""
+        """Of the order of memory nothing is checked."""
 
 
 _METHODS = {
     **dict.fromkeys(("add", "sub", "mul", "fma", "max", "min", "neg", "abs", "div", "rem", "mad", "ex2", "rsqrt", "rcp"), Warp.calculate),
     **dict.fromkeys(("and", "or", "xor", "not", "shl", "shr", "shf", "lop3", "bfe", "popc"), Warp.bitwise),
     "prmt": Warp.permute,
-    **dict.fromkeys(("bar", "griddepcontrol", "fence", "setmaxnreg", ""), Warp.nothing),
+    **dict.fromkeys(("bar", "fence", "setmaxnreg", ""), Warp.nothing), "griddepcontrol": Warp.depend,
     **dict.fromkeys(("ld", "st"), Warp.access),
     **dict.fromkeys(("mov", "cvta"), Warp.move),
     "setp": Warp.compare, "selp": Warp.select, "cvt": Warp.convert, "shfl": Warp.shuffle, "redux": Warp.reduce, "elect": Warp.elect,

@@ -21,19 +21,23 @@ class Memory:
     """Global memory with 0xFF, which is NaN and -1, between what is placed there."""
 
     def __init__(self):
-        self._bytes, self._at = bytearray(b"\xff" * 4096), {}
+        self._bytes, self._at, self._sizes = bytearray(b"\xff" * 4096), {}, {}
 
     def place(self, name, data):
         """-> its address."""
         if isinstance(data, torch.Tensor):
             data = data.contiguous().view(torch.uint8).numpy().tobytes()
-        self._at[name] = len(self._bytes)
+        self._at[name], self._sizes[name] = len(self._bytes), len(data)
         self._bytes += data + b"\xff" * (-(len(self._bytes) + len(data)) % 256 + 256)
         return BASE + self._at[name]
 
     def finish(self):
         self.array = np.frombuffer(self._bytes, np.uint8).copy()
         return self.array
+
+    def arrays(self):
+        """name -> (address, bytes)"""
+        return {name: (BASE + at, self._sizes[name]) for name, at in self._at.items()}
 
     def words(self, name, count):
         """The first 16-bit words of what is there, as a view."""

@@ -15,6 +15,12 @@ def _plus(a, b):
 
 
 @gluon.jit
+def tiles_of(length, NEW: gl.constexpr, TILE: gl.constexpr):
+    """Of a sequence; at least one, so that some program has its new token or writes its zeros."""
+    return planned_tiles(length, 0, NEW, TILE, 0)
+
+
+@gluon.jit
 def _lengths(lens_ptr, num_seqs, offs, SEQS_PAD: gl.constexpr):
     """Of sequences `offs`, 0 .. SEQS_PAD - 1; past the first-level cache, which may hold what was there before an earlier kernel wrote."""
     if SEQS_PAD <= 64:
@@ -49,7 +55,7 @@ def find_piece(
     """
     if SEQS_PAD == 1:
         length = gl.load(lens_ptr, cache_modifier=".cg")
-        tiles = planned_tiles(length, 0, NEW, TILE, 0)
+        tiles = tiles_of(length, NEW, TILE)
         share = gl.cdiv(tiles, most_pieces)
         if CLUSTER:
             merged = gl.cdiv(tiles, CLUSTER)
@@ -63,7 +69,7 @@ def find_piece(
         layout: gl.constexpr = gl.BlockedLayout([each], [32], [gl.num_warps()], [0])
         offs = gl.arange(0, SEQS_PAD, layout=layout)
         lens = _lengths(lens_ptr, num_seqs, offs, SEQS_PAD)
-        tiles = gl.where(offs < num_seqs, planned_tiles(lens, 0, NEW, TILE, 0), 0)
+        tiles = gl.where(offs < num_seqs, tiles_of(lens, NEW, TILE), 0)
         share = gl.maximum(gl.cdiv(gl.sum(tiles, 0), most_pieces), least)
         pieces = gl.cdiv(tiles, share)
         # Those of the sequences that are cut come first, since they are the largest. Two sums at a time: of these, and of the others.
@@ -79,20 +85,15 @@ def find_piece(
 
 
 @gluon.jit
-def tiles_of(length, NEW: gl.constexpr, TILE: gl.constexpr):
-    """Of a sequence; at least one, so that some program has its new token or writes its zeros."""
-    return planned_tiles(length, 0, NEW, TILE, 0)
-
-
-@gluon.jit
 def find_part(
-    part, lens_ptr, num_seqs, parts, least, NEW: gl.constexpr, SEQS_PAD: gl.constexpr, TILE: gl.constexpr
+    part, lens_ptr, num_seqs, most_parts, least, NEW: gl.constexpr, SEQS_PAD: gl.constexpr, TILE: gl.constexpr
 ):
     """-> (the sequence of the part's first tile, its length, that tile, the part's tiles, the unit of the sequence's first tile, units of
     a part).
 
-    In a row, every sequence has one unit for what its beginning and its end cost, and one for each of its tiles. The row is cut into `parts`
-    equal parts, or into fewer of `least` units; the last may be shorter. Every warp finds it by itself, as in `find_piece`.
+    In a row, every sequence has one unit for what its beginning and its end cost, which is a guess, and one for each of its tiles. The row is
+    cut into `most_parts` equal parts, or into fewer of `least` units; the last may be shorter. Every warp finds it by itself, as in
+    `find_piece`.
     """
     each: gl.constexpr = max(1, SEQS_PAD // 32)
     layout: gl.constexpr = gl.BlockedLayout([each], [32], [gl.num_warps()], [0])
@@ -100,7 +101,7 @@ def find_part(
     lens = _lengths(lens_ptr, num_seqs, offs, SEQS_PAD)
     tiles = gl.where(offs < num_seqs, tiles_of(lens, NEW, TILE), 0)
     starts = gl.associative_scan(tiles, 0, _plus) - tiles
-    share = gl.maximum(gl.cdiv(gl.sum(tiles, 0) + num_seqs, parts), least)
+    share = gl.maximum(gl.cdiv(gl.sum(tiles, 0) + num_seqs, most_parts), least)
     units = starts + offs + 1  # of first tiles
     first = gl.sum(gl.minimum(gl.maximum(part * share - units, 0), tiles), 0)
     end = gl.sum(gl.minimum(gl.maximum((part + 1) * share - units, 0), tiles), 0)

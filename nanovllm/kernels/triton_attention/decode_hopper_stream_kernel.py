@@ -1,10 +1,11 @@
-"""Decode attention for Hopper in equal parts (stream-K): a program goes from one sequence to the next, and its ring never runs dry.
+"""Decode attention for Hopper in equal parts (stream-K): a program goes from one sequence to the next, and its copies go on meanwhile.
 
 `decode_hopper_kernel` gives a program one piece of a sequence. With many sequences its programs come in rounds: each finds its piece and
-waits for its first tiles, and the last round ends raggedly. Here all programs of a batch are resident at once. The tiles of all
-sequences, in a row, are cut into as many equal parts as there are programs of a head. A program asks for the next sequence's tiles while it
-attends to the last ones of the sequence before, and for its queries and its new token before it writes the result of that one. A sequence
-that lies in several parts is merged by the program that comes last. All else is as in `decode_hopper_kernel`.
+waits for its first tiles, and the last round ends raggedly. This kernel is meant for plans whose programs are all resident at once. The
+tiles of all sequences, in a row, are cut into as many equal parts as there are programs of a head. A program asks for the next sequence's
+tiles while it attends to the last ones of the sequence before, and for its queries and its new token before it merges and writes the
+result of that one. A sequence that lies in several parts is merged by the program that comes last. All else is as in
+`decode_hopper_kernel`.
 """
 
 from triton.experimental import gluon
@@ -45,12 +46,12 @@ def _block_of(table_ptr, table_stride, seq, token, live, BLOCK_SIZE: gl.constexp
 
 
 @gluon.jit
-def _after(next, lens_ptr, table_ptr, table_stride, live, NEW: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr):
-    """(sequence, its length, tile, its block) -> the same of the tile that comes next in the row, if it is `live`.
+def _after(asked, lens_ptr, table_ptr, table_stride, live, NEW: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr):
+    """(sequence, its length, tile, its block) -> the same of the next tile in the row, if it is `live`.
 
     What is loaded is wanted a tile later: a request would otherwise wait for it.
     """
-    seq, length, tile, _ = next
+    seq, length, tile, _ = asked
     tile += 1
     if tile == tiles_of(length, NEW, TILE):
         seq += 1
@@ -85,7 +86,7 @@ def _load_sequence(
 
 # What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
 @gluon.jit(
-    do_not_specialize=["num_seqs", "table_stride", "parts", "least"],
+    do_not_specialize=["num_seqs", "table_stride", "most_parts", "least"],
     do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "k_scale_ptr", "v_scale_ptr"],
 )
 def decode_hopper_stream_kernel(
@@ -122,8 +123,8 @@ def decode_hopper_stream_kernel(
     stride_head,
     table_stride,
     scale,  # times log2(e)
-    parts,
-    least,  # units that a part has at least
+    most_parts,
+    least,  # units that a part has at least, but for the last one
     SEQS_PAD: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -139,7 +140,7 @@ def decode_hopper_stream_kernel(
     V_SCALES: gl.constexpr,
     RELEASE: gl.constexpr,  # the kernel after this one may start before this one ends
 ):
-    """Grid [num_kv_heads, parts]. Programmatic dependent launch, WARPS warps."""
+    """Grid [num_kv_heads, parts], of which there are most_parts at most. Programmatic dependent launch, WARPS warps."""
     dtype: gl.constexpr = k_whole_descriptor.dtype
     TILE: gl.constexpr = 16 * WARPS
     WORDS: gl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
@@ -160,8 +161,8 @@ def decode_hopper_stream_kernel(
     head = gl.program_id(0)
     num_heads = gl.num_programs(0)
     part = gl.program_id(1)
-    seq, length, begin, left, unit, share = find_part(part, lens_ptr, num_seqs, parts, least, NEW, SEQS_PAD, TILE)
-    if left > 0:
+    seq, length, begin, tiles_left, first_unit, share = find_part(part, lens_ptr, num_seqs, most_parts, least, NEW, SEQS_PAD, TILE)
+    if tiles_left > 0:
         acquire()
         for i in gl.static_range(SLOTS):
             mbarrier.init(full.index(i), count=1)
@@ -170,14 +171,14 @@ def decode_hopper_stream_kernel(
         # What is asked for: a sequence, its length, a tile, and its block. All of them before the first request, which waits for its own.
         asked = ((seq, length, begin, _block_of(table_ptr, table_stride, seq, begin * TILE, True, BLOCK_SIZE)),)
         for i in gl.static_range(SLOTS):
-            asked = asked + (_after(asked[i], lens_ptr, table_ptr, table_stride, i + 1 < left, NEW, BLOCK_SIZE, TILE),)
+            asked = asked + (_after(asked[i], lens_ptr, table_ptr, table_stride, i + 1 < tiles_left, NEW, BLOCK_SIZE, TILE),)
         for i in gl.static_range(SLOTS):
-            if i < left:
+            if i < tiles_left:
                 request_tile(
                     descriptors, k_tiles.index(i), v_tiles.index(i), full.index(i), asked[i][3], asked[i][2], head,
                     gl.maximum(asked[i][1] - NEW, 0), BLOCK_SIZE, TILE, BOX, EMPTY=True,
                 )  # fmt: skip
-        next = asked[SLOTS]
+        coming = asked[SLOTS]
         k_scale = scale_of_head(k_scale_ptr, head, K_SCALES)
         v_scale = scale_of_head(v_scale_ptr, head, V_SCALES)
         scale *= k_scale
@@ -193,12 +194,13 @@ def decode_hopper_stream_kernel(
         )  # fmt: skip
         place = 0
         phase = 0
-        while left > 0:
+        while tiles_left > 0:
             end_token = gl.maximum(length - NEW, 0)  # of the cached tokens; also where a new one goes
             tiles = tiles_of(length, NEW, TILE)
-            end = gl.minimum(begin + left, tiles)
+            end = gl.minimum(begin + tiles_left, tiles)
             mine = (end == tiles) & (length > 0)
-            following = gl.load(lens_ptr + seq + 1, mask=begin + left > tiles, other=0, cache_modifier=".cg")
+            last = begin + tiles_left <= tiles  # of this part's sequences
+            following = gl.load(lens_ptr + seq + 1, mask=~last, other=0, cache_modifier=".cg")
             q_low = loaded[0]
             q_high = loaded[1]
             if NEW:
@@ -229,14 +231,14 @@ def decode_hopper_stream_kernel(
                     .permute([0, 2, 1])
                     .load(k_operand)
                 )
-                left -= 1
-                if left >= SLOTS:
+                tiles_left -= 1
+                if tiles_left >= SLOTS:
                     warps_barrier()  # every warp has its part of the tile
                     request_tile(
-                        descriptors, k_tiles.index(place), v_tiles.index(place), full.index(place), next[3], next[2], head,
-                        gl.maximum(next[1] - NEW, 0), BLOCK_SIZE, TILE, BOX, EMPTY=True,
+                        descriptors, k_tiles.index(place), v_tiles.index(place), full.index(place), coming[3], coming[2], head,
+                        gl.maximum(coming[1] - NEW, 0), BLOCK_SIZE, TILE, BOX, EMPTY=True,
                     )  # fmt: skip
-                    next = _after(next, lens_ptr, table_ptr, table_stride, left > SLOTS, NEW, BLOCK_SIZE, TILE)
+                    coming = _after(coming, lens_ptr, table_ptr, table_stride, tiles_left > SLOTS, NEW, BLOCK_SIZE, TILE)
                 tile_low, tile_high = key_operands(k, mma, FP8)
                 acc, m, total = attend_tile(
                     low, high, tile_low, tile_high, v, tile * TILE, end_token, tile_scale, acc, m, total, mma, WARPS, FP8
@@ -245,8 +247,9 @@ def decode_hopper_stream_kernel(
                 if place == SLOTS:
                     place = 0
                     phase ^= 1
-            if RELEASE and left == 0:
-                release(True, NEW)
+                if RELEASE and last & (tile == begin):
+                    # All new tokens are stored, and have arrived by now, so that nobody waits for them.
+                    release(True, NEW)
             # The next sequence's, if there is one: they come while this one's result is merged and written.
             loaded = _load_sequence(
                 gl.minimum(seq + 1, num_seqs - 1), following, head, q_ptr, new_k_ptr, new_v_ptr, cos_sin_ptr, table_ptr,
@@ -268,15 +271,15 @@ def decode_hopper_stream_kernel(
             else:
                 # From one piece to the next the part is another, or the sequence, or both: their sum names a piece.
                 store_partial(acc_ptr, ml_ptr, (part + seq) * num_heads + head, acc, m, total, GROUP, HEAD_DIM)
-                first_part = unit // share
-                pieces = (unit + tiles - 1) // share - first_part + 1
+                first_part = first_unit // share
+                pieces = (first_unit + tiles - 1) // share - first_part + 1
                 if arrived_last(counters_ptr + seq * num_heads + head, pieces):
                     merged = merge_partials(
                         acc_ptr, ml_ptr, (first_part + seq) * num_heads + head, num_heads, pieces, GROUP, HEAD_DIM, CHUNK,
                         rows_layout, WARPS,
                     )  # fmt: skip
                     store_rows(rows_ptr, merged, GROUP, HEAD_DIM)
-            unit += tiles + 1
+            first_unit += tiles + 1
             begin = 0
             seq += 1
             length = following

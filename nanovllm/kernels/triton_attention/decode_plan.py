@@ -129,8 +129,8 @@ class HopperDecodePlan:
     """Blocks of a cluster: a sequence whose pieces are all of one merges them there, the others through global memory. One sequence alone
     is cut into as many, if they are then short. 0: no clusters."""
     stream: bool = False
-    """Whether the tiles of all sequences, in a row, are cut into `pieces` equal parts, of `least` tiles at least, and a program goes from
-    one sequence to the next."""
+    """Whether the tiles of all sequences, in a row, are cut into `pieces` equal parts, or into fewer of `least` units (`find_part`), and a
+    program goes from one sequence to the next."""
 
     @property
     def tile(self) -> int:
@@ -150,7 +150,7 @@ class HopperDecodePlan:
         """(programs, partial results) of a KV head for any lengths up to max_context_len."""
         most_tiles = max(1, cdiv(max_context_len, self.tile))
         if self.stream:
-            parts = min(self.pieces, num_seqs * (most_tiles + 1))
+            parts = min(self.pieces, cdiv(num_seqs * (most_tiles + 1), self.least))
             return parts, parts + num_seqs - 1
         pieces = min(num_seqs - 1 + self.pieces, num_seqs * most_tiles)
         if self.cluster:

@@ -252,29 +252,34 @@ def _attention_decode_hopper(tunable: Tunable, key: Key, device: DeviceModel) ->
     row = 2 * key["head_dim"] * key["cache_dtype"].itemsize  # bytes of a key and its value
     plan = tunable.classes["HopperDecodePlan"]
 
-    def held(c: Mapping[str, Any]) -> int:
-        return plan(**c).shared_memory(key["head_dim"], key["cache_dtype"].itemsize) + _BARRIERS
+    def in_stream(**c: Any) -> Any:
+        return plan(**c, stream=True)
 
-    pieces = sorted({max(1, int(n * device.sms) // key["kv_heads"]) for n in (0.5, 1, 1.7, 1.85, 2, 3, 4)})
+    def shared(make: Callable[..., Any]) -> Constraint:
+        return _shared(lambda c: make(**c).shared_memory(key["head_dim"], key["cache_dtype"].itemsize) + _BARRIERS, device)
+
+    def pieces(*programs: float) -> Parameter:
+        return Parameter("pieces", tuple(sorted({max(1, int(n * device.sms) // key["kv_heads"]) for n in programs})))
+
     parameters = [
-        Parameter("pieces", tuple(pieces)), Parameter("least", (1, 2, 4, 8)), Parameter("warps", (1, 2, 4, 8)),
+        pieces(0.5, 1, 1.7, 1.85, 2, 3, 4), Parameter("least", (1, 2, 4, 8)), Parameter("warps", (1, 2, 4, 8)),
         Parameter("slots", (1, 2, 3, 4, 5, 6)), Parameter("box", (16, 32, 64)), Parameter("chunk", (2, 4, 8)),
-        Parameter("empty_last", (False, True)), Parameter("cluster", (0, 2, 4, 8, 16)), Parameter("stream", (False, True)),
+        Parameter("empty_last", (False, True)), Parameter("cluster", (0, 2, 4, 8, 16)),
     ]  # fmt: skip
     seqs = key["num_seqs"]
     whole = Constraint("a cluster where most sequences are not cut", lambda c: c["cluster"] and c["pieces"] < 2 * seqs)
     far = Constraint("a cluster of fewer programs than a sequence has", lambda c: seqs > 1 and 0 < c["cluster"] * seqs < c["pieces"])
-    second = Constraint(
-        "equal parts of which some wait for others to end",
-        # The hardware keeps a KiB of each program's.
-        lambda c: c["stream"] and c["pieces"] * key["kv_heads"] > device.sms * (device.shared_per_sm // (held(c) + 1024)),
-    )
     few = Constraint(
         "less than 16 KiB asked for at a time, or more than 192",
         lambda c: not 16 << 10 <= 16 * c["warps"] * c["slots"] * row <= 192 << 10,
     )
-    shared = _shared(held, device)
-    return [_space(tunable, "HopperDecodePlan", key, parameters, few, shared, whole, far, second)]
+    spaces = [_space(tunable, "HopperDecodePlan", key, parameters, few, shared(plan), whole, far)]
+    if seqs > 16:  # of fewer, nearly all would be cut
+        parameters = [
+            pieces(1, 2, 3, 4, 6, 8), Parameter("warps", (2, 4, 8)), Parameter("slots", (2, 3, 4, 5, 6)), Parameter("box", (16, 32)),
+        ]  # fmt: skip
+        spaces.append(_space(tunable, "HopperDecodePlan", key, parameters, few, shared(in_stream), make=in_stream))
+    return spaces
 
 
 def _attention_prefill(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
