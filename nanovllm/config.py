@@ -60,6 +60,9 @@ class EngineConfig:
     capture_prefill: bool | None = None
     """Steps of up to 4,096 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes. None: where
     decode steps are. True: without CUDA graphs they are padded alike, for tests."""
+    capture_full_steps: bool = False
+    """So are steps of `max_num_batched_tokens` tokens, if those are more, for hosts that launch their kernels more slowly than the GPU
+    runs them. It takes memory for the activations of one more such step, beyond `gpu_memory_utilization`."""
     ride_prompts: bool | None = None
     """Prompts given to `generate` are computed beside decodes, a few tokens a step, if that lets all end sooner; first tokens come later.
     None: where steps are CUDA graphs and a layer has so many weights that decodes leave room for it (`engine/pacing.py`)."""
@@ -103,7 +106,7 @@ class EngineConfig:
             need(isinstance(value, str) and value in values, name, f"must be one of {', '.join(values)}")
             object.__setattr__(self, name, value)
         need(isinstance(self.device, str), "device", "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "capture_full_steps"):
             need(isinstance(getattr(self, name), bool), name, "must be True or False")
         for name, otherwise in (
             ("capture_prefill", "to capture where decode steps are captured"),

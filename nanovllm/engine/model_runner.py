@@ -165,7 +165,7 @@ class ModelRunner:
         prefill = PrefillRunner(
             self.forward,
             self.model.lm_head,
-            prefill_buckets(self.max_num_batched_tokens, self.config.max_num_seqs),
+            prefill_buckets(self.max_num_batched_tokens, self.config.max_num_seqs, self.config.capture_full_steps),
             self.max_model_len,
             self.block_size,
             self.num_kvcache_blocks,

@@ -23,15 +23,19 @@ from nanovllm.engine.padded_runs import NOTHING, PaddedRuns, RunsBucket
 from nanovllm.kernels.failed_capture import GraphMemory
 
 SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Tokens of a step to capture. Larger steps keep the GPU busy for as long as the host needs to launch them."""
+"""Tokens of a step to capture. Larger steps keep the GPU busy for as long as the host needs to launch them, unless it is slow."""
+LEAST_FULL = 15 / 16
+"""The share of its tokens that a step beyond these sizes must have, or its padding takes the GPU longer than the host saves."""
 SEQS = (64, 256)
 """Sequences of a captured step: it computes as many rows of logits, and its attention looks at each, there or not."""
 
 
-def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> list[RunsBucket]:
-    """The sizes that a scheduler with these limits needs, in order."""
+def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int, full: bool = False) -> list[RunsBucket]:
+    """The sizes that a scheduler with these limits needs, in order; with `full` also that of its largest steps."""
     largest = min(SIZES[-1], max_num_batched_tokens)
     sizes = [size for size in SIZES if size < largest] + [largest]
+    if full and max_num_batched_tokens > largest:
+        sizes.append(max_num_batched_tokens)
     return [
         RunsBucket(size, seqs) for size in sizes for seqs in sorted({min(size, max_num_seqs, most) for most in SEQS})
     ]
@@ -116,9 +120,12 @@ class PrefillRunner:
         return logits[: len(batch.logits_rows)]
 
     def fit(self, num_tokens: int, num_seqs: int) -> RunsBucket | None:
-        """The smallest bucket with room for so many tokens and sequences, or None."""
+        """The smallest bucket with room for so many tokens and sequences, or None; a large one only for a step that fills it."""
         first = bisect_left(self.buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
-        return next((bucket for bucket in self.buckets[first:] if bucket.num_seqs >= num_seqs), None)
+        bucket = next((bucket for bucket in self.buckets[first:] if bucket.num_seqs >= num_seqs), None)
+        if bucket is None or bucket.num_tokens > SIZES[-1] and num_tokens < LEAST_FULL * bucket.num_tokens:
+            return None
+        return bucket
 
     def _run(self, bucket: RunsBucket, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [num_seqs, vocab_size] of the static inputs; in the first rows of `logits` if it is given."""

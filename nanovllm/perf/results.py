@@ -135,6 +135,7 @@ def settings(run: Record, row: Row) -> str:
         given["kernels"] = ";".join(sorted("=".join(p.strip() for p in c.split("=")) for c in choices if c.strip()))
         if run.arguments.get("capture_prefill") is False:
             given["no capture_prefill"] = True
+        given["capture_full_steps"] = run.arguments.get("capture_full_steps")
         rides = run.arguments.get("ride_prompts")
         if rides is not None:
             given["ride_prompts" if rides else "no ride_prompts"] = True

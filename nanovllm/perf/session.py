@@ -30,7 +30,7 @@ _INTERRUPTED = 130
 _NOISE = 0.03
 _DECISIVE = frozenset(
     "preset dtype kv_cache_dtype device workload num_requests input_len output_len rate repeat warmup seed engine"
-    " use_custom_kernels kernels enforce_eager capture_prefill ride_prompts gpu_memory_utilization max_num_seqs"
+    " use_custom_kernels kernels enforce_eager capture_prefill capture_full_steps ride_prompts gpu_memory_utilization max_num_seqs"
     " max_num_batched_tokens".split()
 )
 # Arguments of which False says something, and None leaves it to the engine.
@@ -215,6 +215,8 @@ class Session:
         for name in _FALSE_SAYS:
             if getattr(self.args, name) is not None:
                 options[name] = getattr(self.args, name)
+        if self.args.capture_full_steps:
+            options["capture_full_steps"] = True
         if self.args.use_custom_kernels is not None:
             options["use_custom_kernels"] = self.args.use_custom_kernels
         if self.args.kernels:

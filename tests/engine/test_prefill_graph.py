@@ -37,6 +37,21 @@ def test_every_step_has_the_smallest_bucket_with_room(budget, max_num_seqs):
             assert bool(room) == (num_tokens <= 4096 and num_seqs <= 256)
 
 
+@pytest.mark.parametrize("budget, largest", [(16384, 16384), (5000, 5000), (4096, 4096), (300, 300)])
+def test_full_steps_have_a_bucket_if_asked_for_and_only_they(budget, largest):
+    buckets = prefill_buckets(budget, 512, full=True)
+    assert buckets[-2:] == [RunsBucket(largest, 64), RunsBucket(largest, 256)]
+    assert [b for b in buckets if b.num_tokens <= 4096] == prefill_buckets(budget, 512)
+    runner = PrefillRunner(None, None, buckets, 100, BLOCK, 7, torch.device("cpu"))
+    for num_tokens in {min(n, budget) for n in (100, 4096, 4097, 4687, 4688, 5000, 15359, 15360, 16000, 16384)}:
+        found = runner.fit(num_tokens, 65)
+        if num_tokens > 4096:
+            assert found == (RunsBucket(largest, 256) if num_tokens >= 15 / 16 * largest else None)
+        else:
+            size = min(size for size in (*prefill_graph.SIZES, largest) if size >= num_tokens)
+            assert found == RunsBucket(size, min(size, 256))
+
+
 # ------------------------------------------------------------------------------------------------ padding
 
 
@@ -184,6 +199,17 @@ def test_greedy_tokens_are_those_of_unpadded_steps(directory, small_sizes, expec
     assert generate(llm, prompts_of(LENGTHS)[::-1], GREEDY)[0] == expected[::-1]  # now with a warm prefix cache
 
 
+def test_full_steps_give_the_same_tokens(directory, monkeypatch, expected):
+    """Steps of 64 tokens, where the usual sizes end at 8."""
+    monkeypatch.setattr(prefill_graph, "SIZES", (4, 8))
+    llm = make(directory, capture_prefill=True, capture_full_steps=True, max_num_batched_tokens=64)
+    got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
+    assert got == expected
+    full = [step for step in steps if step[0] >= 60]
+    assert all(bucket == (64, 11) for *_, bucket in full) and any(decodes and runs for _, decodes, runs, _ in full)
+    assert all(bucket is None for tokens, _, _, bucket in steps if 8 < tokens < 60)
+
+
 def test_real_sizes(directory, expected):
     llm = make(directory, capture_prefill=True, max_num_batched_tokens=None, max_num_seqs=30)
     got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
@@ -308,13 +334,15 @@ def qwen(**arguments):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("budget", [300, 2048])
+@pytest.mark.parametrize("budget", [300, 2048, 6000])
 def test_captured_steps_equal_eager_ones(budget):
-    """Mixed steps of every size in bfloat16; eager steps are padded alike, so that all tokens are equal."""
+    """Mixed steps of every size in bfloat16, full ones too; eager steps are padded alike, so that all tokens are equal."""
     prompts, params = load(3)
     outputs = []
     for enforce_eager in (False, True):
-        llm = qwen(capture_prefill=True, enforce_eager=enforce_eager, max_num_batched_tokens=budget)
+        llm = qwen(
+            capture_prefill=True, capture_full_steps=True, enforce_eager=enforce_eager, max_num_batched_tokens=budget
+        )
         prefill = llm.engine.runner.prefill
         assert len(prefill) == (0 if enforce_eager else len(prefill.buckets))
         got, steps = generate(llm, prompts, params)
