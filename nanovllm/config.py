@@ -129,6 +129,11 @@ class EngineConfig:
                 name,
                 "must be a positive integer, or None to decide from the device",
             )
+        need(
+            not (self.capture_full_steps and self.capture_prefill is False),
+            "capture_full_steps",
+            "needs the graphs of smaller steps, which capture_prefill=False turns off; leave one of them out",
+        )
         share = self.gpu_memory_utilization
         need(
             isinstance(share, numbers.Real) and not isinstance(share, bool) and 0 < share <= 1,

@@ -45,6 +45,7 @@ def test_is_never_mutated():
         (dict(kvcache_block_size=2048), "kvcache_block_size=2048"),
         (dict(tensor_parallel_size=2), "tensor_parallel_size=2: only 1 is supported for now; run one engine per GPU"),
         (dict(tensor_parallel_size=0), "tensor_parallel_size=0"),
+        (dict(capture_full_steps=True, capture_prefill=False), "capture_full_steps=True: needs the graphs of smaller steps"),
         (dict(use_custom_kernels="no"), "use_custom_kernels='no': must be True or False, or None"),
         (dict(use_custom_kernels=0), "use_custom_kernels=0: must be True or False"),
         (dict(seed=-1), "seed=-1"),

@@ -347,6 +347,7 @@ def test_captured_steps_equal_eager_ones(budget):
         assert len(prefill) == (0 if enforce_eager else len(prefill.buckets))
         got, steps = generate(llm, prompts, params)
         assert any(decodes and runs and bucket for _, decodes, runs, bucket in steps)
+        assert any(bucket and bucket.num_tokens == budget for *_, bucket in steps)
         outputs.append(got)
     assert outputs[0] == outputs[1]
 

@@ -5,7 +5,8 @@ some groups of four more often than others; a copy lands at once or at any time 
 a copy's start to its end. A copy to where a product of tensor cores still reads is an error. Programs run one after the other, in the order of
 the caller; the blocks of a cluster run together, as any of their warps. An access to another block's shared memory is an error before the blocks
 have met and after that one's end. So is, if the machine is told of arrays, an access by a thread outside of them, and to some of them before
-the wait for the kernel before, or a store after the next kernel has been let in. Not checked: what of another program or kernel a thread sees when, and what the hardware asks of a descriptor.
+the wait for the kernel before, or a store after the next kernel has been let in. Not checked: what of another program or kernel a thread
+sees when, and what the hardware asks of a descriptor.
 Python 3, numpy, about 20,000 instructions of a warp a second.
 """
 

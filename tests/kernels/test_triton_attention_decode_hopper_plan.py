@@ -255,7 +255,7 @@ def test_compiles_without_spills(name, tmp_path):
     # A product for 16 dims of the scores, and one for 16 dims of the output; no operand is moved through shared memory.
     assert count_of(r"mma\.sync") == head_dim // 8
     assert count_of(r"ldmatrix[^\n]*x4\.trans") == head_dim * itemsize // 32 and count_of("movmatrix") == 2
-    places = 1 if plan.stream else 2  # of the first tile, or a piece without tiles; in a stream after the last tile
+    places = 1 if plan.stream else 2  # after the first tile, or of a piece without tiles; in a stream every sequence has a tile
     assert count_of(r"griddepcontrol\.launch_dependents") == (
         0 if not options.get("release", True) else places if plan.stream or not new else 2 * places
     )
