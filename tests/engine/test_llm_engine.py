@@ -422,8 +422,9 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(llm, reference, k):
 
 def test_logprobs_of_different_widths_in_one_batch(llm):
     prompts = random_prompts([5, 5, 5])
-    outs = llm.generate(prompts, [SamplingParams(max_tokens=3, logprobs=k) for k in (None, 0, 4)], use_tqdm=False)
-    assert outs[0]["logprobs"] is None
+    params = [SamplingParams(max_tokens=3, logprobs=k, ignore_eos=True) for k in (None, 0, 4)]
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    assert outs[0]["logprobs"] is None and all(len(out["token_ids"]) == 3 for out in outs)
     assert [len(r) for r in outs[1]["logprobs"]] == [1, 1, 1] and all(len(r) in (4, 5) for r in outs[2]["logprobs"])
 
 
