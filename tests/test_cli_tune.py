@@ -93,10 +93,8 @@ def test_a_dry_run_of_a_model_has_all_its_ops():
     }
     # A kernel that is not planned has no more to try than one that is.
     attention = [job for job in document["jobs"] if job["tunable"] == "attention_decode_hopper"]
-    assert len(attention) == 8
+    assert len(attention) == 8 and all(len(job["candidates"]) == 150 for job in attention)
     for job in attention:
-        parts = sum(c["config"]["stream"] for c in job["candidates"])
-        assert len(job["candidates"]) == 150 + parts and bool(parts) == (job["key"]["num_seqs"] > 16)
         ((n,),) = [[p["count"] for p in job["pruned"]["distance"]]]  # thousands; how many fit depends on Triton
         said = f"no prediction for HopperDecodePlan: of {n + 150} only the 150 nearest to the built-in choice are tried"
         assert n > 1000 and said in job["remarks"] and job["builtin"] in [c["config"] for c in job["candidates"]]

@@ -252,10 +252,7 @@ ATTENTION_DECODE_HOPPER = Tunable(
         "block_size": int, "new": bool,
     },
     (f"{_ATTENTION}.decode_plan:HopperDecodePlan",),
-    (
-        f"{_ATTENTION}.decode_hopper_kernel:decode_hopper_kernel",
-        f"{_ATTENTION}.decode_hopper_stream_kernel:decode_hopper_stream_kernel",
-    ),
+    (f"{_ATTENTION}.decode_hopper_kernel:decode_hopper_kernel",),
     lambda plan, key: plan.refused(key["head_dim"], key["block_size"], key["cache_dtype"].itemsize, key["group"]),
     batch=("num_seqs",), rounded={"num_seqs": bucket},
 )  # fmt: skip

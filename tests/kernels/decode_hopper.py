@@ -191,14 +191,11 @@ def compiled(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels.triton_attention.decode_hopper_kernel import decode_hopper_kernel
-    from nanovllm.kernels.triton_attention.decode_hopper_stream_kernel import decode_hopper_stream_kernel
+    from nanovllm.kernels.triton_attention.decode_hopper_kernel import decode_hopper_kernel as kernel
 
-    kernel = decode_hopper_stream_kernel if plan.stream else decode_hopper_kernel
-    of_pieces = {} if plan.stream else dict(EMPTY_LAST=plan.empty_last, CLUSTER=plan.cluster)
     constants = dict(
-        SEQS_PAD=seqs_pad, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,
-        CHUNK=plan.chunk, NEW=new, NORM=new and norm, RELEASE=release, **of_pieces,
+        SEQS_PAD=seqs_pad, EMPTY_LAST=plan.empty_last, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,
+        CHUNK=plan.chunk, NEW=new, NORM=new and norm, RELEASE=release, CLUSTER=plan.cluster,
         FP8=scales is not None, K_SCALES=scales[0] if scales else 0, V_SCALES=scales[1] if scales else 0,
     )  # fmt: skip
     words = head_dim if scales is None else head_dim // 2

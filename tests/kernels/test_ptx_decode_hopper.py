@@ -36,14 +36,14 @@ def emulate(
     """
     given = make(lens, group, kv_heads, head_dim, block_size, DTYPES[dtype], norm, "cpu", new=new, scales=scales)
     binary = compiled(plan, padded_count(len(lens)), group, head_dim, block_size, dtype, new, norm, scales=scales)
-    pieces, partials = plan.programs(len(lens), max(*lens, 1))
+    pieces = plan.programs(len(lens), max(*lens, 1))
     clusters = pieces // max(1, plan.cluster)
     num_slots, slot = given["k_cache"].shape[0] * block_size, kv_heads * head_dim
     memory = Memory()
     at = {n: memory.place(n, given[n]) for n in ("q", "k_cache", "v_cache", "block_table", "context_lens")}
     optional = ("k", "v", "cos_sin_cache", "q_weight", "k_weight", "k_scale", "v_scale")
     at |= {n: memory.place(n, given[n]) if n in given else at["q"] for n in optional}
-    partials *= kv_heads * group
+    partials = pieces * kv_heads * group
     sizes = {"out": len(lens) * kv_heads * group * head_dim * 2, "acc": partials * head_dim * 4, "ml": partials * 8}
     at |= {n: memory.place(n, b"\xff" * size) for n, size in sizes.items()}
     at["counters"] = memory.place("counters", bytes(4 * len(lens) * kv_heads))
@@ -150,38 +150,6 @@ def test_the_compiled_kernel(name):
     check(**CASES[name])
 
 
-# Among the parts: some that begin or end within a sequence or between two, that have many sequences or a piece of one, or only the unit
-# of a sequence's beginning, or nothing. Among the sequences: some without a token, with a new one alone, and in several parts.
-STREAMS = {
-    "edges of sequences and tiles": dict(lens=[300, 1, 0, 65, 130], plan=Plan(3, stream=True), kv_heads=2),
-    "parts without a tile": dict(lens=[64, 1, 66], plan=Plan(40, stream=True), kv_heads=1),
-    "as many units as parts": dict(lens=[2, 65, 1, 129], plan=Plan(9, slots=1, box=64, stream=True), kv_heads=1),
-    "one part": dict(lens=[70, 0, 2, 129, 16, 0, 0, 17, 257], plan=Plan(1, slots=3, stream=True), group=8, kv_heads=1),
-    "one sequence": dict(lens=[449], plan=Plan(3, warps=2, slots=3, chunk=2, stream=True), group=3, kv_heads=2),
-    "one of few tokens": dict(lens=[5], plan=Plan(3, warps=1, stream=True), kv_heads=1),
-    "boxes of a tile, some empty, asked for in the loop": dict(lens=[130, 1, 70, 0, 1], plan=Plan(1, slots=1, box=64, stream=True), kv_heads=1),
-    "at least four units": dict(lens=[130, 129], plan=Plan(9, least=4, warps=2, slots=4, stream=True), kv_heads=1),
-    "more slots than tiles, fp16, no norm": dict(
-        lens=[64, 66, 200], plan=Plan(7, slots=3, box=32, stream=True), group=7, kv_heads=1, dtype="fp16", norm=False
-    ),
-    "lengths through shared memory": dict(lens=[200, *[1] * 60, 0, 70, 33, 2], plan=Plan(9, warps=2, box=8, stream=True), kv_heads=1),
-    "eight warps": dict(lens=[300, 20, 200], plan=Plan(3, warps=8, slots=1, box=32, stream=True), group=1, kv_heads=1),
-    "one warp": dict(lens=[100, 17, 33], plan=Plan(5, warps=1, slots=6, stream=True), kv_heads=1),
-    "head_dim 64": dict(
-        lens=[130, 40, 3], plan=Plan(4, warps=2, slots=3, stream=True), group=4, kv_heads=3, head_dim=64, block_size=64
-    ),
-    "cached": dict(lens=[300, 1, 0, 64, 130], plan=Plan(3, stream=True), kv_heads=1, new=False),
-    "cached, nothing but empty sequences": dict(lens=[0, 0, 0], plan=Plan(2, stream=True), kv_heads=1, new=False),
-    "float8": dict(lens=[300, 1, 0, 65, 130], plan=Plan(3, stream=True), kv_heads=2, scales=(1, 2)),
-    "float8, cached": dict(lens=[130, 64], plan=Plan(3, warps=2, slots=4, box=32, stream=True), group=8, kv_heads=1, new=False, scales=(0, 0)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_parts_of_the_row_of_all_tiles(name):
-    check(**STREAMS[name])
-
-
 # Sequences with all pieces in a cluster, across two, of one piece, without tokens; programs without a piece.
 CLUSTERS = {
     "one sequence": dict(lens=[449], plan=Plan(8, chunk=8, cluster=8), kv_heads=2, new=False),
@@ -219,7 +187,7 @@ def test_a_cluster_merges_to_the_same_bits(name):
     assert torch.equal(check(**case), check(**case | {"plan": replace(plan, cluster=0)}))
 
 
-@pytest.mark.parametrize("plan", [Plan(6, warps=2, cluster=4), Plan(5, warps=2, stream=True)], ids=["clusters", "stream"])
+@pytest.mark.parametrize("plan", [Plan(6, warps=2, cluster=4), Plan(5, warps=2)], ids=["clusters", "pieces"])
 def test_other_batches_on_the_same_counters(plan):
     """As a graph is replayed: other lengths, so that other sequences are cut, or lie in a cluster or across two."""
     given, memory, program, (_, clusters) = emulate([200, 130, 70], plan, kv_heads=1, new=False)
@@ -239,11 +207,11 @@ def test_other_batches_on_the_same_counters(plan):
 
 
 @pytest.mark.parametrize("new", [True, False])
-@pytest.mark.parametrize("plan", [Plan(3), Plan(6, cluster=2), Plan(3, stream=True)], ids=["pieces", "clusters", "stream"])
+@pytest.mark.parametrize("plan", [Plan(3), Plan(6, cluster=2)], ids=["pieces", "clusters"])
 def test_bits_do_not_depend_on_the_order_of_the_programs(new, plan):
     case = dict(lens=[330] if plan.cluster else [330, 70], plan=plan, group=3, kv_heads=1, new=new)
     first = check(**case)
-    programs = range(plan.programs(len(case["lens"]), 330)[0] // max(1, plan.cluster))
+    programs = range(plan.programs(len(case["lens"]), 330) // max(1, plan.cluster))
     for order in (programs[::-1], [*programs[1:], 0]):
         assert torch.equal(check(**case, order=order), first)
 
@@ -279,7 +247,6 @@ def test_the_emulator_finds_what_is_missing(what, change):
     assert got.isnan().any() or (got - want).norm() > 0.05 * want.norm(), what
 
 
-@pytest.mark.parametrize("plan", [Plan(2, slots=1), Plan(2, slots=1, stream=True)], ids=["pieces", "stream"])
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -290,11 +257,12 @@ def test_the_emulator_finds_what_is_missing(what, change):
     ],
     ids=["no wait", "a release before the stores", "no mask of stores", "no mask of loads"],
 )
-def test_the_emulator_finds_accesses_out_of_place_and_time(plan, change, said):
+def test_the_emulator_finds_accesses_out_of_place_and_time(change, said):
+    plan = Plan(2, slots=1)
     _, _, program, _ = emulate([300, 0, 130], plan, group=3, kv_heads=1, ptx=change)
     try:
         with pytest.raises(AssertionError, match=said):
-            for piece in range(plan.programs(3, 300)[0]):
+            for piece in range(plan.programs(3, 300)):
                 program(0, piece)
     except UnknownInstruction as e:
         unknown(e)

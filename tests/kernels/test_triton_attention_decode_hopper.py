@@ -27,7 +27,6 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
 BF16, F16 = torch.bfloat16, torch.float16
 ERROR = {BF16: 1e-2, F16: 1.5e-3}
-STREAM = Plan(33, slots=3, stream=True)
 EDGES = [0, 1, 2, 16, 17, 63, 64, 65, 66, 129, 255, 256, 257, 258, 4000]
 
 
@@ -49,8 +48,6 @@ SHAPES = {
     **{f"one of {n} in a cluster": ([n], 2, 8, 128, 256, BF16, True, Plan(16, 1, chunk=8, cluster=16)) for n in (1, 100, 513, 4000)},
     "one of 4000 in a cluster of 8, group 4": ([4000], 4, 8, 128, 256, BF16, True, Plan(8, 1, chunk=8, cluster=8)),
     "dim 64, group 7, fp16, in clusters": ([500] * 8 + [90, 0], 7, 2, 64, 128, F16, False, Plan(20, 1, cluster=4)),
-    **{f"{n} sequences in equal parts": (mixed(n, 900, n), 2, 8, 128, 256, BF16, True, STREAM) for n in (1, 33, 256, 512)},
-    "dim 64, group 7, fp16, in equal parts": (EDGES * 9, 7, 2, 64, 128, F16, False, Plan(66, slots=4, stream=True)),
     "long beside short": ([4000] + [5] * 40, 2, 8, 128, 256, BF16, True, None),
 }  # fmt: skip
 PLANS = [
@@ -59,8 +56,6 @@ PLANS = [
     Plan(40, 1, slots=2, box=8, chunk=1), Plan(400, 1, slots=2, chunk=8), Plan(66, 4, slots=3, box=32, empty_last=True),
     Plan(33, 1, cluster=8), Plan(33, 1, chunk=8, empty_last=True, cluster=16), Plan(66, 2, warps=1, slots=3, cluster=2),
     Plan(40, 1, warps=8, slots=1, box=32, chunk=2, cluster=4),
-    STREAM, Plan(1, slots=2, box=32, stream=True), Plan(400, warps=2, slots=4, chunk=8, stream=True),
-    Plan(16, 3, warps=8, slots=2, box=128, chunk=1, stream=True), Plan(66, warps=1, slots=6, stream=True),
 ]  # fmt: skip
 for _plan in PLANS:
     SHAPES[str(_plan)] = EDGES + mixed(20, 600, 5), 2, 8, 128, 256, BF16, True, _plan
@@ -215,8 +210,7 @@ def graph_of(fn):
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
-@pytest.mark.parametrize("plan", [None, STREAM], ids=["built in", "stream"])
-def test_replays_with_other_batches(new, plan):
+def test_replays_with_other_batches(new):
     """One capture, other lengths and tables: as an eager call."""
     count = 40
     given = make([700] * count, 2, 8, 128, 256, BF16, spare=324, new=new)
@@ -224,7 +218,7 @@ def test_replays_with_other_batches(new, plan):
         given[n] = torch.randn(given[n].shape, device="cuda").to(BF16)
     given["max_context_len"] = 1024
     replayed = copied(given) | {n: given[n].clone() for n in ("context_lens", "block_table")}
-    graph, out = graph_of(lambda: run(replayed, plan))
+    graph, out = graph_of(lambda: run(replayed))
     for step in range(20):
         lens = torch.tensor([0, *mixed(count - 1, 1024, 100 * step)], dtype=torch.int32, device="cuda")
         table = given["block_table"][torch.randperm(count, device="cuda")]
@@ -234,23 +228,23 @@ def test_replays_with_other_batches(new, plan):
         replayed["block_table"].copy_(table)
         graph.replay()
         eager = copied(given) | {"context_lens": lens, "block_table": table}
-        assert torch.equal(out, run(eager, plan)), step
+        assert torch.equal(out, run(eager)), step
         assert all(torch.equal(bits(eager[n]), bits(replayed[n])) for n in ("k_cache", "v_cache")), step
         want, _ = expected(copied(given) | {"context_lens": lens, "block_table": table})
         assert (out.double() - want).norm() / want.norm() < ERROR[BF16], step
 
 
-def chained(given, tokens, lens, plan, wait=False):
+def chained(given, tokens, lens, wait=False):
     out = []
     for new, length in zip(tokens, lens):
-        out.append(qk_norm_rope_attention(**given | new | {"context_lens": length}, plan=plan))
+        out.append(qk_norm_rope_attention(**given | new | {"context_lens": length}))
         if wait:
             torch.cuda.synchronize()
     return out
 
 
-@pytest.mark.parametrize("count, plan", [*((n, None) for n in (1, 4, 8, 40, 100)), (8, STREAM), (100, STREAM)])
-def test_calls_that_read_what_the_one_before_them_stored(count, plan):
+@pytest.mark.parametrize("count", [1, 4, 8, 40, 100])
+def test_calls_that_read_what_the_one_before_them_stored(count):
     """A call asks for keys before it waits for the kernel before it, which may be this one with the last token."""
     calls = 24
     given = make([230 + 11 * i for i in range(count)], 2, 8, 128, 256, BF16, spare=calls + 1)
@@ -258,10 +252,10 @@ def test_calls_that_read_what_the_one_before_them_stored(count, plan):
     lens = [given["context_lens"] + i for i in range(calls)]
     tokens = [{n: torch.randn_like(given[n]) for n in "qkv"} for _ in range(calls)]
     saved = {n: given[n].clone() for n in ("k_cache", "v_cache")}
-    want = chained(given, tokens, lens, plan, wait=True)
+    want = chained(given, tokens, lens, wait=True)
     for name, cache in saved.items():
         given[name].copy_(cache)
-    graph, out = graph_of(functools.partial(chained, given, tokens, lens, plan))
+    graph, out = graph_of(functools.partial(chained, given, tokens, lens))
     for replay in range(50):
         for name, cache in saved.items():
             given[name].copy_(cache)
@@ -302,26 +296,23 @@ def test_cached_tokens_that_the_kernel_before_stored(count):
         assert not wrong, (replay, wrong)
 
 
-def layers(x, given, qkv_weight, out_weight, plan):
+def layers(x, given, qkv_weight, out_weight):
     kept = []
     for _ in range(6):
         q, k, v = hopper.product(x, qkv_weight).view(len(x), 32, 128).split((16, 8, 8), 1)
-        kept.append(qk_norm_rope_attention(**given | {"q": q, "k": k, "v": v}, plan=plan))
+        kept.append(qk_norm_rope_attention(**given | {"q": q, "k": k, "v": v}))
         x = hopper.product(kept[-1].flatten(1), out_weight)
     return kept
 
 
-@pytest.mark.parametrize(
-    "count, longest, plan",
-    [(1, 4000, None), (8, 900, None), (32, 400, None), (64, 900, None), (256, 300, None), (64, 900, STREAM), (256, 300, STREAM)],
-)
-def test_a_thousand_replays(count, longest, plan):
+@pytest.mark.parametrize("count, longest", [(1, 4000), (8, 900), (32, 400), (64, 900), (256, 300)])
+def test_a_thousand_replays(count, longest):
     """Behind a product that it overlaps with, and before one that overlaps with it: the same bits a thousand times."""
     given = make(mixed(count, longest, 3), 2, 8, 128, 256, BF16)
     qkv_weight = (torch.randn(4096, 1024, device="cuda") / 32).to(BF16)
     out_weight = (torch.randn(1024, 2048, device="cuda") / 45).to(BF16)
     x = torch.randn(count, 1024, device="cuda").to(BF16)
-    graph, out = graph_of(functools.partial(layers, x, given, qkv_weight, out_weight, plan))
+    graph, out = graph_of(functools.partial(layers, x, given, qkv_weight, out_weight))
     graph.replay()
     first = [o.clone() for o in out]
     assert not any(o.isnan().any() for o in first)

@@ -114,15 +114,13 @@ def test_a_plan_that_cannot_be_launched_is_said():
         (Plan(5, chunk=3), "chunk: "), (Plan(5, slots=7), "slots: 229376 bytes of tiles, more than"),
         (Plan(5, cluster=6), "cluster: expected 0, 2, 4, 8 or 16, not 6"), (Plan(5, warps=1, slots=5, cluster=8), "the 48 KiB that need no asking"),
         (Plan(5, warps=2, slots=13, cluster=16), "slots: 212992 bytes of tiles, more than 210944 of"),
-        (Plan(5, cluster=4, stream=True), "stream: expected no cluster and no empty_last beside it, not 4 and False"),
-        (Plan(5, empty_last=True, stream=True), "stream: "), (Plan(5, slots=7, stream=True), "slots: 245760 bytes"),
     ):  # fmt: skip
         given = make([40, 3], 2, 2, 128, 64, BF16, device="cpu")
         with pytest.raises(ValueError, match=r"^plan\..*" + re.escape(said)):
             qk_norm_rope_attention(**given, plan=plan)
         assert said in plan.refused(128, 64, 2, 2)
     assert Plan(5, slots=13).refused(128, 64, 1) is None and "slots: " in Plan(5, slots=14).refused(128, 64, 1)
-    assert Plan(5, slots=6).refused(128, 64) is None and Plan(5, slots=6, stream=True).refused(128, 64) is None and Plan(5, slots=13).refused(64, 64) is None
+    assert Plan(5, slots=6).refused(128, 64) is None and Plan(5, slots=13).refused(64, 64) is None
     assert "cluster: 33792 bytes of partial results" in Plan(5, cluster=8).refused(128, 64, 2, 8)
     assert Plan(5, cluster=8).refused(128, 64, 2, 4) is None and Plan(5, slots=3, cluster=16).refused(64, 64, 2, 4) is None
     given = make([40, 3], 2, 2, 80, 64, BF16, device="cpu", new=False)
@@ -175,26 +173,14 @@ def test_built_in_plans_can_be_launched_and_use_the_gpu():
     assert plan_hopper_decode(64, 2, 128, 132).tile == plan_hopper_decode(16, 8, 128, 132).tile  # as many programs
 
 
-def test_programs_and_partial_results_suffice_for_any_lengths():
-    """Whatever the kernels cut, which they do in whole tiles: there is a program for each piece, and a place for each partial result."""
+def test_there_is_a_program_for_each_piece_whatever_the_lengths():
     random = Random(1)
     for _ in range(3000):
         num_seqs, most = random.choice([1, 2, 5, 30]), random.choice([1, 64, 65, 700])
-        lens = [random.randint(0, most) for _ in range(num_seqs)]
-        plan = Plan(random.choice([1, 2, 7, 40]), random.choice([1, 2, 5]), stream=random.random() < 0.6)
-        tiles = [max(1, -(-n // plan.tile)) for n in lens]
-        programs, partials = plan.programs(num_seqs, most)
-        if not plan.stream:
-            share = max(-(-sum(tiles) // plan.pieces), plan.least)
-            assert sum(-(-n // share) for n in tiles) <= programs == partials
-            continue
-        share, unit, found = max(-(-(sum(tiles) + num_seqs) // plan.pieces), plan.least), 0, []
-        for seq, n in enumerate(tiles):
-            parts = range((unit + 1) // share, (unit + n) // share + 1)
-            assert parts[-1] < programs
-            found += [part + seq for part in parts]
-            unit += n + 1
-        assert found == sorted(set(found)) and found[-1] < partials  # no two pieces of a head have one place
+        plan = Plan(random.choice([1, 2, 7, 40]), random.choice([1, 2, 5]))
+        tiles = [max(1, -(-random.randint(0, most) // plan.tile)) for _ in range(num_seqs)]
+        share = max(-(-sum(tiles) // plan.pieces), plan.least)  # whole tiles, as the kernel cuts
+        assert sum(-(-n // share) for n in tiles) <= plan.programs(num_seqs, most)
 
 
 # name: (plan, sequences, options)
@@ -218,12 +204,6 @@ COMPILED = {
     "float8, cluster of 8": (replace(plan_hopper_decode(8, 8, 128, 132, 1), cluster=8), 8, {"scales": (1, 2)}),
     "dim 64, cluster of 4, group 7": (Plan(33, 1, 1, 4, cluster=4), 8, {"head_dim": 64, "group": 7, "block_size": 64, "dtype": "fp16"}),
     "8 warps, cluster of 2": (Plan(33, 1, 8, 1, 32, cluster=2), 8, {}),
-    "stream": (Plan(33, slots=3, stream=True), 256, {}),
-    "stream, group 8, fp16": (Plan(33, warps=2, slots=4, stream=True), 256, {"group": 8, "dtype": "fp16", "norm": False, "release": False}),
-    "stream, 8 warps": (Plan(16, warps=8, box=32, stream=True), 300, {}),
-    "stream, dim 64": (Plan(66, warps=1, slots=8, stream=True), 64, {"head_dim": 64, "group": 7, "block_size": 64}),
-    "cached, stream": (Plan(33, slots=3, stream=True), 256, {"new": False}),
-    "float8, stream": (Plan(33, slots=4, stream=True), 256, {"scales": (1, 2)}),
     "float8 cached 64": (plan_hopper_decode(64, 8, 128, 132, 1), 64, {"scales": (0, 0), "new": False}),
 }  # fmt: skip
 
@@ -234,7 +214,7 @@ def test_compiles_without_spills(name, tmp_path):
     plan, count, options = COMPILED[name]
     binary = compiled(plan, padded_count(count), **options)
     registers, stack, local = resources(binary, tmp_path)
-    assert stack == local == 0 and registers <= (248 if plan.stream else 176), (registers, stack, local)
+    assert stack == local == 0 and registers <= 176, (registers, stack, local)
     head_dim, new = options.get("head_dim", 128), options.get("new", True)
     itemsize = 1 if "scales" in options else 2
     assert 0 < binary.metadata.shared - plan.shared_memory(head_dim, itemsize) <= 4096
@@ -244,8 +224,8 @@ def test_compiles_without_spills(name, tmp_path):
     def count_of(pattern, text=ptx):
         return len(re.findall(pattern, text))
 
-    # A whole tile of keys and of values, or the boxes of a part of one; in a stream also of none.
-    each = 2 + (2 * plan.tile // plan.box if plan.tile > plan.box or plan.stream else 0)
+    # A whole tile of keys and of values, or the boxes of a part of one.
+    each = 2 + (2 * plan.tile // plan.box if plan.tile > plan.box else 0)
     # Before the wait the ring is asked for, and read what the projection does not write; without a new token nothing is.
     requests, loads = r"cp\.async\.bulk\.tensor", r"ld\.global"
     assert count_of(requests) == (plan.slots + 1) * each
@@ -255,9 +235,8 @@ def test_compiles_without_spills(name, tmp_path):
     # A product for 16 dims of the scores, and one for 16 dims of the output; no operand is moved through shared memory.
     assert count_of(r"mma\.sync") == head_dim // 8
     assert count_of(r"ldmatrix[^\n]*x4\.trans") == head_dim * itemsize // 32 and count_of("movmatrix") == 2
-    places = 1 if plan.stream else 2  # after the first tile, or of a piece without tiles; in a stream every sequence has a tile
     assert count_of(r"griddepcontrol\.launch_dependents") == (
-        0 if not options.get("release", True) else places if plan.stream or not new else 2 * places
+        0 if not options.get("release", True) else 4 if new else 2
     )
     # Of a cluster: one variable, whose size keeps dynamic shared memory at a multiple of 1,024, and nothing where there is none.
     group = options.get("group", 2)
@@ -284,7 +263,7 @@ def test_clusters_are_launched_where_the_launcher_is_known(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **options: launched.append((grid, options["CLUSTER"]))
 
-    monkeypatch.setattr(decode_hopper, "_hopper", lambda: (Kernel(), None, lambda *args: args))
+    monkeypatch.setattr(decode_hopper, "_hopper", lambda: (Kernel(), lambda *args: args))
     for known in (True, False):
         monkeypatch.setattr(decode_hopper, "launches_clusters", lambda known=known: known)
         for plan in (Plan(5, cluster=4), Plan(5)):

@@ -98,7 +98,7 @@ def test_decode_attention_for_hopper_refuses_what_its_launch_does():
     tunable = tunables.ATTENTION_DECODE_HOPPER
     key, plan = (
         tuple(HOPPER_DECODE.values()),
-        {"pieces": 33, "least": 2, "warps": 4, "slots": 3, "box": 16, "chunk": 4, "empty_last": True, "cluster": 8, "stream": False},
+        {"pieces": 33, "least": 2, "warps": 4, "slots": 3, "box": 16, "chunk": 4, "empty_last": True, "cluster": 8},
     )
     made = tunable.plan_from_json(plan, key)
     assert tunable.plan_to_json(made) == plan and made.refused(128, 64, 2, 2) is None
@@ -223,7 +223,7 @@ CALLS = [
      {"CHUNKS": 1, "SLOTS": 6, "ROUNDS": 1, "SPLITS": 3}),
     (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "early": False, "least": 2},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),
-    (tunables.ATTENTION_DECODE_HOPPER, hopper_attention, {"pieces": 7, "least": 3, "warps": 2, "slots": 5, "box": 8, "chunk": 2, "empty_last": True, "cluster": 4, "stream": False},
+    (tunables.ATTENTION_DECODE_HOPPER, hopper_attention, {"pieces": 7, "least": 3, "warps": 2, "slots": 5, "box": 8, "chunk": 2, "empty_last": True, "cluster": 4},
      {"WARPS": 2, "SLOTS": 5, "BOX": 8, "CHUNK": 2, "EMPTY_LAST": True, "CLUSTER": 4, "most_pieces": 7, "least": 3, "num_warps": 2}),
     (tunables.ATTENTION_PREFILL, lambda: attention(prefill=8), {"rows": 32, "tile": 16, "warps": 2, "stages": 4},
      {"ROWS": 32, "TILE": 16, "STAGES": 4, "num_warps": 2, "num_stages": 4}),

@@ -180,19 +180,15 @@ def test_the_key_of_decode_attention_for_hopper_is_what_its_launch_asks(op, new,
         }  # fmt: skip
         arguments = arguments_of(job.target, job.shapes[0], BF16, {})
         plans = candidates(job, H200).plans
-        streams = [plan for plan in plans if plan.stream]
-        assert not streams if count <= 16 else count < 256 or HopperDecodePlan(132 * 2 // kv_heads, slots=3, stream=True) in streams
-        for plan in (job.builtin, plans[-1], *streams[:1], None):  # None: as `plan_hopper_decode` says, for the multiprocessors of an H200
+        for plan in (job.builtin, plans[-1], None):  # None: as `plan_hopper_decode` says, for the multiprocessors of an H200
             with tunables.ATTENTION_DECODE_HOPPER.using(cpu, job.key, plan) as asked, recorded() as launches:
                 job.target.launcher.fn(**arguments)
             assert asked == [job.key]
             (launch,) = launches
-            assert launch.arguments["NEW"] == new and launch.options["num_warps"] == launch.arguments["WARPS"]
-            in_stream = launch.name == "decode_hopper_stream_kernel"
-            assert in_stream or launch.name == "decode_hopper_kernel"
-            given = [launch.arguments[n] for n in ("most_parts" if in_stream else "most_pieces", "least", "WARPS", "SLOTS", "BOX", "CHUNK")]
-            given += [False, 0] if in_stream else [launch.arguments[n] for n in ("EMPTY_LAST", "CLUSTER")]
-            assert HopperDecodePlan(*given, in_stream) == (plan or job.builtin)
+            assert launch.name == "decode_hopper_kernel" and launch.arguments["NEW"] == new
+            assert launch.options["num_warps"] == launch.arguments["WARPS"]
+            given = [launch.arguments[n] for n in ("most_pieces", "least", "WARPS", "SLOTS", "BOX", "CHUNK", "EMPTY_LAST", "CLUSTER")]
+            assert HopperDecodePlan(*given) == (plan or job.builtin)
 
 
 def test_a_product_for_hopper_has_one_plan_for_all_tokens_of_a_key():

@@ -1,7 +1,4 @@
-"""Decode attention for Hopper: what its kernels take, and the launch.
-
-The kernels are in `decode_hopper_kernel.py`, a piece of a sequence for each program, and `decode_hopper_stream_kernel.py`, equal parts.
-"""
+"""Decode attention for Hopper: what its kernel takes, and the launch. The kernel is in `decode_hopper_kernel.py`."""
 
 from __future__ import annotations
 
@@ -106,13 +103,12 @@ def takes(
 
 
 @functools.cache
-def _hopper() -> tuple[Any, Any, Any]:
-    """(the kernels of pieces and of parts, `descriptor`), imported where they can run: Gluon is not in every Triton."""
+def _hopper() -> tuple[Any, Any]:
+    """(the kernel, `descriptor`), imported where they can run: Gluon is not in every Triton."""
     from nanovllm.kernels.triton_attention.decode_hopper_kernel import decode_hopper_kernel
-    from nanovllm.kernels.triton_attention.decode_hopper_stream_kernel import decode_hopper_stream_kernel
     from nanovllm.kernels.triton_ops._gluon import descriptor
 
-    return decode_hopper_kernel, decode_hopper_stream_kernel, descriptor
+    return decode_hopper_kernel, descriptor
 
 
 def launch_hopper(
@@ -156,8 +152,8 @@ def launch_hopper(
         raise ValueError(f"plan.{reason}")
     if plan.cluster and not launches_clusters():
         plan = replace(plan, cluster=0)
-    programs, partials = plan.programs(num_seqs, min(max_context_len, block_table.shape[1] * block_size))
-    by_pieces, by_parts, descriptor = _hopper()
+    programs = plan.programs(num_seqs, min(max_context_len, block_table.shape[1] * block_size))
+    kernel, descriptor = _hopper()
     # In shared memory a tile is boxes, a box columns of 64 words of 16 bits, and a column lines of 128 bytes: so one request brings it.
     # Keys of 32 words are lines of 64 bytes.
     _, slot, head, _ = k_cache.stride()
@@ -176,14 +172,10 @@ def launch_hopper(
     k_scale, v_scale = scales
     k, v, angles = (q, q, q) if new is None else (new.k, new.v, new.cos_sin_cache)
     norm = new is not None and new.q_weight is not None
-    if plan.stream:
-        launch = by_parts[num_kv_heads, programs]
-    elif plan.cluster:
+    launch = kernel[num_kv_heads, programs]
+    if plan.cluster:
         grid = 1, num_kv_heads, programs // plan.cluster
-        launch = functools.partial(launch_clusters, by_pieces, grid, plan.cluster)
-    else:
-        launch = by_pieces[num_kv_heads, programs]
-    of_pieces = {} if plan.stream else {"EMPTY_LAST": plan.empty_last, "CLUSTER": plan.cluster}
+        launch = functools.partial(launch_clusters, kernel, grid, plan.cluster)
     launch(
         out,
         q,
@@ -196,8 +188,8 @@ def launch_hopper(
         context_lens,
         context_lens if k_scale is None else k_scale,
         context_lens if v_scale is None else v_scale,
-        torch.empty((partials * num_kv_heads, group, head_dim), dtype=torch.float32, device=q.device),
-        torch.empty((partials * num_kv_heads, 2, group), dtype=torch.float32, device=q.device),
+        torch.empty((programs * num_kv_heads, group, head_dim), dtype=torch.float32, device=q.device),
+        torch.empty((programs * num_kv_heads, 2, group), dtype=torch.float32, device=q.device),
         arrival_counters(q.device, num_seqs * num_kv_heads),
         angles,
         new.q_weight if norm else q,
@@ -218,6 +210,7 @@ def launch_hopper(
         plan.pieces,
         plan.least,
         SEQS_PAD=padded_count(num_seqs),
+        EMPTY_LAST=plan.empty_last,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -232,8 +225,8 @@ def launch_hopper(
         V_SCALES=num_scales(v_scale),
         # The output projection of so few tokens waits as well, and loads its weights before: let it start.
         RELEASE=num_seqs <= MAX_TOKENS,
+        CLUSTER=plan.cluster,
         num_warps=plan.warps,
         launch_pdl=new is None or new.early,
-        **of_pieces,
     )
     return out

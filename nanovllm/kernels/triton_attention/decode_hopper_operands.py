@@ -1,4 +1,4 @@
-"""Queries and keys of the decode kernels for Hopper as operands of their products."""
+"""Queries and keys of the decode kernel for Hopper as operands of their products."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""The pieces and parts of the decode kernels for Hopper, found on the device: which tokens of which sequences a program has."""
+"""The pieces of the decode kernel for Hopper, found on the device: which tokens of which sequence a program has."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,24 +12,6 @@ MOST_MERGED: gl.constexpr = gl.constexpr(16)
 @gluon.jit
 def _plus(a, b):
     return a + b
-
-
-@gluon.jit
-def tiles_of(length, NEW: gl.constexpr, TILE: gl.constexpr):
-    """Of a sequence; at least one, so that some program has its new token or writes its zeros."""
-    return planned_tiles(length, 0, NEW, TILE, 0)
-
-
-@gluon.jit
-def _lengths(lens_ptr, num_seqs, offs, SEQS_PAD: gl.constexpr):
-    """Of sequences `offs`, 0 .. SEQS_PAD - 1; past the first-level cache, which may hold what was there before an earlier kernel wrote."""
-    if SEQS_PAD <= 64:
-        return gl.load(lens_ptr + offs, mask=offs < num_seqs, other=0, cache_modifier=".cg")
-    # Each once, and side by side: warps that load them all, sixteen in a row a lane, would move half as much as keys.
-    spread: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    once = gl.arange(0, SEQS_PAD, layout=spread)
-    lens = gl.load(lens_ptr + once, mask=once < num_seqs, other=0, cache_modifier=".cg")
-    return gl.convert_layout(lens, offs.type.layout)
 
 
 @gluon.jit
@@ -51,11 +33,12 @@ def find_piece(
     Pieces are cut as `decode_kernel` cuts them: into about `most_pieces`, of `least` tiles or more. With clusters, one sequence is cut into
     as many pieces as a cluster merges, if these are then short. The first programs, or with EMPTY_LAST
     the last, are those without one. First, they end while others still wait for the kernel before this one; last, where they are most of
-    the grid, they delay no other. Every warp finds its piece by itself.
+    the grid, they delay no other. Every warp finds its piece by itself. The lengths are read past the first-level cache, which may
+    hold what was there before an earlier kernel wrote.
     """
     if SEQS_PAD == 1:
         length = gl.load(lens_ptr, cache_modifier=".cg")
-        tiles = tiles_of(length, NEW, TILE)
+        tiles = planned_tiles(length, 0, NEW, TILE, 0)
         share = gl.cdiv(tiles, most_pieces)
         if CLUSTER:
             merged = gl.cdiv(tiles, CLUSTER)
@@ -68,8 +51,15 @@ def find_piece(
         each: gl.constexpr = max(1, SEQS_PAD // 32)
         layout: gl.constexpr = gl.BlockedLayout([each], [32], [gl.num_warps()], [0])
         offs = gl.arange(0, SEQS_PAD, layout=layout)
-        lens = _lengths(lens_ptr, num_seqs, offs, SEQS_PAD)
-        tiles = gl.where(offs < num_seqs, tiles_of(lens, NEW, TILE), 0)
+        if SEQS_PAD > 64:
+            # Each once, and side by side: warps that load them all, sixteen in a row a lane, would move half as much as keys.
+            spread: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+            once = gl.arange(0, SEQS_PAD, layout=spread)
+            lens = gl.load(lens_ptr + once, mask=once < num_seqs, other=0, cache_modifier=".cg")
+            lens = gl.convert_layout(lens, layout)
+        else:
+            lens = gl.load(lens_ptr + offs, mask=offs < num_seqs, other=0, cache_modifier=".cg")
+        tiles = gl.where(offs < num_seqs, planned_tiles(lens, 0, NEW, TILE, 0), 0)
         share = gl.maximum(gl.cdiv(gl.sum(tiles, 0), most_pieces), least)
         pieces = gl.cdiv(tiles, share)
         # Those of the sequences that are cut come first, since they are the largest. Two sums at a time: of these, and of the others.
@@ -82,31 +72,3 @@ def find_piece(
         found = gl.sum(gl.where(mine, starts * 1024 + offs + 1, 0), 0)
         length = gl.sum(gl.where(mine, lens, 0), 0)
         return found % 1024 - 1, length, found // 1024, piece, share
-
-
-@gluon.jit
-def find_part(
-    part, lens_ptr, num_seqs, most_parts, least, NEW: gl.constexpr, SEQS_PAD: gl.constexpr, TILE: gl.constexpr
-):
-    """-> (the sequence of the part's first tile, its length, that tile, the part's tiles, the unit of the sequence's first tile, units of
-    a part).
-
-    In a row, every sequence has one unit for what its beginning and its end cost, which is a guess, and one for each of its tiles. The row is
-    cut into `most_parts` equal parts, or into fewer of `least` units; the last may be shorter. Every warp finds it by itself, as in
-    `find_piece`.
-    """
-    each: gl.constexpr = max(1, SEQS_PAD // 32)
-    layout: gl.constexpr = gl.BlockedLayout([each], [32], [gl.num_warps()], [0])
-    offs = gl.arange(0, SEQS_PAD, layout=layout)
-    lens = _lengths(lens_ptr, num_seqs, offs, SEQS_PAD)
-    tiles = gl.where(offs < num_seqs, tiles_of(lens, NEW, TILE), 0)
-    starts = gl.associative_scan(tiles, 0, _plus) - tiles
-    share = gl.maximum(gl.cdiv(gl.sum(tiles, 0) + num_seqs, most_parts), least)
-    units = starts + offs + 1  # of first tiles
-    first = gl.sum(gl.minimum(gl.maximum(part * share - units, 0), tiles), 0)
-    end = gl.sum(gl.minimum(gl.maximum((part + 1) * share - units, 0), tiles), 0)
-    mine = (starts <= first) & (first < starts + tiles)
-    seq = gl.sum(gl.where(mine, offs, 0), 0)
-    length = gl.sum(gl.where(mine, lens, 0), 0)
-    start = gl.sum(gl.where(mine, starts, 0), 0)
-    return seq, length, first - start, end - first, start + seq + 1, share

@@ -60,12 +60,12 @@ def kept(x, mask):
 @gluon.jit
 def request_tile(
     descriptors, k_tile, v_tile, full, block, tile, head, end_token, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
-    BOX: gl.constexpr, EMPTY: gl.constexpr = False,
+    BOX: gl.constexpr,
 ):  # fmt: skip
     """Ask for a tile, at once if all of its tokens come before end_token, else for its boxes that have such tokens.
 
     The other boxes are asked for where the cache has none: the copy engine fills them with zeros and reads nothing. So `full` always
-    waits for as many bytes, and what is read beyond the last token is less than a box. EMPTY: none of its tokens may come before end_token.
+    waits for as many bytes, and what is read beyond the last token is less than a box.
     """
     BOXES: gl.constexpr = TILE // BOX
     k_whole, v_whole, k_part, v_part = descriptors
@@ -81,7 +81,7 @@ def request_tile(
         tma_load(
             v_whole, [box, 0, 0, head, 0], full, reinterpret(v_tile, v_tile.dtype, v_whole.block_shape, v_whole.layout)
         )
-    elif BOXES > 1 or EMPTY:
+    elif BOXES > 1:
         k_boxes = reinterpret(k_tile, k_tile.dtype, [BOXES, k_tile.shape[0] // BOXES, LINE], k_tile.layout)
         v_boxes = reinterpret(v_tile, v_tile.dtype, [BOXES, v_tile.shape[0] // BOXES, LINE], v_tile.layout)
         for i in gl.static_range(BOXES):

@@ -109,7 +109,7 @@ _EXCHANGED = 20 << 10
 
 @dataclass(frozen=True)
 class HopperDecodePlan:
-    """As `DecodePlan`, for `decode_hopper_kernel`, and with `stream` for `decode_hopper_stream_kernel`."""
+    """As `DecodePlan`, for `decode_hopper_kernel`."""
 
     pieces: int
     """The batch is cut into pieces of 1 / `pieces` of its tokens, or shorter where a sequence is."""
@@ -128,9 +128,6 @@ class HopperDecodePlan:
     cluster: int = 0
     """Blocks of a cluster: a sequence whose pieces are all of one merges them there, the others through global memory. One sequence alone
     is cut into as many, if they are then short. 0: no clusters."""
-    stream: bool = False
-    """Whether the tiles of all sequences, in a row, are cut into `pieces` equal parts, or into fewer of `least` units (`find_part`), and a
-    program goes from one sequence to the next."""
 
     @property
     def tile(self) -> int:
@@ -138,24 +135,17 @@ class HopperDecodePlan:
         return 16 * self.warps
 
     def shared_memory(self, head_dim: int, cache_itemsize: int = 2) -> int:
-        """Bytes, but for barriers. With `stream` the warps merge their outputs while tiles are on their way: beside them."""
-        outputs = self.warps * head_dim * 8 * 4 if self.stream else 0
-        return 2 * self.slots * self.tile * head_dim * cache_itemsize + outputs
+        """Bytes, but for barriers."""
+        return 2 * self.slots * self.tile * head_dim * cache_itemsize
 
     def exchange(self, head_dim: int, group: int) -> int:
         """Bytes of shared memory for the partial results of a cluster."""
         return cdiv(16 + self.cluster * group * (head_dim + 2) * 4, 1024) * 1024 if self.cluster else 0
 
-    def programs(self, num_seqs: int, max_context_len: int) -> tuple[int, int]:
-        """(programs, partial results) of a KV head for any lengths up to max_context_len."""
-        most_tiles = max(1, cdiv(max_context_len, self.tile))
-        if self.stream:
-            parts = min(self.pieces, cdiv(num_seqs * (most_tiles + 1), self.least))
-            return parts, parts + num_seqs - 1
-        pieces = min(num_seqs - 1 + self.pieces, num_seqs * most_tiles)
-        if self.cluster:
-            pieces = cdiv(pieces, self.cluster) * self.cluster
-        return pieces, pieces
+    def programs(self, num_seqs: int, max_context_len: int) -> int:
+        """Of a KV head, for any lengths up to max_context_len: one for each piece, and some without."""
+        pieces = min(num_seqs - 1 + self.pieces, num_seqs * max(1, cdiv(max_context_len, self.tile)))
+        return cdiv(pieces, self.cluster) * self.cluster if self.cluster else pieces
 
     def refused(self, head_dim: int, block_size: int, cache_itemsize: int = 2, group: int = 8) -> str | None:
         """Why there is no kernel for this plan, if there is none."""
@@ -171,8 +161,6 @@ class HopperDecodePlan:
             return f"chunk: expected 1, 2, 4 or 8, not {self.chunk}"
         if self.cluster not in (0, 2, 4, 8, 16):
             return f"cluster: expected 0, 2, 4, 8 or 16, not {self.cluster}"
-        if self.stream and (self.cluster or self.empty_last):
-            return f"stream: expected no cluster and no empty_last beside it, not {self.cluster} and {self.empty_last}"
         exchange = self.exchange(head_dim, group)
         if exchange > _EXCHANGED:
             return f"cluster: {exchange} bytes of partial results, more than {_EXCHANGED}"

@@ -25,7 +25,7 @@ SLOWER = 1.6
 MOST_PREDICTED = 150
 """Plans of a kernel that the planner knows: the first ones by prediction."""
 MOST_UNKNOWN = 150
-"""Plans of a kind that it does not know: the first ones by their distance from the built-in choice."""
+"""Plans of a class that it does not know: the first ones by their distance from the built-in choice."""
 
 
 @dataclass
@@ -78,10 +78,10 @@ def distance(plan: Any, builtin: Any) -> float:
 
 
 def _nearest(result: Candidates, plans: Sequence[Any]) -> list[Any]:
-    """Of each kind the first plans; they are sorted by their distance from the built-in choice."""
+    """Of each class the first plans; they are sorted by their distance from the built-in choice."""
     pruned, kept, counts = Pruned(), [], Counter()
     for plan in plans:
-        name = _kind(plan)
+        name = type(plan).__name__
         counts[name] += 1
         if counts[name] > MOST_UNKNOWN:
             pruned.add(f"beyond the first {MOST_UNKNOWN} by doublings and halvings from the built-in choice", plan)
@@ -95,11 +95,6 @@ def _nearest(result: Candidates, plans: Sequence[Any]) -> list[Any]:
     if pruned.total:
         result.pruned["distance"] = pruned
     return kept
-
-
-def _kind(plan: Any) -> str:
-    """Its class; and of one with plans of two kernels, which of these."""
-    return type(plan).__name__ + (" with stream" if getattr(plan, "stream", False) else "")
 
 
 def _in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:

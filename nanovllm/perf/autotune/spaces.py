@@ -250,19 +250,9 @@ def _attention_decode(tunable: Tunable, key: Key, device: DeviceModel) -> list[T
 
 def _attention_decode_hopper(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
     row = 2 * key["head_dim"] * key["cache_dtype"].itemsize  # bytes of a key and its value
-    plan = tunable.classes["HopperDecodePlan"]
-
-    def in_stream(**c: Any) -> Any:
-        return plan(**c, stream=True)
-
-    def shared(make: Callable[..., Any]) -> Constraint:
-        return _shared(lambda c: make(**c).shared_memory(key["head_dim"], key["cache_dtype"].itemsize) + _BARRIERS, device)
-
-    def pieces(*programs: float) -> Parameter:
-        return Parameter("pieces", tuple(sorted({max(1, int(n * device.sms) // key["kv_heads"]) for n in programs})))
-
+    pieces = sorted({max(1, int(n * device.sms) // key["kv_heads"]) for n in (0.5, 1, 1.7, 1.85, 2, 3, 4)})
     parameters = [
-        pieces(0.5, 1, 1.7, 1.85, 2, 3, 4), Parameter("least", (1, 2, 4, 8)), Parameter("warps", (1, 2, 4, 8)),
+        Parameter("pieces", tuple(pieces)), Parameter("least", (1, 2, 4, 8)), Parameter("warps", (1, 2, 4, 8)),
         Parameter("slots", (1, 2, 3, 4, 5, 6)), Parameter("box", (16, 32, 64)), Parameter("chunk", (2, 4, 8)),
         Parameter("empty_last", (False, True)), Parameter("cluster", (0, 2, 4, 8, 16)),
     ]  # fmt: skip
@@ -273,13 +263,8 @@ def _attention_decode_hopper(tunable: Tunable, key: Key, device: DeviceModel) ->
         "less than 16 KiB asked for at a time, or more than 192",
         lambda c: not 16 << 10 <= 16 * c["warps"] * c["slots"] * row <= 192 << 10,
     )
-    spaces = [_space(tunable, "HopperDecodePlan", key, parameters, few, shared(plan), whole, far)]
-    if seqs > 16:  # of fewer, nearly all would be cut
-        parameters = [
-            pieces(1, 2, 3, 4, 6, 8), Parameter("warps", (2, 4, 8)), Parameter("slots", (2, 3, 4, 5, 6)), Parameter("box", (16, 32)),
-        ]  # fmt: skip
-        spaces.append(_space(tunable, "HopperDecodePlan", key, parameters, few, shared(in_stream), make=in_stream))
-    return spaces
+    shared = _shared(lambda c: 16 * c["warps"] * c["slots"] * row + _BARRIERS, device)
+    return [_space(tunable, "HopperDecodePlan", key, parameters, few, shared, whole, far)]
 
 
 def _attention_prefill(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
