@@ -100,7 +100,7 @@ class Machine:
         self.run_cluster([block], grid, random)
 
     def run_cluster(self, blocks, grid, random):
-        """The programs of a cluster by rank, together, to their end."""
+        """The programs of a cluster by rank, or any others, together, to their end."""
         flying, cluster, warps = [], Cluster(self.warps * len(blocks)), []
         for rank, block in enumerate(blocks):
             of_block = dict(bars={}, reads={}, smem=np.full(self.shared + 1024, 0xFF, U8), alive=set(range(self.warps)), let_in=set())

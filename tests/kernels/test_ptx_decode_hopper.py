@@ -86,10 +86,12 @@ def emulate(
     )
 
     def program(head, piece):
+        """Or a tuple of pieces, whose programs run together."""
         if not plan.cluster:
-            return machine.run((head, piece, 0), (kv_heads, pieces, 1), random.Random(piece))
+            programs = [(head, n, 0) for n in (piece if isinstance(piece, tuple) else [piece])]
+            return machine.run_cluster(programs, (kv_heads, pieces, 1), random.Random(str(piece)))
         blocks = [(rank, head, piece) for rank in range(plan.cluster)]
-        return machine.run_cluster(blocks, (plan.cluster, kv_heads, clusters), random.Random(piece))
+        return machine.run_cluster(blocks, (plan.cluster, kv_heads, clusters), random.Random(str(piece)))
 
     return given, memory, program, (kv_heads, clusters)
 
@@ -204,6 +206,21 @@ def test_other_batches_on_the_same_counters(plan):
         want, _ = expected(given | {"context_lens": torch.tensor(lens, dtype=torch.int32)})
         assert (got - want).norm() < 1e-2 * want.norm(), lens
         assert not memory.read("counters", torch.int32, (3,)).any()
+
+
+@pytest.mark.parametrize("name", ["two queries", "four", "eight", "three, head_dim 64", "one warp", "eight warps, float8"])
+def test_programs_that_run_together(name):
+    """Each may be the last to arrive, and merges; the bits are those of one program after the other."""
+    case = {
+        "two queries": dict(lens=[520], plan=Plan(9, slots=1, chunk=2)),
+        "four": dict(lens=[300, 0, 200], plan=Plan(6), group=4),
+        "eight": dict(lens=[449, 70], plan=Plan(8, warps=2, chunk=1), group=8, new=False),
+        "three, head_dim 64": dict(lens=[300], plan=Plan(5, chunk=8), group=3, head_dim=64, new=False),
+        "one warp": dict(lens=[150, 40], plan=Plan(12, warps=1, slots=3), group=1),
+        "eight warps, float8": dict(lens=[600], plan=Plan(5, warps=8, slots=1, box=32), scales=(1, 2)),
+    }[name] | {"kv_heads": 1}
+    programs = range(case["plan"].programs(len(case["lens"]), max(case["lens"])))
+    assert torch.equal(check(**case, order=[tuple(programs)]), check(**case))
 
 
 @pytest.mark.parametrize("new", [True, False])
