@@ -60,9 +60,10 @@ class EngineConfig:
     capture_prefill: bool | None = None
     """Steps of up to 4,096 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes. None: where
     decode steps are. True: without CUDA graphs they are padded alike, for tests."""
-    capture_full_steps: bool = False
+    capture_full_steps: bool | None = None
     """So are steps of `max_num_batched_tokens` tokens, if those are more, for hosts that launch their kernels more slowly than the GPU
-    runs them. It takes memory for the activations of one more such step, beyond `gpu_memory_utilization`."""
+    runs them. It takes memory for the activations of one more such step, beyond `gpu_memory_utilization`. None: where steps with prompts
+    are captured, and the model is so small that this may be so (`engine/prefill_graph.py`)."""
     ride_prompts: bool | None = None
     """Prompts given to `generate` are computed beside decodes, a few tokens a step, if that lets all end sooner; first tokens come later.
     None: where steps are CUDA graphs and a layer has so many weights that decodes leave room for it (`engine/pacing.py`)."""
@@ -106,10 +107,11 @@ class EngineConfig:
             need(isinstance(value, str) and value in values, name, f"must be one of {', '.join(values)}")
             object.__setattr__(self, name, value)
         need(isinstance(self.device, str), "device", "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "capture_full_steps"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
             need(isinstance(getattr(self, name), bool), name, "must be True or False")
         for name, otherwise in (
             ("capture_prefill", "to capture where decode steps are captured"),
+            ("capture_full_steps", "to decide from the model"),
             ("ride_prompts", "to decide from the device and the model"),
             ("async_scheduling", "to decide from the device"),
             ("use_custom_kernels", "for what the model's config.json says"),

@@ -336,6 +336,14 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
         assert code == expected and ("FELL custom: share of the limit" in out) == bool(expected)
 
 
+@pytest.mark.parametrize("given, asked", [((), None), (("--capture-full-steps",), True), (("--no-capture-full-steps",), False)])
+def test_full_steps_are_the_engines_choice_unless_given(model, given, asked):
+    args = bench.parser().parse_args(["--model", str(model), "--device", "cpu", "--workload", "tiny", "--no-profile", *given])
+    made = session.Session(args, None, ROOT)
+    for options in (made._options(), made.record.arguments):
+        assert options.get("capture_full_steps") is asked and ("capture_full_steps" in options) == bool(given)
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [

@@ -94,6 +94,12 @@ def test_what_is_true_or_false_is_nothing_else(field, value):
             EngineConfig("m", **{field.name: None})
 
 
+@pytest.mark.parametrize("full, smaller", [(True, None), (True, True), (False, False), (None, False)])
+def test_full_steps_are_refused_only_if_asked_for_without_smaller_ones(full, smaller):
+    config = EngineConfig("m", capture_full_steps=full, capture_prefill=smaller)
+    assert (config.capture_full_steps, config.capture_prefill) == (full, smaller)
+
+
 def test_paths_become_strings():
     config = EngineConfig(Path("some/model"), tokenizer=Path("other"), kernel_plugins=[Path("mine.py"), "module"])
     assert (config.model, config.tokenizer) == ("some/model", "other")

@@ -18,7 +18,7 @@ from nanovllm.engine.cuda_graph import DecodeBuckets
 from nanovllm.engine.decode_runner import DecodeRunner
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.padded_runs import PaddedRuns, RunsBucket
-from nanovllm.engine.prefill_graph import PrefillRunner, prefill_buckets
+from nanovllm.engine.prefill_graph import PrefillRunner, prefill_buckets, slow_hosts_lag
 from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prompt_logprobs
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
@@ -162,10 +162,13 @@ class ModelRunner:
 
     def _padded_prefill(self, kernels: Kernels, captures: bool) -> PrefillRunner | None:
         """What runs steps with pieces of prompts in them, padded; None where that would be work for nothing."""
+        full = self.config.capture_full_steps
+        if full is None:
+            full = slow_hosts_lag(self.model.model.layers, self.max_num_batched_tokens)
         prefill = PrefillRunner(
             self.forward,
             self.model.lm_head,
-            prefill_buckets(self.max_num_batched_tokens, self.config.max_num_seqs, self.config.capture_full_steps),
+            prefill_buckets(self.max_num_batched_tokens, self.config.max_num_seqs, full),
             self.max_model_len,
             self.block_size,
             self.num_kvcache_blocks,

@@ -26,6 +26,9 @@ SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Tokens of a step to capture. Larger steps keep the GPU busy for as long as the host needs to launch them, unless it is slow."""
 LEAST_FULL = 15 / 16
 """The share of its tokens that a step beyond these sizes must have, or its padding takes the GPU longer than the host saves."""
+MOST_FULL_FLOPS = 2**44
+"""Of the layers in a step beyond these sizes, to capture it unasked: 30 ms at some 600 TFLOP/s, and a slow host takes about 40 to launch
+it. At 16,384 tokens Qwen3-0.6B has 1.44e13, Qwen3-1.7B 4.6e13: for long enough to hide any host that was seen."""
 SEQS = (64, 256)
 """Sequences of a captured step: it computes as many rows of logits, and its attention looks at each, there or not."""
 
@@ -39,6 +42,12 @@ def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int, full: bool =
     return [
         RunsBucket(size, seqs) for size in sizes for seqs in sorted({min(size, max_num_seqs, most) for most in SEQS})
     ]
+
+
+def slow_hosts_lag(layers: torch.nn.Module, num_tokens: int) -> bool:
+    """Whether the GPU may have computed so many tokens in a model's layers before a slow host has launched their kernels."""
+    weights = sum(parameter.numel() for parameter in layers.parameters())
+    return 2 * weights * num_tokens <= MOST_FULL_FLOPS
 
 
 class PrefillRunner:

@@ -135,10 +135,10 @@ def settings(run: Record, row: Row) -> str:
         given["kernels"] = ";".join(sorted("=".join(p.strip() for p in c.split("=")) for c in choices if c.strip()))
         if run.arguments.get("capture_prefill") is False:
             given["no capture_prefill"] = True
-        given["capture_full_steps"] = run.arguments.get("capture_full_steps")
-        rides = run.arguments.get("ride_prompts")
-        if rides is not None:
-            given["ride_prompts" if rides else "no ride_prompts"] = True
+        for name in ("capture_full_steps", "ride_prompts"):
+            asked = run.arguments.get(name)
+            if asked is not None:
+                given[name if asked else f"no {name}"] = True
     return ", ".join(n if v is True else f"{n} {v}" for n, v in sorted(given.items()) if v not in (None, False, ""))
 
 

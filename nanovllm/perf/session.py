@@ -34,7 +34,7 @@ _DECISIVE = frozenset(
     " max_num_batched_tokens".split()
 )
 # Arguments of which False says something, and None leaves it to the engine.
-_FALSE_SAYS = ("capture_prefill", "ride_prompts")
+_FALSE_SAYS = ("capture_prefill", "capture_full_steps", "ride_prompts")
 
 
 class Session:
@@ -215,8 +215,6 @@ class Session:
         for name in _FALSE_SAYS:
             if getattr(self.args, name) is not None:
                 options[name] = getattr(self.args, name)
-        if self.args.capture_full_steps:
-            options["capture_full_steps"] = True
         if self.args.use_custom_kernels is not None:
             options["use_custom_kernels"] = self.args.use_custom_kernels
         if self.args.kernels:

@@ -12,9 +12,13 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner, prefill_graph
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.padded_runs import NOTHING, PaddedInputs, RunsBucket
-from nanovllm.engine.prefill_graph import PrefillRunner, prefill_buckets
+from nanovllm.engine.prefill_graph import PrefillRunner, prefill_buckets, slow_hosts_lag
 from nanovllm.kernels.memory_guard import MemoryGuard
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.presets import preset
+from nanovllm.models.registry import model_class
 from tests import tiny
+from tests.native import NATIVE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
@@ -50,6 +54,25 @@ def test_full_steps_have_a_bucket_if_asked_for_and_only_they(budget, largest):
         else:
             size = min(size for size in (*prefill_graph.SIZES, largest) if size >= num_tokens)
             assert found == RunsBucket(size, min(size, 256))
+
+
+@pytest.mark.parametrize(
+    "name, num_tokens, lag",
+    [
+        ("qwen3-0.6b", 16384, True),
+        ("qwen3-0.6b", 19900, True),
+        ("qwen3-0.6b", 20100, False),  # 1.77e13 flops, 2**44 are 1.76e13
+        ("qwen3-1.7b", 16384, False),
+        ("qwen3-1.7b", 6200, True),
+        ("smollm2-135m", 65536, True),
+        ("qwen3-8b", 4097, False),
+    ],
+)
+def test_a_slow_host_lags_behind_small_layers_and_few_tokens(name, num_tokens, lag):
+    config = ModelConfig.from_dict(preset(name))
+    with torch.device("meta"):
+        model = model_class(config.architecture)(config, 8, NATIVE)
+    assert slow_hosts_lag(model.model.layers, num_tokens) is lag
 
 
 # ------------------------------------------------------------------------------------------------ padding
@@ -208,6 +231,18 @@ def test_full_steps_give_the_same_tokens(directory, monkeypatch, expected):
     full = [step for step in steps if step[0] >= 60]
     assert all(bucket == (64, 11) for *_, bucket in full) and any(decodes and runs for _, decodes, runs, _ in full)
     assert all(bucket is None for tokens, _, _, bucket in steps if 8 < tokens < 60)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("small", [True, False])
+def test_full_steps_are_by_default_for_small_layers(directory, monkeypatch, asked, small):
+    """Weights of layers that are just small enough, or one too many."""
+    layers = make(directory).engine.runner.model.model.layers
+    flops = 2 * 64 * sum(parameter.numel() for parameter in layers.parameters())
+    monkeypatch.setattr(prefill_graph, "SIZES", (4, 8))
+    monkeypatch.setattr(prefill_graph, "MOST_FULL_FLOPS", flops if small else flops - 1)
+    runner = make(directory, capture_prefill=True, capture_full_steps=asked, max_num_batched_tokens=64).engine.runner
+    assert runner.prefill.buckets[-1] == ((64, 11) if (small if asked is None else asked) else (8, 8))
 
 
 def test_real_sizes(directory, expected):
