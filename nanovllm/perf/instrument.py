@@ -221,8 +221,9 @@ def cold_bytes(op: str, arguments: Mapping[str, Any], work: Work) -> int:
 
     What else it reads are activations, which may still be in the L2 cache from the kernel before.
     """
-    if op.startswith("attention_decode"):
-        return max(0, work.bytes - 2 * arguments["q"].nbytes)  # all but queries and results
+    if op.startswith(("attention_decode", "qk_norm_rope_attention")):
+        # All but queries and results, and new keys and values, which come from the projection and go to the cache.
+        return max(0, work.bytes - 2 * sum(arguments[name].nbytes for name in "qkv" if name in arguments))
     if op == "embedding":
         return 0  # rows, and the same one for equal tokens
     return sum(

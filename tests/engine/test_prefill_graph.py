@@ -364,7 +364,7 @@ def load(seed, count=40):
 
 
 def qwen(**arguments):
-    defaults = dict(load_format="dummy", max_num_seqs=40, max_model_len=1024, num_kvcache_blocks=200)
+    defaults = dict(load_format="dummy", max_num_seqs=40, max_model_len=1024, num_kvcache_blocks=120)
     return LLM("qwen3-0.6b", **defaults | arguments)
 
 

@@ -138,6 +138,9 @@ def test_what_comes_from_memory():
     assert cold_bytes("rms_norm", {"x": x, "weight": torch.ones(4)}, Work(500)) == 0
     assert cold_bytes("embedding", {"token_ids": None, "weight": weight}, Work(500)) == 0
     assert cold_bytes("attention_decode", {"q": q}, Work(1000)) == 1000 - 2 * 96
+    k, v = torch.ones(1, 1, 8), torch.ones(1, 1, 8)
+    for op in ("qk_norm_rope_attention", "qk_norm_rope_attention_shared"):
+        assert cold_bytes(op, {"q": q, "k": k, "v": v}, Work(1000)) == 1000 - 2 * (96 + 32 + 32)
 
 
 def test_a_floor_is_below_what_an_engine_takes():
