@@ -10,6 +10,7 @@ replaces.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,8 @@ from nanovllm.engine.batch import Batch, DeviceBatch
 from nanovllm.engine.cuda_graph import capture
 from nanovllm.engine.padded_runs import NOTHING, PaddedRuns, RunsBucket
 from nanovllm.kernels.failed_capture import GraphMemory
+
+logger = logging.getLogger(__name__)
 
 SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Tokens of a step to capture. Larger steps keep the GPU busy for as long as the host needs to launch them, unless it is slow."""
@@ -85,7 +88,7 @@ class PrefillRunner:
     def capture(
         self, logits: torch.Tensor, stream: torch.cuda.Stream, memory: GraphMemory, brief: AbstractContextManager[None] | None = None
     ) -> None:  # fmt: skip
-        """Capture every size.
+        """Capture every size, of the sizes beyond `SIZES` only those that there is memory for.
 
         Args:
             logits: [max_num_seqs, vocab_size], written by the graphs. memory: of other graphs.
@@ -93,8 +96,15 @@ class PrefillRunner:
         """
         with brief or nullcontext():
             self._prepare(logits, stream)
-        # Largest first, so that the smaller ones fit into what the memory already has.
-        graphs = {bucket: self._capture(bucket, logits, stream, memory) for bucket in reversed(self.buckets)}
+        graphs = {}
+        for bucket in reversed(self.buckets):  # largest first, so that the smaller ones fit into what the memory already has
+            try:
+                graphs[bucket] = self._capture(bucket, logits, stream, memory)
+            except torch.OutOfMemoryError:
+                if bucket.num_tokens <= SIZES[-1]:
+                    raise
+                logger.warning("no memory for a CUDA graph of steps of %d tokens; a lower gpu_memory_utilization leaves some", bucket.num_tokens)
+        self.buckets = [bucket for bucket in self.buckets if bucket in graphs]
         self._graphs, self._logits = graphs, logits
 
     def visit(self, logits: torch.Tensor) -> None:

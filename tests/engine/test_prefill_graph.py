@@ -318,6 +318,33 @@ def test_captured_steps_give_the_same_tokens(directory, small_sizes, monkeypatch
         assert replayed == [bucket for *_, bucket in steps if bucket is not None] and len(set(replayed)) > 2
 
 
+@pytest.mark.parametrize("least, kept", [(9, [4, 8]), (8, None)], ids=["full steps", "others"])
+def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, monkeypatch, caplog, expected, least, kept):
+    """With one warning a size; of the sizes that need less it is an error, which the runner reports."""
+    monkeypatch.setattr(prefill_graph, "SIZES", (4, 8))
+    llm = make(directory, capture_prefill=True, capture_full_steps=True, max_num_batched_tokens=64)
+    prefill = llm.engine.runner.prefill
+
+    def capture(self, bucket, logits, stream, memory):
+        if bucket.num_tokens >= least:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(PrefillRunner, "_prepare", lambda *args: None)
+    monkeypatch.setattr(PrefillRunner, "_capture", capture)
+    if kept is None:
+        with pytest.raises(torch.OutOfMemoryError):
+            prefill.capture(torch.empty(0), None, None)
+        return
+    caplog.set_level(logging.WARNING, prefill_graph.__name__)
+    prefill.capture(torch.empty(0), None, None)
+    assert [bucket.num_tokens for bucket in prefill.buckets] == kept and len(prefill) == len(kept)
+    (record,) = caplog.records
+    assert "no memory for a CUDA graph of steps of 64 tokens" in record.getMessage()
+    prefill._graphs.clear()  # padded, without graphs
+    got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
+    assert got == expected and any(tokens > 60 and bucket is None for tokens, _, _, bucket in steps)
+
+
 def test_by_default_steps_with_prompts_are_captured_where_decode_steps_are(directory):
     """On a GPU, that is; without graphs they are not padded either."""
     runner = make(directory).engine.runner
