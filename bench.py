@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--ablate", action="store_true", help="each op's custom kernel off in turn")
     how.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     how.add_argument("--capture-prefill", action=argparse.BooleanOptionalAction, help="CUDA graphs for steps with prompts too (the default)")
-    how.add_argument("--capture-full-steps", action=argparse.BooleanOptionalAction, help="and for the largest of these; by default by the model")
+    how.add_argument("--capture-full-steps", action=argparse.BooleanOptionalAction, help="CUDA graphs for steps of max_num_batched_tokens tokens too; by default by the model")
     how.add_argument("--ride-prompts", action=argparse.BooleanOptionalAction, help="prompts beside decodes; by default by the model")
     how.add_argument("--gpu-memory-utilization", type=float)
     how.add_argument("--max-num-seqs", type=int)

@@ -30,8 +30,9 @@ SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 LEAST_FULL = 15 / 16
 """The share of its tokens that a step beyond these sizes must have, or its padding takes the GPU longer than the host saves."""
 MOST_FULL_FLOPS = 2**44
-"""Of the layers in a step beyond these sizes, to capture it unasked: 30 ms at some 600 TFLOP/s, and a slow host takes about 40 to launch
-it. At 16,384 tokens Qwen3-0.6B has 1.44e13, Qwen3-1.7B 4.6e13: for long enough to hide any host that was seen."""
+"""Of the layers in a step beyond these sizes, to capture it unasked: 30 ms at an H100's 600 TFLOP/s, and a slow host takes about 40 to
+launch it. At 16,384 tokens Qwen3-0.6B has 1.44e13, Qwen3-1.7B 4.6e13: for long enough to hide any host that was seen. On a slower GPU the
+graph gains nothing, and costs memory."""
 SEQS = (64, 256)
 """Sequences of a captured step: it computes as many rows of logits, and its attention looks at each, there or not."""
 
@@ -96,13 +97,16 @@ class PrefillRunner:
         """
         with brief or nullcontext():
             self._prepare(logits, stream)
-        graphs = {}
+        graphs, too_large = {}, None
         for bucket in reversed(self.buckets):  # largest first, so that the smaller ones fit into what the memory already has
+            if bucket.num_tokens == too_large:
+                continue
             try:
                 graphs[bucket] = self._capture(bucket, logits, stream, memory)
             except torch.OutOfMemoryError:
                 if bucket.num_tokens <= SIZES[-1]:
                     raise
+                too_large = bucket.num_tokens
                 logger.warning("no memory for a CUDA graph of steps of %d tokens; a lower gpu_memory_utilization leaves some", bucket.num_tokens)
         self.buckets = [bucket for bucket in self.buckets if bucket in graphs]
         self._graphs, self._logits = graphs, logits

@@ -318,12 +318,14 @@ def test_captured_steps_give_the_same_tokens(directory, small_sizes, monkeypatch
         assert replayed == [bucket for *_, bucket in steps if bucket is not None] and len(set(replayed)) > 2
 
 
-@pytest.mark.parametrize("least, kept", [(9, [4, 8]), (8, None)], ids=["full steps", "others"])
+@pytest.mark.parametrize("least, kept", [(9, [4, 8, 8]), (8, None)], ids=["full steps", "others"])
 def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, monkeypatch, caplog, expected, least, kept):
-    """With one warning a size; of the sizes that need less it is an error, which the runner reports."""
+    """With one warning; of the sizes that need less it is an error, which the runner reports."""
     monkeypatch.setattr(prefill_graph, "SIZES", (4, 8))
+    monkeypatch.setattr(prefill_graph, "SEQS", (5, 11))
     llm = make(directory, capture_prefill=True, capture_full_steps=True, max_num_batched_tokens=64)
     prefill = llm.engine.runner.prefill
+    assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8), (64, 5), (64, 11)]
 
     def capture(self, bucket, logits, stream, memory):
         if bucket.num_tokens >= least:

@@ -3,7 +3,7 @@
 What an instruction does is taken from the PTX manual. The warps of a program run in random order, each as far as its next barrier, and
 some groups of four more often than others; a copy lands at once or at any time later; shared memory begins as NaN, and is NaN from
 a copy's start to its end. A copy to where a product of tensor cores still reads is an error. Programs run one after the other, in the order of
-the caller; the blocks of a cluster run together, as any of their warps. An access to another block's shared memory is an error before the blocks
+the caller, or together, as any of their warps: so do the blocks of a cluster. An access to another block's shared memory is an error before the blocks
 have met and after that one's end. So is, if the machine is told of arrays, an access by a thread outside of them, and to some of them before
 the wait for the kernel before, or a store after the next kernel has been let in. Not checked: what of another program or kernel a thread
 sees when, and what the hardware asks of a descriptor.
