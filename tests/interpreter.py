@@ -4,9 +4,10 @@ At every call of a jitted function within a kernel, triton 3.6 to 3.9 look throu
 for those that are still to be replaced by the interpreter's. At the launch they all were, but this search takes a third of the
 time of a small kernel. `quicken` has it look at one attribute of each module and class first: they are replaced together.
 
-Two more things are slow there. Which numpy type stands for one of Triton's is looked up in a table made anew each time; and a
-reduction by a function of the kernel's own combines one element after another, each a tensor. `quicken` keeps the table, and
-has neighbours combined in pairs, all pairs in one call, until one is left: as many combinations, in another order, as on a GPU.
+More is slow there. Which numpy type stands for one of Triton's is looked up in a table made anew each time; types and shapes are
+compared after constants within them have been unwrapped, where there are none; and a reduction by a function of the kernel's own
+combines one element after another, each a tensor. `quicken` keeps the table, compares at once, and has neighbours combined in pairs, all
+pairs in one call, until one is left: as many combinations, in another order, as on a GPU.
 """
 
 import inspect
@@ -49,10 +50,16 @@ def quicken() -> None:
         (tl.core, [*everywhere, first_builtin(tl.core)]),
     ]
 
+    marks_of: dict[int, list] = {}  # by the module of a kernel
+
     def patch_once(fn: FunctionType) -> object:
-        seen = fn.__globals__.values()
-        for lang, marks in watched:
-            if any(value is lang for value in seen) and any(is_builtin(getattr(*mark)) for mark in marks):
+        marks = marks_of.get(id(fn.__globals__))
+        if marks is None:
+            seen = {id(value) for value in fn.__globals__.values()}
+            marks = [mark for lang, marks in watched if id(lang) in seen for mark in marks]
+            marks_of[id(fn.__globals__)] = marks
+        for mark in marks:
+            if is_builtin(getattr(*mark)):
                 return patch(fn)
         return no_change()
 
@@ -86,7 +93,7 @@ def quicken() -> None:
     shapes: dict[tuple[int, ...], tuple] = {}
 
     def init_block_once(self: object, element_ty: object, shape: object) -> None:
-        key = (str(element_ty), *shape)
+        key = (element_ty.name, *shape)
         if key not in blocks:
             init_block(self, element_ty, shape)
             blocks[key] = self.shape, self.numel, self.name
@@ -94,13 +101,24 @@ def quicken() -> None:
         self.shape, self.numel, self.name = blocks[key]
 
     def init_tensor_once(self: object, handle: object, type: object) -> None:
-        shape = type.shape if type.is_block() else ()
+        shape = tuple(type.shape.values) if type.is_block() else ()
         if shape not in shapes:
             init_tensor(self, handle, type)
             shapes[shape] = self.shape, self.numel
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[shape]
 
+    equal_types, equal_tuples, language_tuple = tl.dtype.__eq__, tl.tuple.__eq__, tl.tuple
+
+    def same_type(self: object, other: object) -> bool:
+        return self is other or equal_types(self, other)
+
+    def same_tuple(self: object, other: object) -> object:
+        if type(other) is language_tuple and all(type(value) is int for value in other.values):  # nothing to unwrap
+            return tl.constexpr(self.values == other.values)
+        return equal_tuples(self, other)
+
+    tl.dtype.__eq__, tl.tuple.__eq__ = same_type, same_tuple
     block_type.__init__, tensor.__init__ = init_block_once, init_tensor_once
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = np_dtype_once
