@@ -24,14 +24,16 @@ ROOT = Path(__file__).resolve().parent
 
 def parser() -> argparse.ArgumentParser:
     from nanovllm.arguments import full_dtype
-    from nanovllm.perf.engines import ENGINES
-    from nanovllm.perf.workloads import WORKLOADS
+    from nanovllm.bench.engines import ENGINES
+    from nanovllm.bench.workloads import WORKLOADS
 
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = p.add_argument_group("the model")
     model.add_argument("--model", help="a directory, a hub id, or a .gguf file, with its weights")
     model.add_argument("--preset", help="a published shape with random weights: qwen3-0.6b, llama3-8b, ...")
-    model.add_argument("--dtype", type=full_dtype, choices=("bfloat16", "float16", "float32"), help="default: the model's")
+    model.add_argument(
+        "--dtype", type=full_dtype, choices=("bfloat16", "float16", "float32"), help="default: the model's"
+    )
     model.add_argument("--kv-cache-dtype", type=full_dtype, help="default: as --dtype")
     model.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")
     load = p.add_argument_group("the load")
@@ -44,7 +46,10 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--repeat", type=int, default=3, help="timed runs of each workload")
     load.add_argument("--warmup", type=int, default=1, help="runs before them that do not count")
     load.add_argument(
-        "--limit", type=float, metavar="SECONDS", help="a row ends after so long, loading apart, with the repeats that it has or with that reason"
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help="a row ends after so long, loading apart, with the repeats that it has or with that reason",
     )
     load.add_argument("--seed", type=int, default=0)
     how = p.add_argument_group("the engine")
@@ -54,9 +59,19 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--compare", action="store_true", help="custom kernels on and off")
     how.add_argument("--ablate", action="store_true", help="each op's custom kernel off in turn")
     how.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    how.add_argument("--capture-prefill", action=argparse.BooleanOptionalAction, help="CUDA graphs for steps with prompts too (the default)")
-    how.add_argument("--capture-full-steps", action=argparse.BooleanOptionalAction, help="CUDA graphs for steps of max_num_batched_tokens tokens too; by default by the model")
-    how.add_argument("--ride-prompts", action=argparse.BooleanOptionalAction, help="prompts beside decodes; by default by the model")
+    how.add_argument(
+        "--capture-prefill",
+        action=argparse.BooleanOptionalAction,
+        help="CUDA graphs for steps with prompts too (the default)",
+    )
+    how.add_argument(
+        "--capture-full-steps",
+        action=argparse.BooleanOptionalAction,
+        help="CUDA graphs for steps of max_num_batched_tokens tokens too; by default by the model",
+    )
+    how.add_argument(
+        "--ride-prompts", action=argparse.BooleanOptionalAction, help="prompts beside decodes; by default by the model"
+    )
     how.add_argument("--gpu-memory-utilization", type=float)
     how.add_argument("--max-num-seqs", type=int)
     how.add_argument("--max-num-batched-tokens", type=int)
@@ -84,8 +99,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    from nanovllm.models.presets import PRESETS, preset
-    from nanovllm.perf import kept, launcher, session
+    from nanovllm.bench import launcher, session, show_results
+    from nanovllm.models.model_presets import PRESETS, preset
 
     if args.worker is not None:
         from nanovllm import LLM
@@ -96,11 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is written
     try:
         if args.history:
-            return kept.history(args)
+            return show_results.history(args)
         if args.report:
-            return kept.report(args)
+            return show_results.report(args)
         if args.tables:
-            return kept.tables(args)
+            return show_results.tables(args)
         for option, value in (("--model", args.model), ("--preset", args.preset)):
             if value == "":
                 raise ValueError(f"{option} '': names nothing; leave it out, or name one")
@@ -113,7 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
         elif not args.model:
             default_model(args)
         elif args.model.lower() in PRESETS and not Path(args.model).exists():
-            raise ValueError(f"--model {args.model} is a preset (a shape without weights): --preset {args.model} takes random ones")
+            raise ValueError(
+                f"--model {args.model} is a preset (a shape without weights): --preset {args.model} takes random ones"
+            )
         if args.in_process:
             from nanovllm import LLM
 
@@ -131,11 +148,11 @@ def default_model(args: argparse.Namespace) -> None:
     import torch
 
     if args.device != "cpu" and torch.cuda.is_available():
-        from nanovllm.models.presets import preset
+        from nanovllm.models.model_presets import preset
 
         args.preset, args.preset_config = "qwen3-0.6b", preset("qwen3-0.6b")
     else:
-        from nanovllm.models.embedded import embedded_model_path
+        from nanovllm.weights.demo_model import embedded_model_path
 
         args.model = str(embedded_model_path())
 

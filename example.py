@@ -34,7 +34,7 @@ def main() -> None:
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
     started = time.perf_counter()
     if args.model is None:
-        from nanovllm.models.embedded import embedded_model_path
+        from nanovllm.weights.demo_model import embedded_model_path
 
         args.model = embedded_model_path()
     llm = LLM(args.model, use_custom_kernels=args.use_custom_kernels)

@@ -25,8 +25,8 @@ if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before the kernels are
 
 from nanovllm.kernels import Op, Provider, all_ops, unavailable_reason
-from nanovllm.kernels.compare import Measurement, bench_cases, measure
-from nanovllm.kernels.verify import Case, verify_op
+from nanovllm.kernels.testing.compare import Measurement, bench_cases, measure
+from nanovllm.kernels.testing.verify import Case, verify_op
 
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 PAIRS = [(op, provider) for op in all_ops().values() for provider in op.providers.values() if op.inputs]
@@ -69,7 +69,9 @@ def of_the_largest_shape(results: list[Measurement]) -> dict[tuple[str, str], Me
 
 
 def benchmark(pairs: list[tuple[Op, Provider]]) -> list[Measurement]:
-    print(f"\n2. Time on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'this CPU, the references only, on the first shape'}")
+    print(
+        f"\n2. Time on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'this CPU, the references only, on the first shape'}"
+    )
     results = []
     for op, provider in pairs:
         if DEVICE.type == "cpu" and provider.name != "native":

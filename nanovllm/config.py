@@ -63,10 +63,10 @@ class EngineConfig:
     capture_full_steps: bool | None = None
     """So are steps of `max_num_batched_tokens` tokens, if those are more, for hosts that launch their kernels more slowly than the GPU
     runs them. It takes memory for the activations of one more such step, beyond `gpu_memory_utilization`. None: where steps with prompts
-    are captured, and the model is so small that this may be so (`engine/prefill_graph.py`)."""
+    are captured, and the model is so small that this may be so (`engine/fast/prefill_graphs.py`)."""
     ride_prompts: bool | None = None
     """Prompts given to `generate` are computed beside decodes, a few tokens a step, if that lets all end sooner; first tokens come later.
-    None: where steps are CUDA graphs and a layer has so many weights that decodes leave room for it (`engine/pacing.py`)."""
+    None: where steps are CUDA graphs and a layer has so many weights that decodes leave room for it (`engine/fast/piggyback.py`)."""
     async_scheduling: bool | None = None
     """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""
     tensor_parallel_size: int = 1

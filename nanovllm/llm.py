@@ -164,7 +164,9 @@ class LLM:
                         shown = len(text)
                     elif finished:
                         if request.completions[0].seq.finish_reason == "abort":
-                            raise RuntimeError("the stream's text is incomplete: a step that ran for another request as well failed")
+                            raise RuntimeError(
+                                "the stream's text is incomplete: a step that ran for another request as well failed"
+                            )
                         return
                     elif not request.finished:
                         self.engine.step()

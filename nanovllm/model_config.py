@@ -35,7 +35,9 @@ class RopeConfig:
     def reach(self) -> int:
         """Positions that YaRN extends a context to; 0 for other types, which do not say from where."""
         scaling = dict(self.scaling)
-        return int(scaling["factor"] * scaling["original_max_position_embeddings"]) if self.scaling_type == "yarn" else 0
+        return (
+            int(scaling["factor"] * scaling["original_max_position_embeddings"]) if self.scaling_type == "yarn" else 0
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ class ModelConfig:
             )
         head_dim = count("head_dim", 128 if qwen3 else count("hidden_size") // heads)
         if head_dim % 2:
-            raise ValueError(f"config.json: head_dim={head_dim} is not supported; it must be even, for rotary embedding")
+            raise ValueError(
+                f"config.json: head_dim={head_dim} is not supported; it must be even, for rotary embedding"
+            )
         eps = get("rms_norm_eps", 1e-6)
         if not _is_number(eps) or eps < 0:
             raise ValueError(f"config.json: rms_norm_eps={eps!r}: must be a number, at least 0")
@@ -155,9 +159,7 @@ def _refuse_unsupported(c: Mapping[str, Any], use_sliding_window: bool | None) -
     if layer_types is not None and (
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
     ):
-        raise ValueError(
-            f"config.json: layer_types={layer_types!r:.120}: only a list of 'full_attention' is supported"
-        )
+        raise ValueError(f"config.json: layer_types={layer_types!r:.120}: only a list of 'full_attention' is supported")
     if not layer_types:
         _refuse_window(c, use_sliding_window)
     quantization = c.get("quantization_config")
@@ -172,7 +174,9 @@ def _refuse_window(c: Mapping[str, Any], use_sliding_window: bool | None) -> Non
     """A sliding window, where no layer_types say which layers have one."""
     if not c["architectures"][0].startswith("Llama"):
         if use_sliding_window:
-            raise ValueError("config.json: use_sliding_window=true is not supported; set it to false for full attention")
+            raise ValueError(
+                "config.json: use_sliding_window=true is not supported; set it to false for full attention"
+            )
         return
     window = c.get("sliding_window")
     # transformers' Llama reads neither entry. But its cache reads the window, and `generate` then differs from one forward of the

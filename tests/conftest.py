@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.models.embedded import EmbeddedModelError, embedded_model_path
+from nanovllm.weights.demo_model import EmbeddedModelError, embedded_model_path
 from tests.interpreter import quicken
 
 if os.environ.get("TRITON_INTERPRET") == "1":

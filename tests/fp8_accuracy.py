@@ -17,9 +17,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine import kv_cache
 from nanovllm.kernels import resolve_kernels
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.models.embedded import embedded_model_path
-from nanovllm.models.loader import load_model, locate
-from nanovllm.models.tokenizer import load_tokenizer
+from nanovllm.weights.demo_model import embedded_model_path
+from nanovllm.weights.loader import load_model, locate
+from nanovllm.weights.tokenizer import load_tokenizer
 
 BLOCK_SIZE, PIECE = 64, 256
 TEXT = Path(__file__).parent / "data" / "origin_of_species.txt"

@@ -83,7 +83,9 @@ def quicken() -> None:
         while len(arrays[0]) > 1:
             results = self.combine_fn.fn(*halves(0), *halves(1))
             results = results if isinstance(results, tuple | tl.tuple) else (results,)
-            arrays = [r.handle.data if isinstance(r, tl.tensor) else np.full_like(a[::2], r) for r, a in zip(results, arrays)]
+            arrays = [
+                r.handle.data if isinstance(r, tl.tensor) else np.full_like(a[::2], r) for r, a in zip(results, arrays)
+            ]
         kept = [np.moveaxis(array, 0, self.axis) if self.keep_dims else array[0] for array in arrays]
         return [self.to_tensor(data, dtype) for data, dtype in zip(kept, types)]
 

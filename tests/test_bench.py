@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm.bench import results, session
+from nanovllm.bench.arguments import check_model
+from nanovllm.hardware import measured_rates as device
 from nanovllm.kernels import all_ops
-from nanovllm.perf import device, results, session
-from nanovllm.perf.asked import check_model
 from tests import tiny
-from tests.perf.perfetto_reading import check
+from tests.bench.perfetto_reading import check
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -92,7 +93,7 @@ def test_a_run_counts_what_it_should(run):
     )
     assert len(row["repeats"]) == 2 and len(row["warmup_seconds"]) == 1
     assert [r["output_tokens"] for r in row["repeats"]] == [15, 15]
-    from nanovllm.perf.workloads import Workload
+    from nanovllm.bench.workloads import Workload
 
     prompts = [sum(len(i.prompt) for i in Workload("custom", 3, (4, 9), 5).draw(s, 199)) for s in (0, 1)]
     assert [r["total_tokens"] - 15 for r in row["repeats"]] == prompts
@@ -112,7 +113,7 @@ def test_requests_that_arrive_over_time(run):
     (row,) = record["rows"]
     assert code == 0 and row["open_loop"] and row["mbu"] is None
     (r,) = row["repeats"]
-    from nanovllm.perf.workloads import Workload
+    from nanovllm.bench.workloads import Workload
 
     last = Workload("custom", 5, 6, 4, rate=40.0).draw(0, 199)[-1].arrival
     assert r["output_tokens"] == 20 and r["seconds"] >= last and r["itl_p99"] > 0 and r["ttft_p50"] > 0
@@ -120,7 +121,7 @@ def test_requests_that_arrive_over_time(run):
 
 def test_on_and_off_and_the_price_of_each_op(run, monkeypatch):
     """With a custom kernel for one op: a slow one, so that there is something to find."""
-    from nanovllm.kernels.registry import Provider
+    from nanovllm.kernels.op.registry import Provider
 
     op = all_ops()["rms_norm"]
 
@@ -164,16 +165,16 @@ def test_a_peer_reads_the_embedded_model(run, smollm2_path):
 
 @pytest.fixture
 def small_preset(monkeypatch):
-    from nanovllm.models import presets
+    from nanovllm.models import model_presets
 
     small = {
-        **presets.PRESETS["qwen3-0.6b"],
+        **model_presets.PRESETS["qwen3-0.6b"],
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "vocab_size": 300,
     }
-    monkeypatch.setitem(presets.PRESETS, "qwen3-0.6b", small)
+    monkeypatch.setitem(model_presets.PRESETS, "qwen3-0.6b", small)
 
 
 def test_a_preset_needs_no_files(tmp_path, small_preset, quick_rates):
@@ -231,7 +232,9 @@ def test_rates_are_measured_before_and_after_and_the_larger_count(run, monkeypat
 
 
 def test_rates_of_another_dtype_are_not_made_up(run, monkeypatch):
-    monkeypatch.setattr(device, "measure", lambda where, dtypes: device.Rates("cpu, fake", 1e12, 1e12, 1e12, {"float16": 1e12}))
+    monkeypatch.setattr(
+        device, "measure", lambda where, dtypes: device.Rates("cpu, fake", 1e12, 1e12, 1e12, {"float16": 1e12})
+    )
     code, out, record = run(*SMALL)
     assert code == 0 and record["rows"][0]["mfu"] is None and re.search(r"% +- +-\n", out)
 
@@ -239,7 +242,7 @@ def test_rates_of_another_dtype_are_not_made_up(run, monkeypatch):
 def test_rates_and_engines_have_processes_of_their_own(model, tmp_path, quick_rates):
     """What measures the device has ended, and its memory with it, before an engine sizes its cache by what is free."""
     from nanovllm import LLM
-    from nanovllm.perf import launcher
+    from nanovllm.bench import launcher
 
     jobs = []
     inner = launcher.in_process(LLM)
@@ -257,7 +260,9 @@ def test_rates_and_engines_have_processes_of_their_own(model, tmp_path, quick_ra
 
 
 def test_slow_tokens_and_slow_first_tokens_are_printed(run):
-    _, out, record = run("--num-requests", "3", "--input-len", "6", "--output-len", "4", "--rate", "90", "--repeat", "1")
+    _, out, record = run(
+        "--num-requests", "3", "--input-len", "6", "--output-len", "4", "--rate", "90", "--repeat", "1"
+    )
     head, line = out.splitlines()[2:4]
     (repeat,) = record["rows"][0]["repeats"]
     for name, value in (("TTFT p99", repeat["ttft_p99"]), ("ITL p99", repeat["itl_p99"])):
@@ -285,9 +290,9 @@ def test_what_was_measured_outlives_what_fails_after_it(run, tmp_path, monkeypat
     def fail(*_, **__):
         raise OSError("disk full")
 
-    from nanovllm.perf import profiling
+    from nanovllm.bench import profile_job
 
-    monkeypatch.setattr(profiling, "profile_and_report", fail)
+    monkeypatch.setattr(profile_job, "profile_and_report", fail)
     monkeypatch.setattr(results, "keep", fail)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(session.tempfile, "tempdir", None)
@@ -336,9 +341,13 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
         assert code == expected and ("FELL custom: share of the limit" in out) == bool(expected)
 
 
-@pytest.mark.parametrize("given, asked", [((), None), (("--capture-full-steps",), True), (("--no-capture-full-steps",), False)])
+@pytest.mark.parametrize(
+    "given, asked", [((), None), (("--capture-full-steps",), True), (("--no-capture-full-steps",), False)]
+)
 def test_full_steps_are_the_engines_choice_unless_given(model, given, asked):
-    args = bench.parser().parse_args(["--model", str(model), "--device", "cpu", "--workload", "tiny", "--no-profile", *given])
+    args = bench.parser().parse_args(
+        ["--model", str(model), "--device", "cpu", "--workload", "tiny", "--no-profile", *given]
+    )
     made = session.Session(args, None, ROOT)
     for options in (made._options(), made.record.arguments):
         assert options.get("capture_full_steps") is asked and ("capture_full_steps" in options) == bool(given)
@@ -359,11 +368,17 @@ def test_full_steps_are_the_engines_choice_unless_given(model, given, asked):
         (("--model", "/nope"), "--model /nope: no such file or directory, and no hub id"),
         (("--model", "./nope"), "--model ./nope: no such file or directory"),
         (("--model", "nope.gguf"), "--model nope.gguf: no such file or directory"),
-        (("--model", "qwen3-0.6b"), "--model qwen3-0.6b is a preset (a shape without weights): --preset qwen3-0.6b takes"),
+        (
+            ("--model", "qwen3-0.6b"),
+            "--model qwen3-0.6b is a preset (a shape without weights): --preset qwen3-0.6b takes",
+        ),
         (("--engine", ""), "--engine '': names nothing; leave it out, or choose any of nanovllm, transformers, vllm"),
         (("--engine", ","), "--engine ',': names nothing"),
         (("--workload", ""), "--workload '': names nothing; leave it out, or choose any of bs1, bs8"),
-        (("--preset", "qwen3-0.6b"), "and --preset qwen3-0.6b: one has weights of its own, the other random ones; leave one"),
+        (
+            ("--preset", "qwen3-0.6b"),
+            "and --preset qwen3-0.6b: one has weights of its own, the other random ones; leave one",
+        ),
         (("--preset", ""), "--preset '': names nothing"),
         (("--limit", "0"), "--limit 0: expected seconds, above 0"),
         (("--device", "tpu"), "--device tpu: expected auto, cpu, cuda or cuda:N"),

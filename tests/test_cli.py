@@ -90,11 +90,16 @@ def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):
     from nanovllm.cli.kernels import list_kernels
     from nanovllm.kernels import Provider, rms_norm
 
-    for name, target in (("lost", "nanovllm.kernels.availability:rms_norm"), ("nowhere", "nanovllm.kernels.nowhere:rms_norm")):
+    for name, target in (
+        ("lost", "nanovllm.kernels.op.availability:rms_norm"),
+        ("nowhere", "nanovllm.kernels.nowhere:rms_norm"),
+    ):
         monkeypatch.setitem(rms_norm.providers, name, Provider(name, target))
     list_kernels("rms_norm", device="cpu", as_json=True)
     reasons = {row["provider"]: row["reason"] for row in json.loads(capsys.readouterr().out)}
-    assert reasons["native"] is None and reasons["lost"].startswith("nanovllm.kernels.availability has no function 'rms_norm'")
+    assert reasons["native"] is None and reasons["lost"].startswith(
+        "nanovllm.kernels.op.availability has no function 'rms_norm'"
+    )
     assert reasons["nowhere"] == "No module named 'nanovllm.kernels.nowhere'"
 
 
@@ -109,7 +114,10 @@ def test_every_command_takes_the_short_names_of_dtypes():
 def test_kernels_why():
     done = run_here("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu")
     assert "native runs, because on a CPU the reference runs" in done.stdout and "133,120 bytes" in done.stdout
-    assert run_here("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu", "--dtype", "bf16").stdout == done.stdout
+    assert (
+        run_here("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu", "--dtype", "bf16").stdout
+        == done.stdout
+    )
     for args, said in [
         (("why", "rms_nrom"), "did you mean 'rms_norm'?"),
         (("why", "rms_norm", "--shape", "3xa"), "--shape 3xa: expected numbers"),
@@ -152,7 +160,7 @@ def test_kernels_verify_prints_the_seed_it_drew(monkeypatch):
 
 def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path, monkeypatch, capsys):
     from nanovllm.cli import kernels_bench
-    from nanovllm.kernels import compare
+    from nanovllm.kernels.testing import compare
 
     def measure(declared, candidate, case, where, made=[]):  # noqa: B006
         if len(made) == 1:

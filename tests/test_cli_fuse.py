@@ -7,9 +7,9 @@ import typer
 from typer.testing import CliRunner
 
 from nanovllm.cli.fuse import fuse
-from nanovllm.perf.fusion.nest import parse
-from nanovllm.perf.fusion.tile_fusion import TileFusion
-from nanovllm.perf.presets import device_model
+from nanovllm.fuse.nest import parse
+from nanovllm.fuse.tile_fusion import TileFusion
+from nanovllm.hardware.gpu_presets import device_model
 
 MODULE = """
 import torch, torch.nn as nn

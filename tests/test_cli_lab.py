@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from nanovllm.cli.lab import LESSONS, app
-from nanovllm.perf.device import Rates
-from nanovllm.perf.lab import mlp, timing
-from nanovllm.perf.lab.lesson import NAMES
+from nanovllm.hardware.measured_rates import Rates
+from nanovllm.lab import mlp, timing
+from nanovllm.lab.lesson import NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_only_the_ways_asked_for():
 
 
 def test_a_wrong_kernel_fails_the_command(monkeypatch):
-    from nanovllm.perf.lab import softmax
+    from nanovllm.lab import softmax
 
     monkeypatch.setattr(
         softmax, "LESSON", softmax.LESSON.__class__(**{**vars(softmax.LESSON), "own": lambda x: x.sigmoid()})
@@ -93,8 +93,8 @@ def test_a_wrong_kernel_fails_the_command(monkeypatch):
 def test_a_figure_that_cannot_be_drawn_is_said_before_anything_runs(command, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
-    monkeypatch.setattr("nanovllm.perf.lab.run.run", lambda *_: pytest.fail("it ran"))
-    monkeypatch.setattr("nanovllm.perf.lab.mlp.run_sweeps", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("nanovllm.lab.run.run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("nanovllm.lab.mlp.run_sweeps", lambda *_: pytest.fail("it ran"))
     cases = {
         "x.foo": "expected a name that ends in .", "x": ".png", "folder.png": "it is a folder",
         "none/x.png": f"there is no folder {tmp_path / 'none'}",
@@ -118,10 +118,14 @@ def test_a_figure_that_cannot_be_drawn_is_said_before_anything_runs(command, tmp
 def test_what_cannot_be_written_is_said_before_anything_runs(command, option, name, said, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("nanovllm.perf.lab.run.run", lambda *_: pytest.fail("it ran"))
-    monkeypatch.setattr("nanovllm.perf.lab.mlp.run_sweeps", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("nanovllm.lab.run.run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("nanovllm.lab.mlp.run_sweeps", lambda *_: pytest.fail("it ran"))
     error = lab(command, "--device", "cpu", option, str(tmp_path / name)).exception
-    assert isinstance(error, ValueError) and str(error).startswith(f"{option} {tmp_path / name}: ") and str(error).endswith(said)
+    assert (
+        isinstance(error, ValueError)
+        and str(error).startswith(f"{option} {tmp_path / name}: ")
+        and str(error).endswith(said)
+    )
 
 
 def test_no_ptx_is_said(tmp_path):

@@ -61,8 +61,8 @@ def test_the_documentation_shows_what_is_printed(command, output):
 
 
 def test_gemm_json_is_what_the_planner_says():
-    from nanovllm.perf.presets import device_model
-    from nanovllm.perf.tiles import GemmProblem, plan_gemm
+    from nanovllm.hardware.gpu_presets import device_model
+    from nanovllm.plan import GemmProblem, plan_gemm
 
     found = json.loads(run(*GEMM, "--json"))
     plans = plan_gemm(GemmProblem(512, 4096, 1024), device_model("h100"))
@@ -199,14 +199,14 @@ def test_every_preset_without_a_gpu():
 
 
 def test_what_was_measured_is_marked(monkeypatch):
-    from nanovllm.perf import presets
-    from nanovllm.perf.device import Rates
+    from nanovllm.hardware import gpu_presets
+    from nanovllm.hardware.measured_rates import Rates
 
     rates = Rates("NVIDIA H200", 4.5e12, 4.5e12, 4.3e12, {"bfloat16": 7.9e14}, 60 << 20, 9e12, 9e-7, 6e-7, 2e-7)
-    model = presets.measured(presets.device_model("h200"), rates)
+    model = gpu_presets.measured(gpu_presets.device_model("h200"), rates)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(presets, "this_device", lambda device, refresh=False: model)
+    monkeypatch.setattr(gpu_presets, "this_device", lambda device, refresh=False: model)
     lines = run(command=device_app).splitlines()
     assert any("memory latency" in line and "600 *" in line for line in lines) and any(
         "4.40 *" in line for line in lines

@@ -14,15 +14,16 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("looks at launches, which the interpreter does not make", allow_module_level=True)
 
-from nanovllm.cli import tune as module  # noqa: E402
-from nanovllm.cli.kernels_bench import bench  # noqa: E402
-from nanovllm.kernels import configs, tunables  # noqa: E402
-from nanovllm.perf.autotune.pruning import candidates  # noqa: E402
-from nanovllm.perf.autotune.search import trials  # noqa: E402
-from nanovllm.perf.autotune.targets import TARGETS, jobs, target  # noqa: E402
-from nanovllm.perf.presets import device_model  # noqa: E402
-from tests.docs.runnable_markdown import blocks  # noqa: E402
-from tests.perf.test_autotune_store import FakeBench, an_entry  # noqa: E402
+from nanovllm.cli import tune as module
+from nanovllm.cli.kernels_bench import bench
+from nanovllm.hardware.gpu_presets import device_model
+from nanovllm.kernels.op import config_files
+from nanovllm.kernels.triton import tunables
+from nanovllm.tune.pruning import candidates
+from nanovllm.tune.search import trials
+from nanovllm.tune.targets import TARGETS, jobs, target
+from tests.docs.runnable_markdown import blocks
+from tests.tune.test_tune_store import FakeBench, an_entry
 
 GPU, DOCS = "nvidia-test-9", Path(__file__).parents[1] / "docs"
 
@@ -42,11 +43,11 @@ def ok(*args: str) -> str:
 @pytest.fixture
 def files(monkeypatch, tmp_path):
     """A user's directory, read as if the CPU were a GPU."""
-    monkeypatch.setattr(configs, "gpu_of", lambda device: GPU)
-    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(tmp_path))
-    configs.forget_files()
+    monkeypatch.setattr(config_files, "gpu_of", lambda device: GPU)
+    monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(tmp_path))
+    config_files.forget_files()
     yield tmp_path
-    configs.forget_files()
+    config_files.forget_files()
     for tunable in tunables.ALL.values():
         tunable.forget()
 
@@ -113,7 +114,7 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
     good, stale = an_entry(us=2.5), an_entry(source="0" * 16, key={"rows": 8, "size": 64, "dtype": "float16"})
     path = files / f"{GPU}.json"
     path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [good, stale]}))
-    configs.forget_files()
+    config_files.forget_files()
     document = json.loads(ok("rms_norm", "--list", "--json"))
     assert document["gpu"] == GPU and document["files"] == [str(path)] and document["directory"] == str(files)
     (row,) = document["tunables"]
@@ -126,37 +127,42 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
     # What cannot be read, since its kernels had other parameters then, is said as well.
     other = an_entry(source="0" * 16, config={"rows": 1, "warps": 4, "lanes": 2})
     path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [good, stale, other]}))
-    configs.forget_files()
+    config_files.forget_files()
     (row,) = json.loads(ok("rms_norm", "--list", "--json"))["tunables"]
     assert row["in_force"] == {str(path): 1}
-    assert row["stale"] == {"the kernels' source has changed since": 1, "measured with kernels that had other parameters": 1}
+    assert row["stale"] == {
+        "the kernels' source has changed since": 1,
+        "measured with kernels that had other parameters": 1,
+    }
 
 
-@pytest.mark.parametrize("path", sorted(configs.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(config_files.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
 def test_the_list_on_a_gpu_of_that_name_shows_what_is_shipped_for_it(path, monkeypatch):
     """And, where versions differ, that it is not used and why."""
     import nanovllm.engine.model_runner as runner
 
-    monkeypatch.delenv(configs.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.delenv(config_files.DIRECTORY_VARIABLE, raising=False)
     monkeypatch.setattr(runner, "select_device", lambda name: torch.device("cuda", 0))
-    written = configs.document(path)["entries"]
+    written = config_files.document(path)["entries"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: written[0]["device"])
     measured_with = written[0]["versions"]
     assert all(data["versions"] == measured_with for data in written)  # else extend this test
     counts = Counter(data["tunable"] for data in written)
-    monkeypatch.setattr(configs, "versions", lambda: measured_with)
+    monkeypatch.setattr(config_files, "versions", lambda: measured_with)
     document = json.loads(ok("--list", "--json"))
     assert document["gpu"] == path.stem and document["files"] == [str(path)]
     rows = {row["tunable"]: row for row in document["tunables"]}
     for name, row in rows.items():
         assert row["in_force"] == ({str(path): counts[name]} if name in counts else {}) and not row["stale"], row
         shown = [(c["key"], c["config"], c["us"]) for c in row["configs"]]
-        assert sorted(map(str, shown)) == sorted(str((d["key"], d["config"], d["us"])) for d in written if d["tunable"] == name)
+        assert sorted(map(str, shown)) == sorted(
+            str((d["key"], d["config"], d["us"])) for d in written if d["tunable"] == name
+        )
     text = ok("--list")
     assert f"kernel configurations on {path.stem}" in text and f"read: {path}" in text.replace("\n", "")
     lines = {line.split("│")[1].strip(): line for line in text.splitlines() if "│" in line}
     assert all((f"{counts[name]} shipped" if name in counts else "built in") in lines[name] for name in tunables.ALL)
-    monkeypatch.setattr(configs, "versions", lambda: {**measured_with, "triton": "9.9"})
+    monkeypatch.setattr(config_files, "versions", lambda: {**measured_with, "triton": "9.9"})
     rows = {row["tunable"]: row for row in json.loads(ok("--list", "--json"))["tunables"]}
     for name, row in rows.items():
         why = f"measured with triton {measured_with['triton']}, here 9.9"
@@ -183,10 +189,10 @@ def test_a_dry_run_shows_the_order_of_the_search():
 
 
 def test_the_list_says_that_the_directory_is_none(files, monkeypatch):
-    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(files / "typo"))
+    monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(files / "typo"))
     assert f"{files / 'typo'}, which does not exist" in ok("--list")
     (files / "typo").write_text("")
-    configs.forget_files()
+    config_files.forget_files()
     assert f"{files / 'typo'}, which is no directory" in ok("--list")
 
 
@@ -195,14 +201,14 @@ def test_tuning_writes_prints_and_says_how_to_use_it(files, monkeypatch, tmp_pat
     import contextlib
 
     import nanovllm.engine.model_runner as runner
-    from nanovllm.perf import presets
-    from nanovllm.perf.autotune import tune as session
+    from nanovllm.hardware import gpu_presets
+    from nanovllm.tune import tune as session
 
     where = torch.device("cuda", 0)
     monkeypatch.setattr(runner, "select_device", lambda name: where)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 9")
-    monkeypatch.setattr(presets, "this_device", lambda device: presets.device_model("h200"))
+    monkeypatch.setattr(gpu_presets, "this_device", lambda device: gpu_presets.device_model("h200"))
     monkeypatch.setattr(session, "gpu_of", lambda device: GPU)
     monkeypatch.setattr(session.tune, "__kwdefaults__", {**session.tune.__kwdefaults__, "bench": FakeBench})
     out = tmp_path / "new" / "folder"
@@ -241,10 +247,12 @@ def test_the_documentation_shows_what_a_dry_run_prints():
 def test_the_documentation_counts_what_is_shipped():
     text = (DOCS / "performance.md").read_text()
     said = re.search(r"is shipped: (\d+) configurations for the H200, .* and (\d+) for the H100", text)
-    found = [len(configs.document(configs.SHIPPED / f"nvidia-{gpu}.json")["entries"]) for gpu in ("h200", "h100")]
+    found = [
+        len(config_files.document(config_files.SHIPPED / f"nvidia-{gpu}.json")["entries"]) for gpu in ("h200", "h100")
+    ]
     assert said and [int(n) for n in said.groups()] == found, f"docs/performance.md: there are {found}"
-    for path in configs.SHIPPED.glob("*.json"):
-        for data in configs.document(path)["entries"]:  # as docs/tuning.md says
+    for path in config_files.SHIPPED.glob("*.json"):
+        for data in config_files.document(path)["entries"]:  # as docs/tuning.md says
             assert data["builtin_us"] >= 1.02 * data["us"], f"{path.name}: {data['tunable']} {data['key']}"
 
 
@@ -289,7 +297,7 @@ def test_the_documentation_counts_what_is_shipped():
     ],
 )  # fmt: skip
 def test_bad_input(args, said, monkeypatch):
-    monkeypatch.delenv(configs.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.delenv(config_files.DIRECTORY_VARIABLE, raising=False)
     done = run(*args.split())
     assert isinstance(done.exception, ValueError) and said in str(done.exception), done.exception
     assert "nanovllm tune got" not in str(done.exception)
@@ -324,10 +332,12 @@ def test_a_wrong_shape_of_attention_is_said_as_it_was_given_and_as_bench_says_it
 
 
 def test_without_a_gpu_that_is_said_before_the_directory_is_asked_for(monkeypatch):
-    monkeypatch.delenv(configs.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.delenv(config_files.DIRECTORY_VARIABLE, raising=False)
     done = run("rms_norm", "--shape", "32x1024", "--device", "cpu")
     assert str(done.exception).startswith("configurations are timed on a GPU, this is cpu")
-    with pytest.raises(ValueError, match="^--out: expected a directory to write to, here or in NANOVLLM_KERNEL_CONFIGS"):
+    with pytest.raises(
+        ValueError, match="^--out: expected a directory to write to, here or in NANOVLLM_KERNEL_CONFIGS"
+    ):
         module._directory(None)
 
 
@@ -341,10 +351,12 @@ def test_a_directory_that_cannot_be_made_is_said_before_anything_runs(tmp_path):
 
 
 def test_the_list_of_a_gpu_that_is_not_here(monkeypatch):
-    monkeypatch.delenv(configs.DIRECTORY_VARIABLE, raising=False)
-    path = configs.SHIPPED / "nvidia-h200.json"
-    monkeypatch.setattr(configs, "versions", lambda: configs.document(path)["entries"][0]["versions"])
+    monkeypatch.delenv(config_files.DIRECTORY_VARIABLE, raising=False)
+    path = config_files.SHIPPED / "nvidia-h200.json"
+    monkeypatch.setattr(config_files, "versions", lambda: config_files.document(path)["entries"][0]["versions"])
     document = json.loads(ok("--list", "--gpu", "h200", "--json"))
     assert document["gpu"] == "nvidia-h200" and document["files"] == [str(path)]
-    assert sum(sum(row["in_force"].values()) for row in document["tunables"]) == len(configs.document(path)["entries"])
+    assert sum(sum(row["in_force"].values()) for row in document["tunables"]) == len(
+        config_files.document(path)["entries"]
+    )
     assert "kernel configurations on nvidia-a100" in ok("--list", "--gpu", "a100")

@@ -37,7 +37,10 @@ def test_is_never_mutated():
         (dict(num_kvcache_blocks=0), "num_kvcache_blocks=0"),
         (dict(num_kvcache_blocks=-2), "num_kvcache_blocks=-2"),
         (dict(num_kvcache_blocks=np.array([1, 2])), "num_kvcache_blocks=array([1, 2]): must be a positive integer"),
-        (dict(max_num_batched_tokens=np.array([1, 2])), "max_num_batched_tokens=array([1, 2]): must be a positive integer"),
+        (
+            dict(max_num_batched_tokens=np.array([1, 2])),
+            "max_num_batched_tokens=array([1, 2]): must be a positive integer",
+        ),
         (dict(gpu_memory_utilization=0), "gpu_memory_utilization=0: must be above 0 and at most 1"),
         (dict(gpu_memory_utilization=90), "gpu_memory_utilization=90"),
         (dict(kvcache_block_size=8), "kvcache_block_size=8: must be a power of two from 16 to 1024"),
@@ -45,7 +48,10 @@ def test_is_never_mutated():
         (dict(kvcache_block_size=2048), "kvcache_block_size=2048"),
         (dict(tensor_parallel_size=2), "tensor_parallel_size=2: only 1 is supported for now; run one engine per GPU"),
         (dict(tensor_parallel_size=0), "tensor_parallel_size=0"),
-        (dict(capture_full_steps=True, capture_prefill=False), "capture_full_steps=True: needs the graphs of smaller steps"),
+        (
+            dict(capture_full_steps=True, capture_prefill=False),
+            "capture_full_steps=True: needs the graphs of smaller steps",
+        ),
         (dict(use_custom_kernels="no"), "use_custom_kernels='no': must be True or False, or None"),
         (dict(use_custom_kernels=0), "use_custom_kernels=0: must be True or False"),
         (dict(seed=-1), "seed=-1"),
@@ -78,11 +84,17 @@ def test_bad_values_are_named_with_what_is_allowed(arguments, said):
 def test_a_dtype_may_have_its_short_name():
     config = EngineConfig("m", dtype="bf16", kv_cache_dtype="fp32")
     assert (config.dtype, config.kv_cache_dtype) == ("bfloat16", "float32")
-    assert [EngineConfig("m", dtype=short).dtype for short in ("fp16", "fp32", "auto")] == ["float16", "float32", "auto"]
+    assert [EngineConfig("m", dtype=short).dtype for short in ("fp16", "fp32", "auto")] == [
+        "float16",
+        "float32",
+        "auto",
+    ]
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes", "False", 1.0, [], np.True_])
-@pytest.mark.parametrize("field", [f for f in dataclasses.fields(EngineConfig) if "bool" in f.type], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "field", [f for f in dataclasses.fields(EngineConfig) if "bool" in f.type], ids=lambda f: f.name
+)
 def test_what_is_true_or_false_is_nothing_else(field, value):
     with pytest.raises(ValueError) as error:
         EngineConfig("m", **{field.name: value})

@@ -7,15 +7,20 @@ import pytest
 import torch
 
 import test_custom_kernels as script
-from nanovllm.kernels.benchmark import Timing
-from nanovllm.kernels.compare import Measurement
-from nanovllm.kernels.verify import Case
+from nanovllm.kernels.testing.benchmark import Timing
+from nanovllm.kernels.testing.compare import Measurement
+from nanovllm.kernels.testing.verify import Case
 
 
 def measured(shape, num_bytes, seconds=1e-6, provider="triton"):
     timing = None if seconds is None else Timing(seconds, seconds, seconds)
     return Measurement(
-        "rms_norm", provider, Case(shape, torch.bfloat16), timing, bytes=num_bytes, peak_bytes=None if timing is None else num_bytes
+        "rms_norm",
+        provider,
+        Case(shape, torch.bfloat16),
+        timing,
+        bytes=num_bytes,
+        peak_bytes=None if timing is None else num_bytes,
     )
 
 
@@ -25,7 +30,9 @@ def test_the_largest_shape_is_the_one_with_the_most_bytes(capsys):
         measured((99999, 1), 0, None), measured((1, 1024), 6, 1e-6, "native"), measured((16384, 4096), 900, 142e-6, "native"),
     ]  # fmt: skip
     largest = script.of_the_largest_shape(results)
-    assert {k: m.case.shape for k, m in largest.items()} == {("rms_norm", p): (16384, 4096) for p in ("triton", "native")}
+    assert {k: m.case.shape for k, m in largest.items()} == {
+        ("rms_norm", p): (16384, 4096) for p in ("triton", "native")
+    }
     script.peak_memory(results)
     assert capsys.readouterr().out.count("16384x4096") == 2
     script.summary({("rms_norm", "triton"): "right"}, results)
@@ -34,7 +41,9 @@ def test_the_largest_shape_is_the_one_with_the_most_bytes(capsys):
 
 
 def test_the_script_needs_no_pytest():
-    code = "import sys; sys.modules['pytest'] = None; import test_custom_kernels as script; print(len(script.PAIRS) > 30)"
+    code = (
+        "import sys; sys.modules['pytest'] = None; import test_custom_kernels as script; print(len(script.PAIRS) > 30)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
 
@@ -44,14 +53,19 @@ def test_several_ops_can_be_named(monkeypatch):
     monkeypatch.setattr(script, "correctness", lambda pairs: seen.extend(op.name for op, _ in pairs) or {})
     for step, result in (("benchmark", []), ("peak_memory", None), ("profile", None), ("summary", None)):
         monkeypatch.setattr(script, step, lambda *args, result=result: result)
-    for arguments, names in ((["rms_norm", "softmax"], {"rms_norm", "softmax"}), (["gelu", "sil"], {"gelu_and_mul", "silu_and_mul"})):
+    for arguments, names in (
+        (["rms_norm", "softmax"], {"rms_norm", "softmax"}),
+        (["gelu", "sil"], {"gelu_and_mul", "silu_and_mul"}),
+    ):
         seen.clear()
         assert script.main(arguments) == 0 and set(seen) == names
     seen.clear()
     assert script.main([]) == 0 and len(set(seen)) > 15
 
 
-@pytest.mark.parametrize("arguments, said", [(["--fast"], "--fast"), (["rms_norm", "nope"], "no op begins with 'nope'")])
+@pytest.mark.parametrize(
+    "arguments, said", [(["--fast"], "--fast"), (["rms_norm", "nope"], "no op begins with 'nope'")]
+)
 def test_what_is_unknown_is_refused(capsys, arguments, said):
     with pytest.raises(SystemExit) as stopped:
         script.main(arguments)

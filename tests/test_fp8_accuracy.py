@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from nanovllm.models.tokenizer import load_tokenizer
+from nanovllm.weights.tokenizer import load_tokenizer
 from tests.fp8_accuracy import NUM_TOKENS, TEXT
 
 SHA256 = "ad0a6d12f9266bbe90496969943deaf464ec53a996d81e29328f9a6f652afcc6"

@@ -491,7 +491,9 @@ def test_parameters_of_the_wrong_type_or_number(llm, params, words):
 def test_what_is_no_conversation(llm, messages, said):
     with pytest.raises(TypeError) as error:
         llm.chat(messages, GREEDY, use_tqdm=False)
-    assert str(error.value).startswith(said + 'a conversation is a list of dicts with "role" and "content"; pass for example')
+    assert str(error.value).startswith(
+        said + 'a conversation is a list of dicts with "role" and "content"; pass for example'
+    )
     with pytest.raises(TypeError, match="a conversation is a list of dicts"):
         llm.chat_prompt(messages)
 
@@ -552,7 +554,9 @@ def test_unknown_arguments_name_the_nearest(directory):
 
 
 def test_a_tokenizer_that_is_no_path(directory):
-    refused(ValueError, directory, "tokenizer=5: must be a directory or a .gguf file that holds a tokenizer", tokenizer=5)
+    refused(
+        ValueError, directory, "tokenizer=5: must be a directory or a .gguf file that holds a tokenizer", tokenizer=5
+    )
 
 
 def test_tensor_parallelism_is_not_there_yet(directory):

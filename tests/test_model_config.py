@@ -81,9 +81,15 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; only 'silu' is"),
         (dict(architectures=["Qwen3ForCausalLM"], use_sliding_window=True), "use_sliding_window=true is not supported"),
         (dict(use_sliding_window=True, sliding_window=16), "sliding_window=16 is not supported; set it to null"),
-        (dict(layer_types=["full_attention", "sliding_attention"]), "'sliding_attention']: only a list of 'full_attention'"),
+        (
+            dict(layer_types=["full_attention", "sliding_attention"]),
+            "'sliding_attention']: only a list of 'full_attention'",
+        ),
         (dict(sliding_window=16), "sliding_window=16 is not supported; set it to null"),
-        (dict(quantization_config=dict(quant_method="fp8")), "quantization_config={'quant_method': 'fp8'} is not supported"),
+        (
+            dict(quantization_config=dict(quant_method="fp8")),
+            "quantization_config={'quant_method': 'fp8'} is not supported",
+        ),
         (dict(head_dim=17), "head_dim=17 is not supported; it must be even"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
         (
@@ -139,7 +145,9 @@ def test_biases_are_those_of_transformers(architecture, entries):
     biases = dict(attention_bias=True, mlp_bias=True)
     ours = ModelConfig.from_dict(entries | biases)
     theirs = tiny.model(architecture, **biases).model.layers[0]
-    assert ours.attention_bias == (theirs.self_attn.q_proj.bias is not None) == (theirs.self_attn.o_proj.bias is not None)
+    assert (
+        ours.attention_bias == (theirs.self_attn.q_proj.bias is not None) == (theirs.self_attn.o_proj.bias is not None)
+    )
     assert ours.mlp_bias == (theirs.mlp.up_proj.bias is not None) == (theirs.mlp.down_proj.bias is not None)
     assert ours.mlp_bias == (architecture == "llama")
 
@@ -178,7 +186,12 @@ def test_what_is_no_value_for_an_entry_is_an_error_that_names_both(name, allowed
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_what_is_no_number_in_a_rope_scaling_is_named(kind):
     rope = dict(
-        rope_type=kind, factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32, rope_theta=1e4
+        rope_type=kind,
+        factor=2.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+        rope_theta=1e4,
     )
     names = [*RopeConfig.REQUIRED[kind], "rope_theta", *(["attention_factor", "beta_fast"] if kind == "yarn" else [])]
     for name in names:
@@ -193,7 +206,11 @@ def test_what_is_no_number_in_a_rope_scaling_is_named(kind):
     [
         (
             dict(
-                rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4, original_max_position_embeddings=8
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=4.0,
+                high_freq_factor=4,
+                original_max_position_embeddings=8,
             ),
             "low_freq_factor=4.0 must be below",
         ),
@@ -220,7 +237,10 @@ def test_rope_scaling_beside_rope_parameters_is_not_passed_over():
     with pytest.raises(ValueError, match="rope_scaling=.*yarn.* and rope_parameters=.*default.* contradict each other"):
         ModelConfig.from_dict(QWEN3 | dict(rope_scaling=YARN, rope_parameters=THETA))
     both = dict(rope_scaling=YARN, rope_theta=1e6, rope_parameters=YARN | dict(rope_theta=1e6))
-    assert ModelConfig.from_dict(QWEN3 | both).rope == ModelConfig.from_dict(QWEN3 | dict(rope_scaling=YARN, rope_theta=1e6)).rope
+    assert (
+        ModelConfig.from_dict(QWEN3 | both).rope
+        == ModelConfig.from_dict(QWEN3 | dict(rope_scaling=YARN, rope_theta=1e6)).rope
+    )
     assert ModelConfig.from_dict(QWEN3 | dict(rope_scaling=None, rope_parameters=THETA)).rope == RopeConfig(1e6)
 
 

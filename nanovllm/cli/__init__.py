@@ -73,7 +73,7 @@ def chat(
 ) -> None:
     """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.models.embedded import embedded_model_path
+    from nanovllm.weights.demo_model import embedded_model_path
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
@@ -114,7 +114,7 @@ def generate(
 ) -> None:
     """Complete prompts as they stand, without a chat template."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.models.embedded import embedded_model_path
+    from nanovllm.weights.demo_model import embedded_model_path
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())

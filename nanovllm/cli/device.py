@@ -11,7 +11,7 @@ import typer
 from nanovllm.cli.kernels_common import GPUS
 
 if TYPE_CHECKING:
-    from nanovllm.perf.presets import DeviceModel
+    from nanovllm.hardware.gpu_presets import DeviceModel
 
 app = typer.Typer(add_completion=False)
 
@@ -20,9 +20,7 @@ app = typer.Typer(add_completion=False)
 def device(
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help=f"{GPUS}; by default the CUDA device here, measured, else every preset."
-        ),
+        typer.Option(help=f"{GPUS}; by default the CUDA device here, measured, else every preset."),
     ] = None,
     refresh: Annotated[bool, typer.Option(help="Measure again, and keep what is found.")] = False,
     as_json: Annotated[
@@ -32,7 +30,7 @@ def device(
     """What a GPU has (multiprocessors, registers, shared memory) and does (bandwidth, matmul rates, latencies)."""
     from dataclasses import asdict
 
-    from nanovllm.perf.presets import PRESETS, device_model, this_device
+    from nanovllm.hardware.gpu_presets import PRESETS, device_model, this_device
 
     if gpu not in (None, "here"):
         if refresh:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from nanovllm.cli.fuse_target import Target
-    from nanovllm.perf.fusion import FusionAnalyzer, FusionDevice
+    from nanovllm.fuse import FusionAnalyzer, FusionDevice
 
 _PHASES = ("decode", "prefill")
 _NOTHING = "{}: nothing to fuse, it runs no kernel"
@@ -57,7 +57,7 @@ def fuse(
     if iters < 1:
         raise ValueError(f"--iters {iters}: expected at least 1")
     from nanovllm.engine.model_runner import select_device
-    from nanovllm.perf.presets import device_model
+    from nanovllm.hardware.gpu_presets import device_model
 
     model = device_model(gpu) if gpu is not None else None  # an unknown one is said before anything else is done
     if loops is not None:
@@ -80,7 +80,7 @@ def fuse(
         folder = save or (Path("results") if where.type == "cuda" else None)
         _measure(make(), where, compile, iters, folder, as_json)
         return
-    from nanovllm.perf.fusion.tables import decisions_table, groups_table
+    from nanovllm.fuse.report_tables import decisions_table, groups_table
 
     target = make()
     report = _analyzer(target, model or device_model("h100")).report()
@@ -98,7 +98,7 @@ def fuse(
 
 
 def _analyzer(target: Target, device: FusionDevice) -> FusionAnalyzer:
-    from nanovllm.perf.fusion import FusionAnalyzer
+    from nanovllm.fuse import FusionAnalyzer
 
     return FusionAnalyzer(target.module, target.args, target.kwargs, device=device, known=target.known)
 
@@ -119,10 +119,10 @@ def _summary(report: Any) -> str:
 def _measure(target: Target, where: torch.device, compile: bool, iters: int, save: Path | None, as_json: bool) -> None:
     import torch
 
-    from nanovllm.perf.device import device_name
-    from nanovllm.perf.fusion import saved, tables
-    from nanovllm.perf.fusion.measure import WAYS, agreement
-    from nanovllm.perf.fusion.measure import measure as run
+    from nanovllm.fuse import report_tables, saved
+    from nanovllm.fuse.measure import WAYS, agreement
+    from nanovllm.fuse.measure import measure as run
+    from nanovllm.hardware.measured_rates import device_name
 
     ways = tuple(w for w in WAYS if compile or w != "compile")
     with torch.inference_mode(False):
@@ -140,10 +140,10 @@ def _measure(target: Target, where: torch.device, compile: bool, iters: int, sav
             print(_NOTHING.format(target.title))
             return
         print(f"{target.title}, measured on {name}")
-        _print(tables.measured_table(rows))
-        for line in tables.missing(rows):
+        _print(report_tables.measured_table(rows))
+        for line in report_tables.missing(rows):
             print(line)
-        print(tables.agreement_line(agreement(rows)))
+        print(report_tables.agreement_line(agreement(rows)))
         if where.type == "cpu":
             print("On a CPU this is a wall clock that other programs disturb; the model is made for GPUs.")
     if save is not None:
@@ -153,10 +153,10 @@ def _measure(target: Target, where: torch.device, compile: bool, iters: int, sav
 
 def _here(where: torch.device) -> FusionDevice:
     if where.type == "cuda":
-        from nanovllm.perf.presets import this_device
+        from nanovllm.hardware.gpu_presets import this_device
 
         return this_device(where)
-    from nanovllm.perf.fusion.host import measure_host
+    from nanovllm.fuse.host import measure_host
 
     return measure_host(DTYPES)
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 from nanovllm.kernels import Kernels, all_ops
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import SINGLE, AttentionMetadata, Decoder, LayerCache, ResidualStream
-from nanovllm.models.presets import preset
+from nanovllm.models.model_presets import preset
 from nanovllm.models.registry import model_class
 
 _BLOCK = 256  # tokens of a KV cache block, the engine's default
@@ -77,7 +77,7 @@ def decoder_layer(
     """A layer of a preset and its arguments.
 
     Args:
-        name: a preset of `nanovllm.models.presets`.
+        name: a preset of `nanovllm.models.model_presets`.
         tokens: of the batch.
         context: tokens that each sequence has in the cache at the end, the new ones among them.
         decode: `tokens` sequences of one new token; False: one prompt of `tokens`.

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.perf.fusion.loops import LoopFusionAnalyzer, source_of
-from nanovllm.perf.fusion.nest import LoopNest, parse
-from nanovllm.perf.fusion.tile_fusion import TileFusion
-from nanovllm.perf.presets import DeviceModel
+from nanovllm.fuse.loops import LoopFusionAnalyzer, source_of
+from nanovllm.fuse.nest import LoopNest, parse
+from nanovllm.fuse.tile_fusion import TileFusion
+from nanovllm.hardware.gpu_presets import DeviceModel
 
 
 def show_loops(path: Path, sizes: list[str], model: DeviceModel, as_json: bool) -> None:

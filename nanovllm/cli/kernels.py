@@ -39,7 +39,7 @@ def list_kernels(
     op: OpName = None, device: Device = "auto", kernel_plugin: Plugins = None, as_json: Json = False
 ) -> None:
     """Every op and its providers: which can run here, why not, and in which order they are taken."""
-    from nanovllm.kernels.plugins import failures
+    from nanovllm.kernels.op.plugins import failures
 
     where, ops, origins = prepare(device, kernel_plugin, must_load=False)
     rows = [row for declared in matching(ops, op) for row in _provider_rows(declared, where, origins)]
@@ -70,8 +70,8 @@ def why(
 ) -> None:
     """Which provider runs an op here, and what speaks against each of the others."""
     from nanovllm.kernels import KernelError
-    from nanovllm.kernels.selection import explain
-    from nanovllm.kernels.verify import Case
+    from nanovllm.kernels.op.selection import explain
+    from nanovllm.kernels.testing.verify import Case
 
     where, ops, origins = prepare(device, kernel_plugin)
     declared = only(ops, op)
@@ -137,7 +137,7 @@ def _missing(provider: Provider) -> str | None:
 
 
 def _provider_rows(declared: Op, where: torch.device, plugins: Any) -> list[dict[str, Any]]:
-    from nanovllm.kernels.selection import rank
+    from nanovllm.kernels.op.selection import rank
 
     ranked = [p.name for p in rank(declared, where, plugins)]
     rows = [

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm.kernels import Op, Provider
-    from nanovllm.kernels.compare import Measurement
-    from nanovllm.kernels.declaration import Shape
+    from nanovllm.kernels.op.declaration import Shape
+    from nanovllm.kernels.testing.compare import Measurement
 
 
 def bench(
@@ -56,7 +56,7 @@ def bench(
 
     Ctrl-C keeps what was measured. Fails if nothing can be.
     """
-    from nanovllm.kernels.compare import compiled
+    from nanovllm.kernels.testing.compare import compiled
 
     where, ops, origins = prepare(device, kernel_plugin)
     if save_table is not None and where.type != "cuda":
@@ -98,7 +98,7 @@ def _measure(
     results: list[Measurement], progress: bool,
 ) -> None:  # fmt: skip
     """Append the times of an op's providers; shapes None: the declared ones, on a CPU the first of a decode step."""
-    from nanovllm.kernels.compare import bench_cases, measure
+    from nanovllm.kernels.testing.compare import bench_cases, measure
 
     if where.type == "cpu" and shapes is None:
         shapes = declared.inputs.decode[:1]
@@ -114,7 +114,7 @@ def _measure(
 def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str, Any]:
     import datetime
 
-    from nanovllm.kernels.versions import versions
+    from nanovllm.hardware.versions import versions
 
     document: dict[str, Any] = {
         "device": device_name(where),
@@ -123,7 +123,7 @@ def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str
         "command": "nanovllm " + _command(sys.argv[1:]),
     }
     if where.type == "cuda":
-        from nanovllm.kernels.benchmark import copy_bandwidth, empty_kernel_time
+        from nanovllm.kernels.testing.benchmark import copy_bandwidth, empty_kernel_time
 
         document["copy_bytes_per_second"] = copy_bandwidth(where)
         document["empty_kernel_us"] = 1e6 * empty_kernel_time(where)
@@ -139,7 +139,7 @@ def _command(arguments: Sequence[str]) -> str:
 def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
     title = device_name(where)
     if where.type == "cuda":
-        from nanovllm.kernels.benchmark import copy_bandwidth, empty_kernel_time
+        from nanovllm.kernels.testing.benchmark import copy_bandwidth, empty_kernel_time
 
         title += f": copy {copy_bandwidth(where) / 1e12:.2f} TB/s, empty kernel {1e6 * empty_kernel_time(where):.2f} us"
     table = new_table(
@@ -169,8 +169,8 @@ def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
 def _warn_of_slow_choices(
     ops: dict[str, Op], results: list[Measurement], where: torch.device, origins: list[str]
 ) -> None:
-    from nanovllm.kernels.compare import slower_somewhere
-    from nanovllm.kernels.selection import rank
+    from nanovllm.kernels.op.selection import rank
+    from nanovllm.kernels.testing.compare import slower_somewhere
 
     for name in dict.fromkeys(m.op for m in results):
         mine = [m for m in results if m.op == name]
@@ -182,8 +182,8 @@ def _warn_of_slow_choices(
 def _save_table(where: torch.device, results: list[Measurement], directory: Path, date: str) -> Path:
     import torch
 
-    from nanovllm.kernels.compare import providers_by_speed
-    from nanovllm.kernels.tables import canonical_gpu_name, save_table
+    from nanovllm.kernels.op.measured_order import canonical_gpu_name, save_table
+    from nanovllm.kernels.testing.compare import providers_by_speed
 
     by_op = {}
     for name in dict.fromkeys(m.op for m in results):

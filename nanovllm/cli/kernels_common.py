@@ -35,7 +35,7 @@ def prepare(
     """(the device, the ops by name, what the plugins' providers have as their origin)."""
     from nanovllm.engine.model_runner import select_device
     from nanovllm.kernels import all_ops
-    from nanovllm.kernels.plugins import failures, load_plugins
+    from nanovllm.kernels.op.plugins import failures, load_plugins
 
     where = select_device(device)
     origins = load_plugins(plugins or ())

@@ -29,15 +29,19 @@ from nanovllm.cli.kernels_common import (
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.kernels.verify import Verdict
+    from nanovllm.kernels.testing.verify import Verdict
 
 
 def verify(
     op: OpName = None,
     provider: Providers = None,
     device: Device = "auto",
-    seed: Annotated[int | None, typer.Option(help="Of the random inputs; if left out, a random one, which is printed.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only small shapes, once in each dtype: for compute-sanitizer.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random inputs; if left out, a random one, which is printed.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only small shapes, once in each dtype: for compute-sanitizer.")
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
     kernel_plugin: Plugins = None,
     as_json: Json = False,
@@ -81,8 +85,8 @@ def _verdicts(
 ) -> dict[tuple[str, str], list[Verdict]]:
     """Of each op and provider, in the order of the op's cases."""
     from nanovllm.kernels import all_ops
-    from nanovllm.kernels.verify import verify_op
-    from nanovllm.kernels.verify_jobs import verify_in_processes
+    from nanovllm.kernels.testing.verify import verify_op
+    from nanovllm.kernels.testing.verify_jobs import verify_in_processes
 
     ops = all_ops()
     if jobs > 1:

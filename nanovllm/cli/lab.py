@@ -29,9 +29,7 @@ _Ways = Annotated[
     list[str] | None, typer.Option("--way", help="plain, torch, compile, cuda or triton; repeatable, all by default.")
 ]
 _Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
-_Gpu = Annotated[
-    str | None, typer.Option(help=f"Compile PTX for this GPU ({GPUS}), here or not.")
-]
+_Gpu = Annotated[str | None, typer.Option(help=f"Compile PTX for this GPU ({GPUS}), here or not.")]
 _Plot = Annotated[Path | None, typer.Option(help="Draw a figure to this file, such as gelu.png.")]
 _JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all that was found to this file.")]
 _Ptx = Annotated[Path | None, typer.Option("--ptx", help="Write the PTX of both kernels into this folder.")]
@@ -53,10 +51,10 @@ def _command(name: str) -> Callable[..., None]:
         refresh: _Refresh = False,
     ) -> None:
         from nanovllm.engine.model_runner import select_device
-        from nanovllm.perf.lab.lesson import lesson
-        from nanovllm.perf.lab.run import run
-        from nanovllm.perf.lab.show import plot as draw
-        from nanovllm.perf.lab.show import show, write_ptx
+        from nanovllm.lab.lesson import lesson
+        from nanovllm.lab.run import run
+        from nanovllm.lab.show import plot as draw
+        from nanovllm.lab.show import show, write_ptx
 
         chosen = lesson(name)
         _check_plot(plot)
@@ -112,9 +110,9 @@ def mlp(
 ) -> None:
     """How the time of training steps of an MLP grows with steps, layers, batch and dim, and where it does not."""
     from nanovllm.engine.model_runner import select_device
-    from nanovllm.perf.lab.mlp import Shape, run_sweeps
-    from nanovllm.perf.lab.show_mlp import plot as draw
-    from nanovllm.perf.lab.show_mlp import show
+    from nanovllm.lab.mlp import Shape, run_sweeps
+    from nanovllm.lab.show_mlp import plot as draw
+    from nanovllm.lab.show_mlp import show
 
     _check_plot(plot)
     _check_place("--json", json_file, folder=False)
@@ -134,7 +132,7 @@ def mlp(
 def _check_plot(path: Path | None) -> None:
     """Say at once, and not after the whole run, that a file cannot be drawn."""
     if path is not None:
-        from nanovllm.perf.lab.show import check_figure
+        from nanovllm.lab.show import check_figure
 
         check_figure(path)
 

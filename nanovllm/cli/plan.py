@@ -13,8 +13,8 @@ import typer
 from nanovllm.cli.kernels_common import GPUS
 
 if TYPE_CHECKING:
-    from nanovllm.perf.presets import DeviceModel
-    from nanovllm.perf.tiles import Plan
+    from nanovllm.hardware.gpu_presets import DeviceModel
+    from nanovllm.plan import Plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,9 +23,7 @@ app = typer.Typer(
 
 _Gpu = Annotated[
     str | None,
-    typer.Option(
-        help=f"{GPUS}, or 'here'. By default the CUDA device here, measured, else h100."
-    ),
+    typer.Option(help=f"{GPUS}, or 'here'. By default the CUDA device here, measured, else h100."),
 ]
 _Top = Annotated[int, typer.Option(min=1, help="How many of the configurations to show, best first.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -52,12 +50,14 @@ def gemm(
     as_json: _Json = False,
 ) -> None:
     """Tiles of a matrix product: x of m x k times the transpose of a weight of n x k."""
-    from nanovllm.perf.presets import dtype_name
-    from nanovllm.perf.tiles import GemmProblem, plan_gemm
-    from nanovllm.perf.tiles.gemm import DTYPES, WEIGHTS
+    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.plan import GemmProblem, plan_gemm
+    from nanovllm.plan.gemm import DTYPES, WEIGHTS
 
     if dtype in WEIGHTS and dtype not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}; packed weights are --weight {dtype}")
+        raise ValueError(
+            f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}; packed weights are --weight {dtype}"
+        )
     packed = None if weight is None else dtype_name(weight, WEIGHTS, "weight")
     problem = GemmProblem(m, n, k, dtype_name(dtype, DTYPES), packed, group)
     device = _device(gpu)
@@ -83,9 +83,9 @@ def attention(
     as_json: _Json = False,
 ) -> None:
     """Tiles of attention: query rows and keys a step."""
-    from nanovllm.perf.presets import dtype_name
-    from nanovllm.perf.tiles import AttentionProblem, plan_attention
-    from nanovllm.perf.tiles.attention import DTYPES
+    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.plan import AttentionProblem, plan_attention
+    from nanovllm.plan.attention import DTYPES
 
     context = query if context is None else context
     problem = AttentionProblem(batch, query, context, heads, kv_heads, head_dim, causal, dtype_name(dtype, DTYPES))
@@ -121,9 +121,9 @@ def conv(
     as_json: _Json = False,
 ) -> None:
     """Tiles of a convolution as implicit matrix product with halo; channels innermost."""
-    from nanovllm.perf.presets import dtype_name
-    from nanovllm.perf.tiles import ConvProblem, plan_conv
-    from nanovllm.perf.tiles.conv_problem import DTYPES
+    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.plan import ConvProblem, plan_conv
+    from nanovllm.plan.conv_problem import DTYPES
 
     taps = kernel.lower().split("x")
     if not all(t.isdigit() for t in taps) or len(taps) > 2:
@@ -150,9 +150,9 @@ def elementwise(
     as_json: _Json = False,
 ) -> None:
     """Blocks of an elementwise kernel: elements a thread, width of loads, warps."""
-    from nanovllm.perf.presets import dtype_name
-    from nanovllm.perf.tiles import ElementwiseProblem, plan_elementwise
-    from nanovllm.perf.tiles.elementwise import DTYPES
+    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.plan import ElementwiseProblem, plan_elementwise
+    from nanovllm.plan.elementwise import DTYPES
 
     problem = ElementwiseProblem(elements, inputs, outputs, dtype_name(dtype, DTYPES), operations)
     device = _device(gpu)
@@ -172,9 +172,9 @@ def reduction(
     as_json: _Json = False,
 ) -> None:
     """Blocks of a row kernel: one pass in registers where the row fits, else pieces."""
-    from nanovllm.perf.presets import dtype_name
-    from nanovllm.perf.tiles import ReductionProblem, plan_reduction
-    from nanovllm.perf.tiles.reduction import DTYPES, KINDS
+    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.plan import ReductionProblem, plan_reduction
+    from nanovllm.plan.reduction import DTYPES, KINDS
 
     short = kind.lower().replace("-", "").replace("_", "")
     named = {known.replace("_", ""): known for known in KINDS}.get(short, kind)
@@ -210,9 +210,9 @@ def prove(
     ] = False,
 ) -> None:
     """On a GPU: time everything the planner keeps for some 50 shapes, and tell where its first choices stand."""
-    from nanovllm.perf.tiles.judging import judge_file
-    from nanovllm.perf.tiles.proof import fill_tables, processes, run
-    from nanovllm.perf.tiles.shapes import ALL
+    from nanovllm.plan.judging import judge_file
+    from nanovllm.plan.proof import fill_tables, processes, run
+    from nanovllm.plan.shapes import ALL
 
     if judge is not None:
         judge_file(out, judge)
@@ -228,7 +228,7 @@ def prove(
 
 def _device(gpu: str | None) -> DeviceModel:
     """The named preset; else the CUDA device that is here; else an H100."""
-    from nanovllm.perf.presets import device_model, this_device
+    from nanovllm.hardware.gpu_presets import device_model, this_device
 
     if gpu not in (None, "here"):
         return device_model(gpu)
@@ -245,7 +245,7 @@ def _show(
     kind: str, problem: Any, device: DeviceModel, plans: Sequence[Plan], rate: float, least_bytes: float, top: int, compile: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    from nanovllm.perf.tiles.report import compiled, compiled_cells, document, floor_seconds, table_rows
+    from nanovllm.plan.report import compiled, compiled_cells, document, floor_seconds, table_rows
 
     floor = floor_seconds(plans[0], rate, least_bytes, device)
     shown = list(plans[:top])
@@ -281,7 +281,9 @@ def _show(
     (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
     times = [round(1e6 * plan.seconds, 2) for plan in shown]
     if times != sorted(times):
-        print("Plans within 0.5 % of each other count as equally fast: first comes what covers the latency, then what takes less.")
+        print(
+            "Plans within 0.5 % of each other count as equally fast: first comes what covers the latency, then what takes less."
+        )
 
 
 def _words(problem: Any) -> str:
@@ -295,10 +297,10 @@ def _words(problem: Any) -> str:
 
 def _compiler(kind: str, problem: Any, device: DeviceModel) -> Callable[[Any], Any]:
     try:
-        from nanovllm.perf.tiles import kernels
+        from nanovllm.plan import triton_kernels
     except ImportError as e:
         raise ValueError(f"--compile: needs Triton ({e})") from e
-    compile = getattr(kernels, f"compile_{kind}")
+    compile = getattr(triton_kernels, f"compile_{kind}")
     return lambda config: compile(config, problem, device)
 
 

@@ -13,10 +13,10 @@ import typer
 from nanovllm.cli.kernels_common import dtype_of, shape_of
 
 if TYPE_CHECKING:
-    from nanovllm.perf.autotune.search import Budget
-    from nanovllm.perf.autotune.targets import Job, Target
-    from nanovllm.perf.autotune.tune import Result
-    from nanovllm.perf.presets import DeviceModel
+    from nanovllm.hardware.gpu_presets import DeviceModel
+    from nanovllm.tune.search import Budget
+    from nanovllm.tune.targets import Job, Target
+    from nanovllm.tune.tune import Result
 
 _DEFAULT_GPU = "h100"
 
@@ -48,7 +48,8 @@ def tune(
         bool, typer.Option("--dry-run", help="Show what would be tried and what not, and why. Needs no GPU.")
     ] = False,
     gpu: Annotated[
-        str | None, typer.Option(
+        str | None,
+        typer.Option(
             help="With --dry-run, for such a GPU (a100, h100, h200, ...), and compile for it; with --list, what it has."
         ),
     ] = None,
@@ -67,7 +68,7 @@ def tune(
     """
     if limit is not None and not limit > 0:
         raise ValueError(f"--limit {limit:g}: expected a positive number of seconds")
-    from nanovllm.perf.autotune.search import Budget, ordered
+    from nanovllm.tune.search import Budget, ordered
 
     ordered([], search, seed)  # an unknown strategy is an error before anything runs
     budget = Budget(patience=patience)
@@ -98,11 +99,11 @@ def _requests(
     op: str | None, shapes: list[str] | None, preset: str | None
 ) -> list[tuple[Target, list[tuple[int, ...]] | None]]:
     """(target, its shapes; None: those that the op declares)."""
-    from nanovllm.perf.autotune.targets import target
+    from nanovllm.tune.targets import target
 
     if preset is not None:
-        from nanovllm.models.presets import preset as preset_config
-        from nanovllm.perf.autotune.shapes import shapes_of
+        from nanovllm.models.model_presets import preset as preset_config
+        from nanovllm.tune.shapes import shapes_of
 
         if shapes:
             raise ValueError("--preset, --shape: expected one of them")
@@ -125,7 +126,7 @@ def _shape(chosen: Target, text: str) -> tuple[int, ...]:
 
 
 def _directory(out: Path | None) -> Path:
-    from nanovllm.kernels.configs import DIRECTORY_VARIABLE
+    from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE
 
     named = out or (Path(user) if (user := os.environ.get(DIRECTORY_VARIABLE)) else None)
     if named is None:
@@ -140,7 +141,7 @@ def _directory(out: Path | None) -> Path:
 
 
 def _jobs(requests: Any, dtype: str, model: DeviceModel) -> list[Job]:
-    from nanovllm.perf.autotune.targets import jobs
+    from nanovllm.tune.targets import jobs
 
     found = []
     for chosen, shapes in requests:
@@ -153,7 +154,7 @@ def _jobs(requests: Any, dtype: str, model: DeviceModel) -> list[Job]:
 
 def _model(gpu: str | None, device: str) -> DeviceModel:
 
-    from nanovllm.perf.presets import device_model, this_device
+    from nanovllm.hardware.gpu_presets import device_model, this_device
 
     if gpu is not None:
         return device_model(gpu)
@@ -174,11 +175,11 @@ def _tune(
     as_json: bool,
 ) -> None:  # fmt: skip
     from nanovllm.engine.model_runner import select_device
-    from nanovllm.kernels.configs import DIRECTORY_VARIABLE
-    from nanovllm.perf.autotune.resume import ContextLost
-    from nanovllm.perf.autotune.tune import LEAST_SECONDS, MEASURED
-    from nanovllm.perf.autotune.tune import tune as run
-    from nanovllm.perf.presets import this_device
+    from nanovllm.hardware.gpu_presets import this_device
+    from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE
+    from nanovllm.tune.resume import ContextLost
+    from nanovllm.tune.tune import LEAST_SECONDS, MEASURED
+    from nanovllm.tune.tune import tune as run
 
     where = select_device(device)
     if where.type != "cuda":

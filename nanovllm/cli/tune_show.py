@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanovllm.perf.autotune.pruning import Candidates
-    from nanovllm.perf.autotune.targets import Job
-    from nanovllm.perf.presets import DeviceModel
+    from nanovllm.hardware.gpu_presets import DeviceModel
+    from nanovllm.tune.pruning import Candidates
+    from nanovllm.tune.targets import Job
 
 
 def short(job: Job, plan: Any) -> str:
@@ -23,8 +23,8 @@ def dry_run(
     jobs: list[Job], model: DeviceModel, compile: bool, limit: float | None, as_json: bool, search: str, seed: int
 ) -> None:
     """What would be tried on a GPU, and what not, and why. Nothing is timed or written."""
-    from nanovllm.perf.autotune.pruning import candidates, compile_all
-    from nanovllm.perf.autotune.search import trials
+    from nanovllm.tune.pruning import candidates, compile_all
+    from nanovllm.tune.search import trials
 
     shuffled = f", in the order of --search {search} --seed {seed}" if search == "random" else ""
     documents = []
@@ -106,10 +106,10 @@ def _report(job: Job, found: Candidates, shuffled: str) -> str:
 def show_configurations(op: str | None, device: str, named: str | None, as_json: bool) -> None:
     """What can be tuned, and what is in force here and from where; with a GPU's name, what would be on such a one with these versions."""
     from nanovllm.engine.model_runner import select_device
-    from nanovllm.kernels.configs import DIRECTORY_VARIABLE, SHIPPED, gpu_of, paths
-    from nanovllm.kernels.tunables import ALL
-    from nanovllm.perf.autotune.targets import TARGETS, target
-    from nanovllm.perf.presets import device_model
+    from nanovllm.hardware.gpu_presets import device_model
+    from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, SHIPPED, gpu_of, paths
+    from nanovllm.kernels.triton.tunables import ALL
+    from nanovllm.tune.targets import TARGETS, target
 
     gpu = gpu_of(select_device(device)) if named is None else device_model(named).name
     wanted = {t.name for t in target(op).choices} if op is not None else set(ALL)
@@ -152,7 +152,7 @@ def show_configurations(op: str | None, device: str, named: str | None, as_json:
 def _in_force(row: dict[str, Any]) -> str:
     if row["reason"]:
         return row["reason"]
-    from nanovllm.kernels.configs import SHIPPED
+    from nanovllm.kernels.op.config_files import SHIPPED
 
     sources = [f"{n} {'shipped' if Path(path).parent == SHIPPED else 'own'}" for path, n in row["in_force"].items()]
     return ", ".join(sources) or "built in"
@@ -161,7 +161,7 @@ def _in_force(row: dict[str, Any]) -> str:
 def _tunable_row(tunable: Any, gpu: str | None) -> dict[str, Any]:
     from dataclasses import fields
 
-    from nanovllm.kernels.configs import document, entries, paths
+    from nanovllm.kernels.op.config_files import document, entries, paths
 
     row: dict[str, Any] = {
         "tunable": tunable.name, "key": list(tunable.key), "parameters": [], "in_force": {}, "stale": {}, "configs": [], "reason": None,

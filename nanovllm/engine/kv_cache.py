@@ -41,10 +41,7 @@ def allocate(
 ) -> list[LayerCache]:
     """Zeroed caches for `num_blocks` blocks and one more, the padding block, whose number is `num_blocks`."""
     shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
-    return [
-        LayerCache(*(_zeros(shape, dtype, device) for _ in range(2)))
-        for _ in range(config.num_hidden_layers)
-    ]
+    return [LayerCache(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_hidden_layers)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -20,9 +20,9 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import StepResult
 from nanovllm.kernels import Kernels, resolve_kernels
-from nanovllm.models.loader import locate
-from nanovllm.models.tokenizer import eos_token_ids, load_tokenizer
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.weights.loader import locate
+from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

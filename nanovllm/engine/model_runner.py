@@ -12,23 +12,24 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine import kv_cache, pacing
+from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens, to_device
-from nanovllm.engine.cuda_graph import DecodeBuckets
-from nanovllm.engine.decode_runner import DecodeRunner
-from nanovllm.engine.decode_state import DecodeState
-from nanovllm.engine.padded_runs import PaddedRuns, RunsBucket
-from nanovllm.engine.prefill_graph import PrefillRunner, prefill_buckets, slow_hosts_lag
-from nanovllm.engine.prefix_groups import PrefixGroups
+from nanovllm.engine.fast import piggyback
+from nanovllm.engine.fast.cuda_graphs import DecodeBuckets
+from nanovllm.engine.fast.decode_runner import DecodeRunner
+from nanovllm.engine.fast.decode_state import DecodeState
+from nanovllm.engine.fast.padding import PaddedRuns, RunsBucket
+from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets, slow_hosts_lag
+from nanovllm.engine.fast.prefix_groups import PrefixGroups
+from nanovllm.engine.fast.token_ring import TokenRing
+from nanovllm.engine.fast.warm_up import compile_ahead, one_collection, profile_peak, two_layers, warm_up
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prompt_logprobs
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
-from nanovllm.engine.token_ring import TokenRing
-from nanovllm.engine.warm_up import compile_ahead, one_collection, profile_peak, two_layers, warm_up
 from nanovllm.kernels import Kernels, all_ops
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.loader import Checkpoint, load_model
+from nanovllm.weights.loader import Checkpoint, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,9 @@ class ModelRunner:
             tested = self.device.type != "cuda" or self.config.enforce_eager or values_checked(self.device)
             return prefill if tested else None  # without graphs padding is but work
         asked = self.config.capture_prefill
-        return prefill if can_capture(kernels, "attention_prefill", logging.WARNING if asked else logging.INFO) else None
+        return (
+            prefill if can_capture(kernels, "attention_prefill", logging.WARNING if asked else logging.INFO) else None
+        )
 
     def _rides(self, kernels: Kernels, captures: bool, by_context: bool) -> bool:
         """Whether prompts that nobody waits for ride on decode steps. captures, by_context: of these, as for `DecodeBuckets`."""
@@ -188,13 +191,15 @@ class ModelRunner:
         # Their graphs are captured when first wanted: too late to find out that they cannot be.
         if captures and not can_capture(kernels, "attention_prefill", logging.DEBUG):
             if asked:
-                logger.warning("no prompt rides on decodes: these are CUDA graphs, and the attention of prompts cannot be captured")
+                logger.warning(
+                    "no prompt rides on decodes: these are CUDA graphs, and the attention of prompts cannot be captured"
+                )
             return False
         layer = sum(parameter.nbytes for parameter in self.model.model.layers[0].parameters())
-        return bool(asked) or (captures and not by_context and layer >= pacing.LEAST_LAYER_BYTES)
+        return bool(asked) or (captures and not by_context and layer >= piggyback.LEAST_LAYER_BYTES)
 
     def _static_riders(self) -> PaddedRuns:
-        largest = RunsBucket(pacing.TOTALS[-1], pacing.MAX_RIDERS)
+        largest = RunsBucket(piggyback.TOTALS[-1], piggyback.MAX_RIDERS)
         return PaddedRuns(largest, self.max_model_len, self.block_size, self.num_kvcache_blocks, self.device)
 
     def _captured(self, prefill: PrefillRunner, logits: torch.Tensor) -> PrefillRunner | None:
@@ -330,6 +335,6 @@ def select_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> tor
 
 
 def _advance_kernel() -> Callable[..., None]:
-    from nanovllm.kernels.triton_ops.sampling_advance import advance_rows
+    from nanovllm.kernels.triton.sampling.advance import advance_rows
 
     return advance_rows

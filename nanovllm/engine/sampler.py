@@ -197,7 +197,9 @@ class Sampler:
         if self._prompt_mask is None:
             shape = (self.max_num_seqs, self.vocab_size)
             self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)  # last: it says that both are there
+            self._prompt_mask = torch.zeros(
+                shape, dtype=torch.bool, device=self.device
+            )  # last: it says that both are there
         self._prompt_mask[slot].zero_().index_fill_(0, self._to_device(prompt_token_ids), True)
         output = self._to_device(output_token_ids)
         self._output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))

@@ -26,8 +26,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanovllm.engine import pacing
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.fast import piggyback
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 
@@ -92,7 +92,9 @@ class Scheduler:
         """Whether the first that waits found too few blocks, and none has been given back since."""
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self.blocks.reset()
-        self.waiting = deque(seq for seq in self.waiting if seq.status is SequenceStatus.WAITING and not seq.num_pending)
+        self.waiting = deque(
+            seq for seq in self.waiting if seq.status is SequenceStatus.WAITING and not seq.num_pending
+        )
         for seq in self.waiting:  # one of them may have been about to run
             seq.block_table, seq.num_registered_blocks, seq.num_computed_tokens, seq.slot = [], 0, 0, -1
 
@@ -186,7 +188,7 @@ class Scheduler:
         prompts.extend(waiting)
         if self._ended_early or not prompts or not all(seq.patient for seq in prompts):
             return at_full_speed
-        pace = pacing.pace(
+        pace = piggyback.pace(
             [seq.max_len - seq.num_tokens for seq in decodes],
             max((seq.max_len - seq.num_tokens for seq in decodes if seq.patient), default=None),
             ((seq.num_tokens - seq.num_computed_tokens, seq.max_len - seq.num_tokens) for seq in prompts),
@@ -278,9 +280,7 @@ class Scheduler:
         self._ended_early |= seq.patient and reason == "stop"
         seq.end(reason, stop_reason)
 
-    def _take(
-        self, seq: Sequence, num_tokens: int, admitted: bool = False, rides: bool = False
-    ) -> ScheduledSequence:
+    def _take(self, seq: Sequence, num_tokens: int, admitted: bool = False, rides: bool = False) -> ScheduledSequence:
         start = seq.num_computed_tokens
         early = rides or num_tokens == 1
         if early:
@@ -344,4 +344,4 @@ def _most_of_prompt(left: int, parts: list[ScheduledSequence], riders: int | Non
     if riders is None or left <= 1:  # one that is admitted with a single token does not ride, nor does then the step
         return left
     pieces = [p.num_tokens for p in parts if not p.samples]
-    return min(left - 1, riders - sum(pieces)) if len(pieces) < pacing.MAX_RIDERS else 0
+    return min(left - 1, riders - sum(pieces)) if len(pieces) < piggyback.MAX_RIDERS else 0

@@ -58,7 +58,7 @@ class Sequence:
         self.stop_ids: frozenset[int] = frozenset()
         """Tokens that end the sequence, set when it is queued."""
         self.patient = False
-        """Whether nobody waits for its first token, so that its prompt may be computed late; see `engine/pacing.py`."""
+        """Whether nobody waits for its first token, so that its prompt may be computed late; see `engine/fast/piggyback.py`."""
 
     @property
     def num_tokens(self) -> int:

@@ -24,7 +24,11 @@ class ScheduledSequence(NamedTuple):
     @property
     def decodes(self) -> bool:
         """Whether the part is the sequence's last token alone, and of the prompt's logits nobody wants more than its."""
-        return self.num_tokens == 1 and self.samples and (self.start >= self.seq.prompt_len or self.seq.params.prompt_logprobs is None)
+        return (
+            self.num_tokens == 1
+            and self.samples
+            and (self.start >= self.seq.prompt_len or self.seq.params.prompt_logprobs is None)
+        )
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from nanovllm.engine.fast.token_ring import TokenRing
 from nanovllm.engine.sampler import LogprobsTensors
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.engine.token_ring import TokenRing
 
 
 @dataclass(frozen=True)

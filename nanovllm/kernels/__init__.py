@@ -6,15 +6,17 @@ its arguments, which on a machine without CUDA or Triton is its PyTorch referenc
 
 from typing import TYPE_CHECKING
 
-from nanovllm.kernels import library
-from nanovllm.kernels.availability import triton_support, unavailable_reason
-from nanovllm.kernels.benchmark import benchmark_kernel
-from nanovllm.kernels.declaration import Cost, Inputs, Tensors, nbytes
+from nanovllm.kernels.extra import *  # noqa: F403
+from nanovllm.kernels.extra import __all__ as _extra_names
+from nanovllm.kernels.op import torch_library as library
+from nanovllm.kernels.op.availability import triton_support, unavailable_reason
+from nanovllm.kernels.op.declaration import Cost, Inputs, Tensors, nbytes
+from nanovllm.kernels.op.plugins import load_plugins
+from nanovllm.kernels.op.registry import KernelError, Op, Provider, all_ops, op
+from nanovllm.kernels.op.selection import Kernels, resolve_kernels
 from nanovllm.kernels.ops import *  # noqa: F403
 from nanovllm.kernels.ops import __all__ as _op_names
-from nanovllm.kernels.plugins import load_plugins
-from nanovllm.kernels.registry import KernelError, Op, Provider, all_ops, op
-from nanovllm.kernels.selection import Kernels, resolve_kernels
+from nanovllm.kernels.testing.benchmark import benchmark_kernel
 
 if TYPE_CHECKING:
     KERNELS_AVAILABLE: bool
@@ -38,6 +40,7 @@ __all__ = [
     "resolve_kernels",
     "triton_support",
     "unavailable_reason",
+    *_extra_names,
     *_op_names,
 ]
 

@@ -117,12 +117,21 @@ class Attention:
         m = metadata
         tokens, _, head_dim = q.shape
         expected = (tokens, k.shape[1], head_dim)
-        if positions.shape != (tokens,) or k.shape != expected or v.shape != expected or not q.dtype == k.dtype == v.dtype:
-            given = ", ".join(f"{n} {x.dtype} {list(x.shape)}" for n, x in {"positions": positions, "q": q, "k": k, "v": v}.items())
+        if (
+            positions.shape != (tokens,)
+            or k.shape != expected
+            or v.shape != expected
+            or not q.dtype == k.dtype == v.dtype
+        ):
+            given = ", ".join(
+                f"{n} {x.dtype} {list(x.shape)}" for n, x in {"positions": positions, "q": q, "k": k, "v": v}.items()
+            )
             expected_all = "a position, key and value for each query, of one head_dim and dtype"
             raise ValueError(f"positions, q, k, v: expected {expected_all}, not {given}")
         if rotary.cos_sin_cache.shape[1] != head_dim:
-            raise ValueError(f"q: expected a head_dim of {rotary.cos_sin_cache.shape[1]}, as the angles have, not {head_dim}")
+            raise ValueError(
+                f"q: expected a head_dim of {rotary.cos_sin_cache.shape[1]}, as the angles have, not {head_dim}"
+            )
         if m.riders is not None:
             n = m.num_decodes
             rest = (rotary, q_norm, k_norm, cache)
@@ -189,6 +198,15 @@ class Attention:
         runs = None if out is None else out[n:]
         beside = {"beside": True} if m.beside and self._attention_prefill.takes_beside else {}
         result = self._attention_prefill(
-            q[n:], cache.k, cache.v, m.block_table[n:], m.cu_seqlens_q, m.context_lens[n:], m.max_query_len, *options, out=runs, **beside
+            q[n:],
+            cache.k,
+            cache.v,
+            m.block_table[n:],
+            m.cu_seqlens_q,
+            m.context_lens[n:],
+            m.max_query_len,
+            *options,
+            out=runs,
+            **beside,
         )
         return out if n else result

@@ -9,7 +9,7 @@ import typer
 
 from nanovllm.arguments import full_dtype
 from nanovllm.kernels import all_ops, benchmark_kernel, unavailable_reason
-from nanovllm.kernels.declaration import TOLERANCE
+from nanovllm.kernels.op.declaration import TOLERANCE
 from nanovllm.layers.custom_mlp import CustomGatedMLP
 
 BATCH_SIZES = (1, 4, 16, 64, 256, 1024, 4096)
@@ -32,9 +32,13 @@ def compare_mlp(
     if name not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{name}: expected bfloat16, float16 or float32", param_hint="--dtype")
     weights = getattr(torch, name)
-    priority = {name: [kernels] for name in ("silu_and_mul", "linear_silu_and_mul") if kernels in all_ops()[name].providers}
+    priority = {
+        name: [kernels] for name in ("silu_and_mul", "linear_silu_and_mul") if kernels in all_ops()[name].providers
+    }
     if kernels and not priority:
-        raise typer.BadParameter(f"{kernels}: no provider of silu_and_mul or linear_silu_and_mul", param_hint="--kernels")
+        raise typer.BadParameter(
+            f"{kernels}: no provider of silu_and_mul or linear_silu_and_mul", param_hint="--kernels"
+        )
     custom = CustomGatedMLP(hidden_size, intermediate_size, True, device, weights, priority)
     plain = CustomGatedMLP(hidden_size, intermediate_size, False, device, weights)
     plain.load_state_dict(custom.state_dict())

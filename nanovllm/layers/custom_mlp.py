@@ -101,7 +101,9 @@ class CustomGatedMLP(GatedMLP):
         like = isinstance(x, torch.Tensor) and x.dtype == weight.dtype and x.device == weight.device
         if not like or not x.dim() or x.shape[-1] != weight.shape[1]:
             got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else f"{x!r:.80}"
-            raise ValueError(f"x: expected {weight.dtype} [..., {weight.shape[1]}] on {weight.device}, as the weights, not {got}")
+            raise ValueError(
+                f"x: expected {weight.dtype} [..., {weight.shape[1]}] on {weight.device}, as the weights, not {got}"
+            )
         if self._custom and x.dtype == torch.float64:
             raise ValueError("x: expected float16, bfloat16 or float32, not float64; or use_custom_kernels=False")
         if self._custom and torch.is_grad_enabled():

@@ -161,7 +161,7 @@ def gpu_and_nvcc() -> bool:
 
 
 def embedded_model() -> bool:
-    from nanovllm.models.embedded import EmbeddedModelError, embedded_model_path
+    from nanovllm.weights.demo_model import EmbeddedModelError, embedded_model_path
 
     try:
         return embedded_model_path(download=False).is_file()

@@ -130,7 +130,16 @@ class Simulation:
     """Scheduler, block manager and simulated device, driven as LLMEngine drives the real ones; checks after every move."""
 
     def __init__(
-        self, *, block_size=2, num_blocks=16, max_num_seqs=4, budget=8, max_model_len=16, steps_ahead=0, caching=True, rides=False
+        self,
+        *,
+        block_size=2,
+        num_blocks=16,
+        max_num_seqs=4,
+        budget=8,
+        max_model_len=16,
+        steps_ahead=0,
+        caching=True,
+        rides=False,
     ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, caching)
         self.scheduler = Scheduler(self.blocks, max_num_seqs, budget, max_model_len, (EOS,), rides)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens
-from nanovllm.engine.cuda_graph import DecodeBuckets, batch_buckets, context_buckets
+from nanovllm.engine.fast.cuda_graphs import DecodeBuckets, batch_buckets, context_buckets
 from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams

@@ -120,7 +120,9 @@ def test_a_long_run_of_invalid_bytes_takes_time_in_proportion(tokenizer, kind):
     token_ids = (encode(tokenizer, start)[-1:] + run * 20_000)[:20_000]
     began = time.process_time()
     texts, _ = feed(tokenizer, token_ids)
-    assert time.process_time() - began < 3  # 0.2 to 0.6 s; when every token had everything that was kept back decoded, over a minute
+    assert (
+        time.process_time() - began < 3
+    )  # 0.2 to 0.6 s; when every token had everything that was kept back decoded, over a minute
     assert texts[-1] == decode(tokenizer, token_ids, True)
 
 
@@ -147,7 +149,9 @@ def test_runs_of_bytes_of_any_kind(data, skip):
         pieces = [encode(tokenizer, c)[-n:] for c, n in zip("é€😀\ufffda", (2, 3, 4, 3, 1))]
         special = tokenizer.convert_tokens_to_ids("<|user|>")  # without a text, if it is skipped
         pieces += [p[:n] for p in pieces[:3] for n in range(1, len(p))] + ([] if special is None else [[special]])
-        runs = data.draw(st.lists(st.tuples(st.sampled_from(pieces), st.sampled_from((1, 1, 1, 2, 9, 13, 30))), max_size=7))
+        runs = data.draw(
+            st.lists(st.tuples(st.sampled_from(pieces), st.sampled_from((1, 1, 1, 2, 9, 13, 30))), max_size=7)
+        )
         detokenizer, plain = Detokenizer(tokenizer, skip), Plain(tokenizer, skip)
         for token_id in [token_id for piece, times in runs for token_id in piece * times]:
             detokenizer.append(token_id)

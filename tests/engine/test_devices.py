@@ -43,7 +43,9 @@ def test_the_engine_allocates_launches_and_records_on_its_device(directory, monk
 
     def watch(owner, name):
         inner = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (seen.append((name, *current)), inner(*args, **kwargs))[1])
+        monkeypatch.setattr(
+            owner, name, lambda *args, **kwargs: (seen.append((name, *current)), inner(*args, **kwargs))[1]
+        )
 
     monkeypatch.setattr(model_runner, "on_device", on_device)
     for owner, name in ((model_runner, "load_model"), (model_runner, "DecodeState"), (model_runner, "StepResult")):

@@ -27,7 +27,13 @@ MODELS = {
     # As a model card says to do it: max_position_embeddings is not raised, the prompts are longer.
     "qwen3-yarn": (
         "qwen3",
-        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_parameters=YARN_ROPE, max_position_embeddings=48),
+        dict(
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            rope_parameters=YARN_ROPE,
+            max_position_embeddings=48,
+        ),
     ),
     "llama-gqa1": ("llama", dict(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False)),
     "llama-gqa3": (

@@ -11,9 +11,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
-from nanovllm import LLM, SamplingParams  # noqa: E402
-from tests import tiny  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
+from nanovllm import LLM, SamplingParams
+from tests import tiny
+from tests.interpreter import check_interpreted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

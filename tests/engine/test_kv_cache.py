@@ -10,7 +10,7 @@ from nanovllm.config import KV_CACHE_DTYPES, EngineConfig
 from nanovllm.engine import kv_cache
 from nanovllm.engine.kv_cache import OutOfCacheMemory, num_blocks_that_fit
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.presets import preset
+from nanovllm.models.model_presets import preset
 
 MIB = 2**20
 
@@ -45,7 +45,7 @@ MOST_MEMORY = """
 import resource, torch
 from nanovllm.model_config import ModelConfig
 from nanovllm.engine import kv_cache
-from nanovllm.models.presets import preset
+from nanovllm.models.model_presets import preset
 
 def used(num_blocks):
     qwen = ModelConfig.from_dict(preset("qwen3-0.6b"))

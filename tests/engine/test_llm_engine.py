@@ -13,7 +13,8 @@ import torch
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine import llm_engine, pacing
+from nanovllm.engine import llm_engine
+from nanovllm.engine.fast import piggyback
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.llm import _Progress
 from tests import tiny
@@ -81,7 +82,15 @@ class SimulatedRunner:
 
 
 def simulated_engine(
-    monkeypatch, *, num_blocks=8, budget=40, max_model_len=64, max_num_seqs=4, asynchronous=False, caching=True, rides=False
+    monkeypatch,
+    *,
+    num_blocks=8,
+    budget=40,
+    max_model_len=64,
+    max_num_seqs=4,
+    asynchronous=False,
+    caching=True,
+    rides=False,
 ):
     runner = SimulatedRunner(num_blocks, budget, max_model_len, rides)
     monkeypatch.setattr(llm_engine, "ModelRunner", lambda *_: runner)
@@ -123,7 +132,7 @@ def documents():
 def test_random_load(monkeypatch, asynchronous, failures):
     """Whatever happens to the others, whoever is not aborted gets its own tokens, and all is given back."""
     for name, value in dict(TOTALS=(8, 12, 20), ROWS=2, LEAST=2, LEAST_AT_ONCE=4, MAX_RIDERS=2).items():
-        monkeypatch.setattr(pacing, name, value)
+        monkeypatch.setattr(piggyback, name, value)
     seen = set()
     for seed in range(60):
         rng, rides = random.Random(seed), seed % 2 == 1
@@ -559,7 +568,9 @@ def generate_all(llm):
 
 
 def leave_streams(llm):
-    streams = [llm.stream(p, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) for p in ("hello", "world")]
+    streams = [
+        llm.stream(p, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) for p in ("hello", "world")
+    ]
     for stream in streams:
         next(stream)
     for stream in streams:

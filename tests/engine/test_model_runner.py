@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.cuda_graph import DecodeBuckets
+from nanovllm.engine.fast.cuda_graphs import DecodeBuckets
 from nanovllm.engine.model_runner import ModelRunner
 
 
@@ -21,7 +21,9 @@ from nanovllm.engine.model_runner import ModelRunner
 def test_wanted_rows_are_padded_to_a_size_that_decodes_have(wanted, num_tokens, on_gpu):
     batch = SimpleNamespace(logits_rows=np.asarray(wanted, np.int64), num_tokens=num_tokens)
     for device, count in (("cuda", on_gpu), ("cpu", None if on_gpu is None else len(wanted))):
-        runner = SimpleNamespace(device=torch.device(device), config=SimpleNamespace(max_num_seqs=20), buckets=DecodeBuckets(20, 64))
+        runner = SimpleNamespace(
+            device=torch.device(device), config=SimpleNamespace(max_num_seqs=20), buckets=DecodeBuckets(20, 64)
+        )
         rows = ModelRunner._padded_rows(runner, batch)
         assert (rows is None) == (count is None)
         if rows is not None:

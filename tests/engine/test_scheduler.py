@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine import pacing
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.fast import piggyback
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ SMALL = dict(TOTALS=(4, 6), ROWS=2, LEAST=1, LEAST_AT_ONCE=2, MAX_RIDERS=2)
 def drive(setup, operations):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALL.items():
-            patch.setattr(pacing, name, value)
+            patch.setattr(piggyback, name, value)
         return _drive(setup, operations)
 
 

@@ -4,16 +4,17 @@ import json
 
 import torch
 
-from nanovllm.kernels import configs, tunables
-from nanovllm.kernels.launch_choice import bucket
-from nanovllm.kernels.versions import versions
+from nanovllm.hardware.versions import versions
+from nanovllm.kernels.op import config_files
+from nanovllm.kernels.op.tunable import bucket
+from nanovllm.kernels.triton import tunables
 
 GPU, CPU, BF16 = "nvidia-test-9", torch.device("cpu"), torch.bfloat16
 KEY = {"rows": 4, "size": 64, "dtype": "bfloat16"}
 
 
 def forget():
-    configs.forget_files()
+    config_files.forget_files()
     for tunable in tunables.ALL.values():
         tunable.forget()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.kernels.ops.checks import FP8
-from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention
+from nanovllm.kernels.triton.attention.decode import attention_decode, qk_norm_rope_attention
 
 MAX_POSITION = 8192
 
@@ -191,7 +191,7 @@ def compiled(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels.triton_attention.decode_hopper_kernel import decode_hopper_kernel as kernel
+    from nanovllm.kernels.triton.attention.decode_hopper_kernel import decode_hopper_kernel as kernel
 
     constants = dict(
         SEQS_PAD=seqs_pad, EMPTY_LAST=plan.empty_last, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,

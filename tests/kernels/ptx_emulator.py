@@ -103,7 +103,13 @@ class Machine:
         """The programs of a cluster by rank, or any others, together, to their end."""
         flying, cluster, warps = [], Cluster(self.warps * len(blocks)), []
         for rank, block in enumerate(blocks):
-            of_block = dict(bars={}, reads={}, smem=np.full(self.shared + 1024, 0xFF, U8), alive=set(range(self.warps)), let_in=set())
+            of_block = dict(
+                bars={},
+                reads={},
+                smem=np.full(self.shared + 1024, 0xFF, U8),
+                alive=set(range(self.warps)),
+                let_in=set(),
+            )
             cluster.blocks.append(of_block)
             of_block = self.given | of_block | dict(block=block, grid=grid, rank=rank)
             of_block |= dict(flying=flying, cluster=cluster, random=random)
@@ -254,7 +260,9 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
             here = (at >= begin) & (at + size <= begin + length)
             if here.any():
                 assert self.behind or name not in self.late, f"{name} before the wait for the kernel before this one"
-                assert not (stores and self.let_in and name in self.early), f"a store to {name} after the next kernel has been let in"
+                assert not (stores and self.let_in and name in self.early), (
+                    f"a store to {name} after the next kernel has been let in"
+                )
             inside |= here
         assert self.arrays is None or inside.all(), "outside of every array"
 

@@ -18,7 +18,7 @@ except ImportError:
 
 from nanovllm import kernels
 from nanovllm.kernels import Provider, all_ops, resolve_kernels
-from nanovllm.kernels.declaration import Tensors
+from nanovllm.kernels.op.declaration import Tensors
 from nanovllm.layers.custom_mlp import CustomGatedMLP
 from nanovllm.layers.linear import ColumnParallelLinear
 from tests.interpreter import check_interpreted
@@ -81,7 +81,9 @@ def test_the_gated_mlp_differentiates_only_without_kernels():
     assert CustomGatedMLP(8, 16, False, DEVICE, torch.float64)(double).dtype == torch.float64
     if RUNS_HERE:
         mlp = CustomGatedMLP(8, 16, device=DEVICE, kernel_priority=ALL)
-        with pytest.raises(ValueError, match="^x: requires grad, and kernels have no backward pass.*use_custom_kernels=False"):
+        with pytest.raises(
+            ValueError, match="^x: requires grad, and kernels have no backward pass.*use_custom_kernels=False"
+        ):
             mlp(x)
         with torch.no_grad():
             assert not mlp(x).requires_grad
@@ -156,7 +158,10 @@ def test_only_the_reference_computes_in_float64(op, monkeypatch, caplog):
 
     monkeypatch.setitem(op.providers, "mine", Provider("mine", never))
     said = "expected float32 or bfloat16 or float16, not float64"
-    with pytest.raises(ValueError, match=f"use\\('mine'\\): {op.name} cannot run there .*: \\w+: {said}"), op.use("mine"):
+    with (
+        pytest.raises(ValueError, match=f"use\\('mine'\\): {op.name} cannot run there .*: \\w+: {said}"),
+        op.use("mine"),
+    ):
         op(**given)
     monkeypatch.setenv("NANOVLLM_KERNELS", f"{op.name}=mine")
     with caplog.at_level(logging.WARNING):
@@ -180,7 +185,10 @@ def test_only_the_reference_has_a_backward_pass(monkeypatch):
     assert not seen and y.requires_grad
     y.sum().backward()
     assert x.grad is not None
-    with pytest.raises(ValueError, match="rms_norm cannot run .*: x requires grad, and there is no backward pass"), op.use("mine"):
+    with (
+        pytest.raises(ValueError, match="rms_norm cannot run .*: x requires grad, and there is no backward pass"),
+        op.use("mine"),
+    ):
         op(x, weight, 1e-6)
     with pytest.raises(ValueError, match="weight requires grad"), op.use("mine"):
         op(x.detach(), torch.nn.Parameter(weight), 1e-6)
@@ -197,7 +205,9 @@ def test_only_the_reference_has_a_backward_pass(monkeypatch):
 
 def check_that_triton_yields_to_the_reference():
     double = randn(3, 8, dtype=torch.float64)
-    with pytest.raises(ValueError, match="softmax cannot run .*: x: expected float32 or bfloat16 or float16, not float64"):
+    with pytest.raises(
+        ValueError, match="softmax cannot run .*: x: expected float32 or bfloat16 or float16, not float64"
+    ):
         by("triton", "softmax", double)
     with pytest.raises(ValueError, match="x requires grad"):
         by("triton", "softmax", randn(3, 8).requires_grad_())
@@ -234,7 +244,9 @@ def test_a_shape_that_differs_in_front_is_named_beside_the_first():
     assert str(error.value) == (
         "add_rms_norm: residual: expected the shape [..., size] with size=8 as in x of shape [3, 8], not [2, 8]"
     )
-    with pytest.raises(ValueError, match=r"b: expected the shape \[n\] \| \[..., n\] with n=8 as in a of shape \[3, 8\], not \[2, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"b: expected the shape \[n\] \| \[..., n\] with n=8 as in a of shape \[3, 8\], not \[2, 8\]"
+    ):
         kernels.element_wise_mul_add(randn(3, 8), randn(2, 8), randn(8))
 
 
@@ -289,7 +301,9 @@ def sampling(rows=3, vocab_size=10, **given):
 
 
 def test_sampling_from_an_empty_vocabulary(provider):
-    with pytest.raises(ValueError, match=r"logits: expected \[rows, vocab_size\] with at least one column, not \[3, 0\]"):
+    with pytest.raises(
+        ValueError, match=r"logits: expected \[rows, vocab_size\] with at least one column, not \[3, 0\]"
+    ):
         by(provider, "sample", **sampling(vocab_size=0))
 
 

@@ -8,9 +8,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 
-from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention  # noqa: E402
-from nanovllm.kernels.triton_attention.prefill import attention_prefill  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
+from nanovllm.kernels.triton.attention.decode import attention_decode, qk_norm_rope_attention
+from nanovllm.kernels.triton.attention.prefill import attention_prefill
+from tests.interpreter import check_interpreted
 
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter cannot multiply bfloat16 matrices
 LENS, HEADS, KV_HEADS, DIM, BLOCK = [20, 1, 33], 4, 2, 64, 16

@@ -12,14 +12,19 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 INTERPRETED = triton.knobs.runtime.interpret
 
-from nanovllm.kernels.triton_attention import decode, prefill  # noqa: E402
-from nanovllm.kernels.triton_attention.decode_plan import DecodePlan  # noqa: E402
-from nanovllm.kernels.triton_attention.prefill import PrefillPlan  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
+from nanovllm.kernels.triton.attention import decode, prefill
+from nanovllm.kernels.triton.attention.decode_plan import DecodePlan
+from nanovllm.kernels.triton.attention.prefill import PrefillPlan
+from tests.interpreter import check_interpreted
 
 F32, F16, F8 = torch.float32, torch.float16, torch.float8_e4m3fn
 TOLERANCE = {F32: 5e-6, F16: 2e-3}
-DECODE_PLANS = [None, DecodePlan(2, 16, 4, 1, 4, False), DecodePlan(7, 32, 4, 1, 16, False), DecodePlan(30, 16, 4, 1, 16, False, 2)]
+DECODE_PLANS = [
+    None,
+    DecodePlan(2, 16, 4, 1, 4, False),
+    DecodePlan(7, 32, 4, 1, 16, False),
+    DecodePlan(30, 16, 4, 1, 16, False, 2),
+]
 PREFILL_PLANS = [None, PrefillPlan(16, 16, 4, 1), PrefillPlan(16, 64, 4, 1), PrefillPlan(64, 32, 4, 1)]
 SHAPES = dict(
     kv_heads=st.integers(1, 3),

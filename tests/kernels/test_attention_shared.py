@@ -9,14 +9,14 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from nanovllm.kernels.ops import attention_decode_shared as OP  # noqa: E402
-from nanovllm.kernels.triton_attention import decode, shared  # noqa: E402
-from nanovllm.kernels.triton_attention.decode import DecodePlan  # noqa: E402
-from nanovllm.kernels.triton_attention.shared import SharedPlan  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
-from tests.kernels import test_qk_norm_rope_attention as fused  # noqa: E402
-from tests.kernels.sass_wgmma import machine_code, touched_in_flight  # noqa: E402
-from tests.kernels.test_triton_attention import (  # noqa: E402
+from nanovllm.kernels.ops import attention_decode_shared as OP
+from nanovllm.kernels.triton.attention import decode, shared
+from nanovllm.kernels.triton.attention.decode import DecodePlan
+from nanovllm.kernels.triton.attention.shared import SharedPlan
+from tests.interpreter import check_interpreted
+from tests.kernels import test_qk_norm_rope_attention as fused
+from tests.kernels.sass_wgmma import machine_code, touched_in_flight
+from tests.kernels.test_triton_attention import (
     BF16,
     DEVICE,
     F8,
@@ -237,7 +237,9 @@ def test_groups_that_do_not_fit_are_named_on_request(changes, said, monkeypatch)
     monkeypatch.setenv("NANOVLLM_CHECK", "1")
     checked()
     fused = make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32)
-    with pytest.raises(ValueError, match=r"sequence 2 has length 62, expected 0 to 61 \(61 positions in cos_sin_cache\)"):
+    with pytest.raises(
+        ValueError, match=r"sequence 2 has length 62, expected 0 to 61 \(61 positions in cos_sin_cache\)"
+    ):
         shared.qk_norm_rope_attention_shared(**fused | {"cos_sin_cache": fused["cos_sin_cache"][:61]})
     with pytest.raises(ValueError, match=said):
         checked(**{n: int32(x) for n, x in changes.items()})

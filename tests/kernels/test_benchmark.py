@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nanovllm.kernels import Provider, all_ops, benchmark_kernel
-from nanovllm.kernels.availability import triton_support
-from nanovllm.kernels.benchmark import Timing, copy_bandwidth, copy_time, time_in_graph, time_kernel
-from nanovllm.kernels.compare import (
+from nanovllm.kernels.op.availability import triton_support
+from nanovllm.kernels.testing.benchmark import Timing, copy_bandwidth, copy_time, time_in_graph, time_kernel
+from nanovllm.kernels.testing.compare import (
     WITHOUT_PLAN,
     Measurement,
     _copy,
@@ -20,7 +20,7 @@ from nanovllm.kernels.compare import (
     providers_by_speed,
     slower_somewhere,
 )
-from nanovllm.kernels.verify import Case
+from nanovllm.kernels.testing.verify import Case
 
 CPU = torch.device("cpu")
 
@@ -107,7 +107,11 @@ def test_a_plan_is_not_in_the_time_of_what_is_planned_once(planner):
     assert m.provider == "planner, without its plan" and m.as_dict()["without_plan"] is True
     planner.planned = lambda **arguments: 1 / 0
     failed = measure(op, op.providers["planner"], case, CPU, without_plan=True)
-    assert failed.reason == "ZeroDivisionError: division by zero" and failed.without_plan and WITHOUT_PLAN in failed.provider
+    assert (
+        failed.reason == "ZeroDivisionError: division by zero"
+        and failed.without_plan
+        and WITHOUT_PLAN in failed.provider
+    )
 
 
 def test_nothing_is_chosen_by_a_time_without_its_plan():
@@ -254,7 +258,7 @@ def test_the_copy_is_no_easier_than_the_driver_s():
 
 
 def test_copies_without_triton_are_torch_s(monkeypatch):
-    from nanovllm.kernels import benchmark
+    from nanovllm.kernels.testing import benchmark
 
     monkeypatch.setattr(benchmark, "triton_support", lambda device: "no Triton")
     (way,) = benchmark.copies(CPU)

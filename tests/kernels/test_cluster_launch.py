@@ -9,10 +9,10 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("nothing is compiled under TRITON_INTERPRET", allow_module_level=True)
 
-from nanovllm.kernels.compile_ahead import compiling_only  # noqa: E402
-from nanovllm.kernels.triton_ops import _cluster  # noqa: E402
-from nanovllm.kernels.triton_ops.activation import _activation_kernel  # noqa: E402
-from nanovllm.perf.autotune.launches import recorded  # noqa: E402
+from nanovllm.kernels.triton import cluster_launch
+from nanovllm.kernels.triton.parallel_compile import compiling_only
+from nanovllm.kernels.triton.rows.activation import _activation_kernel
+from nanovllm.tune.launches import recorded
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def launcher(monkeypatch):
 def test_this_triton_is_known():
     """As are the versions that the kernels are tested with."""
     if triton.__version__.startswith(("3.6.", "3.9.")):
-        assert _cluster.launches_clusters()
+        assert cluster_launch.launches_clusters()
 
 
 def test_other_launchers_are_not(monkeypatch):
@@ -43,9 +43,9 @@ def test_other_launchers_are_not(monkeypatch):
         lambda self, m: (m.num_warps, m.shared),
     ):
         monkeypatch.setattr(CUDABackend, "pack_metadata", pack)
-        _cluster.launches_clusters.cache_clear()
-        assert not _cluster.launches_clusters()
-    _cluster.launches_clusters.cache_clear()
+        cluster_launch.launches_clusters.cache_clear()
+        assert not cluster_launch.launches_clusters()
+    cluster_launch.launches_clusters.cache_clear()
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["compiled", "being compiled"])
@@ -56,7 +56,9 @@ def test_the_launcher_gets_the_cluster(launcher, monkeypatch, later):
         monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: future)
     names = _activation_kernel.arg_names
     constants = dict(zip(names[2:], range(len(names))))
-    _cluster.launch_clusters(_activation_kernel, (1, 2, 3), 8, "x", "y", num_warps=4, launch_pdl=True, **constants)
+    cluster_launch.launch_clusters(
+        _activation_kernel, (1, 2, 3), 8, "x", "y", num_warps=4, launch_pdl=True, **constants
+    )
     values = ("x", "y", *range(len(names) - 2))
     ((*given,),) = seen
     assert given[:6] == [1, 2, 3, "stream of 3", "function", (4, 8, 1000)]
@@ -68,11 +70,11 @@ def test_nothing_is_launched_where_launches_are_recorded_or_only_compiled(launch
     seen, _ = launcher
     x, constants = torch.zeros(4), dict.fromkeys(_activation_kernel.arg_names[1:])
     with recorded() as launches:
-        _cluster.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+        cluster_launch.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
     with recorded(compile=True):
-        _cluster.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+        cluster_launch.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
     with compiling_only(1):
-        _cluster.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+        cluster_launch.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
     assert not seen and launches[0].kernel is _activation_kernel
-    _cluster.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+    cluster_launch.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
     assert len(seen) == 1

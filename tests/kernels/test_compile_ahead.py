@@ -14,11 +14,11 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("nothing is compiled under TRITON_INTERPRET", allow_module_level=True)
 
-from triton.runtime import _async_compile  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.runtime import _async_compile
+from triton.runtime.jit import JITFunction
 
-from nanovllm.kernels.compile_ahead import compiling_only  # noqa: E402
-from nanovllm.kernels.triton_ops.activation import _activation_kernel  # noqa: E402
+from nanovllm.kernels.triton.parallel_compile import compiling_only
+from nanovllm.kernels.triton.rows.activation import _activation_kernel
 
 
 def test_launches_only_compile_inside_the_block(monkeypatch):
@@ -40,7 +40,9 @@ def test_launches_only_compile_inside_the_block(monkeypatch):
 
 def test_a_kernel_is_asked_for_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, key, signature, device, *rest, **more: asked.append((key, device)))
+    monkeypatch.setattr(
+        JITFunction, "_do_compile", lambda self, key, signature, device, *rest, **more: asked.append((key, device))
+    )
     before = JITFunction._do_compile
     with compiling_only(1):
         for key, device in (("a", 0), ("a", 0), ("b", 0), ("a", 1), ("b", 0)):
@@ -116,8 +118,8 @@ COLD = """
 import time, torch, triton
 compiled = []
 triton.knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: compiled.append(kwargs["repr"])
-import nanovllm.kernels.triton_ops as ops
-from nanovllm.kernels.compile_ahead import compiling_only
+import nanovllm.kernels.triton.rows as ops
+from nanovllm.kernels.triton.parallel_compile import compiling_only
 x = torch.randn(8, 1024, device="cuda").bfloat16()
 w = torch.ones(1024, device="cuda").bfloat16()
 calls = [lambda: ops.rms_norm(x, w, 1e-6), lambda: ops.softmax(x), lambda: ops.silu_and_mul(x), lambda: ops.fused_add_gelu(x, x)]

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from nanovllm.kernels import configs, tunables  # noqa: E402
-from nanovllm.kernels.configs import DIRECTORY_VARIABLE, SHIPPED, document, entries  # noqa: E402
-from nanovllm.kernels.triton_ops.plans import RowPlan  # noqa: E402
-from nanovllm.kernels.versions import versions  # noqa: E402
-from nanovllm.perf.autotune.store import drop_changed  # noqa: E402
-from tests.kernels.config_files import CPU, GPU, KEY, entry, forget, rms_norm, write  # noqa: E402
+from nanovllm.hardware.versions import versions
+from nanovllm.kernels.op import config_files
+from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, SHIPPED, document, entries
+from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.rows.plans import RowPlan
+from nanovllm.tune.store import drop_changed
+from tests.kernels.config_files import CPU, GPU, KEY, entry, forget, rms_norm, write
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compares hashes of kernels, which are others in the interpreter", allow_module_level=True)
@@ -30,7 +31,7 @@ def test_a_file_is_read_once_and_for_its_keys_only(config_folders, monkeypatch):
     assert rms_norm(rows=5) is rms_norm(size=65) is rms_norm(dtype=torch.float16) is None
     path.unlink()
     assert rms_norm() == RowPlan(2, 8)
-    monkeypatch.setattr(configs, "gpu_of", lambda device: None)
+    monkeypatch.setattr(config_files, "gpu_of", lambda device: None)
     forget()
     assert rms_norm() is None  # not a GPU
 
@@ -134,18 +135,18 @@ def test_what_a_kernel_refuses_is_malformed_too(config_folders):
 
 
 def test_an_unknown_tunable_is_said_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(tmp_path))
     entry = {"source": "x", "versions": versions(), "key": {}, "config": {}}
     found = [{**entry, "tunable": "rms_nrom"}, {**entry, "tunable": "rms_nrom"}]
     (tmp_path / f"{GPU}.json").write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": found}))
-    configs.forget_files()
+    config_files.forget_files()
     for tunable in (tunables.RMS_NORM, tunables.SOFTMAX):
         assert entries(tunable, GPU) == []
     (record,) = caplog.records
     assert (
         "2 configurations are not used: there is no tunable 'rms_nrom'; did you mean 'rms_norm'?" in record.getMessage()
     )
-    configs.forget_files()
+    config_files.forget_files()
 
 
 @pytest.mark.parametrize("make, said", [(None, "does not exist"), ("file", "is no directory")])
@@ -153,13 +154,15 @@ def test_a_directory_that_is_none_is_said_once(tmp_path, monkeypatch, caplog, ma
     path = tmp_path / "typo"
     if make:
         path.write_text("")
-    monkeypatch.setenv(configs.DIRECTORY_VARIABLE, str(path))
-    configs.forget_files()
+    monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(path))
+    config_files.forget_files()
     for tunable in (tunables.RMS_NORM, tunables.SOFTMAX):
         entries(tunable, GPU)
     (record,) = caplog.records
-    assert record.levelname == "WARNING" and f"{configs.DIRECTORY_VARIABLE}={path}: it {said}" in record.getMessage()
-    configs.forget_files()
+    assert (
+        record.levelname == "WARNING" and f"{config_files.DIRECTORY_VARIABLE}={path}: it {said}" in record.getMessage()
+    )
+    config_files.forget_files()
 
 
 # -------------------------------------------------------------------------------------------------------- shipped files
@@ -174,7 +177,7 @@ def test_shipped_files_are_well_formed():
             assert data["us"] > 0 and data["date"] and data["tried"] > 0 and data["device"]
 
 
-DROP = """python -c 'from nanovllm.perf.autotune.store import drop_changed; print(*drop_changed(), sep="\\n")'"""
+DROP = """python -c 'from nanovllm.tune.store import drop_changed; print(*drop_changed(), sep="\\n")'"""
 
 
 def _changed(path):
@@ -208,13 +211,17 @@ def test_a_kernel_on_such_a_gpu_finds_what_is_shipped(path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=data["device"]: name)
         key = tunable.key_from_json(data["key"])
         for measured_with, expected in ((data["versions"], data["config"]), ({"torch": "1.0"}, None)):
-            monkeypatch.setattr(configs, "versions", lambda measured_with=measured_with: measured_with)
+            monkeypatch.setattr(config_files, "versions", lambda measured_with=measured_with: measured_with)
             tunable.forget()
             plan = tunable.find(device, *key)
             found = None if plan is None else tunable.plan_to_json(plan)
             current.append((data["tunable"], data["key"], found, expected))
     forget()
-    wrong = [f"{path.name}: {name} {key}: found {found}, not {expected}" for name, key, found, expected in current if found != expected]
+    wrong = [
+        f"{path.name}: {name} {key}: found {found}, not {expected}"
+        for name, key, found, expected in current
+        if found != expected
+    ]
     assert not wrong, "\n".join([*wrong, *_changed(path)])
 
 

@@ -7,8 +7,8 @@ import torch
 
 from nanovllm import kernels
 from nanovllm.kernels import all_ops
-from nanovllm.kernels.declaration import ArgumentCheck, Cost, Tensors, copy_of, nbytes
-from nanovllm.kernels.verify import Case
+from nanovllm.kernels.op.declaration import ArgumentCheck, Cost, Tensors, copy_of, nbytes
+from nanovllm.kernels.testing.verify import Case
 
 CPU = torch.device("cpu")
 OPS = [o for o in all_ops().values() if o.native.__module__.startswith("nanovllm.")]

@@ -12,9 +12,9 @@ import types
 import pytest
 import torch
 
-from nanovllm.kernels import selection
 from nanovllm.kernels.external import flash_attn, flashinfer
 from nanovllm.kernels.external.packages import import_error
+from nanovllm.kernels.op import selection
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 
 GPU = torch.cuda.is_available()
@@ -141,7 +141,11 @@ def site(tmp_path, monkeypatch):
             (8, 6),
             "FlashAttention 2 (flash_attn)",
         ),
-        (["flash_attn/cute/__init__.py", "flash_attn/cute/interface.py"], (10, 0), "FlashAttention 4 (flash_attn.cute)"),
+        (
+            ["flash_attn/cute/__init__.py", "flash_attn/cute/interface.py"],
+            (10, 0),
+            "FlashAttention 4 (flash_attn.cute)",
+        ),
         (["vllm/__init__.py", VLLM, "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"], (9, 0), "FlashAttention 3 (vLLM)"),
         (["vllm/__init__.py", VLLM, "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so"], (9, 0), "FlashAttention 2 (vLLM)"),
         (["vllm/__init__.py"], (9, 0), None),
@@ -187,7 +191,10 @@ def test_a_broken_flash_attention_is_a_reason(site, monkeypatch, said):
     site("flash_attn-2.7.4.dist-info/METADATA", text="Name: flash-attn\nVersion: 2.7.4\n")
     reason = flash_attn.support(CUDA)
     assert f"FlashAttention 2 (flash_attn), flash-attn 2.7.4, is installed but cannot be imported ({said}" in reason
-    assert f"(flash_attn_interface), flash-attn-3 of unknown version, is installed but cannot be imported ({said}" in reason
+    assert (
+        f"(flash_attn_interface), flash-attn-3 of unknown version, is installed but cannot be imported ({said}"
+        in reason
+    )
     assert f"install one built for torch {torch.__version__}" in reason and "\n" not in reason
     for declared in (attention_decode, attention_prefill):
         # Listed with the reason, never the choice, and an error with the reason where it is named.
@@ -218,7 +225,9 @@ def test_libraries_that_vllm_could_not_load_are_a_reason(site, monkeypatch):
     site(VLLM, text=WORKING + unsupported)
     site("vllm/__init__.py", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
     reason = flash_attn.support(CUDA)
-    assert "FlashAttention 3 (vLLM), vllm of unknown version, is installed but cannot run (FA3 is unavailable)" in reason
+    assert (
+        "FlashAttention 3 (vLLM), vllm of unknown version, is installed but cannot run (FA3 is unavailable)" in reason
+    )
 
 
 def test_flashinfer_support(site, monkeypatch):
@@ -410,7 +419,9 @@ def fa2(
     block_table,
 ):
     assert causal and cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k[0] == 0
-    assert max_seqlen_q > flash_attn._FEW or len(q) < max_seqlen_q * (len(cu_seqlens_q) - 1)  # else the other splits contexts
+    assert max_seqlen_q > flash_attn._FEW or len(q) < max_seqlen_q * (
+        len(cu_seqlens_q) - 1
+    )  # else the other splits contexts
     return attend(
         q, k, v, block_table, cu_seqlens_q, cu_seqlens_k.diff(), max_seqlen_q, softmax_scale, window_size, softcap
     )
@@ -590,7 +601,9 @@ def test_bad_arguments(monkeypatch, package):
             fn(**{**arguments, "context_lens": arguments["context_lens"].long()})
         with pytest.raises(ValueError, match="context_lens: sequence 0 has length 3000"):
             fn(**{**arguments, "context_lens": torch.full_like(arguments["context_lens"], 3000)})
-    with pytest.raises(ValueError, match=r"q: expected \[n \* 3, num_heads, head_dim\], .* 3 sequences .* got \[2, 6, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"q: expected \[n \* 3, num_heads, head_dim\], .* 3 sequences .* got \[2, 6, 64\]"
+    ):
         module.attention_decode(**{**decode, "q": decode["q"][:2]})
     with pytest.raises(ValueError, match=r"cu_seqlens_q: expected contiguous int32 \[4\], got torch.int64 \[4\]"):
         module.attention_prefill(**{**prefill, "cu_seqlens_q": prefill["cu_seqlens_q"].long()})
@@ -639,9 +652,7 @@ def test_a_plan_in_a_graph(declared, make, lens, other_lens, heads):
     if (reason := flashinfer.support(CUDA)) is not None:
         pytest.skip(reason)
     planned = getattr(flashinfer, declared.name).planned
-    arguments, others = (
-        make(*n, **heads, **HALF, dim=128, block_size=256, device=CUDA) for n in (lens, other_lens)
-    )
+    arguments, others = (make(*n, **heads, **HALF, dim=128, block_size=256, device=CUDA) for n in (lens, other_lens))
     run, run_other = planned(**arguments), planned(**others)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -11,11 +11,11 @@ INTERPRETED = triton.knobs.runtime.interpret
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 
-from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store  # noqa: E402
-from nanovllm.kernels.ops.store_kvcache import quantised, store_kvcache  # noqa: E402
-from nanovllm.kernels.triton_ops import cache as triton_cache  # noqa: E402
-from nanovllm.kernels.triton_ops import rotary as triton_rotary  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
+from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
+from nanovllm.kernels.ops.store_kvcache import quantised, store_kvcache
+from nanovllm.kernels.triton.rows import move_rows as triton_cache
+from nanovllm.kernels.triton.rows import rotary as triton_rotary
+from tests.interpreter import check_interpreted
 
 F8 = torch.float8_e4m3fn
 SHAPES = [(1, 4, 2, 64), (5, 9, 3, 80), (3, 7, 1, 96), (0, 4, 2, 64), (2, 4, 4, 256)]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from nanovllm.kernels import tunables  # noqa: E402
-from nanovllm.kernels.launch_choice import bucket  # noqa: E402
-from nanovllm.kernels.triton_linear.plan import StreamPlan, TilePlan  # noqa: E402
-from nanovllm.kernels.triton_ops.plans import RowPlan  # noqa: E402
-from tests.kernels.config_files import BF16, CPU, rms_norm  # noqa: E402
+from nanovllm.kernels.op.tunable import bucket
+from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.gemm.plan import StreamPlan, TilePlan
+from nanovllm.kernels.triton.rows.plans import RowPlan
+from tests.kernels.config_files import BF16, CPU, rms_norm
 
 
 def test_buckets():

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from nanovllm import kernels
-from nanovllm.kernels import all_ops, registry
-from nanovllm.kernels.verify import Case
+from nanovllm.kernels import all_ops
+from nanovllm.kernels.op import registry
+from nanovllm.kernels.testing.verify import Case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -8,8 +8,9 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from nanovllm import kernels
-from nanovllm.kernels import Provider, all_ops, registry
-from nanovllm.kernels.verify import Case
+from nanovllm.kernels import Provider, all_ops
+from nanovllm.kernels.op import registry
+from nanovllm.kernels.testing.verify import Case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EAGER = dict(fullgraph=True, backend="aot_eager")
@@ -55,7 +56,9 @@ def gradients(fn, op, arguments):
         return None
     generator = torch.Generator(DEVICE).manual_seed(1)
     total = sum((r * torch.randn(r.shape, generator=generator, device=DEVICE)).sum() for r in results)
-    return torch.autograd.grad(total, [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad], allow_unused=True)
+    return torch.autograd.grad(
+        total, [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad], allow_unused=True
+    )
 
 
 @pytest.mark.parametrize("name", sorted(all_ops()))
@@ -165,7 +168,10 @@ def mine(monkeypatch):
     kernels.selection.forget_defaults()
 
 
-@pytest.mark.parametrize("origin, lacks", [(None, "there is no backward pass;"), ("a plugin", "there is no backward pass that torch.compile")])
+@pytest.mark.parametrize(
+    "origin, lacks",
+    [(None, "there is no backward pass;"), ("a plugin", "there is no backward pass that torch.compile")],
+)
 def test_a_provider_yields_to_the_reference_for_gradients_alone(mine, origin, lacks, caplog):
     """A plugin's provider may have a backward pass, but not one that can be traced."""
     calls, op = mine(origin), all_ops()["rms_norm"]
@@ -183,10 +189,15 @@ def test_a_provider_yields_to_the_reference_for_gradients_alone(mine, origin, la
     said = [r.message for r in caplog.records if "rms_norm: mine does not take these arguments" in r.message]
     assert len(said) == 1 and f"x requires grad, and {lacks}" in said[0]
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"use\('mine'\): rms_norm cannot run there .*: x requires grad"), op.use("mine"):
+    with (
+        pytest.raises(Exception, match=r"use\('mine'\): rms_norm cannot run there .*: x requires grad"),
+        op.use("mine"),
+    ):
         compiled(x, weight)
     if origin is not None:
-        with pytest.raises(RuntimeError, match="does not require grad"):  # as it is called, whatever it then makes of it
+        with pytest.raises(
+            RuntimeError, match="does not require grad"
+        ):  # as it is called, whatever it then makes of it
             torch.autograd.grad(torch.ops.nanovllm.rms_norm(x, weight, 1e-6).sum(), x)
         assert calls[2:] == [True]
 
@@ -196,7 +207,10 @@ def test_what_cannot_be_traced_says_so():
     op = all_ops()["attention_decode"]
     args = leaves(op, next(cases(op)))
     compiled = torch.compile(lambda *args: op(*args), **EAGER)
-    with pytest.raises(Exception, match=r"attention_decode requires grad here, .* call it under torch.no_grad\(\), or where the graph may break"):
+    with pytest.raises(
+        Exception,
+        match=r"attention_decode requires grad here, .* call it under torch.no_grad\(\), or where the graph may break",
+    ):
         compiled(*args)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*args), op(*args))
@@ -223,8 +237,16 @@ def test_keyword_only_parameters_and_defaults():
 
     try:
         x, y = randn(3).requires_grad_(), randn(3)
-        for fn in (torch.ops.nanovllm.scaled_here, torch.compile(lambda *args, **more: scaled_here(*args, **more), **EAGER)):
-            for args, more, want in (((x,), {}, 2.0), ((x,), {"by": 3.0}, 3.0), ((x, y), {"by": 3.0}, 3 * y), ((x,), {"y": y}, 2 * y)):
+        for fn in (
+            torch.ops.nanovllm.scaled_here,
+            torch.compile(lambda *args, **more: scaled_here(*args, **more), **EAGER),
+        ):
+            for args, more, want in (
+                ((x,), {}, 2.0),
+                ((x,), {"by": 3.0}, 3.0),
+                ((x, y), {"by": 3.0}, 3 * y),
+                ((x,), {"y": y}, 2 * y),
+            ):
                 (got,) = torch.autograd.grad(fn(*args, **more).sum(), x)
                 torch.testing.assert_close(got, torch.as_tensor(want, device=DEVICE).expand(3))
                 with torch.no_grad():

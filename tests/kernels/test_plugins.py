@@ -10,9 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from nanovllm.cli import app
-from nanovllm.kernels import KernelError, Provider, all_ops, plugins, registry, resolve_kernels, selection
-from nanovllm.kernels.plugins import failures, load_plugins
-from nanovllm.kernels.selection import explain, rank
+from nanovllm.kernels import KernelError, Provider, all_ops, resolve_kernels
+from nanovllm.kernels.op import plugins, registry, selection
+from nanovllm.kernels.op.plugins import failures, load_plugins
+from nanovllm.kernels.op.selection import explain, rank
 
 CPU = torch.device("cpu")
 
@@ -331,7 +332,9 @@ def test_a_support_function_that_fails_is_a_reason(plugin, monkeypatch, caplog, 
         (row,) = [r for r in cli(*command, *options) if r["provider"] == "mine"]
         assert reason in row["reason"]
     assert sum(said in r.message for r in caplog.records) == 1
-    with pytest.raises(ValueError, match=f"kernel_priority names 'mine', which is not available for 'softmax': .*{reason}"):
+    with pytest.raises(
+        ValueError, match=f"kernel_priority names 'mine', which is not available for 'softmax': .*{reason}"
+    ):
         resolve_kernels(CPU, priority={"softmax": ["mine"]}, plugins=[path])
 
 
@@ -353,13 +356,17 @@ def test_an_accepts_function_that_fails_is_a_reason_and_an_error_of_a_call(plugi
     for call in (kernels.softmax, all_ops()["softmax"]):
         with pytest.raises(KernelError) as error, all_ops()["softmax"].use("mine"):
             call(torch.ones(2, 4))
-        assert "op 'softmax', provider 'mine', called with (float32[2, 4]): " in str(error.value) and reason in str(error.value)
+        assert "op 'softmax', provider 'mine', called with (float32[2, 4]): " in str(error.value) and reason in str(
+            error.value
+        )
 
 
 def test_nothing_done_is_an_error(plugin, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     bare = "from nanovllm.kernels import op\n@op\ndef without_inputs(x):\n    return x\n"
-    path = plugin(PROVIDER.format(name="mine").replace('"mine")', '"mine", support=lambda device: "no fish; buy one")', 1) + bare)
+    path = plugin(
+        PROVIDER.format(name="mine").replace('"mine")', '"mine", support=lambda device: "no fish; buy one")', 1) + bare
+    )
     options = ("--device", "cpu", "--kernel-plugin", path)
     for command, done_to in (("verify", "verified"), ("bench", "timed")):
         for arguments, reason in (

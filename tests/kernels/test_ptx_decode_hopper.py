@@ -13,13 +13,13 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.triton_attention.common import LOG2E, padded_count  # noqa: E402
-from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
-from nanovllm.kernels.triton_attention.decode_plan import plan_hopper_decode  # noqa: E402
-from tests.kernels.decode_hopper import check_stored, compiled, expected, make  # noqa: E402
-from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
-from tests.kernels.ptx_emulator import Machine  # noqa: E402
-from tests.kernels.ptx_launch import Memory, unknown  # noqa: E402
+from nanovllm.kernels.triton.attention.common import LOG2E, padded_count
+from nanovllm.kernels.triton.attention.decode_plan import HopperDecodePlan as Plan
+from nanovllm.kernels.triton.attention.decode_plan import plan_hopper_decode
+from tests.kernels.decode_hopper import check_stored, compiled, expected, make
+from tests.kernels.ptx_arithmetic import UnknownInstruction
+from tests.kernels.ptx_emulator import Machine
+from tests.kernels.ptx_launch import Memory, unknown
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ERROR = {"bf16": 1e-2, "fp16": 1.5e-3}
@@ -82,7 +82,15 @@ def emulate(
     # With a new token the kernel before is the projection, and nobody writes the lengths, the table, angles and weights; else it may be any.
     late = {"q", "k", "v", "k_cache", "v_cache", "out", "acc", "ml", "counters"} if new else set(arrays)
     machine = Machine(
-        ptx(binary.asm["ptx"]), plan.warps, parameters, array, descriptors, binary.metadata.shared, arrays, late, {"k_cache", "v_cache"}
+        ptx(binary.asm["ptx"]),
+        plan.warps,
+        parameters,
+        array,
+        descriptors,
+        binary.metadata.shared,
+        arrays,
+        late,
+        {"k_cache", "v_cache"},
     )
 
     def program(head, piece):
@@ -184,7 +192,9 @@ def test_a_cluster_merges_to_the_same_bits(name):
     shape = case.get("head_dim", 128), case.get("block_size", 256), 1 if "scales" in case else 2, case.get("group", 2)
     assert case["plan"].refused(*shape) is None
     plan = case["plan"]
-    if len(case["lens"]) == 1 and case["lens"][0] <= 16 * plan.tile * plan.cluster:  # cut into as many pieces as a cluster merges
+    if (
+        len(case["lens"]) == 1 and case["lens"][0] <= 16 * plan.tile * plan.cluster
+    ):  # cut into as many pieces as a cluster merges
         plan = replace(plan, pieces=min(plan.pieces, plan.cluster))
     assert torch.equal(check(**case), check(**case | {"plan": replace(plan, cluster=0)}))
 
@@ -208,7 +218,9 @@ def test_other_batches_on_the_same_counters(plan):
         assert not memory.read("counters", torch.int32, (3,)).any()
 
 
-@pytest.mark.parametrize("name", ["two queries", "four", "eight", "three, head_dim 64", "one warp", "eight warps, float8"])
+@pytest.mark.parametrize(
+    "name", ["two queries", "four", "eight", "three, head_dim 64", "one warp", "eight warps, float8"]
+)
 def test_programs_that_run_together(name):
     """Each may be the last to arrive, and merges; the bits are those of one program after the other."""
     case = {
@@ -246,7 +258,10 @@ def _without_barriers(ptx):
     [
         ("barriers between reading a slot and filling it again", _without_barriers),
         ("the mask of values that no token has", lambda ptx: ptx.replace("and.b32 ", "or.b32 ")),
-        ("the weights as the second product wants them", lambda ptx: ptx.replace("movmatrix.sync.aligned.m8n8.trans.b16", "mov.b32")),
+        (
+            "the weights as the second product wants them",
+            lambda ptx: ptx.replace("movmatrix.sync.aligned.m8n8.trans.b16", "mov.b32"),
+        ),
     ],
 )
 def test_the_emulator_finds_what_is_missing(what, change):
@@ -268,7 +283,10 @@ def test_the_emulator_finds_what_is_missing(what, change):
     "change, said",
     [
         (lambda ptx: re.sub(r"griddepcontrol\.wait\s*;", "", ptx), "before the wait for the kernel before"),
-        (lambda ptx: re.sub(r"(griddepcontrol)(\.wait\s*;)", r"\1\2\n\1.launch_dependents;", ptx), "after the next kernel"),
+        (
+            lambda ptx: re.sub(r"(griddepcontrol)(\.wait\s*;)", r"\1\2\n\1.launch_dependents;", ptx),
+            "after the next kernel",
+        ),
         (lambda ptx: re.sub(r"@%p\d+ (st\.global)", r"\1", ptx), "outside of every array|after the next kernel"),
         (lambda ptx: re.sub(r"@%p\d+ (ld\.global)", r"\1", ptx), "outside of every array"),
     ],

@@ -13,12 +13,12 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.triton_attention.common import LOG2E  # noqa: E402
-from nanovllm.kernels.triton_attention.prefill import fit_hopper, plan_hopper  # noqa: E402
-from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
-from tests.kernels.ptx_emulator import BASE, Machine  # noqa: E402
-from tests.kernels.ptx_launch import Memory, unknown  # noqa: E402
-from tests.kernels.test_triton_attention_prefill import compile_hopper, paged, queries, reference  # noqa: E402
+from nanovllm.kernels.triton.attention.common import LOG2E
+from nanovllm.kernels.triton.attention.prefill import fit_hopper, plan_hopper
+from tests.kernels.ptx_arithmetic import UnknownInstruction
+from tests.kernels.ptx_emulator import BASE, Machine
+from tests.kernels.ptx_launch import Memory, unknown
+from tests.kernels.test_triton_attention_prefill import compile_hopper, paged, queries, reference
 
 WARPS = 12
 BEHIND = 4096

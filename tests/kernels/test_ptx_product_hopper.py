@@ -12,11 +12,11 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.triton_decode.hopper import _FIRST, HopperPlan  # noqa: E402
-from nanovllm.kernels.tunables import hopper_product_tokens  # noqa: E402
-from tests.kernels.ptx_arithmetic import UnknownInstruction  # noqa: E402
-from tests.kernels.ptx_emulator import Machine  # noqa: E402
-from tests.kernels.ptx_launch import Memory, unknown  # noqa: E402
+from nanovllm.kernels.triton.gemm.decode_hopper import _FIRST, HopperPlan
+from nanovllm.kernels.triton.tunables import hopper_product_tokens
+from tests.kernels.ptx_arithmetic import UnknownInstruction
+from tests.kernels.ptx_emulator import Machine
+from tests.kernels.ptx_launch import Memory, unknown
 
 BF16 = torch.bfloat16
 
@@ -26,7 +26,7 @@ def compiled(plan, tokens, outputs, gated, bias):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels.triton_decode.hopper_kernel import hopper_kernel
+    from nanovllm.kernels.triton.gemm.decode_hopper_kernel import hopper_kernel
 
     def boxes(*box):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
@@ -49,7 +49,14 @@ def compiled(plan, tokens, outputs, gated, bias):
 @pytest.mark.parametrize(
     "tokens, rows, columns, plan, gated, bias",
     [
-        (5, 80, 6, HopperPlan(1, 2, 2, 2), False, True),  # slots that are filled again, columns and rows that there are not
+        (
+            5,
+            80,
+            6,
+            HopperPlan(1, 2, 2, 2),
+            False,
+            True,
+        ),  # slots that are filled again, columns and rows that there are not
         (8, 64, 5, HopperPlan(3, 1, 2, 1), False, False),  # parts of the columns
         (19, 96, 3, HopperPlan(1, 1, 3, 1), True, False),
         (70, 136, 2, HopperPlan(1, 1, 2, 1, 256), False, True),  # a second tile of tokens, that begins inside the first
@@ -68,7 +75,11 @@ def test_the_compiled_product(tokens, rows, columns, plan, gated, bias):
     at["y"] = memory.place("y", b"\xff" * (plan.splits * tokens * outputs * kind.itemsize))
     array = memory.finish()
     if gated:
-        shape, strides, box = (columns, outputs // 8, 2, 8, 64), (64, 8 * size, outputs * size, size, 1), (plan.chunks, 4, 2, 8, 64)
+        shape, strides, box = (
+            (columns, outputs // 8, 2, 8, 64),
+            (64, 8 * size, outputs * size, size, 1),
+            (plan.chunks, 4, 2, 8, 64),
+        )
     else:
         shape, strides, box = (columns, rows, 64), (64, size, 1), (plan.chunks, 64, 64)
     x_shape, x_strides = (columns, tokens, 64), (64, size, 1)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
+import triton.language as tl
 
-from nanovllm.kernels.ops import qk_norm_rope_attention as OP  # noqa: E402
-from nanovllm.kernels.triton_attention.decode import DecodePlan, qk_norm_rope_attention  # noqa: E402
-from nanovllm.kernels.triton_attention.rotate import load_heads, rotate_heads, rotated_halves  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
-from tests.kernels.test_triton_attention import (  # noqa: E402
+from nanovllm.kernels.ops import qk_norm_rope_attention as OP
+from nanovllm.kernels.triton.attention.decode import DecodePlan, qk_norm_rope_attention
+from nanovllm.kernels.triton.attention.rotate import load_heads, rotate_heads, rotated_halves
+from tests.interpreter import check_interpreted
+from tests.kernels.test_triton_attention import (
     BF16,
     DEVICE,
     F8,
@@ -172,7 +172,9 @@ def test_bad_arguments():
         qk_norm_rope_attention(**given | {"k_weight": None})
     with pytest.raises(ValueError, match=r"k, v: expected \[2, 2, 64\], got \[1, 2, 64\]"):
         qk_norm_rope_attention(**given | {"k": given["k"][:1]})
-    with pytest.raises(ValueError, match=r"q: expected \[2, num_heads, head_dim\], a query token for each .* got \[1, 4, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"q: expected \[2, num_heads, head_dim\], a query token for each .* got \[1, 4, 64\]"
+    ):
         qk_norm_rope_attention(**given | {name: given[name][:1] for name in ("q", "k", "v")})
 
 
@@ -181,7 +183,9 @@ def test_a_position_without_angles(monkeypatch):
     given = make([20, 3], 4, 2, 64, 16, F32)
     angles = given["cos_sin_cache"]
     qk_norm_rope_attention(**copied(given) | {"cos_sin_cache": angles[:20]})
-    with pytest.raises(ValueError, match=r"sequence 0 has length 20, expected 0 to 19 \(19 positions in cos_sin_cache\)"):
+    with pytest.raises(
+        ValueError, match=r"sequence 0 has length 20, expected 0 to 19 \(19 positions in cos_sin_cache\)"
+    ):
         qk_norm_rope_attention(**copied(given) | {"cos_sin_cache": angles[:19]})
 
 

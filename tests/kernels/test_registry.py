@@ -17,11 +17,11 @@ from nanovllm.kernels import (
     all_ops,
     op,
     resolve_kernels,
-    selection,
     unavailable_reason,
 )
-from nanovllm.kernels.registry import NATIVE
-from nanovllm.kernels.selection import explain, rank
+from nanovllm.kernels.op import selection
+from nanovllm.kernels.op.registry import NATIVE
+from nanovllm.kernels.op.selection import explain, rank
 
 CPU = torch.device("cpu")
 
@@ -66,8 +66,10 @@ def test_a_call_with_other_arguments_names_the_op():
 
 
 def test_a_named_function_that_does_not_exist():
-    absent = Provider("triton", "nanovllm.kernels.availability:double")
-    with pytest.raises(AttributeError, match="^nanovllm.kernels.availability has no function 'double'; write it there"):
+    absent = Provider("triton", "nanovllm.kernels.op.availability:double")
+    with pytest.raises(
+        AttributeError, match="^nanovllm.kernels.op.availability has no function 'double'; write it there"
+    ):
         absent.fn  # noqa: B018
 
 
@@ -176,7 +178,9 @@ def test_fused_ops_name_ops():
 
 
 def test_a_named_provider_that_is_not_available_is_an_error_with_its_reason(rms_norm):
-    with pytest.raises(ValueError, match="^kernel_priority names 'elsewhere'.*not available.*: it needs a GPU; plug one in"):
+    with pytest.raises(
+        ValueError, match="^kernel_priority names 'elsewhere'.*not available.*: it needs a GPU; plug one in"
+    ):
         resolve_kernels(CPU, True, {"rms_norm": ["elsewhere"]})
 
 
@@ -187,7 +191,9 @@ def test_unknown_names_list_the_known(rms_norm):
         resolve_kernels(CPU, True, {"rms_norm": ["tritno"]})
     for names in (["nope"], ["fast", "nope"]):  # also where it would not be used
         for custom in (True, False):
-            with pytest.raises(ValueError, match="kernel_priority names 'nope', but the providers of 'rms_norm' are native"):
+            with pytest.raises(
+                ValueError, match="kernel_priority names 'nope', but the providers of 'rms_norm' are native"
+            ):
                 resolve_kernels(CPU, custom, {"rms_norm": names})
     with pytest.raises(ValueError, match="kernel_priority: unknown op 'nope'"):
         resolve_kernels(CPU, False, {"nope": ["fast"]})
@@ -243,8 +249,14 @@ def test_a_bad_environment_variable_is_named(rms_norm, monkeypatch, text):
     [
         ("nope=native", "NANOVLLM_KERNELS: unknown op 'nope'"),
         ("rms_norm=nope", "NANOVLLM_KERNELS names 'nope', but the providers of 'rms_norm' are native"),
-        ("rms_norm=elsewhere", "NANOVLLM_KERNELS names 'elsewhere', which is not available for 'rms_norm': it needs a GPU"),
-        ("rms_norm=native; rms_norm = fast", "'rms_norm' is given twice; name several providers as rms_norm=provider,provider"),
+        (
+            "rms_norm=elsewhere",
+            "NANOVLLM_KERNELS names 'elsewhere', which is not available for 'rms_norm': it needs a GPU",
+        ),
+        (
+            "rms_norm=native; rms_norm = fast",
+            "'rms_norm' is given twice; name several providers as rms_norm=provider,provider",
+        ),
         ("*=native;*=fast", r"'\*' is given twice"),
     ],
 )
@@ -346,7 +358,9 @@ def test_a_provider_that_cannot_be_imported_is_named(rms_norm, monkeypatch):
 
 def test_a_triton_that_cannot_be_imported_is_a_reason(tmp_path):
     (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open shared object file')")
+    (tmp_path / "triton" / "__init__.py").write_text(
+        "raise ImportError('libcuda.so.1: cannot open shared object file')"
+    )
     program = tmp_path / "program.py"
     program.write_text("""
 import torch

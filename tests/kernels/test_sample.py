@@ -110,7 +110,9 @@ def test_philox_gives_the_published_words(rounds, counter, key, words, device):
 
 def test_uniform_is_inside_the_open_interval_and_as_documented():
     words = torch.tensor([0, 1, 2, 3, 2**24 + 1, 2**31, 2**32 - 257, 2**32 - 256, 2**32 - 1])
-    words = torch.cat([words, torch.arange(4096), torch.randint(2**32, (100_000,), generator=torch.Generator().manual_seed(0))])
+    words = torch.cat(
+        [words, torch.arange(4096), torch.randint(2**32, (100_000,), generator=torch.Generator().manual_seed(0))]
+    )
     u = uniform(words)
     assert u.dtype == torch.float32 and u.min() == 2.0**-33 and u.max() == 1 - 2.0**-24
     numpy = np.minimum(words.numpy().astype(np.uint32).astype(np.float32) + np.float32(0.5), np.float32(2**32 - 256))
@@ -121,7 +123,11 @@ def test_uniform_is_inside_the_open_interval_and_as_documented():
 
 @pytest.mark.parametrize("first_counter", [0, BLOCK_COUNTERS])
 def test_variates_are_exponential(first_counter):
-    values = exponentials(torch.arange(100), torch.arange(100) * 7, torch.arange(5000)[None], first_counter).double().flatten()
+    values = (
+        exponentials(torch.arange(100), torch.arange(100) * 7, torch.arange(5000)[None], first_counter)
+        .double()
+        .flatten()
+    )
     assert values.isfinite().all() and values.min() > 0
     cdf = -torch.expm1(-values.sort().values)
     ranks = (torch.arange(len(cdf)) + 0.5) / len(cdf)
@@ -153,7 +159,7 @@ def test_no_counter_serves_a_block_and_a_column():
     assert BLOCK_COUNTERS + largest // BLOCK // 4 + BLOCK < 2**32
 
 
-TRITON_CHECK = '''
+TRITON_CHECK = """
 import sys
 
 import numpy as np
@@ -188,7 +194,7 @@ ours = philox(torch.arange(vocab, device=device)[None], positions[:, None], zero
 assert torch.equal(words, ours), "words differ"
 assert torch.equal(uniforms.view(torch.int32), uniform(ours).view(torch.int32)), "uniforms differ"
 print("equal")
-'''
+"""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -277,7 +283,11 @@ def test_transformers_agrees_on_many_random_rows(seed):
         scores = transformers.TopPLogitsWarper(p)(None, scores) if p < 1 else scores
         scores = transformers.MinPLogitsWarper(m)(None, scores) if m else scores
         # A row in a few hundred has a cumulated mass within rounding of p.
-        differ = [i for i in range(200) if sorted(logits[i][ours[i]].tolist()) != sorted(logits[i][scores[i] > -torch.inf].tolist())]
+        differ = [
+            i
+            for i in range(200)
+            if sorted(logits[i][ours[i]].tolist()) != sorted(logits[i][scores[i] > -torch.inf].tolist())
+        ]
         assert all(not away_from_boundaries(logits[i].tolist(), 0.7, k, p, m) for i in differ)
         assert len(differ) <= 4
 
@@ -296,7 +306,12 @@ def test_edges_of_the_filters():
     assert kept(top_k=1, top_p=0.6) == [1, 2]
     assert kept(min_p=1.0) == [1, 2, 4]
     assert kept(min_p=math.exp(-1) + 1e-4) == [1, 2, 4] and kept(min_p=math.exp(-1) - 1e-4) == [1, 2, 3, 4]
-    assert (survivors([0.0] * 4, top_p=0.5) > -torch.inf).tolist() == [True, True, False, False]  # mass equal to p suffices
+    assert (survivors([0.0] * 4, top_p=0.5) > -torch.inf).tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]  # mass equal to p suffices
     # top_p 1 is off, also for weights too small to count in the sum.
     assert survivors([0.0, -100.0, -math.inf], top_p=1.0).tolist() == [0.0, -100.0, -math.inf]
     assert survivors([-math.inf] * 3, top_k=2, top_p=0.5, min_p=0.5).isneginf().all()
@@ -378,7 +393,9 @@ def test_rare_tokens_keep_their_share():
     blocks = as_blocks(filter_logits(logits, *tensors(1)[:4]))
     n = 100_000
     scores = block_scores(blocks, torch.tensor([3]), torch.tensor([4]))
-    noise = -exponentials(torch.tensor([3]), torch.tensor([4]), torch.arange(blocks.shape[1])[None], BLOCK_COUNTERS).log()
+    noise = -exponentials(
+        torch.tensor([3]), torch.tensor([4]), torch.arange(blocks.shape[1])[None], BLOCK_COUNTERS
+    ).log()
     weights = (scores - noise).double().exp()[0]
     assert weights[1:].sum().item() == pytest.approx((vocab - BLOCK) * rare, rel=1e-5)
     assert weights[0].item() == pytest.approx(1 + (BLOCK - 1) * rare, rel=1e-6)
@@ -406,7 +423,9 @@ def test_weights_are_added_in_pairs():
     noise = exponentials(seeds, seeds, torch.arange(12)[None], BLOCK_COUNTERS)
     assert torch.equal(got, torch.from_numpy(largest) + (sums / noise).log())
     for row in range(7):
-        assert torch.equal(block_scores(log_weights[row : row + 1], seeds[row : row + 1], seeds[row : row + 1])[0], got[row])
+        assert torch.equal(
+            block_scores(log_weights[row : row + 1], seeds[row : row + 1], seeds[row : row + 1])[0], got[row]
+        )
 
 
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 5000])
@@ -439,7 +458,11 @@ def test_successive_draws_are_independent():
     logits = torch.tensor([0.0, 0.5, 1.0, 0.2, -1.0, 0.7])
     p = logits.double().softmax(0)
     expected = torch.outer(p, p).flatten().numpy() * (draws // 2)
-    for counters in (dict(positions=range(draws)), dict(seeds=range(draws)), dict(seeds=[i << 32 for i in range(draws)])):
+    for counters in (
+        dict(positions=range(draws)),
+        dict(seeds=range(draws)),
+        dict(seeds=[i << 32 for i in range(draws)]),
+    ):
         tokens = sample(logits.expand(draws, vocab), *tensors(draws, **counters)).view(-1, 2)
         counts = np.bincount((tokens[:, 0] * vocab + tokens[:, 1]).numpy(), minlength=vocab * vocab)
         assert chi_square_is_plausible(counts, expected)

@@ -7,7 +7,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from tests.kernels.sass_wgmma import machine_code, touched_in_flight  # noqa: E402
+from tests.kernels.sass_wgmma import machine_code, touched_in_flight
 
 SUMS = "HGMMA.64x16x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"  # R24 to R31
 OTHER = "HGMMA.64x16x16.F32.BF16 R32, gdesc[UR8], RZ, !UPT, gsb0"  # R32 to R39
@@ -22,7 +22,10 @@ def found(*code):
     lines = []
     for i, text in enumerate(code):
         guard, text = text.split(" ", 1) if text[0] == "@" else ("", text)
-        lines += [f"        /*{16 * i:04x}*/  {guard:>8} {text} ;  /* 0x000000181b04723e */", f"{'':40}/* 0x000fe400000010ff */"]
+        lines += [
+            f"        /*{16 * i:04x}*/  {guard:>8} {text} ;  /* 0x000000181b04723e */",
+            f"{'':40}/* 0x000fe400000010ff */",
+        ]
     return [int(line.split(":")[0], 16) // 16 for line in touched_in_flight("\n".join(lines))]
 
 
@@ -41,7 +44,10 @@ def found(*code):
         ((SUMS, OTHER, "WARPGROUP.DEPBAR.LE gsb0, 0x2", USE, USE_OTHER, END), [3, 4]),
         ((SUMS, "@P0 WARPGROUP.DEPBAR.LE gsb0, 0x0", USE, END), [2]),
         ((SUMS, "HGMMA.64x8x16.F32.BF16 R28, gdesc[UR8], R28, gsb0", WAIT, END), [1]),  # part of the sums
-        (("HGMMA.64x16x16.F16 R24, gdesc[UR8], R24, gsb0", "MOV R4, R27", "MOV R5, R28", WAIT, END), [1]),  # two sums a register
+        (
+            ("HGMMA.64x16x16.F16 R24, gdesc[UR8], R24, gsb0", "MOV R4, R27", "MOV R5, R28", WAIT, END),
+            [1],
+        ),  # two sums a register
         (("QGMMA.64x16x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24, gsb0", "MOV R4, R31", WAIT, END), [1]),
     ],
     ids=str,
@@ -57,7 +63,10 @@ def test_sums(code, places):
         ((HELD, "MOV R91, R4", WAIT, END), [1]),
         ((HELD, "MOV R92, R4", WAIT, END), []),
         ((HELD, HELD, WAIT, END), []),
-        ((HELD, "STS [R88], R89", "ISETP.GT.AND P0, PT, R90, R91, PT", "STG.E.64 desc[UR4][R88.64], R90", WAIT, END), []),
+        (
+            (HELD, "STS [R88], R89", "ISETP.GT.AND P0, PT, R90, R91, PT", "STG.E.64 desc[UR4][R88.64], R90", WAIT, END),
+            [],
+        ),
         ((HELD, "SHFL.BFLY PT, R88, R4, 0x1, 0x1f", WAIT, END), [1]),
         ((HELD, "@!P1 IADD3 R90, P0, R4, R5, RZ", WAIT, END), [1]),
         ((HELD, "HGMMA.64x8x16.F32.BF16 R88, gdesc[UR8], RZ, !UPT, gsb0", WAIT, END), [1]),
@@ -127,7 +136,7 @@ def test_what_is_not_read():
 def test_a_wait_less_is_found():
     """Each wait of the prefill kernel, of either consumer, is needed; without it the reader says so."""
     pytest.importorskip("triton.experimental.gluon")
-    from nanovllm.kernels.triton_attention.prefill import plan_hopper
+    from nanovllm.kernels.triton.attention.prefill import plan_hopper
     from tests.kernels.test_triton_attention_prefill import compile_hopper
 
     sass = machine_code(compile_hopper(plan_hopper(2, 128, 256), 16, 8, 128, 256))

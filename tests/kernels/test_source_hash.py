@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 pytest.importorskip("triton")
-from nanovllm.kernels.source_hash import is_kernel, source_hash  # noqa: E402
+from nanovllm.kernels.op.source_hash import is_kernel, source_hash
 
 
 def _kernel_of(text, tmp_path, name):

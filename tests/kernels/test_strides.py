@@ -11,9 +11,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 
-from nanovllm.kernels import all_ops  # noqa: E402
-from nanovllm.kernels.declaration import Tensors, copy_of  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
+from nanovllm.kernels import all_ops
+from nanovllm.kernels.op.declaration import Tensors, copy_of
+from tests.interpreter import check_interpreted
 
 OPS = [op for op in all_ops().values() if "triton" in op.providers and op.inputs is not None]
 NOT_IN_INPUTS = {

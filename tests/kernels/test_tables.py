@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from nanovllm.kernels import tables
-from nanovllm.kernels.registry import all_ops
-from nanovllm.kernels.tables import SHIPPED, canonical_gpu_name, save_table, table_path
-from nanovllm.kernels.versions import versions
+from nanovllm.hardware.versions import versions
+from nanovllm.kernels.op import measured_order
+from nanovllm.kernels.op.measured_order import SHIPPED, canonical_gpu_name, save_table, table_path
+from nanovllm.kernels.op.registry import all_ops
 
 GPU = torch.device("cuda", 0)
 
@@ -31,18 +31,21 @@ def test_canonical_names(product, chip):
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 9")
-    monkeypatch.setenv(tables.DIRECTORY_VARIABLE, str(tmp_path))
-    tables._orders.cache_clear()
+    monkeypatch.setenv(measured_order.DIRECTORY_VARIABLE, str(tmp_path))
+    measured_order._orders.cache_clear()
     yield tmp_path
-    tables._orders.cache_clear()
+    measured_order._orders.cache_clear()
 
 
 def test_an_order_is_written_and_read(gpu):
-    assert tables.measured_order("rms_norm", GPU) is None
+    assert measured_order.measured_order("rms_norm", GPU) is None
     path = save_table("nvidia-test-9", {"rms_norm": {"order": ["native", "triton"], "relative": {}}}, "2020-01-02", gpu)
     assert path == gpu / "nvidia-test-9.json" == table_path("nvidia-test-9", gpu)
-    tables._orders.cache_clear()
-    assert tables.measured_order("rms_norm", GPU) == ["native", "triton"] and tables.measured_order("x", GPU) is None
+    measured_order._orders.cache_clear()
+    assert (
+        measured_order.measured_order("rms_norm", GPU) == ["native", "triton"]
+        and measured_order.measured_order("x", GPU) is None
+    )
 
 
 def test_the_entry_of_these_versions_counts_else_the_newest(gpu):
@@ -52,8 +55,8 @@ def test_the_entry_of_these_versions_counts_else_the_newest(gpu):
     old, here, new = entry(["old"], "2020", torch="1"), entry(["here"], "2021"), entry(["new"], "2022", torch="2")
     for entries, expected in [([old, here, new], ["here"]), ([old, new], ["new"]), ([new, old], ["new"])]:
         (gpu / "nvidia-test-9.json").write_text(json.dumps({"gpu": "nvidia-test-9", "entries": entries}))
-        tables._orders.cache_clear()
-        assert tables.measured_order("rms_norm", GPU) == expected
+        measured_order._orders.cache_clear()
+        assert measured_order.measured_order("rms_norm", GPU) == expected
 
 
 def test_saving_keeps_other_versions(gpu):
@@ -66,7 +69,7 @@ def test_saving_keeps_other_versions(gpu):
 def test_a_broken_table_is_named(gpu):
     (gpu / "nvidia-test-9.json").write_text("{}")
     with pytest.raises(ValueError, match=r"nvidia-test-9.json is not a kernel table .*--save-table"):
-        tables.measured_order("rms_norm", GPU)
+        measured_order.measured_order("rms_norm", GPU)
 
 
 def test_the_shipped_tables_speak_of_ops_and_providers_that_exist():
@@ -81,11 +84,19 @@ def test_the_shipped_tables_speak_of_ops_and_providers_that_exist():
 
 def test_what_was_not_measured_again_is_kept(tmp_path):
     first = {"order": ["triton", "flash_attn", "native"], "relative": {"triton": 1.0, "flash_attn": 1.3, "native": 6.0}}
-    save_table("g", {"attention_decode": first, "softmax": {"order": ["native"], "relative": {"native": 1.0}}}, "2020-01-01", tmp_path)
+    save_table(
+        "g",
+        {"attention_decode": first, "softmax": {"order": ["native"], "relative": {"native": 1.0}}},
+        "2020-01-01",
+        tmp_path,
+    )
     again = {"order": ["triton", "native"], "relative": {"triton": 1.0, "native": 1.2}}
     path = save_table("g", {"attention_decode": again}, "2020-01-02", tmp_path)
     (entry,) = json.loads(path.read_text())["entries"]
-    assert entry["ops"]["attention_decode"]["relative"] == {"triton": 1.0, "native": 1.2, "flash_attn": 1.3} and "softmax" in entry["ops"]
+    assert (
+        entry["ops"]["attention_decode"]["relative"] == {"triton": 1.0, "native": 1.2, "flash_attn": 1.3}
+        and "softmax" in entry["ops"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,6 +110,8 @@ def test_what_was_not_measured_again_is_kept(tmp_path):
 )
 def test_kept_providers_stand_where_their_times_put_them(tmp_path, known, found, order):
     for relative in (known, found):
-        path = save_table("g", {"op": {"order": sorted(relative, key=relative.get), "relative": relative}}, "2020-01-01", tmp_path)
+        path = save_table(
+            "g", {"op": {"order": sorted(relative, key=relative.get), "relative": relative}}, "2020-01-01", tmp_path
+        )
     (entry,) = json.loads(path.read_text())["entries"]
     assert entry["ops"]["op"]["order"] == order

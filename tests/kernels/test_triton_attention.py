@@ -18,11 +18,11 @@ INTERPRETED = triton.knobs.runtime.interpret
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 
-from nanovllm.kernels.triton_attention.common import padded_count  # noqa: E402
-from nanovllm.kernels.triton_attention.decode import DecodePlan, attention_decode, plan_decode  # noqa: E402
-from nanovllm.kernels.triton_attention.decode_kernel import decode_kernel  # noqa: E402
-from nanovllm.kernels.triton_attention.decode_plan import tokens_together  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
+from nanovllm.kernels.triton.attention.common import padded_count
+from nanovllm.kernels.triton.attention.decode import DecodePlan, attention_decode, plan_decode
+from nanovllm.kernels.triton.attention.decode_kernel import decode_kernel
+from nanovllm.kernels.triton.attention.decode_plan import tokens_together
+from tests.interpreter import check_interpreted
 
 F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 6e-3}
@@ -101,7 +101,9 @@ def scales(count, seed):
     return (torch.rand(count, generator=torch.Generator().manual_seed(seed)) + 0.5).to(DEVICE)
 
 
-def check_decode(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, plan=None, cache_dtype=None, n=1, **options):
+def check_decode(
+    lens, num_heads, num_kv_heads, head_dim, block_size, dtype, plan=None, cache_dtype=None, n=1, **options
+):
     """n: query tokens a sequence."""
     k, v, table = paged(lens, num_kv_heads, head_dim, block_size, cache_dtype or dtype, seed=len(lens))
     q = queries(len(lens) * n, num_heads, head_dim, dtype)
@@ -137,13 +139,31 @@ def mixed(count, longest, seed=0):
         ([100, 3, 1, 64, 33], 4, 2, 64, 64, F32, DecodePlan(2, 16, 4, 1, 16, False), {}),  # hardly cut
         ([100, 3, 1, 64, 33], 4, 2, 64, 64, F32, DecodePlan(30, 16, 4, 1, 16, False, 3), {}),  # to three tiles at least
         ([100, 3, 160], 4, 2, 64, 48, F32, DecodePlan(4, 32, 4, 1, 16, False), {}),  # tiles that straddle larger blocks
-        ([90, 0, 5], 9, 3, 80, 32, F16, DecodePlan(30, 16, 4, 1, 16, False), {}),  # no power of two anywhere, cut to tiles
+        (
+            [90, 0, 5],
+            9,
+            3,
+            80,
+            32,
+            F16,
+            DecodePlan(30, 16, 4, 1, 16, False),
+            {},
+        ),  # no power of two anywhere, cut to tiles
         ([40, 70], 7, 1, 96, 64, F16, None, {"soft_cap": 5.0, "window": 33}),
         ([40, 70, 2], 4, 1, 64, 16, F32, DecodePlan(5, 16, 4, 1, 16, False), {"window": 20}),
         ([70], 4, 4, 64, 16, F32, DecodePlan(5, 16, 4, 1, 1, False), {"window": 1}),
         ([70], 20, 1, 64, 32, F32, DecodePlan(3, 16, 4, 2, 16, False), {"soft_cap": 30.0}),
         ([40, 0, 70], 4, 2, 64, 16, F16, DecodePlan(4, 32, 4, 1, 16, False), {"cache_dtype": F8}),
-        ([40, 70], 4, 2, 64, 16, F32, DecodePlan(4, 16, 4, 1, 16, False), {"cache_dtype": F8, "k_scale": 1, "v_scale": 2}),
+        (
+            [40, 70],
+            4,
+            2,
+            64,
+            16,
+            F32,
+            DecodePlan(4, 16, 4, 1, 16, False),
+            {"cache_dtype": F8, "k_scale": 1, "v_scale": 2},
+        ),
         (
             [90, 5],
             9,
@@ -167,7 +187,17 @@ FEW = [
     ([2, 17, 100, 16, 33], 4, 2, 64, 16, F32, 2, None, {}),
     ([1, 17, 0, 2, 3], 4, 2, 64, 16, F32, 4, None, {}),  # lengths below n, also where nothing is cut
     ([1, 17, 100, 2], 4, 2, 64, 16, F32, 4, CUT, {}),
-    ([65, 64, 63], 4, 2, 64, 64, F32, 3, DecodePlan(40, 16, 4, 1, 1, False), {}),  # a query before its sequence's last tile
+    (
+        [65, 64, 63],
+        4,
+        2,
+        64,
+        64,
+        F32,
+        3,
+        DecodePlan(40, 16, 4, 1, 1, False),
+        {},
+    ),  # a query before its sequence's last tile
     ([90, 0, 5], 9, 3, 80, 32, F16, 5, CUT, {}),  # no power of two anywhere, 15 rows
     ([90, 4], 9, 3, 80, 32, F16, 7, CUT, {}),  # 21 rows
     ([70, 3], 8, 1, 64, 48, F32, 9, DecodePlan(9, 32, 4, 1, 16, False), {}),  # tiles of 4, 4 and 1 tokens
@@ -217,7 +247,9 @@ def test_bad_input(monkeypatch):
     call()
     assert not call(lens=int32([20, 0]))[1].any()  # padding
     for wrong in (q, q[:1], q[:0]):
-        with pytest.raises(ValueError, match=rf"q: expected \[n \* 2, .* 2 sequences of .* got \[{len(wrong)}, 4, 64\]"):
+        with pytest.raises(
+            ValueError, match=rf"q: expected \[n \* 2, .* 2 sequences of .* got \[{len(wrong)}, 4, 64\]"
+        ):
             call(wrong)
     with pytest.raises(ValueError, match=r"q: expected \[n \* 0, "):
         call(table=table[:0], lens=lens[:0])
@@ -447,7 +479,9 @@ def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, t
     """Each plan; of those that differ in nothing but their pieces, the first and the last. With `rotate` none for middling batches."""
     plans = {}
     for num_seqs in (1, 4, 8, 300) if rotate else (1, 4, 8, 70, 300):
-        plan = plan_decode(num_seqs, 8, group, dim, {"fp32": 4, "bf16": 2, "fp8": 1}[dtype], dtype == "fp32", 132, rotate)
+        plan = plan_decode(
+            num_seqs, 8, group, dim, {"fp32": 4, "bf16": 2, "fp8": 1}[dtype], dtype == "fp32", 132, rotate
+        )
         plans.setdefault(replace(plan, pieces=1, least=1), []).append((num_seqs, plan))
     for num_seqs, plan in (batch for batches in plans.values() for batch in (batches[0], batches[-1])[: len(batches)]):
         dim_pad, group_pad = triton.next_power_of_2(dim), triton.next_power_of_2(group)
@@ -502,7 +536,14 @@ def test_few_query_tokens_compile_without_spills(dtype, dim, group, n, capabilit
 
 
 def test_tokens_of_a_tile():
-    assert [tokens_together(*case) for case in ((2, 2), (8, 4), (8, 8), (5, 9), (3, 71), (40, 1))] == [2, 8, 4, 3, 1, 32]
+    assert [tokens_together(*case) for case in ((2, 2), (8, 4), (8, 8), (5, 9), (3, 71), (40, 1))] == [
+        2,
+        8,
+        4,
+        3,
+        1,
+        32,
+    ]
 
 
 def test_in_the_interpreter():
@@ -518,7 +559,10 @@ _HERE = {
     **{
         name: GPU or INTERPRETED
         for name in (
-            "test_decode_small", "test_few_query_tokens_small", "test_few_query_tokens_see_what_one_sees", "test_bad_input",
+            "test_decode_small",
+            "test_few_query_tokens_small",
+            "test_few_query_tokens_see_what_one_sees",
+            "test_bad_input",
             "test_large_logits",
         )
     },  # fmt: skip

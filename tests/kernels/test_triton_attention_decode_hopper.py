@@ -14,14 +14,14 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
-from nanovllm.kernels.ops.checks import FP8  # noqa: E402
-from nanovllm.kernels.triton_attention import decode  # noqa: E402
-from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention  # noqa: E402
-from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
-from nanovllm.kernels.triton_attention.decode_plan import plan_decode  # noqa: E402
-from nanovllm.kernels.triton_decode import hopper  # noqa: E402
-from nanovllm.kernels.triton_ops._counters import _counters  # noqa: E402
-from tests.kernels.decode_hopper import check_stored, dims_apart, expected, heads_apart, make, run, tokens_apart  # noqa: E402
+from nanovllm.kernels.ops.checks import FP8
+from nanovllm.kernels.triton.attention import decode
+from nanovllm.kernels.triton.attention.decode import attention_decode, qk_norm_rope_attention
+from nanovllm.kernels.triton.attention.decode_plan import HopperDecodePlan as Plan
+from nanovllm.kernels.triton.attention.decode_plan import plan_decode
+from nanovllm.kernels.triton.counters import _counters
+from nanovllm.kernels.triton.gemm import decode_hopper
+from tests.kernels.decode_hopper import check_stored, dims_apart, expected, heads_apart, make, run, tokens_apart
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
@@ -299,9 +299,9 @@ def test_cached_tokens_that_the_kernel_before_stored(count):
 def layers(x, given, qkv_weight, out_weight):
     kept = []
     for _ in range(6):
-        q, k, v = hopper.product(x, qkv_weight).view(len(x), 32, 128).split((16, 8, 8), 1)
+        q, k, v = decode_hopper.product(x, qkv_weight).view(len(x), 32, 128).split((16, 8, 8), 1)
         kept.append(qk_norm_rope_attention(**given | {"q": q, "k": k, "v": v}))
-        x = hopper.product(kept[-1].flatten(1), out_weight)
+        x = decode_hopper.product(kept[-1].flatten(1), out_weight)
     return kept
 
 

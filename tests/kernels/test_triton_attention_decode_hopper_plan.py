@@ -12,12 +12,12 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
-from nanovllm.kernels.triton_attention import decode, decode_hopper, decode_plan  # noqa: E402
-from nanovllm.kernels.triton_attention.common import padded_count  # noqa: E402
-from nanovllm.kernels.triton_attention.decode import attention_decode, qk_norm_rope_attention  # noqa: E402
-from nanovllm.kernels.triton_attention.decode_plan import DecodePlan, plan_hopper_decode  # noqa: E402
-from nanovllm.kernels.triton_attention.decode_plan import HopperDecodePlan as Plan  # noqa: E402
-from tests.kernels.decode_hopper import compiled, dims_apart, heads_apart, make, resources, run  # noqa: E402
+from nanovllm.kernels.triton.attention import decode, decode_hopper, decode_plan
+from nanovllm.kernels.triton.attention.common import padded_count
+from nanovllm.kernels.triton.attention.decode import attention_decode, qk_norm_rope_attention
+from nanovllm.kernels.triton.attention.decode_plan import DecodePlan, plan_hopper_decode
+from nanovllm.kernels.triton.attention.decode_plan import HopperDecodePlan as Plan
+from tests.kernels.decode_hopper import compiled, dims_apart, heads_apart, make, resources, run
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -43,7 +43,9 @@ def test_what_is_read_early():
         new = decode.new_tokens(k, k.transpose(1, 2).contiguous().transpose(1, 2), angles, q_weight, k_weight, 1e-6)
         assert new.early == early
         given = [w for w in (new.k, new.v, new.cos_sin_cache, new.q_weight, new.k_weight) if w is not None]
-        assert all(w.stride(-1) == 1 for w in given) and torch.equal(new.v, k) and torch.equal(new.cos_sin_cache, angles)
+        assert (
+            all(w.stride(-1) == 1 for w in given) and torch.equal(new.v, k) and torch.equal(new.cos_sin_cache, angles)
+        )
 
 
 def test_what_is_taken(monkeypatch):
@@ -79,7 +81,9 @@ def test_what_is_not_taken_is_said():
     scale = torch.ones(1)
     for options in ({"window": 5}, {"soft_cap": 1.0}, {"scales": (scale, None)}, {"scales": (None, scale)}):
         assert "expected none of them" in decode_hopper.refused(q, k_cache, v_cache, new, **options)
-    assert decode_hopper.refused(q, k_cache, v_cache, None, queries=2) == "q: expected one query token a sequence, got 2"
+    assert (
+        decode_hopper.refused(q, k_cache, v_cache, None, queries=2) == "q: expected one query token a sequence, got 2"
+    )
     float8 = given_for(scales=(0, 0))
     assert decode_hopper.refused(*float8, scales=(scale, scale)) is None
     assert "expected none of them" in decode_hopper.refused(*float8, soft_cap=1.0)
@@ -122,7 +126,9 @@ def test_a_plan_that_cannot_be_launched_is_said():
     assert Plan(5, slots=13).refused(128, 64, 1) is None and "slots: " in Plan(5, slots=14).refused(128, 64, 1)
     assert Plan(5, slots=6).refused(128, 64) is None and Plan(5, slots=13).refused(64, 64) is None
     assert "cluster: 33792 bytes of partial results" in Plan(5, cluster=8).refused(128, 64, 2, 8)
-    assert Plan(5, cluster=8).refused(128, 64, 2, 4) is None and Plan(5, slots=3, cluster=16).refused(64, 64, 2, 4) is None
+    assert (
+        Plan(5, cluster=8).refused(128, 64, 2, 4) is None and Plan(5, slots=3, cluster=16).refused(64, 64, 2, 4) is None
+    )
     given = make([40, 3], 2, 2, 80, 64, BF16, device="cpu", new=False)
     with pytest.raises(ValueError, match="head_dim 64 or 128, got 80; a HopperDecodePlan is for its kernel only"):
         attention_decode(**given, plan=Plan(5))
@@ -150,7 +156,9 @@ def test_a_plan_says_which_kernel(monkeypatch):
     for plan in (None, plans[0]):
         run(few, plan)
     assert calls == [("any", True, None), ("any", True, plans[0])]
-    with pytest.raises(ValueError, match="q: expected one query token a sequence, got 3; a HopperDecodePlan is for its kernel only"):
+    with pytest.raises(
+        ValueError, match="q: expected one query token a sequence, got 3; a HopperDecodePlan is for its kernel only"
+    ):
         run(few, plans[1])
 
 
@@ -162,14 +170,18 @@ def test_built_in_plans_can_be_launched_and_use_the_gpu():
             plan = plan_hopper_decode(num_seqs, kv_heads, dim, sms, itemsize, new, group)
             assert plan.refused(dim, 64, itemsize, group) is None
             if 2 * plan.shared_memory(dim, itemsize) > decode_plan._SHARED and kv_heads * num_seqs <= sms:
-                assert (plan.pieces + num_seqs - 1) * kv_heads <= sms  # however the lengths fall, no program waits for another
+                assert (
+                    plan.pieces + num_seqs - 1
+                ) * kv_heads <= sms  # however the lengths fall, no program waits for another
     most = [row[0] for row in decode_plan._CACHED]
     assert most == sorted(set(most)) and most[-1] < 9
     for table in (decode_plan._MEASURED, decode_plan._FLOAT8):
         most = [row[0] for row in table]
         assert most[-1] is None and most[:-1] == sorted(set(most[:-1]))
     one = plan_hopper_decode(1, 8, 128, 132)
-    assert one.least * one.tile <= 256 and 0.9 * 132 <= one.pieces * 8 <= 2 * 132  # about a program a multiprocessor for a long one
+    assert (
+        one.least * one.tile <= 256 and 0.9 * 132 <= one.pieces * 8 <= 2 * 132
+    )  # about a program a multiprocessor for a long one
     assert plan_hopper_decode(64, 2, 128, 132).tile == plan_hopper_decode(16, 8, 128, 132).tile  # as many programs
 
 
@@ -243,7 +255,13 @@ def test_compiles_without_spills(name, tmp_path):
     exchanged = [plan.exchange(head_dim, group)] if plan.cluster else []
     assert [int(n) for n in re.findall(r"\.shared \.align 1024 \.b8 exchange\[(\d+)\]", ptx)] == exchanged
     assert all(n % 1024 == 0 for n in exchanged)
-    for once in (r"mapa\.shared::cluster", r"barrier\.cluster\.arrive", r"barrier\.cluster\.wait", r"fence\.mbarrier_init", r"try_wait\.parity\.acquire\.cluster"):
+    for once in (
+        r"mapa\.shared::cluster",
+        r"barrier\.cluster\.arrive",
+        r"barrier\.cluster\.wait",
+        r"fence\.mbarrier_init",
+        r"try_wait\.parity\.acquire\.cluster",
+    ):
         assert count_of(once) == bool(plan.cluster), once
     # Of a thread 16 bytes at a time, of a row its maximum and sum; less than four warps have several rows each.
     turns = max(1, 4 // plan.warps) if plan.cluster else 0
@@ -257,7 +275,9 @@ def test_clusters_are_launched_where_the_launcher_is_known(monkeypatch):
     given = make([300, 40, 3], 2, 2, 128, 64, BF16, device="cpu", new=False)
     launched = []
     monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
-    monkeypatch.setattr(decode_hopper, "launch_clusters", lambda *args, **options: launched.append((args[1:3], options["CLUSTER"])))
+    monkeypatch.setattr(
+        decode_hopper, "launch_clusters", lambda *args, **options: launched.append((args[1:3], options["CLUSTER"]))
+    )
 
     class Kernel:
         def __getitem__(self, grid):
@@ -283,4 +303,14 @@ def test_a_built_in_plan_has_a_cluster_only_where_it_can_exchange(monkeypatch):
         assert plan.refused(128, 64, 2, group) is None
         found[count, group] = plan.cluster
     plan_hopper_decode.cache_clear()
-    assert found == {(1, 2): 16, (1, 4): 0, (1, 8): 0, (8, 2): 8, (8, 4): 8, (8, 8): 0, (64, 2): 0, (64, 4): 0, (64, 8): 0}
+    assert found == {
+        (1, 2): 16,
+        (1, 4): 0,
+        (1, 8): 0,
+        (8, 2): 8,
+        (8, 4): 8,
+        (8, 8): 0,
+        (64, 2): 0,
+        (64, 4): 0,
+        (64, 8): 0,
+    }

@@ -20,8 +20,8 @@ GPU = torch.cuda.is_available() and not INTERPRETED
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if GPU else "cpu"
 
-from nanovllm.kernels.triton_attention import prefill  # noqa: E402
-from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
+from nanovllm.kernels.triton.attention import prefill
+from nanovllm.kernels.triton.attention.prefill import (
     HopperPlan,
     PrefillPlan,
     attention_prefill,
@@ -30,9 +30,9 @@ from nanovllm.kernels.triton_attention.prefill import (  # noqa: E402
     plan_prefill,
     prefill_registers,
 )
-from nanovllm.kernels.triton_attention.prefill_kernel import prefill_kernel  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
-from tests.kernels.sass_wgmma import machine_code, touched_in_flight  # noqa: E402
+from nanovllm.kernels.triton.attention.prefill_kernel import prefill_kernel
+from tests.interpreter import check_interpreted
+from tests.kernels.sass_wgmma import machine_code, touched_in_flight
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 6e-3}
@@ -246,7 +246,15 @@ def test_shapes(dim, dtype, heads, kv_heads, block_size):
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("heads, kv_heads, block_size", [(16, 8, 256), (14, 2, 16)])
 def test_the_kernel_for_any_gpu(dim, heads, kv_heads, block_size, beside):
-    check(*run_lengths(), heads, kv_heads, dim, block_size, BF16, plan_prefill(heads // kv_heads, dim, 2, 700, beside=beside))
+    check(
+        *run_lengths(),
+        heads,
+        kv_heads,
+        dim,
+        block_size,
+        BF16,
+        plan_prefill(heads // kv_heads, dim, 2, 700, beside=beside),
+    )
 
 
 def test_beside_other_kernels_it_leaves_them_room(monkeypatch):
@@ -412,7 +420,7 @@ def compile_hopper(plan, heads, kv_heads, dim, block_size, **options):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels.triton_attention.prefill_hopper import prefill_hopper_kernel
+    from nanovllm.kernels.triton.attention.prefill_hopper import prefill_hopper_kernel
 
     dim_pad = max(64, triton.next_power_of_2(dim))
     queries, wide = fit_hopper(plan, dim_pad)
@@ -452,7 +460,7 @@ def test_descriptors_are_kept_and_tensors_are_not():
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime.jit import mangle_type
 
-    from nanovllm.kernels.triton_ops._gluon import descriptor
+    from nanovllm.kernels.triton.gluon_compat import descriptor
 
     tensor = torch.empty(64, 4, 128, dtype=BF16)[:, 1:3]
 
@@ -492,7 +500,11 @@ _HERE = {
     **{
         name: GPU or INTERPRETED
         for name in (
-            "test_small", "test_fp8_cache", "test_large_logits", "test_company_counts_by_the_longest_run_only", "test_no_tokens",
+            "test_small",
+            "test_fp8_cache",
+            "test_large_logits",
+            "test_company_counts_by_the_longest_run_only",
+            "test_no_tokens",
             "test_bad_input",
         )  # fmt: skip
     },

@@ -19,13 +19,13 @@ INTERPRETED = triton.knobs.runtime.interpret
 RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
-import nanovllm.kernels.triton_attention.decode as attention  # noqa: E402
-import nanovllm.kernels.triton_decode.launch as decode  # noqa: E402
-from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear  # noqa: E402
-from nanovllm.kernels.ops.linear import linear  # noqa: E402
-from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm  # noqa: E402
-from nanovllm.kernels.triton_decode import hopper  # noqa: E402
-from nanovllm.kernels.triton_decode.plan import (  # noqa: E402
+import nanovllm.kernels.triton.attention.decode as attention
+import nanovllm.kernels.triton.gemm.decode_ops as decode
+from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
+from nanovllm.kernels.ops.linear import linear
+from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.triton.gemm import decode_hopper
+from nanovllm.kernels.triton.gemm.decode_plan import (
     MAX_TOKENS,
     SHARED_BYTES,
     MatrixPlan,
@@ -33,7 +33,7 @@ from nanovllm.kernels.triton_decode.plan import (  # noqa: E402
     max_tokens,
     plan,
 )
-from tests.interpreter import check_interpreted  # noqa: E402
+from tests.interpreter import check_interpreted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -114,7 +114,7 @@ def like(got, native):
 
 def runs_here(x, weight, gated, norm):
     """Whether a kernel of this package multiplies, not the library's."""
-    return decode._plan(x, weight, gated, norm) is not None or (not norm and hopper.takes(x, weight, gated))
+    return decode._plan(x, weight, gated, norm) is not None or (not norm and decode_hopper.takes(x, weight, gated))
 
 
 def check(tokens, outputs, size, dtype, seed=0, scale=1.0, like=like):

@@ -14,12 +14,12 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
-from nanovllm.kernels import tunables  # noqa: E402
-from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm  # noqa: E402
-from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul  # noqa: E402
-from nanovllm.kernels.triton_decode import hopper, launch  # noqa: E402
-from nanovllm.kernels.triton_decode.hopper import HopperPlan, plan_product  # noqa: E402
-from tests.kernels.sass_wgmma import machine_code, touched_in_flight  # noqa: E402
+from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
+from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
+from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.gemm import decode_hopper, decode_ops
+from nanovllm.kernels.triton.gemm.decode_hopper import HopperPlan, plan_product
+from tests.kernels.sass_wgmma import machine_code, touched_in_flight
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
@@ -71,21 +71,23 @@ def poison(monkeypatch):
 def test_products(rows, size, dtype, poison):
     for tokens in TOKENS:
         x, weight = make(tokens, rows, size, dtype, tokens, stride=size + 8 * (tokens % 3))
-        assert hopper.takes(x, weight) == (tokens in hopper.num_tokens_taken(weight))
+        assert decode_hopper.takes(x, weight) == (tokens in decode_hopper.num_tokens_taken(weight))
         bias = torch.randn(rows, device="cuda").to(dtype)
         for b in (None, bias):
             expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
-            got = hopper.product(x, weight, b)
+            got = decode_hopper.product(x, weight, b)
             assert got.dtype == dtype
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound_of(expected, dtype))
-        parts = hopper.product(x, weight, split=True)
+        parts = decode_hopper.product(x, weight, split=True)
         expected = F.linear(x.double(), weight.double())
         assert parts.dtype == torch.float32
-        torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=2e-5 * max(1.0, expected.abs().amax().item()))
+        torch.testing.assert_close(
+            parts.double().sum(0), expected, rtol=0, atol=2e-5 * max(1.0, expected.abs().amax().item())
+        )
         if rows % 16 == 0:
             gate, up = expected.chunk(2, -1)
             expected = F.silu(gate) * up
-            got = hopper.product(x, weight, gated=True)
+            got = decode_hopper.product(x, weight, gated=True)
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=2 * bound_of(expected, dtype))
 
 
@@ -99,29 +101,41 @@ def test_any_plan(plan, poison):
     for tokens, seed in itertools.product((2, 17, 40), range(3)):
         x, weight = make(tokens, 208, 17 * 64, torch.bfloat16, seed)
         expected = F.linear(x.double(), weight.double())
-        parts = hopper.product(x, weight, split=True, plan=plan)
+        parts = decode_hopper.product(x, weight, split=True, plan=plan)
         torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=1e-4)
         if plan.splits == 1:
-            got = hopper.product(x, weight, plan=plan)
+            got = decode_hopper.product(x, weight, plan=plan)
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound_of(expected, x.dtype))
 
 
 @on_hopper
-@pytest.mark.parametrize("plan", [HopperPlan(1, 1, 3, 6), HopperPlan(1, 1, 3, 6, 256), HopperPlan(1, 2, 2, 5, 256), HopperPlan(3, 2, 3, 1, 256), HopperPlan(9, 1, 2, 1, 256)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        HopperPlan(1, 1, 3, 6),
+        HopperPlan(1, 1, 3, 6, 256),
+        HopperPlan(1, 2, 2, 5, 256),
+        HopperPlan(3, 2, 3, 1, 256),
+        HopperPlan(9, 1, 2, 1, 256),
+    ],
+    ids=str,
+)
 def test_two_tiles_of_tokens(plan, poison):
     """Of one program or of two: all of both there, and a second that begins inside the first."""
-    for tokens, rows in itertools.product((1, 7, 33, 65, 70, 96, 97, 130, 144, 160, 161, 192, 193, 250, 256), (80, 272)):
+    for tokens, rows in itertools.product(
+        (1, 7, 33, 65, 70, 96, 97, 130, 144, 160, 161, 192, 193, 250, 256), (80, 272)
+    ):
         x, weight = make(tokens, rows, 17 * 64, torch.bfloat16, tokens, stride=17 * 64 + 8)
         bias = torch.randn(rows, device="cuda").bfloat16()
         expected = F.linear(x.double(), weight.double())
-        parts = hopper.product(x, weight, split=True, plan=plan)
+        parts = decode_hopper.product(x, weight, split=True, plan=plan)
         torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=1e-4)
         if plan.splits == 1:
-            got = hopper.product(x, weight, bias, plan=plan)
+            got = decode_hopper.product(x, weight, bias, plan=plan)
             torch.testing.assert_close(got.double(), expected + bias.double(), rtol=0, atol=bound_of(expected, x.dtype))
             gate, up = expected.chunk(2, -1)
             want = F.silu(gate) * up
-            got = hopper.product(x, weight, gated=True, plan=plan)
+            got = decode_hopper.product(x, weight, gated=True, plan=plan)
             torch.testing.assert_close(got.double(), want, rtol=0, atol=2 * bound_of(want, x.dtype))
 
 
@@ -134,23 +148,29 @@ def test_fused_ops_round_as_the_ops_they_fuse(dtype, scale, poison):
         residual = torch.randn(tokens, 2 * rows, device="cuda").to(dtype)[:, ::2] * scale
         norm, bias = torch.rand(rows, device="cuda").to(dtype) + 0.5, torch.randn(rows, device="cuda").to(dtype)
         for b in (None, bias):
-            got, total = launch.linear_add_rms_norm(x, weight, residual, norm, 1e-6, b)
+            got, total = decode_ops.linear_add_rms_norm(x, weight, residual, norm, 1e-6, b)
             want, want_total = linear_add_rms_norm.native(x, weight, residual, norm, 1e-6, b)
             for a, e in ((got, want), (total, want_total)):
-                assert (a.double() - e.double()).norm() / e.double().norm() < {torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
-        got, want = launch.linear_silu_and_mul(x, weight), linear_silu_and_mul.native(x, weight)
-        assert (got.double() - want.double()).norm() / want.double().norm() < {torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+                assert (a.double() - e.double()).norm() / e.double().norm() < {
+                    torch.bfloat16: 4e-3,
+                    torch.float16: 5e-4,
+                }[dtype]
+        got, want = decode_ops.linear_silu_and_mul(x, weight), linear_silu_and_mul.native(x, weight)
+        assert (got.double() - want.double()).norm() / want.double().norm() < {
+            torch.bfloat16: 6e-3,
+            torch.float16: 1e-3,
+        }[dtype]
 
 
 @on_hopper
 def test_tokens_do_not_see_each_other():
     """A token's bits do not depend on the others, whose numbers may be infinite or not numbers; and no run differs from another."""
     x, weight = make(32, 4096, 1024, torch.bfloat16, 0)
-    first = hopper.product(x, weight)
+    first = decode_hopper.product(x, weight)
     x = x.clone()
     x[5], x[31] = float("nan"), float("inf")
     for _ in range(20):
-        again = hopper.product(x, weight)
+        again = decode_hopper.product(x, weight)
         kept = [i for i in range(32) if i not in (5, 31)]
         assert torch.equal(again[kept], first[kept]) and again[5].isnan().all()
 
@@ -167,7 +187,7 @@ def test_a_chain_replays_with_new_tokens():
     def chain():
         y, r = x, residual
         for _ in range(4):
-            y, r = launch.linear_add_rms_norm(launch.linear_silu_and_mul(y, gate_up), down, r, norm, 1e-6)
+            y, r = decode_ops.linear_add_rms_norm(decode_ops.linear_silu_and_mul(y, gate_up), down, r, norm, 1e-6)
         return y
 
     stream = torch.cuda.Stream()
@@ -209,35 +229,39 @@ def weight_like(rows, size, dtype=torch.bfloat16, contiguous=True, address=0):
 
 
 def test_what_is_taken(monkeypatch):
-    monkeypatch.setattr(hopper, "_is_hopper", lambda index: True)
-    taken = hopper.num_tokens_taken
+    monkeypatch.setattr(decode_hopper, "_is_hopper", lambda index: True)
+    taken = decode_hopper.num_tokens_taken
     assert taken(weight_like(4096, 1024)) == range(1, 257) == taken(weight_like(4096, 1024, torch.float16))
-    assert taken(weight_like(24576, 4096), gated=True) == range(1, 129) and taken(weight_like(2048, 6144)) == range(2, 193)
+    assert taken(weight_like(24576, 4096), gated=True) == range(1, 129) and taken(weight_like(2048, 6144)) == range(
+        2, 193
+    )
     refused = [
         weight_like(4096, 1024, torch.float32), weight_like(4096, 1000), weight_like(4096, 0), weight_like(0, 64),
         weight_like(4096, 1024, contiguous=False), weight_like(4096, 1024, address=8),
     ]  # fmt: skip
     assert not any(taken(w) for w in refused)
     assert taken(weight_like(4104, 1024)) and not taken(weight_like(4104, 1024), gated=True)
-    assert launch.linear_add_rms_norm.num_tokens(weight_like(4096, 1024)) == range(1, 257)
-    assert launch.linear.num_tokens(weight_like(4096, 1024)) == range(1, 257)
-    assert not launch.add_rms_norm_linear.num_tokens(weight_like(4096, 1024))
+    assert decode_ops.linear_add_rms_norm.num_tokens(weight_like(4096, 1024)) == range(1, 257)
+    assert decode_ops.linear.num_tokens(weight_like(4096, 1024)) == range(1, 257)
+    assert not decode_ops.add_rms_norm_linear.num_tokens(weight_like(4096, 1024))
     # A gated product has another kernel for many tokens, and none in between.
-    monkeypatch.setattr(launch, "many_tokens", lambda weight: range(4096, 1 << 31))
-    taken_gated = launch.linear_silu_and_mul.num_tokens(weight_like(6144, 1024))
+    monkeypatch.setattr(decode_ops, "many_tokens", lambda weight: range(4096, 1 << 31))
+    taken_gated = decode_ops.linear_silu_and_mul.num_tokens(weight_like(6144, 1024))
     assert [n for n in (0, 1, 256, 257, 4095, 4096, 16384) if n in taken_gated] == [1, 256, 4096, 16384]
     # The language-model head: one token has a kernel of its own, many are the library's.
     assert taken(weight_like(151936, 1024)) == range(2, 33) and not taken(weight_like(151936, 1024), gated=True)
-    assert launch.linear.num_tokens(weight_like(151936, 1024)) == range(1, 33)
+    assert decode_ops.linear.num_tokens(weight_like(151936, 1024)) == range(1, 33)
     # One token of a layer of this size is better in the kernels that have the norm before the product.
-    assert launch.linear.num_tokens(weight_like(4096, 2048)) == range(1, 129)
-    assert launch.add_rms_norm_linear.num_tokens(weight_like(4096, 2048)) == range(1, 2)
-    monkeypatch.setattr(hopper, "_is_hopper", lambda index: False)
-    assert not launch.linear_add_rms_norm.num_tokens(weight_like(4096, 1024))
-    assert launch.add_rms_norm_linear.num_tokens(weight_like(4096, 1024)) == range(1, 9)
+    assert decode_ops.linear.num_tokens(weight_like(4096, 2048)) == range(1, 129)
+    assert decode_ops.add_rms_norm_linear.num_tokens(weight_like(4096, 2048)) == range(1, 2)
+    monkeypatch.setattr(decode_hopper, "_is_hopper", lambda index: False)
+    assert not decode_ops.linear_add_rms_norm.num_tokens(weight_like(4096, 1024))
+    assert decode_ops.add_rms_norm_linear.num_tokens(weight_like(4096, 1024)) == range(1, 9)
 
 
-@pytest.mark.parametrize("rows, size", [(1024, 2048), (1024, 3072), (2048, 6144), (4096, 1024), (4096, 2048), (40000, 1024), (64, 96)])
+@pytest.mark.parametrize(
+    "rows, size", [(1024, 2048), (1024, 3072), (2048, 6144), (4096, 1024), (4096, 2048), (40000, 1024), (64, 96)]
+)
 def test_a_plain_call_does_what_layers_do(rows, size, monkeypatch):
     """On a Hopper GPU that is not there: which product runs, by the op itself and by what `num_tokens` tells layers."""
     ran, weight = [], torch.empty(rows, size, dtype=torch.bfloat16)
@@ -245,34 +269,41 @@ def test_a_plain_call_does_what_layers_do(rows, size, monkeypatch):
     def note(name, result):
         return lambda x, w, *args, **kwargs: ran.append(name + kwargs.get("gated", False) * " gated") or result(x)
 
-    monkeypatch.setattr(hopper, "num_tokens_taken", lambda w, gated=False: hopper.worth(*w.shape, gated, w.dtype))
-    monkeypatch.setattr(launch.linear_add_rms_norm, "num_tokens", hopper.num_tokens_taken)  # bound when it was imported
-    monkeypatch.setattr(hopper, "product", note("hopper", lambda x: x))
-    monkeypatch.setattr(hopper, "sum_add_rms_norm", lambda *args: args)
-    monkeypatch.setattr(launch, "_launch", note("few", lambda x: (x, x)))
-    monkeypatch.setattr(launch, "F", SimpleNamespace(linear=note("library", lambda x: x)))
-    monkeypatch.setattr(launch, "silu_and_mul", lambda x: x)
-    monkeypatch.setattr(launch, "_add_rms_norm", lambda x, residual, *args: (x, residual))
+    monkeypatch.setattr(
+        decode_hopper, "num_tokens_taken", lambda w, gated=False: decode_hopper.worth(*w.shape, gated, w.dtype)
+    )
+    monkeypatch.setattr(
+        decode_ops.linear_add_rms_norm, "num_tokens", decode_hopper.num_tokens_taken
+    )  # bound when it was imported
+    monkeypatch.setattr(decode_hopper, "product", note("hopper", lambda x: x))
+    monkeypatch.setattr(decode_hopper, "sum_add_rms_norm", lambda *args: args)
+    monkeypatch.setattr(decode_ops, "_launch", note("few", lambda x: (x, x)))
+    monkeypatch.setattr(decode_ops, "F", SimpleNamespace(linear=note("library", lambda x: x)))
+    monkeypatch.setattr(decode_ops, "silu_and_mul", lambda x: x)
+    monkeypatch.setattr(decode_ops, "_add_rms_norm", lambda x, residual, *args: (x, residual))
     for tokens in (1, 2, 8, 9, 16, 32, 33, 64, 65, 256, 257):
         x = torch.empty(tokens, size, dtype=torch.bfloat16)
-        launch.linear(x, weight)
+        decode_ops.linear(x, weight)
         plain = ran.pop()
-        assert (plain == "library") == (tokens not in launch.linear.num_tokens(weight)) and not ran
-        launch.linear_add_rms_norm(x, weight, x, x[0], 1e-6)
-        assert ran.pop() == ("hopper" if tokens in launch.linear_add_rms_norm.num_tokens(weight) else plain)
-        launch.linear_silu_and_mul(x, weight)
-        assert ran.pop() == ("hopper gated" if tokens in launch.linear_silu_and_mul.num_tokens(weight) else plain) and not ran
+        assert (plain == "library") == (tokens not in decode_ops.linear.num_tokens(weight)) and not ran
+        decode_ops.linear_add_rms_norm(x, weight, x, x[0], 1e-6)
+        assert ran.pop() == ("hopper" if tokens in decode_ops.linear_add_rms_norm.num_tokens(weight) else plain)
+        decode_ops.linear_silu_and_mul(x, weight)
+        assert (
+            ran.pop() == ("hopper gated" if tokens in decode_ops.linear_silu_and_mul.num_tokens(weight) else plain)
+            and not ran
+        )
 
 
 def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
-    assert hopper.most_tokens_whole(1024, 3072) == 32 and hopper.most_tokens_whole(1024, 2048) == 64
-    assert hopper.most_tokens_whole(2048, 6144) == 8  # never fewer: measured
-    assert hopper.most_tokens_whole(1024, 1024) == 256 == hopper.most_tokens_whole(4096, 1024)
-    assert hopper.most_tokens_whole(4096, 12288) == 128
-    monkeypatch.setattr(hopper, "_is_hopper", lambda index: True)
-    assert launch.linear.num_tokens(weight_like(1024, 3072)) == range(1, 33)
-    assert launch.linear.num_tokens(weight_like(2048, 6144)) == range(1, 9)
-    assert launch.linear_add_rms_norm.num_tokens(weight_like(1024, 3072)) == range(1, 257)
+    assert decode_hopper.most_tokens_whole(1024, 3072) == 32 and decode_hopper.most_tokens_whole(1024, 2048) == 64
+    assert decode_hopper.most_tokens_whole(2048, 6144) == 8  # never fewer: measured
+    assert decode_hopper.most_tokens_whole(1024, 1024) == 256 == decode_hopper.most_tokens_whole(4096, 1024)
+    assert decode_hopper.most_tokens_whole(4096, 12288) == 128
+    monkeypatch.setattr(decode_hopper, "_is_hopper", lambda index: True)
+    assert decode_ops.linear.num_tokens(weight_like(1024, 3072)) == range(1, 33)
+    assert decode_ops.linear.num_tokens(weight_like(2048, 6144)) == range(1, 9)
+    assert decode_ops.linear_add_rms_norm.num_tokens(weight_like(1024, 3072)) == range(1, 257)
 
 
 COMPILED = [
@@ -289,12 +320,12 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels.triton_decode.hopper_kernel import hopper_kernel
+    from nanovllm.kernels.triton.gemm.decode_hopper_kernel import hopper_kernel
 
     gated, split, bias = (what.get(name, False) for name in ("gated", "split", "bias"))
     plan = plan_product(tokens, rows, size, split, 132)
     padded = tunables.hopper_product_tokens(tokens, plan.block)
-    first = hopper._FIRST.get(padded, padded)
+    first = decode_hopper._FIRST.get(padded, padded)
 
     def boxes(*box):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
@@ -310,7 +341,9 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
         **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     binary = triton.compile(
-        GluonASTSource(hopper_kernel, signature, constants, {}), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+        GluonASTSource(hopper_kernel, signature, constants, {}),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4},
     )
     assert binary.metadata.shared <= 227 << 10
     ptx = binary.asm["ptx"]
@@ -329,7 +362,7 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
 
 def test_weights_are_read_early_only_if_they_are_parameters():
     """Any other tensor may be what the kernel before is about to write: then the launch waits for that, as usual."""
-    from nanovllm.perf.autotune.launches import recorded
+    from nanovllm.tune.launches import recorded
 
     x, parts = torch.randn(2, 1024, dtype=torch.bfloat16), torch.zeros(2, 2, 1024)
     matrix = torch.randn(2048, 1024, dtype=torch.bfloat16)
@@ -342,6 +375,6 @@ def test_weights_are_read_early_only_if_they_are_parameters():
         ((weight, bias), column, False),  # strided: the kernel before has just written a copy
     ):
         with recorded() as launches:
-            hopper.product(x, *of_product)
-            hopper.sum_add_rms_norm(parts, None, x, of_norm, 1e-6)
-        assert [launch.options["launch_pdl"] for launch in launches] == [early] * 2
+            decode_hopper.product(x, *of_product)
+            decode_hopper.sum_add_rms_norm(parts, None, x, of_norm, 1e-6)
+        assert [decode_ops.options["launch_pdl"] for launch in launches] == [early] * 2

@@ -15,21 +15,21 @@ INTERPRETED = triton.knobs.runtime.interpret
 RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
-import triton.language as tl  # noqa: E402
+import triton.language as tl
 
-import nanovllm.kernels.triton_ops as ops  # noqa: E402
-from nanovllm.kernels.ops.activation import silu_and_mul as native_silu_and_mul  # noqa: E402
-from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts  # noqa: E402
-from nanovllm.kernels.ops.layernorm_residual_dropout_gelu import (  # noqa: E402
+import nanovllm.kernels.triton.rows as ops
+from nanovllm.kernels.extra.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts
+from nanovllm.kernels.extra.layernorm_residual_dropout_gelu import (
     layernorm_residual_dropout_gelu as native_chain,
 )
-from nanovllm.kernels.ops.norm import add_rms_norm as native_add_rms_norm  # noqa: E402
-from nanovllm.kernels.ops.norm import rms_norm as native_rms_norm  # noqa: E402
-from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rope  # noqa: E402
-from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding  # noqa: E402
-from nanovllm.kernels.ops.sample import philox  # noqa: E402
-from nanovllm.kernels.triton_ops.copy import CopyPlan, copy, copy_plans  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
+from nanovllm.kernels.ops.activation import silu_and_mul as native_silu_and_mul
+from nanovllm.kernels.ops.norm import add_rms_norm as native_add_rms_norm
+from nanovllm.kernels.ops.norm import rms_norm as native_rms_norm
+from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rope
+from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding
+from nanovllm.kernels.ops.sample import philox
+from nanovllm.kernels.triton.rows.copy import CopyPlan, copy, copy_plans
+from tests.interpreter import check_interpreted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -178,7 +178,7 @@ def far_rows(size):
 @pytest.mark.parametrize("size", [1024, 1280, 40] + ([1100, 5120, 20000] if DEVICE == "cuda" else []))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layer_norms_of_rows_far_from_zero(dtype, size, monkeypatch):
-    from nanovllm.kernels.triton_ops import layernorm_chain, norm
+    from nanovllm.kernels.triton.rows import layernorm_chain, norm
 
     x = far_rows(size).to(dtype).to(DEVICE)
     weight, bias = randn(size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
@@ -196,7 +196,7 @@ def test_layer_norms_of_rows_far_from_zero(dtype, size, monkeypatch):
 @pytest.fixture
 def few_multiprocessors(monkeypatch):
     """So few that long rows are not shared by programs."""
-    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton_ops.softmax"], "num_sms", lambda x: 0)
+    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton.rows.softmax"], "num_sms", lambda x: 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -206,7 +206,7 @@ def test_softmax_of_long_rows_by_one_program_each(few_multiprocessors, dtype):
 
 
 def test_softmax_of_rows_in_large_parts(monkeypatch):
-    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton_ops.softmax"], "_FEW_ROWS", 0)
+    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton.rows.softmax"], "_FEW_ROWS", 0)
     test_softmax((2, 33000), torch.bfloat16)
 
 
@@ -259,7 +259,7 @@ def test_layernorm_chain(dtype, approximate, p):
 @pytest.fixture
 def many(monkeypatch):
     """A few rows, elements or tokens count as many."""
-    from nanovllm.kernels.triton_ops import activation, elementwise, layernorm_chain, norm, rotary
+    from nanovllm.kernels.triton.rows import activation, elementwise, layernorm_chain, norm, rotary
 
     for module, name in (
         (norm, "MANY_ROWS"), (layernorm_chain, "MANY_ROWS"), (activation, "_FEW_ELEMENTS"), (elementwise, "_FEW_ELEMENTS"),
@@ -273,7 +273,7 @@ def many(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_of_many_rows(many, size, pieces, dtype):
-    from nanovllm.kernels.triton_ops import norm
+    from nanovllm.kernels.triton.rows import norm
 
     cut = norm._cut(3, size, 1, None)
     assert (cut[0] if cut else 0) == pieces
@@ -331,7 +331,7 @@ def test_dropout_mask_of_the_reference():
 @pytest.mark.parametrize("p", [2**-15, 0.1, 0.5, 0.96, 0.984375, 1 - 2**-15], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout_mask_is_the_references(dtype, p, monkeypatch):
-    from nanovllm.kernels.triton_ops import layernorm_chain
+    from nanovllm.kernels.triton.rows import layernorm_chain
 
     few, many = (1, 7, 130), (512,)
     if DEVICE == "cuda":
@@ -369,7 +369,7 @@ def test_dropout_keeps_the_expectation():
 
 def test_float16_compares_random_bits_as_integers_do():
     """What the kernel relies on where it compares two halves in one instruction."""
-    from nanovllm.kernels.triton_ops.layernorm_chain import _MOST_PACKED
+    from nanovllm.kernels.triton.rows.layernorm_chain import _MOST_PACKED
 
     halves = torch.arange(2**16)
     numbers = halves.to(torch.int16).view(torch.float16).abs()
@@ -380,7 +380,7 @@ def test_float16_compares_random_bits_as_integers_do():
 
 def test_factors_split_in_two_bfloat16():
     """Of every probability, all 128 significands: rounded twice as the kernel does, and once."""
-    from nanovllm.kernels.triton_ops.layernorm_chain import _split
+    from nanovllm.kernels.triton.rows.layernorm_chain import _split
 
     scales = [2**15 / (2**15 - limit) for limit in range(1, 0x7C01, 7)]
     high, low = torch.tensor([_split(s) for s in scales], dtype=torch.float64).unbind(-1)
@@ -623,7 +623,7 @@ if DEVICE == "cuda":
     @pytest.mark.parametrize("rows", [1, 32])
     def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypatch):
         """A captured step of them, between matrix products: every replay has the bits of one in which none is launched early."""
-        from nanovllm.kernels.triton_ops import _launch
+        from nanovllm.kernels.triton import launch
 
         monkeypatch.undo()  # no kernel that fills memory between two of the step
         dtype, size, inner, vocab = torch.bfloat16, 1024, 3072, 32000
@@ -663,7 +663,7 @@ if DEVICE == "cuda":
             return [t.clone() for t in (*results, ids)]
 
         early = captured()
-        monkeypatch.setattr(_launch, "has_dependent_launch", lambda device: False)
+        monkeypatch.setattr(launch, "has_dependent_launch", lambda device: False)
         expected = run(*captured())
         assert all(t.isfinite().all() for t in expected[:2])
         for _ in range(100):
@@ -692,7 +692,10 @@ def _chains(out_ptr, a_ptr, b_ptr, AXIS: tl.constexpr, KEEP: tl.constexpr, ROWS:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_quickened_reductions_keep_the_order_of_elements(axis, keep):
-    a, b = (torch.randint(-3, 4, (4, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.int64) for seed in (0, 1))
+    a, b = (
+        torch.randint(-3, 4, (4, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.int64)
+        for seed in (0, 1)
+    )
     first, second = a.select(axis, 0), b.select(axis, 0)
     for i in range(1, a.shape[axis]):
         first, second = first * a.select(axis, i), second * a.select(axis, i) + b.select(axis, i)
@@ -707,7 +710,9 @@ def test_quickened_reductions_keep_the_order_of_elements(axis, keep):
 @pytest.mark.parametrize("num_bytes", [0, 1, 15, 16, 17, 4096, 8192, 3 * 8192 + 16, 100003])
 def test_copy(num_bytes):
     """All bytes and no more: odd sizes, sizes of less than a load, of whole programs, and one load beyond them."""
-    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=torch.Generator().manual_seed(1)).to(
+        DEVICE
+    )
     for plan in (*copy_plans(torch.device(DEVICE)), CopyPlan(1, 8, False, stream=True)):
         target = torch.full((num_bytes + 100,), 77, dtype=torch.int8, device=DEVICE)
         copy(target[:num_bytes], source, plan)

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
-import nanovllm.kernels.triton_ops as ops  # noqa: E402
-from nanovllm.kernels.triton_ops import _launch  # noqa: E402
-from nanovllm.kernels.triton_ops import copy as copying  # noqa: E402
-from nanovllm.kernels.triton_ops.sampling_advance import advance_rows  # noqa: E402
+import nanovllm.kernels.triton.rows as ops
+from nanovllm.kernels.triton import launch
+from nanovllm.kernels.triton.rows import copy as copying
+from nanovllm.kernels.triton.sampling.advance import advance_rows
 
 CAPABILITIES = [80, 90, 100]
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -291,7 +291,9 @@ def test_a_copy_loads_and_stores_16_bytes_at_a_time(monkeypatch):
     for plan in plans:
         for num_bytes in (1 << 20, (1 << 20) + 3):
             a, b = (torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2))
-            ((_, kernel, args, options),) = launches_of([(str(plan), lambda a=a, b=b, plan=plan: copying.copy(b, a, plan))])
+            ((_, kernel, args, options),) = launches_of(
+                [(str(plan), lambda a=a, b=b, plan=plan: copying.copy(b, a, plan))]
+            )
             assert options["launch_pdl"] == plan.early
             ptx = compiled(kernel, args, options, 90).asm["ptx"]
             wide = re.findall(r"(ld|st)\.global\.v4\.b32", ptx)
@@ -308,7 +310,7 @@ def advance():
 
 def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
     """Every program waits, once, before all loads but the norms' weights; only the elementwise ones let dependents start, right behind it."""
-    monkeypatch.setattr(_launch, "has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(launch, "has_dependent_launch", lambda device: True)
     elementwise = "silu_and_mul", "fused_activation", "fused_add_gelu", "element_wise_mul_add"
     for case, early_loads, call in dependent_cases(tensors(torch.bfloat16)):
         for name, kernel, args, options in launches_of([(case, call)]):
@@ -317,17 +319,29 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
             before, wait, after = ptx.partition("griddepcontrol.wait")
             assert wait and "griddepcontrol.wait" not in after, name
             assert after.count("griddepcontrol.launch_dependents") == (name in elementwise), name
-            assert not re.search(r"ld\.global|st\.global", after.partition("griddepcontrol")[0]) or name not in elementwise, name
+            assert (
+                not re.search(r"ld\.global|st\.global", after.partition("griddepcontrol")[0]) or name not in elementwise
+            ), name
             # Nothing but arithmetic comes before, so no program takes a way around the wait.
             assert not re.search(r"\bbra\b|\bret;|st\.global|atom|red\.global", before), name
             # The second kernel of two may read what the first has waited for, but past a cache in which older data may be.
             second = kernel.__name__ == "_softmax_pieces_kernel"
-            assert bool(re.search(r"ld\.global", before)) == (early_loads or second) and re.search(r"ld\.global", after), name
+            assert bool(re.search(r"ld\.global", before)) == (early_loads or second) and re.search(
+                r"ld\.global", after
+            ), name
             assert not second or not re.search(r"ld\.global(?!\.cg)", before), name
     t = tensors(torch.bfloat16)
-    for rows, size, early in ((128, 64, True), (129, 64, False), (1024, 2048, False), (1024, 4096, True), (1025, 64, True)):
+    for rows, size, early in (
+        (128, 64, True),
+        (129, 64, False),
+        (1024, 2048, False),
+        (1024, 4096, True),
+        (1025, 64, True),
+    ):
         weight = torch.nn.Parameter(t(size), requires_grad=False)
-        for *_, options in launches_of([("", lambda n=rows, w=weight: ops.add_rms_norm(t(n, len(w)), t(n, len(w)), w, 1e-6))]):
+        for *_, options in launches_of(
+            [("", lambda n=rows, w=weight: ops.add_rms_norm(t(n, len(w)), t(n, len(w)), w, 1e-6))]
+        ):
             assert options["launch_pdl"] == early, (rows, size)
 
     def column(size):
@@ -389,7 +403,7 @@ def test_a_draw_reads_logits_once_and_moves_little_between_threads(capability):
 
 def test_few_variants_of_sampling(monkeypatch):
     """What a batch changes makes the compiler start again for nothing but filters, and launches before the predecessor's end."""
-    monkeypatch.setattr(_launch, "has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(launch, "has_dependent_launch", lambda device: True)
     found = {}
     wanted = [(0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)]
     for rows in (1, 2, 3, 7, 16, 32, 33, 64, 100, 128, 200, 256, 512, 1056, 2000):

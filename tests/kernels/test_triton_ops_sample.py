@@ -8,10 +8,12 @@ INTERPRETED = triton.knobs.runtime.interpret
 RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
-from nanovllm.kernels.ops.sample import BLOCK, exponentials  # noqa: E402
-from nanovllm.kernels.ops.sample import sample as sample_op  # noqa: E402
-from nanovllm.kernels.triton_ops import _counters, sample, sampling_resolve  # noqa: E402
-from tests.interpreter import check_interpreted  # noqa: E402
+from nanovllm.kernels.ops.sample import BLOCK, exponentials
+from nanovllm.kernels.ops.sample import sample as sample_op
+from nanovllm.kernels.triton import counters
+from nanovllm.kernels.triton.sampling import resolve
+from nanovllm.kernels.triton.sampling.sample import sample
+from tests.interpreter import check_interpreted
 
 ROWS = 256 if DEVICE == "cuda" else 6
 VOCABULARIES = [1, 5, 1000, 2600] + ([1024, 32003, 49152, 151936] if DEVICE == "cuda" else [])
@@ -34,7 +36,9 @@ def arguments(rows, vocab_size, filters, seed=0):
     g = torch.Generator().manual_seed(seed)
     return (
         pick(g, rows, [0.0, 1e-6, 1e-3, 0.6, 1.0, 1.0, 1.7, 50.0, 1e3], torch.float32),
-        pick(g, rows, [-1, 0, 1, 2, 20, 50, 700, vocab_size - 1, vocab_size, 2**31 - 1], torch.int32) if "k" in filters else None,
+        pick(g, rows, [-1, 0, 1, 2, 20, 50, 700, vocab_size - 1, vocab_size, 2**31 - 1], torch.int32)
+        if "k" in filters
+        else None,
         pick(g, rows, [1e-30, 1e-3, 0.3, 0.9, 0.95, 0.999, 1 - 2**-24, 1.0], torch.float32) if "p" in filters else None,
         pick(g, rows, [0.0, 1e-8, 0.05, 0.5, 1.0], torch.float32) if "m" in filters else None,
         torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g).to(DEVICE),
@@ -135,7 +139,7 @@ def test_a_row_does_not_depend_on_its_dtype(filters):
 def test_the_counters_are_left_at_zero():
     for filters in ("", "p"):
         sample(randn(3, 9000, torch.float32), *arguments(3, 9000, filters))
-    assert all(not buffer.any() for buffer in _counters._counters.values()) and _counters._counters
+    assert all(not buffer.any() for buffer in counters._counters.values()) and counters._counters
 
 
 @pytest.mark.parametrize("filters", ["", "kpm"])
@@ -159,7 +163,7 @@ def test_no_rows():
 
 def test_every_way_to_resolve_is_among_the_cases():
     # 40, 3 and 1 levels in test_equal_logits: few candidates, some that fit into registers, and more than that.
-    assert 6000 / 40 < sampling_resolve.FEW.value < 6000 / 3 < sampling_resolve.CAPACITY < 6000
+    assert 6000 / 40 < resolve.FEW.value < 6000 / 3 < resolve.CAPACITY < 6000
 
 
 if DEVICE == "cuda":
@@ -179,7 +183,9 @@ if DEVICE == "cuda":
         logits[:BLOCK] -= 1
         p = (logits / 0.8).double().softmax(0)
         row = torch.arange(rows, device=DEVICE)
-        tokens = sample(logits.expand(rows, -1), torch.full((rows,), 0.8, device=DEVICE), None, None, None, row * 3, row)
+        tokens = sample(
+            logits.expand(rows, -1), torch.full((rows,), 0.8, device=DEVICE), None, None, None, row * 3, row
+        )
         counts = torch.bincount(tokens, minlength=vocab_size).double()
         for kind in (torch.arange(vocab_size, device=DEVICE) // BLOCK, torch.arange(vocab_size, device=DEVICE) % 16):
             expected = torch.zeros(16, dtype=torch.float64, device=DEVICE).index_add_(0, kind, p) * rows

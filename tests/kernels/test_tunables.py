@@ -7,13 +7,14 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from nanovllm.kernels import all_ops, tunables  # noqa: E402
-from nanovllm.kernels.launch_choice import imported  # noqa: E402
-from nanovllm.kernels.source_hash import is_kernel  # noqa: E402
-from nanovllm.kernels.triton_decode.plan import MatrixPlan  # noqa: E402
-from nanovllm.kernels.triton_linear.plan import plan_product  # noqa: E402
-from nanovllm.perf.autotune.launches import recorded  # noqa: E402
-from tests.kernels.config_files import BF16, CPU, entry, write  # noqa: E402
+from nanovllm.kernels import all_ops
+from nanovllm.kernels.op.source_hash import is_kernel
+from nanovllm.kernels.op.tunable import imported
+from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.gemm.decode_plan import MatrixPlan
+from nanovllm.kernels.triton.gemm.plan import plan_product
+from nanovllm.tune.launches import recorded
+from tests.kernels.config_files import BF16, CPU, entry, write
 
 if triton.knobs.runtime.interpret:
     pytest.skip("looks at launches, which the interpreter does not make", allow_module_level=True)
@@ -142,7 +143,7 @@ def attention(num_seqs=4, heads=8, kv_heads=4, dim=64, block=32, prefill=0):
 def hopper_attention():
     """As on a Hopper GPU, up to the launch."""
     pytest.importorskip("triton.experimental.gluon")
-    from nanovllm.kernels.triton_attention.decode_hopper import launch_hopper
+    from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper
 
     q, cache, table, lens = _kept_for_attention()
     return launch_hopper(q, cache, cache, table, lens, 64, 1.0, (None, None), None, None)
@@ -165,9 +166,9 @@ def small_product(norm, tokens=2):
 def hopper_product(**options):
     """As on a Hopper GPU, up to the launch. The tensors stay, since descriptors of them are told apart by their addresses."""
     pytest.importorskip("triton.experimental.gluon")
-    from nanovllm.kernels.triton_decode import hopper
+    from nanovllm.kernels.triton.gemm import decode_hopper
 
-    return hopper.product(*_kept(), **options)
+    return decode_hopper.product(*_kept(), **options)
 
 
 @functools.cache

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nanovllm.kernels import Op, Provider, all_ops
-from nanovllm.kernels.declaration import Cost, Inputs
-from nanovllm.kernels.verify import Case, _flat, cases, verify, verify_op
+from nanovllm.kernels.op.declaration import Cost, Inputs
+from nanovllm.kernels.testing.verify import Case, _flat, cases, verify, verify_op
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,9 @@ def test_a_loss_of_precision_everywhere_fails_and_one_where_values_cancel_does_n
         return (x + 8 * x.flip(-1)) - 8 * x.flip(-1)  # of which the second parts cancel, but for their rounding
 
     inputs = Inputs(lambda t, rows, size: {"x": t.normal(rows, size)}, small=[(3, 4)], decode=[], scales=())
-    small = Op(difference, arguments={"x": "[..., n]"}, inputs=inputs, cost=lambda x: Cost(2 * x.numel()), magnitude=8.0)
+    small = Op(
+        difference, arguments={"x": "[..., n]"}, inputs=inputs, cost=lambda x: Cost(2 * x.numel()), magnitude=8.0
+    )
     assert not failures(difference, small)
 
 
@@ -175,7 +177,7 @@ def test_every_triton_provider_in_the_interpreter(ops):
 import json, sys, torch, warnings
 warnings.simplefilter("ignore")
 from nanovllm.kernels import all_ops
-from nanovllm.kernels.verify import verify_op
+from nanovllm.kernels.testing.verify import verify_op
 from tests.interpreter import quicken
 quicken()
 report = {{}}

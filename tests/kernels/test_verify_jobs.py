@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nanovllm.kernels import Provider, all_ops
-from nanovllm.kernels.plugins import load_plugins
-from nanovllm.kernels.verify import Verdict, cases, lacks_memory, verify_case, verify_op
-from nanovllm.kernels.verify_jobs import shares, verify_in_processes
+from nanovllm.kernels.op.plugins import load_plugins
+from nanovllm.kernels.testing.verify import Verdict, cases, lacks_memory, verify_case, verify_op
+from nanovllm.kernels.testing.verify_jobs import shares, verify_in_processes
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,9 @@ def test_quick_is_each_dtype_and_small_shape_once():
         if declared.inputs is None:
             continue
         quick, inputs = list(cases(declared, True, seed=9, quick=True)), declared.inputs
-        assert Counter((c.dtype, c.shape) for c in quick) == Counter((d, s) for d in inputs.dtypes for s in inputs.small)
+        assert Counter((c.dtype, c.shape) for c in quick) == Counter(
+            (d, s) for d in inputs.dtypes for s in inputs.small
+        )
         assert {c.strided for c in quick} == {False, True} and {c.seed for c in quick} == {9}
         assert all(any(c.variant == v for c in quick) for v in inputs.variants) or len(inputs.variants) > len(quick)
 

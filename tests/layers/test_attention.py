@@ -153,13 +153,18 @@ def test_from_the_projection(fused, norm, riding):
     cu = torch.tensor([0, *(n - 1 for n in LENS)]).cumsum(0).int()
     lens = torch.tensor(LENS).int()
     slot = slots(table)
-    if riding:  # the second sequence begins, then the third's beginning rides on the first two's ends, then comes its end
+    if (
+        riding
+    ):  # the second sequence begins, then the third's beginning rides on the first two's ends, then comes its end
         n = LENS[1] - 1
         runs, alone = (torch.tensor([0, length - 1]).int() for length in LENS[1:])
         third = AttentionMetadata(0, slot[rest[n:]], table[2:], lens[2:] - 1, 0, alone, LENS[2] - 1)
         steps = [
             (rest[:n], AttentionMetadata(0, slot[rest[:n]], table[1:2], lens[1:2] - 1, 0, runs, n)),
-            (torch.cat((last[:2], rest[n:])), AttentionMetadata(2, slot[last[:2]], table[:2], lens[:2], LENS[1], riders=third)),
+            (
+                torch.cat((last[:2], rest[n:])),
+                AttentionMetadata(2, slot[last[:2]], table[:2], lens[:2], LENS[1], riders=third),
+            ),
             (last[2:], AttentionMetadata(1, slot[last[2:]], table[2:], lens[2:], LENS[2])),
         ]
     else:
@@ -195,13 +200,19 @@ def test_only_what_rides_is_said_to_run_beside_others(riding, takes):
     finally:
         del all_ops()["attention_prefill"].providers["recorded"]
     q, k, v, cache, table = batch(torch.float32)
-    runs = AttentionMetadata(0, slots(table)[1:4], table[1:2], torch.tensor([3]).int(), 0, torch.tensor([0, 3]).int(), 3)
+    runs = AttentionMetadata(
+        0, slots(table)[1:4], table[1:2], torch.tensor([3]).int(), 0, torch.tensor([0, 3]).int(), 3
+    )
     decodes = AttentionMetadata(1, slots(table)[:1], table[:1], torch.tensor([1]).int(), 1)
-    step = DeviceBatch(torch.zeros(1), torch.zeros(1), decodes).with_riders(DeviceBatch(torch.zeros(3), torch.zeros(3), runs))
+    step = DeviceBatch(torch.zeros(1), torch.zeros(1), decodes).with_riders(
+        DeviceBatch(torch.zeros(3), torch.zeros(3), runs)
+    )
     tokens = slice(0, 4) if riding else slice(1, 4)
     rotary = RotaryEmbedding(RopeConfig(10000.0), DIM, 64, NATIVE)
     positions = torch.tensor([0, 0, 1, 2])[tokens]
-    layer.of_projection(positions, q[tokens], k[tokens], v[tokens], rotary, None, None, cache, step.metadata if riding else runs)
+    layer.of_projection(
+        positions, q[tokens], k[tokens], v[tokens], rotary, None, None, cache, step.metadata if riding else runs
+    )
     assert calls == [{"beside": True} if riding and takes else {}]
 
 
@@ -213,17 +224,27 @@ def test_only_what_rides_is_said_to_run_beside_others(riding, takes):
         ({"v": torch.zeros(3, 3, 8)}, r"expected a position, key and value .*, v torch.float32 \[3, 3, 8\]"),
         ({"v": torch.zeros(3, 2, 8).half()}, r"of one head_dim and dtype, not .*, v torch.float16 \[3, 2, 8\]"),
         ({"q": torch.zeros(3, 4, 16)}, r"of one head_dim and dtype, not .* q torch.float32 \[3, 4, 16\]"),
-        ({n: torch.zeros(3, h, 16) for n, h in (("q", 4), ("k", 2), ("v", 2))}, "q: expected a head_dim of 8, .* not 16"),
+        (
+            {n: torch.zeros(3, h, 16) for n, h in (("q", 4), ("k", 2), ("v", 2))},
+            "q: expected a head_dim of 8, .* not 16",
+        ),
     ],
 )
 def test_a_projection_that_does_not_fit(wrong, said):
     *_, cache, table = batch(torch.float32)
-    given = {"positions": torch.arange(3), "q": torch.zeros(3, 4, 8), "k": torch.zeros(3, 2, 8), "v": torch.zeros(3, 2, 8)}
+    given = {
+        "positions": torch.arange(3),
+        "q": torch.zeros(3, 4, 8),
+        "k": torch.zeros(3, 2, 8),
+        "v": torch.zeros(3, 2, 8),
+    }
     rotary = RotaryEmbedding(RopeConfig(theta=10000.0), DIM, 64, NATIVE)
     metadata = AttentionMetadata(3, torch.arange(3), table, torch.ones(3, dtype=torch.int32), 1)
     layer = Attention(0.3, NATIVE)
     with pytest.raises(ValueError, match=said):
-        layer.of_projection(**{**given, **wrong}, rotary=rotary, q_norm=None, k_norm=None, cache=cache, metadata=metadata)
+        layer.of_projection(
+            **{**given, **wrong}, rotary=rotary, q_norm=None, k_norm=None, cache=cache, metadata=metadata
+        )
 
 
 def test_a_sequence_without_tokens_gets_zeros():
@@ -240,7 +261,11 @@ def test_scales_are_not_rounded_to_16_bits(dtype):
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 64, generator=g) for n, h in ((1, 2), (32, 1), (32, 1)))
     cache = (4 * torch.stack((k, v))).to(F8).view(2, 2, 16, 1, 64)
-    scale, table, lens = torch.tensor([0.37]), torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([32], dtype=torch.int32)
+    scale, table, lens = (
+        torch.tensor([0.37]),
+        torch.tensor([[0, 1]], dtype=torch.int32),
+        torch.tensor([32], dtype=torch.int32),
+    )
     options = (1.0, None, None, scale, scale)
     q = q.to(dtype)
     got = attention_decode.native(q, *cache, table, lens, 32, *options)
@@ -277,15 +302,20 @@ WIDE = torch.zeros(10, BLOCK, KV_HEADS, DIM)
         ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, r"block_table: expected int32 \[3, max_blocks\]"),
         ({"context_lens": torch.tensor(LENS)}, "context_lens: expected contiguous int32"),
         ({"window": 0}, "window: expected None or a whole number of tokens from 1 to .*, got 0"),
-        ({"window": 2.5}, "window: expected None or a whole number of tokens .*, got 2.5"), ({"window": 1 << 40}, "window: .*, got 1099511627776"),
-        ({"scale": 0.0}, "scale: expected a positive finite number, got 0.0"), ({"scale": -0.3}, "scale: .* got -0.3"),
+        ({"window": 2.5}, "window: expected None or a whole number of tokens .*, got 2.5"),
+        ({"window": 1 << 40}, "window: .*, got 1099511627776"),
+        ({"scale": 0.0}, "scale: expected a positive finite number, got 0.0"),
+        ({"scale": -0.3}, "scale: .* got -0.3"),
         ({"scale": float("nan")}, "scale: .* got nan"),
         ({"k_cache": WIDE[:, :, :0], "v_cache": WIDE[:, :, :0]}, "k_cache: expected at least one KV head"),
         ({"k_scale": torch.tensor([0.0])}, r"k_scale: expected positive numbers, got \[0.0\]"),
         ({"v_scale": torch.tensor([1.0, -2.0])}, r"v_scale: expected positive numbers, got \[1.0, -2.0\]"),
         ({"soft_cap": -1.0}, "soft_cap: expected None or a positive finite number, got -1.0"),
         ({"soft_cap": float("inf")}, "soft_cap: expected None or a positive finite number, got inf"),
-        ({"k_scale": torch.ones(3)}, r"k_scale: expected contiguous float32 of shape \[1\] or \[2\], got float32 \[3\]"),
+        (
+            {"k_scale": torch.ones(3)},
+            r"k_scale: expected contiguous float32 of shape \[1\] or \[2\], got float32 \[3\]",
+        ),
     ],
 )
 def test_wrong_layouts_are_always_named(changes, said):
@@ -308,7 +338,10 @@ def checked(request, monkeypatch):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"context_lens": int32(1, 99, 40)}, r"sequence 1 has length 99, expected 0 to 48 \(3 blocks of 16 in block_table\)"),
+        (
+            {"context_lens": int32(1, 99, 40)},
+            r"sequence 1 has length 99, expected 0 to 48 \(3 blocks of 16 in block_table\)",
+        ),
         ({"context_lens": int32(1, 9, -4)}, "sequence 2 has length -4"),
         ({"max_context_len": 39}, r"sequence 2 has length 40, expected 0 to 39 \(max_context_len=39\)"),
     ],
@@ -356,10 +389,19 @@ def prefill(**changes):
     "changes, said",
     [
         ({"cu_seqlens_q": int32(1, 2, 5, 12)}, "cu_seqlens_q: expected 0 as the start of the first run, got 1"),
-        ({"cu_seqlens_q": int32(0, 6, 5, 12)}, "cu_seqlens_q: sequence 1 ends at token 5, expected at least 6, where it starts"),
-        ({"cu_seqlens_q": int32(0, 1, 5, 11)}, "cu_seqlens_q: sequence 2 ends at token 11, expected 12, the tokens of q"),
+        (
+            {"cu_seqlens_q": int32(0, 6, 5, 12)},
+            "cu_seqlens_q: sequence 1 ends at token 5, expected at least 6, where it starts",
+        ),
+        (
+            {"cu_seqlens_q": int32(0, 1, 5, 11)},
+            "cu_seqlens_q: sequence 2 ends at token 11, expected 12, the tokens of q",
+        ),
         ({"cu_seqlens_q": int32(0, 1, 8, 15)}, "cu_seqlens_q: sequence 2 ends at token 15, expected 12"),
-        ({"cu_seqlens_q": torch.zeros(8).int()[::2]}, r"cu_seqlens_q: expected contiguous int32 \[4\], got torch.int32 \[4\]"),
+        (
+            {"cu_seqlens_q": torch.zeros(8).int()[::2]},
+            r"cu_seqlens_q: expected contiguous int32 \[4\], got torch.int32 \[4\]",
+        ),
         ({"max_query_len": 6}, "max_query_len: expected at least 7, the query tokens of sequence 2, got 6"),
         ({"context_lens": int32(1, 3, 40)}, "context_lens: sequence 1 has length 3, shorter than its 4 query tokens"),
         ({"context_lens": int32(1, 17, 49)}, "context_lens: sequence 2 has length 49, expected 0 to 48"),
@@ -377,13 +419,19 @@ def test_runs_that_do_not_fit_are_named(changes, said, checked):
 def test_as_many_queries_for_each_sequence():
     q, _, _, _, _ = batch(torch.float32)
     for wrong in (q[:2], q[:4], q[:0]):
-        with pytest.raises(ValueError, match=rf"q: expected \[n \* 3, .* of the 3 sequences .* got \[{len(wrong)}, 4, 8\]"):
+        with pytest.raises(
+            ValueError, match=rf"q: expected \[n \* 3, .* of the 3 sequences .* got \[{len(wrong)}, 4, 8\]"
+        ):
             call(q=wrong)
     # What is built upon it takes one query token a sequence.
     for wrong in (q[:2], q[:6]):
-        with pytest.raises(ValueError, match=rf"q: expected \[3, .* a query token for each .* got \[{len(wrong)}, 4, 8\]"):
+        with pytest.raises(
+            ValueError, match=rf"q: expected \[3, .* a query token for each .* got \[{len(wrong)}, 4, 8\]"
+        ):
             fused(q=wrong)
-        with pytest.raises(ValueError, match=rf"q: expected \[3, .* a query token for each .* got \[{len(wrong)}, 4, 8\]"):
+        with pytest.raises(
+            ValueError, match=rf"q: expected \[3, .* a query token for each .* got \[{len(wrong)}, 4, 8\]"
+        ):
             shared(q=wrong)
 
 
@@ -421,7 +469,9 @@ def test_wrong_positions_are_named(checked):
             qk_norm_rope_store.native(positions, q, k, v, angles, cache.k, cache.v, where)
     assert cache.k.isnan().all()
     fused(rows=40)
-    with pytest.raises(ValueError, match=r"sequence 2 has length 40, expected 1 to 39 \(39 positions in cos_sin_cache\)"):
+    with pytest.raises(
+        ValueError, match=r"sequence 2 has length 40, expected 1 to 39 \(39 positions in cos_sin_cache\)"
+    ):
         fused(rows=39)
     with pytest.raises(ValueError, match=r"context_lens: sequence 1 has length 0, expected 1 to 48"):
         fused(lens=(1, 0, 40))  # the new token counts

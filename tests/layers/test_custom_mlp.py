@@ -35,7 +35,9 @@ def test_kernels_are_chosen_as_for_an_engine():
         CustomGatedMLP(8, 8, device="cpu", kernel_priority={"silu_and_mul": ["triton"]})
 
 
-@pytest.mark.parametrize("sizes, message", [((0, 8), "hidden_size=0"), ((8, -3), "intermediate_size=-3"), ((8, 2.5), "=2.5")])
+@pytest.mark.parametrize(
+    "sizes, message", [((0, 8), "hidden_size=0"), ((8, -3), "intermediate_size=-3"), ((8, 2.5), "=2.5")]
+)
 def test_sizes_are_positive(sizes, message):
     with pytest.raises(ValueError, match=f"{message}: must be a positive integer"):
         CustomGatedMLP(*sizes)

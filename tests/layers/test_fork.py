@@ -33,7 +33,9 @@ def test_what_spoils_a_capture_is_what_is_raised(monkeypatch):
     with pytest.raises(RuntimeError, match="not permitted"), fork(torch.device("cuda")):
         Stream.spoiled = True
         raise RuntimeError("operation not permitted when stream is capturing")
-    with pytest.raises(RuntimeError, match="previous"):  # where nothing else failed, that it cannot be joined is the error
+    with pytest.raises(
+        RuntimeError, match="previous"
+    ):  # where nothing else failed, that it cannot be joined is the error
         Stream.spoiled = False
         with fork(torch.device("cuda")):
             Stream.spoiled = True

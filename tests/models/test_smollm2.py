@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models import gguf
-from nanovllm.models.embedded import embedded_model_path
+from nanovllm.weights import gguf
+from nanovllm.weights.demo_model import embedded_model_path
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_TOKENS = 64 if DEVICE == "cuda" else 16
@@ -28,7 +28,7 @@ def path():
 @pytest.fixture(scope="module")
 def prompts(path):
     """About 20 prompts of 1 to 1,500 tokens (400 on a CPU): prefixes of one text, and others that share nothing with it."""
-    from nanovllm.models.tokenizer import load_tokenizer
+    from nanovllm.weights.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     long = tokenizer.encode(TEXT * 20)

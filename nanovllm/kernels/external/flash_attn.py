@@ -62,17 +62,33 @@ _VLLM = "vllm.vllm_flash_attn.flash_attn_interface", ("flash_attn_varlen_func",)
 # In the order in which they are tried.
 VARIANTS = (
     Variant(
-        "FlashAttention 3 (flash_attn_interface)", "flash_attn_interface", "flash_attn_interface", ("flash_attn_with_kvcache",),
-        "flash-attn-3", (9,), 1,
+        "FlashAttention 3 (flash_attn_interface)",
+        "flash_attn_interface",
+        "flash_attn_interface",
+        ("flash_attn_with_kvcache",),
+        "flash-attn-3",
+        (9,),
+        1,
     ),
     Variant("FlashAttention 3 (vLLM)", "vllm3", *_VLLM, (9,), 16),
     Variant(
-        "FlashAttention 4 (flash_attn.cute)", "flash_attn.cute", "flash_attn.cute", ("flash_attn_varlen_func",), "flash-attn-4",
-        (10, 11), 128, max_head_dim=128,
+        "FlashAttention 4 (flash_attn.cute)",
+        "flash_attn.cute",
+        "flash_attn.cute",
+        ("flash_attn_varlen_func",),
+        "flash-attn-4",
+        (10, 11),
+        128,
+        max_head_dim=128,
     ),
     Variant(
-        "FlashAttention 2 (flash_attn)", "flash_attn", "flash_attn", ("flash_attn_varlen_func", "flash_attn_with_kvcache"),
-        "flash-attn", (8, 9, 10, 11, 12), 256,
+        "FlashAttention 2 (flash_attn)",
+        "flash_attn",
+        "flash_attn",
+        ("flash_attn_varlen_func", "flash_attn_with_kvcache"),
+        "flash-attn",
+        (8, 9, 10, 11, 12),
+        256,
     ),
     Variant("FlashAttention 2 (vLLM)", "vllm2", *_VLLM, (8, 9, 10, 11, 12), 16),
 )
@@ -187,7 +203,9 @@ def attention_decode(
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses."""
     _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
-    queries = check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
+    queries = check_query_tokens(
+        q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale
+    )
     if values_checked(q.device):
         check_attention_values(k_cache, block_table, context_lens, max_context_len)
     starts = torch.arange(0, q.shape[0] + 1, queries, dtype=torch.int32, device=q.device)
@@ -223,7 +241,9 @@ def attention_prefill(
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses."""
     longest = block_table.shape[1] * k_cache.shape[1]  # a bound that the host knows
     _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
-    check_prefill(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale)
+    check_prefill(
+        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale
+    )
     if values_checked(q.device):
         check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len, longest)
     return _attend(

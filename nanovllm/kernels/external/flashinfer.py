@@ -109,7 +109,19 @@ def attention_decode(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses. Waits for the device."""
-    arguments = (q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, k_scale, v_scale)
+    arguments = (
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        context_lens,
+        max_context_len,
+        scale,
+        window,
+        soft_cap,
+        k_scale,
+        v_scale,
+    )
     return _plan_decode(_wrapper_of_stream, *arguments)()
 
 
@@ -156,7 +168,20 @@ def attention_prefill(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses. Waits for the device."""
-    arguments = (q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, scale, window, soft_cap, k_scale, v_scale)
+    arguments = (
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_seqlens_q,
+        context_lens,
+        max_query_len,
+        scale,
+        window,
+        soft_cap,
+        k_scale,
+        v_scale,
+    )
     return _plan_prefill(_wrapper_of_stream, *arguments)()
 
 
@@ -220,7 +245,9 @@ def _run(
 
 
 def _wrapper_of_stream(kind: str, device: torch.device, tensor_cores: bool) -> Any:
-    return _wrapper(kind, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0, tensor_cores)
+    return _wrapper(
+        kind, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0, tensor_cores
+    )
 
 
 @cache

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
-from nanovllm.kernels.registry import op
+from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.registry import op
 
 
 def gate_up_inputs(t, rows, intermediate_size):

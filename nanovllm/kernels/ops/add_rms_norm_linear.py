@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
+from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
+from nanovllm.kernels.op.registry import op
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.registry import op
 
 # The reference itself rounds four to six times on the way, and the products of the norm's roundings add up.
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2}

@@ -8,6 +8,7 @@ A cache may have another dtype than the queries, float8_e4m3fn among them; a key
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.op.registry import op
 from nanovllm.kernels.ops.attention_inputs import FEW, PREFILL
 from nanovllm.kernels.ops.checks import (
     check_attention_values,
@@ -16,7 +17,6 @@ from nanovllm.kernels.ops.checks import (
     check_query_tokens,
     values_checked,
 )
-from nanovllm.kernels.registry import op
 
 # The reference gathers a sequence's blocks into contiguous memory; it works in pieces of about this size so that a large
 # batch or a long prompt needs no more.

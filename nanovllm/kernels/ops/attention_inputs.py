@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.declaration import Cost, Inputs, Tensors, at_least_one, nbytes
+from nanovllm.kernels.op.declaration import Cost, Inputs, Tensors, at_least_one, nbytes
 
 _CACHE = "any[num_blocks, block_size, num_kv_heads, head_dim]"
 _COMMON = {

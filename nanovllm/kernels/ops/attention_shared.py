@@ -5,7 +5,8 @@ The references ignore who shares what: attending to the same blocks once or seve
 
 import torch
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.registry import op
 from nanovllm.kernels.ops.attention import attention_decode
 from nanovllm.kernels.ops.attention_inputs import DECODE, lengths_and_heads
 from nanovllm.kernels.ops.checks import check_decode, values_checked
@@ -17,7 +18,6 @@ from nanovllm.kernels.ops.shared_prefixes import (
     shared_cost,
     shared_inputs,
 )
-from nanovllm.kernels.registry import op
 
 # num_seqs, num_groups, blocks shared, least, most, num_heads, num_kv_heads, head_dim, block_size
 _SMALL = [

@@ -51,7 +51,9 @@ def check_scale(scale: torch.Tensor | None, name: str, num_kv_heads: int) -> Non
     if scale is None:
         return
     if scale.dtype != torch.float32 or scale.shape not in ((1,), (num_kv_heads,)) or not scale.is_contiguous():
-        raise ValueError(f"{name}: expected contiguous float32 of shape [1] or [{num_kv_heads}], got {_describe(scale)}")
+        raise ValueError(
+            f"{name}: expected contiguous float32 of shape [1] or [{num_kv_heads}], got {_describe(scale)}"
+        )
     if values_checked(scale.device) and not (scale > 0).all():
         raise ValueError(f"{name}: expected positive numbers, got {scale.tolist()}")
 

@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
+from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
+from nanovllm.kernels.op.registry import op
 from nanovllm.kernels.ops.checks import check_token_ids, values_checked
-from nanovllm.kernels.registry import op
 
 
 def _inputs(t, num_tokens, vocab_size, hidden_size):

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
-from nanovllm.kernels.registry import op
+from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
+from nanovllm.kernels.op.registry import op
 
 
 def _inputs(t, tokens, outputs, size):

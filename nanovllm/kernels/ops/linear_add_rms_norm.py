@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.declaration import Cost, Inputs, at_least_one, nbytes
+from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
+from nanovllm.kernels.op.registry import op
 from nanovllm.kernels.ops.norm import add_rms_norm
-from nanovllm.kernels.registry import op
 
 
 def _inputs(t, tokens, outputs, size):

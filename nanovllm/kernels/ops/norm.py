@@ -2,8 +2,8 @@
 
 import torch
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
-from nanovllm.kernels.registry import op
+from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.registry import op
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -49,7 +49,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _add_rms_norm_inputs(t, rows, size):
-    return {"x": t.normal(rows, size), "residual": t.normal(rows, size), "weight": t.parameter(size, scale=1), "eps": 1e-6}
+    return {
+        "x": t.normal(rows, size),
+        "residual": t.normal(rows, size),
+        "weight": t.parameter(size, scale=1),
+        "eps": 1e-6,
+    }
 
 
 def _add_rms_norm_cost(x, residual, weight, eps):

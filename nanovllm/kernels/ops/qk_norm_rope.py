@@ -2,10 +2,10 @@
 
 import torch
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.registry import op
 from nanovllm.kernels.ops.norm import rms_norm
 from nanovllm.kernels.ops.rotary import QK_PATTERNS, QK_SHAPES, fake_qk, qk_inputs, rotary_embedding
-from nanovllm.kernels.registry import op
 
 
 def _inputs(t, num_tokens, num_heads, num_kv_heads, head_dim):

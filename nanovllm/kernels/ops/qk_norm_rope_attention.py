@@ -2,12 +2,12 @@
 
 import torch
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.registry import op
 from nanovllm.kernels.ops.attention import attention_decode
 from nanovllm.kernels.ops.attention_inputs import DECODE, lengths_and_heads
 from nanovllm.kernels.ops.checks import check_attention_values, check_decode, check_new_tokens, values_checked
 from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
-from nanovllm.kernels.registry import op
 
 
 def _inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, block_size):

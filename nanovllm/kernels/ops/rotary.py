@@ -2,9 +2,9 @@
 
 import torch
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.registry import op
 from nanovllm.kernels.ops.checks import check_positions, values_checked
-from nanovllm.kernels.registry import op
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.declaration import Cost, Tensors, nbytes
+from nanovllm.kernels.op.declaration import Cost, Tensors, nbytes
 from nanovllm.kernels.ops.checks import check_attention_values
 
 SHARED_ARGUMENTS = {

@@ -2,9 +2,9 @@
 
 import torch
 
-from nanovllm.kernels.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.registry import op
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
-from nanovllm.kernels.registry import op
 
 FP8_MAX = 448.0
 """The largest float8_e4m3fn; what lies beyond is stored as this, since the format has no infinity."""

@@ -1,0 +1,136 @@
+"""vLLM, through its offline interface."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.bench.engines import model_directory
+from nanovllm.bench.job import Job, RequestTimes, Run
+from nanovllm.bench.workloads import Item
+from nanovllm.model_config import ModelConfig
+
+# vLLM would fork its engine from us, and the copy would hold whatever we have open. As a script's `__main__`, we can be imported.
+os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+import vllm  # noqa: E402
+
+
+class VllmEngine:
+    def __init__(self, job: Job) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        options: dict[str, Any] = {}
+        for name in (
+            "kv_cache_dtype",
+            "gpu_memory_utilization",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "enforce_eager",
+        ):
+            if job.options.get(name) is not None:
+                options[name] = job.options[name]
+        self._llm = vllm.LLM(
+            model=model_directory(job, Path(self._folder.name)), load_format="dummy" if job.config is not None else "auto",
+            skip_tokenizer_init=True, max_model_len=job.max_model_len, dtype=job.options.get("dtype") or "auto", seed=job.seed,
+            disable_log_stats=False, **options,
+        )  # fmt: skip
+        config = self._llm.llm_engine.model_config
+        self._dtype = str(config.dtype).removeprefix("torch.")
+        self.config = ModelConfig.from_dict(config.hf_config.to_dict())
+        self._num_requests = 0
+
+    def about(self) -> dict[str, Any]:
+        return {"version": vllm.__version__, "device": torch.cuda.get_device_name(), "dtype": self._dtype}
+
+    def run(self, items: Sequence[Item]) -> Run:
+        params = [
+            vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=i.num_output, detokenize=False)
+            for i in items
+        ]
+        if any(item.arrival for item in items):
+            return self._run_open_loop(items, params)
+        prompts = [{"prompt_token_ids": item.prompt} for item in items]
+        with _kept_gaps(self._llm.llm_engine) as gaps:
+            started = time.perf_counter()
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - started
+        # A release that keeps other statistics tells only each request's mean.
+        each = [gap for some in gaps for gap in some]
+        complete = len(each) == sum(item.num_output - 1 for item in items)
+        return Run(seconds, [_times(o) for o in outputs], each if complete else None)
+
+    def _run_open_loop(self, items: Sequence[Item], params: list[Any]) -> Run:
+        engine = self._llm.llm_engine
+        stamps: dict[str, list[float]] = {}
+        arrivals: dict[str, float] = {}
+        todo = list(zip(items, params))[::-1]
+        started = time.perf_counter()
+        while todo or engine.has_unfinished_requests():
+            now = time.perf_counter() - started
+            while todo and todo[-1][0].arrival <= now:
+                item, own = todo.pop()
+                name = f"bench-{self._num_requests}"
+                self._num_requests += 1
+                engine.add_request(name, {"prompt_token_ids": item.prompt}, own)
+                arrivals[name], stamps[name] = item.arrival, []
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, todo[-1][0].arrival - (time.perf_counter() - started)))
+                continue
+            outputs = engine.step()
+            now = time.perf_counter() - started
+            for output in outputs:
+                seen = stamps[output.request_id]
+                seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
+        seconds = time.perf_counter() - started
+        return Run(seconds, [
+            RequestTimes(s[0] - arrivals[r], s[-1] - arrivals[r], len(s), [b - a for a, b in zip(s, s[1:])])
+            for r, s in stamps.items()
+        ])  # fmt: skip
+
+    def close(self) -> None:
+        del self._llm
+        self._folder.cleanup()
+
+
+@contextmanager
+def _kept_gaps(engine: Any) -> Iterator[list[list[float]]]:
+    """The times between tokens that vLLM's own statistics hold, a list a step; `generate` itself returns only whole requests."""
+    gaps: list[list[float]] = []
+    manager = getattr(engine, "logger_manager", None)
+    if manager is None:
+        yield gaps
+        return
+    record = manager.record
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        statistics = kwargs.get("iteration_stats", args[1] if len(args) > 1 else None)
+        gaps.append(getattr(statistics, "inter_token_latencies_iter", None) or [])
+        return record(*args, **kwargs)
+
+    manager.record = kept
+    try:
+        yield gaps
+    finally:
+        manager.record = record
+
+
+def _times(output: Any) -> RequestTimes:
+    """Where this release of vLLM tells a request's times, they are used."""
+    count = len(output.outputs[0].token_ids)
+    m = getattr(output, "metrics", None)
+    first = getattr(m, "first_token_latency", None) or None
+    between = None
+    if m is not None and getattr(m, "last_token_ts", 0) and getattr(m, "first_token_ts", 0):
+        between = m.last_token_ts - m.first_token_ts  # one clock, which is not the arrival's
+    total = None if first is None or between is None else first + between
+    return RequestTimes(first, total, count)
+
+
+def start(job: Job) -> VllmEngine:
+    return VllmEngine(job)

@@ -1,0 +1,186 @@
+"""What one measuring process is told, and what it says back."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.bench.workloads import Workload
+
+Emit = Callable[[str, Any], None]
+"""(kind, content) to whoever started the job: "rates", "loading" (an engine), "started" (a workload), "row", "failed" (a row
+whose reason came as a surprise: what the process printed may say more), "ops", "profile"."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine in one configuration, and the workloads to run on it.
+
+    Attributes:
+        task: "measure" the workloads; the device's "rates", which loads no engine; find the "ops" that the model calls; or
+            "profile" the first workload.
+        engine: "nanovllm", "transformers" or "vllm".
+        variant: what distinguishes this configuration in tables: "custom", "native", "no rms_norm", or "".
+        model: a path, a hub id, or a preset's name.
+        config: the preset's config.json, for random weights; None: `model` has weights.
+        options: arguments for nanovllm's `LLM`; peers take from them what they have too.
+    """
+
+    engine: str
+    variant: str
+    model: str
+    workloads: tuple[Workload, ...]
+    config: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    repeat: int = 3
+    warmup: int = 1
+    seed: int = 0
+    max_model_len: int = 4096
+    task: str = "measure"
+    limit: float | None = None
+    """Seconds for each workload, its warm-up among them; None: as long as it takes."""
+    trace: str | None = None
+    """Of a profile: the file that the trace goes to."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Job:
+        def workload(w: dict[str, Any]) -> Workload:
+            return Workload(**{k: tuple(v) if isinstance(v, list) else v for k, v in w.items()})
+
+        return cls(**{**data, "workloads": tuple(workload(w) for w in data["workloads"])})
+
+
+@dataclass
+class RequestTimes:
+    """When a request's tokens came, in seconds after its arrival."""
+
+    first_token: float | None
+    total: float | None
+    num_output: int
+    gaps: list[float] | None = None
+    """Between one token and the next; None if only their mean is known."""
+
+    @property
+    def mean_gap(self) -> float | None:
+        if self.num_output < 2 or self.first_token is None or self.total is None:
+            return None
+        return (self.total - self.first_token) / (self.num_output - 1)
+
+
+@dataclass
+class Run:
+    """One run of a workload: the wall time and each request's times."""
+
+    seconds: float
+    requests: list[RequestTimes]
+    gaps: list[float] | None = None
+    """Between the tokens of all requests, from an engine that does not say whose they are."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The figures of one run. Times in seconds; None where the engine does not tell or there is nothing to tell.
+
+    `itl_p50` and `itl_p99` are of the times between two tokens, of all requests. Of an engine that tells only a request's mean,
+    `itl_p50` is the median of the means and `itl_p99` None: means have no slow tokens.
+    """
+
+    seconds: float
+    output_tokens: int
+    total_tokens: int
+    ttft_p50: float | None
+    ttft_p99: float | None
+    itl_p50: float | None
+    itl_p99: float | None
+    bytes: int
+    flops: int
+
+    @property
+    def output_rate(self) -> float:
+        return self.output_tokens / self.seconds
+
+    @property
+    def total_rate(self) -> float:
+        return self.total_tokens / self.seconds
+
+    @classmethod
+    def of(cls, run: Run, num_prompt_tokens: int, work_bytes: int, work_flops: int) -> Repeat:
+        output = sum(r.num_output for r in run.requests)
+        first = [r.first_token for r in run.requests if r.first_token is not None]
+        if run.gaps is not None:
+            each, only_means = run.gaps, False
+        else:
+            several = [r for r in run.requests if r.num_output > 1]
+            only_means = any(r.gaps is None for r in several)
+            each = [g for r in several for g in ([r.mean_gap] if only_means else r.gaps) if g is not None]
+        return cls(
+            run.seconds, output, output + num_prompt_tokens, percentile(first, 50), percentile(first, 99),
+            percentile(each, 50), None if only_means else percentile(each, 99), work_bytes, work_flops,
+        )  # fmt: skip
+
+
+def stopped(limit: float) -> str:
+    """The reason of a row that was given no more time."""
+    return f"stopped after {limit:g} s (--limit)"
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Linear between the nearest ranks, as numpy's default; None of no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass
+class Row:
+    """What is known of one workload on one engine in one configuration."""
+
+    engine: str
+    variant: str
+    model: str
+    workload: str
+    load: str
+    """The workload in words, "8 x 128 -> 256"."""
+    error: str | None = None
+    repeats: list[Repeat] = field(default_factory=list)
+    warmup_seconds: list[float] = field(default_factory=list)
+    peak_memory: int | None = None
+    """Bytes, the KV cache as it was allocated among them."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """Of the engine: version, device, dtype, kernels, what it takes to be ready."""
+    open_loop: bool = False
+    mbu: float | None = None
+    mfu: float | None = None
+
+    def median(self, name: str) -> float | None:
+        """The median over the repeats of an attribute of `Repeat`."""
+        values = [v for v in (getattr(r, name) for r in self.repeats) if v is not None]
+        return statistics.median(values) if values else None
+
+    @property
+    def spread(self) -> float | None:
+        """Largest less smallest output rate, as a share of the median; None of a single run."""
+        rates = [r.output_rate for r in self.repeats]
+        return (max(rates) - min(rates)) / statistics.median(rates) if len(rates) > 1 else None
+
+    @property
+    def limit(self) -> float | None:
+        """The share of the limit, of 1: of bandwidth or matmul rate, whichever binds."""
+        return None if self.mbu is None or self.mfu is None else max(self.mbu, self.mfu)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Row:
+        return cls(**{**data, "repeats": [Repeat(**r) for r in data.get("repeats", [])]})

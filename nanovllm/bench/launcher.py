@@ -1,0 +1,187 @@
+"""Starts measuring processes, one after the other, and hands on what they say.
+
+Each engine has a process of its own, so that memory, clocks and library state are the same for all, and so that one that
+dies takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from nanovllm.bench.job import Emit, Job, Row, stopped
+
+Launch = Callable[[Job, Emit], None]
+
+_LAST_LINES = 3
+_LAST_BYTES = 2**20
+_LINE = 300
+_SECONDS_TO_END = 30.0
+_ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception)|Fatal Python error|CUDA error): *(\S.*)")
+
+
+def in_child(command: list[str], verbose: bool = False) -> Launch:
+    """A launcher that runs `command --worker FD` for each job; see `serve`.
+
+    Args:
+        command: the program and its arguments, for example [sys.executable, "bench.py"].
+        verbose: let the process write to our stderr, instead of keeping what it prints for when something goes wrong.
+    """
+
+    def launch(job: Job, emit: Emit) -> None:
+        with tempfile.TemporaryFile() as log:
+            read, write = os.pipe()
+            # A session of its own: Ctrl-C reaches us alone, and whatever the engine started ends with it.
+            process = subprocess.Popen(
+                [*command, "--worker", str(write)], stdin=subprocess.PIPE, stdout=sys.stderr if verbose else log,
+                stderr=subprocess.STDOUT if not verbose else None, pass_fds=(write,), start_new_session=True, text=True,
+            )  # fmt: skip
+            os.close(write)
+            alarm, kind = _Alarm(job.limit, process.pid), ""
+            try:
+                with suppress(BrokenPipeError):  # it has ended already, and its exit code says so
+                    process.stdin.write(json.dumps(job.to_json()))
+                    process.stdin.close()
+                with os.fdopen(read) as messages:
+                    for line in messages:
+                        kind, content = json.loads(line)
+                        alarm.stop()
+                        if kind == "failed":
+                            content["error"] = with_causes(content["error"], _printed(log))
+                        emit(kind, content)
+                        if kind == "started":
+                            alarm.start()
+                try:
+                    code = process.wait(_SECONDS_TO_END)
+                except subprocess.TimeoutExpired:
+                    code = 0  # it has said everything
+            finally:
+                alarm.stop()
+                _kill(process.pid)
+                process.wait()
+            if alarm.rang and kind == "started":
+                raise WorkerDied(stopped(job.limit))
+            if code and not alarm.rang:
+                printed = _printed(log)
+                last = " | ".join(printed.strip().splitlines()[-_LAST_LINES:])
+                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                raise WorkerDied(with_causes(f"the process ended with {how}{': ' + last if last else ''}", printed))
+
+    return launch
+
+
+class _Alarm:
+    """Ends a process group after some seconds; None: never."""
+
+    def __init__(self, seconds: float | None, group: int) -> None:
+        self._seconds, self._group = seconds, group
+        self._timer: threading.Timer | None = None
+        self.rang = False
+
+    def start(self) -> None:
+        if self._seconds is not None:
+            self._timer = threading.Timer(self._seconds, self._ring)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        self.rang = True
+        _kill(self._group)
+
+
+def _kill(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _printed(log: Any) -> str:
+    """The end of what a process has printed. Not by seeking: a process that still runs writes where we would leave the file."""
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
+
+
+def with_causes(reason: str, printed: str) -> str:
+    """A reason, with the last lines of what was printed that look like errors, by whichever of the engine's processes.
+
+    vLLM's own error, for one, says no more than that its core has died.
+    """
+    causes: list[str] = []
+    for line in printed.splitlines():
+        found = _ERROR.search(line)
+        if found and found[1].strip()[:_LINE] not in reason and not any(found[1].strip()[:_LINE] in c for c in causes):
+            causes.append(found[0].strip()[:_LINE])
+    return f"{reason}; printed before: {' | '.join(causes[-_LAST_LINES:])}" if causes else reason
+
+
+class WorkerDied(RuntimeError):
+    """A measuring process ended early; the message says how."""
+
+
+def in_process(llm_class: Any) -> Launch:
+    """A launcher that runs jobs here: for debuggers and tests. Engines then share memory and state."""
+    from nanovllm.bench.worker import work
+
+    def launch(job: Job, emit: Emit) -> None:
+        # Through JSON, as from another process.
+        work(Job.from_json(job.to_json()), llm_class, lambda kind, content: emit(kind, json.loads(json.dumps(content))))
+
+    return launch
+
+
+def serve(descriptor: int, llm_class: Any) -> None:
+    """The other end of `in_child`: read a job from stdin, write a JSON line [kind, content] for each thing to say."""
+    from nanovllm.bench.worker import work
+
+    job = Job.from_json(json.loads(sys.stdin.read()))
+    with os.fdopen(descriptor, "w", buffering=1) as messages:
+        os.set_inheritable(descriptor, False)  # so that the pipe ends with us, whatever the engine leaves running
+        work(job, llm_class, lambda kind, content: messages.write(json.dumps([kind, content]) + "\n"))
+
+
+def measure_rows(launch: Launch, job: Job, on_row: Callable[[Row], None], other: Emit) -> None:
+    """Run a job; one row for each of its workloads. If its process dies or ends early, another one goes on with the next workload.
+
+    Args:
+        on_row: is given each row as soon as it is there.
+        other: is told all else that the process says.
+    """
+    todo = list(job.workloads)
+    failed = False
+
+    def take(kind: str, content: Any) -> None:
+        nonlocal failed
+        if kind not in ("row", "failed"):
+            return other(kind, content)
+        failed = failed or kind == "failed"
+        row = Row.from_json(content)
+        todo[:] = [w for w in todo if w.name != row.workload]
+        on_row(row)
+
+    while todo:
+        died = ""
+        before, failed = len(todo), False
+        try:
+            launch(dataclasses.replace(job, workloads=tuple(todo)), take)
+        except WorkerDied as error:
+            died = str(error)
+        # A process that ended after a failed row, however it did, was on no other workload.
+        if todo and not failed and (died or before == len(todo)):
+            first = todo.pop(0)
+            reason = died or "the process ended without a result"
+            on_row(Row(job.engine, job.variant, job.model, first.name, first.description, reason))

@@ -1,0 +1,301 @@
+"""Profiles of a window of steps: a trace of them, and from it where the time goes.
+
+Two passes, each in a process of its own, apart from the timed runs. The engine as it runs, with CUDA graphs: its times are
+the real ones. And the engine without graphs: there every kernel lies within the range of its op, so the kernels of the first
+pass get their names from the second. On a CPU one pass is both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from nanovllm.bench.engines.nanovllm import NanovllmEngine
+from nanovllm.bench.instrument import Instrument
+from nanovllm.bench.job import Job
+from nanovllm.bench.trace import WINDOW
+from nanovllm.bench.tracks import separate_overlaps
+from nanovllm.bench.workloads import Item
+from nanovllm.kernels.op.selection import decorated_kernels
+from nanovllm.sampling_params import SamplingParams
+
+PREFILL_STEPS, DECODE_STEPS, SKIPPED_STEPS = 2, 6, 32
+MAX_TRACE_BYTES = 50 * 2**20
+
+_PROFILER = 9_999_999  # above any process; the profiler's own work has -1 in PyTorch's traces, which Perfetto takes for a GPU, 0
+_PROFILER_NAME = {"ph": "M", "name": "process_name", "pid": _PROFILER, "tid": 0, "args": {"name": "profiler"}}
+
+
+def profile(job: Job, llm_class: Any) -> dict[str, Any]:
+    """One pass over the job's first workload; the trace goes to `job.trace`.
+
+    Returns:
+        "costs": per op, its calls, bytes and flops over the recorded steps; "unprofiled_us": the time of a decode step
+        without a profiler; "memory": samples, one a step; "about": the engine; "eager": whether it ran without graphs;
+        "rides": whether prompts ride on decode steps, where nobody waits for them.
+    """
+    instrument = Instrument()
+    with decorated_kernels(instrument.decorate):
+        engine = NanovllmEngine(job, llm_class)
+    about = engine.about()
+    instrument.attach(engine.llm.engine)
+    on_gpu = about["device"] != "cpu"
+    items = job.workloads[0].draw(job.seed, engine.config.vocab_size)
+    eager = not on_gpu or bool(job.options.get("enforce_eager"))
+    # The first time is a warm-up.
+    _drive(engine, instrument, _shifted(items, 1, engine), instrument.costing if eager else nullcontext)
+    costs = [
+        {"op": c.op, "module": c.module, "provider": c.provider, "phase": c.phase, "calls": instrument.calls[c],
+         "cold_bytes": instrument.cold[c], "bytes": work.bytes, "flops": work.flops}
+        for c, work in instrument.costs.items()
+    ]  # fmt: skip
+    windows: list[dict[str, Any]] = []
+    memory: list[dict[str, Any]] = []
+
+    @contextmanager
+    def recorded() -> Iterator[None]:
+        with _profiled(on_gpu, windows), record_function(WINDOW), instrument.recording():
+            yield
+
+    if on_gpu:
+        with _profiled(on_gpu, []):  # the first use of the device's profiler is slow
+            torch.zeros(1, device="cuda").add_(1)
+    unprofiled = _drive(engine, instrument, _shifted(items, 2, engine), recorded, memory)
+    trace = merge(windows)
+    add_memory_track(trace, memory)
+    write_trace(trace, Path(job.trace))
+    rides = engine.llm.engine.runner.rides
+    engine.close()
+    return {
+        "costs": costs,
+        "unprofiled_us": unprofiled,
+        "memory": memory,
+        "about": about,
+        "eager": eager,
+        "rides": rides,
+    }
+
+
+def _shifted(items: Sequence[Item], by: int, engine: NanovllmEngine) -> list[Item]:
+    """The same lengths with other tokens: nothing is in the prefix cache."""
+    vocab = engine.config.vocab_size
+    return [Item([(t + by) % vocab for t in item.prompt], item.num_output, item.arrival) for item in items]
+
+
+def _drive(
+    engine: NanovllmEngine,
+    instrument: Instrument,
+    items: Sequence[Item],
+    recorded: Callable[[], Any],
+    memory: list[dict[str, Any]] | None = None,
+) -> float | None:
+    """Serve the requests for a while, as the timed runs do, within `recorded()` during some steps of each kind.
+
+    These are the first steps; where prompts ride on decodes, the first one, and some when half of the requests have begun; and some
+    decode steps when no prompt is left. Riding takes most of a run, so those that have not begun after its steps were recorded are given up.
+
+    Returns the microseconds of a decode step that was not recorded, or None if none was left.
+    """
+    core = engine.llm.engine
+    requests = [
+        core.make_request(i.prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=i.num_output))
+        for i in items
+    ]
+    if any(item.arrival for item in items):
+        for request in requests:
+            core.queue(request)
+    else:
+        core.queue_batch(requests)
+    shortest = min(item.num_output for item in items)
+
+    def steps(count: int, keep: bool = False) -> None:
+        for _ in range(count):
+            if not core.has_unfinished:
+                return
+            core.step()
+            if keep and memory is not None:
+                memory.append(_memory(core))
+
+    def not_begun() -> list[Any]:
+        return [r for r in requests if r.first_token_time is None]
+
+    try:
+        with recorded():
+            steps(
+                1 if core.runner.rides else PREFILL_STEPS, keep=True
+            )  # on the second one some may ride already, with few decodes
+            _synchronize()
+        while (late := not_begun()) and core.has_unfinished:
+            if 2 * len(late) <= len(requests) and core.runner.decoding.carries(instrument.last_step):
+                with recorded():
+                    steps(DECODE_STEPS, keep=True)
+                    _synchronize()
+                for request in not_begun():
+                    core.abort(request)
+                break
+            steps(1)
+        if not core.has_unfinished:
+            return None
+        steps(max(0, min(SKIPPED_STEPS, shortest - PREFILL_STEPS - 3 * DECODE_STEPS)))
+        with recorded():
+            steps(DECODE_STEPS, keep=True)
+            _synchronize()
+        if not core.has_unfinished:
+            return None
+        _synchronize()
+        started, before = time.perf_counter(), sum(r.num_output_tokens for r in requests)
+        count = 0
+        while core.has_unfinished and count < DECODE_STEPS:
+            core.step()
+            count += 1
+        _synchronize()
+        grew = sum(r.num_output_tokens for r in requests) - before
+        return (time.perf_counter() - started) / count * 1e6 if grew else None
+    finally:
+        for request in requests:
+            core.abort(request)
+        while core.has_unfinished:
+            core.step()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _memory(core: Any) -> dict[str, Any]:
+    """Bytes in use after a step: PyTorch's on a GPU, this process's resident ones else; and the share of cache blocks."""
+    sample: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        sample = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+    else:
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            sample = {"resident": pages * os.sysconf("SC_PAGE_SIZE")}
+        except OSError:
+            pass
+    blocks = getattr(core.scheduler, "blocks", None)
+    if blocks is not None:
+        sample["kv_blocks_used"] = blocks.num_blocks - blocks.num_free_blocks
+        sample["kv_blocks"] = blocks.num_blocks
+    return sample
+
+
+@contextmanager
+def _profiled(on_gpu: bool, windows: list[dict[str, Any]]) -> Iterator[None]:
+    """Record what happens within, and add its trace to `windows`."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as recorder:
+        yield
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "window.json"
+        recorder.export_chrome_trace(str(path))
+        windows.append(json.loads(path.read_text(errors="replace")))
+
+
+# -------------------------------------------------------------------------------------------------------- trace files
+
+
+def merge(windows: Sequence[dict[str, Any]], labels: Sequence[str] | None = None) -> dict[str, Any]:
+    """One trace of several, on one clock. With labels, each keeps tracks of its own, named by its label.
+
+    A trace counts microseconds from its own base, `baseTimeNanoseconds`: PyTorch's from a time weeks ago, the merged one from
+    its first event, so that a float of viewers has the digits for every nanosecond.
+    """
+    bases = [int(w.get("baseTimeNanoseconds", 0)) for w in windows]
+    events: list[dict[str, Any]] = []
+    arrows: dict[
+        tuple[int, Any], int
+    ] = {}  # those of different traces apart; Perfetto drops an arrow whose id is no number
+    for i, window in enumerate(windows):
+        shift = (bases[i] - bases[0]) / 1e3
+        for event in (*window["traceEvents"], _PROFILER_NAME):
+            if event.get("ph") == "i" or event.get("name") in (
+                "Record Window End",
+                "Iteration Start: PyTorch Profiler",
+            ):
+                continue
+            if event.get("cat") == "Trace":  # the span of the whole recording, which crosses other tracks
+                continue
+            event = dict(event)
+            if "ts" in event:
+                event["ts"] = round(float(event["ts"]) + shift, 3)
+            if "id" in event:  # arrows from launches to kernels
+                event["id"] = arrows.setdefault((i, event["id"]), len(arrows) + 1)
+            if event.get("pid") == -1:
+                event["pid"] = _PROFILER
+            if labels is not None:
+                event["pid"] = _renamed(event.get("pid"), i)
+                if event.get("ph") == "M" and event.get("name") == "process_name":
+                    event["args"] = {"name": f"{labels[i]}: {event['args'].get('name', '')}"}
+                if event.get("args", {}).get("correlation") is not None:
+                    event["args"] = {**event["args"], "correlation": f"{i}.{event['args']['correlation']}"}
+            elif event.get("args", {}).get("correlation") is not None:
+                event["args"] = {**event["args"], "correlation": f"w{i}.{event['args']['correlation']}"}
+            events.append(event)
+    origin = math.floor(min((e["ts"] for e in events if "ts" in e), default=0))
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - origin, 3)
+    used = {e.get("pid") for e in events if e.get("ph") == "X"}
+    events = separate_overlaps([e for e in events if e.get("ph") != "M" or e.get("pid") in used])
+    head = {k: v for k, v in windows[0].items() if k != "traceEvents"}
+    head.pop("traceName", None)
+    return {**head, "baseTimeNanoseconds": bases[0] + 1000 * origin, "traceEvents": events}
+
+
+def _renamed(pid: Any, index: int) -> int:
+    """Process numbers of different traces apart; they need not be numbers to begin with."""
+    number = pid if isinstance(pid, int) else sum(ord(c) << i for i, c in enumerate(str(pid)))
+    return number + index * 10_000_000
+
+
+def add_memory_track(trace: dict[str, Any], memory: Sequence[dict[str, Any]]) -> None:
+    """Counters of the samples, at the ends of the steps that they follow."""
+    from nanovllm.bench.instrument import STEP_NAME
+
+    ends = sorted(
+        (e["ts"] + e["dur"], e["pid"])
+        for e in trace["traceEvents"]
+        if e.get("ph") == "X" and e.get("cat") == "user_annotation" and STEP_NAME.match(e["name"])
+    )
+    for (ts, pid), sample in zip(ends, memory):
+        sizes = {k: v / 2**20 for k, v in sample.items() if k in ("allocated", "reserved", "resident")}
+        if sizes:
+            trace["traceEvents"].append(
+                {"ph": "C", "name": "memory, MiB", "pid": pid, "tid": 0, "ts": ts, "args": sizes}
+            )
+        if "kv_blocks_used" in sample:
+            args = {"used": sample["kv_blocks_used"]}
+            trace["traceEvents"].append(
+                {"ph": "C", "name": "KV cache blocks", "pid": pid, "tid": 0, "ts": ts, "args": args}
+            )
+
+
+def write_trace(trace: dict[str, Any], path: Path) -> None:
+    """Write a trace of at most 50 MB, without the smallest host events if it would be larger."""
+    text = json.dumps(trace, separators=(",", ":"))
+    shortest = 1.0
+    while len(text) > MAX_TRACE_BYTES:
+        trace = {
+            **trace,
+            "traceEvents": [
+                e for e in trace["traceEvents"] if not (e.get("cat") == "cpu_op" and e.get("dur", 0) < shortest)
+            ],
+        }
+        shortest *= 2
+        text = json.dumps(trace, separators=(",", ":"))
+        if shortest > 1e6:
+            break
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

@@ -1,0 +1,237 @@
+"""A profile as text, and as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from nanovllm.bench import result_tables
+from nanovllm.bench.job import Row
+from nanovllm.bench.plots import svg
+from nanovllm.bench.result_tables import percent
+from nanovllm.bench.summary import Profile, StepTime, host_times
+
+OPS_HEAD = ("step", "op", "provider", "calls", "us a step", "early us", "share of step", "host us", "GB/s", "TFLOP/s", "of limit")  # fmt: skip
+
+
+def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
+    """The ops with the most device time, as cells of `OPS_HEAD`."""
+    totals: dict[str, float] = {}
+    for o in profile.ops:
+        totals[o.phase] = totals.get(o.phase, 0.0) + o.device_us
+    rows = []
+    for o in profile.ops[:count]:
+        rows.append([
+            o.phase, o.label, o.provider, f"{o.calls:g}", f"{o.device_us:,.1f}", f"{o.early_us:,.1f}" if o.early_us else "-",
+            percent(o.device_us / totals[o.phase]), "-" if o.host_us is None else f"{o.host_us:,.0f}",
+            _rate(o.bytes, o.device_us, 1e3), _rate(o.flops, o.device_us, 1e6), percent(o.share),
+        ])  # fmt: skip
+    return rows
+
+
+def op_table(profile: Profile, count: int | None = None) -> list[list[str]]:
+    """`OPS_HEAD` and `op_rows`; where nothing ran early, as on a CPU, without that column."""
+    rows = [list(OPS_HEAD), *op_rows(profile, count)]
+    if any(o.early_us for o in profile.ops):
+        return rows
+    column = OPS_HEAD.index("early us")
+    return [row[:column] + row[column + 1 :] for row in rows]
+
+
+def _rate(amount: float, us: float, unit: float) -> str:
+    """Three digits of `amount` over `us`, in a unit of so many a microsecond."""
+    if not amount or not us:
+        return "-"
+    rate = amount / us / unit
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def step_words(s: StepTime, profile: Profile) -> str:
+    """A sentence or two on one kind of step."""
+    text = f"{s.phase}: {s.what}; {s.wall_us / 1e3:,.3f} ms a step over {s.count}"
+    if s.idle is not None:
+        text += f", {s.kernels:,.0f} kernels in {s.device_us / 1e3:,.3f} ms of it, the GPU idle {s.idle:.1%}"
+        if s.gaps_us is not None and s.gap_p50_us is not None:
+            text += f"; gaps between kernels {s.gap_p50_us:.2f} us (p99 {s.gap_p99_us:.2f}), {s.gaps_us:,.0f} us a step"
+    if s.phase == "decode" and profile.unprofiled_us is not None:
+        text += f"; {profile.unprofiled_us / 1e3:,.3f} ms without the profiler"
+    return text
+
+
+def facts(profile: Profile) -> list[str]:
+    r = profile.rates
+    called = {o.op for o in profile.ops}
+    chosen = {op: p for op, p in profile.about.get("kernels", {}).items() if op in called and p != "native"}
+    kernels = ", ".join(f"{op}={p}" for op, p in sorted(chosen.items())) or "native everywhere"
+    lines = [
+        f"{profile.model}, {profile.about['device']}, {profile.dtype}; workload {profile.workload}: {profile.load}",
+        f"measured here: {r.bandwidth / 1e9:,.0f} GB/s (read {r.read / 1e9:,.0f}, copy {r.copy / 1e9:,.0f}), "
+        + ", ".join(f"{v / 1e12:,.3g} TFLOP/s {k}" for k, v in sorted(r.matmul.items())),
+        f"kernels: {kernels}",
+    ]
+    if r.cache_bandwidth:
+        lines.append(
+            f"L2 cache: {r.cache_bytes / 2**20:.0f} MiB at {r.cache_bandwidth / 1e9:,.0f} GB/s; an empty kernel in a graph: {1e6 * r.kernel_seconds:.2f} us"
+        )
+    if profile.named_from_eager:
+        lines.append(
+            "Times are of the engine as it runs; kernels inside CUDA graphs have their names from a second run without graphs."
+        )
+    if any(o.early_us for o in profile.ops):
+        lines.append(
+            "A kernel's time begins when every kernel before it has ended, so times add up to that in which the GPU works. "
+            "One that is launched earlier waits until then, or reads weights: early us, which lie in the time of the ops before it."
+        )
+    if early := [f"{o.phase} {o.label} {o.read_early_us:.1f} us" for o in profile.ops if o.read_early_us]:
+        lines.append(
+            "Some ops read so much early that their own time is less than the limit allows. So much of the time of the ops before "
+            f"them is counted as theirs that they stand at 100 %: {', '.join(early)}."
+        )
+    return lines
+
+
+def over_limit(profile: Profile) -> list[str]:
+    """Ops that seem faster than the hardware: there the account is wrong."""
+    return [
+        f"{o.phase} {o.label}: {percent(o.share)} of the limit"
+        for o in profile.ops
+        if o.share is not None and o.share > 1
+    ]
+
+
+def memory_words(profile: Profile) -> list[str]:
+    lines = []
+    for name in ("allocated", "reserved", "resident"):
+        values = [m[name] for m in profile.memory if name in m]
+        if values:
+            lines.append(f"{name}: {min(values) / 2**30:,.2f} to {max(values) / 2**30:,.2f} GiB")
+    blocks = [m for m in profile.memory if "kv_blocks" in m]
+    if blocks:
+        lines.append(
+            f"KV cache: {' '.join(str(m['kv_blocks_used']) for m in blocks)} of {blocks[-1]['kv_blocks']} blocks in use after each recorded step"
+        )
+    return lines
+
+
+def text_report(profile: Profile, rows: Sequence[Row] = ()) -> str:
+    """The whole profile as plain text."""
+    parts = ["\n".join(facts(profile)), "STEPS\n" + "\n".join(step_words(s, profile) for s in profile.steps)]
+    parts.append("OPS, most device time first\n" + _aligned(op_table(profile, 40), left=3))
+    if wrong := over_limit(profile):
+        parts.append("ABOVE THE LIMIT: the account of these is wrong\n" + "\n".join(wrong))
+    if profile.kernels:
+        cells = [(k.phase, k.op, f"{k.calls:g}", f"{k.us:,.1f}", k.name[:90]) for k in profile.kernels[:25]]
+        parts.append(
+            "KERNELS\n" + _aligned([("step", "op", "calls", "us a step", "kernel"), *cells], left=2, last_left=True)
+        )
+    host = [(f"{us / 1e3:,.2f}", name) for name, us in host_times(profile)]
+    parts.append("HOST, own time over the recorded steps\n" + _aligned([("ms", "name"), *host], left=0, last_left=True))
+    parts.append("MEMORY\n" + "\n".join(memory_words(profile)))
+    if lines := result_tables.comparison_lines(rows):
+        parts.append("COMPARISON\n" + "\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int, last_left: bool = False) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            f"{c:{w}}" if i < left or (last_left and i == len(row) - 1) else f"{c:>{w}}"
+            for i, (c, w) in enumerate(zip(row, widths))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------- HTML
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 12px; max-width: 860px; color: #1b1b1b; background: #fff; }
+h1 { font-size: 1.35em; margin: .3em 0; } h2 { font-size: 1.1em; margin: 1.6em 0 .4em; }
+svg { width: 100%; height: auto; max-width: 640px; display: block; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; white-space: nowrap; }
+th, td { padding: 3px 8px; border-bottom: 1px solid #ddd; text-align: right; } th { background: #f4f4f4; }
+td.t, th.t { text-align: left; } .warn { color: #a40000; } .small { font-size: 13px; color: #555; }
+.flame { font-size: 11px; } .flame div.row { display: flex; } .flame div.box { box-sizing: border-box; min-width: 0; }
+.flame span { display: block; overflow: hidden; white-space: nowrap; text-overflow: ellipsis; padding: 1px 3px; border: 1px solid #fff; border-radius: 2px; height: 17px; }
+"""
+_NARROWEST = 0.004  # of the flame graph's width
+
+
+def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[Row] = ()) -> str:
+    """One page with everything inside it: no script, no request.
+
+    Args:
+        figures: of `plots.figures`.
+    """
+    title = f"{profile.model} on {profile.about['device']}: {profile.workload}"
+    body = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in facts(profile))]
+    body += ["<h2>Steps</h2>", *(f"<p>{escape(step_words(s, profile))}</p>" for s in profile.steps)]
+    body += [
+        f'<p class="warn">Above the limit, so its account is wrong: {escape(line)}</p>' for line in over_limit(profile)
+    ]
+    for name, words in (
+        ("steps", ""),
+        (
+            "roofline",
+            "Each dot is an op; the line is what this device was measured to reach, dashed from the L2 cache. "
+            "Hollow: ops without arithmetic, at the left edge, as far below the line as their bandwidth is.",
+        ),
+        ("timeline", "Colours as above."),
+    ):
+        if name in figures:
+            body.append(f'<div class="figure" id="{name}">{svg(figures[name])}</div><p class="small">{words}</p>')
+    head, *ops = op_table(profile, 40)
+    body += ["<h2>Ops</h2>", _table(head, ops, text=3)]
+    if profile.kernels:
+        cells = [(k.phase, k.op, f"{k.calls:g}", f"{k.us:,.1f}", k.name[:80]) for k in profile.kernels[:25]]
+        body += ["<h2>Kernels</h2>", _table(("step", "op", "calls", "us a step", "kernel"), cells, text=2)]
+    body += ["<h2>Host time</h2>", f'<div class="flame" id="flame">{_flame(profile.flame)}</div>']
+    host = [(name, f"{us / 1e3:,.2f}") for name, us in host_times(profile)]
+    body += ['<p class="small">Width is time over the recorded steps; what is called lies below its caller.</p>']
+    body += [_table(("own host time of", "ms"), host, text=1)]
+    body += ["<h2>Memory</h2>", *(f"<p>{escape(line)}</p>" for line in memory_words(profile))]
+    if "memory" in figures:
+        body.append(f'<div class="figure" id="memory">{svg(figures["memory"])}</div>')
+    if rows:
+        body += ["<h2>Throughput</h2>", _table(result_tables.HEAD, [result_tables.row_cells(r) for r in rows], text=2)]
+        body += [f"<p>{escape(line)}</p>" for line in result_tables.comparison_lines(rows)]
+        if "comparison" in figures:
+            body.append(f'<div class="figure" id="comparison">{svg(figures["comparison"])}</div>')
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        made = []
+        for i, c in enumerate(cells):
+            # A row that has fewer cells ends in a reason.
+            wide = f' colspan="{len(head) - len(cells) + 1}"' if i == len(cells) - 1 and len(cells) < len(head) else ""
+            left = i < text or wide or head[i] == "kernel"
+            made.append(f"<{tag}{wide}{' class=t' if left else ''}>{escape(c)}</{tag}>")
+        return f"<tr>{''.join(made)}</tr>"
+
+    return f'<div class="scroll"><table>{line(head, "th")}{"".join(line(r, "td") for r in rows)}</table></div>'
+
+
+def _flame(node: dict[str, Any], total: float | None = None) -> str:
+    """Boxes within boxes: each has its name above those it calls."""
+    total = total or node.get("us") or 1.0
+    if not node or node["us"] / total < _NARROWEST:
+        return ""
+    words = f"{node['name']}: {node['us'] / 1e3:,.2f} ms"
+    hue = 20 + sum(map(ord, node["name"])) % 40
+    inner = "".join(
+        f'<div class="box" style="width:{100 * child["us"] / node["us"]:.3f}%">{_flame(child, total)}</div>'
+        for child in node["children"]
+        if child["us"] / total >= _NARROWEST
+    )
+    return f'<span title="{escape(words)}" style="background:hsl({hue},85%,72%)">{escape(words)}</span>' + (
+        f'<div class="row">{inner}</div>' if inner else ""
+    )

@@ -1,0 +1,183 @@
+"""Tables of results as text and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nanovllm.bench.job import Row
+from nanovllm.bench.results import Check, Record, configuration, find, load_runs, settings
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+HEAD = ("workload", "engine", "out tok/s", "spread", "total tok/s", "TTFT ms", "TTFT p99", "ITL ms", "ITL p99", "seconds", "GB", "MBU", "MFU", "of limit")  # fmt: skip
+
+
+def row_cells(row: Row) -> list[str]:
+    """A row's figures in the order of `HEAD`; of a row with an error, the reason."""
+    name = f"{row.engine} {row.variant}".strip()
+    if row.error is not None:
+        return [row.workload, name, row.error]
+    return [
+        row.workload, name, number(row.median("output_rate")), percent(row.spread), number(row.median("total_rate")),
+        ms(row.median("ttft_p50")), ms(row.median("ttft_p99")), ms(row.median("itl_p50")), ms(row.median("itl_p99")),
+        number(row.median("seconds"), 3),
+        number(None if row.peak_memory is None else row.peak_memory / 1e9, 1), percent(row.mbu), percent(row.mfu), percent(row.limit),
+    ]  # fmt: skip
+
+
+class TextTable:
+    """Prints rows as they come, in columns of fixed width."""
+
+    def __init__(self, rows_expected: Sequence[str], engines: Sequence[str]) -> None:
+        widths = [max(map(len, (*rows_expected, HEAD[0]))), max(map(len, (*engines, HEAD[1])))]
+        self._widths = [*widths, 9, 6, 11, 8, 8, 8, 8, 8, 6, 6, 6, 8]
+
+    def head(self) -> str:
+        return self.line(HEAD)
+
+    def line(self, cells: Sequence[str]) -> str:
+        left = [f"{c:{w}}" for c, w in zip(cells[:2], self._widths)]
+        if len(cells) == 3:
+            return "  ".join([*left, cells[2]])
+        return "  ".join([*left, *(f"{c:>{w}}" for c, w in zip(cells[2:], self._widths[2:]))])
+
+
+def comparison_lines(rows: Sequence[Row]) -> list[str]:
+    """What custom kernels bring, what each op's is worth, and how engines stand to each other, a line each."""
+    lines = []
+    for row in rows:
+        if row.engine != "nanovllm" or row.error is not None or not row.variant.startswith("custom"):
+            continue
+        native = find(rows, "nanovllm", "native", row.workload, row.model)
+        if native is not None:
+            lines.append(f"{row.workload}: custom kernels are {_times(row, native)} native")
+        for other in rows:
+            if (other.workload, other.model) != (row.workload, row.model) or other.error is not None:
+                continue
+            if other.variant.startswith("no "):
+                op = other.variant.removeprefix("no ")
+                lines.append(
+                    f"{row.workload}: {op}'s custom kernel is worth {gain(row, other):+.1%} (without it {number(other.median('output_rate'))} tok/s)"
+                )
+            elif other.engine != row.engine:
+                lines.append(
+                    f"{row.workload}: nanovllm is {_times(row, other)} {other.engine} {other.about.get('version', '')}".rstrip()
+                )
+    return lines
+
+
+def gain(row: Row, without: Row) -> float:
+    """How much faster `row` is, of 1."""
+    return (row.median("output_rate") or 0.0) / (without.median("output_rate") or 1.0) - 1
+
+
+def _times(row: Row, other: Row) -> str:
+    return f"{(row.median('output_rate') or 0.0) / (other.median('output_rate') or 1.0):.2f}x"
+
+
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    return [
+        f"{'ok  ' if c.holds else 'FELL'} {c.workload}: {c.what} {c.now:.3f}, kept {c.kept:.3f} ({c.commit}), may fall by {c.allowed:.0%}"
+        for c in checks
+    ]
+
+
+def history_lines(path: Path) -> list[str]:
+    """How a workload moved: a line for each kept run and configuration, with the change to the one before it."""
+    before: dict[tuple[str, ...], float] = {}
+    lines = [f"{path.stem} on {path.parent.name}"]
+    runs = load_runs(path)
+    loads = {row.load for run in runs for row in run.rows}
+    for run in runs:
+        for row in run.rows:
+            key = configuration(run, row)
+            rate = row.median("output_rate") or 0.0
+            change = f"{rate / before[key] - 1:+.1%}" if before.get(key) else ""
+            before[key] = rate
+            commit = run.commit + ("*" if run.dirty else "")
+            words = [
+                f"torch {run.versions.get('torch', '?')}",
+                *_special(run, row),
+                *([row.load] if len(loads) > 1 else []),
+            ]
+            name = f"{row.engine} {row.variant}".strip()
+            lines.append(
+                f"  {run.date}  {commit:11}  {row.model:14}  {name:22}  {number(rate):>8} tok/s {change:>7}  {percent(row.limit):>6} of the limit"
+                f"  {', '.join(words)}"
+            )
+    return lines
+
+
+def _special(run: Record, row: Row) -> list[str]:
+    """What sets a row apart from others of its engine."""
+    words = run.arguments.get("dtype"), settings(run, row)
+    return [w for w in words if w]
+
+
+def markdown(files: Sequence[Path]) -> str:
+    """The last kept row of every configuration, by device, as Markdown tables."""
+    parts = []
+    for folder in dict.fromkeys(path.parent for path in files):
+        latest: dict[tuple[str, ...], tuple[Record, Row]] = {}
+        for path in files:
+            if path.parent == folder:
+                for run in load_runs(path):
+                    for row in run.rows:
+                        latest[configuration(run, row)] = run, row
+        if not latest:
+            continue
+        first = next(iter(latest.values()))[0]
+        device = first.rates.device if first.rates else folder.name
+        parts.append(f"**{device}**\n")
+        head = (
+            "workload",
+            "model",
+            "engine",
+            "output tok/s",
+            "spread",
+            "TTFT ms",
+            "ITL ms",
+            "of the limit",
+            "measured",
+        )
+        parts.append(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+        order = {key: (row.workload, row.model, row.engine, row.variant, *key) for key, (_, row) in latest.items()}
+        for key in sorted(latest, key=lambda key: order[key]):
+            run, row = latest[key]
+            version = "" if row.engine == "nanovllm" else f" {row.about.get('version', '')}"
+            engine = ", ".join([f"{row.engine}{version} {row.variant}".strip(), *_special(run, row)])
+            cells = (
+                f"{row.workload}: {row.load}", row.model, engine, number(row.median("output_rate")),
+                percent(row.spread), ms(row.median("ttft_p50")), ms(row.median("itl_p50")), percent(row.limit),
+                f"{run.date[:10]}, {run.commit}{'*' if run.dirty else ''}, torch {run.versions.get('torch', '?')}",
+            )  # fmt: skip
+            parts.append(f"| {' | '.join(cells)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def write_between_markers(path: Path, text: str) -> None:
+    """Replace what stands between the markers in a file; a ValueError if it has none."""
+    content = path.read_text()
+    if BEGIN not in content or END not in content.partition(BEGIN)[2]:
+        raise ValueError(f"{path} has no lines {BEGIN} and {END}, between which the tables go; add them")
+    before, _, rest = content.partition(BEGIN)
+    after = rest.partition(END)[2]
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+
+
+def number(value: Any, digits: int = 0) -> str:
+    """With thousands separators; values below 100 get a decimal where none were asked for."""
+    if value is None:
+        return "-"
+    return f"{value:,.{max(digits, 1) if abs(value) < 100 else digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.2f}"

@@ -1,0 +1,187 @@
+"""What a load must do at least, and what share of the hardware's limit a time is.
+
+Everything here is a lower bound, so that no share can honestly exceed 100 %: a byte counts only if no engine, however
+clever, could avoid moving it, and a flop only if the model's function needs it.
+
+- Weights are read once a step, and a sequence of n output tokens needs n steps, since each token depends on the one before.
+- A decode step reads the keys and values of every earlier token once; a prefix that requests share, once a step for all.
+- Every token whose successor is computed has its keys and values written once. Activations may stay on the chip.
+- Arithmetic is that of the matrix products and of causal attention; a prefix that is shared is computed once. Of a token that nothing
+  is sampled from, the last layer computes keys and values alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanovllm.bench.workloads import Item
+from nanovllm.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes through device memory and floating-point operations."""
+
+    bytes: int = 0
+    flops: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's sizes as they matter for an account. Bytes are per element of weights and of the KV cache.
+
+    Qwen3 and Llama: projections q, k, v and o; gate, up and down; two norms a layer, and for Qwen3 two over head_dim.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    qk_norm: bool
+    attention_bias: bool
+    mlp_bias: bool
+    weight_bytes: int
+    kv_bytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, weight_bytes: int, kv_bytes: int | None = None) -> ModelShape:
+        c = config
+        return cls(
+            c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_kv_heads, c.head_dim,
+            c.vocab_size, c.tie_word_embeddings, c.architecture.startswith("Qwen3"), c.attention_bias, c.mlp_bias,
+            weight_bytes, weight_bytes if kv_bytes is None else kv_bytes,
+        )  # fmt: skip
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Elements of one layer's matrices."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (2 * q + 2 * kv) + 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of one layer: matrices, norms, biases."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        biases = (q + 2 * kv + self.hidden) * self.attention_bias + (
+            2 * self.intermediate + self.hidden
+        ) * self.mlp_bias
+        return self.matrix_parameters + norms + biases
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the whole model, the embedding counted once if it is also the head."""
+        return self.layers * self.layer_parameters + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def step_bytes(self) -> int:
+        """Weights that every step reads: the layers, the last norm and the head; of the embedding, rows only."""
+        return self.weight_bytes * (self.layers * self.layer_parameters + self.hidden + self.vocab * self.hidden)
+
+    @property
+    def token_kv_bytes(self) -> int:
+        """Keys and values of one token, over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+    def run_flops(self, num_tokens: int, before: int = 0, wanted: int | None = None) -> int:
+        """Flops of a run of tokens through the layers, each attending to the `before` ones, those of the run and itself.
+
+        Args:
+            wanted: of how many tokens, the last ones, the result is wanted; of the others the last layer computes keys and values
+                alone. None: of all. One more than num_tokens, where nothing of a prompt is its own: its last token's
+                keys and values are then another's.
+        """
+        wanted = num_tokens if wanted is None else wanted
+        key_and_value = 2 * self.hidden * self.kv_heads * self.head_dim
+        return (
+            (self.layers - 1) * self._layer_flops(num_tokens, before)
+            + self._layer_flops(wanted, before + num_tokens - wanted)
+            + 2 * key_and_value * (num_tokens - wanted)
+        )
+
+    def _layer_flops(self, num_tokens: int, before: int) -> int:
+        contexts = num_tokens * before + num_tokens * (num_tokens + 1) // 2
+        return 2 * self.matrix_parameters * num_tokens + 4 * self.heads * self.head_dim * contexts
+
+    @property
+    def head_flops(self) -> int:
+        """Flops of the head for one sampled token."""
+        return 2 * self.vocab * self.hidden
+
+
+def request_work(model: ModelShape, num_prompt: int, num_output: int, num_shared: int = 0) -> Work:
+    """One request's own work: all but the weights, and but what it takes from a shared prefix.
+
+    Args:
+        num_shared: leading prompt tokens whose keys and values another request computes and writes, and whose reading is
+            counted elsewhere.
+    """
+    own = num_prompt - num_shared
+    steps = num_output - 1  # decode steps; the prefill gives the first token
+    reads = steps * own + steps * (steps - 1) // 2  # token own + j is computed against the own + j before it
+    flops = model.run_flops(own + steps, num_shared, num_output) + num_output * model.head_flops
+    return Work((reads + own + steps) * model.token_kv_bytes, flops)
+
+
+def workload_work(model: ModelShape, items: Sequence[Item], shared_prefix: int = 0) -> Work:
+    """What all the requests of a draw must do together."""
+    steps = max(item.num_output for item in items)
+    total = Work(steps * model.step_bytes)
+    # Requests of equal lengths cost the same.
+    kinds = Counter((len(item.prompt), item.num_output) for item in items)
+    for (num_prompt, num_output), count in kinds.items():
+        one = request_work(model, num_prompt, num_output, shared_prefix)
+        total += Work(count * one.bytes, count * one.flops)
+    if shared_prefix:
+        kv = model.token_kv_bytes * shared_prefix
+        total += Work(
+            steps * kv, model.run_flops(shared_prefix, wanted=0)
+        )  # written once, read in every step but the first
+    return total
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of the hardware a time used: of the memory bandwidth, of the matmul rate, and of whichever binds."""
+
+    mbu: float
+    mfu: float
+
+    @property
+    def limit(self) -> float:
+        return max(self.mbu, self.mfu)
+
+
+def share_of_limit(work: Work, seconds: float, bandwidth: float, matmul: float) -> Share:
+    """Shares as fractions of 1.
+
+    Args:
+        bandwidth: bytes a second. matmul: flops a second.
+    """
+    return Share(work.bytes / bandwidth / seconds, work.flops / matmul / seconds)
+
+
+def op_floor(
+    work: Work, bandwidth: float, matmul: float, cache_bytes: int = 0, cache_bandwidth: float = 0.0, cold_bytes: int = 0
+) -> float:
+    """The least time in seconds of one call of an op.
+
+    Args:
+        cache_bytes: what the L2 cache holds. The kernel before may have left that much of the operands there, and that
+            much of the results may stay there until after the kernel has ended. 0: everything passes the memory.
+        cache_bandwidth: bytes a second between the cache and the multiprocessors, which every byte passes.
+        cold_bytes: of the bytes, those that are known to come from memory: weights and the KV cache.
+    """
+    memory = max(cold_bytes, work.bytes - cache_bytes) / bandwidth
+    if cache_bytes and cache_bandwidth:
+        memory = max(memory, work.bytes / cache_bandwidth)
+    return max(memory, work.flops / matmul)

@@ -1,0 +1,188 @@
+"""What runs in a measuring process: load one engine, run the job's workloads, send what came of each."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.arguments import full_dtype
+from nanovllm.bench.engines import Engine, EngineError, start
+from nanovllm.bench.job import Emit, Job, Repeat, Row, stopped
+from nanovllm.bench.roofline import ModelShape, workload_work
+from nanovllm.bench.workloads import Workload
+from nanovllm.hardware import measured_rates as device_rates
+from nanovllm.sampling_params import SamplingParams
+
+_WARMUP_SEED = 1_000_000
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def work(job: Job, llm_class: Any, emit: Emit) -> None:
+    """Do a job. Whatever goes wrong with an engine or a workload becomes a row with the reason."""
+    if job.task == "rates":
+        emit("rates", asdict(measure_rates(job)))
+    elif job.task == "ops":
+        emit("ops", find_ops(job, llm_class))
+    elif job.task == "profile":
+        from nanovllm.bench.profiler import profile
+
+        emit("profile", profile(job, llm_class))
+    else:
+        measure(job, llm_class, emit)
+
+
+def measure_rates(job: Job) -> device_rates.Rates:
+    """A job of its own: what it takes of the device's memory is free again when an engine starts, perhaps in several processes."""
+    device = torch_device(job)
+    dtypes = set(_DTYPES) if device.type == "cuda" else {"float32", *_likely_dtypes(job)}
+    return device_rates.rates(device, tuple(sorted(dtypes)), refresh=True)
+
+
+def _likely_dtypes(job: Job) -> set[str]:
+    """What the model may be computed in: as asked for, else as its configuration says."""
+    config = job.config or {}
+    path = Path(job.model) / "config.json"
+    if job.config is None and path.is_file():
+        config = json.loads(path.read_text())
+    named = job.options.get("dtype") or config.get("dtype") or config.get("torch_dtype")
+    return {named} & set(_DTYPES)
+
+
+def torch_device(job: Job) -> torch.device:
+    name = job.options.get("device", "auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def measure(job: Job, llm_class: Any, emit: Emit) -> None:
+    """Run each workload; one row each, whether it could be measured or not.
+
+    After an error that the engine did not foresee we end, since nobody knows what is left of the engine: the workloads that
+    follow want another process.
+    """
+    emit("loading", job.engine)
+    started = time.perf_counter()
+    try:
+        engine = start(job, llm_class)
+    except Exception as error:
+        for workload in job.workloads:
+            emit("row" if isinstance(error, EngineError) else "failed", _row(job, workload, describe(error)).to_json())
+        return
+    about = {**engine.about(), "seconds_to_ready": time.perf_counter() - started}
+    for workload in job.workloads:
+        emit("started", workload.name)
+        row = _row(job, workload, about=about)
+        try:
+            measure_workload(job, workload, engine, row)
+        except EngineError as error:
+            row.error = describe(error)
+        except Exception as error:
+            row.error = describe(error)
+            emit("failed", row.to_json())
+            break
+        emit("row", row.to_json())
+    with suppress(Exception):  # of an engine that is dead
+        engine.close()
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure_workload(job: Job, workload: Workload, engine: Engine, row: Row) -> None:
+    """Warm up, then the repeats. Each draws its own prompts, so that nothing comes from an earlier one's prefix cache."""
+    model = model_shape(job, engine.config, row.about["dtype"])
+    clock = _Limit(job.limit)
+    warm_up = getattr(engine, "warm_up", engine.run)
+    for i in range(job.warmup):
+        items = workload.draw(_WARMUP_SEED + job.seed + i, model.vocab)
+        row.warmup_seconds.append(warm_up(items).seconds)
+    for i in range(job.repeat):
+        if not clock.allows(row):
+            break
+        items = workload.draw(job.seed + i, model.vocab)
+        run = engine.run(items)
+        total = workload_work(model, items, workload.shared_prefix)
+        num_prompt = sum(len(item.prompt) for item in items)
+        row.repeats.append(Repeat.of(run, num_prompt, total.bytes, total.flops))
+        row.peak_memory = max(row.peak_memory or 0, memory_in_use(row.about["device"]))
+
+
+class _Limit:
+    """Whether another run fits into a workload's time. One that does not end by itself is ended by whoever started us."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._started = time.perf_counter()
+
+    def allows(self, row: Row) -> bool:
+        """Whether to measure another repeat; an EngineError if there is no time for the first."""
+        so_far = time.perf_counter() - self._started
+        next_one = 1.25 * row.repeats[-1].seconds if row.repeats else 0.0  # it may be slower than the last
+        if self._seconds is None or so_far + next_one <= self._seconds:
+            return True
+        if row.repeats:
+            return False
+        raise EngineError(stopped(self._seconds))
+
+
+def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
+    name = full_dtype(str(job.options.get("kv_cache_dtype") or "auto"))
+    kv_bytes = 1 if name.startswith("fp8") else None
+    if name in _DTYPES:
+        kv_bytes = getattr(torch, name).itemsize
+    return ModelShape.of(config, getattr(torch, dtype).itemsize, kv_bytes)
+
+
+def memory_in_use(device: str) -> int:
+    """Bytes: of the GPU, whoever holds them, since an engine may have processes of its own; else this process's peak."""
+    if device != "cpu" and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, for a row."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return f"out of memory: {text}"
+    return text if isinstance(error, EngineError) else f"{type(error).__name__}: {text}"
+
+
+def find_ops(job: Job, llm_class: Any) -> dict[str, str]:
+    """Which ops the model really calls, and the provider of each: op -> provider."""
+    from nanovllm.bench.engines.nanovllm import NanovllmEngine
+    from nanovllm.bench.instrument import Instrument
+    from nanovllm.kernels.op.selection import decorated_kernels
+
+    instrument = Instrument()
+    with decorated_kernels(instrument.decorate):
+        options = {**job.options, "enforce_eager": True}
+        engine = NanovllmEngine(Job(**{**job.__dict__, "options": options}), llm_class)
+    with instrument.costing():
+        prompts = [[1] * 8, [1] * 5]
+        engine.llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    engine.close()
+    return {call.op: call.provider for call in instrument.costs if call.op in engine_ops(instrument)}
+
+
+def engine_ops(instrument: Any) -> set[str]:
+    return {call.op for call in instrument.costs if call.registered}
+
+
+def _row(job: Job, workload: Workload, error: str | None = None, about: dict[str, Any] | None = None) -> Row:
+    return Row(
+        job.engine, job.variant, job.model, workload.name, workload.description, error, about=about or {},
+        open_loop=workload.rate is not None,
+    )  # fmt: skip

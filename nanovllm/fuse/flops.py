@@ -1,0 +1,88 @@
+"""How many floating-point operations an operator needs: as an op of ours declares, with its bytes; as PyTorch counts; or by an estimate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node as FxNode
+from torch.utils.flop_counter import flop_registry
+
+from nanovllm.fuse.classify import Kind
+from nanovllm.fuse.fx_nodes import fake, op_name
+from nanovllm.fuse.products import matmul_sizes
+from nanovllm.kernels import all_ops
+
+Known = Mapping[FxNode, torch.Tensor]
+
+# Arithmetic with no effect on memory traffic: a few instructions where the rest take one. Counts are of the usual
+# polynomial and special-function-unit sequences; they matter only where arithmetic binds.
+_FLOPS = {
+    "exp": 8, "log": 8, "tanh": 16, "erf": 20, "gelu": 24, "silu": 12, "sigmoid": 10, "mish": 24, "sin": 16, "cos": 16,
+    "pow": 8, "rsqrt": 4, "sqrt": 4, "div": 4, "softmax": 12, "log_softmax": 14, "layer_norm": 8, "rms_norm": 5, "var": 4,
+    "var_mean": 4, "std": 4, "logsumexp": 10, "batch_norm": 4, "group_norm": 8, "cross_entropy_loss": 14, "mse_loss": 3, "l1_loss": 3,
+    "hardswish": 6, "log_sigmoid": 18,
+}  # fmt: skip
+
+
+def flops_of(node: FxNode, kind: Kind, known: Known) -> int:
+    """Floating-point operations of one call. `known`: values of tensors that decide how much work an op has."""
+    if kind is Kind.MATMUL:
+        sizes = matmul_sizes(node)
+        return 2 * math.prod(sizes) if sizes else 0
+    name = op_name(node)
+    if kind is Kind.OPAQUE:
+        cost = declared_cost(node, known)
+        if cost is not None:
+            return cost[1]
+        counter = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if counter is not None and (outs := fake(node)):
+            return int(counter(*_values(node.args, known), **_values(node.kwargs, known), out_val=outs[0]))
+        if name == "scaled_dot_product_attention":
+            q, k = (fake(node.args[i])[0].shape for i in (0, 1))
+            return 4 * math.prod(q) * k[-2]
+        if name == "einsum":
+            return _einsum_flops(node)
+        if name.startswith("conv_transpose"):  # every input element times the weights of its channel
+            return 2 * fake(node.args[0])[0].numel() * math.prod(fake(node.args[1])[0].shape[1:])
+    if kind is Kind.INJECTIVE:
+        return 0
+    if name in ("nll_loss_nd", "nll_loss"):  # takes one element of each row
+        return fake(node.args[1])[0].numel()
+    base = name.rstrip("_").removeprefix("_").removeprefix("native_")
+    elements = fake(node.args[0])[0].numel() if kind is Kind.REDUCTION else sum(t.numel() for t in fake(node)[:1])
+    return _FLOPS.get(base, 1) * elements
+
+
+def _einsum_flops(node: FxNode) -> int:
+    """As one loop nest: a multiplication and an addition for every value of the letters."""
+    equation, operands = node.args[0].replace(" ", ""), node.args[1]
+    inputs, arrow, out = equation.partition("->")
+    if not arrow:
+        out = "".join(c for c in set(inputs) if inputs.count(c) == 1)
+    sizes: dict[str, int] = {}
+    for term, operand in zip(inputs.split(","), operands):
+        before, _, behind = term.partition("...")
+        shape = fake(operand)[0].shape
+        for letter, n in (*zip(before, shape), *zip(reversed(behind), reversed(shape))):
+            sizes[letter] = max(n, sizes.get(letter, n))
+    return 2 * fake(node)[0].numel() * math.prod(n for letter, n in sizes.items() if letter not in out)
+
+
+def declared_cost(node: FxNode, known: Known) -> tuple[int, int] | None:
+    """(bytes, flops) that one of our ops declares for such a call; None if it is no op of ours, or needs values to say."""
+    namespace, _, name = op_name(node).rpartition(".")
+    declared = all_ops().get(name) if namespace == "nanovllm" else None
+    if declared is None or declared.cost is None:
+        return None
+    try:
+        cost = declared.cost(*_values(node.args, known), **_values(node.kwargs, known))
+        return int(cost.bytes), int(cost.flops)
+    except Exception:  # it looks at values, which a traced tensor does not have
+        return None
+
+
+def _values(arguments: Any, known: Known) -> Any:
+    return torch.fx.node.map_arg(arguments, lambda n: known.get(n, n.meta.get("val")))

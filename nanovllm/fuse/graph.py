@@ -1,0 +1,283 @@
+"""The graph that fusion decides about: kernels, what each reads, writes and computes, and what must come before what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node as FxNode
+
+from nanovllm.fuse import classify, fx_nodes
+from nanovllm.fuse.classify import Kind
+from nanovllm.fuse.export import trace
+from nanovllm.fuse.flops import declared_cost, flops_of
+from nanovllm.fuse.fx_nodes import fake
+from nanovllm.fuse.products import matmul_sizes
+
+
+@dataclass(frozen=True)
+class Read:
+    """That a kernel reads a value.
+
+    Attributes:
+        value: the fx node that it names, perhaps a view.
+        base: the fx node that computed it: another kernel, or an input of the graph.
+        num_bytes: how much of it this kernel reads; of a table, the rows that it takes.
+        table: it is read through an index, so it must lie in memory as a whole.
+        views: the views between base and value, the nearest to base first.
+    """
+
+    value: FxNode
+    base: FxNode
+    num_bytes: int
+    table: bool
+    views: tuple[FxNode, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A node of the graph that runs a kernel.
+
+    Attributes:
+        index: its place in program order.
+        domain: the shape that it iterates over: its output's; for a reduction, its input's.
+        reduced: dimensions of the domain that it combines.
+        sizes: rows, columns and inner size of a matrix product.
+        constant: it depends on parameters alone.
+        after: kernels that must run before it though it reads no tensor of theirs: they read or write the same memory, or take a
+            number to the host that it is given.
+        writes: bases whose memory it writes into.
+    """
+
+    fx: FxNode
+    index: int
+    op: str
+    kind: Kind
+    domain: tuple[int, ...]
+    reduced: tuple[int, ...]
+    sizes: tuple[int, int, int] | None
+    reads: tuple[Read, ...]
+    written_bytes: int
+    flops: int
+    dtype: torch.dtype
+    mutates: bool
+    constant: bool
+    after: frozenset[FxNode] = frozenset()
+    writes: frozenset[FxNode] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return self.fx.name
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do: PyTorch launches no kernel for an empty result."""
+        return not self.written_bytes and all(0 in t.shape for t in fake(self.fx)) and bool(fake(self.fx))
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(r.num_bytes for r in self.reads)
+
+    @property
+    def bytes(self) -> int:
+        return self.read_bytes + self.written_bytes
+
+
+@dataclass
+class OpGraph:
+    """Kernels in program order, and the exported program that they come from."""
+
+    program: torch.export.ExportedProgram
+    kernels: tuple[Kernel, ...]
+    of: Mapping[FxNode, Kernel] = field(repr=False)
+    consumers: Mapping[FxNode, tuple[Kernel, ...]] = field(repr=False)
+    """Kernels that read a base, directly or through views."""
+    returned: frozenset[FxNode] = field(repr=False)
+    """Bases that the graph returns."""
+    writers: Mapping[FxNode, tuple[Kernel, ...]] = field(repr=False, default_factory=dict)
+    """Kernels that write into the memory of a base."""
+    users: Mapping[int, set[FxNode]] = field(repr=False, default_factory=dict)
+    """Storage -> kernels that make, read or write it."""
+    lasting: frozenset[int] = field(repr=False, default=frozenset())
+    """Storages that the graph is given or returns."""
+
+    def __iter__(self) -> Iterator[Kernel]:
+        return iter(self.kernels)
+
+    def __len__(self) -> int:
+        return len(self.kernels)
+
+    @property
+    def inputs(self) -> list[FxNode]:
+        return [n for n in self.program.graph.nodes if n.op == "placeholder"]
+
+
+def build(
+    target: torch.nn.Module | torch.export.ExportedProgram | Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    known: Mapping[str, torch.Tensor] | None = None,
+) -> OpGraph:
+    """Trace `target` and account for every kernel.
+
+    Args:
+        args, kwargs: example arguments; tensors on the meta device will do.
+        known: values of integer inputs, by argument name, which decide how much work an op has (lengths of sequences).
+
+    Raises:
+        TraceError: it cannot be traced.
+    """
+    program = trace(target, args, kwargs)
+    return _Builder(program, known or {}).graph()
+
+
+class _Builder:
+    def __init__(self, program: torch.export.ExportedProgram, known: Mapping[str, torch.Tensor]) -> None:
+        self.program = program
+        inputs = program.graph_signature.inputs_to_parameters | program.graph_signature.inputs_to_buffers
+        self.parameters = {n for n in program.graph.nodes if n.op == "placeholder" and n.name in inputs}
+        self.known: dict[FxNode, torch.Tensor] = {n: known[n.name] for n in program.graph.nodes if n.name in known}
+        self.views: dict[FxNode, tuple[FxNode, ...]] = {}  # value -> views from its base
+        self.base: dict[FxNode, FxNode] = {}
+        self.kernels: dict[FxNode, Kernel] = {}
+        self.hosts: dict[FxNode, frozenset[FxNode]] = {}  # node -> reads to the host that it has numbers from
+        self.consumers: dict[FxNode, list[Kernel]] = {}
+        self.writers: dict[int, list[FxNode]] = {}  # storage -> kernels that wrote it, latest last
+        self.readers: dict[int, list[FxNode]] = {}
+
+    def graph(self) -> OpGraph:
+        returned: set[FxNode] = set()
+        lasting: set[int] = set()
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self.base[node], self.views[node] = node, ()
+                lasting |= fx_nodes.storages(node)
+            elif node.op == "output":
+                returned = {self.base[n] for n in node.all_input_nodes}
+                lasting.update(s for n in node.all_input_nodes for s in fx_nodes.storages(n))
+            elif node.op == "get_attr":
+                self.base[node], self.views[node] = node, ()
+                lasting |= fx_nodes.storages(node)
+                self.parameters.add(node)
+            elif fx_nodes.is_ignored(node):
+                self.hosts[node] = self._hosts(node)  # arithmetic on numbers
+            elif fx_nodes.is_view(node):
+                self._view(node)
+            else:
+                self._kernel(node)
+        consumers = {base: tuple(ks) for base, ks in self.consumers.items()}
+        writers = {
+            base: tuple(k for k in self.kernels.values() if base in k.writes)
+            for k in self.kernels.values()
+            for base in k.writes
+        }
+        users: dict[int, set[FxNode]] = {}
+        for fx in self.kernels:
+            for storage in set().union(*map(fx_nodes.storages, (fx, *fx.all_input_nodes))):
+                users.setdefault(storage, set()).add(fx)
+        return OpGraph(
+            self.program, tuple(self.kernels.values()), self.kernels, consumers, frozenset(returned), writers, users,
+            frozenset(lasting),
+        )  # fmt: skip
+
+    def _view(self, node: FxNode) -> None:
+        source = node.all_input_nodes[0]
+        self.base[node] = self.base[source]
+        self.views[node] = (*self.views[source], node)
+        self.hosts[node] = self._hosts(node)
+        if source in self.known and all(n in self.known for n in node.all_input_nodes):
+            self.known[node] = node.target(*torch.fx.node.map_arg(node.args, self.known.__getitem__), **node.kwargs)
+
+    def _kernel(self, node: FxNode) -> None:
+        kind = classify.kind_of(node)
+        written = fx_nodes.mutated(node)
+        operands = [n for n in node.all_input_nodes if fake(n)]
+        name = fx_nodes.op_name(node)
+        domain = _shape(node)
+        if name in ("index_put", "index_put_"):  # works on the values that it puts
+            domain = _shape(node.args[2]) if _shape(node.args[2]) else domain
+        reduced: tuple[int, ...] = ()
+        if kind is Kind.REDUCTION:
+            domain, reduced = _shape(node.args[0]), classify.reduced_dims(node) or ()
+        reads = tuple(self._read(node, n, name) for n in operands if not (n in written and not _reads_target(name)))
+        declared = declared_cost(node, self.known) if kind is Kind.OPAQUE else None
+        output_bytes = _written_bytes(node, name, written)
+        if declared is not None:  # what the op says is truer than all of its operands
+            scale = max(0, declared[0] - output_bytes) / max(1, sum(r.num_bytes for r in reads))
+            reads = tuple(Read(r.value, r.base, int(r.num_bytes * scale), True, r.views) for r in reads)
+        kernel = Kernel(
+            node, len(self.kernels), name, kind, domain, reduced,
+            matmul_sizes(node) if kind is Kind.MATMUL else None,
+            reads, output_bytes, flops_of(node, kind, self.known), fake(node)[0].dtype if fake(node) else torch.float32,
+            bool(written),
+            all(self.base[n] in self.parameters or self._is_constant(self.base[n]) for n in operands)
+            and not written and not self._hosts(node),
+            self._order(node, written, operands) | self._hosts(node), frozenset(self.base[n] for n in written),
+        )  # fmt: skip
+        self.kernels[node] = kernel
+        if fx_nodes.reads_to_host(node):
+            self.hosts[node] = frozenset({node})
+        # What writes into memory gives that memory back: its result is a value of its own all the same.
+        self.base[node], self.views[node] = node, ()
+        for base in dict.fromkeys(r.base for r in reads):
+            self.consumers.setdefault(base, []).append(kernel)
+
+    def _hosts(self, node: FxNode) -> frozenset[FxNode]:
+        """The reads to the host whose numbers an operator is given, also through views that such numbers describe."""
+        through = (v for n in node.all_input_nodes for v in (n, *self.views.get(n, ())))
+        return frozenset().union(*(self.hosts.get(n, ()) for n in through))
+
+    def _is_constant(self, base: FxNode) -> bool:
+        return base in self.kernels and self.kernels[base].constant
+
+    def _read(self, node: FxNode, operand: FxNode, name: str) -> Read:
+        stored = _stored_bytes(operand)
+        table = name in classify.GATHERS and operand is node.args[0] and not name.startswith("index_put")
+        if table:
+            stored = min(stored, sum(t.numel() * t.element_size() for t in fake(node)))
+        if name in ("nll_loss_nd", "nll_loss") and operand is node.args[0]:  # one element of each row
+            stored = min(stored, fake(node.args[1])[0].numel() * fake(operand)[0].element_size())
+        return Read(operand, self.base[operand], stored, table, self.views[operand])
+
+    def _order(self, node: FxNode, written: list[FxNode], operands: list[FxNode]) -> frozenset[FxNode]:
+        """Kernels that this one must follow: who wrote what it reads or writes, and who read what it writes."""
+        after: set[FxNode] = set()
+        for n in operands:
+            for storage in fx_nodes.storages(n):
+                after.update(self.writers.get(storage, ()))
+                self.readers.setdefault(storage, []).append(node)
+        for n in written:
+            after.update({self.base[n]} & self.kernels.keys())
+            for storage in fx_nodes.storages(n):
+                after.update(r for r in self.readers.get(storage, ()) if r is not node)
+                self.writers.setdefault(storage, []).append(node)
+        return frozenset(after - {node})
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    tensors = fake(node) if isinstance(node, FxNode) else []
+    return tuple(tensors[0].shape) if tensors else ()
+
+
+def _stored_bytes(node: FxNode) -> int:
+    """Bytes of memory behind a value: a dimension that is only expanded counts once."""
+    return sum(
+        math.prod(n for n, stride in zip(t.shape, t.stride()) if stride or n == 0) * t.element_size()
+        for t in fake(node)
+    )
+
+
+def _reads_target(name: str) -> bool:
+    """Whether an operator that writes into an argument reads it too (add_ does, copy_ does not)."""
+    return name not in ("index_put_", "copy_", "fill_", "zero_")
+
+
+def _written_bytes(node: FxNode, name: str, written: list[FxNode]) -> int:
+    if name in ("index_put", "index_put_") and written:  # only the rows that are put
+        return min(_stored_bytes(node.args[0]), math.prod(_shape(node.args[2])) * fake(node.args[0])[0].element_size())
+    if written and not any(fx_nodes.storages(node) & fx_nodes.storages(n) for n in written):
+        return sum(_stored_bytes(n) for n in (node, *written))
+    return _stored_bytes(node)

@@ -1,0 +1,280 @@
+"""May these kernels be one kernel? Rules of shape, dependence and single consumers.
+
+A fused kernel without a matrix product gives each of its programs one *row*: the first dimensions of every member's domain have
+one common product, the number of rows, and what a member reads of another lies in the same row. A pointwise chain has rows
+of one element, a norm rows of a hidden vector, a rotation rows of a head.
+
+With a matrix product the programs hold tiles of it. What computes its left operand row by row (a norm) may run before the
+product in each of them, a prologue; what is pointwise in its result may run after it on the accumulators, an epilogue. What
+computes its right operand (the dequantisation of a weight) must be pointwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from torch.fx import Node as FxNode
+
+from nanovllm.fuse import memory
+from nanovllm.fuse.classify import GATHERS, POINTWISE, Kind
+from nanovllm.fuse.fx_nodes import argument, fake, op_name
+from nanovllm.fuse.graph import Kernel, OpGraph, Read
+from nanovllm.fuse.products import CONVOLUTIONS, matmul_bias, matmul_operands, rows_in_order
+
+_RESHAPES = {
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unsqueeze",
+    "squeeze",
+    "unflatten",
+    "view_as",
+}
+_EXPANDS = {"expand", "expand_as"}
+_SLICES = {"slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"}
+_PERMUTES = {
+    "transpose", "permute", "t", "numpy_T", "matrix_H", "mT", "mH", "adjoint", "swapaxes", "swapdims", "movedim", "moveaxis",
+}  # fmt: skip
+# A parameter's own arithmetic (1 + weight) is done again by every program, which must be cheap.
+_MOST_CONSTANT = 65536
+
+
+def why_not(graph: OpGraph, kernels: Iterable[Kernel]) -> str | None:
+    """None if the kernels can be one, else the reason. Cycles are the caller's to find: they depend on what else is fused."""
+    members = sorted(kernels, key=lambda k: k.index)
+    if len(members) < 2:
+        return None
+    for k in members:
+        if k.empty:
+            return f"the result of {k.name} ({k.op}) is empty: no kernel runs"
+        if k.kind is Kind.OPAQUE:
+            return f"{k.name} ({k.op}) is opaque: what it does inside is not known"
+    reason = memory.why_not(members)
+    if reason is not None:
+        return reason
+    products = [k for k in members if k.kind is Kind.MATMUL]
+    if len(products) > 1:
+        return f"{products[0].name} and {products[1].name} are two matrix products"
+    if products:
+        return _product(graph, members, products[0])
+    return None if rows(members) is not None else "no rows in common: a program would need what another one computes"
+
+
+def rows(members: list[Kernel]) -> int | None:
+    """How many rows kernels without a product have in common, the most that are possible; None if they have none."""
+    inner = {k.fx: k for k in members}
+    candidates = None
+    for k in members:
+        if _repeated(k):
+            continue
+        free = min(k.reduced, default=len(k.domain))
+        products = {math.prod(k.domain[:i]) for i in range(free + 1)}
+        candidates = products if candidates is None else candidates & products
+    if candidates is None:  # all are of parameters
+        candidates = {1}
+    return next((r for r in sorted(candidates, reverse=True) if _stays_in_rows(members, inner, r)), None)
+
+
+def parts(members: list[Kernel], product: Kernel) -> tuple[list[Kernel], list[Kernel]]:
+    """(prologue, epilogue) of a product: what it needs, and what needs it with whatever else that reads."""
+    inner = {k.fx: k for k in members}
+    before = _closure(product, lambda k: [inner[b] for b in _bases(k) if b in inner])
+    consumers: dict[FxNode, list[Kernel]] = {}
+    for k in members:
+        for base in _bases(k):
+            consumers.setdefault(base, []).append(k)
+    behind = _closure(product, lambda k: consumers.get(k.fx, []))
+    needed = (
+        set().union(*(_closure(k, lambda k: [inner[b] for b in _bases(k) if b in inner]) for k in behind))
+        if behind
+        else set()
+    )
+    after = (behind | needed) - before - {product}
+    return [k for k in members if k not in after and k is not product], [k for k in members if k in after]
+
+
+def _closure(start: Kernel, step) -> set[Kernel]:
+    seen, todo = set(), list(step(start))
+    while todo:
+        k = todo.pop()
+        if k not in seen:
+            seen.add(k)
+            todo += step(k)
+    return seen
+
+
+def _bases(k: Kernel) -> Iterator[FxNode]:
+    return (r.base for r in k.reads)
+
+
+def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | None:
+    if product.sizes is None:
+        return f"{product.name}: a product of vectors"
+    num_rows, columns, _ = product.sizes
+    before, after = parts(members, product)
+    own = {k.fx for k in members}
+    left, right = matmul_operands(product.fx)
+    bias = matmul_bias(product.fx)
+    inner = {k.fx: k for k in before}
+    by_value = {r.value: r for r in product.reads}
+    if before and product.op in CONVOLUTIONS:
+        return f"{before[0].name} comes before the convolution {product.name}, every window of which would do it again"
+    for k in before:
+        if k.mutates and not memory.private(graph, k, own):
+            return f"{k.name} writes memory in place, and before {product.name} every tile of it would do so again"
+    for k in after:
+        used = next((p for p in (*before, product) if p.fx in k.after and memory.written(k) & memory.needed(p)), None)
+        if used is not None:
+            return f"{k.name} writes memory that {used.name} reads for many tiles of {product.name}"
+        if any(base in inner for base in _bases(k)):
+            return f"{k.name} reads, after the product {product.name}, what is computed before it"
+    # Single consumers: what only passes through the tiles need not exist in memory.
+    if after and (product.fx in graph.returned or any(k.fx not in own for k in graph.consumers[product.fx])):
+        return f"the product {product.name} has consumers outside of its epilogue"
+    for operand in (left, right, bias):
+        base = by_value[operand].base if operand in by_value else None
+        if base in inner and (base in graph.returned or any(k is not product for k in graph.consumers[base])):
+            return f"{base.name} has other consumers than the product {product.name}"
+    bias_side = _closure_of(by_value.get(bias), inner)
+    for side, operand, name in (
+        (_closure_of(by_value.get(right), inner), right, "right operand"), (bias_side, bias, "bias"),
+    ):  # fmt: skip
+        for k in side:
+            if k.kind not in POINTWISE[:2] or math.prod(k.domain) != math.prod(fake(operand)[0].shape):
+                return f"{k.name} computes the {name} of {product.name} and is not pointwise"
+    row_side = row_members(before, product)
+    if row_side and not _stays_in_rows(row_side, {k.fx: k for k in row_side}, num_rows):
+        return f"what computes the left operand of {product.name} does not stay within its {num_rows} rows"
+    if row_side and not rows_in_order(product.fx):
+        return f"the left operand of {product.name} has its rows in another order"
+    if row_side and (left_read := by_value.get(left)) is not None and left_read.base in inner:
+        if not _edge_in_row(left_read, tuple(fake(left)[0].shape), num_rows):
+            return f"the left operand of {product.name} is rearranged on its way"
+    return _epilogue(after, product, num_rows, columns)
+
+
+def row_members(before: list[Kernel], product: Kernel) -> list[Kernel]:
+    """Of what comes before a product that which is done row by row: all but what only its right operand and its bias need."""
+    inner = {k.fx: k for k in before}
+    by_value = {r.value: r for r in product.reads}
+    left, right = (_closure_of(by_value.get(n), inner) for n in matmul_operands(product.fx))
+    bias = _closure_of(by_value.get(matmul_bias(product.fx)), inner)
+    return [k for k in before if k not in right and (k not in bias or k in left)]
+
+
+def _closure_of(read: Read | None, inner: dict[FxNode, Kernel]) -> set[Kernel]:
+    if read is None or read.base not in inner:
+        return set()
+    start = inner[read.base]
+    return {start} | _closure(start, lambda k: [inner[b] for b in _bases(k) if b in inner])
+
+
+def _epilogue(after: list[Kernel], product: Kernel, num_rows: int, columns: int) -> str | None:
+    inner = {k.fx: k for k in (*after, product)}
+    widths = set()
+    for k in after:
+        if k.kind is Kind.REDUCTION:
+            return f"{k.name} reduces over what {product.name} computes in many tiles"
+        if k.kind not in POINTWISE[:2]:
+            return f"{k.name} ({k.op}) after {product.name} is not pointwise"
+        if _repeated(k):
+            continue
+        size = math.prod(k.domain)
+        if size % num_rows or columns % max(1, size // num_rows):
+            return f"{k.name} has another shape than {product.name}"
+        widths.add(size // num_rows)
+        for r in k.reads:
+            if r.base in inner and not inner[r.base].constant and not _edge_in_row(r, k.domain, num_rows):
+                return f"{k.name} reads {product.name} in another order"
+    # All of the columns, or equal shares of them (gate and up): a program then computes the same tile of each share.
+    return None if len(widths) <= 1 else f"the epilogue of {product.name} mixes widths {sorted(widths)}"
+
+
+def _stays_in_rows(members: list[Kernel], inner: dict[FxNode, Kernel], num_rows: int) -> bool:
+    for k in members:
+        if _repeated(k):
+            continue
+        lead = _lead(k.domain, num_rows)
+        if lead is None or any(d < lead for d in k.reduced):
+            return False
+        for r in k.reads:
+            producer = inner.get(r.base)
+            if producer is None or _repeated(producer):
+                continue
+            if r.table or (k.kind is Kind.INJECTIVE and not _moves_in_row(k, r, lead)):
+                return False
+            if not _edge_in_row(r, k.domain, num_rows, k.op in (*GATHERS, "reshape", "flatten")):
+                return False
+    return True
+
+
+def _repeated(k: Kernel) -> bool:
+    return k.constant and math.prod(k.domain) <= _MOST_CONSTANT
+
+
+def _moves_in_row(k: Kernel, r: Read, lead: int) -> bool:
+    """Whether an injective operator takes its elements from within the row."""
+    if k.op in ("cat", "stack"):
+        dim = k.fx.args[1] if len(k.fx.args) > 1 else k.fx.kwargs.get("dim", 0)
+        return dim % len(k.domain) >= lead
+    if k.op in ("index_put", "index_put_"):
+        return r.value is not k.fx.args[0]
+    if k.op in ("reshape", "flatten"):  # a copy in another shape
+        return _lead(tuple(fake(r.value)[0].shape), math.prod(k.domain[:lead])) is not None
+    return k.op in ("clone", "contiguous", "to", "_to_copy", "copy_", "full_like", "zeros_like", "ones_like", *GATHERS)
+
+
+def _edge_in_row(r: Read, domain: tuple[int, ...], num_rows: int, from_left: bool = False) -> bool:
+    """Whether row i of the consumer reads of the producer's row i only."""
+    shape = tuple(fake(r.base)[0].shape)
+    for view in r.views:
+        new = tuple(t.shape for t in fake(view)[:1])
+        after = tuple(new[0]) if new else shape
+        if op_name(view) != "getitem" and not _view_in_row(view, shape, after, num_rows):
+            return False
+        shape = after
+    if from_left:  # indices, and copies in another shape: rows are counted from the front
+        return _lead(shape, num_rows) is not None
+    return _broadcast_in_row(shape, domain, num_rows)
+
+
+def _broadcast_in_row(shape: tuple[int, ...], domain: tuple[int, ...], num_rows: int) -> bool:
+    """Whether a value of `shape`, broadcast to `domain`, has all of its rows there, once each."""
+    # Broadcasting adds dimensions in front: a value [n] beside [n, n] lies along the columns, not the rows.
+    lead = _lead(domain, num_rows)
+    return lead is not None and math.prod(((1,) * (len(domain) - len(shape)) + shape)[:lead]) == num_rows
+
+
+def _view_in_row(view: FxNode, before: tuple[int, ...], after: tuple[int, ...], num_rows: int) -> bool:
+    name = op_name(view)
+    lead = _lead(before, num_rows)
+    if lead is None:
+        return False
+    if name in _SLICES:
+        dim = argument(view, "dim")
+        return dim % max(1, len(before)) >= lead or after == before
+    value, source = fake(view)[0], fake(view.all_input_nodes[0])[0]
+    if name in _PERMUTES:
+        return value.shape[:lead] == source.shape[:lead] and value.stride()[:lead] == source.stride()[:lead]
+    if name in _RESHAPES:
+        return _lead(after, num_rows) is not None
+    if name in _EXPANDS:
+        return _broadcast_in_row(before, after, num_rows)
+    # Another view may be anything, in the same shape too.
+    return (
+        value.shape == source.shape
+        and value.stride() == source.stride()
+        and (value.storage_offset() == source.storage_offset())
+    )
+
+
+def _lead(shape: tuple[int, ...], num_rows: int) -> int | None:
+    """How many first dimensions make up the rows; None if they cannot."""
+    product = 1
+    for i in range(len(shape) + 1):
+        if product == num_rows:
+            return i
+        product *= shape[i] if i < len(shape) else 1
+    return None

@@ -1,0 +1,177 @@
+"""May loop nests that run one after the other become one, down to which level, and if not, would a delay help?
+
+Fused down to level k, iteration j of the second nest runs with iteration j of the first. Whatever iteration i of the first does to
+an element that iteration j of the second touches still comes first if j does not lie before i. So a dependence prevents fusion
+if its distance j - i, cut to k levels, is negative (Kennedy and McKinley, "Maximizing Loop Parallelism and Improving Data
+Locality via Loop Fusion and Distribution", 1993). Where the distances are bounded, running the second nest that much later
+makes fusion legal (Manjikian and Abdelrahman, "Fusion of Loops for Parallelism and Locality", 1997).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+
+from nanovllm.fuse.dependence import Dependence, DependenceKind, distances
+from nanovllm.fuse.nest import Arrays, LoopNest, Point, in_sequence, run
+
+
+class LoopFusionAnalyzer:
+    """The fusion of two or more nests.
+
+    Args:
+        nests: in program order.
+
+    Raises:
+        ValueError: fewer than two nests.
+    """
+
+    def __init__(self, *nests: LoopNest) -> None:
+        if len(nests) < 2:
+            raise ValueError(f"nests: expected at least two, not {len(nests)}")
+        self.nests = nests
+
+    @cached_property
+    def common(self) -> int:
+        """How many outer loops have the same bounds in all nests."""
+        level = 0
+        for bounds in zip(*(n.bounds for n in self.nests)):
+            if len(set(bounds)) > 1:
+                break
+            level += 1
+        return level
+
+    @cached_property
+    def dependences(self) -> list[Dependence]:
+        """Of every pair of nests, RAW, WAR, WAW and RAR; distances over the loops that they have in common."""
+        found = []
+        for (i, first), (j, second) in itertools.combinations(enumerate(self.nests), 2):
+            depth = max(first.depth, second.depth)
+            padded_a, padded_b = _padded(first, depth), _padded(second, depth)
+            for a in padded_a.accesses:
+                for b in padded_b.accesses:
+                    d = distances(a, b, padded_a, padded_b)
+                    if d is not None:
+                        kind = DependenceKind.of(a, b)
+                        prevents = kind.orders and d.before(max(1, self.common))
+                        found.append(Dependence(kind, a.array, a.text, b.text, (i, j), d, prevents))
+        return list(dict.fromkeys(found))
+
+    @cached_property
+    def depth(self) -> int:
+        """Down to which level the nests can be fused; 0: not at all."""
+        for level in range(self.common, 0, -1):
+            if not any(d.kind.orders and d.distances.before(level) for d in self.dependences):
+                return level
+        return 0
+
+    @property
+    def legal(self) -> bool:
+        """Whether all levels of all nests can be fused."""
+        return self.depth == max(n.depth for n in self.nests)
+
+    @property
+    def reason(self) -> str:
+        """Why not all levels can be fused; empty if they can."""
+        if self.legal:
+            return ""
+        prevented = next((d for d in self.dependences if d.prevents), None)
+        if prevented is not None:
+            return str(prevented)
+        for level, bounds in enumerate(itertools.zip_longest(*(n.bounds for n in self.nests))):
+            if len(set(bounds)) > 1:
+                return f"loop {level + 1} has different bounds: {', '.join(map(str, bounds))}"
+        return ""
+
+    @cached_property
+    def shift(self) -> tuple[Point, ...] | None:
+        """How many iterations later each nest must run, level by level, for the nests to be fused, and tiled, at all levels.
+
+        All zeros where nothing need be done. None: bounds differ, or a nest would only begin with the last iteration of another.
+        """
+        depth = max(n.depth for n in self.nests)
+        if self.common < depth:
+            return None
+        shifts = [(0,) * depth]
+        for j in range(1, len(self.nests)):
+            later = [0] * depth
+            for d in self.dependences:
+                if d.nests[1] == j and d.kind.orders:
+                    for k, (low, _) in enumerate(d.distances.ranges):
+                        later[k] = max(later[k], shifts[d.nests[0]][k] - low)
+            shifts.append(tuple(later))
+        extents = self.nests[0].extents
+        return None if any(s >= n - 1 for shift in shifts for s, n in zip(shift, extents) if s) else tuple(shifts)
+
+    def schedule(
+        self, depth: int | None = None, shift: tuple[Point, ...] | None = None
+    ) -> list[tuple[LoopNest, Point]]:
+        """The iterations in the order of the fused loops, legal or not.
+
+        Args:
+            depth: levels to fuse; by default those that can be.
+            shift: for each nest, how much later its iterations run.
+        """
+        level = self.depth if depth is None else depth
+        if not 0 <= level <= self.common:
+            raise ValueError(f"depth: expected 0 to {self.common}, the loops with the same bounds, not {level}")
+        shift = shift or tuple((0,) * n.depth for n in self.nests)
+        timed = []
+        for number, (nest, s) in enumerate(zip(self.nests, shift)):
+            for point in nest.points():
+                time = tuple(x + y for x, y in zip(point, s))
+                timed.append((time[:level], number, time[level:], point))
+        return [(self.nests[number], point) for _, number, _, point in sorted(timed)]
+
+    def run(
+        self, arrays: Mapping[str, np.ndarray], depth: int | None = None, shift: tuple[Point, ...] | None = None
+    ) -> Arrays:
+        """Execute the fused loops; returns new arrays."""
+        return run(self.schedule(depth, shift), arrays)
+
+    def run_unfused(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        """Execute the nests one after the other."""
+        return run(in_sequence(self.nests), arrays)
+
+    def source(self) -> str:
+        """The fused loops as text: the common loops, and in them what remains of each nest."""
+        lines, level = [], self.depth
+        if not level:
+            return "\n".join(map(source_of, self.nests))
+        names = self.nests[0].variables
+        for k in range(level):
+            low, high = self.nests[0].bounds[k]
+            lines.append(f"{'    ' * k}for {names[k]} in range({low}, {high}):")
+        for nest in self.nests:
+            renamed = [f"{new} = {old}" for old, new in zip(names[:level], nest.variables[:level]) if old != new]
+            lines += ["    " * level + line for line in renamed]
+            lines.append(_text(nest, level, "    " * level))
+        return "\n".join(lines)
+
+
+def source_of(nest: LoopNest) -> str:
+    """One nest as text."""
+    return _text(nest, 0, "")
+
+
+def _text(nest: LoopNest, level: int, indent: str) -> str:
+    lines = []
+    for k in range(level, nest.depth):
+        low, high = nest.bounds[k]
+        lines.append(f"{indent}for {nest.variables[k]} in range({low}, {high}):")
+        indent += "    "
+    return "\n".join([*lines, *(indent + line for line in nest.lines)])
+
+
+def _padded(nest: LoopNest, depth: int) -> LoopNest:
+    """The nest with loops of one iteration inside, so that nests of different depths can be compared."""
+    more = depth - nest.depth
+    if not more:
+        return nest
+    accesses = tuple(
+        type(a)(a.array, tuple(row + (0,) * more for row in a.matrix), a.offset, a.write, a.text) for a in nest.accesses
+    )
+    return LoopNest(nest.variables + ("",) * more, nest.bounds + ((0, 1),) * more, accesses, nest.lines, nest._body)

@@ -1,0 +1,94 @@
+"""Measured groups that are kept: results/<device>/fusion.json, the latest run of each module and batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nanovllm.bench.results import new_record
+from nanovllm.fuse.measure import Comparison, Measured, agreement
+from nanovllm.kernels.op.measured_order import canonical_gpu_name
+
+SCHEMA = 1
+
+
+def document(rows: Sequence[Comparison], device: str, arguments: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """A run as JSON: what was measured when, on what and with which versions; times in microseconds.
+
+    Args:
+        device: its full name, such as "NVIDIA H200".
+        arguments: what tells this run from others: the module and its batch.
+        root: the checkout whose commit is noted.
+    """
+    record = new_record(root, dict(arguments))
+    found = agreement(rows)
+    return {
+        "schema": SCHEMA,
+        "date": record.date,
+        "commit": record.commit,
+        "dirty": record.dirty,
+        "versions": record.versions,
+        "device": device,
+        "arguments": dict(arguments),
+        "rank_correlation": _rounded(found.rank),
+        "median_error_unfused": _rounded(found.unfused_error),
+        "median_error_fused": _rounded(found.fused_error),
+        "groups": [_group(r) for r in rows],
+    }
+
+
+def keep(run: Mapping[str, Any], folder: Path) -> Path:
+    """Write a run into `folder`/<device>/fusion.json, in place of an earlier one of the same arguments.
+
+    Raises:
+        ValueError: the file is there and is none of these.
+    """
+    path = folder / canonical_gpu_name(run["device"]) / "fusion.json"
+    runs = load(path)
+    runs = [r for r in runs if r["arguments"] != run["arguments"]] + [dict(run)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(runs, indent=1) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The kept runs; none if there is no such file."""
+    if not path.exists():
+        return []
+    try:
+        runs = json.loads(path.read_text())
+        if not all(r["schema"] == SCHEMA and "groups" in r for r in runs):
+            raise ValueError("another schema")
+        return runs
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of measured fusions ({error!r}); move it away") from error
+
+
+def _group(r: Comparison) -> dict[str, Any]:
+    row = {
+        k: v
+        for k, v in asdict(r).items()
+        if k not in ("predicted_unfused", "predicted_fused", "unfused", "compile", "ours")
+    }
+    row |= {"predicted_unfused_us": _micros(r.predicted_unfused), "predicted_fused_us": _micros(r.predicted_fused)}
+    return row | {name: _measured(getattr(r, name)) for name in ("unfused", "compile", "ours")}
+
+
+def _measured(m: Measured) -> dict[str, Any]:
+    if m.seconds is None:
+        return {"reason": m.reason}
+    found = {"us": _micros(m.seconds), "relative_error": m.error}
+    return {**found, "not_compared": m.reason} if m.reason else found
+
+
+def _micros(seconds: float) -> float:
+    return round(1e6 * seconds, 3)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,0 +1,313 @@
+"""How fast this device is, as measured on it: memory, cache and matrix products.
+
+A share of the limit is only as honest as the limit, so each rate is the best of several ways to reach it: what reads
+memory faster than the roof would make a share above 100 %.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.hardware.precision import float32_products
+from nanovllm.hardware.versions import versions
+from nanovllm.kernels.testing.benchmark import copies, time_in_graph
+
+_MIB = 2**20
+_SCHEMA = 3
+_LONG_ENOUGH = 1.0
+"""Seconds for the repeats of one call on a CPU."""
+_REST = 0.1
+"""Seconds before a product, in which a GPU's clock recovers."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured rates of one device.
+
+    Attributes:
+        device: its name, for example "NVIDIA H200", or "cpu" with the number of threads.
+        bandwidth: bytes a second, the best of reading and copying (there read and written bytes count).
+        read, copy: the two of them.
+        matmul: flops a second by dtype, for example {"bfloat16": 7.9e14}; random numbers, the best of several sizes.
+        cache_bytes, cache_bandwidth: the L2 cache; 0 where it was not measured.
+        kernel_seconds: what a kernel that does nothing takes among others in a CUDA graph; 0 on a CPU.
+        dram_latency, cache_latency: seconds from a load to its data, from memory and from the L2 cache; 0 where not measured.
+    """
+
+    device: str
+    bandwidth: float
+    read: float
+    copy: float
+    matmul: dict[str, float]
+    cache_bytes: int = 0
+    cache_bandwidth: float = 0.0
+    kernel_seconds: float = 0.0
+    dram_latency: float = 0.0
+    cache_latency: float = 0.0
+
+
+def best_of(a: Rates, b: Rates) -> Rates:
+    """The better of two measurements of one device: what else runs on the machine only ever slows them down."""
+    matmul = {k: max(r.matmul.get(k, 0.0) for r in (a, b)) for k in {**a.matmul, **b.matmul}}
+    named = {f: max(getattr(a, f), getattr(b, f)) for f in ("bandwidth", "read", "copy", "cache_bandwidth")}
+    shortest = {f: min(getattr(a, f), getattr(b, f)) for f in ("kernel_seconds", "dram_latency", "cache_latency")}
+    return replace(b, matmul=matmul, **shortest, **named)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def slug(name: str) -> str:
+    """A device's name as a folder's: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def rates(device: torch.device, dtypes: tuple[str, ...] = ("bfloat16",), refresh: bool = False) -> Rates:
+    """The device's rates, from the cache of this GPU and these versions; what it lacks is measured, which takes a few seconds.
+
+    Args:
+        dtypes: whose matrix products to measure, by the names of `presets.DTYPE_BYTES`. One that cannot be multiplied here has 0.
+        refresh: measure anyway. What is found is kept, beside what is known of other dtypes.
+    """
+    path = _cache_dir() / f"{slug(device_name(device))}-{'-'.join(versions().values())}.json"
+    known = _load(path)
+    if known is not None and known.device != device_name(device):
+        known = None
+    if known is None or refresh:
+        measured = measure(device, dtypes)
+        _keep(path, measured if known is None else replace(measured, matmul={**known.matmul, **measured.matmul}))
+        return measured
+    missing = tuple(d for d in dtypes if d not in known.matmul)
+    if missing:
+        known = replace(known, matmul={**known.matmul, **measure_matmul(device, missing)})
+        _keep(path, known)
+    return known
+
+
+def _keep(path: Path, measured: Rates) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"schema": _SCHEMA, **asdict(measured)}, indent=2))
+        temporary.replace(path)
+    except OSError:
+        pass  # a read-only home: measured again next time
+
+
+def measure(device: torch.device, dtypes: tuple[str, ...]) -> Rates:
+    """Measure now."""
+    name = device_name(device)
+    with torch.inference_mode():
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                return _measure_cuda(device, name, dtypes)
+        return _measure_cpu(name, dtypes)
+
+
+def measure_matmul(device: torch.device, dtypes: tuple[str, ...]) -> dict[str, float]:
+    """Measure now, and only matrix products: flops a second by dtype."""
+    with torch.inference_mode():
+        if device.type != "cuda":
+            return _measure_cpu_matmul(dtypes)
+        with torch.cuda.device(device):
+            found = {dtype: max(_matmul_rates(dtype, device)) for dtype in dtypes}
+            torch.cuda.empty_cache()
+            return found
+
+
+def _load(path: Path) -> Rates | None:
+    try:
+        stored: dict[str, Any] = json.loads(path.read_text())
+        return Rates(**stored) if stored.pop("schema", None) == _SCHEMA else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _cache_dir() -> Path:
+    """Where the embedded model's cache is too: $NANOVLLM_CACHE, else $XDG_CACHE_HOME/nanovllm, else ~/.cache/nanovllm."""
+    if os.environ.get("NANOVLLM_CACHE"):
+        return Path(os.environ["NANOVLLM_CACHE"]).expanduser() / "rates"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "nanovllm" / "rates"
+
+
+# ------------------------------------------------------------------------------------------------------------- CPU
+
+
+def _measure_cpu(name: str, dtypes: tuple[str, ...]) -> Rates:
+    source = torch.ones(64 * _MIB, dtype=torch.float32)  # 256 MiB, more than most last-level caches
+    target = torch.empty_like(source)
+    vector = torch.ones(4096)
+    matrix = source.view(-1, 4096)
+    # A matrix-vector product is what decoding does; a plain sum is limited by arithmetic on some CPUs.
+    read = source.nbytes / _least([lambda: matrix @ vector, source.sum])
+    copy = 2 * source.nbytes / _least([lambda: target.copy_(source)])
+    return Rates(name, max(read, copy), read, copy, _measure_cpu_matmul(dtypes))
+
+
+def _measure_cpu_matmul(dtypes: tuple[str, ...]) -> dict[str, float]:
+    matmul = {}
+    for dtype in dtypes:
+        n = 1024
+        a, b = (torch.randn(n, n).to(getattr(torch, dtype)) for _ in range(2))
+        matmul[dtype] = 2 * n**3 / _least([functools.partial(torch.mm, a, b)], repeats=20)
+    return matmul
+
+
+def _least(calls: list[Callable[[], Any]], repeats: int = 6) -> float:
+    """The shortest time in seconds of any of the calls: other programs only ever add to it.
+
+    A call that takes long is repeated less: some CPUs need seconds for a product in a 16-bit type.
+    """
+    best = float("inf")
+    for call in calls:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            started = time.perf_counter()
+            call()
+            ended = time.perf_counter()
+            best = min(best, ended - started)
+            if ended - began > _LONG_ENOUGH:
+                break
+    return best
+
+
+# ------------------------------------------------------------------------------------------------------------- CUDA
+
+
+def _measure_cuda(device: torch.device, name: str, dtypes: tuple[str, ...]) -> Rates:
+    """Nothing stays allocated: what measures after us, perhaps another process, finds the memory as it was."""
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    read, copy, cache_bandwidth = _bandwidths(device, cache_bytes)
+    # Before anything lasting is allocated, such as the matrix products' workspace: it would be cut from these blocks and hold them.
+    torch.cuda.empty_cache()
+    matmul = {dtype: max(_matmul_rates(dtype, device)) for dtype in dtypes}
+    torch.cuda.empty_cache()
+    kernel_seconds, latencies = _kernel_seconds(device), _latencies(device, cache_bytes)
+    clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear_workspaces is not None:
+        clear_workspaces()
+    torch.cuda.empty_cache()
+    return Rates(
+        name, max(read, copy), read, copy, matmul, cache_bytes, max(cache_bandwidth, read), kernel_seconds, *latencies
+    )
+
+
+def _bandwidths(device: torch.device, cache_bytes: int) -> tuple[float, float, float]:
+    """Of reading and of copying in device memory, and of the L2 cache: 0 without Triton. A function of its own, so that its tensors end."""
+    free = torch.cuda.mem_get_info(device)[0]
+    num_bytes = min(4 * 2**30, free // 4) // 4096 * 4096
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    ways = [functools.partial(way, target, source) for way in (torch.Tensor.copy_, *copies(device))]
+    copy = 2 * source.nbytes / min(_least_cuda(way) for way in ways)
+    del target, ways
+    times = [_least_cuda(call) for call in (source.sum, source.view(-1, 4096).amax)]
+    cache_bandwidth = 0.0
+    try:
+        from nanovllm.hardware.read_kernel import read_time
+
+        times.append(read_time(source, _least_cuda))
+        small = source[: min(cache_bytes // 4, num_bytes) // 4]
+        passes = 64
+        cache_bandwidth = passes * small.nbytes / read_time(small, _least_cuda, passes)
+    except ImportError:  # no Triton here: PyTorch's reductions have to do
+        pass
+    return source.nbytes / min(times), copy, cache_bandwidth
+
+
+def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
+    """Of device memory and of the L2 cache; zeros without Triton."""
+    try:
+        from nanovllm.hardware.chase_kernel import chase_seconds
+    except ImportError:
+        return 0.0, 0.0
+    # A sixteenth of the cache: half of it may be the part of the other multiprocessors, which holds copies.
+    small = chase_seconds(max(1 << 20, cache_bytes // 16), 4096, device, _least_cuda)
+    return chase_seconds(8 * max(cache_bytes, 32 * _MIB), 4096, device, _least_cuda), small
+
+
+def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
+    """Of squares, of a down projection at prefill, of 128 tiles of 256 x 128, and of exactly one for each multiprocessor, so that none idles in
+    a last round; of random numbers, and of gated ones as that projection is given.
+
+    Clocks depend on power, and power on the data and on what ran before: what has many small values runs a little faster than plain
+    noise, and what is short, after a rest, than what lasts. 0 where PyTorch has no product of float8 or int8 for this GPU.
+    """
+    narrow = dtype in ("float8", "int8")
+    wide = torch.bfloat16 if narrow else getattr(torch, _MEMORY.get(dtype, dtype))
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16  # a test's
+    rows = max(n for n in range(1, math.isqrt(sms) + 1) if sms % n == 0)
+    sizes = ((8192, 8192, 8192), (16384, 4096, 12288), (1024, 4096, 32768), (256 * rows, 128 * (sms // rows), 32768))
+    for m, n, k in sizes if dtype != "float32" else ((4096, 4096, 4096),):
+        a, gate, b = (torch.randn(s, device=device).to(wide) for s in ((m, k), (m, k), (n, k)))
+        for x in (a, F.silu(gate) * a):
+            for call in _products(dtype, x, b):
+                _rest(device)
+                try:
+                    with float32_products(dtype):
+                        seconds = _least_cuda(call)
+                except RuntimeError as e:
+                    if not narrow or isinstance(e, torch.OutOfMemoryError):
+                        raise
+                    seconds = float("inf")
+                yield 2 * m * n * k / seconds
+
+
+def _rest(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        time.sleep(_REST)
+
+
+_MEMORY = {"tfloat32": "float32"}
+
+
+def _products(dtype: str, x: torch.Tensor, weight: torch.Tensor) -> list[Callable[[], Any]]:
+    """Calls that multiply x [m, k] by the transpose of weight [n, k] in `dtype`: all ways that PyTorch has, of which the best counts."""
+    if dtype == "int8":
+        x, weight = ((32 * t).round().clamp(-127, 127).to(torch.int8) for t in (x, weight))
+        return [functools.partial(torch._int_mm, x, weight.t())]
+    if dtype == "float8":
+        x, weight = (t.to(torch.float8_e4m3fn) for t in (x, weight))
+        one = torch.ones((), device=x.device)
+        return [
+            functools.partial(
+                torch._scaled_mm, x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
+            for fast in (True, False)
+        ]
+    return [functools.partial(F.linear, x, weight)]
+
+
+def _kernel_seconds(device: torch.device) -> float:
+    x = torch.zeros(1, device=device)
+    return time_in_graph([x.zero_] * 200).median
+
+
+def _least_cuda(call: Callable[[], Any], warmup: int = 3, repeats: int = 12) -> float:
+    """The shortest device time in seconds of a call."""
+    for _ in range(warmup):
+        call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return min(a.elapsed_time(b) for a, b in zip(events, events[1:])) / 1e3

@@ -1,0 +1,44 @@
+"""Layer normalisation (Ba et al., 2016)."""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.registry import op
+
+
+def _inputs(t, rows, size):
+    return {
+        "x": t.normal(rows, size),
+        "weight": t.parameter(size, scale=1),
+        "bias": t.parameter(size, scale=1),
+        "eps": 1e-5,
+    }
+
+
+def _cost(x, weight, bias, eps):
+    return Cost(nbytes(x, weight, bias, x), 8 * x.numel())
+
+
+@op(
+    arguments={"x": "[..., size]", "weight": "[size]", "bias": "[size]"},
+    inputs=Inputs(
+        _inputs,
+        small=[(1, 2), (3, 96), (0, 64), (7, 33), (2, 1024), (1, 1025), (2, 33000)],
+        decode=[(1, 1024), (64, 1024), (256, 5120)],
+        large=[(8192, 1024), (16384, 4096), (4096, 5120)],
+        scales=(1.0, 50.0),
+    ),
+    cost=_cost,
+)
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, computed in float32, rounded once.
+
+    Args:
+        x: [..., size], any float dtype; weight, bias: [size], same dtype.
+        eps: added to the variance.
+
+    Returns:
+        [..., size], the dtype of x.
+    """
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)

@@ -1,0 +1,297 @@
+"""What an op says of itself beside its reference: which arguments it takes, realistic inputs, tolerances and cost.
+
+The tests, the benchmark, the roofline share, the argument checks and the documentation's table all come from these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+# Relative, of the order of vLLM's: a few roundings in the dtype.
+TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
+)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Shape = tuple[int, ...]
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call must do at least: bytes through device memory (each input read once, each output written once), flops."""
+
+    bytes: int
+    flops: int = 0
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of the elements of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def copy_of(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, for which kernels are compiled; of a parameter a parameter, which kernels read early."""
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
+        value.detach()
+    )
+    return torch.nn.Parameter(copy, value.requires_grad) if isinstance(value, torch.nn.Parameter) else copy
+
+
+@dataclass
+class Tensors:
+    """Makes the tensors of one call: random, repeatable by the seed, of one dtype and device.
+
+    Attributes:
+        scale: the standard deviation of `normal`.
+        strided: nothing is contiguous. Matrices have a gap after every row, as in a slice of a fused projection; vectors, and what is
+            `spread`, one after every element, as a column has.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    seed: int = 0
+    scale: float = 1.0
+    strided: bool = False
+    _generator: torch.Generator = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator(self.device).manual_seed(self.seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float | None = None) -> torch.Tensor:
+        """Normally distributed, mean 0."""
+        scale = self.scale if scale is None else scale
+        dtype = dtype or self.dtype
+        drawn = torch.float64 if dtype == torch.float64 else torch.float32
+        x = torch.randn(*shape, generator=self._generator, device=self.device, dtype=drawn).mul_(scale).to(dtype)
+        if len(shape) < 2:
+            return self.spread(x)
+        if not self.strided:
+            return x
+        wide = torch.full((*shape[:-1], shape[-1] + 8), math.nan, dtype=dtype, device=self.device)
+        wide[..., : shape[-1]] = x
+        return wide[..., : shape[-1]]
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """x; if strided, with a gap after every element of its last dimension, which holds NaN (of integers: 0)."""
+        if not self.strided or not x.dim():
+            return x
+        gap = math.nan if x.is_floating_point() else 0
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), gap, dtype=x.dtype, device=x.device)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+
+    def parameter(self, *shape: int, scale: float | None = None) -> torch.nn.Parameter:
+        """As `normal`, and a parameter of a module: what does not change, so that a kernel may read it early."""
+        return torch.nn.Parameter(self.normal(*shape, scale=scale), requires_grad=False)
+
+    def uniform(
+        self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Uniform in [low, high)."""
+        x = torch.rand(*shape, generator=self._generator, device=self.device)
+        return self._vector((x * (high - low) + low).to(dtype or self.dtype))
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Uniform in [low, high)."""
+        return self._vector(torch.randint(low, high, shape, generator=self._generator, device=self.device, dtype=dtype))
+
+    def permutation(self, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """0 .. n - 1, shuffled."""
+        return self._vector(torch.randperm(n, generator=self._generator, device=self.device, dtype=dtype))
+
+    def _vector(self, x: torch.Tensor) -> torch.Tensor:
+        return self.spread(x) if x.dim() == 1 else x
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Realistic inputs of an op.
+
+    Attributes:
+        make: (tensors, *shape) -> the call's arguments by name. The names of the shape's numbers are those of its parameters.
+        small: shapes that every provider is verified on, in the interpreter too: odd sizes, one row, no row.
+        decode: shapes of a decode step: few rows, where latency counts.
+        large: shapes where bandwidth or arithmetic counts.
+        variants: further keyword arguments, each a case of its own.
+        scales: magnitudes of the random numbers to verify with.
+        dtypes: what the op computes in.
+        needs: (the shape's numbers by name) -> None, or what the op needs of them, such as "N of at least 1, not 0".
+    """
+
+    make: Callable[..., Arguments]
+    small: Sequence[Shape]
+    decode: Sequence[Shape] = ()
+    large: Sequence[Shape] = ()
+    variants: Sequence[Mapping[str, Any]] = (MappingProxyType({}),)
+    scales: Sequence[float] = (1.0, 1e-3, 50.0)
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+    needs: Callable[[Mapping[str, int]], str | None] = lambda numbers: None
+
+    @property
+    def dimensions(self) -> list[str]:
+        """The names of a shape's numbers, for example ["rows", "size"]."""
+        return list(inspect.signature(self.make).parameters)[1:]
+
+    @property
+    def form(self) -> str:
+        """How a shape is written: "ROWSxSIZE", with what may be left out in brackets."""
+        parameters = [p for p in inspect.signature(self.make).parameters.values()][1:]
+        names = [f"x{p.name.upper()}" if p.default is p.empty else f"[x{p.name.upper()}]" for p in parameters]
+        return "".join(names).removeprefix("x")
+
+    def wrong_with(self, shape: Shape) -> str | None:
+        """What to say of a shape that there are no inputs of, after the op's name: "takes ROWSxSIZE, ..."; None: it is right."""
+        try:
+            bound = inspect.signature(self.make).bind(None, *shape)
+        except TypeError:
+            return f"takes {self.form}, not {len(shape)} number{'s' * (len(shape) != 1)}"
+        if any(n < 0 for n in shape):
+            return f"takes {self.form}, numbers from 0 on"
+        bound.apply_defaults()
+        needs = self.needs(dict(zip(self.dimensions, bound.args[1:])))
+        return None if needs is None else f"needs {needs} ({self.form})"
+
+    def __call__(self, tensors: Tensors, shape: Shape, variant: Mapping[str, Any] | None = None) -> Arguments:
+        wrong = self.wrong_with(shape)
+        if wrong:
+            raise ValueError(f"shape {written(shape)}: the op {wrong}")
+        return {**self.make(tensors, *shape), **(variant or {})}
+
+
+def at_least_one(*names: str) -> Callable[[Mapping[str, int]], str | None]:
+    """For `Inputs.needs`: none of these numbers may be 0."""
+
+    def needs(numbers: Mapping[str, int]) -> str | None:
+        return next((f"{n.upper()} of at least 1, not {numbers[n]}" for n in names if numbers[n] < 1), None)
+
+    return needs
+
+
+def written(shape: Shape) -> str:
+    """A shape as a user writes it: 4x64."""
+    return "x".join(map(str, shape))
+
+
+class ArgumentCheck:
+    """Checks tensors against patterns such as `{"x": "[..., n]", "weight": "[n]", "ids": "int64[rows]"}`.
+
+    A pattern is alternatives separated by " | ". A dimension is a name (the same number wherever it occurs), a number, a
+    multiple of a name ("2*n"), or "..." at the start (the same dimensions wherever it occurs). Without a dtype in front, a
+    tensor has the dtype of the first tensor that has none, and that is a float. All tensors are on one device.
+
+    Args:
+        signature: of the op. What it annotates as a float is to be a number, `eps` not negative; only what it does not annotate, or
+            with None, may be None.
+    """
+
+    def __init__(self, op: str, patterns: Mapping[str, str], signature: inspect.Signature | None = None) -> None:
+        self._op = op
+        self.patterns = dict(patterns)
+        annotations = {name: str(p.annotation) for name, p in (signature.parameters if signature else {}).items()}
+        self._required = {
+            name for name, a in annotations.items() if "Tensor" in a and "None" not in a and "Optional" not in a
+        }
+        self._numbers = [name for name, a in annotations.items() if a in ("float", str(float))]
+        self._parsed = {name: [_parse(p) for p in pattern.split(" | ")] for name, pattern in patterns.items()}
+
+    def __call__(self, arguments: Mapping[str, Any]) -> None:
+        """Raises ValueError with the argument's name, what was expected and what came."""
+        sizes: dict[str, Any] = {}
+        first: tuple[str, torch.Tensor] | None = None
+        first_float: tuple[str, torch.Tensor] | None = None
+        leading = ""
+        for name, alternatives in self._parsed.items():
+            value = arguments.get(name)
+            if value is None and name not in self._required:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"{self._op}: {name}: expected a tensor {self.patterns[name]}, not {value!r:.80}")
+            first = first or (name, value)
+            if value.device != first[1].device:
+                raise ValueError(
+                    f"{self._op}: {name}: expected a tensor on {first[1].device}, where {first[0]} is, not on {value.device}"
+                )
+            dtypes = {d for d, _ in alternatives}
+            if dtypes == {None}:
+                first_float = first_float or (name, value)
+                if value.dtype not in FLOATS:
+                    raise ValueError(f"{self._op}: {name}: expected float16, bfloat16 or float32, not {value.dtype}")
+                if value.dtype != first_float[1].dtype:
+                    raise ValueError(
+                        f"{self._op}: {name}: expected {first_float[1].dtype}, the dtype of {first_float[0]}, not {value.dtype}"
+                    )
+            elif not any(d is None or d == _name(value.dtype) or d == "any" for d in dtypes):
+                wanted = " or ".join(sorted(d for d in dtypes if d))
+                raise ValueError(f"{self._op}: {name}: expected {wanted}, not {_name(value.dtype)}")
+            if not any(_matches(dims, value.shape, sizes) for _, dims in alternatives):
+                known = ", ".join(f"{k}={v}" for k, v in sizes.items() if k != "...")
+                known += leading if "..." in self.patterns[name] else ""
+                raise ValueError(
+                    f"{self._op}: {name}: expected the shape {self.patterns[name]}{f' with {known}' if known else ''}, "
+                    f"not {list(value.shape)}"
+                )
+            if "..." in sizes and not leading:
+                leading = f" as in {name} of shape {list(value.shape)}"
+        for name in self._numbers:
+            value = arguments.get(name, 0.0)
+            if not isinstance(value, numbers.Real) or (name == "eps" and not value >= 0):
+                expected = "a number, at least 0" if name == "eps" else "a number"
+                raise ValueError(f"{self._op}: {name}: expected {expected}, not {_describe(value)}")
+
+    def leading_float(self, arguments: Mapping[str, Any]) -> tuple[str, torch.dtype] | None:
+        """The first tensor whose pattern says no dtype, and its dtype, which a call computes in."""
+        for name, alternatives in self._parsed.items():
+            value = arguments.get(name)
+            if isinstance(value, torch.Tensor) and all(d is None for d, _ in alternatives):
+                return name, value.dtype
+        return None
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _parse(pattern: str) -> tuple[str | None, list[str]]:
+    found = re.fullmatch(r"(\w*)\[(.*)\]", pattern.strip())
+    assert found, f"not a pattern: {pattern!r}"
+    return found[1] or None, [d.strip() for d in found[2].split(",") if d.strip()]
+
+
+def _matches(dims: list[str], shape: torch.Size, sizes: dict[str, Any]) -> bool:
+    """Whether a shape fits, given the sizes known so far; learns the sizes that it fixes."""
+    learned: dict[str, Any] = {}
+
+    def is_or_becomes(name: str, size: Any) -> bool:
+        return learned.setdefault(name, sizes.get(name, size)) == size
+
+    if dims and dims[0] == "...":
+        lead = len(shape) - len(dims) + 1
+        if lead < 0 or not is_or_becomes("...", tuple(shape[:lead])):
+            return False
+        dims, shape = dims[1:], shape[lead:]
+    if len(dims) != len(shape):
+        return False
+    for dim, size in zip(dims, shape):
+        times, star, name = dim.rpartition("*")
+        if star:
+            ok = size % int(times) == 0 and is_or_becomes(name, size // int(times))
+        else:
+            ok = size == int(dim) if dim.isdigit() else is_or_becomes(dim, size)
+        if not ok:
+            return False
+    sizes.update(learned)
+    return True

@@ -1,0 +1,127 @@
+"""Kernels from outside the package: a Python file, a module, or an installed distribution.
+
+A plugin is Python code that registers a provider for an op (`@rms_norm.provider("mine")`) or declares a new op (`@op`).
+`LLM(kernel_plugins=["my_kernels.py"])` and `--kernel-plugin my_kernels.py` load one and prefer its providers. A file
+whose text has changed since is taken back and loaded anew; what was chosen before keeps the old code. A distribution can
+name modules in the entry-point group `nanovllm.kernels`: those are loaded always, and run where they are named
+(`kernel_priority`, `NANOVLLM_KERNELS`). A plugin that fails to load is taken back whole; its error becomes a reason that
+`nanovllm kernels list` shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import SourceLoader
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from nanovllm.kernels.op.registry import all_ops, registering, unregister
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "nanovllm.kernels"
+
+
+class _Loaded(NamedTuple):
+    """What came of a plugin: the hash of a file's text, None of a module; why it failed, None: it did not."""
+
+    text: str | None
+    failure: str | None
+
+
+# Code is imported once a process, hence what came of it is kept for the process too.
+_loaded: dict[str, _Loaded] = {}
+
+
+def load_plugins(plugins: Sequence[str]) -> list[str]:
+    """Load what is not yet loaded or has changed, installed plugins too; the names of those of `plugins` that could be loaded.
+
+    Args:
+        plugins: paths of Python files, or names of modules.
+    """
+    if isinstance(plugins, (str, Path)):
+        plugins = [str(plugins)]
+    all_ops()  # first, so that a plugin that imports an op does not load the package's own as its own
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        _load(entry.module, entry.load)  # by its module's name, so that `plugins` can ask for it too
+    names = []
+    for plugin in map(str, plugins):
+        is_file = plugin.endswith(".py")
+        name = str(Path(plugin).expanduser().resolve()) if is_file else plugin
+        if _load(name, lambda: _run_file(name) if is_file else _import(plugin), _hash(name) if is_file else None):  # noqa: B023
+            names.append(name)
+    return names
+
+
+def failures() -> Mapping[str, str]:
+    """Plugins that could not be loaded, and why."""
+    return MappingProxyType({name: loaded.failure for name, loaded in _loaded.items() if loaded.failure is not None})
+
+
+def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool:
+    from nanovllm.kernels import library
+
+    if _loaded.get(name) != (text, None):
+        if name in _loaded and _loaded[name].failure is None:
+            _forget(name)
+        known, failure = set(all_ops()), None
+        try:
+            with registering(name):
+                run()
+            for op_name, declared in all_ops().items():
+                if op_name not in known:
+                    library.register_or_warn(declared)
+        except (Exception, SystemExit) as e:  # whatever a stranger's code raises
+            failure = f"{type(e).__name__}: {e}"
+            if isinstance(e, ModuleNotFoundError) and e.name == name:
+                failure += "; a file is named with its path and .py"
+            logger.warning("kernel plugin %s: %s", name, failure)
+        _loaded[name] = _Loaded(text, failure)
+    return _loaded[name].failure is None
+
+
+def _forget(name: str) -> None:
+    """Take back what a loaded plugin registered."""
+    from nanovllm.kernels import library
+    from nanovllm.kernels.op import selection
+
+    del _loaded[name]  # before it is loaded anew, which Ctrl-C may end
+    for op_name in unregister(name):
+        library.unregister(op_name)
+    selection.forget_defaults()
+
+
+def _hash(path: str) -> str | None:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:  # which running it says
+        return None
+
+
+def _import(module: str) -> None:
+    if not module or module.startswith(".") or os.sep in module:
+        raise ValueError(f"{module!r} is neither a Python file, whose name ends in .py, nor the name of a module")
+    importlib.import_module(module)
+
+
+def _run_file(path: str) -> None:
+    # The name must be one that no package has: Triton finds a kernel's source through its module.
+    module_name = f"nanovllm_kernel_plugin_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and isinstance(spec.loader, SourceLoader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        # Not `exec_module`: its bytecode cache takes two texts of one size and second for the same.
+        exec(spec.loader.source_to_code(Path(path).read_bytes(), path), module.__dict__)
+    except BaseException:
+        del sys.modules[module_name]
+        raise

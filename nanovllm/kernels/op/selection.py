@@ -1,0 +1,280 @@
+"""Which provider runs an op: what the user named, else what was measured to be fastest here, else `native`.
+
+Highest first: a `with op.use(...)` block; `use_custom_kernels=False`; `kernel_priority`; the environment variable `NANOVLLM_KERNELS`; the plugins
+that were asked for; the table measured on this GPU (`tables.py`); the built-in order; `native`. A provider that the user
+named must be available, or it is an error with the reason; one that is merely preferred is passed over where it cannot run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.op.measured_order import measured_order
+from nanovllm.kernels.op.plugins import load_plugins
+from nanovllm.kernels.op.priority import (
+    ENVIRONMENT_VARIABLE,
+    Sources,
+    checked_priority,
+    from_environment,
+    reject_unknown_provider,
+    reject_unknown_providers,
+    wanted_providers,
+)
+from nanovllm.kernels.op.registry import NATIVE, KernelError, Op, Provider, all_ops
+from nanovllm.kernels.op.support import describe_call
+
+logger = logging.getLogger(__name__)
+
+# What is tried, in this order, on a GPU for which nothing was measured.
+PREFERRED = ("triton", NATIVE)
+
+Decorate = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
+"""(op, provider, function) -> the function to call in its place, for example one that records what it is given."""
+
+
+_decorate: ContextVar[Decorate | None] = ContextVar("what decorates the functions of engines", default=None)
+
+
+@contextmanager
+def decorated_kernels(decorate: Decorate) -> Iterator[None]:
+    """Engines that are made within the block call `decorate(op, provider, function)` in place of each op's function."""
+    token = _decorate.set(decorate)
+    try:
+        yield
+    finally:
+        _decorate.reset(token)
+
+
+class Kernels:
+    """The resolved choice: `kernels.rms_norm` is the function that was chosen for that op."""
+
+    def __init__(self, chosen: Mapping[str, tuple[str, Callable[..., Any]]]) -> None:
+        self.providers: Mapping[str, str] = MappingProxyType({name: provider for name, (provider, _) in chosen.items()})
+        self._functions = {name: fn for name, (_, fn) in chosen.items()}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        functions = self.__dict__.get("_functions", {})
+        if name not in functions:
+            raise AttributeError(f"no op {name!r}; ops are {', '.join(sorted(functions))}")
+        return functions[name]
+
+    def __str__(self) -> str:
+        """One line an op: its name and its provider."""
+        width = max(map(len, self.providers))
+        return "\n".join(f"{name:{width}}  {provider}" for name, provider in sorted(self.providers.items()))
+
+    def summary(self) -> str:
+        """The providers in use, most used first, for example "triton (8 ops), native (2 ops)"."""
+        counts: dict[str, int] = {}
+        for provider in self.providers.values():
+            counts[provider] = counts.get(provider, 0) + 1
+        return ", ".join(f"{p} ({n} ops)" for p, n in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def resolve_kernels(
+    device: torch.device,
+    use_custom_kernels: bool = True,
+    priority: Mapping[str, Sequence[str]] | None = None,
+    plugins: Sequence[str] = (),
+) -> Kernels:
+    """Pick a provider for every op, once, for everything that runs on `device`.
+
+    Args:
+        use_custom_kernels: False picks `native` everywhere.
+        priority: providers to use for an op, best first; the first that is available is taken. "*" stands for every
+            op that has a provider of that name.
+        plugins: files or modules to load (`plugins.py`); what they register is preferred to what comes with the package.
+
+    Raises:
+        ValueError: an unknown op or provider is named, or none of those named for an op is available; an argument of
+            another type.
+    """
+    if not isinstance(use_custom_kernels, bool):
+        raise ValueError(f"use_custom_kernels={use_custom_kernels!r}: must be True or False")
+    origins = load_plugins(plugins)
+    ops = all_ops()
+    sources = {"kernel_priority": checked_priority(priority or {}, "kernel_priority", ops), **from_environment()}
+    for who, named in sources.items():  # all of them, whether they are used or not
+        reject_unknown_providers(named, ops, who)
+    chosen, decorate = {}, _decorate.get()
+    for name, declared in ops.items():
+        provider = declared.providers[NATIVE]
+        if use_custom_kernels and not _yields(declared, ops, sources, origins):
+            provider = _choose(declared, device, sources, origins)
+        fn = _function(declared, provider)
+        chosen[name] = provider.name, decorate(name, provider.name, fn) if decorate else fn
+    return Kernels(chosen)
+
+
+def _yields(fused: Op, ops: Mapping[str, Op], sources: Sources, plugins: Sequence[str]) -> bool:
+    """Whether a fused op is not to be used, since the user spoke of an op that it stands for, and not of itself."""
+    _, wanted = wanted_providers(fused, sources)
+    if any(fused.name in named for named in sources.values()):
+        return False
+    parts = [ops[name] for name in fused.fuses]
+    return any(
+        wanted_providers(part, sources)[1] not in ((), wanted)
+        or any(p.origin is not None and p.origin in plugins for p in part.providers.values())
+        for part in parts
+    )
+
+
+def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
+    """The op's available providers, the one that runs first: in an engine with these plugins; without any, in a plain call."""
+    available = [p for p in declared.providers.values() if p.support(device) is None]
+    first = _first(declared, device, plugins)
+    preferred = _preferred(declared, device, plugins)
+    return sorted(
+        available,
+        key=lambda p: (p is not first, preferred.index(p.name) if p.name in preferred else len(preferred)),
+    )
+
+
+def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> str:
+    """Why the first of `rank` is the first, as the end of a sentence."""
+    first = _first(declared, device, plugins)
+    if _yields(declared, all_ops(), from_environment(), plugins):
+        return f"in an engine it is not used, since one of the ops that it fuses was named: {', '.join(declared.fuses)}"
+    if wanted_providers(declared, from_environment())[1]:
+        return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
+    if first.origin is not None:
+        return f"it comes from the plugin {first.origin}"
+    if device.type == "cpu":
+        return "on a CPU the reference runs unless another provider is named"
+    if measured_order(declared.name, device):
+        return "it is the first available in the order measured on this GPU"
+    return f"nothing was measured for it on this GPU, and the built-in order is {', '.join(PREFERRED)}"
+
+
+def _first(declared: Op, device: torch.device, plugins: Sequence[str]) -> Provider:
+    if _yields(declared, all_ops(), from_environment(), plugins):
+        return declared.providers[NATIVE]
+    return _choose(declared, device, from_environment(), plugins)
+
+
+def default_function(declared: Op, device: torch.device) -> Callable[..., Any]:
+    """What a plain call of an op runs on `device`."""
+    return default_choice(declared, device)[1]
+
+
+def default_choice(declared: Op, device: torch.device) -> tuple[Provider, Callable[..., Any]]:
+    """The provider of a plain call of an op on `device`, and its function."""
+    return _default_choice(declared, device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
+
+
+def forget_defaults() -> None:
+    """Choose anew for plain calls: a provider has gone."""
+    _default_choice.cache_clear()
+    native_instead.cache_clear()
+
+
+@cache
+def _default_choice(
+    declared: Op, kind: str, index: int | None, environment: str
+) -> tuple[Provider, Callable[..., Any]]:
+    load_plugins(())  # the environment may name a provider of an installed one
+    device = torch.device(kind, index) if index is not None else torch.device(kind)
+    provider = _choose(declared, device, from_environment())
+    return provider, _function(declared, provider)
+
+
+@cache
+def native_instead(declared: Op, provider: str, reason: str) -> Callable[..., Any]:
+    """The reference, for calls that are not for the provider that was chosen; says so once for each reason."""
+    _warn(declared, provider, reason)
+    return bind(declared, declared.providers[NATIVE])
+
+
+def _warn(declared: Op, provider: str, reason: str) -> None:
+    logger.warning("%s: %s does not take these arguments (%s); using native", declared.name, provider, reason)
+
+
+def _choose(declared: Op, device: torch.device, sources: Sources, plugins: Sequence[str] = ()) -> Provider:
+    errors = []
+    who, wanted = wanted_providers(declared, sources)
+    for name in wanted:
+        reject_unknown_provider(declared, name, who)
+        try:
+            return declared.require(name, device, who)
+        except ValueError as e:
+            errors.append(str(e))
+    if errors:
+        raise ValueError("; ".join(errors))
+    candidates = (declared.providers[name] for name in _preferred(declared, device, plugins))
+    return next((p for p in candidates if p.support(device) is None), declared.providers[NATIVE])
+
+
+def _preferred(declared: Op, device: torch.device, plugins: Sequence[str]) -> list[str]:
+    """Names of providers in the order in which they are tried where nobody names one."""
+    asked_for = [p.name for p in declared.providers.values() if p.origin is not None and p.origin in plugins]
+    # On a CPU a Triton kernel runs in Triton's interpreter, which is there to test it.
+    usual = (measured_order(declared.name, device) or PREFERRED) if device.type == "cuda" else (NATIVE,)
+    return asked_for + [name for name in usual if name in declared.providers and name not in asked_for]
+
+
+def bind(declared: Op, provider: Provider) -> Callable[..., Any]:
+    """The provider's function; what it raises names op, provider and arguments.
+
+    Raises:
+        KernelError: the provider cannot be imported.
+    """
+    who = f"op {declared.name!r}, provider {provider.name!r}"
+    try:
+        fn = provider.fn
+    except Exception as e:
+        raise KernelError(f"{who}: cannot be imported: {type(e).__name__}: {e}") from e
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as e:
+            given = describe_call(args, kwargs)
+            if isinstance(e, (ValueError, TypeError, torch.OutOfMemoryError)):
+                # These speak of the arguments, or are for the caller to act on: they stay what they are.
+                _add_note(e, f"{who}, called with ({given})")
+                raise
+            raise KernelError(f"{who}, called with ({given}): {e}") from e
+
+    return call
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """A line below the error's message; before Python 3.11, which has notes, of the message."""
+    add_note = getattr(error, "add_note", None)
+    if add_note is not None:
+        add_note(note)
+    else:
+        error.args = ("\n".join(filter(None, (*map(str, error.args), note))),)
+
+
+def _function(declared: Op, provider: Provider) -> Callable[..., Any]:
+    """The provider's own function, or, if it is choosy about arguments, one that passes on what it does not accept."""
+    fn = bind(declared, provider)
+    if provider.accepts is None:
+        return fn
+    native = bind(declared, Provider(NATIVE, declared.native))
+    warned = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal warned
+        reason = declared.refusal(provider, *args, **kwargs)
+        if reason is None:
+            return fn(*args, **kwargs)
+        if not warned:
+            warned = True
+            _warn(declared, provider.name, reason)
+        out = kwargs.pop("out", None)  # these two the provider may take, and the reference does not
+        kwargs.pop("beside", None)
+        result = native(*args, **kwargs)
+        return result if out is None else out.copy_(result)
+
+    return call

@@ -1,0 +1,131 @@
+"""The ops as `torch.ops.nanovllm.*`, for torch.compile, export and `torch.library.opcheck`.
+
+The engine does not pass through here: it calls the provider's function, which costs some microseconds less a call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.op.registry import Op, all_ops, told_of_ops
+
+logger = logging.getLogger(__name__)
+
+_LIBRARIES: dict[str, torch.library.Library] = {}
+"""One an op, so that a plugin's op can go."""
+
+
+def register(declared: Op) -> None:
+    """Define `torch.ops.nanovllm.<name>`: functional but for the arguments that the op is declared to write to.
+
+    Results are contiguous, whatever the provider. The schema follows from the reference's annotations.
+    """
+    schema = torch.library.infer_schema(declared.native, mutates_args=declared.mutates)
+    library = torch.library.Library("nanovllm", "FRAGMENT")
+    library.define(declared.name + schema, tags=())
+    library.impl(declared.name, _implementation(declared), "CompositeExplicitAutograd")
+    library.impl(declared.name, _autograd(declared), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"nanovllm::{declared.name}", _fake(declared), lib=library)
+    _LIBRARIES[declared.name] = library
+
+
+def unregister(name: str) -> None:
+    """Undo `register`, if it was done."""
+    if name in _LIBRARIES:
+        _LIBRARIES.pop(name)._destroy()
+
+
+def register_or_warn(declared: Op) -> None:
+    """`register`, of an op that may not be ready for it: all but torch.compile works without."""
+    try:
+        register(declared)
+    except (ValueError, RuntimeError) as e:  # for example parameters without annotations
+        logger.warning("op %r is not in torch.ops.nanovllm, so torch.compile cannot take it: %s", declared.name, e)
+
+
+def _implementation(declared: Op, traced: bool = False) -> Callable[..., Any]:
+    parameters = tuple(declared.signature.parameters)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # As `signature.bind`, but quicker: the operator has matched arguments and parameters already.
+        bound = inspect.BoundArguments(declared.signature, dict(zip(parameters, args), **kwargs))
+        declared.check(bound.arguments)
+        for name in declared.reuses:  # a result must not be an argument's memory
+            bound.arguments[name] = bound.arguments[name].clone()
+        return _apart(declared.run(bound, traced), (*args, *kwargs.values()))
+
+    return call
+
+
+def _autograd(declared: Op) -> Callable[..., Any]:
+    """What a call comes to first, but in `torch.inference_mode()`, where it goes straight to the implementation.
+
+    A call to be differentiated is run here, where PyTorch records what it is made of for the backward pass: the operators of the reference,
+    or of a provider with a backward pass. Within torch.compile they are traced, so a graph for training has the reference's in it.
+    """
+    run, trace = _implementation(declared), _implementation(declared, traced=True)
+    operator = getattr(torch.ops.nanovllm, declared.name).default
+
+    @torch._disable_dynamo  # where the graph breaks at an operator, nothing of the operator is to be compiled
+    def differentiated(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        return (run if _on_device(keyset.raw_repr()) else trace)(*args, **kwargs)
+
+    def call(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and _requires_grad((*args, *kwargs.values())):
+            return differentiated(keyset, *args, **kwargs)
+        if _on_device(keyset.raw_repr()):
+            return run(*args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return call
+
+
+def _requires_grad(arguments: Iterable[Any]) -> bool:
+    return any(
+        a.requires_grad if isinstance(a, torch.Tensor) else isinstance(a, (list, tuple)) and _requires_grad(a)
+        for a in arguments
+    )
+
+
+@cache
+def _on_device(keyset: int) -> bool:
+    """Whether a call goes from autograd to a device: its tensors have values, and nothing records or changes what is called."""
+    below = torch._C.DispatchKeySet.from_raw_repr(keyset) & torch._C._after_ADInplaceOrView_keyset
+    return below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def _fake(declared: Op) -> Callable[..., Any]:
+    reference = declared.fake or declared.native
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _without_data(reference(*args, **kwargs))
+
+    return call
+
+
+def _apart(result: Any, arguments: tuple[Any, ...]) -> Any:
+    """Contiguous results, none of which is an argument."""
+    if isinstance(result, torch.Tensor):
+        if any(result is a for a in arguments):
+            return result.clone(memory_format=torch.contiguous_format)
+        return result.contiguous()
+    return None if result is None else tuple(_apart(r, arguments) for r in result)
+
+
+def _without_data(result: Any) -> Any:
+    """What `_apart` gives, as far as it is known without values."""
+    if isinstance(result, torch.Tensor):
+        return torch.empty_like(result, memory_format=torch.contiguous_format)
+    return None if result is None else tuple(_without_data(r) for r in result)
+
+
+for _op in all_ops().values():
+    register(_op)
+told_of_ops.append(register_or_warn)

@@ -1,0 +1,256 @@
+"""Is a provider right? Every case of an op's inputs, against the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.op.declaration import Arguments, Shape, Tensors, copy_of
+from nanovllm.kernels.op.registry import KernelError, Op, Provider
+from nanovllm.kernels.testing.memory_guard import MemoryGuard
+
+_FEW, _ROW, _LARGE = 8, 16, 3.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: its shape, dtype, and how its numbers are drawn and laid out."""
+
+    shape: Shape
+    dtype: torch.dtype
+    variant: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    scale: float = 1.0
+    strided: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        words = ["x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")]
+        words += [f"{k}={v}" for k, v in self.variant.items()]
+        words += [f"scale {self.scale:g}"] if self.scale != 1 else []
+        words += ["strided"] if self.strided else []
+        return " ".join(words)
+
+    def arguments(self, declared: Op, device: torch.device) -> Arguments:
+        """New tensors for the call, by argument name."""
+        assert declared.inputs is not None
+        tensors = Tensors(self.dtype, device, self.seed, self.scale, self.strided)
+        return declared.inputs(tensors, self.shape, self.variant)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a provider did on one case. `error` is its largest error over what the tolerance allows; above 1 it fails."""
+
+    case: Case
+    error: float = 0.0
+    failure: str | None = None
+    skipped: str | None = None
+
+
+def cases(declared: Op, full: bool, seed: int = 0, quick: bool = False) -> Iterator[Case]:
+    """The cases to verify: all dtypes, shapes, variants, magnitudes and layouts, without every combination of them.
+
+    Args:
+        full: the shapes of decode steps and large ones too, which want a GPU.
+        quick: each dtype and small shape once, with one variant and layout, by turns.
+    """
+    inputs = declared.inputs
+    if inputs is None:
+        return
+    if quick:
+        for j, dtype in enumerate(inputs.dtypes):
+            for i, shape in enumerate(inputs.small):
+                variant = inputs.variants[(i + j) % len(inputs.variants)]
+                yield Case(shape, dtype, variant, strided=(i + j) % 2 == 1, seed=seed)
+        return
+    shapes = [*inputs.small, *((*inputs.decode, *inputs.large) if full else ())]
+    for dtype in inputs.dtypes:
+        for i, shape in enumerate(shapes):
+            for variant in inputs.variants:
+                yield Case(shape, dtype, variant, seed=seed)
+            # Layout and magnitude with one variant each, in turn.
+            if i < len(inputs.small):
+                variant = inputs.variants[i % len(inputs.variants)]
+                yield Case(shape, dtype, variant, strided=True, seed=seed + 1)
+                for scale in inputs.scales:
+                    if scale != 1:
+                        yield Case(shape, dtype, variant, scale=scale, seed=seed + 2)
+
+
+def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
+    """Run one case and compare results, written arguments and surroundings with what they should be."""
+    arguments = case.arguments(declared, device)
+    bound = declared.signature.bind(**arguments)
+    try:
+        reason = declared.refusal(provider, *bound.args, **bound.kwargs)
+    except KernelError as e:
+        return Verdict(case, failure=str(e))
+    if reason is not None:
+        return Verdict(case, skipped=reason)
+    expected = _reference(declared, arguments)
+    before = {
+        name: value.clone()
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and name not in (*declared.mutates, *declared.reuses)
+    }
+    given = _copied(arguments, (*declared.mutates, *declared.reuses))
+    bound = declared.signature.bind(**given)
+    try:
+        with MemoryGuard() as guard:
+            got = provider.fn(*bound.args, **bound.kwargs)
+        damage = guard.check()
+    except Exception as e:
+        return Verdict(case, failure=f"{type(e).__name__}: {e}")
+    if damage is not None:
+        return Verdict(case, failure=damage)
+    for name, value in before.items():
+        if not _same(value, arguments[name]):
+            return Verdict(case, failure=f"wrote to its argument {name}")
+    if declared.compare is not None:
+        return Verdict(case, failure=declared.compare(got, arguments, case.dtype))
+    results = [*_flat(got), *(given[name] for name in declared.mutates)]
+    if len(results) != len(expected):
+        return Verdict(case, failure=f"gave {len(results)} results instead of {len(expected)}")
+    return _compare(declared, case, results, expected, arguments)
+
+
+def verify_case(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
+    """`verify`, which leaves no memory cached on a GPU; memory that the reference lacks is a failure too."""
+    try:
+        verdict = verify(declared, provider, device, case)
+    except torch.OutOfMemoryError as e:
+        verdict = Verdict(case, failure=f"{type(e).__name__}: {e}")
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # after an illegal access, which is the verdict, this fails too
+            torch.cuda.empty_cache()
+    return verdict
+
+
+def lacks_memory(verdict: Verdict) -> bool:
+    """Whether a case failed because there was too little memory."""
+    return (verdict.failure or "").startswith(torch.OutOfMemoryError.__name__)
+
+
+def verify_op(
+    declared: Op, provider: Provider, device: torch.device, full: bool | None = None, seed: int = 0, quick: bool = False
+) -> list[Verdict]:
+    """`verify` on every case. full: as in `cases`; None: on a GPU. quick: as in `cases`."""
+    full = device.type == "cuda" if full is None else full
+    return [verify_case(declared, provider, device, case) for case in cases(declared, full, seed, quick)]
+
+
+def _reference(declared: Op, arguments: Arguments) -> list[torch.Tensor]:
+    """Results of the reference in float64, then the arguments that it wrote to."""
+    wide = {k: v.double() if _is_float(v) and v.element_size() > 1 else v for k, v in arguments.items()}
+    wide = _copied(wide, declared.mutates)
+    if declared.compare is not None:
+        return []
+    bound = declared.signature.bind(**wide)
+    results = _flat(declared.native(*bound.args, **bound.kwargs))
+    return [*results, *(wide[name] for name in declared.mutates)]
+
+
+def _compare(
+    declared: Op, case: Case, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], arguments: Arguments
+) -> Verdict:
+    worst, where = 0.0, ""
+    tolerance = declared.tolerance[case.dtype]
+    for i, (got, want) in enumerate(zip(results, expected)):
+        if got.shape != want.shape:
+            return Verdict(case, failure=f"result {i} has shape {list(got.shape)} instead of {list(want.shape)}")
+        if _is_float(want) and got.dtype != case.dtype and got.element_size() > 1:
+            return Verdict(case, failure=f"result {i} is {got.dtype}")
+        if not got.numel():
+            continue
+        if not _is_float(want):
+            if not torch.equal(got, want):
+                return Verdict(case, failure=f"result {i} differs")
+            continue
+        magnitude = declared.magnitude
+        if declared.cancels and want.shape[-1] < _FEW:
+            magnitude = max(magnitude, _magnitude(arguments))
+        errors = _errors(got.double(), want.double(), tolerance, magnitude, torch.finfo(case.dtype))
+        for error, description in zip(
+            errors, (f"result {i} at", f"the root of the mean square of result {i}'s errors in row")
+        ):
+            largest = float(error.max())
+            if largest > max(worst, 1.0):
+                where = _describe_worst(description, error, got, want)
+            worst = max(worst, largest)
+    return Verdict(case, worst, f"error {worst:.3g} times the tolerance: {where}" if not worst <= 1 else None)
+
+
+def _describe_worst(what: str, error: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> str:
+    at = tuple(int(n) for n in torch.unravel_index(error.argmax(), error.shape))
+    wrong = int((error > 1).sum())
+    if error.dim() < want.dim():
+        return f"{what} {list(at)}; {wrong} of {error.numel()} rows are wrong"
+    return (
+        f"{what} {list(at)} is {got[at]:.6g} instead of {want[at]:.6g}; {wrong} of {error.numel()} elements are wrong"
+    )
+
+
+def _errors(
+    got: torch.Tensor, want: torch.Tensor, tolerance: float, magnitude: float, info: torch.finfo
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each element's error, and each row's (the root of the mean square), over what is allowed.
+
+    An element may be off by the tolerance times its value, plus the tolerance times a large value of its row (the largest, at most
+    _LARGE times the root of the mean square): it may be a difference of such values, each of which was rounded. A row of at least
+    _ROW elements may be off as a whole by the tolerance times the root of its mean square, which a loss of precision in every
+    element exceeds long before any element does; of a few elements one may be most of it, so a short row may be off by a little more.
+    """
+    overflows = want.abs() > info.max
+    agree = (got == want) | (got.isnan() & want.isnan()) | (overflows & (got.isinf() | (got.abs() >= 0.99 * info.max)))
+    finite = torch.where(overflows | ~want.isfinite(), 0.0, want)
+    # float16 keeps subnormals, the others may be flushed to zero.
+    smallest = 2.0**-24 if info.bits == 16 and info.max < 1e5 else info.tiny
+    error = torch.where(agree, 0.0, (got - want).abs())
+    rows, values = (error, finite) if want.dim() else (error[None], finite[None])
+    root = values.square().mean(-1, keepdim=True).sqrt()
+    large = torch.minimum(values.abs().amax(-1, keepdim=True), _LARGE * root).clamp_min(magnitude)
+    of_elements = error / (
+        tolerance * (finite.abs() + large.view(want.shape[:-1] + (1,) * min(want.dim(), 1))) + smallest
+    )
+    if values.shape[-1] < _ROW:
+        return of_elements.nan_to_num(nan=torch.inf), torch.zeros(1, device=got.device)
+    few = 1 + 4 / values.shape[-1]
+    of_rows = rows.square().mean(-1).sqrt() / (few * tolerance * root[..., 0].clamp_min(magnitude) + smallest)
+    return of_elements.nan_to_num(nan=torch.inf), of_rows.nan_to_num(nan=torch.inf)
+
+
+def _magnitude(arguments: Arguments) -> float:
+    """The root of the mean square of the argument where that is largest; of its finite numbers."""
+    roots = [0.0]
+    for value in arguments.values():
+        if _is_float(value):
+            wide = value.double()
+            wide = wide[wide.isfinite()]
+            roots += [float(wide.square().mean().sqrt())] if wide.numel() else []
+    return max(roots)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _flat(results: Any) -> list[torch.Tensor]:
+    if results is None:
+        return []
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def _copied(arguments: Arguments, names: Sequence[str]) -> Arguments:
+    """The arguments, with copies (same strides) in place of those named."""
+    return {k: copy_of(v) if k in names else v for k, v in arguments.items()}
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.element_size() == 1 and a.is_floating_point():
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))

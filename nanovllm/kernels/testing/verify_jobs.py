@@ -1,0 +1,163 @@
+"""`verify` by several processes, each with a share of the cases: most of its time on a GPU is compiling, one kernel after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.op.registry import Op
+from nanovllm.kernels.testing.verify import Case, Verdict, cases, lacks_memory, verify_case
+
+Pair = tuple[str, str]
+"""An op and a provider of it."""
+Task = tuple[str, str, int]
+"""An op, a provider, and which of the op's cases."""
+
+_MEMORY = 0.9
+"""Of a GPU's memory, for the tensors of all processes together."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a process has to know beside its tasks. `plugins`, `seed` and `quick`: as in `verify_in_processes`."""
+
+    device: str
+    plugins: tuple[str, ...]
+    seed: int
+    quick: bool
+    jobs: int
+
+    def cases(self, declared: Op) -> list[Case]:
+        return list(cases(declared, torch.device(self.device).type == "cuda", self.seed, self.quick))
+
+
+def verify_in_processes(
+    ops: Sequence[Op],
+    pairs: Sequence[Pair],
+    device: torch.device,
+    plugins: Sequence[str],
+    seed: int,
+    quick: bool,
+    jobs: int,
+) -> dict[Pair, list[Verdict]]:
+    """`verify_op` of each pair, by `jobs` processes. Ctrl-C ends them.
+
+    A process that dies in a case has failed it; another takes over the rest of its share. Each may use its part of the GPU's
+    memory; a case for which that is too little is verified again at the end, by this process, with nothing beside it.
+
+    Args:
+        ops: those of the pairs.
+        plugins: what each process loads first.
+        seed, quick: as in `cases`.
+
+    Raises:
+        RuntimeError: a process ended before it began with its share.
+    """
+    by_name = {declared.name: declared for declared in ops}
+    setting = Setting(str(device), tuple(plugins), seed, quick, jobs)
+    of_op = {name: setting.cases(declared) for name, declared in by_name.items()}
+    verdicts: dict[Task, Verdict] = {}
+    for task, verdict in _run(shares(of_op, pairs, jobs), of_op, setting):
+        verdicts[task] = verdict
+    for (op, provider, index), verdict in verdicts.items():
+        if lacks_memory(verdict):
+            again = verify_case(by_name[op], by_name[op].providers[provider], device, verdict.case)
+            verdicts[op, provider, index] = again
+    return {pair: [verdicts[(*pair, index)] for index in range(len(of_op[pair[0]]))] for pair in pairs}
+
+
+def shares(of_op: dict[str, list[Case]], pairs: Sequence[Pair], jobs: int) -> list[list[Task]]:
+    """The tasks of each process. An op's cases of one shape and dtype, which need the same kernels, go to the same one."""
+    dealt: list[list[Task]] = [[] for _ in range(jobs)]
+    for number, (op, provider) in enumerate(pairs):
+        groups: dict[Any, int] = {}
+        for index, case in enumerate(of_op[op]):
+            group = groups.setdefault((case.shape, case.dtype), len(groups))
+            dealt[(number + group) % jobs].append((op, provider, index))
+    return dealt
+
+
+def _run(dealt: list[list[Task]], of_op: dict[str, list[Case]], setting: Setting) -> Iterator[tuple[Task, Verdict]]:
+    """Verdicts as they come, in processes that are started again where they died."""
+    running: dict[Connection, tuple[Any, list[Task]]] = {}
+    try:
+        for tasks in dealt:
+            if tasks:
+                running.update([_start(tasks, setting)])
+        current: dict[Connection, Task] = {}
+        while running:
+            # A Ctrl-C just before a wait begins would be seen only when it ends.
+            for connection in wait(list(running), timeout=1):
+                process, left = running[connection]
+                try:
+                    begun, *outcome = connection.recv()
+                except EOFError:
+                    process.join()
+                    del running[connection]
+                    task = current.pop(connection, None)
+                    if task is None and left:
+                        raise RuntimeError(
+                            f"a process of `verify` ended with code {process.exitcode} before it began"
+                        ) from None
+                    if task is not None and left[:1] == [task]:
+                        ended = (
+                            f"by signal {-process.exitcode}"
+                            if process.exitcode < 0
+                            else f"with code {process.exitcode}"
+                        )
+                        yield task, Verdict(of_op[task[0]][task[2]], failure=f"the process ended {ended}")
+                        left.pop(0)
+                    if left:
+                        running.update([_start(left, setting)])
+                    continue
+                current[connection] = begun
+                if outcome:
+                    error, failure, skipped = outcome
+                    left.pop(0)
+                    yield begun, Verdict(of_op[begun[0]][begun[2]], error, failure, skipped)
+    finally:
+        for process, _ in running.values():
+            process.kill()
+            process.join()
+
+
+def _start(tasks: list[Task], setting: Setting) -> tuple[Connection, tuple[Any, list[Task]]]:
+    # A process that was forked could not use the GPU.
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(theirs, tuple(tasks), setting), daemon=True)
+    process.start()
+    theirs.close()  # so that its end is seen here
+    return mine, (process, list(tasks))
+
+
+def _work(connection: Connection, tasks: Sequence[Task], setting: Setting) -> None:
+    """What a process does: for each task it sends that it begins, then (the task, and what makes up its verdict)."""
+    from nanovllm.kernels import all_ops
+    from nanovllm.kernels.op.plugins import load_plugins
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    torch.set_num_threads(max(1, torch.get_num_threads() // setting.jobs))
+    device = torch.device(setting.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_per_process_memory_fraction(_MEMORY / setting.jobs, device)
+    load_plugins(setting.plugins)
+    ops = all_ops()
+    of_op = {op: setting.cases(ops[op]) for op in {op for op, _, _ in tasks}}
+    try:
+        for task in tasks:
+            op, provider, index = task
+            connection.send((task,))
+            verdict = verify_case(ops[op], ops[op].providers[provider], device, of_op[op][index])
+            connection.send((task, verdict.error, verdict.failure, verdict.skipped))
+            if verdict.failure and device.type == "cuda":
+                torch.cuda.synchronize(device)  # an error that stays with the process ends it, and another goes on
+    except BrokenPipeError:
+        pass  # nobody waits any more

@@ -1,0 +1,381 @@
+"""Decode attention: one kernel that plans, attends, and merges.
+
+Each sequence is cut into pieces of about the same size over the whole batch, so that a long sequence beside short ones
+leaves no multiprocessor idle; the programs are far more than the multiprocessors, or all resident at once, and the hardware
+deals them out. Every program derives the whole plan from context_lens, on the device: a captured graph replays with any lengths.
+The program that arrives last at a sequence's counter merges its pieces, in order, and zeroes the counter for the next launch.
+
+With ROTATE the queries come as the QKV projection gives them, and so do the new token's key and value: every program normalises
+and rotates its own queries, and the one with the sequence's last piece attends to the new token from registers and writes it to the
+cache, where nobody reads it in this launch. So with EARLY a program asks for a tile before it waits for the projection.
+With QUERIES > 1 a sequence has so many query tokens, its last ones: the rows of a tile are the query heads of a KV head for one token
+after the other, each with an end of its own. Tokens beyond those of a tile are a tile more, with programs of its own, beside the first's.
+With SHARED the kernel starts behind the tokens that a sequence shares with others, and its first piece from what `shared_kernel` has
+found for these.
+"""
+
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.triton.attention.attend import attend, attend_token, load_tile, token_score
+from nanovllm.kernels.triton.attention.common import (
+    load_queries,
+    load_query_tokens,
+    merge_partials,
+    normalised,
+    repeated,
+    store_partial,
+    store_rows,
+    store_tokens,
+)
+from nanovllm.kernels.triton.attention.rotate import cached_value, load_heads, rotate_heads, store_new_token
+from nanovllm.kernels.triton.attention.shared_kernel import shared_start
+from nanovllm.kernels.triton.math import INTERPRETED
+from nanovllm.kernels.triton.rows.move_rows import quantised
+
+if INTERPRETED:
+
+    @triton.jit
+    def fence():
+        pass
+
+    @triton.jit
+    def prefetch(ptr, SIZE: tl.constexpr):
+        pass
+else:
+
+    @triton.jit
+    def fence():
+        """What this thread has written comes, for every multiprocessor, before what it writes or signals from now on."""
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def prefetch(ptr, SIZE: tl.constexpr):
+        """Ask for SIZE elements of 16 bits or more, without waiting for them."""
+        lines = (ptr + tl.arange(0, 32) % tl.cdiv(SIZE, 32) * 32).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def find_piece(
+    piece,
+    lens_ptr,
+    shared_lens_ptr,
+    num_seqs,
+    PIECES: tl.constexpr,
+    LEAST: tl.constexpr,
+    SEQS_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
+    NEW: tl.constexpr,
+    FRESH: tl.constexpr,
+):
+    """-> (seq, its length, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
+
+    No piece has more than `share` tiles, total / PIECES rounded up or LEAST, so there are fewer than num_seqs + PIECES of them.
+    The pieces of the sequences that are cut come first, since they are the largest. FRESH: lengths past the first-level cache.
+    """
+    CACHE: tl.constexpr = ".cg" if FRESH else ""
+    if SEQS_PAD == 1:
+        shared = tl.load(shared_lens_ptr) if SHARED else 0
+        length = tl.load(lens_ptr, cache_modifier=CACHE)
+        share = tl.maximum(tl.cdiv(planned_tiles(length, shared, NEW, TILE, WINDOW), PIECES), LEAST)
+        seq = 0
+        first_piece = 0
+    else:
+        offs = tl.arange(0, SEQS_PAD)
+        lens = tl.load(lens_ptr + offs, mask=offs < num_seqs, other=0, cache_modifier=CACHE)
+        shared = 0
+        if SHARED:
+            shared = tl.load(shared_lens_ptr + offs, mask=offs < num_seqs, other=0)
+        tiles = planned_tiles(lens, shared, NEW, TILE, WINDOW)
+        tiles = tl.where(offs < num_seqs, tiles, 0)
+        share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), PIECES), LEAST)
+        pieces = tl.cdiv(tiles, share)
+        cut = tl.where(pieces > 1, pieces, 0)
+        whole = tl.where(pieces == 1, 1, 0)
+        starts = tl.where(pieces > 1, tl.cumsum(cut, 0) - cut, tl.sum(cut, 0) + tl.cumsum(whole, 0) - whole)
+        mine = (starts <= piece) & (piece < starts + pieces)
+        found = tl.sum(tl.where(mine, (starts.to(tl.int64) << 32) | (offs + 1), 0), 0)
+        seq = (found & 0xFFFFFFFF).to(tl.int32) - 1
+        first_piece = (found >> 32).to(tl.int32)
+        length = tl.sum(tl.where(offs == seq, lens, 0), 0)
+    return seq, length, first_piece, share
+
+
+@triton.jit
+def num_tiles(length, shared, NEW: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Tiles that hold a token to attend to. NEW: how many of `length` tokens, the last ones, are attended to apart from them."""
+    tiles = tl.cdiv(tl.maximum(length - NEW, 0), TILE) - shared // TILE
+    if WINDOW > 0:
+        tiles -= tl.maximum(length - WINDOW, 0) // TILE
+    return tiles
+
+
+@triton.jit
+def planned_tiles(length, shared, NEW: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """At least one, so that some program writes the zeros of a sequence without tokens, or attends to the new token."""
+    return tl.maximum(num_tiles(length, shared, NEW, TILE, WINDOW), 1)
+
+
+# What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"], do_not_specialize_on_alignment=["table_ptr", "lens_ptr"])
+def decode_kernel(
+    out_ptr,  # [num_seqs, QUERIES, num_kv_heads, GROUP, HEAD_DIM]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    lens_ptr,
+    k_scale_ptr,  # [1] or [num_kv_heads] float32; anything where there is none
+    v_scale_ptr,
+    acc_ptr,  # [pieces, columns, TOKENS * GROUP, HEAD_DIM] float32
+    ml_ptr,  # [pieces, columns, 2, TOKENS * GROUP] float32
+    counters_ptr,  # [num_seqs, columns] int32, zero before and after
+    new_k_ptr,  # [num_seqs, num_kv_heads, HEAD_DIM], and what follows, if ROTATE
+    new_v_ptr,
+    cos_sin_ptr,  # [max_position, HEAD_DIM] float32
+    q_weight_ptr,  # [HEAD_DIM], if NORM
+    k_weight_ptr,
+    shared_lens_ptr,  # [num_seqs] int32, and what follows as in `shared_start`, if SHARED
+    shared_counts_ptr,
+    shared_acc_ptr,
+    shared_ml_ptr,
+    num_seqs,
+    q_stride_seq,
+    q_stride_head,
+    new_k_stride_seq,
+    new_k_stride_head,
+    new_v_stride_seq,
+    new_v_stride_head,
+    cos_sin_stride,
+    eps,
+    stride_block,
+    stride_slot,
+    stride_head,
+    table_stride,
+    scale,
+    PIECES: tl.constexpr,
+    LEAST: tl.constexpr,
+    SEQS_PAD: tl.constexpr,
+    QUERIES: tl.constexpr,  # tokens of each sequence; 1 with ROTATE and with SHARED
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,  # a power of two: the query heads of a tile's tokens, of as many tokens as it has room for
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+    FP8: tl.constexpr,
+    K_SCALES: tl.constexpr,  # 0: no scale, 1: one, 2: one a head
+    V_SCALES: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
+    SHARED: tl.constexpr,  # without WINDOW
+    EARLY: tl.constexpr,  # whether a piece's last tile is loaded first; with ROTATE, without SHARED
+    DEPENDENT: tl.constexpr,  # the launch overlaps the end of the kernel before it
+    RELEASE: tl.constexpr,  # and the start of the one after it, this one
+):
+    """Grid [columns, pieces]: the heads of a piece, whose keys lie side by side, run at the same time.
+
+    A column is a KV head and a tile of query tokens, one if they have room in it.
+    """
+    if DEPENDENT and not EARLY:
+        tl.extra.cuda.gdc_wait()
+    NEW: tl.constexpr = 1 if ROTATE else 0
+    ROWS: tl.constexpr = GROUP_PAD if GROUP_PAD > 16 else 16
+    TOKENS: tl.constexpr = QUERIES if QUERIES * GROUP <= GROUP_PAD else GROUP_PAD // GROUP
+    TILES: tl.constexpr = (QUERIES + TOKENS - 1) // TOKENS
+    # What the queries of a sequence see together.
+    SPAN: tl.constexpr = WINDOW + QUERIES - 1 if WINDOW > 0 else 0
+    column = tl.program_id(0)
+    columns = tl.num_programs(0)
+    head = column
+    num_heads = columns
+    if TILES > 1:
+        head = column // TILES
+        num_heads = columns // TILES
+    piece = tl.program_id(1)
+    k_ptr += head * stride_head
+    v_ptr += head * stride_head
+    # What is read before the wait comes from L2: the first-level cache may hold what was there before an earlier kernel wrote.
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    seq, length, first_piece, share = find_piece(
+        piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, LEAST, SEQS_PAD, TILE, SPAN, SHARED, NEW, EARLY
+    )
+    if seq >= 0:
+        first_token = 0
+        if WINDOW > 0:
+            first_token = tl.maximum(length - SPAN, 0)
+        shared = 0
+        if SHARED:
+            shared = tl.load(shared_lens_ptr + seq)
+            first_token = shared
+        tiles = num_tiles(length, shared, NEW, TILE, SPAN)
+        pieces = tl.cdiv(tl.maximum(tiles, 1), share)
+        index = piece - first_piece
+        if index < pieces:
+            row = tl.cast(seq, tl.int64)
+            table_ptr += row * table_stride
+            begin = first_token // TILE + index * tiles // pieces
+            end = first_token // TILE + (index + 1) * tiles // pieces
+            end_token = length - NEW
+            position = tl.maximum(length - 1, 0)
+            if ROTATE:
+                new_block = tl.load(table_ptr + position // BLOCK_SIZE, cache_modifier=CACHE)
+            loaded = None
+            if EARLY:
+                # Tokens of earlier steps: they do not depend on the kernel before this one. A piece without tiles has no live one.
+                last = tl.maximum(end - 1, 0)
+                block = tl.load(table_ptr + last * TILE // BLOCK_SIZE, cache_modifier=CACHE)
+                loaded = load_tile(
+                    k_ptr, v_ptr, table_ptr, block, last, first_token, tl.where(begin < end, end_token, 0), stride_block,
+                    stride_slot, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, FP8, False, True,
+                )  # fmt: skip
+                end = last
+                if NORM:
+                    prefetch(q_weight_ptr, HEAD_DIM)
+                    prefetch(k_weight_ptr, HEAD_DIM)
+                if DEPENDENT:
+                    tl.extra.cuda.gdc_wait()
+            if K_SCALES == 1:
+                scale *= tl.load(k_scale_ptr)
+            elif K_SCALES == 2:
+                scale *= tl.load(k_scale_ptr + head)
+            row_ends = None
+            if QUERIES > 1:
+                first_query = column % TILES * TOKENS
+                count = tl.minimum(QUERIES - first_query, TOKENS)
+                row_ends = length - QUERIES + 1 + first_query + tl.arange(0, ROWS) // GROUP
+                row = row * QUERIES + first_query
+            q_ptr += row * q_stride_seq + head * GROUP * q_stride_head
+            start = None
+            if SHARED:
+                start = shared_start(
+                    shared_acc_ptr,
+                    shared_ml_ptr,
+                    shared_counts_ptr,
+                    seq,
+                    head,
+                    num_seqs,
+                    num_heads,
+                    tl.where(index == 0, shared, 0),
+                    GROUP,
+                    GROUP_PAD,
+                    ROWS,
+                    HEAD_DIM,
+                    DIM_PAD,
+                    CHUNK,
+                )
+            if ROTATE:
+                # Every program has the new token, and one makes use of it: a branch would wait for the queries before it loads.
+                angles = cos_sin_ptr + position.to(tl.int64) * cos_sin_stride
+                rows = tl.arange(0, GROUP_PAD)[:, None]
+                one = tl.arange(0, 1)[:, None]
+                dims = tl.arange(0, DIM_PAD)[None, :]
+                heads = q_ptr + rows * q_stride_head
+                new_head = new_k_ptr + row * new_k_stride_seq + head * new_k_stride_head + one
+                q = load_heads(heads, q_weight_ptr, angles, rows < GROUP, HEAD_DIM, DIM_PAD, NORM)
+                new_k = load_heads(new_head, k_weight_ptr, angles, one < 1, HEAD_DIM, DIM_PAD, NORM)
+                new_v_ptr += row * new_v_stride_seq + head * new_v_stride_head
+                new_v = tl.load(new_v_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
+                q = rotate_heads(q, eps, HEAD_DIM, NORM)
+                new_k = rotate_heads(new_k, eps, HEAD_DIM, NORM)
+                new_k = quantised(new_k, k_scale_ptr, head, k_ptr.dtype.element_ty, K_SCALES, FP8)
+                new_v = quantised(new_v, v_scale_ptr, head, k_ptr.dtype.element_ty, V_SCALES, FP8)
+                mine = (index == pieces - 1) & (length > 0)
+                store_new_token(
+                    new_k,
+                    new_v,
+                    k_ptr,
+                    v_ptr,
+                    new_block,
+                    position,
+                    mine,
+                    stride_block,
+                    stride_slot,
+                    BLOCK_SIZE,
+                    HEAD_DIM,
+                    FP8,
+                )
+                if RELEASE:
+                    if mine:
+                        # A kernel like this one may come next, and read the token before it waits.
+                        fence()
+                        tl.debug_barrier()
+                    tl.extra.cuda.gdc_launch_dependents()
+                new_score = token_score(q, cached_value(new_k, FP8), scale, SOFT_CAP)
+                new_score = repeated(tl.where(mine, new_score, float("-inf"))[:, None], ROWS)
+                new_v = tl.where(mine, cached_value(new_v, FP8), 0.0)  # what is not attended to may be NaN
+                q = repeated(q, ROWS)
+            else:
+                if QUERIES > 1:
+                    q = load_query_tokens(q_ptr, q_stride_seq, q_stride_head, count, GROUP, ROWS, HEAD_DIM, DIM_PAD)
+                else:
+                    q = load_queries(q_ptr, q_stride_head, GROUP, ROWS, HEAD_DIM, DIM_PAD)
+                if RELEASE:
+                    tl.extra.cuda.gdc_launch_dependents()
+            acc, m, total = attend(
+                q,
+                k_ptr,
+                v_ptr,
+                table_ptr,
+                begin,
+                end,
+                first_token,
+                end_token,
+                stride_block,
+                stride_slot,
+                scale,
+                BLOCK_SIZE,
+                TILE,
+                HEAD_DIM,
+                SOFT_CAP,
+                STAGES,
+                FP8,
+                start,
+                loaded,
+                # The new token is all there is to attend to, or a query comes before a tile.
+                EMPTY=(ROTATE and WINDOW == 1) or QUERIES > 1,
+                row_ends=row_ends,
+                WINDOW=WINDOW,
+            )
+            if ROTATE:
+                acc, m, total = attend_token(tl.sum(new_score, 1), new_v, acc, m, total)
+            if V_SCALES == 1:
+                acc *= tl.load(v_scale_ptr)
+            elif V_SCALES == 2:
+                acc *= tl.load(v_scale_ptr + head)
+            out_ptr += (row * num_heads + head) * GROUP * HEAD_DIM
+            if pieces == 1:
+                # A sequence without tokens gets zeros, and so does a query before its first one.
+                if QUERIES > 1:
+                    acc = normalised(acc, total)
+                    store_tokens(out_ptr, acc, num_heads * GROUP * HEAD_DIM, count, GROUP, HEAD_DIM)
+                else:
+                    acc = tl.where(length > 0, acc / total[:, None], 0.0)
+                    store_rows(out_ptr, acc, HEAD_DIM, GROUP, HEAD_DIM)
+            else:
+                store_partial(acc_ptr, ml_ptr, piece * columns + column, acc, m, total, TOKENS * GROUP, HEAD_DIM)
+                # Every thread's stores come before the arrival, which one thread makes.
+                tl.debug_barrier()
+                counter = counters_ptr + seq * columns + column
+                if tl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
+                    tl.store(counter, 0)
+                    first = first_piece * columns + column
+                    merged = merge_partials(
+                        acc_ptr, ml_ptr, first, columns, pieces, TOKENS * GROUP, GROUP_PAD, HEAD_DIM, DIM_PAD, CHUNK,
+                        QUERIES > 1,
+                    )  # fmt: skip
+                    if QUERIES > 1:
+                        store_tokens(out_ptr, merged, num_heads * GROUP * HEAD_DIM, count, GROUP, HEAD_DIM)
+                    else:
+                        store_rows(out_ptr, merged, HEAD_DIM, GROUP, HEAD_DIM)

@@ -1,0 +1,204 @@
+"""The small-batch products of a decoder layer as ops: a kernel or two each where `hopper` or `plan` says so, else what they fuse.
+
+`linear_silu_and_mul` has a kernel for many tokens too.
+
+Vectors that are strided are copied; a weight that is not contiguous is the library's.
+
+With dependent launch the weights, of the product and of the norm, are read while the kernel before may still run. So they are launched
+like that only with parameters as weights, which no kernel writes (`are_constant`). Inputs may be what that kernel writes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.gemm import decode_hopper
+from nanovllm.kernels.triton.gemm.decode_matrix_kernel import matrix_kernel
+from nanovllm.kernels.triton.gemm.decode_plan import MatrixPlan, VectorPlan, max_tokens, plan
+from nanovllm.kernels.triton.gemm.decode_vector_kernel import vector_kernel
+from nanovllm.kernels.triton.gemm.linear_ops import many_tokens, silu_and_mul_of_many
+from nanovllm.kernels.triton.gemm.tiled_kernel import tma_fits
+from nanovllm.kernels.triton.launch import (
+    adjacent,
+    are_constant,
+    cdiv,
+    has_dependent_launch,
+    matrix_of,
+    next_power_of_2,
+)
+from nanovllm.kernels.triton.rows.activation import silu_and_mul
+from nanovllm.kernels.triton.rows.norm import add_rms_norm_out, rms_norm
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    cut: VectorPlan | MatrixPlan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, new residual) in one kernel; without a residual the second is x."""
+    size = x.shape[-1]
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((*x.shape[:-1], num_outputs), dtype=x.dtype, device=x.device)
+    # Not in place: while one program writes the sum, others still read its terms.
+    new_residual = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, num_tokens, x_stride = matrix_of(x)
+    others, _, residual_stride = (x, 0, 0) if residual is None else matrix_of(residual)
+    norm_weight, bias = adjacent(norm_weight), adjacent(bias)
+    pdl = has_dependent_launch(x.device) and are_constant(weight, norm_weight, bias)
+    outputs = cut.rows // 2 if gated else cut.rows
+    tensors = (
+        x, others, x if norm_weight is None else norm_weight, weight, x if bias is None else bias, y, new_residual,
+    )  # fmt: skip
+    constants = {
+        "SIZE": size, "NORM": norm_weight is not None, "ADD": residual is not None, "GATED": gated,
+        "BIAS": bias is not None, "ROWS": cut.rows, "EVEN": num_outputs % outputs == 0, "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    grid = (cdiv(num_outputs, outputs),)
+    if isinstance(cut, VectorPlan):
+        vector_kernel[grid](
+            *tensors, num_outputs, x_stride, residual_stride, eps,
+            TOKENS=num_tokens, BLOCK=cut.block, LANE=16 // x.element_size(), num_warps=cut.warps, **constants,
+        )  # fmt: skip
+    else:
+        matrix_kernel[grid](
+            *tensors, num_tokens, num_outputs, x_stride, residual_stride, eps,
+            TOKENS=next_power_of_2(num_tokens), SPLIT=cut.split, DEPTH=cut.depth, LATE=cut.late,
+            num_warps=cut.split, **constants,
+        )  # fmt: skip
+    return y, new_residual
+
+
+def _plan(x: torch.Tensor, weight: torch.Tensor, gated: bool, norm: bool) -> VectorPlan | MatrixPlan | None:
+    num_tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    if not weight.is_contiguous():
+        return None
+    cut = plan(num_tokens, num_outputs, x.shape[-1], gated, x.dtype)
+    if cut is None:  # how many tokens come here is what layers were told
+        return None
+    return tunables.SMALL_PRODUCT.find(x.device, num_tokens, num_outputs, x.shape[-1], x.dtype, gated, norm) or cut
+
+
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if residual is None:
+        return rms_norm(x, norm_weight, eps), x
+    y, new_residual = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    return add_rms_norm_out(x, residual, norm_weight, eps, y, new_residual)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """A ValueError unless x and a weight have one size and dtype: layers call these functions with whatever they were given."""
+    if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x: expected {weight.dtype} [..., {weight.shape[1]}], as the weight has, not {x.dtype} {list(x.shape)}"
+        )
+
+
+def add_rms_norm_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `add_rms_norm_linear`."""
+    _check(x, weight)
+    cut = _plan(x, weight, False, True)
+    if cut is not None:
+        return _launch(x, residual, norm_weight, eps, weight, bias, False, cut)
+    y, residual = _add_rms_norm(x, residual, norm_weight, eps)
+    return linear(y, weight, bias), residual
+
+
+def add_rms_norm_gate_up(
+    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `add_rms_norm_gate_up`."""
+    _check(x, weight)
+    cut = _plan(x, weight, True, True)
+    if cut is not None:
+        return _launch(x, residual, norm_weight, eps, weight, None, True, cut)
+    y, residual = _add_rms_norm(x, residual, norm_weight, eps)
+    return linear_silu_and_mul(y, weight), residual
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The op `linear`."""
+    _check(x, weight)
+    if decode_hopper.takes(x, weight, whole=True):
+        return decode_hopper.product(x, weight, bias)
+    cut = _plan(x, weight, False, False)
+    if cut is not None:
+        return _launch(x, None, None, 0.0, weight, bias, False, cut)[0]
+    return F.linear(x, weight, bias)
+
+
+def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The op `linear_silu_and_mul`."""
+    _check(x, weight)
+    if decode_hopper.takes(x, weight, gated=True):
+        return decode_hopper.product(x, weight, gated=True)
+    if x.dim() == 2 and x.dtype == weight.dtype and x.shape[0] in many_tokens(weight) and tma_fits(x):
+        return silu_and_mul_of_many(x, weight)
+    return silu_and_mul(linear(x, weight))
+
+
+def linear_add_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op `linear_add_rms_norm`."""
+    _check(x, weight)
+    if decode_hopper.takes(x, weight):
+        return decode_hopper.sum_add_rms_norm(
+            decode_hopper.product(x, weight, split=True), bias, residual, norm_weight, eps
+        )
+    return _add_rms_norm(linear(x, weight, bias), residual, norm_weight, eps)
+
+
+def _few(weight: torch.Tensor, gated: bool) -> range:
+    few = max_tokens(weight.shape[0] // (2 if gated else 1), weight.shape[1], gated, weight.dtype)
+    taken = decode_hopper.num_tokens_taken(weight, gated)  # there it is faster with the norm in another kernel
+    return range(1, min(1 + few, taken.start) if taken else 1 + few)
+
+
+def _few_or_many(weight: torch.Tensor) -> range:
+    few, many = _few(weight, False), decode_hopper.num_tokens_whole(weight)
+    return range(1, many.stop) if few and many else many or few
+
+
+class _Either(tuple[range, ...]):
+    """The numbers in any of some ranges."""
+
+    def __new__(cls, *ranges: range) -> _Either:
+        return super().__new__(cls, ranges)
+
+    def __contains__(self, number: object) -> bool:
+        return any(number in r for r in self)
+
+
+# Layers ask. For a batch of other numbers of tokens they call the ops that are fused here, each with its own provider.
+add_rms_norm_linear.num_tokens = functools.partial(_few, gated=False)
+add_rms_norm_gate_up.num_tokens = functools.partial(_few, gated=True)
+linear.num_tokens = _few_or_many
+linear_add_rms_norm.num_tokens = decode_hopper.num_tokens_taken
+linear_silu_and_mul.num_tokens = lambda weight: _Either(
+    decode_hopper.num_tokens_taken(weight, gated=True), many_tokens(weight)
+)

@@ -1,0 +1,44 @@
+"""The sums that a split product left, added up, with the residual and the norm that follow: one program a token."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.triton.math import rounded, to_dtype
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_norm_kernel(
+    parts,  # [SPLITS, num_tokens, SIZE] float32
+    bias,  # [SIZE], if BIAS
+    residual,  # [num_tokens, SIZE]
+    norm_weight,  # [SIZE]
+    y,  # [num_tokens, SIZE]
+    new_residual,  # [num_tokens, SIZE]
+    num_tokens,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Grid [num_tokens]. Launched with programmatic dependent launch."""
+    dtype: tl.constexpr = y.dtype.element_ty
+    gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    live = col < SIZE
+    weight = tl.load(norm_weight + col, live, other=0.0).to(tl.float32)
+    if BIAS:
+        total = tl.load(bias + col, live, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([BLOCK], tl.float32)
+    gdc_wait()  # what was loaded so far never changes
+    before = tl.load(residual + token * SIZE + col, live, other=0.0).to(tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + (split * num_tokens + token) * SIZE + col, live, other=0.0)
+    v = to_dtype(rounded(total, dtype) + before, dtype)
+    tl.store(new_residual + token * SIZE + col, v, live)
+    v = v.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(v * v, 0) / SIZE + eps)
+    tl.store(y + token * SIZE + col, to_dtype(rounded(v * scale, dtype) * weight, dtype), live)

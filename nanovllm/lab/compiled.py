@@ -1,0 +1,129 @@
+"""The PTX of a lesson's Triton and CUDA C++ kernels for a GPU that need not be here."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.lab import cuda_build
+from nanovllm.lab.lesson import Launch, Lesson
+from nanovllm.lab.ptx import Reading, kernels_of, read
+
+_TRITON_TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+_CUDA_TYPES = {torch.float32: "f", torch.float16: "6__half", torch.bfloat16: "13__nv_bfloat16"}  # as C++ mangles them
+_MATMUL_SHARED = 3 * 2 * (128 * 40 + 32 * 136)  # three stages of padded tiles, matmul.cu
+
+
+def triton_reading(lesson: Lesson, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[str, Reading]:
+    """(PTX, reading) of what Triton compiles for a square call. Errors as of `compile_launch`."""
+    _triton()  # before the kernel is imported
+    return compile_launch(lesson.launch(*_shapes_only(lesson, dim, dtype)), capability)
+
+
+def compile_launch(launch: Launch, capability: tuple[int, int]) -> tuple[str, Reading]:
+    """(PTX, reading) of what Triton compiles for a launch; nothing runs, and no GPU is needed.
+
+    Args:
+        launch: its tensors may be on the meta device; they are taken to be aligned to 16 bytes, as PyTorch allocates them.
+        capability: what to compile for, such as (9, 0).
+
+    Raises:
+        ValueError: no Triton, or the interpreter is on, with which nothing is compiled.
+        RuntimeError: the compiler gave up.
+    """
+    triton = _triton()
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    number = 10 * capability[0] + capability[1]
+    compiled = triton.compile(
+        ASTSource(launch.kernel, *_signature(launch)),
+        target=GPUTarget("cuda", number, 32),
+        options=dict(launch.options),
+    )
+    ptx = compiled.asm["ptx"]
+    name, body = next(iter(kernels_of(ptx).items()))
+    assembler = Path(get_ptxas(number).path)  # the one that Triton itself took: it knows this version of PTX
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "kernel.ptx"
+        path.write_text(ptx)
+        # As Triton compiles: with the suffix that the PTX itself asks for, such as sm_90a.
+        architecture = next(line.split()[1].rstrip(",") for line in ptx.splitlines() if line.startswith(".target"))
+        report = cuda_build.assemble(assembler, path, architecture)
+    return ptx, read(name, body, report, 32 * compiled.metadata.num_warps, compiled.metadata.shared)
+
+
+def _triton() -> Any:
+    try:
+        import triton
+    except ImportError:
+        raise ValueError("Triton is not installed; pip install triton (Linux)") from None
+    if triton.knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET is set: Triton interprets, and compiles nothing; unset it to see PTX")
+    return triton
+
+
+def cuda_reading(lesson: Lesson, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[str, Reading]:
+    """(PTX, reading) of the variant of <name>.cu that a square call takes.
+
+    Raises:
+        RuntimeError: no nvcc, or it failed.
+    """
+    ptx, report = cuda_build.ptx_and_report(lesson.name, capability)
+    size = torch.empty(0, dtype=dtype).element_size()
+    vectors = (dim * dim if lesson.name == "gelu" else dim) * size % 16 == 0
+    width = 16 // size if vectors else 1
+    mangled = f"I{_CUDA_TYPES[dtype]}L{f'b{int(vectors)}' if lesson.name == 'matmul' else f'i{width}'}E"
+    name, body = next((n, b) for n, b in kernels_of(ptx).items() if mangled in n)
+    dynamic = _MATMUL_SHARED if lesson.name == "matmul" else 0
+    return _one_kernel(ptx, name), read(name, body, report, _cuda_threads(lesson.name, dim, width), dynamic)
+
+
+def _cuda_threads(name: str, dim: int, width: int) -> int:
+    """Threads of a block, as the .cu files choose them."""
+    if name in ("gelu", "matmul"):
+        return 256
+    threads = 32
+    while threads < 512 and threads * width * 2 < dim:
+        threads *= 2
+    return threads
+
+
+def _one_kernel(ptx: str, name: str) -> str:
+    """A file of PTX without its other kernels."""
+    first = ptx.rfind("\n", 0, ptx.find(".entry")) + 1
+    return ptx[:first].rstrip() + "\n\n.visible " + kernels_of(ptx)[name] + "\n}\n"
+
+
+def _shapes_only(lesson: Lesson, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    small = lesson.inputs(2, 2, dtype, torch.device("cpu"), torch.Generator())
+    return tuple(torch.empty([dim] * t.dim(), dtype=t.dtype, device="meta") for t in small)
+
+
+def _signature(launch: Launch) -> tuple[dict, dict, dict]:
+    """The types, constants and known divisibilities that Triton's own launcher would derive from the arguments."""
+    signature, constants, attributes = {}, {}, {}
+    values = iter(launch.args)
+    for i, parameter in enumerate(launch.kernel.params):
+        if parameter.name in launch.constants:
+            signature[parameter.name], constants[(i,)] = "constexpr", launch.constants[parameter.name]
+            continue
+        value = next(values)
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + _TRITON_TYPES[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]  # PyTorch's allocations are aligned
+        elif isinstance(value, int) and value == 1:
+            signature[parameter.name], constants[(i,)] = "constexpr", 1
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    return signature, constants, attributes

@@ -1,0 +1,54 @@
+"""Checks a lesson's Triton kernel in Triton's interpreter, on a CPU, in a process of its own.
+
+Triton decides when it is imported whether it compiles or interprets; the process that shows PTX compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import torch
+
+from nanovllm.lab.check import Check, check
+from nanovllm.lab.lesson import Lesson, lesson
+from nanovllm.lab.ways import ways
+
+
+def check_interpreted(lesson: Lesson, dtype: torch.dtype, seed: int) -> Check:
+    """`check` of the Triton way in another process, whose Triton interprets."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        __name__,
+        lesson.name,
+        str(dtype).removeprefix("torch."),
+        str(seed),
+    ]
+    # NumPy, which computes there, warns of overflows that a GPU passes over in silence: hence -W.
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return Check("triton", failures=(f"the interpreter failed: {last}",), how="interpreter")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return Check(**{**found, "failures": tuple(found["failures"])})
+
+
+def check_here(lesson: Lesson, dtype: torch.dtype, seed: int) -> Check:
+    """`check` of the Triton way in this process, whose Triton interprets already."""
+    device = torch.device("cpu")
+    (way,) = ways(lesson, device, dtype, ["triton"])
+    found = check(lesson, way, device, dtype, seed, lesson.interpreted_limit)
+    return Check(**{**asdict(found), "how": "interpreter"})
+
+
+if __name__ == "__main__":
+    name, dtype, seed = sys.argv[1:]
+    print(json.dumps(asdict(check_here(lesson(name), getattr(torch, dtype), int(seed)))))

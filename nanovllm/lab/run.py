@@ -1,0 +1,191 @@
+"""A lesson from beginning to end: check, time, profile, and read what the compilers made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from nanovllm.hardware.gpu_presets import DeviceModel, device_model, this_device
+from nanovllm.hardware.versions import versions
+from nanovllm.kernels.op.availability import triton_support
+from nanovllm.lab.check import Check, check
+from nanovllm.lab.compiled import cuda_reading, triton_reading
+from nanovllm.lab.interpret import check_here, check_interpreted
+from nanovllm.lab.lesson import WAYS, Lesson
+from nanovllm.lab.ptx import Reading, explained, resources_in_words
+from nanovllm.lab.timing import Limits, Row, check_sizes, limits, measure
+from nanovllm.lab.ways import Way, check_names, ways
+
+_COMPILED_DEFAULT = "h100"
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a compiler made of one way for one GPU, or the reason why it made nothing."""
+
+    way: str
+    dim: int
+    dtype: torch.dtype
+    ptx: str = ""
+    reading: Reading | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A lesson that was run. `rows`: every way at every size. `listings`: PTX for `gpu`."""
+
+    lesson: Lesson
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    limits: Limits
+    checks: tuple[Check, ...]
+    rows: tuple[Row, ...]
+    gpu: DeviceModel
+    listings: tuple[Listing, ...]
+
+    @property
+    def wrong(self) -> list[str]:
+        """What was found wrong, a line each."""
+        lines = [f"{c.way}: {failure}" for c in self.checks for failure in c.failures]
+        return lines + [
+            f"{r.way} at {r.dim}: {r.reason}"
+            for r in self.rows
+            if r.reason is not None and r.reason.startswith(("wrong: ", "failed: "))
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "lesson": self.lesson.name,
+            "formula": self.lesson.formula,
+            "device": self.limits.device,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "seed": self.seed,
+            "versions": versions(),
+            "limits": {"bytes_per_second": self.limits.bandwidth, "matmul_flops_per_second": self.limits.matmul},
+            "checks": [asdict(c) for c in self.checks],
+            "rows": [r.as_dict() for r in self.rows],
+            "compiled_for": self.gpu.name,
+            "ptx": [
+                {
+                    "way": x.way,
+                    "dim": x.dim,
+                    "dtype": str(x.dtype).removeprefix("torch."),
+                    "reason": x.reason,
+                    "ptx": x.ptx,
+                    "reading": None if x.reading is None else asdict(x.reading),
+                    "lines": [] if x.reading is None else [asdict(line) for line in explained(x.reading)],
+                    "resources": [] if x.reading is None else resources_in_words(x.reading, self.gpu),
+                }
+                for x in self.listings
+            ],
+        }
+
+
+def run(
+    lesson: Lesson,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    sizes: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
+    gpu: str | None = None,
+    seed: int | None = None,
+    refresh: bool = False,
+    tell: Tell = lambda line: None,
+) -> Result:
+    """Run a lesson.
+
+    Args:
+        dtype: one of the lesson's; for None its first, on a CPU float32.
+        sizes: dims to time, 1 to 32768.
+        names: of the ways; all for None.
+        gpu: what to compile PTX for, such as "h100"; None: the GPU that is here, else an H100.
+        seed: of the random inputs; None: another one each time.
+        refresh: measure the device's limits again.
+        tell: is told what is being done, as it may take a minute.
+
+    Raises:
+        ValueError: an argument is not one of those that are possible.
+    """
+    on_cpu = device.type == "cpu"  # where most processors multiply 16 bits slowly
+    compiled_dtype = dtype if dtype in lesson.dtypes else lesson.dtypes[0]
+    dtype = dtype or (torch.float32 if on_cpu else lesson.dtypes[0])
+    taken = dict.fromkeys((*lesson.dtypes, torch.float32)) if on_cpu else lesson.dtypes
+    if dtype not in taken:
+        known = ", ".join(str(d).removeprefix("torch.") for d in taken)
+        raise ValueError(f"dtype: {lesson.name} takes {known}, not {str(dtype).removeprefix('torch.')}")
+    dims, chosen = check_sizes(sizes, device), check_names(names)
+    if gpu is None and device.type == "cuda":
+        model = this_device(device)
+    else:
+        model = device_model(gpu or _COMPILED_DEFAULT)
+    seed = time.time_ns() % 2**31 if seed is None else seed
+    tell("measuring the device")
+    limit = limits(lesson, device, dtype, refresh)
+    if "cuda" in chosen:
+        tell("compiling CUDA C++")
+    candidates = ways(lesson, device, dtype, chosen)
+    checks, usable = [], []
+    for way in candidates:
+        tell(f"checking {way.name}")
+        found = _check(lesson, way, device, dtype, seed)
+        checks.append(found)
+        usable.append(_unless_wrong(way, found))
+    rows = []
+    for dim in dims:
+        for way in usable:
+            tell(f"timing {way.name} at {dim}")
+            rows.append(measure(lesson, way, dim, device, dtype, limit, seed))
+    tell(f"compiling for {model.name}")
+    listings = tuple(
+        _listing(lesson, name, dims[-1], compiled_dtype, model) for name in ("cuda", "triton") if name in chosen
+    )
+    return Result(lesson, device, dtype, seed, limit, tuple(checks), tuple(rows), model, listings)
+
+
+def _check(lesson: Lesson, way: Way, device: torch.device, dtype: torch.dtype, seed: int) -> Check:
+    if way.name == "triton" and device.type == "cpu":
+        if triton_support(device) is None:
+            return check_here(lesson, dtype, seed)
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return Check("triton", reason=way.reason)
+        return check_interpreted(lesson, dtype, seed)
+    try:
+        return check(lesson, way, device, dtype, seed)
+    except torch.OutOfMemoryError:
+        return Check(way.name, reason="out of memory")
+    except Exception as error:  # a way that fails is a row of the table; the others are still of use
+        said = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        if way.name == "compile":  # for want of a C++ compiler, most often
+            return Check(way.name, reason=f"torch.compile failed: {said}")
+        return Check(way.name, failures=(said,))
+
+
+def _unless_wrong(way: Way, found: Check) -> Way:
+    """What is wrong is not timed."""
+    if found.failures:
+        return Way(way.name, None, "not timed, as it is wrong: see above")
+    if found.how == "interpreter":
+        return Way(way.name, None, "checked in Triton's interpreter, whose time says nothing")
+    if found.reason is not None and way.call is not None:
+        return replace(way, call=None, reason=found.reason)
+    return way
+
+
+def _listing(lesson: Lesson, name: str, dim: int, dtype: torch.dtype, gpu: DeviceModel) -> Listing:
+    assert name in WAYS
+    reader = cuda_reading if name == "cuda" else triton_reading
+    try:
+        ptx, reading = reader(lesson, dim, dtype, divmod(gpu.capability, 10))
+    except (RuntimeError, ValueError) as error:
+        return Listing(name, dim, dtype, reason=str(error).splitlines()[0])
+    return Listing(name, dim, dtype, ptx, reading)

@@ -1,0 +1,83 @@
+"""The five ways of a lesson on a device: what to call, or why it cannot run there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.op.availability import interpretable_dot, triton_support
+from nanovllm.lab import cuda_build
+from nanovllm.lab.lesson import WAYS, Lesson
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way. `call` takes the lesson's arguments; it is None where `reason` says why."""
+
+    name: str
+    call: Callable[..., torch.Tensor] | None
+    reason: str | None = None
+
+
+def ways(lesson: Lesson, device: torch.device, dtype: torch.dtype, names: Sequence[str] = WAYS) -> list[Way]:
+    """The ways of these names. CUDA C++ is compiled here, if it was not before."""
+    makers: dict[str, Callable[[], Way]] = {
+        "plain": lambda: Way("plain", lesson.plain),
+        "torch": lambda: Way("torch", lesson.own),
+        "compile": lambda: Way("compile", _Compiled(lesson.compiled or lesson.plain)),
+        "cuda": lambda: _cuda(lesson, device),
+        "triton": lambda: _triton(lesson, device, dtype),
+    }
+    return [makers[name]() for name in names]
+
+
+def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The names asked for, in the order of `WAYS`; all of them for None.
+
+    Raises:
+        ValueError: a name is none of `WAYS`.
+    """
+    for name in names or ():
+        if name not in WAYS:
+            raise ValueError(f"way: expected one of {', '.join(WAYS)}, not {name!r}")
+    return tuple(w for w in WAYS if not names or w in names)
+
+
+class _Compiled:
+    """torch.compile of a function, once for each shape: what it makes of a shape that it knows is what is of interest."""
+
+    def __init__(self, fn: Callable[..., torch.Tensor]) -> None:
+        self._fn = fn
+        self._by_shape: dict[Any, Callable[..., torch.Tensor]] = {}
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        key = tuple((a.shape, a.dtype, a.device) for a in args)
+        if key not in self._by_shape:
+            torch._dynamo.reset()  # else PyTorch stops compiling after eight shapes
+            # On a CPU the profiler sees its kernels only when told so.
+            options = {"cpp.enable_kernel_profile": True} if args[0].device.type == "cpu" else None
+            self._by_shape = {key: torch.compile(self._fn, dynamic=False, fullgraph=True, options=options)}
+        return self._by_shape[key](*args)
+
+
+def _cuda(lesson: Lesson, device: torch.device) -> Way:
+    reason = cuda_build.cuda_reason(device)
+    if reason is not None:
+        return Way("cuda", None, reason)
+    try:
+        library = cuda_build.load(lesson.name, torch.cuda.get_device_capability(device))
+    except (RuntimeError, OSError) as error:
+        return Way("cuda", None, f"it did not compile: {' / '.join(str(error).strip().splitlines()[:3])}")
+    return Way("cuda", lambda *args: lesson.cuda(library, *args))
+
+
+def _triton(lesson: Lesson, device: torch.device, dtype: torch.dtype) -> Way:
+    reason = triton_support(device)
+    if reason is None and lesson.name == "matmul":
+        reason = interpretable_dot(torch.empty(0, dtype=dtype, device=device))
+    if reason is not None:
+        return Way("triton", None, reason)
+    return Way("triton", lambda *args: lesson.launch(*args).run())

@@ -1,0 +1,181 @@
+"""What a block takes of a multiprocessor, how many blocks fit, and how long they take together.
+
+Capacity, intensity, latency: a configuration must fit (shared memory, registers, warps), must do enough arithmetic for each byte,
+and must have enough bytes under way to cover the time that one takes to arrive. Every planner of this package ends here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nanovllm.hardware.gpu_presets import DeviceModel
+
+_RESERVED_SHARED = 1024
+"""Bytes of shared memory that the hardware keeps of each block's, from compute capability 8.0 on."""
+_REGISTERS_OF_A_WARP = 256
+"""Registers are handed out to a warp in units of this many, 8 a thread."""
+SPILL_MARGIN = 8
+"""Registers below the most a thread can have from which on a configuration counts as spilling: predictions are not exact."""
+VECTOR_BYTES = 16
+"""The widest load or store of a thread."""
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """Blocks of one kind on a multiprocessor at a time.
+
+    Attributes:
+        blocks: how many; 0 if not even one fits.
+        limit: what there is too little of for one more: "shared memory", "registers", "warps" or "blocks".
+        warps: resident warps, as a share of the most there can be.
+    """
+
+    blocks: int
+    limit: str
+    warps: float
+
+
+def occupancy(device: DeviceModel, shared: int, registers: int, warps: int) -> Occupancy:
+    """How many blocks fit.
+
+    Args:
+        shared: bytes a block. registers: 32-bit ones a thread. warps: a block.
+    """
+    per_warp = max(1, math.ceil(registers * 32 / _REGISTERS_OF_A_WARP)) * _REGISTERS_OF_A_WARP
+    most = {
+        "shared memory": device.shared_per_sm // (shared + _RESERVED_SHARED),
+        "warps": device.warps_per_sm // warps,
+        "registers": device.registers_per_sm // (per_warp * warps),
+        "blocks": device.blocks_per_sm,
+    }
+    if shared > device.shared_per_block:
+        most["shared memory"] = 0
+    if registers > device.registers_per_thread:
+        most["registers"] = 0
+    limit = min(most, key=lambda name: most[name])
+    return Occupancy(most[limit], limit, most[limit] * warps / device.warps_per_sm)
+
+
+@dataclass(frozen=True)
+class Waves:
+    """A grid on the multiprocessors.
+
+    Attributes:
+        count: blocks / (multiprocessors x blocks resident on one); 1.2 means a second wave for a fifth of them.
+        efficiency: how evenly multiprocessors share the blocks: the mean number over that of the busiest, which sets the time if all
+            blocks are equal and each multiprocessor takes the next as soon as it can.
+        busiest: blocks that the busiest multiprocessor runs.
+    """
+
+    count: float
+    efficiency: float
+    busiest: int
+
+
+def waves(blocks: int, resident: int, sms: int) -> Waves:
+    busiest = math.ceil(blocks / sms)
+    return Waves(blocks / (resident * sms), blocks / (sms * busiest), busiest)
+
+
+def stages_needed(latency: float, tile_seconds: float) -> int:
+    """Buffers so that a tile has arrived when its turn comes: ceil(latency / time of a tile) + 1."""
+    return math.ceil(latency / tile_seconds) + 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration of a kernel, what it takes, and how long it is predicted to run.
+
+    Attributes:
+        config: the kernel's own record: tiles, warps, stages.
+        intensity: flops for each byte that a block loads (tiles) or that the kernel moves (elementwise, reductions).
+        shared: bytes a block. registers: a thread.
+        min_stages: buffers that cover the latency; 0 where nothing is pipelined.
+        seconds: predicted, with a cold L2 cache, in a CUDA graph.
+        parts: seconds by limit: "compute", "memory", "L2", "latency", "shared memory", "conversion", "blocks" (starting them). They overlap; the largest binds.
+        fixed: seconds that nothing overlaps: the launch, the first load, the last store.
+        flops: of the problem, no padding. bytes: through device memory.
+        in_flight: bytes that a multiprocessor has requested at a time, and needed: those that cover the latency (Little's law); 0 where
+            stages do that.
+        limit: the binding one; "launch" if the fixed part is larger.
+    """
+
+    config: Any
+    blocks: int
+    intensity: float
+    shared: int
+    registers: int
+    occupancy: Occupancy
+    min_stages: int
+    waves: Waves
+    seconds: float
+    parts: dict[str, float]
+    fixed: float
+    flops: float
+    bytes: float
+    in_flight: float = 0.0
+    needed: float = 0.0
+
+    @property
+    def limit(self) -> str:
+        name = max(self.parts, key=lambda part: self.parts[part])
+        return name if self.parts[name] >= self.fixed else "launch"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: bytes, flops, seconds."""
+        return asdict(self) | {"limit": self.limit, "seconds": self.seconds if math.isfinite(self.seconds) else None}
+
+
+LOADED = 2.0
+"""Of the latency of an idle memory, that of one which is kept busy. ASSUMED."""
+
+
+def bytes_needed(device: DeviceModel) -> float:
+    """Bytes that a multiprocessor must have under way to get its share of the bandwidth: latency x bandwidth (Little's law)."""
+    return LOADED * device.dram_latency * device.bandwidth / device.sms
+
+
+def combine(parts: dict[str, float], fixed: float, p: float = 12) -> float:
+    """Seconds from overlapping parts: the largest, and a little of the others, since overlap is never perfect.
+
+    A p-norm. With p = 12, which is ASSUMED of what has no loop of products (`loop.overlapped`), two equal parts cost 6 % more than
+    one, and a part of half the size nothing.
+    """
+    return fixed + sum(t**p for t in parts.values()) ** (1 / p)
+
+
+def ranked(plans: list[Plan], preferred: Callable[[Any], tuple[Any, ...]] = lambda config: ()) -> list[Plan]:
+    """The fastest first; among those within half a percent what covers the latency or lacks the fewest stages for it, then what is
+    `preferred` (the least by that key of its configuration), then what takes less of a multiprocessor."""
+
+    def key(p: Plan) -> tuple[Any, ...]:
+        uncovered = max(0, p.min_stages - getattr(p.config, "stages", p.min_stages)) or p.in_flight < p.needed
+        return round(math.log(p.seconds) / 0.005), uncovered, *preferred(p.config), p.shared, p.registers
+
+    return sorted(plans, key=key)
+
+
+def positive(**sizes: int) -> None:
+    """Raise a ValueError that names the first argument that is not a positive integer."""
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: expected a positive integer, not {value!r}")
+
+
+def nothing_fits(kind: str, smallest: object, shared: float, registers: int, device: DeviceModel) -> ValueError:
+    """The error for a problem of which not even the smallest tile fits a block: what that takes, and what there is."""
+    return ValueError(
+        f"{kind}: nothing fits {device.name}: its smallest tile, {smallest}, takes {shared / 1024:,.0f} KiB of shared memory and {registers:,} "
+        f"registers a thread; a block may have {device.shared_per_block // 1024} KiB, a thread {device.registers_per_thread - SPILL_MARGIN} without spilling"
+    )
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else 1

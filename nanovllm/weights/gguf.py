@@ -1,0 +1,255 @@
+"""GGUF checkpoints of the Llama and Qwen3 architectures, in Hugging Face's names and layout.
+
+`gguf_file` reads the container; block dequantisation is the `gguf` package's, imported when a file needs it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.weights.gguf_file import GGUFError, GGUFFile, TensorInfo
+
+__all__ = ["ARCHITECTURES", "GGUFError", "iter_weights", "read_config"]
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_GLOBAL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_QWEN3_LAYER_TENSORS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_ROPE_FREQS = "rope_freqs.weight"
+
+_Dequantize = Callable[[np.ndarray, str], np.ndarray]
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The checkpoint's configuration in the form of a Hugging Face config.json.
+
+    `rope_scaling` is present where the file asks for it: `linear` and `yarn` from the metadata, and
+    `{"rope_type": "freq_factors", "factors": [head_dim / 2 floats]}` for Llama 3 files, which store the divisor of each
+    inverse frequency as a tensor. `eos_token_id` is a list where the file names an end of turn or of message as well.
+
+    Raises GGUFError for a damaged file, an unsupported architecture or feature; FileNotFoundError.
+    """
+    file = GGUFFile(path)
+    arch = _architecture(file)
+    meta = file.metadata
+
+    def value(key: str, default: Any = None, kind: type = int) -> Any:
+        return _number(file, key, default, kind)
+
+    hidden_size, num_heads = value("embedding_length"), value("attention.head_count")
+    if num_heads <= 0:
+        raise file.error(f"{arch}.attention.head_count is {num_heads}")
+    head_dim = value("attention.key_length", hidden_size // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if value(key, head_dim) != head_dim:
+            raise file.error(f"{arch}.{key} is {value(key)}, unlike the head size {head_dim}", "it is not supported")
+    if value("expert_count", 0):
+        raise file.error(f"{arch}.expert_count is {value('expert_count')}", "mixture-of-experts is not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise file.error("tensor 'token_embd.weight' is missing")
+    config = {
+        "architectures": [ARCHITECTURES[arch]],
+        "model_type": arch,
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "intermediate_size": value("feed_forward_length"),
+        "num_hidden_layers": value("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": value("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": value("attention.layer_norm_rms_epsilon", kind=float),
+        "rope_theta": value("rope.freq_base", 10000.0, float),
+        "max_position_embeddings": value("context_length"),
+        # The embedding's rows, not llama.vocab_size: files padded after training disagree, and the rows are what is there.
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos_token_id(meta),
+    }
+    scaling = _rope_scaling(file, head_dim)
+    if scaling:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def iter_weights(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight as (Hugging Face name, tensor in Hugging Face layout), one at a time, in file order.
+
+    F32, F16 and BF16 tensors keep their dtype and are backed by the mapped file (copy-on-write: writing to them leaves
+    the file as it is); every quantised type is expanded to float32. The order of rows that GGUF conversion gives
+    Llama's q and k, so that rotary pairs lie next to each other, is undone.
+
+    The whole file is checked when this is called, before the first tensor is yielded. Raises GGUFError for a damaged
+    file, an unknown tensor or an unsupported type; ImportError if a quantised file needs the missing `gguf` package.
+    """
+    file = GGUFFile(path)
+    arch = _architecture(file)
+    num_layers, num_heads = _number(file, "block_count"), _number(file, "attention.head_count")
+    num_kv_heads = _number(file, "attention.head_count_kv", num_heads)
+    names = {name: _hf_name(file, arch, num_layers, name) for name in file.tensors if name != _ROPE_FREQS}
+    dequantize: _Dequantize | None = None
+    if any(file.tensors[name].type not in _PLAIN_DTYPES for name in names):
+        dequantize = _load_dequantize(file)
+
+    def generate() -> Iterator[tuple[str, torch.Tensor]]:
+        data = _map(file)
+        for name, hf_name in names.items():
+            info = file.tensors[name]
+            tensor = _read_tensor(data, info, dequantize)
+            if arch == "llama" and ".attn_q." in name:
+                tensor = _undo_permutation(file, info, tensor, num_heads)
+            elif arch == "llama" and ".attn_k." in name:
+                tensor = _undo_permutation(file, info, tensor, num_kv_heads)
+            yield hf_name, tensor
+
+    return generate()
+
+
+def _architecture(file: GGUFFile) -> str:
+    arch = file.metadata.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise file.error(
+            f"general.architecture is {arch!r}, which is not supported",
+            f"supported: {', '.join(sorted(ARCHITECTURES))}",
+        )
+    parts = file.metadata.get("split.count", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise file.error(f"is one of {parts} parts", "join them first with `llama-gguf-split --merge`")
+    return arch
+
+
+def _number(file: GGUFFile, key: str, default: Any = None, kind: type = int) -> Any:
+    """The number under `key` of the file's architecture: an int, or with `kind=float` either. Raises GGUFError if it is
+    something else, or missing without a default."""
+    key = f"{file.metadata['general.architecture']}.{key}"
+    found = file.metadata.get(key, default)
+    if isinstance(found, list):  # some files give a number per layer
+        if len(set(found)) != 1:
+            raise file.error(f"{key} differs between layers: {found}", "such models are not supported")
+        found = found[0]
+    if found is None:
+        raise file.error(f"metadata key {key!r} is missing", "convert the model again")
+    if isinstance(found, bool) or not isinstance(found, (int, kind)):
+        raise file.error(f"metadata key {key!r} is {found!r}, which is no {kind.__name__}", "convert the model again")
+    # Stored in float32: take the shortest decimal that float32 cannot tell from it (1e-05, not 9.99999974e-06).
+    return float(str(np.float32(found))) if isinstance(found, float) else found
+
+
+def _eos_token_id(meta: dict[str, Any]) -> int | list[int] | None:
+    ids = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    unique = list(dict.fromkeys(token for token in ids if token is not None))
+    return unique if len(unique) > 1 else (unique[0] if unique else None)
+
+
+def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
+    """The scaling of rotary frequencies (yarn: https://arxiv.org/abs/2309.00071), None if there is none."""
+    prefix = f"{file.metadata['general.architecture']}.rope.scaling."
+    kind = file.metadata.get(prefix + "type", "linear")  # llama.cpp's own default, with a factor of 1
+    factor = _number(file, "rope.scaling.factor", _number(file, "rope.scale_linear", 0.0, float), float) or 1.0
+    scaling: dict[str, Any] | None = None
+    if kind == "linear" and factor != 1.0:
+        scaling = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        original = _number(file, "rope.scaling.original_context_length", _number(file, "context_length"))
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        for name in ("beta_fast", "beta_slow"):
+            if f"{prefix}yarn_{name}" in file.metadata:
+                scaling[name] = _number(file, f"rope.scaling.yarn_{name}", kind=float)
+        # Converters and versions of llama.cpp disagree on what these scale: better no answer than a wrong one.
+        for name, neutral in (
+            ("attn_factor", 1),
+            ("yarn_attn_factor", 1),
+            ("yarn_ext_factor", 1),
+            ("yarn_log_multiplier", 0),
+        ):
+            if file.metadata.get(prefix + name, neutral) != neutral:
+                raise file.error(f"{prefix}{name} is {file.metadata[prefix + name]}", f"only {neutral} is supported")
+    elif kind not in ("linear", "none"):
+        raise file.error(f"{prefix}type is {kind!r}", "supported: none, linear, yarn")
+    info = file.tensors.get(_ROPE_FREQS)
+    if info is None:
+        return scaling
+    if scaling:
+        raise file.error(f"has both the tensor {_ROPE_FREQS!r} and rope scaling {kind!r}", "only one is supported")
+    if info.type != "F32" or info.shape != (head_dim // 2,):
+        raise file.error(f"tensor {_ROPE_FREQS!r} is {info.type} {list(info.shape)}, not F32 [{head_dim // 2}]")
+    factors = _read_tensor(_map(file), info, None).tolist()
+    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
+        raise file.error(f"tensor {_ROPE_FREQS!r} holds a factor that is not positive and finite")
+    return {"rope_type": "freq_factors", "factors": factors}
+
+
+def _hf_name(file: GGUFFile, arch: str, num_layers: int, name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match and int(match[1]) < num_layers:
+        modules = _LAYER_TENSORS | (_QWEN3_LAYER_TENSORS if arch == "qwen3" else {})
+        module = modules.get(match[2])
+        may_have_bias = module is not None and module.endswith("_proj")
+        prefix = f"model.layers.{int(match[1])}."
+    else:
+        module, may_have_bias, prefix = _GLOBAL_TENSORS.get(stem), False, ""
+    if module is None or not (kind == "weight" or (kind == "bias" and may_have_bias)):
+        info = file.tensors[name]
+        raise file.error(
+            f"tensor {name!r} ({info.type}, {list(info.shape)}) has no place in a {arch} model of {num_layers} layers",
+            "such a variant of the architecture is not supported",
+        )
+    return f"{prefix}{module}.{kind}"
+
+
+def _map(file: GGUFFile) -> np.memmap:
+    # Copy-on-write, since torch has no read-only tensors.
+    return np.memmap(file.path, dtype=np.uint8, mode="c")
+
+
+def _read_tensor(data: np.memmap, info: TensorInfo, dequantize: _Dequantize | None) -> torch.Tensor:
+    raw = data[info.offset : info.offset + info.nbytes]
+    dtype = _PLAIN_DTYPES.get(info.type)
+    if dtype is None:
+        assert dequantize is not None
+        return torch.from_numpy(dequantize(raw.reshape(*info.shape[:-1], -1), info.type)).reshape(info.shape)
+    if info.offset % dtype.itemsize:  # torch wants elements at multiples of their size
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(dtype).reshape(info.shape)
+
+
+def _undo_permutation(file: GGUFFile, info: TensorInfo, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[heads * (pairs, 2)] rows back to [heads * (2, pairs)]: the inverse of `LlamaModel.permute` of llama.cpp's
+    convert_hf_to_gguf.py. Rotary pairs are (2i, 2i + 1) there and (i, i + head_dim / 2) here."""
+    rows = tensor.shape[0]
+    if num_heads <= 0 or rows % (2 * num_heads):
+        raise file.error(f"tensor {info.name!r} has {rows} rows, which {num_heads} heads of even size cannot share")
+    pairs = tensor.reshape(num_heads, rows // num_heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _load_dequantize(file: GGUFFile) -> _Dequantize:
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError as error:
+        raise ImportError(
+            f"{file.path} is quantised, and reading it needs the gguf package: pip install gguf"
+        ) from error
+    return lambda blocks, type_name: quants.dequantize(blocks, GGMLQuantizationType[type_name])

@@ -1,0 +1,196 @@
+"""The GGUF container: its metadata, and where each tensor lies.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here, not by the `gguf` package,
+because every length in it must be checked against the file before it is believed, and because a vocabulary of 150,000
+strings takes that package seconds.
+
+A GGUF file holds numbers and strings only: nothing in it is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# ggml type id -> (name, elements per block, bytes per block). A block never spans two rows.
+# IQ4_NL and IQ4_XS are here because llama.cpp falls back to them inside K-quant files for rows that 256 does not divide.
+TENSOR_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
+}  # fmt: skip
+
+# Metadata value types; 8 is a string and 9 an array.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+class GGUFError(ValueError):
+    """A GGUF file that is damaged, or holds something that this package does not support."""
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies: `shape` in torch order, `offset` in bytes from the start of the file."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class GGUFFile:
+    """A parsed header, and the tensors' bytes mapped on demand.
+
+    path: the file. metadata: every key and value, arrays as lists. tensors: by GGUF name, in file order.
+    Raises GGUFError for anything wrong with the file, FileNotFoundError if there is none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        with open(self.path, "rb") as file:
+            if file.read(4) != b"GGUF":
+                raise self.error(
+                    "does not start with the magic bytes 'GGUF'", "pass a .gguf file, or download it again"
+                )
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+                self._parse(_Cursor(self, view))
+
+    def error(self, problem: str, remedy: str = "the file is damaged or incomplete: download it again") -> GGUFError:
+        return GGUFError(f"{self.path}: {problem}; {remedy}")
+
+    def _parse(self, cursor: _Cursor) -> None:
+        (version,) = cursor.unpack("I", "the version")
+        if version not in (2, 3):
+            swapped = version & 0xFFFF == 0
+            raise self.error(
+                "is big-endian" if swapped else f"is GGUF version {version}, only 2 and 3 are supported",
+                "convert the model again with a current convert_hf_to_gguf.py",
+            )
+        num_tensors, num_keys = cursor.unpack("QQ", "the counts of tensors and keys")
+        for index in range(num_keys):
+            key = cursor.string(f"metadata key {index}")
+            (value_type,) = cursor.unpack("I", f"the type of {key!r}")
+            if key in self.metadata:
+                raise self.error(f"metadata key {key!r} stands there twice")
+            self.metadata[key] = cursor.value(value_type, f"metadata {key!r}")
+        entries = [self._tensor_entry(cursor, index) for index in range(num_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise self.error(f"general.alignment is {alignment!r}, not a power of two")
+        data_start = -(-cursor.position // alignment) * alignment
+        for name, type_id, shape, offset in entries:
+            self._add_tensor(name, type_id, shape, data_start + offset, len(cursor.view))
+
+    def _tensor_entry(self, cursor: _Cursor, index: int) -> tuple[str, int, tuple[int, ...], int]:
+        name = cursor.string(f"the name of tensor {index}")
+        (num_dims,) = cursor.unpack("I", f"tensor {name!r}")
+        if num_dims > 4:
+            raise self.error(f"tensor {name!r} has {num_dims} dimensions, at most 4 are possible")
+        dims = cursor.unpack(f"{num_dims}Q", f"tensor {name!r}")
+        type_id, offset = cursor.unpack("IQ", f"tensor {name!r}")
+        return name, type_id, tuple(reversed(dims)), offset  # ggml names the fastest-moving dimension first
+
+    def _add_tensor(self, name: str, type_id: int, shape: tuple[int, ...], offset: int, file_size: int) -> None:
+        if name in self.tensors:
+            raise self.error(f"tensor {name!r} stands there twice")
+        if type_id not in TENSOR_TYPES:
+            supported = ", ".join(entry[0] for entry in TENSOR_TYPES.values())
+            raise self.error(
+                f"tensor {name!r} has ggml type {type_id}{_type_name(type_id)}, which is not supported",
+                f"use a file quantised as one of {supported}",
+            )
+        type_name, block, block_bytes = TENSOR_TYPES[type_id]
+        if not shape or shape[-1] % block:
+            raise self.error(
+                f"tensor {name!r} of shape {list(shape)} cannot be {type_name}, whose blocks are {block} long"
+            )
+        nbytes = math.prod(shape) // block * block_bytes
+        if offset + nbytes > file_size:
+            raise self.error(
+                f"is truncated: tensor {name!r} ({type_name}, {list(shape)}) ends at byte {offset + nbytes}, "
+                f"the file has {file_size}",
+                "download it again",
+            )
+        self.tensors[name] = TensorInfo(name, type_name, shape, offset, nbytes)
+
+
+class _Cursor:
+    """A position in the header. Every read is checked against the end of the file first."""
+
+    def __init__(self, file: GGUFFile, view: mmap.mmap) -> None:
+        self.file, self.view, self.position = file, view, 4
+
+    def take(self, size: int, what: str) -> int:
+        start, end = self.position, self.position + size
+        if end > len(self.view):
+            raise self.file.error(
+                f"is truncated: {what} ends at byte {end}, the file has {len(self.view)}", "download it again"
+            )
+        self.position = end
+        return start
+
+    def unpack(self, layout: str, what: str) -> tuple[Any, ...]:
+        layout = "<" + layout  # little-endian, no padding
+        return struct.unpack_from(layout, self.view, self.take(struct.calcsize(layout), what))
+
+    def string(self, what: str) -> str:
+        (size,) = self.unpack("Q", what)
+        start = self.take(size, what)
+        try:
+            return self.view[start : start + size].decode()
+        except UnicodeDecodeError as error:
+            raise self.file.error(f"{what} is not UTF-8 ({error})") from None
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """As many times `string`, faster: a vocabulary has 150,000."""
+        view, position, end = self.view, self.position, len(self.view)
+        size_at = struct.Struct("<Q").unpack_from
+        found = []
+        try:
+            for _ in range(count):
+                start = position + 8
+                stop = start + size_at(view, position)[0]
+                if stop > end:
+                    break
+                found.append(view[start:stop].decode())
+                position = stop
+        except (struct.error, UnicodeDecodeError):
+            pass
+        self.position = position
+        return found + [
+            self.string(what) for _ in range(count - len(found))
+        ]  # which says what is wrong with the next one
+
+    def value(self, value_type: int, what: str) -> Any:
+        if value_type in _SCALARS:
+            return self.unpack(_SCALARS[value_type], what)[0]
+        if value_type == _STRING:
+            return self.string(what)
+        if value_type == _ARRAY:
+            item_type, count = self.unpack("IQ", what)
+            if item_type in _SCALARS:
+                # The size is checked before struct sees the count, which may be anything in a damaged file.
+                layout = "<" + _SCALARS[item_type]
+                start = self.take(count * struct.calcsize(layout), what)
+                return list(struct.unpack_from(f"<{count}{_SCALARS[item_type]}", self.view, start))
+            if item_type == _STRING:
+                return self.strings(count, what)
+            value_type = item_type
+        raise self.file.error(f"{what} has the value type {value_type}, which the format does not define")
+
+
+def _type_name(type_id: int) -> str:
+    try:
+        from gguf import GGMLQuantizationType
+
+        return f" ({GGMLQuantizationType(type_id).name})"
+    except (ImportError, ValueError):
+        return ""

@@ -1,0 +1,251 @@
+"""Tokenizers: a Hugging Face directory's own, or one built from the vocabulary inside a .gguf file.
+
+transformers and tokenizers are imported inside the functions: together they take a second, and a model that is served
+token ids needs neither.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.weights.gguf_file import GGUFFile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+# Any one of these makes a directory one that holds a tokenizer.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+# The regular expressions by which the published tokenizer.json files cut text before merging. GPT-2's is ByteLevel's own.
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+# tokenizer.ggml.pre -> family. Absent or "default" means GPT-2's.
+_PRE_TOKENIZERS = {
+    "default": "gpt-2", "gpt-2": "gpt-2", "smollm": "smollm", "llama-bpe": "llama3", "llama3": "llama3",
+    "llama-v3": "llama3", "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2",
+}  # fmt: skip
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type: plain, special, and merely never split
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model, or None if `path` is a directory without one.
+
+    path: a Hugging Face directory, or a .gguf file. Nothing is downloaded and no code of the checkpoint is run.
+    Decoding never tidies spaces around punctuation, so that decoded pieces concatenate to the decoded whole.
+
+    Raises FileNotFoundError; ValueError if the files are there and unusable (for a .gguf file, its subclass GGUFError).
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no tokenizer at {path}; name a Hugging Face directory or a .gguf file")
+    if not path.is_dir():
+        return _from_gguf(GGUFFile(path))
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, clean_up_tokenization_spaces=False)
+    except Exception as error:  # transformers and tokenizers raise many types, bare Exception among them
+        raise ValueError(
+            f"cannot load the tokenizer in {path} ({type(error).__name__}: {error}); "
+            "download its files again, name another directory with tokenizer=, or set skip_tokenizer_init=True"
+        ) from error
+
+
+def eos_token_ids(source: str | os.PathLike[str] | dict[str, Any] | Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """Every token id that ends a sequence, in this order and without repetition: generation_config.json's, the
+    configuration's, the tokenizer's.
+
+    source: a Hugging Face directory, a .gguf file, a config dict, or an object with `eos_token_id`.
+    tokenizer: one with `eos_token_id`, or None.
+
+    Raises ValueError where a file has something else than token ids.
+    """
+    found: list[Any] = []
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        if path.is_dir():
+            found = [_read_json(path / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+        else:
+            meta = GGUFFile(path).metadata
+            found = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    elif isinstance(source, dict):
+        found = [source.get("eos_token_id")]
+    else:
+        found = [getattr(source, "eos_token_id", None)]
+    found.append(getattr(tokenizer, "eos_token_id", None))
+    ids = [token for entry in found for token in (entry if isinstance(entry, (list, tuple)) else [entry])]
+    for token in ids:
+        if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
+            where = source if isinstance(source, (str, os.PathLike)) else "the configuration"
+            raise ValueError(f"{where}: eos_token_id holds {token!r}, which is no token id; correct its .json files")
+    return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    import json
+
+    if not path.is_file():
+        return {}
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} holds no JSON object; download it again")
+    return entries
+
+
+def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase | None:
+    model = file.metadata.get("tokenizer.ggml.model")
+    if model is None:
+        return None
+    if model not in ("gpt2", "llama"):
+        raise file.error(
+            f"tokenizer.ggml.model is {model!r}", "supported: gpt2, llama; or set skip_tokenizer_init=True"
+        )
+    from transformers import PreTrainedTokenizerFast
+
+    # Built here, not by transformers' own GGUF loader, which in some of the versions we support drops Llama 2's first
+    # token, names the wrong end token, or cuts text by GPT-2's rule whatever the file says.
+    tokenizer, add_bos = _byte_level_bpe(file) if model == "gpt2" else (_sentencepiece_bpe(file), True)
+    _add_whole_tokens(file, tokenizer)
+    _frame(file, tokenizer, add_bos)
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{ours: _token(file, theirs) for ours, theirs in names.items()},
+    )
+
+
+def _byte_level_bpe(file: GGUFFile) -> tuple[Tokenizer, bool]:
+    """GPT-2's kind, as the family's tokenizer.json has it; and whether texts begin with BOS if the file does not say."""
+    from tokenizers import Regex, decoders, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    family = _PRE_TOKENIZERS.get(pre)
+    if family is None:
+        supported = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise file.error(f"tokenizer.ggml.pre is {pre!r}", f"supported: {supported}; or set skip_tokenizer_init=True")
+    # Llama 3 takes a word that is in the vocabulary whole, even where the merges would not arrive at it.
+    tokenizer = _bpe(file, _merges(file), ignore_merges=family == "llama3")
+    tokenizer.decoder = decoders.ByteLevel()
+    if family == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    if family == "gpt-2":
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=True)
+    elif family == "smollm":
+        tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+    else:
+        split = Split(Regex(_LLAMA3_SPLIT if family == "llama3" else _QWEN2_SPLIT), "isolated")
+        tokenizer.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    return tokenizer, family == "llama3"
+
+
+def _sentencepiece_bpe(file: GGUFFile) -> Tokenizer:
+    """SentencePiece's BPE, as Llama 2's published tokenizer.json has it: a space before the text and after each special
+    token, spaces written as U+2581, unknown characters as bytes."""
+    from tokenizers import decoders, normalizers
+
+    merges = _merges(file) if "tokenizer.ggml.merges" in file.metadata else _merges_by_score(file)
+    tokenizer = _bpe(file, merges, byte_fallback=True, fuse_unk=True, unk_token=_token(file, "unknown"))
+    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence(
+        ([normalizers.Prepend("\u2581")] if prefix else []) + [normalizers.Replace(" ", "\u2581")]
+    )
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _bpe(file: GGUFFile, merges: list[tuple[str, ...]], **options: Any) -> Tokenizer:
+    from tokenizers import Tokenizer, models
+
+    vocab = {token: index for index, token in enumerate(_strings(file, "tokens"))}
+    try:
+        return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise file.error(f"holds a vocabulary and merges that do not fit together ({error})") from error
+
+
+def _merges(file: GGUFFile) -> list[tuple[str, ...]]:
+    # "left right"; neither side holds a space, which these vocabularies spell as another character.
+    return [tuple(merge.split(" ")) for merge in _strings(file, "merges")]
+
+
+def _merges_by_score(file: GGUFFile) -> list[tuple[str, ...]]:
+    """SentencePiece joins the pair whose whole has the best score: every way to split every token, best whole first."""
+    tokens, scores = _strings(file, "tokens"), file.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise file.error("metadata key 'tokenizer.ggml.scores' is missing or not as long as the vocabulary")
+    kinds = file.metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    ids = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    for token, score, kind in zip(tokens, scores, kinds):
+        if kind == _NORMAL:
+            pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+            found = sorted((ids[left], ids[right]) for left, right in pairs if left in ids and right in ids)
+            merges += [(-score, tokens[left], tokens[right]) for left, right in found]
+    merges.sort(key=lambda merge: merge[0])  # stable: equal scores keep the vocabulary's order
+    return [merge[1:] for merge in merges]
+
+
+def _add_whole_tokens(file: GGUFFile, tokenizer: Tokenizer) -> None:
+    """Tokens that are found in text as they are, before anything is split. They keep the ids of the vocabulary."""
+    from tokenizers import AddedToken
+
+    tokens, kinds = _strings(file, "tokens"), file.metadata.get("tokenizer.ggml.token_type", [])
+    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        found = [token for token, kind in zip(tokens, kinds) if kind == wanted and token]
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add([AddedToken(token, normalized=False, special=special) for token in found])
+
+
+def _frame(file: GGUFFile, tokenizer: Tokenizer, add_bos_by_default: bool) -> None:
+    """Put BOS before and EOS after a text, as the file asks."""
+    from tokenizers.processors import TemplateProcessing
+
+    frame: dict[str, list[str]] = {}
+    for name, default in (("bos", add_bos_by_default), ("eos", False)):
+        token = _token(file, name)
+        wanted = token is not None and file.metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+        frame[name] = [token] if wanted else []
+    bos, eos = frame["bos"], frame["eos"]
+    single = [*bos, "$A", *eos]
+    tokenizer.post_processor = TemplateProcessing(
+        single=single,
+        pair=single + [part.replace("$A", "$B") + ":1" for part in single],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(bos + eos)],
+    )
+
+
+def _strings(file: GGUFFile, key: str) -> list[str]:
+    values = file.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise file.error(f"metadata key 'tokenizer.ggml.{key}' is missing or no list of strings")
+    return values
+
+
+def _token(file: GGUFFile, name: str) -> str | None:
+    index = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if index is None:
+        return None
+    tokens = _strings(file, "tokens")
+    if not isinstance(index, int) or not 0 <= index < len(tokens):
+        raise file.error(f"tokenizer.ggml.{name}_token_id is {index}, outside the vocabulary of {len(tokens)}")
+    return tokens[index]

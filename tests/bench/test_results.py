@@ -1,0 +1,258 @@
+import dataclasses
+import json
+import re
+import subprocess
+
+import pytest
+
+from nanovllm.bench import result_tables, results
+from nanovllm.bench.job import Repeat, RequestTimes, Row, Run, percentile
+from nanovllm.bench.results import Record
+from nanovllm.hardware.measured_rates import Rates, slug
+
+RATES = Rates("NVIDIA H200", 100.0, 100.0, 90.0, {"bfloat16": 1000.0})
+
+
+def row(rate, engine="nanovllm", variant="custom", workload="bs1", error=None, spread=0.0, load="1 x 2 -> 3", **more):
+    repeats = [
+        Repeat(100 / r, 100, 150, 0.5, 0.6, 0.01, 0.02, 50, 100)
+        for r in (rate, rate * (1 - spread), rate * (1 - spread / 2))
+    ]
+    return Row(
+        engine,
+        variant,
+        "m",
+        workload,
+        load,
+        error,
+        [] if error else repeats,
+        about={"device": "NVIDIA H200", "dtype": "bfloat16"},
+        **more,
+    )
+
+
+def record(*rows, commit="abc", **arguments):
+    made = Record(
+        "2026-01-02 03:04",
+        commit,
+        False,
+        {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
+        RATES,
+        arguments,
+        list(rows),
+    )
+    for r in rows:
+        results.add_shares(r, RATES)
+    return made
+
+
+def test_the_figures_of_a_run_by_hand():
+    # Two requests: 3 tokens at 0.5, 0.6 and 0.8 s, one token at 1 s.
+    run = Run(2.0, [RequestTimes(0.5, 0.8, 3, [0.1, 0.2]), RequestTimes(1.0, 1.0, 1, [])])
+    r = Repeat.of(run, num_prompt_tokens=6, work_bytes=10, work_flops=20)
+    assert (r.output_tokens, r.total_tokens, r.output_rate, r.total_rate) == (4, 10, 2.0, 5.0)
+    assert r.ttft_p50 == 0.75 and r.itl_p50 == pytest.approx(0.15) and r.itl_p99 == pytest.approx(0.199)
+    # Where only the ends are known, a request's mean stands for its gaps; a single token has none.
+    r = Repeat.of(
+        Run(2.0, [RequestTimes(0.5, 0.8, 3), RequestTimes(1.0, 1.0, 1), RequestTimes(None, None, 2)]), 0, 0, 0
+    )
+    assert r.itl_p50 == pytest.approx(0.15) and r.ttft_p99 == pytest.approx(0.995)
+    assert percentile([], 50) is None and percentile([3.0], 99) == 3.0
+
+
+def test_shares_by_hand():
+    r = record(row(10.0)).rows[0]  # 10 s each: 50 of 100 x 10 bytes, 100 of 1000 x 10 flops
+    assert r.mbu == pytest.approx(0.05) and r.mfu == pytest.approx(0.01) and r.limit == r.mbu
+    assert record(row(10.0, open_loop=True)).rows[0].limit is None  # its time is its arrivals'
+    assert record(row(10.0, error="x")).rows[0].limit is None
+
+
+def test_what_is_kept_comes_back(tmp_path):
+    kept = record(
+        row(10.0), row(5.0, variant="native"), row(7.0, workload="bs8"), row(1.0, engine="vllm", error="not installed")
+    )
+    paths = results.keep(kept, tmp_path)
+    assert [p.relative_to(tmp_path).as_posix() for p in paths] == ["nvidia-h200/bs1.json", "nvidia-h200/bs8.json"]
+    (run,) = results.load_runs(paths[0])
+    assert run.rows == kept.rows[:2] and run.rates == RATES and run.versions == kept.versions and run.commit == "abc"
+    results.keep(record(row(12.0), commit="def"), tmp_path)
+    assert [r.commit for r in results.load_runs(paths[0])] == ["abc", "def"]
+    assert results.load_runs(tmp_path / "nothing.json") == []
+    paths[0].write_text("{")
+    with pytest.raises(ValueError, match="bs1.json is not a file of kept results"):
+        results.load_runs(paths[0])
+
+
+def test_history_shows_what_changed(tmp_path):
+    results.keep(record(row(1000.0), row(500.0, variant="native")), tmp_path)
+    (path,) = results.keep(record(row(1100.0), commit="def"), tmp_path)
+    lines = result_tables.history_lines(path)
+    assert lines[0] == "bs1 on nvidia-h200" and len(lines) == 4
+    assert "abc" in lines[1] and "1,000 tok/s" in lines[1] and "500.0%" in lines[1]
+    assert "def" in lines[3] and "1,100 tok/s  +10.0%" in lines[3]
+
+
+def test_a_check_compares_ratios_not_speeds(tmp_path):
+    results.keep(record(row(100.0), row(50.0, variant="native"), row(80.0, engine="vllm", variant="")), tmp_path)
+
+    def slower_machine(ours):
+        new = record(row(ours), row(25.0, variant="native"), row(40.0, engine="vllm", variant=""))
+        for r in new.rows:  # a machine at half the speed, in its limits too
+            r.mbu, r.mfu = r.mbu * 2, r.mfu * 2
+        return results.check(new, tmp_path)
+
+    held = slower_machine(50.0)
+    assert {c.what: round(c.now, 3) for c in held} == {
+        "share of the limit": 0.5,
+        "times native": 2.0,
+        "times vllm": 1.25,
+    }
+    assert all(c.holds for c in held) and all(c.holds for c in slower_machine(46.0))
+    fell = slower_machine(40.0)
+    assert len(fell) == 3 and not any(c.holds for c in fell)
+    assert result_tables.check_lines(fell)[0].startswith("FELL bs1: share of the limit 0.400, kept 0.500 (abc)")
+    # Noise of either run widens what is allowed, and a lone bad repeat does not count.
+    noisy = results.check(record(row(50.0, spread=0.2)), tmp_path)
+    assert noisy[0].allowed == pytest.approx(0.10 + 0.2 / 0.9)
+    assert results.check(record(row(50.0, spread=0.8)), tmp_path)[0].allowed == 0.5
+
+
+def test_only_the_same_thing_is_compared(tmp_path):
+    results.keep(record(row(100.0)), tmp_path)
+    other_load = row(10.0)
+    other_load.load = "another"
+    assert results.check(record(other_load), tmp_path) == []
+    assert results.check(record(row(10.0, workload="bs8")), tmp_path) == []
+    assert results.check(record(row(10.0, variant="no rms_norm")), tmp_path) == []
+
+
+def in_dtype(made, dtype):
+    made.about = {**made.about, "dtype": dtype}
+    return made
+
+
+OTHERS = [
+    (record(row(20.0, load="9 x 2 -> 3")), "9 x 2 -> 3"),
+    (record(in_dtype(row(20.0), "float32"), dtype="float32"), "float32"),
+    (record(row(20.0), kernels="softmax=native; rms_norm = native"), "kernels rms_norm=native;softmax=native"),
+    (record(row(20.0), enforce_eager=True), "enforce_eager"),
+    (record(row(20.0), capture_prefill=False), "no capture_prefill"),
+    (record(row(20.0), capture_full_steps=False), "no capture_full_steps"),
+    (record(row(20.0), capture_full_steps=True), "capture_full_steps"),
+    (record(row(20.0), ride_prompts=False), "no ride_prompts"),
+    (record(row(20.0), ride_prompts=True), "ride_prompts"),
+    (record(row(20.0), max_num_seqs=4), "max_num_seqs 4"),
+]
+
+
+@pytest.mark.parametrize("other, words", OTHERS, ids=[words for _, words in OTHERS])
+def test_configurations_do_not_replace_each_other(tmp_path, other, words):
+    results.keep(record(row(1000.0)), tmp_path)
+    (path,) = results.keep(other, tmp_path)
+    results.keep(record(row(1100.0)), tmp_path)
+    lines = result_tables.history_lines(path)
+    assert len(lines) == 4 and not re.search(r"tok/s +[+-]", lines[2]) and words in lines[2]
+    assert "1,100 tok/s  +10.0%" in lines[3] and words not in lines[3]
+    table = result_tables.markdown([path])
+    assert re.search(r"\| nanovllm custom \| 1,100 \|", table) and re.search(
+        r"\| nanovllm custom[^|]* \| 20.0 \|", table
+    )
+    assert words in table and "1,000" not in table
+    # Each is checked against its own.
+    assert [c.kept for c in results.check(other, tmp_path)] == [other.rows[0].limit]
+
+
+def test_what_says_nothing_of_the_configuration_does_not_part_it(tmp_path):
+    """Old records lack some arguments; the same kernels may be written in another order; a peer has no kernels to choose."""
+    (path,) = results.keep(record(row(100.0), kernels="a=x;b=y", repeat=2), tmp_path)
+    results.keep(record(row(200.0), kernels="b = y; a=x", enforce_eager=False, capture_prefill=True), tmp_path)
+    assert "+100.0%" in result_tables.history_lines(path)[2]
+    results.keep(record(row(10.0, engine="vllm", variant=""), kernels="a=x"), tmp_path)
+    results.keep(record(row(20.0, engine="vllm", variant="")), tmp_path)
+    assert "+100.0%" in result_tables.history_lines(path)[4]
+
+
+def test_peers_may_have_been_kept_by_other_runs(tmp_path):
+    results.keep(record(row(40.0, engine="vllm", variant="")), tmp_path)
+    results.keep(record(row(100.0)), tmp_path)
+    results.keep(record(row(80.0, engine="vllm", variant="")), tmp_path)
+    results.keep(record(in_dtype(row(1.0, engine="vllm", variant=""), "float32"), dtype="float32"), tmp_path)
+    results.keep(record(row(1.0, engine="vllm", variant=""), enforce_eager=True), tmp_path)
+
+    def now(ours, theirs, **arguments):
+        new = record(row(ours), row(theirs, engine="vllm", variant=""), **arguments)
+        return {c.what: c for c in results.check(new, tmp_path)}
+
+    assert now(100.0, 80.0)["times vllm"].kept == pytest.approx(1.25) and now(100.0, 80.0)["times vllm"].holds
+    assert not now(100.0, 100.0)["times vllm"].holds
+    # Kernels of one's own choice are compared with the same peer; and the peer of the same run comes first.
+    results.keep(record(row(60.0), kernels="a=x"), tmp_path)
+    assert now(60.0, 80.0, kernels="a=x")["times vllm"].kept == pytest.approx(0.75)
+    results.keep(record(row(100.0), row(50.0, engine="vllm", variant="")), tmp_path)
+    results.keep(record(row(10.0, engine="vllm", variant="")), tmp_path)
+    assert now(100.0, 50.0)["times vllm"].kept == pytest.approx(2.0)
+
+
+def test_lines_of_comparisons():
+    rows = [
+        row(100.0),
+        row(40.0, variant="native"),
+        row(80.0, variant="no rms_norm"),
+        row(50.0, engine="vllm", variant=""),
+        row(1, error="x", variant="no y"),
+    ]
+    assert result_tables.comparison_lines(rows) == [
+        "bs1: custom kernels are 2.50x native",
+        "bs1: rms_norm's custom kernel is worth +25.0% (without it 80.0 tok/s)",
+        "bs1: nanovllm is 2.00x vllm",
+    ]
+
+
+def test_tables_go_between_the_markers(tmp_path):
+    results.keep(record(row(1000.0), row(500.0, engine="vllm", variant="")), tmp_path)
+    text = result_tables.markdown(results.kept_files(tmp_path))
+    assert "**NVIDIA H200**" in text and "| bs1: 1 x 2 -> 3 | m | nanovllm custom | 1,000 |" in text
+    document = tmp_path / "d.md"
+    document.write_text(f"before\n{result_tables.BEGIN}\nold\n{result_tables.END}\nafter\n")
+    for _ in range(2):  # the second time changes nothing
+        result_tables.write_between_markers(document, text)
+        assert document.read_text() == f"before\n{result_tables.BEGIN}\n\n{text}\n{result_tables.END}\nafter\n"
+    document.write_text("no markers")
+    with pytest.raises(ValueError, match="has no lines <!-- bench:begin -->"):
+        result_tables.write_between_markers(document, text)
+
+
+def test_a_record_knows_its_commit(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for name in ("code.py", "results/a.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    made = results.new_record(tmp_path, {})
+    assert len(made.commit) == 10 and not made.dirty and set(made.versions) == {"torch", "triton", "cuda"}
+    (tmp_path / "results/a.json").write_text("2")
+    assert not results.new_record(tmp_path, {}).dirty
+    (tmp_path / "code.py").write_text("2")
+    assert results.new_record(tmp_path, {}).dirty
+    assert json.loads(json.dumps(made.to_json()))["schema"] == 1
+
+
+def test_folder_names():
+    assert slug("NVIDIA H200") == "nvidia-h200" and slug("cpu, 2 threads") == "cpu-2-threads"
+
+
+def test_a_check_compares_a_product_with_itself_though_its_chip_shares_a_folder(tmp_path):
+    def on(device, rate):
+        made = record(row(rate))
+        made.rates = dataclasses.replace(RATES, device=device)
+        return made
+
+    results.keep(on("NVIDIA H100 80GB HBM3", 100.0), tmp_path)
+    assert [path.parent.name for path in results.kept_files(tmp_path)] == ["nvidia-h100"]
+    results.keep(on("NVIDIA H100 SXM5 94GB", 10.0), tmp_path)
+    assert [path.parent.name for path in results.kept_files(tmp_path)] == ["nvidia-h100"]
+    (held,) = results.check(on("NVIDIA H100 80GB HBM3", 99.0), tmp_path)
+    assert held.holds and held.kept > 5 * results.check(on("NVIDIA H100 SXM5 94GB", 9.9), tmp_path)[0].kept
+    assert not results.check(on("NVIDIA H100 NVL", 99.0), tmp_path)

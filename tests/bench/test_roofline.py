@@ -1,0 +1,165 @@
+"""The account of what a load must do, against numbers worked out by hand and by counting one by one."""
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.bench.instrument import Instrument, cold_bytes
+from nanovllm.bench.roofline import ModelShape, Work, op_floor, request_work, share_of_limit, workload_work
+from nanovllm.bench.workloads import Item
+from nanovllm.kernels.op.selection import decorated_kernels
+from nanovllm.model_config import ModelConfig
+from tests import tiny
+
+# By hand: q 2 x 3, k and v 1 x 3: 4 x (2 x 6 + 2 x 3) = 72; gate, up, down: 3 x 4 x 6 = 72; norms 4 + 4 + 3 + 3.
+SMALL = ModelShape(
+    hidden=4, intermediate=6, layers=2, heads=2, kv_heads=1, head_dim=3, vocab=5, tied=False, qk_norm=True, attention_bias=False,
+    mlp_bias=False, weight_bytes=2, kv_bytes=2,
+)  # fmt: skip
+
+
+def test_sizes_by_hand():
+    assert SMALL.matrix_parameters == 144
+    assert SMALL.layer_parameters == 144 + 14
+    assert SMALL.parameters == 2 * 158 + 4 + 2 * 20
+    assert SMALL.step_bytes == 2 * (2 * 158 + 4 + 20)
+    assert SMALL.token_kv_bytes == 2 * 2 * 3 * 2
+    assert SMALL.head_flops == 40
+
+
+def test_a_request_by_hand():
+    # Three prompt tokens, three of output: two decode steps, which read 3 and 4 earlier tokens; 5 tokens are written.
+    work = request_work(SMALL, 3, 3)
+    assert work.bytes == (3 + 4 + 5) * 24
+    # Five tokens through the first layer, attending to 1 + 2 + 3 + 4 + 5 tokens: 4 flops for each of 2 x 3 query elements. Of the second,
+    # whose result is wanted of the last three, the first two need k and v alone: 2 x 4 x 3 elements. 3 heads.
+    assert work.flops == (2 * 144 * 5 + 4 * 6 * 15) + (2 * 144 * 3 + 4 * 6 * 12 + 2 * 24 * 2) + 3 * 40
+    whole = workload_work(SMALL, [Item([1, 2, 3], 3), Item([1, 2, 3], 3)])
+    assert whole == Work(3 * SMALL.step_bytes + 2 * work.bytes, 2 * work.flops)
+
+
+def test_a_prompt_alone_reads_no_cache():
+    assert request_work(SMALL, 7, 1).bytes == 7 * 24
+
+
+@pytest.mark.parametrize("shared", [0, 5])
+def test_a_workload_counted_one_by_one(shared):
+    items = [Item([0] * (shared + n), out) for n, out in ((1, 4), (6, 1), (3, 2), (3, 2))]
+    reads = writes = flops = 0
+    steps = max(i.num_output for i in items)
+    keys_and_values = 2 * SMALL.hidden * 2 * SMALL.kv_heads * SMALL.head_dim
+
+    def of_layer(t):
+        return 2 * SMALL.matrix_parameters + 4 * 2 * 3 * (t + 1)
+
+    for t in range(shared):  # the shared prefix is computed once
+        writes += 1
+        flops += (SMALL.layers - 1) * of_layer(t) + keys_and_values
+    for item in items:
+        for t in range(shared, len(item.prompt) + item.num_output - 1):
+            writes += 1
+            sampled_from = t >= len(item.prompt) - 1
+            flops += (SMALL.layers - 1) * of_layer(t) + (of_layer(t) if sampled_from else keys_and_values)
+            if t >= len(item.prompt):
+                reads += t - shared
+        flops += item.num_output * SMALL.head_flops
+    reads += shared * (steps - 1)
+    expected = Work(steps * SMALL.step_bytes + (reads + writes) * SMALL.token_kv_bytes, flops)
+    assert workload_work(SMALL, items, shared) == expected
+
+
+@pytest.mark.parametrize("architecture, tied, bias", [("qwen3", False, False), ("llama", True, True)])
+def test_sizes_are_those_of_the_real_model(architecture, tied, bias):
+    made = tiny.model(architecture, tie_word_embeddings=tied, attention_bias=bias)
+    config = ModelConfig.from_dict({**made.config.to_dict(), "architectures": [type(made).__name__]})
+    shape = ModelShape.of(config, weight_bytes=4)
+    assert shape.parameters == sum(p.numel() for p in made.parameters())
+    assert shape.kv_bytes == 4 and ModelShape.of(config, 2, 1).token_kv_bytes * 4 == shape.token_kv_bytes
+
+
+def test_published_sizes():
+    from nanovllm.models.model_presets import preset
+
+    shape = ModelShape.of(ModelConfig.from_dict(preset("qwen3-0.6b")), 2)
+    assert shape.token_kv_bytes == 114_688
+    assert shape.parameters == 596_049_920  # as the model's card has it
+
+
+def test_the_matrix_products_of_a_real_run_are_those_of_the_account(tmp_path):
+    """What an instrumented engine counts as it runs, against the formulas."""
+    tiny.save(tmp_path, "qwen3", seed=1)
+    instrument = Instrument()
+    with decorated_kernels(instrument.decorate):
+        llm = LLM(tmp_path, skip_tokenizer_init=True, device="cpu", num_kvcache_blocks=8, max_model_len=128)
+    instrument.attach(llm.engine)
+    with instrument.costing():
+        llm.generate([[1] * 9, [2] * 5], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    shape = ModelShape.of(llm.engine.model_config, 4)
+    linear = {c: w for c, w in instrument.costs.items() if c.op.startswith(("linear", "gated_mlp"))}
+    tokens, sampled_from = 9 + 5 + 2 * 3, 2 * 4
+    in_layers = sum(w.flops for c, w in linear.items() if c.module != "lm_head")
+    qkv = shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+    rest = shape.matrix_parameters - qkv
+    assert in_layers == 2 * (
+        shape.layers * (qkv * tokens + rest * sampled_from) + (shape.layers - 1) * rest * (tokens - sampled_from)
+    )
+    # The account leaves out the queries of the last layer as well, which one product gives with keys and values.
+    queries = shape.hidden * shape.head_dim * shape.heads
+    account = sum(request_work(shape, n, 4).flops for n in (9, 5)) - 2 * 4 * shape.head_flops
+    attention = (
+        4
+        * shape.heads
+        * shape.head_dim
+        * sum((shape.layers - 1) * sum(range(1, n + 4)) + sum(range(n, n + 4)) for n in (9, 5))
+    )
+    assert in_layers == account - attention + 2 * queries * (tokens - sampled_from)
+    assert sum(w.flops for c, w in linear.items() if c.module == "lm_head") == 2 * 4 * shape.head_flops
+    # Each step reads all weights of the layers and the head; what is beyond is activations.
+    steps = 4
+    weights = 4 * (shape.layers * shape.matrix_parameters + shape.vocab * shape.hidden)
+    assert sum(w.bytes for w in linear.values()) > steps * weights
+    assert {c.phase for c in linear} == {"prefill", "decode"}
+
+
+def test_shares():
+    share = share_of_limit(Work(bytes=100, flops=300), seconds=2.0, bandwidth=100.0, matmul=200.0)
+    assert (share.mbu, share.mfu, share.limit) == (0.5, 0.75, 0.75)
+
+
+def test_the_floor_of_an_op():
+    assert op_floor(Work(100, 10), bandwidth=10.0, matmul=10.0) == 10.0
+    assert op_floor(Work(100, 500), bandwidth=10.0, matmul=10.0) == 50.0
+    # 60 of the bytes may be in the cache already, or still; but all of them pass it.
+    assert op_floor(Work(100), 10.0, 10.0, cache_bytes=60, cache_bandwidth=50.0) == 4.0
+    assert op_floor(Work(100), 10.0, 10.0, cache_bytes=200, cache_bandwidth=50.0) == 2.0
+    # Not what is known to come from memory.
+    assert op_floor(Work(100), 10.0, 10.0, cache_bytes=60, cache_bandwidth=50.0, cold_bytes=70) == 7.0
+
+
+def test_what_comes_from_memory():
+    weight, x, q = torch.ones(8, 4), torch.ones(2, 4), torch.ones(3, 2, 4)
+    assert cold_bytes("linear", {"x": x, "weight": weight, "bias": None}, Work(500)) == 128
+    assert cold_bytes("add_rms_norm_linear", {"x": x, "norm_weight": torch.ones(4), "weight": weight}, Work(500)) == 128
+    assert cold_bytes("rms_norm", {"x": x, "weight": torch.ones(4)}, Work(500)) == 0
+    assert cold_bytes("embedding", {"token_ids": None, "weight": weight}, Work(500)) == 0
+    assert cold_bytes("attention_decode", {"q": q}, Work(1000)) == 1000 - 2 * 96
+    k, v = torch.ones(1, 1, 8), torch.ones(1, 1, 8)
+    for op in ("qk_norm_rope_attention", "qk_norm_rope_attention_shared"):
+        assert cold_bytes(op, {"q": q, "k": k, "v": v}, Work(1000)) == 1000 - 2 * (96 + 32 + 32)
+
+
+def test_a_floor_is_below_what_an_engine_takes():
+    """On this machine's own rates: a matrix-vector product is never faster than the account says."""
+    from nanovllm.hardware.measured_rates import measure
+
+    rates = measure(torch.device("cpu"), ("float32",))
+    weight, x = torch.randn(8192, 4096), torch.randn(4096)
+    import time
+
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        weight @ x
+        best = min(best, time.perf_counter() - started)
+    floor = op_floor(Work(weight.nbytes, 2 * weight.numel()), rates.bandwidth, rates.matmul["float32"])
+    assert floor < 1.25 * best  # a quarter for the noise of a shared machine

@@ -1,0 +1,486 @@
+"""Padded steps with prompts: the same tokens as unpadded ones, on any machine; captured against eager ones on a GPU."""
+
+import logging
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import model_runner
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.fast import prefill_graphs
+from nanovllm.engine.fast.padding import NOTHING, PaddedInputs, RunsBucket
+from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets, slow_hosts_lag
+from nanovllm.kernels.testing.memory_guard import MemoryGuard
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.model_presets import preset
+from nanovllm.models.registry import model_class
+from tests import tiny
+from tests.native import NATIVE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 16
+LENGTHS = [1, 2, 15, 16, 17, 31, 48, 90, 3, 64, 5, 33]
+
+
+# ------------------------------------------------------------------------------------------------ sizes
+
+
+@pytest.mark.parametrize("budget", [1, 7, 63, 64, 65, 1000, 4096, 16384])
+@pytest.mark.parametrize("max_num_seqs", [1, 5, 64, 512])
+def test_every_step_has_the_smallest_bucket_with_room(budget, max_num_seqs):
+    buckets = prefill_buckets(budget, max_num_seqs)
+    assert buckets == sorted(set(buckets)) and buckets[-1].num_tokens == min(budget, 4096)
+    runner = PrefillRunner(None, None, buckets, 100, BLOCK, 7, torch.device("cpu"))
+    for num_tokens in range(1, budget + 1, max(1, budget // 300)):
+        for num_seqs in {n for n in (0, 1, 2, 64, 65, 256, 257, max_num_seqs) if n <= min(num_tokens, max_num_seqs)}:
+            room = [b for b in buckets if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs]
+            assert runner.fit(num_tokens, num_seqs) == (room[0] if room else None)
+            assert bool(room) == (num_tokens <= 4096 and num_seqs <= 256)
+
+
+@pytest.mark.parametrize("budget, largest", [(16384, 16384), (5000, 5000), (4096, 4096), (300, 300)])
+def test_full_steps_have_a_bucket_if_asked_for_and_only_they(budget, largest):
+    buckets = prefill_buckets(budget, 512, full=True)
+    assert buckets[-2:] == [RunsBucket(largest, 64), RunsBucket(largest, 256)]
+    assert [b for b in buckets if b.num_tokens <= 4096] == prefill_buckets(budget, 512)
+    runner = PrefillRunner(None, None, buckets, 100, BLOCK, 7, torch.device("cpu"))
+    for num_tokens in {min(n, budget) for n in (100, 4096, 4097, 4687, 4688, 5000, 15359, 15360, 16000, 16384)}:
+        found = runner.fit(num_tokens, 65)
+        if num_tokens > 4096:
+            assert found == (RunsBucket(largest, 256) if num_tokens >= 15 / 16 * largest else None)
+        else:
+            size = min(size for size in (*prefill_graphs.SIZES, largest) if size >= num_tokens)
+            assert found == RunsBucket(size, min(size, 256))
+
+
+@pytest.mark.parametrize(
+    "name, num_tokens, lag",
+    [
+        ("qwen3-0.6b", 16384, True),
+        ("qwen3-0.6b", 19900, True),
+        ("qwen3-0.6b", 20100, False),  # 1.77e13 flops, 2**44 are 1.76e13
+        ("qwen3-1.7b", 16384, False),
+        ("qwen3-1.7b", 6200, True),
+        ("smollm2-135m", 65536, True),
+        ("qwen3-8b", 4097, False),
+    ],
+)
+def test_a_slow_host_lags_behind_small_layers_and_few_tokens(name, num_tokens, lag):
+    config = ModelConfig.from_dict(preset(name))
+    with torch.device("meta"):
+        model = model_class(config.architecture)(config, 8, NATIVE)
+    assert slow_hosts_lag(model.model.layers, num_tokens) is lag
+
+
+# ------------------------------------------------------------------------------------------------ padding
+
+
+def inputs(bucket, max_blocks=5):
+    buffer = torch.full((PaddedInputs.num_words(bucket, max_blocks),), -99, dtype=torch.int64)
+    return PaddedInputs.of(buffer, bucket, max_blocks)
+
+
+def batch(tokens, decode_lens, table, runs, contexts, rows):
+    return Batch(
+        np.asarray(tokens, np.int64), np.asarray(decode_lens, np.int32), np.asarray(table, np.int32), 0, runs, contexts,
+        np.asarray(rows, np.int64), np.arange(len(rows)), (),
+    )  # fmt: skip
+
+
+def test_padding_is_a_run_of_its_own():
+    got = inputs(RunsBucket(10, 4))
+    got.fill(
+        batch(
+            [[7, -2, 5, 6, 8], [20, 3, 0, 1, 2], [36, 51, 0, 1, 2]], [21, 4], [[9, 2], [3, 0], [0, 0]], (3,), (3,), [0, 1, 4]
+        ),
+        padding_block=6, block_size=16,
+    )  # fmt: skip
+    assert got.tokens.tolist() == [
+        [7, -2, 5, 6, 8, 0, 0, 0, 0, 0],
+        [20, 3, 0, 1, 2, 0, 0, 0, 0, 0],
+        [36, 51, 0, 1, 2, 96, 96, 96, 96, 96],
+    ]
+    assert got.logits_rows.tolist() == [0, 1, 4, 0]
+    assert got.cu_seqlens_q.tolist() == [0, 1, 2, 5, 10, 10]
+    assert got.context_lens.tolist() == [21, 4, 3, 5, 1]
+    assert got.block_table.tolist() == [[9, 2, 6, 6, 6], [3, 0, 6, 6, 6], [0, 0, 6, 6, 6], [6] * 5, [6] * 5]
+
+
+def test_a_full_bucket_has_an_empty_run_of_padding():
+    got = inputs(RunsBucket(3, 1))
+    got.fill(batch([[1, 2, 3]] * 3, [], [[4]], (3,), (9,), []), padding_block=6, block_size=16)
+    assert got.cu_seqlens_q.tolist() == [0, 3, 3] and got.context_lens.tolist() == [9, 1]
+    assert got.logits_rows.tolist() == [0]
+
+
+def test_padding_alone():
+    got = inputs(RunsBucket(4, 2))
+    got.fill(NOTHING, padding_block=6, block_size=16)
+    assert got.tokens.tolist() == [[0] * 4, [0] * 4, [96] * 4] and got.logits_rows.tolist() == [0, 0]
+    assert got.cu_seqlens_q.tolist() == [0, 4, 4, 4] and got.context_lens.tolist() == [4, 1, 1]
+    assert (got.block_table == 6).all()
+
+
+@pytest.mark.parametrize("bucket, max_blocks", [((1, 1), 1), ((37, 5), 3), ((64, 64), 16), ((2048, 64), 17)])
+def test_inputs_share_one_buffer_and_no_memory(bucket, max_blocks):
+    got = inputs(RunsBucket(*bucket), max_blocks)
+    for i, tensor in enumerate(got):
+        assert tensor.is_contiguous() and tensor.data_ptr() % 16 == got.tokens.data_ptr() % 16
+        tensor.fill_(i)
+    assert all((tensor == i).all() for i, tensor in enumerate(got))
+
+
+# ------------------------------------------------------------------------------------------------ whole engines
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.save(path, "qwen3", vocab_size=331)
+    return path
+
+
+@pytest.fixture
+def small_sizes(monkeypatch):
+    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8, 24, 40, 100))
+
+
+def make(directory, **arguments):
+    defaults = dict(
+        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=100, max_model_len=160, max_num_seqs=11,
+        max_num_batched_tokens=100, skip_tokenizer_init=True,
+    )  # fmt: skip
+    return LLM(directory, **defaults | arguments)
+
+
+def prompts_of(lengths, seed=0):
+    """Random prompts, and some that begin like the longest."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(331) for _ in range(n)] for n in lengths]
+    longest = max(prompts, key=len)
+    return [*prompts, longest[:33] + [1, 2, 3], longest[:48], longest[:20] + [5]]
+
+
+def generate(llm, prompts, params):
+    """Token ids of every completion; what each launched step had: (tokens, decodes, runs, bucket or None)."""
+    steps = []
+    prefill = llm.engine.runner.prefill
+    if prefill is not None:
+        launch = prefill.launch
+
+        def noted(batch):
+            bucket = prefill.fit(batch.num_tokens, max(len(batch.block_table), len(batch.logits_rows)))
+            steps.append((batch.num_tokens, batch.num_decodes, len(batch.prefill_query_lens), bucket))
+            return launch(batch)
+
+        prefill.launch = noted
+    try:
+        outputs = [[c.token_ids for c in o.outputs] for o in llm.generate(prompts, params, use_tqdm=False)]
+    finally:
+        if prefill is not None:
+            del prefill.launch
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.blocks.num_free_blocks == llm.engine.scheduler.blocks.num_blocks
+    return outputs, steps
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def expected(directory):
+    return generate(make(directory, async_scheduling=False, capture_prefill=False), prompts_of(LENGTHS), GREEDY)[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(dict(async_scheduling=False), id="mixed"),
+        pytest.param(dict(async_scheduling=True), id="mixed-async"),
+        pytest.param(dict(max_num_batched_tokens=11, async_scheduling=False), id="chunked"),
+        pytest.param(dict(max_num_batched_tokens=19, max_num_seqs=5, async_scheduling=True), id="chunked-async"),
+        pytest.param(dict(num_kvcache_blocks=10), id="preempted"),
+        pytest.param(dict(max_num_seqs=1), id="alone"),
+        pytest.param(dict(enforce_eager=True), id="eager"),
+    ],
+)
+def test_greedy_tokens_are_those_of_unpadded_steps(directory, small_sizes, expected, arguments):
+    llm = make(directory, capture_prefill=True, **arguments)
+    with torch.inference_mode():
+        for cache in llm.engine.runner.caches:  # what lies in the padding block must not matter
+            cache.k[-1], cache.v[-1] = torch.nan, torch.nan
+    got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
+    assert got == expected
+    assert any(bucket and bucket.num_tokens > tokens for tokens, _, _, bucket in steps)  # there was padding
+    if "max_num_seqs" not in arguments:
+        assert any(decodes and runs and bucket for _, decodes, runs, bucket in steps)  # and decodes beside prompts
+    if "num_kvcache_blocks" in arguments:
+        assert llm.engine.scheduler.num_preemptions > 0
+    assert generate(llm, prompts_of(LENGTHS)[::-1], GREEDY)[0] == expected[::-1]  # now with a warm prefix cache
+
+
+def test_full_steps_give_the_same_tokens(directory, monkeypatch, expected):
+    """Steps of 64 tokens, where the usual sizes end at 8."""
+    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8))
+    llm = make(directory, capture_prefill=True, capture_full_steps=True, max_num_batched_tokens=64)
+    got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
+    assert got == expected
+    full = [step for step in steps if step[0] >= 60]
+    assert all(bucket == (64, 11) for *_, bucket in full) and any(decodes and runs for _, decodes, runs, _ in full)
+    assert all(bucket is None for tokens, _, _, bucket in steps if 8 < tokens < 60)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("small", [True, False])
+def test_full_steps_are_by_default_for_small_layers(directory, monkeypatch, asked, small):
+    """Weights of layers that are just small enough, or one too many."""
+    layers = make(directory).engine.runner.model.model.layers
+    flops = 2 * 64 * sum(parameter.numel() for parameter in layers.parameters())
+    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8))
+    monkeypatch.setattr(prefill_graphs, "MOST_FULL_FLOPS", flops if small else flops - 1)
+    runner = make(directory, capture_prefill=True, capture_full_steps=asked, max_num_batched_tokens=64).engine.runner
+    assert runner.prefill.buckets[-1] == ((64, 11) if (small if asked is None else asked) else (8, 8))
+
+
+def test_real_sizes(directory, expected):
+    llm = make(directory, capture_prefill=True, max_num_batched_tokens=None, max_num_seqs=30)
+    got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
+    assert got == expected and [bucket for *_, bucket in steps] == [(512, 30)]
+
+
+def test_padding_writes_to_the_padding_block_alone_and_is_finite(directory, small_sizes, monkeypatch):
+    """The cache after a load is that of unpadded steps, and every row of the hidden states, wanted or not, is a number."""
+    caches, seen = [], []
+
+    def poisoned(batch, rows):
+        with MemoryGuard():  # what is not initialised is NaN
+            seen.append(runner.forward(batch))
+            wanted = runner.forward(batch, rows)  # the same keys and values again
+        torch.testing.assert_close(wanted, seen[-1][rows], rtol=1e-4, atol=1e-4)
+        return wanted
+
+    for capture_prefill in (False, True):
+        # Eager, so that every step comes to `poisoned`, on a GPU too.
+        llm = make(directory, capture_prefill=capture_prefill, async_scheduling=False, enforce_eager=True)
+        runner = llm.engine.runner
+        if capture_prefill:
+            monkeypatch.setattr(runner.prefill, "_forward", poisoned)
+        generate(llm, prompts_of(LENGTHS), GREEDY)
+        caches.append(runner.caches)
+    assert seen and all(hidden.isfinite().all() for hidden in seen)
+    assert caches[1][0].k[-1].any() and not caches[1][0].k[-1, 1:].any()  # one slot of it
+    for plain, padded in zip(*caches):
+        torch.testing.assert_close(padded.k[:-1], plain.k[:-1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(padded.v[:-1], plain.v[:-1], rtol=1e-4, atol=1e-4)
+
+
+def pretend_to_capture(llm, monkeypatch):
+    """As on a GPU, with functions in place of graphs; what an earlier step left behind must not matter."""
+    runner, replayed = llm.engine.runner, []
+
+    def capture(self, bucket, logits, stream, memory):
+        return SimpleNamespace(replay=lambda: replayed.append(bucket) or self._run(bucket, logits))
+
+    monkeypatch.setattr(PrefillRunner, "_prepare", lambda *args: None)
+    monkeypatch.setattr(PrefillRunner, "_capture", capture)
+    shape = (runner.config.max_num_seqs, runner.model_config.vocab_size)
+    runner.prefill.capture(torch.full(shape, torch.nan, device=DEVICE), None, None)
+    assert len(runner.prefill) == len(runner.prefill.buckets)
+    return replayed
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_captured_steps_give_the_same_tokens(directory, small_sizes, monkeypatch, asynchronous):
+    """Static logits and inputs, with all kinds of sampling; steps that want more logits than a graph has run eagerly."""
+    kinds = [
+        dict(temperature=0),
+        dict(temperature=0.9, top_k=20, min_p=0.01),
+        dict(temperature=0.7, repetition_penalty=1.3),
+        dict(temperature=0.8, logprobs=2),
+        dict(temperature=0.8, n=2),
+        dict(temperature=0.8, prompt_logprobs=1),
+    ]
+    prompts = prompts_of(LENGTHS)
+    params = [
+        SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=8 + 2 * i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    want = generate(make(directory, async_scheduling=False, capture_prefill=False), prompts, params)[0]
+    llm = make(directory, capture_prefill=True, async_scheduling=asynchronous)
+    replayed = pretend_to_capture(llm, monkeypatch) if DEVICE == "cpu" else None
+    got, steps = generate(llm, prompts, params)
+    assert got == want
+    assert {True, False} == {bucket is not None for *_, bucket in steps}
+    if replayed is not None:
+        assert replayed == [bucket for *_, bucket in steps if bucket is not None] and len(set(replayed)) > 2
+
+
+@pytest.mark.parametrize("least, kept", [(9, [4, 8, 8]), (8, None)], ids=["full steps", "others"])
+def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, monkeypatch, caplog, expected, least, kept):
+    """With one warning; of the sizes that need less it is an error, which the runner reports."""
+    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8))
+    monkeypatch.setattr(prefill_graphs, "SEQS", (5, 11))
+    llm = make(directory, capture_prefill=True, capture_full_steps=True, max_num_batched_tokens=64)
+    prefill = llm.engine.runner.prefill
+    assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8), (64, 5), (64, 11)]
+
+    def capture(self, bucket, logits, stream, memory):
+        if bucket.num_tokens >= least:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(PrefillRunner, "_prepare", lambda *args: None)
+    monkeypatch.setattr(PrefillRunner, "_capture", capture)
+    if kept is None:
+        with pytest.raises(torch.OutOfMemoryError):
+            prefill.capture(torch.empty(0), None, None)
+        return
+    caplog.set_level(logging.WARNING, prefill_graphs.__name__)
+    prefill.capture(torch.empty(0), None, None)
+    assert [bucket.num_tokens for bucket in prefill.buckets] == kept and len(prefill) == len(kept)
+    (record,) = caplog.records
+    assert "no memory for a CUDA graph of steps of 64 tokens" in record.getMessage()
+    prefill._graphs.clear()  # padded, without graphs
+    got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
+    assert got == expected and any(tokens > 60 and bucket is None for tokens, _, _, bucket in steps)
+
+
+def test_by_default_steps_with_prompts_are_captured_where_decode_steps_are(directory):
+    """On a GPU, that is; without graphs they are not padded either."""
+    runner = make(directory).engine.runner
+    assert (runner.prefill is not None) == (runner.decoding.graphs is not None) == (DEVICE == "cuda")
+    assert runner.prefill is None or len(runner.prefill) == len(runner.prefill.buckets)
+    for off in (dict(enforce_eager=True), dict(capture_prefill=False)):
+        assert make(directory, **off).engine.runner.prefill is None
+
+
+@pytest.mark.parametrize("provider, fails", [("triton", True), ("native", False)])
+def test_what_cannot_be_captured_runs_eagerly_with_one_warning(directory, monkeypatch, caplog, provider, fails):
+    runner = make(directory, capture_prefill=True).engine.runner
+    tried = []
+
+    def capture(self, logits, stream, memory, brief):
+        tried.append(memory)
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(PrefillRunner, "capture", capture)
+    runner.decoding.graphs = SimpleNamespace(stream="stream", memory="memory")
+    kernels = SimpleNamespace(providers={"attention_prefill": provider})
+    caplog.set_level(logging.WARNING, model_runner.__name__)
+    prefill = runner._padded_prefill(kernels, captures=True)
+    assert (prefill is not None) is fails  # nothing is tried with a provider that is known not to be captured
+    assert prefill is None or runner._captured(prefill, torch.empty(11, 331)) is None
+    assert tried == ["memory"] * fails
+    (record,) = caplog.records
+    assert "steps with prompts run without CUDA graphs" in record.getMessage()
+    assert ("operation not permitted" in record.getMessage()) is fails
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+def load(seed, count=40):
+    """Prompts of 1 to 600 tokens and their parameters, half of them greedy, that end one after the other."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(151936) for _ in range(rng.randint(1, 600))] for _ in range(count)]
+    params = [
+        SamplingParams(temperature=(0, 0.8)[i % 2], ignore_eos=True, max_tokens=rng.randint(1, 60), seed=i)
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def qwen(**arguments):
+    defaults = dict(load_format="dummy", max_num_seqs=40, max_model_len=1024, num_kvcache_blocks=120)
+    return LLM("qwen3-0.6b", **defaults | arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [300, 2048, 6000])
+def test_captured_steps_equal_eager_ones(budget):
+    """Mixed steps of every size in bfloat16, full ones too; eager steps are padded alike, so that all tokens are equal."""
+    prompts, params = load(3)
+    outputs = []
+    for enforce_eager in (False, True):
+        llm = qwen(
+            capture_prefill=True, capture_full_steps=True, enforce_eager=enforce_eager, max_num_batched_tokens=budget
+        )
+        prefill = llm.engine.runner.prefill
+        assert len(prefill) == (0 if enforce_eager else len(prefill.buckets))
+        got, steps = generate(llm, prompts, params)
+        assert any(decodes and runs and bucket for _, decodes, runs, bucket in steps)
+        assert any(bucket and bucket.num_tokens == budget for *_, bucket in steps)
+        outputs.append(got)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+def test_captured_logits_and_caches_are_those_of_unpadded_steps():
+    """Each step twice, replayed and then unpadded, into the same places of the cache: they agree as bfloat16 does."""
+    llm = qwen(capture_prefill=True, max_num_batched_tokens=2048)
+    runner = llm.engine.runner
+    launch, errors = runner.prefill.launch, []
+
+    def compared(batch):
+        got = launch(batch)
+        assert got is not None
+        got = got.clone()
+        caches = [t[:-1] for c in (runner.caches[0], runner.caches[-1]) for t in (c.k, c.v)]
+        padded = [cache.clone() for cache in caches]
+        want = runner._run_mixed(batch)
+        for a, b in [(got, want)] * bool(len(want)) + list(zip(padded, caches)):
+            errors.append(float((a.float() - b.float()).norm() / b.float().norm()))
+        return got
+
+    runner.prefill.launch = compared
+    assert len(llm.generate(*load(4, count=24), use_tqdm=False)) == 24
+    assert errors and max(errors) < 0.05
+
+
+@pytest.mark.gpu
+def test_a_captured_step_waits_for_nothing():
+    llm = qwen(capture_prefill=True, max_num_batched_tokens=2048)
+    runner = llm.engine.runner
+    launch, launched = runner.prefill.launch, []
+
+    def watched(batch):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            logits = launch(batch)
+            launched.append(logits is not None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return logits
+
+    runner.prefill.launch = watched
+    llm.generate(*load(5, count=8), use_tqdm=False)
+    assert launched and all(launched)
+
+
+@pytest.mark.gpu
+def test_many_replays_give_the_same_bits():
+    prompts, params = load(6)
+    llm = qwen(capture_prefill=True, enable_prefix_caching=False, max_num_batched_tokens=600)
+    assert generate(llm, prompts, params) == generate(llm, prompts, params)
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_leaves_a_working_engine(monkeypatch, caplog):
+    """A copy to the host in the middle of the model, which no graph can hold."""
+    run = PrefillRunner._run
+
+    def waits(self, bucket, logits=None):
+        result = run(self, bucket, logits)
+        result.sum().item()
+        return result
+
+    prompts, params = load(7, count=12)
+    want = generate(qwen(), prompts, params)[0]
+    monkeypatch.setattr(PrefillRunner, "_run", waits)
+    llm = qwen(capture_prefill=True)
+    assert llm.engine.runner.prefill is None
+    assert sum("their capture failed" in record.getMessage() for record in caplog.records) == 1
+    assert generate(llm, prompts, params)[0] == want

@@ -1,0 +1,225 @@
+"""Device models: presets against data sheets, names, and what is replaced by measurements."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanovllm.hardware import gpu_presets
+from nanovllm.hardware import measured_rates as device
+from nanovllm.hardware.gpu_presets import PRESETS, device_model, dtype_name, measured, this_device
+from nanovllm.hardware.measured_rates import Rates
+
+
+@pytest.mark.parametrize("model", PRESETS.values(), ids=PRESETS)
+def test_presets_are_consistent(model):
+    assert model.shared_per_block == model.shared_per_sm - 1024  # what the hardware keeps of a block's
+    assert model.registers_per_sm == 65536 and model.registers_per_thread == 255
+    assert 0.75 * model.peak_bandwidth < model.bandwidth < model.peak_bandwidth < model.l2_bandwidth
+    assert model.l2_latency < model.dram_latency and not model.measured
+    for dtype, rate in model.matmul.items():
+        assert 0.7 * model.peak_matmul[dtype] < rate < model.peak_matmul[dtype]
+    # flops a cycle and multiprocessor behind the data sheet: 2 x 128 lanes, and what the tensor cores of each generation do
+    assert (
+        model.peak_matmul["float32"] == pytest.approx(2 * model.lanes * model.clock * model.sms) == model.vector_flops
+    )
+    per_cycle = model.peak_matmul["float16"] / model.sms / model.tensor_clock
+    assert per_cycle == pytest.approx({80: 2048, 89: 512, 90: 4096, 100: 8192}[model.capability], rel=0.01)
+    assert 1.2e9 < model.tensor_clock <= model.clock < 2.6e9
+
+
+def test_numbers_from_data_sheets():
+    h100, a100, b200 = (device_model(n) for n in ("h100", "a100", "b200"))
+    assert (h100.sms, h100.shared_per_block, h100.peak_bandwidth, h100.l2_bytes) == (132, 227 << 10, 3.35e12, 50 << 20)
+    assert (a100.sms, a100.shared_per_block, a100.warps_per_sm, a100.peak_matmul["float16"]) == (
+        108,
+        163 << 10,
+        64,
+        312e12,
+    )
+    assert (
+        b200.peak_bandwidth == 8e12
+        and b200.matrix_unit == "tcgen05"
+        and h100.matrix_unit == "wgmma"
+        and a100.matrix_unit == "mma"
+    )
+    ada = device_model("rtx-4090")
+    assert (ada.warps_per_sm, ada.blocks_per_sm, ada.shared_per_block) == (48, 24, 99 << 10)
+
+
+def test_ridge():
+    h200 = device_model("h200")
+    assert h200.ridge("bfloat16") == 789e12 / 4.4e12
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("h100", "nvidia-h100"), ("H100", "nvidia-h100"), ("NVIDIA H100 80GB HBM3", "nvidia-h100"), ("nvidia-h200", "nvidia-h200"),
+        ("NVIDIA H200", "nvidia-h200"), ("rtx4090", "nvidia-rtx-4090"), ("rtx-4090", "nvidia-rtx-4090"), ("4090", "nvidia-rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-rtx-4090"), ("NVIDIA A100-SXM4-80GB", "nvidia-a100"), ("B200", "nvidia-b200"),
+        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-40gb"), ("NVIDIA A100-PCIE-40GB", "nvidia-a100-40gb"), ("a100-40gb", "nvidia-a100-40gb"),
+    ],
+)  # fmt: skip
+def test_names(name, expected):
+    assert device_model(name).name == expected
+
+
+def test_an_unknown_gpu():
+    with pytest.raises(
+        ValueError,
+        match=r"^gpu: no preset for 'h300'; known are h100, h200, .*rtx-4090.*; did you mean 'h100'\?$",
+    ):
+        device_model("h300")
+    with pytest.raises(ValueError, match="no preset for ''; known are a100, h100, h200, b200, rtx-4090, a100-40gb$"):
+        device_model("")
+
+
+@pytest.mark.parametrize(
+    "name, nearest",
+    [
+        ("NVIDIA H100 NVL", "h100"), ("NVIDIA H100 PCIe", "h100"), ("NVIDIA A100 80GB PCIe", "a100"), ("NVIDIA H200 NVL", "h200"),
+        ("GeForce RTX 4090 D", "rtx-4090"), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100"), ("A800", "a100"),
+    ],
+)  # fmt: skip
+def test_another_form_factor_is_not_the_preset(name, nearest):
+    """Its memory or its number of multiprocessors differs; the message has the nearest first, and then."""
+    with pytest.raises(ValueError) as error:
+        device_model(name)
+    words = str(error.value)
+    assert words.startswith(f"gpu: no preset for {name!r}; known are {nearest}, ") and words.endswith(
+        f"did you mean {nearest!r}?"
+    )
+    assert all(key.removeprefix("nvidia-") in words for key in PRESETS)
+
+
+def test_dtype_names():
+    assert [dtype_name(n) for n in ("bf16", "torch.float16", "HALF", "tf32", "fp8", "float8_e4m3fn", "int4")] == [
+        "bfloat16", "float16", "float16", "tfloat32", "float8", "float8", "int4",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="^dtype: expected one of .* not 'bfloat61'; did you mean 'bfloat16'"):
+        dtype_name("bfloat61")
+    with pytest.raises(ValueError, match="^weight: expected one of int4, int8, not 'bf16'"):
+        dtype_name("bf16", ("int4", "int8"), "weight")
+
+
+def test_a_dtype_that_the_gpu_does_not_multiply():
+    with pytest.raises(ValueError, match="^dtype: nvidia-a100 does not multiply float8; it multiplies float32"):
+        device_model("a100").rate("float8")
+
+
+def test_measured_values_replace_assumptions():
+    h100 = device_model("h100")
+    rates = Rates("NVIDIA H100", 3.1e12, 3.1e12, 2.9e12, {"bfloat16": 7e14}, 50 << 20, 6e12, 8e-7, 5e-7, 2e-7)
+    found = measured(h100, rates)
+    assert (found.bandwidth, found.l2_bandwidth, found.launch) == (3.0e12, 6e12, 8e-7)
+    assert (found.dram_latency, found.l2_latency) == (5e-7, 2e-7)
+    assert found.matmul["bfloat16"] == 7e14 and found.matmul["float16"] == h100.matmul["float16"]
+    assert set(found.measured) == {
+        "bandwidth", "l2_bandwidth", "l2_bytes", "launch", "dram_latency", "l2_latency", "matmul[bfloat16]",
+    }  # fmt: skip
+    partly = measured(h100, Rates("x", 3e12, 3e12, 0.0, {}))
+    assert partly.bandwidth == 3e12 and partly.dram_latency == h100.dram_latency and partly.measured == ("bandwidth",)
+
+
+def test_this_device_needs_cuda():
+    with pytest.raises(ValueError, match="^device: expected a CUDA device, not cpu; name a preset instead"):
+        this_device(torch.device("cpu"))
+
+
+class Properties:
+    name, major, minor = "NVIDIA H100 PCIe", 9, 0
+    multi_processor_count, L2_cache_size = 114, 50 << 20
+    shared_memory_per_multiprocessor, shared_memory_per_block_optin = 228 << 10, 227 << 10
+    regs_per_multiprocessor, max_threads_per_multi_processor = 65536, 2048
+    total_memory = 80 * 10**9
+
+
+def test_a_gpu_without_a_preset_takes_the_nearest(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    asked = []
+
+    def rates(_, dtypes, refresh=False):
+        asked.append(dtypes)
+        return Rates(Properties.name, 1.9e12, 1.9e12, 1.7e12, {"bfloat16": 5e14, "float32": 4e13, "int8": 0.0})
+
+    monkeypatch.setattr(device, "rates", rates)
+    found = this_device(torch.device("cuda", 0))
+    assert asked == [("float32", "tfloat32", "float16", "bfloat16", "float8", "int8")]
+    assert found.matmul["int8"] > 1e15 and {m for m in found.measured if "matmul" in m} == {
+        "matmul[bfloat16]",
+        "matmul[float32]",
+    }
+    a100 = type("A100", (Properties,), {"major": 8, "name": "NVIDIA A100-SXM4-80GB"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: a100)
+    this_device(torch.device("cuda", 0))
+    assert "float8" not in asked[1] and "int8" in asked[1]
+    small = type("A100", (a100,), {"name": "NVIDIA A100-SXM4-40GB", "total_memory": 40 * 10**9})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: small)
+    smaller = this_device(torch.device("cuda", 0))
+    assert (smaller.peak_bandwidth, smaller.memory, smaller.name) == (1.555e12, 40e9, "nvidia-a100")
+    base = max((m for m in PRESETS.values() if m.capability <= 90), key=lambda m: m.capability)
+    assert (
+        found.name == "nvidia-h100-pcie"
+        and found.sms == 114
+        and found.bandwidth == 1.8e12
+        and found.matmul["bfloat16"] == 5e14
+    )
+    assert found.peak_matmul["float16"] == pytest.approx(base.peak_matmul["float16"] * 114 / 132)
+    old = type("Old", (Properties,), {"major": 7, "name": "Tesla V100"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: old)
+    with pytest.raises(ValueError, match="compute capability 7.0; expected 8.0 or later"):
+        this_device(torch.device("cuda", 0))
+
+
+def test_the_better_latency_is_the_shorter():
+    a = Rates("x", 1.0, 1.0, 1.0, {}, 1, 1.0, 1.0, dram_latency=5.0, cache_latency=2.0)
+    best = device.best_of(a, replace(a, dram_latency=4.0, cache_latency=3.0))
+    assert best.dram_latency == 4.0 and best.cache_latency == 2.0
+
+
+def test_a_ring_visits_every_line_once():
+    pytest.importorskip("triton")
+    from nanovllm.hardware.chase_kernel import ring
+
+    links, order = ring(128 * 1000, torch.device("cpu"))
+    at, seen = int(order[0]), []
+    for _ in range(1000):
+        seen.append(at)
+        at = int(links[at])
+    assert at == int(order[0]) and sorted(seen) == list(range(0, 32000, 32)) and seen == order.tolist()
+    with pytest.raises(ValueError, match="num_bytes: expected at least 256"):
+        ring(128, torch.device("cpu"))
+
+
+def test_the_chasing_kernel_follows_the_ring():
+    """In Triton's interpreter, which must be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    code = (
+        "import torch; from nanovllm.hardware.chase_kernel import _chase, ring\n"
+        "links, order = ring(128 * 50, torch.device('cpu')); end = torch.empty(1, dtype=torch.int32)\n"
+        "_chase[(1,)](links, end, int(order[7]), 64, num_warps=1)\n"
+        "assert int(end) == int(order[(7 + 64) % 50]), (end, order)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=os.environ | {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_measured_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    found = this_device(torch.device("cuda", torch.cuda.current_device()), refresh=True)
+    assert {"bandwidth", "dram_latency", "l2_latency", "launch"} <= set(found.measured)
+    narrow = {"matmul[float8]", "matmul[int8]"}  # PyTorch may lack these
+    assert {f"matmul[{dtype}]" for dtype in found.matmul} - narrow <= set(found.measured)
+    assert 5e-8 < found.l2_latency < found.dram_latency < 2e-6
+    assert found.sms == torch.cuda.get_device_properties(0).multi_processor_count
+    assert gpu_presets.device_model(found.name).name == found.name or found.name not in PRESETS
+
+
+def test_the_names_in_help_texts_are_the_presets():
+    from nanovllm.cli.kernels_common import GPUS
+
+    assert sorted(GPUS.split(", ")) == sorted(name.removeprefix("nvidia-") for name in PRESETS)

@@ -1,0 +1,92 @@
+"""The sweeps of an MLP: what is run is the arithmetic that is said, and the shapes are the ones asked for."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.hardware.measured_rates import Rates
+from nanovllm.lab import mlp
+from nanovllm.lab.mlp import SWEEPS, Point, Shape, make_run, run_sweeps
+from nanovllm.lab.show_mlp import in_words
+
+CPU = torch.device("cpu")
+BASE = Shape(steps=1, layers=2, batch=4, dim=8)
+
+
+@pytest.fixture(autouse=True)
+def fixed_rates(monkeypatch):
+    rates = Rates("a test", 1e10, 1e10, 1e10, {"float32": 1e11})
+    monkeypatch.setattr(mlp, "rates", lambda device, dtypes: rates)
+    monkeypatch.setitem(mlp._BUDGET, "cpu", 0.0)
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 8, 16), Shape(2, 3, 4, 32)])
+def test_flops_are_those_that_pytorch_counts(shape):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        make_run(shape, CPU, torch.float32, seed=1)()
+    assert counter.get_total_flops() == shape.flops
+
+
+def test_a_step_is_forward_and_backward():
+    run = make_run(Shape(steps=3, layers=2, batch=4, dim=8), CPU, torch.float32, seed=7)
+    cells = dict(zip(run.__code__.co_freevars, (c.cell_contents for c in run.__closure__)))
+    loss = run()
+    weights = [w.detach().clone().requires_grad_() for w in cells["weights"]]
+    x = cells["inputs"]
+    for weight in weights:
+        x = F.gelu(x @ weight)
+    expected = x.square().mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for got, want in zip(cells["weights"], weights):
+        torch.testing.assert_close(got.grad, want.grad)  # of the last step alone, not the sum
+
+
+def test_sweeps_change_one_number_at_a_time():
+    result = run_sweeps(BASE, CPU, factors=(1, 3), seed=1)
+    assert list(result.points) == list(SWEEPS)
+    for name, (first, last) in result.points.items():
+        assert first.shape == BASE and first.ratio == first.flops_ratio == 1
+        changed = {n for n in SWEEPS if getattr(last.shape, n) != getattr(BASE, n)}
+        assert changed == {name} and getattr(last.shape, name) == 3 * getattr(BASE, name)
+        assert last.flops_ratio == last.shape.flops / BASE.flops
+        assert last.share == pytest.approx(last.shape.flops / last.seconds / 1e11)
+    document = json.loads(json.dumps(result.as_dict()))
+    assert document["sweeps"]["dim"][1]["flops"] == 9 * BASE.flops and document["base"]["dim"] == 8
+
+
+def test_profile_at_both_ends():
+    result = run_sweeps(BASE, CPU, names=["layers"], factors=(1, 2, 4), profile=True, seed=1)
+    first, middle, last = result.points["layers"]
+    assert not middle.ran
+    products = [next(k.count for k in p.ran if k.name == "aten::mm") for p in (first, last)]
+    assert products == [3 * 2 - 1, 3 * 8 - 1]
+
+
+def test_bad_arguments():
+    for make, said in [
+        (
+            lambda: run_sweeps(BASE, CPU, names=["width"]),
+            "sweep: expected one of steps, layers, batch, dim, not 'width'",
+        ),
+        (lambda: run_sweeps(BASE, CPU, factors=()), "factors: expected ascending"),
+        (lambda: run_sweeps(BASE, CPU, factors=(2, 1)), "not 2,1"),
+        (lambda: run_sweeps(BASE, CPU, factors=(1, 10000)), "steps: expected a number from 1 to 1024, not 10000"),
+        (lambda: Shape(1, 1, 1, 0), "dim: expected a number from 1 to 32768, not 0"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            make()
+
+
+def test_words_for_growth():
+    def points(ratio):
+        return (Point(BASE, 1.0, 1.0, 1.0), Point(BASE, ratio, ratio, 8.0))
+
+    assert "in proportion; the limit is the same" in in_words("batch", points(8.2))
+    assert "less than in proportion; the small end" in in_words("dim", points(2.0))
+    assert "more than in proportion" in in_words("batch", points(12.0))
+    assert in_words("batch", (Point(BASE, 1.0, 1.0, 1.0), Point(BASE, reason="out of memory"))) is None

@@ -1,0 +1,47 @@
+"""Published shapes: every preset parses, is served, and has the number of parameters that its name says."""
+
+import pytest
+import torch
+
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.model_presets import PRESETS, preset
+from nanovllm.models.registry import model_class
+from nanovllm.weights.loader import parameter_bytes
+from tests.native import NATIVE
+
+# Millions of parameters, as the model cards give them; tied embeddings count once.
+MILLIONS = {
+    "qwen3-0.6b": 596, "qwen3-1.7b": 1720, "qwen3-4b": 4022, "qwen3-8b": 8191, "qwen3-14b": 14768, "qwen3-32b": 32762,
+    "llama2-7b": 6738, "llama3-8b": 8030, "llama3.1-8b": 8030, "llama3.2-1b": 1236, "llama3.2-3b": 3213,
+    "smollm2-135m": 134.5, "smollm2-360m": 361.8, "smollm2-1.7b": 1711,
+}  # fmt: skip
+
+
+def test_every_preset_has_its_number_here():
+    assert set(MILLIONS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_shape(name):
+    config = ModelConfig.from_dict(preset(name))
+    with torch.device("meta"):
+        model = model_class(config.architecture)(config, 8, NATIVE)
+    assert parameter_bytes(model) / 4e6 == pytest.approx(MILLIONS[name], rel=2e-3)
+    assert config.dtype in ("bfloat16", "float16") and config.max_position_embeddings >= 4096
+
+
+def test_names_are_taken_in_any_case():
+    assert preset("Qwen3-0.6B") == PRESETS["qwen3-0.6b"]
+
+
+def test_a_preset_is_a_copy():
+    preset("qwen3-8b")["vocab_size"] = 0
+    assert PRESETS["qwen3-8b"]["vocab_size"] == 151936
+
+
+@pytest.mark.parametrize("name, near", [("qwen3-0.5b", "qwen3-0.6b"), ("llama3.1_8b", "llama3.1-8b")])
+def test_an_unknown_preset_names_the_nearest_and_all(name, near):
+    with pytest.raises(ValueError) as error:
+        preset(name)
+    assert repr(name) in str(error.value) and f"did you mean {near!r}?" in str(error.value)
+    assert all(known in str(error.value) for known in PRESETS)
