@@ -149,12 +149,12 @@ class DeviceBatch:
             ),
         )
 
-    def with_riders(self, riders: DeviceBatch) -> DeviceBatch:
-        """This batch of decodes, and runs of tokens that ride on it."""
+    def with_piggybacked(self, runs: DeviceBatch) -> DeviceBatch:
+        """This batch of decodes, followed by runs of prompt tokens whose attention runs concurrently with that of the decodes."""
         return DeviceBatch(
-            torch.cat((self.token_ids, riders.token_ids)),
-            torch.cat((self.positions, riders.positions)),
-            replace(self.metadata, riders=replace(riders.metadata, beside=True)),
+            torch.cat((self.token_ids, runs.token_ids)),
+            torch.cat((self.positions, runs.positions)),
+            replace(self.metadata, piggybacked=replace(runs.metadata, concurrent=True)),
         )
 
 

@@ -49,13 +49,14 @@ class AttentionMetadata:
     """[num_seqs - num_decodes + 1] int32: where each run of tokens starts, counted from the first run's start."""
     max_query_len: int = 0
     """The longest run."""
-    beside: bool = False
-    """The runs of tokens are attended to while other kernels run."""
+    concurrent: bool = False
+    """Whether other kernels run at the same time as the attention of the runs."""
     shared: SharedPrefixes | None = None
     """In a batch of decodes alone: whose leading blocks are to be read once, if anybody's."""
-    riders: AttentionMetadata | None = None
-    """Runs of tokens that ride on a batch of decodes alone: they come after these, and all else here says nothing of them. Each kind has
-    the ops that it has in a batch of its own, at the same time, so no decode may attend to what a rider writes, nor the other way round."""
+    piggybacked: AttentionMetadata | None = None
+    """Runs of prompt tokens that are computed together with a batch of decodes: their tokens follow those of the decodes, and
+    every other field describes the decodes only. The attention of the two kinds runs concurrently, each with its own ops. So no
+    decode may attend to what a piggybacked run writes, nor the other way round."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,14 @@ class Attention:
             raise ValueError(
                 f"q: expected a head_dim of {rotary.cos_sin_cache.shape[1]}, as the angles have, not {head_dim}"
             )
-        if m.riders is not None:
+        if m.piggybacked is not None:
             n = m.num_decodes
             rest = (rotary, q_norm, k_norm, cache)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             with fork(q.device) as side:
                 with torch.cuda.stream(side):
-                    self.of_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.riders, out[n:])
-                self.of_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, riders=None), out[:n])
+                    self.of_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.piggybacked, out[n:])
+                self.of_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, piggybacked=None), out[:n])
             return out
         norms = () if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
@@ -196,7 +197,7 @@ class Attention:
                 q[:n], cache.k, cache.v, m.block_table[:n], m.context_lens[:n], m.max_context_len, *options, out=out[:n]
             )
         runs = None if out is None else out[n:]
-        beside = {"beside": True} if m.beside and self._attention_prefill.takes_beside else {}
+        beside = {"beside": True} if m.concurrent and self._attention_prefill.takes_beside else {}
         result = self._attention_prefill(
             q[n:],
             cache.k,

@@ -163,7 +163,7 @@ def test_from_the_projection(fused, norm, riding):
             (rest[:n], AttentionMetadata(0, slot[rest[:n]], table[1:2], lens[1:2] - 1, 0, runs, n)),
             (
                 torch.cat((last[:2], rest[n:])),
-                AttentionMetadata(2, slot[last[:2]], table[:2], lens[:2], LENS[1], riders=third),
+                AttentionMetadata(2, slot[last[:2]], table[:2], lens[:2], LENS[1], piggybacked=third),
             ),
             (last[2:], AttentionMetadata(1, slot[last[2:]], table[2:], lens[2:], LENS[2])),
         ]
@@ -204,7 +204,7 @@ def test_only_what_rides_is_said_to_run_beside_others(riding, takes):
         0, slots(table)[1:4], table[1:2], torch.tensor([3]).int(), 0, torch.tensor([0, 3]).int(), 3
     )
     decodes = AttentionMetadata(1, slots(table)[:1], table[:1], torch.tensor([1]).int(), 1)
-    step = DeviceBatch(torch.zeros(1), torch.zeros(1), decodes).with_riders(
+    step = DeviceBatch(torch.zeros(1), torch.zeros(1), decodes).with_piggybacked(
         DeviceBatch(torch.zeros(3), torch.zeros(3), runs)
     )
     tokens = slice(0, 4) if riding else slice(1, 4)

@@ -162,7 +162,7 @@ class DecodeRunner:
         """
         batch = self.state.batch(rows, max_context_len, shared)
         if riding:
-            batch = batch.with_riders(self._riders.batch(RunsBucket(riding, piggyback.MAX_RIDERS))[0])
+            batch = batch.with_piggybacked(self._riders.batch(RunsBucket(riding, piggyback.MAX_RIDERS))[0])
         wanted = slice(rows) if riding else None
         hidden = self._model(batch.token_ids, batch.positions, self.caches, batch.metadata, wanted)
         return self._model.lm_head(hidden, out)
