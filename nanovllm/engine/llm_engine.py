@@ -115,7 +115,7 @@ class LLMEngine:
         """patient: nobody waits for its first tokens, so that its prompt may be computed late (`pacing`)."""
         for completion in request.completions:
             self._completions[completion.seq] = request, completion
-            completion.seq.patient = patient and request.params.prompt_logprobs is None
+            completion.seq.offline = patient and request.params.prompt_logprobs is None
             self.scheduler.add(completion.seq)
 
     def queue_batch(self, requests: list[Request]) -> None:

@@ -22,7 +22,7 @@ as many stay free as there are sequences that run.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens in a step.
         max_model_len: longest prompt plus output; the cache must hold at least one such sequence.
         eos_token_ids: tokens that end a sequence unless its `ignore_eos` is set.
-        rides: whether prompts of patient sequences ride on decode steps.
+        rides: whether prompts of offline sequences ride on decode steps.
     """
 
     def __init__(
@@ -76,9 +76,10 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.rides = rides
         self._ended_early = False
-        """Whether a patient sequence ended before it had all tokens that it might have, since there was nothing to do."""
+        """Whether an offline sequence stopped before its greatest length, since the scheduler was last idle."""
         self.num_preemptions = 0
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        """In the order of service. A dict, so that ending a waiting sequence takes the same time wherever it waits."""
         self.reset()
 
     def reset(self) -> None:
@@ -92,7 +93,7 @@ class Scheduler:
         """Whether the first that waits found too few blocks, and none has been given back since."""
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self.blocks.reset()
-        self.waiting = deque(
+        self.waiting = OrderedDict.fromkeys(
             seq for seq in self.waiting if seq.status is SequenceStatus.WAITING and not seq.num_pending
         )
         for seq in self.waiting:  # one of them may have been about to run
@@ -109,7 +110,7 @@ class Scheduler:
         seq.stop_ids = frozenset(seq.params.stop_token_ids) | (
             frozenset() if seq.params.ignore_eos else self.eos_token_ids
         )
-        self.waiting.append(seq)
+        self.waiting[seq] = None
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can run before results in flight are read (or nothing is left)."""
@@ -186,11 +187,11 @@ class Scheduler:
         if len(prompts) + len(waiting) > self.max_num_seqs:
             return at_full_speed
         prompts.extend(waiting)
-        if self._ended_early or not prompts or not all(seq.patient for seq in prompts):
+        if self._ended_early or not prompts or not all(seq.offline for seq in prompts):
             return at_full_speed
         pace = piggyback.pace(
             [seq.max_len - seq.num_tokens for seq in decodes],
-            max((seq.max_len - seq.num_tokens for seq in decodes if seq.patient), default=None),
+            max((seq.max_len - seq.num_tokens for seq in decodes if seq.offline), default=None),
             ((seq.num_tokens - seq.num_computed_tokens, seq.max_len - seq.num_tokens) for seq in prompts),
             self.max_num_seqs,
             self.max_num_batched_tokens - len(decodes),
@@ -225,7 +226,7 @@ class Scheduler:
     def _admit(self, parts: list[ScheduledSequence], budget: int, riders: int | None) -> None:
         """Add the parts of waiting sequences in their order, as far as everything suffices."""
         while self.waiting and budget > 0 and self._free_slots:
-            seq = self.waiting[0]
+            seq = next(iter(self.waiting))
             if seq.num_pending:
                 break  # preempted with a token in flight: its tokens are not all known yet
             prefix = self.blocks.match_prefix(seq)
@@ -237,7 +238,7 @@ class Scheduler:
             if not self.blocks.admit(seq, prefix, start + num_tokens, 0 if riders is None else seq.num_tokens):
                 self._head_lacks_blocks = True
                 break
-            self.waiting.popleft()
+            del self.waiting[seq]
             seq.status = SequenceStatus.RUNNING
             seq.slot = self._free_slots.pop()
             seq.num_computed_tokens = start
@@ -275,9 +276,9 @@ class Scheduler:
             self.blocks.register(seq)
             self._release(seq)
         elif seq in self.waiting:
-            self.waiting.remove(seq)
+            del self.waiting[seq]
             self._head_lacks_blocks = False  # who waits behind it may need fewer blocks
-        self._ended_early |= seq.patient and reason == "stop"
+        self._ended_early |= seq.offline and reason == "stop"
         seq.end(reason, stop_reason)
 
     def _take(self, seq: Sequence, num_tokens: int, admitted: bool = False, rides: bool = False) -> ScheduledSequence:
@@ -300,7 +301,8 @@ class Scheduler:
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_computed_tokens = 0
-        self.waiting.appendleft(seq)
+        self.waiting[seq] = None
+        self.waiting.move_to_end(seq, last=False)
         self.num_preemptions += 1
         return seq
 

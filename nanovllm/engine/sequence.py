@@ -26,11 +26,17 @@ class Sequence:
     __slots__ = (
         "seq_id", "index", "params", "seed", "prompt_len", "token_ids", "num_pending", "num_computed_tokens",
         "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "slot", "status", "finish_reason", "stop_reason",
-        "max_len", "stop_ids", "patient",
+        "max_len", "stop_ids", "offline", "cache_salt",
     )  # fmt: skip
 
     def __init__(
-        self, seq_id: int, prompt_token_ids: list[int], params: SamplingParams, seed: int, index: int = 0
+        self,
+        seq_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        index: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         self.seq_id = seq_id
         self.index = index
@@ -57,8 +63,11 @@ class Sequence:
         """Most tokens, prompt included; the scheduler lowers it to what it serves."""
         self.stop_ids: frozenset[int] = frozenset()
         """Tokens that end the sequence, set when it is queued."""
-        self.patient = False
-        """Whether nobody waits for its first token, so that its prompt may be computed late; see `engine/fast/piggyback.py`."""
+        self.offline = False
+        """Whether only the time of its last token matters, not that of its first; its prompt may then be computed late
+        (`engine/fast/piggyback.py`)."""
+        self.cache_salt = cache_salt
+        """Cached prefixes are shared only among sequences of the same salt."""
 
     @property
     def num_tokens(self) -> int:

@@ -152,10 +152,10 @@ class Simulation:
 
     def add(
         self, prompt: list[int], params: SamplingParams | None = None, seed: int = 0, stop_at: int | None = None,
-        patient: bool = False,
+        offline: bool = False,
     ) -> Sequence:  # fmt: skip
         seq = Sequence(len(self.added), prompt, params or SamplingParams(max_tokens=4, ignore_eos=True), seed)
-        seq.patient = patient
+        seq.offline = offline
         self.added.append((seq, list(prompt), stop_at))
         self.scheduler.add(seq)
         self.scheduler.check()

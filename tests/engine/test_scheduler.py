@@ -55,7 +55,7 @@ def requests(draw):
         copies=draw(st.sampled_from((1, 1, 1, 2, 3))),
         seed=draw(st.integers(0, 3)),
         stop_at=draw(st.none() | st.integers(1, 6)),
-        patient=draw(st.sampled_from((True, True, True, False))),
+        offline=draw(st.sampled_from((True, True, True, False))),
         params=SamplingParams(
             max_tokens=max_tokens,
             min_tokens=draw(st.integers(0, max_tokens)),
@@ -97,7 +97,7 @@ def _drive(setup, operations):
             if value["own_end"]:
                 prompt[-1] = value["own_end"]
             for copy in range(value["copies"]):
-                sim.add(prompt, value["params"], value["seed"] + copy, value["stop_at"], value["patient"])
+                sim.add(prompt, value["params"], value["seed"] + copy, value["stop_at"], value["offline"])
         elif name.startswith("abort"):
             if sim.added:
                 seq = sim.added[value % len(sim.added)][0]
@@ -136,7 +136,7 @@ def random_case(rng):
             max_tokens = rng.randint(1, 14)
             value = dict(
                 length=rng.randint(1, 23), document=rng.randrange(2), own_end=rng.randint(0, 3), copies=rng.randint(1, 3),
-                seed=rng.randrange(4), stop_at=rng.choice((None, 2, 5)), patient=rng.random() < 0.9,
+                seed=rng.randrange(4), stop_at=rng.choice((None, 2, 5)), offline=rng.random() < 0.9,
                 params=SamplingParams(
                     max_tokens=max_tokens, min_tokens=rng.randint(0, max_tokens), ignore_eos=rng.random() < 0.5,
                     stop_token_ids=rng.choice(((), (3,))), prompt_logprobs=rng.choice((None, None, 1)),

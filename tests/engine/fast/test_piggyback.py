@@ -1,7 +1,7 @@
 """How prompts are spread over decode steps: who rides ends in time, what cannot is computed at once, and nobody else waits."""
 
 import random
-from collections import deque
+from collections import OrderedDict
 
 import pytest
 
@@ -91,13 +91,13 @@ def test_prompts_that_lack_a_slot_are_expected_to_wait_for_one():
     assert pace([3] + [1000] * 19, 1000, [(472, 996)], 20, 16384) == Pace(at_once=1024)
 
 
-def run(lengths, outputs, rides, patient=True, slots=512):
+def run(lengths, outputs, rides, offline=True, slots=512):
     """(steps that rode, all steps, tokens of prompts in each step without riders) of sequences that all have their full output."""
     blocks = BlockManager(2000, 256, enable_prefix_caching=False)
     scheduler = Scheduler(blocks, slots, 16384, 4096, (), rides)
     for i in sorted(range(len(lengths)), key=lambda i: -outputs[i]):
         seq = Sequence(i, [1] * lengths[i], SamplingParams(max_tokens=outputs[i], ignore_eos=True), 0)
-        seq.patient = patient
+        seq.offline = offline
         scheduler.add(seq)
     rode, steps, at_once = 0, 0, []
     while scheduler.has_unfinished:
@@ -139,7 +139,7 @@ def test_a_prompt_whose_whole_does_not_fit_is_not_begun(rides):
     computed = 0
     for length, output in ((16, 200), (300, 10)):
         seq = Sequence(length, [1] * length, SamplingParams(max_tokens=output, ignore_eos=True), 0)
-        seq.patient = True
+        seq.offline = True
         scheduler.add(seq)
         for _ in range(2):
             step = scheduler.schedule()
@@ -153,10 +153,10 @@ def test_a_prompt_whose_whole_does_not_fit_is_not_begun(rides):
     assert scheduler.num_preemptions == 0 and computed == 16 + 199 + 300 + 9
 
 
-def add_patient(scheduler, length, outputs):
+def add_offline(scheduler, length, outputs):
     for i, output in enumerate(outputs):
         seq = Sequence(i, [1] * length, SamplingParams(max_tokens=output), 0)
-        seq.patient = True
+        seq.offline = True
         scheduler.add(seq)
 
 
@@ -164,12 +164,12 @@ def test_equal_requests_and_those_that_someone_waits_for_do_not_ride():
     assert run([300] * 100, [200] * 100, True) == run([300] * 100, [200] * 100, False)
     lengths, outputs = [300] * 100, list(range(100, 200))
     assert run(lengths, outputs, True)[0] > 50
-    assert run(lengths, outputs, True, patient=False) == run(lengths, outputs, False, patient=False)
+    assert run(lengths, outputs, True, offline=False) == run(lengths, outputs, False, offline=False)
 
 
 def test_one_who_waits_lets_all_prompts_go_at_once():
     scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), True)
-    add_patient(scheduler, 1000, range(500, 100, -20))
+    add_offline(scheduler, 1000, range(500, 100, -20))
 
     def go():
         step = scheduler.schedule()
@@ -191,14 +191,14 @@ def test_after_an_early_end_nobody_rides():
         scheduler.update(step, [token] + [2] * (len(step.sampling) - 1))
         return step
 
-    add_patient(scheduler, 1000, range(500, 100, -20))
+    add_offline(scheduler, 1000, range(500, 100, -20))
     go()
     assert go().riding is not None and go(7).riding is not None
     step = go()
     assert step.riding is None and step.num_tokens > 10_000
     while scheduler.has_unfinished:
         assert go().riding is None
-    add_patient(scheduler, 1000, range(500, 100, -20))
+    add_offline(scheduler, 1000, range(500, 100, -20))
     go()
     assert go().riding is not None  # the next ones are believed again
 
@@ -209,30 +209,31 @@ def test_many_short_prompts_ride_on_several_steps():
     assert rode == 64 // piggyback.MAX_RIDERS and at_once == [2000] and steps == 300
 
 
-@pytest.mark.parametrize("patient", [False, True])
-def test_prompts_do_not_wait_for_the_end_of_what_others_wait_for(patient):
+@pytest.mark.parametrize("offline", [False, True])
+def test_prompts_do_not_wait_for_the_end_of_what_others_wait_for(offline):
     """`generate` returns with its own last token, however long a stream beside it will be."""
     scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), True)
     for i, output in enumerate((3000, *[100] * 40)):
         seq = Sequence(i, [1] * 500, SamplingParams(max_tokens=output, ignore_eos=True), 0)
-        seq.patient = patient or i > 0
+        seq.offline = offline or i > 0
         scheduler.add(seq)
         if i == 0:
             step = scheduler.schedule()
             scheduler.update(step, [2])
     step = scheduler.schedule()
-    assert (step.riding is not None) is patient
-    assert patient or step.num_tokens == 16384
+    assert (step.riding is not None) is offline
+    assert offline or step.num_tokens == 16384
 
 
-class Unlooked(deque):
+class Unlooked(OrderedDict):
     def __iter__(self):
-        raise AssertionError
+        yield next(super().__iter__())
+        raise AssertionError("the whole queue is looked at")
 
 
 def test_where_slots_are_short_prompts_go_at_once_and_a_long_queue_is_not_looked_at():
     scheduler = Scheduler(BlockManager(500, 256, False), 8, 256, 4096, (), True)
-    add_patient(scheduler, 100, range(2000, 0, -100))
+    add_offline(scheduler, 100, range(2000, 0, -100))
     scheduler.waiting = Unlooked(scheduler.waiting)
     steps = []
     for _ in range(3):
