@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanovllm.hardware.gpu_presets import DeviceModel
-from nanovllm.plan.resources import occupancy
+from nanovllm.hardware.occupancy import occupancy
 
 _INSTRUCTION = re.compile(r"^[ \t]*(?:@!?%\w+[ \t]+)?([a-z][a-z0-9_]*(?:[.:]+\w+)*)(?=[ \t;])[^;\n]*;?", re.MULTILINE)
 _MEMORY = re.compile(r"^(ld|st)\.(?:\w+\.)*?(global|shared)(?:::\w+)?\b")
