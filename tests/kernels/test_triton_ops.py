@@ -623,7 +623,7 @@ if DEVICE == "cuda":
     @pytest.mark.parametrize("rows", [1, 32])
     def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypatch):
         """A captured step of them, between matrix products: every replay has the bits of one in which none is launched early."""
-        from nanovllm.kernels.triton import launch
+        from nanovllm.kernels.triton import early_start
 
         monkeypatch.undo()  # no kernel that fills memory between two of the step
         dtype, size, inner, vocab = torch.bfloat16, 1024, 3072, 32000
@@ -663,7 +663,7 @@ if DEVICE == "cuda":
             return [t.clone() for t in (*results, ids)]
 
         early = captured()
-        monkeypatch.setattr(launch, "has_dependent_launch", lambda device: False)
+        monkeypatch.setattr(early_start, "has_dependent_launch", lambda device: False)
         expected = run(*captured())
         assert all(t.isfinite().all() for t in expected[:2])
         for _ in range(100):

@@ -21,7 +21,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
 import nanovllm.kernels.triton.rows as ops
-from nanovllm.kernels.triton import launch
+from nanovllm.kernels.triton import early_start
 from nanovllm.kernels.triton.rows import copy as copying
 from nanovllm.kernels.triton.sampling.advance import advance_rows
 
@@ -310,7 +310,7 @@ def advance():
 
 def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
     """Every program waits, once, before all loads but the norms' weights; only the elementwise ones let dependents start, right behind it."""
-    monkeypatch.setattr(launch, "has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(early_start, "has_dependent_launch", lambda device: True)
     elementwise = "silu_and_mul", "fused_activation", "fused_add_gelu", "element_wise_mul_add"
     for case, early_loads, call in dependent_cases(tensors(torch.bfloat16)):
         for name, kernel, args, options in launches_of([(case, call)]):
@@ -403,7 +403,7 @@ def test_a_draw_reads_logits_once_and_moves_little_between_threads(capability):
 
 def test_few_variants_of_sampling(monkeypatch):
     """What a batch changes makes the compiler start again for nothing but filters, and launches before the predecessor's end."""
-    monkeypatch.setattr(launch, "has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(early_start, "has_dependent_launch", lambda device: True)
     found = {}
     wanted = [(0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)]
     for rows in (1, 2, 3, 7, 16, 32, 33, 64, 100, 128, 200, 256, 512, 1056, 2000):

@@ -17,45 +17,6 @@ def num_sms(x: torch.Tensor) -> int:
     return _sms(x.device.index) if x.is_cuda else _DEFAULT_SMS
 
 
-@cache
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels can be launched before their predecessor has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def can_launch_early(x: torch.Tensor) -> bool:
-    """Whether a kernel on x's device can be launched before its predecessor has ended, for which it then waits."""
-    return has_dependent_launch(x.device)
-
-
-_FEW_ROWS = 32
-"""Up to here norms between products were first seen to gain, at 256 rows to lose (H200); of draws and advances more was not compared."""
-
-
-def launched_early(x: torch.Tensor, rows: int) -> bool:
-    """Whether a kernel that draws from so many rows, or advances them, is launched before its predecessor has ended."""
-    return rows <= _FEW_ROWS and can_launch_early(x)
-
-
-def are_constant(*weights: torch.Tensor | None) -> bool:
-    """Whether a kernel may read them before its predecessor has ended: parameters of a module, which no kernel writes.
-
-    Any other tensor may be what the predecessor is about to write. Then the kernel is launched when that has ended, as usual.
-    """
-    return all(w is None or type(w) is torch.nn.Parameter for w in weights)
-
-
-_FEW_BYTES = 8 << 20
-
-
-def small_elementwise(y: torch.Tensor) -> bool:
-    """Whether an elementwise kernel with the result y is launched before its predecessor has ended, and lets its successor start.
-
-    Up to so many bytes the launch counts more than the memory; beyond, the wait in each of many programs costs more.
-    """
-    return y.nbytes <= _FEW_BYTES and has_dependent_launch(y.device)
-
-
 def largest_block(size: int, most: int, least: int) -> int | None:
     """The largest power of two that divides `size`, at most `most`; None if it is below `least`."""
     block = min(size & -size, most)

@@ -21,8 +21,8 @@ from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper, refus
 from nanovllm.kernels.triton.attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton.attention.decode_plan import DecodePlan, HopperDecodePlan, plan_decode, tokens_together
 from nanovllm.kernels.triton.counters import arrival_counters
-from nanovllm.kernels.triton.gemm.decode_hopper import MAX_TOKENS
-from nanovllm.kernels.triton.launch import adjacent, are_constant, cdiv, has_dependent_launch, next_power_of_2
+from nanovllm.kernels.triton.early_start import ATTENTION_TOKENS, are_constant, has_dependent_launch
+from nanovllm.kernels.triton.launch import adjacent, cdiv, next_power_of_2
 from nanovllm.kernels.triton.rows.move_rows import num_scales
 
 
@@ -321,8 +321,7 @@ def launch_decode(
         SHARED=shared is not None,
         EARLY=plan.early and new is not None and shared is None,
         DEPENDENT=dependent,
-        # The output projection of so few tokens waits as well, and loads its weights before: let it start.
-        RELEASE=dependent and num_tokens <= MAX_TOKENS,
+        RELEASE=dependent and num_tokens <= ATTENTION_TOKENS,
         num_warps=plan.warps,
         num_stages=plan.stages,
         launch_pdl=dependent and (new is None or new.early),

@@ -21,7 +21,7 @@ from nanovllm.kernels.triton.attention.common import (
 from nanovllm.kernels.triton.attention.decode_plan import HopperDecodePlan, plan_hopper_decode
 from nanovllm.kernels.triton.cluster_launch import launch_clusters, launches_clusters
 from nanovllm.kernels.triton.counters import arrival_counters
-from nanovllm.kernels.triton.gemm.decode_hopper import MAX_TOKENS
+from nanovllm.kernels.triton.early_start import ATTENTION_TOKENS
 from nanovllm.kernels.triton.rows.move_rows import num_scales
 
 if TYPE_CHECKING:
@@ -223,8 +223,7 @@ def launch_hopper(
         FP8=fp8,
         K_SCALES=num_scales(k_scale),
         V_SCALES=num_scales(v_scale),
-        # The output projection of so few tokens waits as well, and loads its weights before: let it start.
-        RELEASE=num_seqs <= MAX_TOKENS,
+        RELEASE=num_seqs <= ATTENTION_TOKENS,
         CLUSTER=plan.cluster,
         num_warps=plan.warps,
         launch_pdl=new is None or new.early,

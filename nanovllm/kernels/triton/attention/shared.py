@@ -25,7 +25,8 @@ from nanovllm.kernels.triton.attention.decode import (
 from nanovllm.kernels.triton.attention.decode import qk_norm_rope_attention as unshared
 from nanovllm.kernels.triton.attention.decode_plan import DecodePlan, plan_decode
 from nanovllm.kernels.triton.attention.shared_kernel import shared_kernel
-from nanovllm.kernels.triton.launch import has_dependent_launch, next_power_of_2
+from nanovllm.kernels.triton.early_start import has_dependent_launch
+from nanovllm.kernels.triton.launch import next_power_of_2
 from nanovllm.kernels.triton.rows.move_rows import num_scales
 
 # Partial results of the shared part take at most about this, since a graph's memory has to have room for them.

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.early_start import are_constant
 from nanovllm.kernels.triton.gemm.decode_plan import MANY_OUTPUTS
-from nanovllm.kernels.triton.launch import adjacent, are_constant, cdiv, next_power_of_2, num_sms, warps_for
+from nanovllm.kernels.triton.launch import adjacent, cdiv, next_power_of_2, num_sms, warps_for
 
 # Rows of the weight that a program has, and columns of a tile: a swizzled line of 128 bytes.
 ROWS = 64

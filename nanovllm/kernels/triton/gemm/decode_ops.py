@@ -16,20 +16,14 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.early_start import are_constant, has_dependent_launch
 from nanovllm.kernels.triton.gemm import decode_hopper
 from nanovllm.kernels.triton.gemm.decode_matrix_kernel import matrix_kernel
 from nanovllm.kernels.triton.gemm.decode_plan import MatrixPlan, VectorPlan, max_tokens, plan
 from nanovllm.kernels.triton.gemm.decode_vector_kernel import vector_kernel
 from nanovllm.kernels.triton.gemm.linear_ops import many_tokens, silu_and_mul_of_many
 from nanovllm.kernels.triton.gemm.tiled_kernel import tma_fits
-from nanovllm.kernels.triton.launch import (
-    adjacent,
-    are_constant,
-    cdiv,
-    has_dependent_launch,
-    matrix_of,
-    next_power_of_2,
-)
+from nanovllm.kernels.triton.launch import adjacent, cdiv, matrix_of, next_power_of_2
 from nanovllm.kernels.triton.rows.activation import silu_and_mul
 from nanovllm.kernels.triton.rows.norm import add_rms_norm_out, rms_norm
 

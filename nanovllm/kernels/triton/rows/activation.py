@@ -5,14 +5,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton import tunables
-from nanovllm.kernels.triton.launch import (
-    cdiv,
-    largest_block,
-    matrix_of,
-    next_power_of_2,
-    small_elementwise,
-    warps_for,
-)
+from nanovllm.kernels.triton.early_start import small_elementwise
+from nanovllm.kernels.triton.launch import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton.math import activation, rounded, to_dtype, wide
 
 _KINDS = ("gelu", "gelu_tanh", "silu", "mish", "relu")

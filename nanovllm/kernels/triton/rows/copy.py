@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.launch import cdiv, has_dependent_launch
+from nanovllm.kernels.triton.early_start import has_dependent_launch
+from nanovllm.kernels.triton.launch import cdiv
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.launch import launched_early
+from nanovllm.kernels.triton.early_start import launched_early
 
 _ROWS = 512
 
