@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import test_custom_kernels as script
-from nanovllm.kernels.testing.benchmark import Timing
+from nanovllm.hardware.timing import Timing
 from nanovllm.kernels.testing.compare import Measurement
 from nanovllm.kernels.testing.verify import Case
 

@@ -31,8 +31,7 @@ ALLOWED = {
 }  # fmt: skip
 # Imports against the rule that are still to be undone: (importing module, imported part).
 TO_UNDO = {
-    ("fuse.saved", "bench"), ("hardware.gpu_presets", "kernels"), ("hardware.measured_rates", "kernels"),
-    ("plan.builtin", "tune"), ("tune.tune", "bench"),
+    ("plan.builtin", "tune"),
 }  # fmt: skip
 # A second or more to import, and not needed by whoever serves token ids or only asks for help.
 HEAVY = {"transformers", "rich", "tokenizers", "huggingface_hub", "gguf"}

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import record_function
 
-from nanovllm.bench.roofline import Work
+from nanovllm.hardware.roofline import Work
 from nanovllm.kernels import all_ops
 
 OP_NAME = re.compile(r"^(?P<op>[a-z]\w*)(?: (?P<module>\w+))? \[(?P<provider>[\w.-]+)\]$")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from nanovllm.bench.job import Row
-from nanovllm.bench.roofline import Work, share_of_limit
+from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.measured_rates import Rates
-from nanovllm.hardware.versions import versions
-from nanovllm.kernels.op.measured_order import canonical_gpu_name
+from nanovllm.hardware.roofline import Work, share_of_limit
+from nanovllm.hardware.versions import Provenance, provenance
 
 SCHEMA = 1
 # A ratio may fall by this much, besides the spread of the two measurements, before it counts as a regression.
@@ -25,13 +23,9 @@ MOST_ALLOWED = 0.5
 
 
 @dataclass
-class Record:
+class Record(Provenance):
     """Everything that a run of the benchmark found out."""
 
-    date: str
-    commit: str
-    dirty: bool
-    versions: dict[str, str]
     rates: Rates | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
@@ -48,22 +42,7 @@ class Record:
 
 def new_record(root: Path, arguments: dict[str, Any]) -> Record:
     """A record of now, of the checkout at `root`."""
-
-    def git(*args: str) -> str:
-        try:
-            done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.SubprocessError):
-            return ""
-        return done.stdout.rstrip() if done.returncode == 0 else ""
-
-    commit = git("rev-parse", "--short=10", "HEAD")
-    # A file that was measured into does not make the code another one.
-    dirty = any(
-        not line[3:].startswith("results/")
-        for line in git("status", "--porcelain", "--untracked-files=no").splitlines()
-    )
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-    return Record(date, commit or "unknown", dirty, versions(), arguments=arguments)
+    return Record(**asdict(provenance(root)), arguments=arguments)
 
 
 def add_shares(row: Row, rates: Rates | None) -> None:

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanovllm.bench.job import percentile
-from nanovllm.bench.roofline import Work, op_floor
 from nanovllm.bench.trace import WINDOW, Kernel, Owner, Range, Step, Trace, busy, flame, gaps, name_graph_kernels
 from nanovllm.hardware.measured_rates import Rates
+from nanovllm.hardware.roofline import Work, op_floor
 
 OTHER = ("no op", "", "torch")
 

@@ -17,7 +17,7 @@ import torch
 from nanovllm.arguments import full_dtype
 from nanovllm.bench.engines import Engine, EngineError, start
 from nanovllm.bench.job import Emit, Job, Repeat, Row, stopped
-from nanovllm.bench.roofline import ModelShape, workload_work
+from nanovllm.bench.workload_cost import ModelShape, workload_work
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware import measured_rates as device_rates
 from nanovllm.sampling_params import SamplingParams

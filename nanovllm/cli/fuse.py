@@ -122,7 +122,7 @@ def _measure(target: Target, where: torch.device, compile: bool, iters: int, sav
     from nanovllm.fuse import report_tables, saved
     from nanovllm.fuse.measure import WAYS, agreement
     from nanovllm.fuse.measure import measure as run
-    from nanovllm.hardware.measured_rates import device_name
+    from nanovllm.hardware.gpu_name import device_name
 
     ways = tuple(w for w in WAYS if compile or w != "compile")
     with torch.inference_mode(False):

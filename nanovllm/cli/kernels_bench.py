@@ -123,7 +123,7 @@ def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str
         "command": "nanovllm " + _command(sys.argv[1:]),
     }
     if where.type == "cuda":
-        from nanovllm.kernels.testing.benchmark import copy_bandwidth, empty_kernel_time
+        from nanovllm.hardware.roofline import copy_bandwidth, empty_kernel_time
 
         document["copy_bytes_per_second"] = copy_bandwidth(where)
         document["empty_kernel_us"] = 1e6 * empty_kernel_time(where)
@@ -139,7 +139,7 @@ def _command(arguments: Sequence[str]) -> str:
 def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
     title = device_name(where)
     if where.type == "cuda":
-        from nanovllm.kernels.testing.benchmark import copy_bandwidth, empty_kernel_time
+        from nanovllm.hardware.roofline import copy_bandwidth, empty_kernel_time
 
         title += f": copy {copy_bandwidth(where) / 1e12:.2f} TB/s, empty kernel {1e6 * empty_kernel_time(where):.2f} us"
     table = new_table(
@@ -182,7 +182,8 @@ def _warn_of_slow_choices(
 def _save_table(where: torch.device, results: list[Measurement], directory: Path, date: str) -> Path:
     import torch
 
-    from nanovllm.kernels.op.measured_order import canonical_gpu_name, save_table
+    from nanovllm.hardware.gpu_name import canonical_gpu_name
+    from nanovllm.kernels.op.measured_order import save_table
     from nanovllm.kernels.testing.compare import providers_by_speed
 
     by_op = {}

@@ -20,8 +20,8 @@ from nanovllm.fuse import fx_nodes
 from nanovllm.fuse.analyzer import FusionAnalyzer
 from nanovllm.fuse.extract import Extract, extract, values
 from nanovllm.fuse.grouping import Group
+from nanovllm.hardware.timing import l2_bytes, time_in_graph, time_kernel
 from nanovllm.kernels.op.declaration import copy_of
-from nanovllm.kernels.testing.benchmark import l2_bytes, time_in_graph, time_kernel
 
 WAYS = ("unfused", "compile", "ours")
 _MOST_COPIES = 64

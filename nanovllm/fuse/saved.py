@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.bench.results import new_record
 from nanovllm.fuse.measure import Comparison, Measured, agreement
-from nanovllm.kernels.op.measured_order import canonical_gpu_name
+from nanovllm.hardware.gpu_name import canonical_gpu_name
+from nanovllm.hardware.versions import provenance
 
 SCHEMA = 1
 
@@ -23,14 +23,10 @@ def document(rows: Sequence[Comparison], device: str, arguments: Mapping[str, An
         arguments: what tells this run from others: the module and its batch.
         root: the checkout whose commit is noted.
     """
-    record = new_record(root, dict(arguments))
     found = agreement(rows)
     return {
         "schema": SCHEMA,
-        "date": record.date,
-        "commit": record.commit,
-        "dirty": record.dirty,
-        "versions": record.versions,
+        **asdict(provenance(root)),
         "device": device,
         "arguments": dict(arguments),
         "rank_correlation": _rounded(found.rank),

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.arguments import SHORT_DTYPES
+from nanovllm.hardware.gpu_name import canonical_gpu_name
 
 if TYPE_CHECKING:
     import torch
@@ -223,8 +224,6 @@ def _short_names() -> dict[str, DeviceModel]:
 
 def _known(name: str) -> DeviceModel | None:
     """The preset of a name in any form. The smaller A100 is told by its name, since its memory is slower too."""
-    from nanovllm.kernels.op.measured_order import canonical_gpu_name
-
     short, given, chip = _short_names(), _plain(name), _plain(canonical_gpu_name(name))
     if chip in ("a100", "a100pcie") and "40gb" in given:
         chip = given = "a10040gb"
@@ -256,7 +255,6 @@ def this_device(device: torch.device, refresh: bool = False) -> DeviceModel:
     import torch
 
     from nanovllm.hardware.measured_rates import rates
-    from nanovllm.kernels.op.measured_order import canonical_gpu_name
 
     if device.type != "cuda":
         raise ValueError(f"device: expected a CUDA device, not {device}; name a preset instead: {', '.join(PRESETS)}")

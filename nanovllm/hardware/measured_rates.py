@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,9 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nanovllm.hardware.gpu_name import device_name, slug
 from nanovllm.hardware.precision import float32_products
+from nanovllm.hardware.roofline import copies
+from nanovllm.hardware.timing import time_in_graph
 from nanovllm.hardware.versions import versions
-from nanovllm.kernels.testing.benchmark import copies, time_in_graph
 
 _MIB = 2**20
 _SCHEMA = 3
@@ -64,17 +65,6 @@ def best_of(a: Rates, b: Rates) -> Rates:
     named = {f: max(getattr(a, f), getattr(b, f)) for f in ("bandwidth", "read", "copy", "cache_bandwidth")}
     shortest = {f: min(getattr(a, f), getattr(b, f)) for f in ("kernel_seconds", "dram_latency", "cache_latency")}
     return replace(b, matmul=matmul, **shortest, **named)
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads"
-
-
-def slug(name: str) -> str:
-    """A device's name as a folder's: "NVIDIA H200" -> "nvidia-h200"."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def rates(device: torch.device, dtypes: tuple[str, ...] = ("bfloat16",), refresh: bool = False) -> Rates:
@@ -220,7 +210,7 @@ def _bandwidths(device: torch.device, cache_bytes: int) -> tuple[float, float, f
     times = [_least_cuda(call) for call in (source.sum, source.view(-1, 4096).amax)]
     cache_bandwidth = 0.0
     try:
-        from nanovllm.hardware.read_kernel import read_time
+        from nanovllm.hardware.probe_kernels import read_time
 
         times.append(read_time(source, _least_cuda))
         small = source[: min(cache_bytes // 4, num_bytes) // 4]
@@ -234,7 +224,7 @@ def _bandwidths(device: torch.device, cache_bytes: int) -> tuple[float, float, f
 def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
     """Of device memory and of the L2 cache; zeros without Triton."""
     try:
-        from nanovllm.hardware.chase_kernel import chase_seconds
+        from nanovllm.hardware.probe_kernels import chase_seconds
     except ImportError:
         return 0.0, 0.0
     # A sixteenth of the cache: half of it may be the part of the other multiprocessors, which holds copies.

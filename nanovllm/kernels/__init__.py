@@ -6,6 +6,7 @@ its arguments, which on a machine without CUDA or Triton is its PyTorch referenc
 
 from typing import TYPE_CHECKING
 
+from nanovllm.hardware.timing import benchmark_kernel
 from nanovllm.kernels.extra import *  # noqa: F403
 from nanovllm.kernels.extra import __all__ as _extra_names
 from nanovllm.kernels.op import torch_library as library
@@ -16,7 +17,6 @@ from nanovllm.kernels.op.registry import KernelError, Op, Provider, all_ops, op
 from nanovllm.kernels.op.selection import Kernels, resolve_kernels
 from nanovllm.kernels.ops import *  # noqa: F403
 from nanovllm.kernels.ops import __all__ as _op_names
-from nanovllm.kernels.testing.benchmark import benchmark_kernel
 
 if TYPE_CHECKING:
     KERNELS_AVAILABLE: bool

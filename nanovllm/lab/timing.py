@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.hardware.measured_rates import Rates, rates
-from nanovllm.kernels.testing.benchmark import Timing, time_kernel
+from nanovllm.hardware.timing import Timing, time_kernel
 from nanovllm.lab.check import compare_rows
 from nanovllm.lab.lesson import LARGEST_DIM, Inputs, Lesson
 from nanovllm.lab.profiled import Ran, kernels_that_ran

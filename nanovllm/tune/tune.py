@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.bench.results import new_record
+from nanovllm.hardware.versions import provenance
 from nanovllm.kernels.op.config_files import gpu_of
 from nanovllm.tune.measure import Bench, TuningError
 from nanovllm.tune.pruning import Candidates, candidates
@@ -140,8 +140,8 @@ def _alive(device: torch.device) -> bool:
 
 
 def _about(device: torch.device, strategy: str, seed: int) -> Mapping[str, Any]:
-    record = new_record(Path(__file__).resolve().parents[2], {})
+    found = provenance(Path(__file__).resolve().parents[2])
     return {
-        "device": torch.cuda.get_device_name(device), "date": record.date, "commit": record.commit, "dirty": record.dirty,
+        "device": torch.cuda.get_device_name(device), "date": found.date, "commit": found.commit, "dirty": found.dirty,
         "search": strategy, "seed": seed,
     }  # fmt: skip

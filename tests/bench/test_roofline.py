@@ -5,8 +5,9 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.instrument import Instrument, cold_bytes
-from nanovllm.bench.roofline import ModelShape, Work, op_floor, request_work, share_of_limit, workload_work
+from nanovllm.bench.workload_cost import ModelShape, request_work, workload_work
 from nanovllm.bench.workloads import Item
+from nanovllm.hardware.roofline import Work, op_floor, share_of_limit
 from nanovllm.kernels.op.selection import decorated_kernels
 from nanovllm.model_config import ModelConfig
 from tests import tiny

@@ -554,7 +554,7 @@ def test_a_host_is_measured():
 
 def others_use_the_gpu() -> bool:
     """Whether graphs that are replayed one after the other leave gaps: the device takes turns between programs."""
-    from nanovllm.kernels.triton.rows.empty import launch_empty
+    from nanovllm.hardware.probe_kernels import launch_empty
 
     launch_empty()
     graph = torch.cuda.CUDAGraph()

@@ -5,7 +5,7 @@ import torch
 
 from nanovllm.engine.fast.cuda_graphs import capture
 from nanovllm.hardware.cuda_graph_memory import GraphMemory
-from nanovllm.kernels.testing.benchmark import time_in_graph
+from nanovllm.hardware.timing import time_in_graph
 
 
 def wait_for_device():

@@ -183,7 +183,7 @@ def test_the_better_latency_is_the_shorter():
 
 def test_a_ring_visits_every_line_once():
     pytest.importorskip("triton")
-    from nanovllm.hardware.chase_kernel import ring
+    from nanovllm.hardware.probe_kernels import ring
 
     links, order = ring(128 * 1000, torch.device("cpu"))
     at, seen = int(order[0]), []
@@ -199,9 +199,9 @@ def test_the_chasing_kernel_follows_the_ring():
     """In Triton's interpreter, which must be chosen before Triton is imported."""
     pytest.importorskip("triton")
     code = (
-        "import torch; from nanovllm.hardware.chase_kernel import _chase, ring\n"
+        "import torch; from nanovllm.hardware.probe_kernels import chase_kernel, ring\n"
         "links, order = ring(128 * 50, torch.device('cpu')); end = torch.empty(1, dtype=torch.int32)\n"
-        "_chase[(1,)](links, end, int(order[7]), 64, num_warps=1)\n"
+        "chase_kernel[(1,)](links, end, int(order[7]), 64, num_warps=1)\n"
         "assert int(end) == int(order[(7 + 64) % 50]), (end, order)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=os.environ | {"TRITON_INTERPRET": "1"})

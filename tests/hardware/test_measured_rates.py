@@ -137,7 +137,7 @@ def test_nothing_stays_allocated(monkeypatch):
     monkeypatch.setattr(device, "_matmul_rates", lambda dtype, where: iter([5.0]))
     monkeypatch.setattr(device, "_kernel_seconds", lambda where: 1.0)
     monkeypatch.setattr(device, "_latencies", lambda where, size: (1.0, 1.0))
-    monkeypatch.setitem(sys.modules, "nanovllm.hardware.read_kernel", SimpleNamespace(read_time=lambda x, *_: 1.0))
+    monkeypatch.setitem(sys.modules, "nanovllm.hardware.probe_kernels", SimpleNamespace(read_time=lambda x, *_: 1.0))
     assert device._measure_cuda(CPU, "x", ("bfloat16",)).matmul == {"bfloat16": 5.0}
     assert alive and not any(alive) and cleared
 
@@ -168,9 +168,9 @@ def test_the_reading_kernel_reads_everything():
 
     pytest.importorskip("triton")
     code = (
-        "import torch; from nanovllm.hardware.read_kernel import _read, _BLOCK\n"
-        "x = torch.randint(0, 9, (_BLOCK * 11,)).float(); out = torch.full((4,), float('nan'))\n"
-        "_read[4,](x, out, 11, 3, BLOCK=_BLOCK, num_warps=8)\n"
+        "import torch; from nanovllm.hardware.probe_kernels import read_kernel, READ_BLOCK\n"
+        "x = torch.randint(0, 9, (READ_BLOCK * 11,)).float(); out = torch.full((4,), float('nan'))\n"
+        "read_kernel[4,](x, out, 11, 3, BLOCK=READ_BLOCK, num_warps=8)\n"
         "assert out.sum() == 3 * x.sum(), (out, x.sum())"
     )
     import os

@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
+from nanovllm.hardware.roofline import copies, copy_bandwidth, copy_time
+from nanovllm.hardware.timing import Timing, time_in_graph, time_kernel
 from nanovllm.kernels import Provider, all_ops, benchmark_kernel
 from nanovllm.kernels.op.availability import triton_support
-from nanovllm.kernels.testing.benchmark import Timing, copy_bandwidth, copy_time, time_in_graph, time_kernel
 from nanovllm.kernels.testing.compare import (
     WITHOUT_PLAN,
     Measurement,
@@ -257,17 +258,13 @@ def test_the_copy_is_no_easier_than_the_driver_s():
         assert copy_time(device, num_bytes) <= 1.05 * theirs
 
 
-def test_copies_without_triton_are_torch_s(monkeypatch):
-    from nanovllm.kernels.testing import benchmark
-
-    monkeypatch.setattr(benchmark, "triton_support", lambda device: "no Triton")
-    (way,) = benchmark.copies(CPU)
-    target = torch.zeros(5)
-    way(target, torch.ones(5))
-    assert target.tolist() == [1.0] * 5
-    pytest.importorskip("triton")
-    monkeypatch.setattr(benchmark, "triton_support", lambda device: None)
-    assert len(benchmark.copies(CPU)) > 1 and torch.Tensor.copy_ not in benchmark.copies(CPU)
+def test_copies_are_kernels_where_triton_runs():
+    triton = pytest.importorskip("triton")
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = False
+        assert copies(CPU) == [torch.Tensor.copy_]
+        triton.knobs.runtime.interpret = True
+        assert len(copies(CPU)) > 1 and torch.Tensor.copy_ not in copies(CPU)
 
 
 def test_copied_arguments_keep_strides_and_parameters():

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import versions
 from nanovllm.kernels.op import measured_order
-from nanovllm.kernels.op.measured_order import SHIPPED, canonical_gpu_name, save_table, table_path
+from nanovllm.kernels.op.measured_order import SHIPPED, save_table, table_path
 from nanovllm.kernels.op.registry import all_ops
 
 GPU = torch.device("cuda", 0)

@@ -18,6 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 import triton.language as tl
 
 import nanovllm.kernels.triton.rows as ops
+from nanovllm.hardware.probe_kernels import CopyPlan, copy, copy_plans
 from nanovllm.kernels.extra.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts
 from nanovllm.kernels.extra.layernorm_residual_dropout_gelu import (
     layernorm_residual_dropout_gelu as native_chain,
@@ -28,7 +29,6 @@ from nanovllm.kernels.ops.norm import rms_norm as native_rms_norm
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rope
 from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding
 from nanovllm.kernels.ops.sample import philox
-from nanovllm.kernels.triton.rows.copy import CopyPlan, copy, copy_plans
 from tests.interpreter import check_interpreted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -713,7 +713,10 @@ def test_copy(num_bytes):
     source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=torch.Generator().manual_seed(1)).to(
         DEVICE
     )
-    for plan in (*copy_plans(torch.device(DEVICE)), CopyPlan(1, 8, False, stream=True)):
+    for plan in (
+        *copy_plans(DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= 9),
+        CopyPlan(1, 8, False, stream=True),
+    ):
         target = torch.full((num_bytes + 100,), 77, dtype=torch.int8, device=DEVICE)
         copy(target[:num_bytes], source, plan)
         assert torch.equal(target[:num_bytes], source) and bool((target[num_bytes:] == 77).all()), plan

@@ -21,8 +21,8 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
 import nanovllm.kernels.triton.rows as ops
+from nanovllm.hardware import probe_kernels as copying
 from nanovllm.kernels.triton import early_start
-from nanovllm.kernels.triton.rows import copy as copying
 from nanovllm.kernels.triton.sampling.advance import advance_rows
 
 CAPABILITIES = [80, 90, 100]
@@ -283,10 +283,9 @@ def dependent_cases(tensor):
     yield "advance_rows", False, advance
 
 
-def test_a_copy_loads_and_stores_16_bytes_at_a_time(monkeypatch):
+def test_a_copy_loads_and_stores_16_bytes_at_a_time():
     """Of odd sizes too, but for their last bytes; all loads before the first store. Early ones wait before they load."""
-    monkeypatch.setattr(copying, "has_dependent_launch", lambda device: True)
-    plans = copying.copy_plans(torch.device("cpu"))
+    plans = copying.copy_plans(dependent_launch=True)
     assert len({plan.early for plan in plans}) == 2
     for plan in plans:
         for num_bytes in (1 << 20, (1 << 20) + 3):

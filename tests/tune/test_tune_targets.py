@@ -436,7 +436,7 @@ from pathlib import Path
 
 import torch
 from nanovllm.kernels import configs, tunables
-from nanovllm.kernels.testing.benchmark import time_kernel
+from nanovllm.hardware.timing import time_kernel
 from nanovllm.tune import Budget, Skipped, measure, targets
 from nanovllm.tune import tune as session
 from nanovllm.tune.targets import Job, target

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import versions
-from nanovllm.kernels.op.measured_order import canonical_gpu_name
 
 if TYPE_CHECKING:
     from nanovllm.kernels.op.tunable import Key, Tunable

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,21 +17,13 @@ from typing import Any
 
 import torch
 
+from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import versions
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "NANOVLLM_KERNEL_TABLES"
 SHIPPED = Path(__file__).parents[1] / "tables"
-
-
-def canonical_gpu_name(name: str) -> str:
-    """The chip behind a product name: "NVIDIA H100 80GB HBM3" -> "nvidia-h100", "NVIDIA GeForce RTX 4090" -> "nvidia-rtx-4090".
-
-    The form factor stays where it changes the clocks or the memory: "NVIDIA H100 PCIe" -> "nvidia-h100-pcie".
-    """
-    words = re.sub(r"\b(\d+\s*GB|HBM\w*|SXM\w*|GeForce|Tesla|Graphics)\b|[^\w\s]", " ", name, flags=re.IGNORECASE)
-    return "-".join(words.lower().split())
 
 
 def measured_order(op: str, device: torch.device) -> Sequence[str] | None:

@@ -11,18 +11,11 @@ from typing import Any
 
 import torch
 
+from nanovllm.hardware.roofline import copy_bandwidth, copy_time, matmul_rate
+from nanovllm.hardware.timing import Timing, l2_bytes, time_in_graph, time_kernel
 from nanovllm.kernels.op.availability import triton_support
 from nanovllm.kernels.op.declaration import Arguments, Shape, copy_of, nbytes
 from nanovllm.kernels.op.registry import KernelError, Op, Provider
-from nanovllm.kernels.testing.benchmark import (
-    Timing,
-    copy_bandwidth,
-    copy_time,
-    l2_bytes,
-    matmul_rate,
-    time_in_graph,
-    time_kernel,
-)
 from nanovllm.kernels.testing.verify import Case
 
 COMPILED = "torch.compile"

@@ -17,18 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.bench.workloads import Item
+from nanovllm.hardware.roofline import Work
 from nanovllm.model_config import ModelConfig
-
-
-@dataclass(frozen=True)
-class Work:
-    """Bytes through device memory and floating-point operations."""
-
-    bytes: int = 0
-    flops: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.bytes + other.bytes, self.flops + other.flops)
 
 
 @dataclass(frozen=True)
@@ -147,41 +137,3 @@ def workload_work(model: ModelShape, items: Sequence[Item], shared_prefix: int =
             steps * kv, model.run_flops(shared_prefix, wanted=0)
         )  # written once, read in every step but the first
     return total
-
-
-@dataclass(frozen=True)
-class Share:
-    """How much of the hardware a time used: of the memory bandwidth, of the matmul rate, and of whichever binds."""
-
-    mbu: float
-    mfu: float
-
-    @property
-    def limit(self) -> float:
-        return max(self.mbu, self.mfu)
-
-
-def share_of_limit(work: Work, seconds: float, bandwidth: float, matmul: float) -> Share:
-    """Shares as fractions of 1.
-
-    Args:
-        bandwidth: bytes a second. matmul: flops a second.
-    """
-    return Share(work.bytes / bandwidth / seconds, work.flops / matmul / seconds)
-
-
-def op_floor(
-    work: Work, bandwidth: float, matmul: float, cache_bytes: int = 0, cache_bandwidth: float = 0.0, cold_bytes: int = 0
-) -> float:
-    """The least time in seconds of one call of an op.
-
-    Args:
-        cache_bytes: what the L2 cache holds. The kernel before may have left that much of the operands there, and that
-            much of the results may stay there until after the kernel has ended. 0: everything passes the memory.
-        cache_bandwidth: bytes a second between the cache and the multiprocessors, which every byte passes.
-        cold_bytes: of the bytes, those that are known to come from memory: weights and the KV cache.
-    """
-    memory = max(cold_bytes, work.bytes - cache_bytes) / bandwidth
-    if cache_bytes and cache_bandwidth:
-        memory = max(memory, work.bytes / cache_bandwidth)
-    return max(memory, work.flops / matmul)

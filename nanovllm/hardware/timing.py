@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from nanovllm.hardware.cuda_graph_memory import GraphMemory, recover_generator
-from nanovllm.kernels.op.availability import triton_support
 
 
 @dataclass(frozen=True)
@@ -128,58 +125,3 @@ def time_in_graph(calls: Sequence[Callable[[], Any]], replays: int = 20) -> Timi
 
 def l2_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size
-
-
-def copies(device: torch.device) -> list[Callable[[torch.Tensor, torch.Tensor], Any]]:
-    """Functions of (target, source), contiguous and aligned to 16 bytes, that copy; the fastest is what others are compared with.
-
-    Kernels of our own, launched as our elementwise ops are; `copy_` only where Triton does not run: in a CUDA graph it is a node of the
-    driver's, which takes 1.3 to 1.6 times as long for some sizes as for others beside them.
-    """
-    if triton_support(device) is not None:
-        return [torch.Tensor.copy_]
-    from nanovllm.kernels.triton.rows.copy import copy, copy_plans
-
-    return [functools.partial(copy, plan=plan) for plan in copy_plans(device)]
-
-
-@cache
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large copy on a CUDA device, read and written bytes counted: the roof of an elementwise kernel."""
-    source = torch.empty(1 << 30, dtype=torch.int8, device=device).random_()
-    target = torch.empty_like(source)
-    # Outside of a graph `copy_` is no such node, and one more way to reach the roof.
-    ways = dict.fromkeys((torch.Tensor.copy_, *copies(device)))
-    return 2 * source.numel() / min(time_kernel(way, target, source, warmup=3, iters=20).median for way in ways)
-
-
-@cache
-def copy_time(device: torch.device, num_bytes: int) -> float:
-    """Seconds of a copy that reads and writes `num_bytes` in all, timed as kernels are: in a CUDA graph, from device memory.
-
-    Of 10 or 100 MB it takes longer than `copy_bandwidth` allows, as any kernel does that has to start, and to run out, in that time.
-    """
-    size = num_bytes // 2
-    pairs = max(2, -(-5 * l2_bytes(device) // 2 // max(1, size)))
-    with torch.cuda.device(device):
-        sources = torch.empty(pairs, -(-size // 16) * 16, dtype=torch.int8, device=device).random_()
-        sets = [(b[:size], a[:size]) for a, b in zip(sources, torch.empty_like(sources))]
-        ways = [[functools.partial(way, b, a) for b, a in sets] * 4 for way in copies(device)]
-        return min(time_in_graph(calls).median for calls in ways)
-
-
-@cache
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Flops per second of an 8192^3 matrix product of random numbers on a CUDA device: the roof of arithmetic."""
-    n = 8192
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return 2 * n**3 / time_kernel(torch.mm, a, b, warmup=3, iters=10).median
-
-
-@cache
-def empty_kernel_time(device: torch.device) -> float:
-    """Seconds that a kernel which does nothing takes among others in a CUDA graph."""
-    from nanovllm.kernels.triton.rows.empty import launch_empty
-
-    with torch.cuda.device(device):
-        return time_in_graph([launch_empty] * 200).median

@@ -1,0 +1,33 @@
+"""Names of devices: as the driver gives them, as the chip is called, and as files are called after them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def canonical_gpu_name(name: str) -> str:
+    """The chip behind a product name.
+
+    "NVIDIA H100 80GB HBM3" -> "nvidia-h100", "NVIDIA GeForce RTX 4090" -> "nvidia-rtx-4090". The form factor stays where
+    it changes the clocks or the memory: "NVIDIA H100 PCIe" -> "nvidia-h100-pcie".
+    """
+    words = re.sub(r"\b(\d+\s*GB|HBM\w*|SXM\w*|GeForce|Tesla|Graphics)\b|[^\w\s]", " ", name, flags=re.IGNORECASE)
+    return "-".join(words.lower().split())
+
+
+def device_name(device: torch.device) -> str:
+    """The full name of a GPU, such as "NVIDIA H200"; "cpu" with the number of threads for a CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def slug(name: str) -> str:
+    """A device's full name as a file's: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
