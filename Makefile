@@ -32,7 +32,7 @@ example: $(VENV)/.installed-demo
 
 # The model is fetched first, so that the test processes do not all fetch it.
 test: $(VENV)/.installed-demo,test
-	$(BIN)/python -c "from nanovllm.weights.demo_model import embedded_model_path; print('default model:', embedded_model_path())"
+	$(BIN)/python -c "from nanovllm.weights.demo_model import demo_model_path; print('default model:', demo_model_path())"
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The stamp's name ends in the extras that it stands for.

@@ -152,9 +152,9 @@ def default_model(args: argparse.Namespace) -> None:
 
         args.preset, args.preset_config = "qwen3-0.6b", preset("qwen3-0.6b")
     else:
-        from nanovllm.weights.demo_model import embedded_model_path
+        from nanovllm.weights.demo_model import demo_model_path
 
-        args.model = str(embedded_model_path())
+        args.model = str(demo_model_path())
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ def main() -> None:
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
     started = time.perf_counter()
     if args.model is None:
-        from nanovllm.weights.demo_model import embedded_model_path
+        from nanovllm.weights.demo_model import demo_model_path
 
-        args.model = embedded_model_path()
+        args.model = demo_model_path()
     llm = LLM(args.model, use_custom_kernels=args.use_custom_kernels)
     print(f"Loaded {args.model} in {time.perf_counter() - started:.1f} s")
 

