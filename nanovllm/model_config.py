@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from nanovllm.config import DTYPES
+
+_MAX_COUNT = 2**31 - 1
+"""The largest count that is believed: a larger one is a damaged file, and would be met as a failed allocation."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,9 @@ class RopeConfig:
         """Positions that YaRN extends a context to; 0 for other types, which do not say from where."""
         scaling = dict(self.scaling)
         return (
-            int(scaling["factor"] * scaling["original_max_position_embeddings"]) if self.scaling_type == "yarn" else 0
+            int(min(scaling["factor"] * scaling["original_max_position_embeddings"], _MAX_COUNT))
+            if self.scaling_type == "yarn"
+            else 0
         )
 
 
@@ -89,19 +94,21 @@ class ModelConfig:
 
         def count(name: str, default: int | None = None) -> int:
             value = get(name, default)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config.json: {name}={value!r}: must be a positive integer")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_COUNT:
+                raise ValueError(
+                    f"config.json: {name}={_short(value)}: must be a positive integer, at most {_MAX_COUNT}"
+                )
             return value
 
         def flag(name: str, default: bool | None = False) -> bool | None:
             value = c.get(name)
             if value is not None and not isinstance(value, bool):
-                raise ValueError(f"config.json: {name}={value!r}: must be true or false")
+                raise ValueError(f"config.json: {name}={_short(value)}: must be true or false")
             return default if value is None else value
 
         architectures = c.get("architectures") or []
         if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-            raise ValueError(f"config.json: architectures={architectures!r}; exactly one is expected")
+            raise ValueError(f"config.json: architectures={_short(architectures)}; exactly one is expected")
         qwen3 = architectures[0].startswith("Qwen3")
         heads = count("num_attention_heads")
         # null is one for each head; transformers' Qwen3Config has a number of its own for an entry that is not there.
@@ -117,13 +124,15 @@ class ModelConfig:
             )
         eps = get("rms_norm_eps", 1e-6)
         if not _is_number(eps) or eps < 0:
-            raise ValueError(f"config.json: rms_norm_eps={eps!r}: must be a number, at least 0")
+            raise ValueError(f"config.json: rms_norm_eps={_short(eps)}: must be a number, at least 0")
         _refuse_unsupported(c, flag("use_sliding_window", None))
         rope = _rope(c)
         eos = c.get("eos_token_id")
         eos = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in eos):
-            raise ValueError(f"config.json: eos_token_id={c['eos_token_id']!r}: must be a token id or a list of them")
+            raise ValueError(
+                f"config.json: eos_token_id={_short(c['eos_token_id'])}: must be a token id or a list of them"
+            )
         return cls(
             architecture=architectures[0],
             vocab_size=count("vocab_size"),
@@ -147,25 +156,35 @@ class ModelConfig:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # an integer may be beyond any float; NaN is not <= anything
+
+
+def _short(value: Any) -> str:
+    """The value for a message, which an integer of thousands of digits would fill."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _refuse_unsupported(c: Mapping[str, Any], use_sliding_window: bool | None) -> None:
     """What would make another model of the same weights."""
     hidden_act = c.get("hidden_act", "silu")
     if hidden_act != "silu":
-        raise ValueError(f"config.json: hidden_act={hidden_act!r} is not supported; only 'silu' is")
+        raise ValueError(f"config.json: hidden_act={_short(hidden_act)} is not supported; only 'silu' is")
     layer_types = c.get("layer_types")
     if layer_types is not None and (
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
     ):
-        raise ValueError(f"config.json: layer_types={layer_types!r:.120}: only a list of 'full_attention' is supported")
+        raise ValueError(
+            f"config.json: layer_types={_short(layer_types)}: only a list of 'full_attention' is supported"
+        )
     if not layer_types:
         _refuse_window(c, use_sliding_window)
     quantization = c.get("quantization_config")
     if quantization:
         raise ValueError(
-            f"config.json: quantization_config={quantization!r:.120} is not supported; take the model's checkpoint in"
+            f"config.json: quantization_config={_short(quantization)} is not supported; take the model's checkpoint in"
             " bfloat16 or float16, or a GGUF file"
         )
 
@@ -182,7 +201,9 @@ def _refuse_window(c: Mapping[str, Any], use_sliding_window: bool | None) -> Non
     # transformers' Llama reads neither entry. But its cache reads the window, and `generate` then differs from one forward of the
     # same tokens; "use_sliding_window": false says which of the two is meant.
     if window is not None and use_sliding_window is not False:
-        raise ValueError(f"config.json: sliding_window={window!r} is not supported; set it to null for full attention")
+        raise ValueError(
+            f"config.json: sliding_window={_short(window)} is not supported; set it to null for full attention"
+        )
 
 
 def _dtype(c: Mapping[str, Any]) -> str | None:
@@ -191,7 +212,9 @@ def _dtype(c: Mapping[str, Any]) -> str | None:
         return None
     value = str(value).removeprefix("torch.")
     if value not in DTYPES[1:]:
-        raise ValueError(f"config.json: dtype={value!r} is not supported; pass dtype= one of {', '.join(DTYPES[1:])}")
+        raise ValueError(
+            f"config.json: dtype={_short(value)} is not supported; pass dtype= one of {', '.join(DTYPES[1:])}"
+        )
     return value
 
 
@@ -202,7 +225,7 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
     # Someone may have added the one that a model card tells of to a file that has the other.
     if old and new and _rope_of(c, "rope_scaling") != rope:
         raise ValueError(
-            f"config.json: rope_scaling={old!r} and rope_parameters={new!r} contradict each other; remove one of them"
+            f"config.json: rope_scaling={_short(old)} and rope_parameters={_short(new)} contradict each other; remove one of them"
         )
     return rope
 
@@ -210,7 +233,7 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
 def _rope_of(c: Mapping[str, Any], block: str) -> RopeConfig:
     entries = c.get(block) or {}
     if not isinstance(entries, Mapping):
-        raise ValueError(f"config.json: {block}={entries!r}: must be an object, or null")
+        raise ValueError(f"config.json: {block}={_short(entries)}: must be an object, or null")
     for name, value in entries.items():
         if isinstance(value, Mapping):
             raise ValueError(
@@ -222,11 +245,11 @@ def _rope_of(c: Mapping[str, Any], block: str) -> RopeConfig:
     scaling.pop("type", None)
     if kind not in tuple(RopeConfig.REQUIRED):
         raise ValueError(
-            f"config.json: rope_type={kind!r} is not supported; supported are {', '.join(RopeConfig.REQUIRED)}"
+            f"config.json: rope_type={_short(kind)} is not supported; supported are {', '.join(RopeConfig.REQUIRED)}"
         )
     for partial in (scaling.pop("partial_rotary_factor", None), c.get("partial_rotary_factor")):
         if partial not in (None, 1, 1.0):
-            raise ValueError(f"config.json: partial_rotary_factor={partial!r} is not supported; only 1 is")
+            raise ValueError(f"config.json: partial_rotary_factor={_short(partial)} is not supported; only 1 is")
     if kind in ("yarn", "llama3"):
         # As in transformers, the one beside the block wins over the one in it.
         name = "original_max_position_embeddings"
@@ -234,7 +257,7 @@ def _rope_of(c: Mapping[str, Any], block: str) -> RopeConfig:
         scaling[name] = next((length for length in found if length is not None), None)
     missing = [name for name in RopeConfig.REQUIRED[kind] if scaling.get(name) is None]
     if missing:
-        raise ValueError(f"config.json: rope_type={kind!r} needs {', '.join(missing)} beside it")
+        raise ValueError(f"config.json: rope_type={_short(kind)} needs {', '.join(missing)} beside it")
     _check_numbers(kind, {"rope_theta": theta} | scaling)
     return RopeConfig(
         theta=float(theta),
@@ -247,13 +270,13 @@ def _check_numbers(kind: str, rope: Mapping[str, Any]) -> None:
     needed = ("rope_theta", *(name for name in RopeConfig.REQUIRED[kind] if name != "factors"))
     for name in needed:
         if not _is_number(rope[name]) or rope[name] <= 0:
-            raise ValueError(f"config.json: {name}={rope[name]!r}: must be a number above 0")
+            raise ValueError(f"config.json: {name}={_short(rope[name])}: must be a number above 0")
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         raise ValueError(
-            f"config.json: low_freq_factor={rope['low_freq_factor']!r} must be below"
-            f" high_freq_factor={rope['high_freq_factor']!r}"
+            f"config.json: low_freq_factor={_short(rope['low_freq_factor'])} must be below"
+            f" high_freq_factor={_short(rope['high_freq_factor'])}"
         )
     if kind == "yarn":
         for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             if rope.get(name) is not None and (not _is_number(rope[name]) or rope[name] < 0):
-                raise ValueError(f"config.json: {name}={rope[name]!r}: must be a number, at least 0")
+                raise ValueError(f"config.json: {name}={_short(rope[name])}: must be a number, at least 0")

@@ -17,8 +17,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine import kv_cache
 from nanovllm.kernels import resolve_kernels
 from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.demo_model import demo_model_path
-from nanovllm.weights.loader import load_model, locate
+from nanovllm.weights.loader import load_model
 from nanovllm.weights.tokenizer import load_tokenizer
 
 BLOCK_SIZE, PIECE = 64, 256

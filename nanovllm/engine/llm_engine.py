@@ -21,7 +21,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import StepResult
 from nanovllm.kernels import Kernels, resolve_kernels
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.weights.loader import locate
+from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)

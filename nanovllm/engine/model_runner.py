@@ -29,7 +29,8 @@ from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.kernels import Kernels, all_ops
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.model_config import ModelConfig
-from nanovllm.weights.loader import Checkpoint, load_model
+from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.loader import load_model
 
 logger = logging.getLogger(__name__)
 

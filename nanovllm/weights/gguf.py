@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from nanovllm.weights.gguf_file import GGUFError, GGUFFile, TensorInfo
+from nanovllm.weights.safetensors_files import TensorHeader
 
-__all__ = ["ARCHITECTURES", "GGUFError", "iter_weights", "read_config"]
+__all__ = ["ARCHITECTURES", "GGUFError", "iter_tensors", "read_config", "read_headers"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -50,7 +51,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     file = GGUFFile(path)
     arch = _architecture(file)
-    meta = file.metadata
 
     def value(key: str, default: Any = None, kind: type = int) -> Any:
         return _number(file, key, default, kind)
@@ -84,8 +84,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _eos_token_id(meta),
+        "bos_token_id": file.field("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": _eos_token_id(file),
     }
     scaling = _rope_scaling(file, head_dim)
     if scaling:
@@ -93,7 +93,19 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return config
 
 
-def iter_weights(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_headers(path: str | os.PathLike[str]) -> list[TensorHeader]:
+    """Every weight's Hugging Face name and shape, from the file's header alone.
+
+    Raises GGUFError for a damaged file or an unknown tensor.
+    """
+    file = GGUFFile(path)
+    return [
+        TensorHeader(hf_name, file.tensors[name].shape, file.tensors[name].type, True)
+        for name, hf_name in _hf_names(file, _architecture(file)).items()
+    ]
+
+
+def iter_tensors(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight as (Hugging Face name, tensor in Hugging Face layout), one at a time, in file order.
 
     F32, F16 and BF16 tensors keep their dtype and are backed by the mapped file (copy-on-write: writing to them leaves
@@ -105,9 +117,9 @@ def iter_weights(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tens
     """
     file = GGUFFile(path)
     arch = _architecture(file)
-    num_layers, num_heads = _number(file, "block_count"), _number(file, "attention.head_count")
+    num_heads = _number(file, "attention.head_count")
     num_kv_heads = _number(file, "attention.head_count_kv", num_heads)
-    names = {name: _hf_name(file, arch, num_layers, name) for name in file.tensors if name != _ROPE_FREQS}
+    names = _hf_names(file, arch)
     dequantize: _Dequantize | None = None
     if any(file.tensors[name].type not in _PLAIN_DTYPES for name in names):
         dequantize = _load_dequantize(file)
@@ -127,14 +139,14 @@ def iter_weights(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tens
 
 
 def _architecture(file: GGUFFile) -> str:
-    arch = file.metadata.get("general.architecture")
+    arch = file.field("general.architecture", str)
     if arch not in ARCHITECTURES:
         raise file.error(
             f"general.architecture is {arch!r}, which is not supported",
             f"supported: {', '.join(sorted(ARCHITECTURES))}",
         )
-    parts = file.metadata.get("split.count", 1)
-    if isinstance(parts, int) and parts > 1:
+    parts = file.field("split.count", int, 1)
+    if parts > 1:
         raise file.error(f"is one of {parts} parts", "join them first with `llama-gguf-split --merge`")
     return arch
 
@@ -145,19 +157,23 @@ def _number(file: GGUFFile, key: str, default: Any = None, kind: type = int) -> 
     key = f"{file.metadata['general.architecture']}.{key}"
     found = file.metadata.get(key, default)
     if isinstance(found, list):  # some files give a number per layer
-        if len(set(found)) != 1:
-            raise file.error(f"{key} differs between layers: {found}", "such models are not supported")
+        if any(value != found[0] for value in found) or not found:
+            raise file.error(f"{key} differs between layers: {found!r:.60}", "such models are not supported")
         found = found[0]
     if found is None:
         raise file.error(f"metadata key {key!r} is missing", "convert the model again")
     if isinstance(found, bool) or not isinstance(found, (int, kind)):
-        raise file.error(f"metadata key {key!r} is {found!r}, which is no {kind.__name__}", "convert the model again")
+        raise file.error(
+            f"metadata key {key!r} is {found!r:.60}, which is no {kind.__name__}", "convert the model again"
+        )
+    if isinstance(found, float) and not math.isfinite(found):
+        raise file.error(f"metadata key {key!r} is {found!r}", "convert the model again")
     # Stored in float32: take the shortest decimal that float32 cannot tell from it (1e-05, not 9.99999974e-06).
     return float(str(np.float32(found))) if isinstance(found, float) else found
 
 
-def _eos_token_id(meta: dict[str, Any]) -> int | list[int] | None:
-    ids = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+def _eos_token_id(file: GGUFFile) -> int | list[int] | None:
+    ids = [file.field(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
     unique = list(dict.fromkeys(token for token in ids if token is not None))
     return unique if len(unique) > 1 else (unique[0] if unique else None)
 
@@ -165,7 +181,7 @@ def _eos_token_id(meta: dict[str, Any]) -> int | list[int] | None:
 def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     """The scaling of rotary frequencies (yarn: https://arxiv.org/abs/2309.00071), None if there is none."""
     prefix = f"{file.metadata['general.architecture']}.rope.scaling."
-    kind = file.metadata.get(prefix + "type", "linear")  # llama.cpp's own default, with a factor of 1
+    kind = file.field(prefix + "type", str, "linear")  # llama.cpp's own default, with a factor of 1
     factor = _number(file, "rope.scaling.factor", _number(file, "rope.scale_linear", 0.0, float), float) or 1.0
     scaling: dict[str, Any] | None = None
     if kind == "linear" and factor != 1.0:
@@ -183,7 +199,7 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
             ("yarn_ext_factor", 1),
             ("yarn_log_multiplier", 0),
         ):
-            if file.metadata.get(prefix + name, neutral) != neutral:
+            if file.field(prefix + name, float, neutral) != neutral:
                 raise file.error(f"{prefix}{name} is {file.metadata[prefix + name]}", f"only {neutral} is supported")
     elif kind not in ("linear", "none"):
         raise file.error(f"{prefix}type is {kind!r}", "supported: none, linear, yarn")
@@ -198,6 +214,12 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise file.error(f"tensor {_ROPE_FREQS!r} holds a factor that is not positive and finite")
     return {"rope_type": "freq_factors", "factors": factors}
+
+
+def _hf_names(file: GGUFFile, arch: str) -> dict[str, str]:
+    """The Hugging Face name of every tensor that is a weight."""
+    num_layers = _number(file, "block_count")
+    return {name: _hf_name(file, arch, num_layers, name) for name in file.tensors if name != _ROPE_FREQS}
 
 
 def _hf_name(file: GGUFFile, arch: str, num_layers: int, name: str) -> str:

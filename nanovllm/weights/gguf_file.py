@@ -66,6 +66,21 @@ class GGUFFile:
     def error(self, problem: str, remedy: str = "the file is damaged or incomplete: download it again") -> GGUFError:
         return GGUFError(f"{self.path}: {problem}; {remedy}")
 
+    def field(self, key: str, kind: type, default: Any = None) -> Any:
+        """The metadata under a key, or `default` if there is none.
+
+        Raises GGUFError if the value is not a `kind`: str, int, float (an int will do), bool, or list.
+        """
+        value = self.metadata.get(key)
+        if value is None:
+            return default
+        right = isinstance(value, (int, float) if kind is float else kind)
+        if not right or (isinstance(value, bool) and kind is not bool):
+            raise self.error(
+                f"metadata key {key!r} is {value!r:.60}, which is no {kind.__name__}", "convert the model again"
+            )
+        return value
+
     def _parse(self, cursor: _Cursor) -> None:
         (version,) = cursor.unpack("I", "the version")
         if version not in (2, 3):
@@ -82,8 +97,8 @@ class GGUFFile:
                 raise self.error(f"metadata key {key!r} stands there twice")
             self.metadata[key] = cursor.value(value_type, f"metadata {key!r}")
         entries = [self._tensor_entry(cursor, index) for index in range(num_tensors)]
-        alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        alignment = self.field("general.alignment", int, 32)
+        if alignment <= 0 or alignment & (alignment - 1):
             raise self.error(f"general.alignment is {alignment!r}, not a power of two")
         data_start = -(-cursor.position // alignment) * alignment
         for name, type_id, shape, offset in entries:

@@ -1,119 +1,31 @@
-"""From a checkpoint to a model in device memory: where it is, how it is configured, and its weights, strictly.
+"""From a checkpoint to a model in device memory, strictly: every tensor has its place, every place its tensor.
 
-Formats: safetensors (one file or sharded; memory-mapped), GGUF, and random weights. Pickle files are never opened.
+Formats: safetensors (one file or sharded; memory-mapped), GGUF, and random weights. Names and shapes are read from the
+files' headers and compared with the configuration before any memory is taken.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn as nn
 
-from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.linear import ShardedParameters
 from nanovllm.layers.parallel import SINGLE, TensorParallel
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.model_presets import PRESETS, preset
 from nanovllm.models.registry import model_class
-from nanovllm.weights import gguf
+from nanovllm.weights import gguf, safetensors_files
+from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.safetensors_files import TensorHeader, WeightError
 
-
-class WeightError(ValueError):
-    """A checkpoint tensor that is missing, unexpected, of the wrong shape, not finite, or unreadable."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A located model: its configuration, and where its weights are (None for a preset)."""
-
-    config: ModelConfig
-    path: Path | None
-    format: str
-    """"safetensors", "gguf" or "dummy"."""
-
-
-def locate(config: EngineConfig) -> Checkpoint:
-    """Find the model that `config.model` names and read its configuration.
-
-    Raises:
-        ValueError, FileNotFoundError: nothing is there, or something is missing or unsupported; the message says what.
-    """
-    path = Path(config.model).expanduser()
-    dummy = config.load_format == "dummy"
-    if path.suffix == ".gguf" or path.is_file():
-        if not path.is_file():
-            raise FileNotFoundError(f"model={config.model!r}: no such file")
-        if path.suffix != ".gguf":
-            raise ValueError(
-                f"model={config.model!r} is a file but no .gguf; pass the directory that holds config.json"
-            )
-        if config.load_format == "safetensors":
-            raise ValueError(f'load_format="safetensors", but {path} is a GGUF file; use load_format="auto"')
-        return Checkpoint(_parse(gguf.read_config(path)), path, "dummy" if dummy else "gguf")
-    if config.load_format == "gguf":
-        raise ValueError(f'load_format="gguf", but model={config.model!r} is no .gguf file')
-    if not path.is_dir():
-        if dummy and (config.model.lower() in PRESETS or "/" not in config.model):
-            return Checkpoint(_parse(preset(config.model)), None, "dummy")
-        path = _from_hub(config.model)
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise FileNotFoundError(f"{path} holds no config.json; pass a Hugging Face model directory or a .gguf file")
-    return Checkpoint(_parse(_read_config(config_file)), path, "dummy" if dummy else "safetensors")
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as e:
-        raise ValueError(f"{file} is not valid JSON ({e}); download the model again") from e
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds no JSON object; is it the configuration of a model?")
-    return config
-
-
-def _parse(config: Mapping[str, Any]) -> ModelConfig:
-    # The architecture first: what else a config.json holds depends on it.
-    architectures = config.get("architectures")
-    for architecture in architectures if isinstance(architectures, list) else ():
-        if isinstance(architecture, str):
-            model_class(architecture)
-    return ModelConfig.from_dict(config)
-
-
-def _from_hub(model_id: str) -> Path:
-    """A hub id's directory in the local cache, downloaded if it is not there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    if model_id.lower() in PRESETS:
-        raise ValueError(
-            f"{model_id!r} is a preset (a shape without weights): for weights name a directory or the hub's id, such as"
-            " 'Qwen/Qwen3-0.6B'; for random ones, in Python, load_format=\"dummy\""
-        )
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-    try:
-        try:
-            return Path(snapshot_download(model_id, allow_patterns=patterns, local_files_only=True))
-        except LocalEntryNotFoundError:
-            return Path(snapshot_download(model_id, allow_patterns=patterns))
-    except HFValidationError as e:
-        raise FileNotFoundError(f"model={model_id!r} is neither a directory, nor a .gguf file, nor a hub id") from e
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
-        raise FileNotFoundError(
-            f"model={model_id!r} is no local directory, is not in the hub's local cache, and could not be downloaded"
-            f" ({type(e).__name__}); pass a directory or a .gguf file, or download it first"
-        ) from e
+Place = tuple[str, str, str]
+"""Where a checkpoint's tensor belongs: module, parameter, shard."""
 
 
 def load_model(
@@ -130,15 +42,35 @@ def load_model(
     Raises:
         WeightError: a tensor is missing, left over, of the wrong shape, not finite, or unreadable; the message names it.
     """
-    with torch.device(device), _default_dtype(dtype):
-        model = model_class(checkpoint.config.architecture)(checkpoint.config, max_position, kernels, tp)
-    model.eval()
+    cls = model_class(checkpoint.config.architecture)
+
+    def build(where: torch.device | str) -> DecoderForCausalLM:
+        with torch.device(where), _default_dtype(dtype):
+            return cls(checkpoint.config, max_position, kernels, tp)
+
     if checkpoint.format == "dummy":
+        model = build(device)
         fill_random(model, seed)
-    else:
-        read = gguf.iter_weights if checkpoint.format == "gguf" else iter_safetensors
-        load_weights(model, read(checkpoint.path))
-    return model
+        return model.eval()
+    assert checkpoint.path is not None
+    files = gguf if checkpoint.format == "gguf" else safetensors_files
+    headers = files.read_headers(checkpoint.path)
+    _check_layers(checkpoint, headers)
+    places = find_places(build("meta"), headers)
+    model = build(device)
+    copy_weights(model, places, files.iter_tensors(checkpoint.path))
+    return model.eval()
+
+
+def _check_layers(checkpoint: Checkpoint, headers: Sequence[TensorHeader]) -> None:
+    """Refuse a configuration with more layers than the files hold: even to build them without memory takes time."""
+    found = {int(match[1]) for header in headers if (match := re.match(r"model\.layers\.(\d+)\.", header.name))}
+    wanted = checkpoint.config.num_hidden_layers
+    if wanted > (max(found) + 1 if found else len(headers)):
+        raise WeightError(
+            f"{checkpoint.path}: num_hidden_layers={wanted}, but the files hold {len(found)} layers;"
+            " correct that entry, or download the model again"
+        )
 
 
 @contextmanager
@@ -164,46 +96,16 @@ def fill_random(model: nn.Module, seed: int) -> None:
             parameter.normal_(0, 0.02, generator=generator)
 
 
-def iter_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) for every tensor of a checkpoint directory; tensors are memory-mapped, one at a time."""
-    from safetensors import SafetensorError, safe_open
+def find_places(model: DecoderForCausalLM, headers: Sequence[TensorHeader]) -> dict[str, Place]:
+    """Where each of a checkpoint's tensors belongs in the model's fused, split parameters, by the tensor's name.
 
-    for file in _safetensors_files(path):
-        try:
-            with safe_open(file, framework="pt") as f:
-                for name in f.keys():
-                    yield name, f.get_tensor(name)
-        except SafetensorError as e:
-            raise WeightError(f"{file} is corrupt or truncated ({e}); download it again") from e
-        except OSError as e:
-            raise WeightError(f"{file} cannot be read ({e}); is it a file, and is it yours to read?") from e
+    Args:
+        model: may be on the meta device, without memory.
+        headers: of all tensors in the checkpoint.
 
-
-def _safetensors_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise WeightError(f"{index} does not say which file holds which tensor ({e!r}); download it again") from e
-        missing = [f.name for f in files if not f.is_file()]
-        if missing:
-            raise WeightError(f"{index} names {', '.join(missing)}, not found in {path}; download the model again")
-        return files
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        pickled = [f.name for f in sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))]
-        hint = (
-            f" ({', '.join(pickled)} are pickle files, which are never opened; convert them to safetensors)"
-            if pickled
-            else ""
-        )
-        raise WeightError(f'{path} holds no .safetensors file{hint}; for random weights pass load_format="dummy"')
-    return files
-
-
-def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy checkpoint tensors into the model's fused, split parameters; every shard must be filled exactly once."""
+    Raises:
+        WeightError: a tensor is missing, left over, of the wrong shape or dtype, or occurs twice; the message names it.
+    """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, ShardedParameters)}
     missing = {
         (module_name, parameter, shard)
@@ -214,37 +116,58 @@ def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.T
     tied = model.config.tie_word_embeddings
     if tied:
         missing.discard(("lm_head", "weight", ""))
-    tied_head: torch.Tensor | None = None
-    finite = _Finite()
-    for name, tensor in weights:
-        if name.endswith("rotary_emb.inv_freq"):
+    places: dict[str, Place] = {}
+    for header in headers:
+        if header.name.endswith("rotary_emb.inv_freq"):
             continue  # a buffer that old Llama checkpoints carry; it is computed
-        module_name, _, parameter = name.rpartition(".")
+        module_name, _, parameter = header.name.rpartition(".")
         parent, _, leaf = module_name.rpartition(".")
         fused, shard = model.FUSED.get(leaf, (leaf, ""))
         module_name = f"{parent}.{fused}" if parent else fused
         module = modules.get(module_name)
         if module is None or module._parameters.get(parameter) is None or shard not in module.shards:
-            raise WeightError(f"unexpected tensor {name!r}: this {model.config.architecture} has no such weight")
+            raise WeightError(f"unexpected tensor {header.name!r}: this {model.config.architecture} has no such weight")
         expected = module.source_shape(parameter, shard)
-        if tuple(tensor.shape) != expected:
-            raise WeightError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(expected)}")
-        if not tensor.is_floating_point():
+        if header.shape != expected:
+            raise WeightError(f"tensor {header.name!r} has shape {list(header.shape)}, expected {list(expected)}")
+        if not header.is_float:
             raise WeightError(
-                f"tensor {name!r} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected a floating-point one;"
+                f"tensor {header.name!r} has dtype {header.dtype}, expected a floating-point one;"
                 " quantised checkpoints are read from GGUF files only"
             )
-        if tied and module_name == "lm_head":
-            tied_head = tensor  # the same matrix as the embedding, stored twice: held against it below
-            continue
-        if (module_name, parameter, shard) not in missing:
-            raise WeightError(f"tensor {name!r} occurs twice in the checkpoint")
-        missing.remove((module_name, parameter, shard))
-        finite.look_at(name, module.load_shard(parameter, shard, tensor))
+        place = module_name, parameter, shard
+        if header.name in places:
+            raise WeightError(f"tensor {header.name!r} occurs twice in the checkpoint")
+        places[header.name] = place
+        missing.discard(place)
     if missing:
-        names = sorted(_checkpoint_name(model, *key) for key in missing)
+        names = sorted(_checkpoint_name(model, *place) for place in missing)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise WeightError(f"the checkpoint lacks {', '.join(names[:3])}{more}")
+    return places
+
+
+def copy_weights(
+    model: DecoderForCausalLM, places: Mapping[str, Place], weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Copy a checkpoint's tensors to their places.
+
+    Raises:
+        WeightError: a tensor is not finite, or a stored LM head differs from the embedding that it is tied to.
+    """
+    tied = model.config.tie_word_embeddings
+    tied_head: torch.Tensor | None = None
+    finite = _Finite()
+    for name, tensor in weights:
+        if name not in places:
+            continue
+        module_name, parameter, shard = places[name]
+        if tied and module_name == "lm_head":
+            tied_head = tensor  # the same matrix as the embedding, stored twice: compared with it below
+            continue
+        module = model.get_submodule(module_name)
+        assert isinstance(module, ShardedParameters)
+        finite.look_at(name, module.load_shard(parameter, shard, tensor))
     finite.check()
     if tied_head is not None and not _holds(model.lm_head, tied_head):
         raise WeightError(
@@ -254,7 +177,7 @@ def load_weights(model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.T
 
 
 class _Finite:
-    """Whether loaded weights are finite: the device reduces each as soon as it is there, and is waited for once, in the end."""
+    """Whether loaded weights are finite. The device reduces each weight when it is there; the host waits once, at the end."""
 
     def __init__(self) -> None:
         self._weights: list[tuple[str, torch.Tensor]] = []

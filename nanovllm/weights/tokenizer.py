@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.weights.gguf_file import GGUFFile
+from nanovllm.weights.json_file import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,12 +53,42 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase | No
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, clean_up_tokenization_spaces=False)
+        # trust_remote_code=False: by default transformers asks on standard input whether to run a checkpoint's own code.
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, clean_up_tokenization_spaces=False, trust_remote_code=False
+        )
     except Exception as error:  # transformers and tokenizers raise many types, bare Exception among them
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the tokenizer in {path} is code of the checkpoint, which is never run; name another directory with"
+                " tokenizer=, or set skip_tokenizer_init=True"
+            ) from error
         raise ValueError(
             f"cannot load the tokenizer in {path} ({type(error).__name__}: {error}); "
             "download its files again, name another directory with tokenizer=, or set skip_tokenizer_init=True"
         ) from error
+    _check_chat_template(tokenizer, f"{path}: the tokenizer's chat_template")
+    return tokenizer
+
+
+def _check_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """A ValueError if a chat template is no Jinja template, rather than in the middle of the first conversation."""
+    template = tokenizer.chat_template
+    if not template:
+        return
+    from jinja2 import TemplateSyntaxError
+
+    for text in template.values() if isinstance(template, dict) else [template]:
+        if not isinstance(text, str):
+            raise ValueError(f"{where} is {text!r:.60}, which is no str; correct it or remove it")
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=text, tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"{where} is no Jinja template: {error.message}, in line {error.lineno}; correct it or remove it"
+            ) from error
+        except Exception:  # this conversation need not suit the template
+            pass
 
 
 def eos_token_ids(source: str | os.PathLike[str] | dict[str, Any] | Any, tokenizer: Any = None) -> tuple[int, ...]:
@@ -73,10 +104,11 @@ def eos_token_ids(source: str | os.PathLike[str] | dict[str, Any] | Any, tokeniz
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if path.is_dir():
-            found = [_read_json(path / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+            files = [path / name for name in ("generation_config.json", "config.json")]
+            found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
         else:
-            meta = GGUFFile(path).metadata
-            found = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+            file = GGUFFile(path)
+            found = [file.field(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
     elif isinstance(source, dict):
         found = [source.get("eos_token_id")]
     else:
@@ -90,22 +122,8 @@ def eos_token_ids(source: str | os.PathLike[str] | dict[str, Any] | Any, tokeniz
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    import json
-
-    if not path.is_file():
-        return {}
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
-    if not isinstance(entries, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again")
-    return entries
-
-
 def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase | None:
-    model = file.metadata.get("tokenizer.ggml.model")
+    model = file.field("tokenizer.ggml.model", str)
     if model is None:
         return None
     if model not in ("gpt2", "llama"):
@@ -120,12 +138,14 @@ def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase | None:
     _add_whole_tokens(file, tokenizer)
     _frame(file, tokenizer, add_bos)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    return PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=file.field("tokenizer.chat_template", str),
         clean_up_tokenization_spaces=False,
         **{ours: _token(file, theirs) for ours, theirs in names.items()},
     )
+    _check_chat_template(wrapped, f"{file.path}: metadata key 'tokenizer.chat_template'")
+    return wrapped
 
 
 def _byte_level_bpe(file: GGUFFile) -> tuple[Tokenizer, bool]:
@@ -133,7 +153,7 @@ def _byte_level_bpe(file: GGUFFile) -> tuple[Tokenizer, bool]:
     from tokenizers import Regex, decoders, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
-    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    pre = file.field("tokenizer.ggml.pre", str, "default")
     family = _PRE_TOKENIZERS.get(pre)
     if family is None:
         supported = ", ".join(sorted(_PRE_TOKENIZERS))
@@ -162,7 +182,7 @@ def _sentencepiece_bpe(file: GGUFFile) -> Tokenizer:
 
     merges = _merges(file) if "tokenizer.ggml.merges" in file.metadata else _merges_by_score(file)
     tokenizer = _bpe(file, merges, byte_fallback=True, fuse_unk=True, unk_token=_token(file, "unknown"))
-    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = file.field("tokenizer.ggml.add_space_prefix", bool, True)
     tokenizer.normalizer = normalizers.Sequence(
         ([normalizers.Prepend("\u2581")] if prefix else []) + [normalizers.Replace(" ", "\u2581")]
     )
@@ -177,6 +197,9 @@ def _bpe(file: GGUFFile, merges: list[tuple[str, ...]], **options: Any) -> Token
     from tokenizers import Tokenizer, models
 
     vocab = {token: index for index, token in enumerate(_strings(file, "tokens"))}
+    for merge in merges:  # tokenizers panics on some that do not fit
+        if len(merge) != 2 or not (merge[0] in vocab and merge[1] in vocab and "".join(merge) in vocab):
+            raise file.error(f"holds a vocabulary and merges that do not fit together: {' '.join(merge)!r:.60}")
     try:
         return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:  # tokenizers raises bare Exception
@@ -190,10 +213,10 @@ def _merges(file: GGUFFile) -> list[tuple[str, ...]]:
 
 def _merges_by_score(file: GGUFFile) -> list[tuple[str, ...]]:
     """SentencePiece joins the pair whose whole has the best score: every way to split every token, best whole first."""
-    tokens, scores = _strings(file, "tokens"), file.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    tokens, scores = _strings(file, "tokens"), file.field("tokenizer.ggml.scores", list, [])
+    if len(scores) != len(tokens) or not all(isinstance(score, (int, float)) for score in scores):
         raise file.error("metadata key 'tokenizer.ggml.scores' is missing or not as long as the vocabulary")
-    kinds = file.metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    kinds = file.field("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
     ids = {token: index for index, token in enumerate(tokens)}
     merges = []
     for token, score, kind in zip(tokens, scores, kinds):
@@ -209,7 +232,7 @@ def _add_whole_tokens(file: GGUFFile, tokenizer: Tokenizer) -> None:
     """Tokens that are found in text as they are, before anything is split. They keep the ids of the vocabulary."""
     from tokenizers import AddedToken
 
-    tokens, kinds = _strings(file, "tokens"), file.metadata.get("tokenizer.ggml.token_type", [])
+    tokens, kinds = _strings(file, "tokens"), file.field("tokenizer.ggml.token_type", list, [])
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         found = [token for token, kind in zip(tokens, kinds) if kind == wanted and token]
         add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
@@ -223,7 +246,7 @@ def _frame(file: GGUFFile, tokenizer: Tokenizer, add_bos_by_default: bool) -> No
     frame: dict[str, list[str]] = {}
     for name, default in (("bos", add_bos_by_default), ("eos", False)):
         token = _token(file, name)
-        wanted = token is not None and file.metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+        wanted = token is not None and file.field(f"tokenizer.ggml.add_{name}_token", bool, default)
         frame[name] = [token] if wanted else []
     bos, eos = frame["bos"], frame["eos"]
     single = [*bos, "$A", *eos]
@@ -242,10 +265,10 @@ def _strings(file: GGUFFile, key: str) -> list[str]:
 
 
 def _token(file: GGUFFile, name: str) -> str | None:
-    index = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    index = file.field(f"tokenizer.ggml.{name}_token_id", int)
     if index is None:
         return None
     tokens = _strings(file, "tokens")
-    if not isinstance(index, int) or not 0 <= index < len(tokens):
+    if not 0 <= index < len(tokens):
         raise file.error(f"tokenizer.ggml.{name}_token_id is {index}, outside the vocabulary of {len(tokens)}")
     return tokens[index]

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
+from gguf import GGUFValueType as V
 from gguf import quants
 
+from nanovllm.model_config import ModelConfig
 from nanovllm.weights import gguf as ours
 from nanovllm.weights.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile
+from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTER, LAYERS, VOCAB = 4, 2, 64, 256, 512, 2, 96
 QUANTISABLE = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
@@ -109,7 +112,7 @@ def tiny(path: Path, arch: str = "llama", quant: str = "F32", **extra: object) -
 def test_round_trip_is_exact_in_float32(tmp_path: Path, arch: str, tied: bool) -> None:
     weights = hf_weights(arch, tied)
     path = write(tmp_path / "x.gguf", arch, to_gguf(arch, weights))
-    loaded = dict(ours.iter_weights(path))
+    loaded = dict(ours.iter_tensors(path))
     assert loaded.keys() == weights.keys()
     for name, weight in weights.items():
         assert loaded[name].dtype == torch.float32
@@ -120,7 +123,7 @@ def test_round_trip_is_exact_in_float32(tmp_path: Path, arch: str, tied: bool) -
 @pytest.mark.parametrize("quant", ["F16", "BF16"])
 def test_half_precision_keeps_its_dtype(tmp_path: Path, quant: str) -> None:
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[quant]
-    loaded = dict(ours.iter_weights(tiny(tmp_path, quant=quant)))
+    loaded = dict(ours.iter_tensors(tiny(tmp_path, quant=quant)))
     for name, weight in hf_weights("llama").items():
         expected = torch.from_numpy(weight).to(dtype if weight.ndim == 2 else torch.float32)
         assert loaded[name].dtype == expected.dtype
@@ -131,7 +134,7 @@ def test_half_precision_keeps_its_dtype(tmp_path: Path, quant: str) -> None:
 def test_quantised_weights(tmp_path: Path, quant: str) -> None:
     weights = hf_weights("llama")
     stored = to_gguf("llama", weights)
-    loaded = dict(ours.iter_weights(tiny(tmp_path, quant=quant)))
+    loaded = dict(ours.iter_tensors(tiny(tmp_path, quant=quant)))
     expected = quants.dequantize(quants.quantize(stored["blk.1.attn_v.weight"], Q[quant]), Q[quant])
     np.testing.assert_array_equal(loaded["model.layers.1.self_attn.v_proj.weight"].numpy(), expected)
     # Blocks of different rows are permuted as wholes, so the original is near wherever permutation was undone rightly.
@@ -153,7 +156,7 @@ def test_blocks_without_a_python_quantiser(tmp_path: Path, quant: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    [(name, tensor)] = ours.iter_weights(tmp_path / "x.gguf")
+    [(name, tensor)] = ours.iter_tensors(tmp_path / "x.gguf")
     assert name == "model.layers.0.mlp.down_proj.weight" and tensor.shape == (HIDDEN, INTER)
     expected = quants.dequantize(raw, Q[quant])
     assert np.isfinite(expected).all() and np.unique(expected).size > 8
@@ -170,7 +173,7 @@ def test_attention_bias_is_permuted_too(tmp_path: Path) -> None:
     biases = {f"model.layers.{i}.self_attn.{x}_proj.bias": np.arange(n * HEAD_DIM, dtype=np.float32)
               for i in range(LAYERS) for x, n in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}  # fmt: skip
     path = write(tmp_path / "x.gguf", "llama", to_gguf("llama", weights | biases))
-    loaded = dict(ours.iter_weights(path))
+    loaded = dict(ours.iter_tensors(path))
     for name, bias in biases.items():
         np.testing.assert_array_equal(loaded[name].numpy(), bias, err_msg=name)
     assert ours.read_config(path)["attention_bias"] is True
@@ -179,7 +182,7 @@ def test_attention_bias_is_permuted_too(tmp_path: Path) -> None:
 def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     path = tiny(tmp_path)
     before = path.read_bytes()
-    for _, tensor in ours.iter_weights(path):
+    for _, tensor in ours.iter_tensors(path):
         tensor.zero_()
     assert path.read_bytes() == before
 
@@ -237,7 +240,7 @@ def test_rope_frequency_factors_are_read_and_are_no_weight(tmp_path: Path) -> No
     tensors = to_gguf("llama", hf_weights("llama")) | {"rope_freqs.weight": factors}
     path = write(tmp_path / "x.gguf", "llama", tensors)
     assert ours.read_config(path)["rope_scaling"] == {"rope_type": "freq_factors", "factors": factors.tolist()}
-    assert dict(ours.iter_weights(path)).keys() == hf_weights("llama").keys()
+    assert dict(ours.iter_tensors(path)).keys() == hf_weights("llama").keys()
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------------
@@ -268,7 +271,7 @@ def test_unsupported_metadata(tmp_path: Path, keys: dict[str, object], message: 
 def test_equal_numbers_per_layer_are_one_number(tmp_path: Path) -> None:
     path = tiny(tmp_path, **{"attention.head_count_kv": [KV_HEADS] * LAYERS})
     assert ours.read_config(path)["num_key_value_heads"] == KV_HEADS
-    assert len(dict(ours.iter_weights(path))) == len(hf_weights("llama"))
+    assert len(dict(ours.iter_tensors(path))) == len(hf_weights("llama"))
 
 
 def test_rope_frequency_factors_of_the_wrong_kind(tmp_path: Path) -> None:
@@ -284,7 +287,7 @@ def test_rope_frequency_factors_of_the_wrong_kind(tmp_path: Path) -> None:
 
 def test_unsupported_architecture(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", "gemma3", {"token_embd.weight": np.zeros((4, 8), np.float32)})
-    for read in (ours.read_config, ours.iter_weights):
+    for read in (ours.read_config, ours.iter_tensors):
         with pytest.raises(GGUFError, match=r"'gemma3', which is not supported; supported: llama, qwen3"):
             read(path)
 
@@ -298,7 +301,7 @@ def test_unknown_tensor(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "x.gguf", "llama", tensors)
     # When it is called, not at the first tensor: nothing may have been loaded by then.
     with pytest.raises(GGUFError, match=rf"{name}.*\(F32, \[{HEAD_DIM}\]\) has no place in a llama model"):
-        ours.iter_weights(path)
+        ours.iter_tensors(path)
 
 
 def test_unsupported_quantisation(tmp_path: Path) -> None:
@@ -317,16 +320,16 @@ def test_unsupported_quantisation(tmp_path: Path) -> None:
 def test_heads_that_do_not_fit_the_rows(tmp_path: Path) -> None:
     path = tiny(tmp_path, **{"attention.head_count": 7})
     with pytest.raises(GGUFError, match=r"'blk\.0\.attn_q\.weight' has 256 rows, which 7 heads"):
-        list(ours.iter_weights(path))
+        list(ours.iter_tensors(path))
 
 
 def test_missing_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, quantised = tiny(tmp_path), tmp_path / "q.gguf"
     write(quantised, "llama", to_gguf("llama", hf_weights("llama")), "Q8_0")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert len(dict(ours.iter_weights(plain))) == len(hf_weights("llama"))
+    assert len(dict(ours.iter_tensors(plain))) == len(hf_weights("llama"))
     with pytest.raises(ImportError, match=r"q\.gguf.*pip install gguf"):
-        ours.iter_weights(quantised)
+        ours.iter_tensors(quantised)
 
 
 # ---- damage -----------------------------------------------------------------------------------------------------------
@@ -387,7 +390,7 @@ def test_truncation_names_tensor_and_sizes(tmp_path: Path) -> None:
     path.write_bytes(content[: info.offset + 4])
     end, size = info.offset + info.nbytes, info.offset + 4
     with pytest.raises(GGUFError, match=rf"{info.name}.*ends at byte {end}, the file has {size}; download it again"):
-        ours.iter_weights(path)
+        ours.iter_tensors(path)
 
 
 @pytest.mark.parametrize("mask", [0xFF, 0x01, 0x02, 0x03, 0x0C, 0x0D, 0x0E])
@@ -405,7 +408,7 @@ def test_no_damaged_byte_escapes_as_another_error(tmp_path: Path, mask: int) -> 
         path.write_bytes(damaged)
         try:
             ours.read_config(path)
-            for _ in ours.iter_weights(path):
+            for _ in ours.iter_tensors(path):
                 pass
         except GGUFError:
             refused += 1
@@ -425,3 +428,64 @@ def test_blocks_that_do_not_divide_the_row(tmp_path: Path) -> None:
         GGUFError, match=r"'token_embd.weight' of shape \[96, 100\] cannot be Q8_0, whose blocks are 32"
     ):
         GGUFFile(path)
+
+
+# ---- wrong types ------------------------------------------------------------------------------------------------------
+
+WRONG = [
+    (7, V.UINT32), (2**63, V.UINT64), (-3, V.INT32), (0.5, V.FLOAT32), (float("nan"), V.FLOAT32), (True, V.BOOL),
+    ("x", V.STRING), ("{% for", V.STRING), ([1, 2], V.ARRAY), (["a", "b"], V.ARRAY), ([[1], [2]], V.ARRAY),
+]  # fmt: skip
+KEYS = [
+    "general.architecture", "general.alignment", "split.count", "llama.block_count", "llama.context_length",
+    "llama.embedding_length", "llama.feed_forward_length", "llama.attention.head_count",
+    "llama.attention.head_count_kv", "llama.attention.key_length", "llama.attention.value_length",
+    "llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base", "llama.rope.dimension_count",
+    "llama.expert_count", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear",
+    "llama.rope.scaling.attn_factor", "llama.rope.scaling.original_context_length", "tokenizer.ggml.model",
+    "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores",
+    "tokenizer.ggml.token_type", "tokenizer.ggml.add_bos_token", "tokenizer.ggml.bos_token_id",
+    "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id", "tokenizer.ggml.add_space_prefix",
+    "tokenizer.chat_template",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("key", KEYS)
+def test_a_value_of_the_wrong_type_is_an_error_that_names_file_and_key(tmp_path: Path, key: str, model: str) -> None:
+    """Whatever stands under a key, reading gives a configuration and a tokenizer, or one ValueError."""
+    for number, (value, kind) in enumerate(WRONG):
+        path = tmp_path / f"{number}.gguf"
+        write_with_tokenizer(path, model, key, value, kind)
+        try:
+            ModelConfig.from_dict(ours.read_config(path))
+        except ValueError as error:
+            assert str(path) in str(error) or "config.json" in str(error), f"{key}={value!r}: {error}"
+        try:
+            load_tokenizer(path)
+            eos_token_ids(path)
+        except ValueError as error:
+            assert str(path) in str(error), f"{key}={value!r}: {error}"
+
+
+def write_with_tokenizer(path: Path, model: str, key: str, value: object, kind: V) -> None:
+    """A file without layers that could be read, but for one key."""
+    pieces = ["<unk>", "a", "b", "ab"]
+    keys: dict[str, tuple[object, V]] = {
+        "llama.block_count": (LAYERS, V.UINT32), "llama.context_length": (128, V.UINT32),
+        "llama.embedding_length": (8, V.UINT32), "llama.feed_forward_length": (16, V.UINT32),
+        "llama.attention.head_count": (2, V.UINT32), "llama.attention.layer_norm_rms_epsilon": (1e-5, V.FLOAT32),
+        "tokenizer.ggml.model": (model, V.STRING), "tokenizer.ggml.tokens": (pieces, V.ARRAY),
+        "tokenizer.ggml.merges": (["a b"], V.ARRAY), "tokenizer.ggml.unknown_token_id": (0, V.UINT32),
+    }  # fmt: skip
+    keys[key] = value, kind
+    writer = gguf.GGUFWriter(path, "llama")
+    if key == "general.architecture":
+        writer.kv_data[0].pop("general.architecture")
+    for name, (content, value_type) in keys.items():
+        writer.add_key_value(name, content, value_type)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

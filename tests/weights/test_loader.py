@@ -14,7 +14,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.layers.parallel import TensorParallel
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.model_presets import PRESETS
-from nanovllm.weights.loader import WeightError, iter_safetensors, load_model, locate, parameter_bytes
+from nanovllm.weights.checkpoint import locate
+from nanovllm.weights.loader import load_model, parameter_bytes
+from nanovllm.weights.safetensors_files import WeightError, iter_tensors
 from tests import tiny
 from tests.native import NATIVE
 
@@ -311,6 +313,53 @@ def test_a_spoilt_index(tmp_path, content):
     refused(tmp_path, "model.safetensors.index.json")
 
 
+@pytest.mark.parametrize("outside", ["../other/model.safetensors", "/etc/hostname", "a/../../x.safetensors"])
+def test_an_index_that_names_a_file_outside_of_the_directory(tmp_path, outside):
+    """A checkpoint must not read what its directory does not hold, even if that is a right file."""
+    tiny.save(tmp_path / "model", num_hidden_layers=1)
+    tiny.save(tmp_path / "other", num_hidden_layers=1)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": outside}}))
+    refused(tmp_path / "model", str(index), "weight_map", repr(outside), "outside of the model's directory")
+
+
+@pytest.mark.parametrize("layers", [3, 10**6, 2**31 - 1])
+def test_more_layers_than_the_files_hold_are_refused_before_they_are_built(tmp_path, layers, monkeypatch):
+    tiny.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(num_hidden_layers=layers)))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory was taken"))
+    refused(tmp_path, str(tmp_path), f"num_hidden_layers={layers}", "the files hold 2 layers")
+
+
+def test_shapes_are_compared_before_memory_is_taken(tmp_path):
+    """A vocabulary of 2^31 - 1 rows of 48: 200 GB in bfloat16 each for embedding and head."""
+    tiny.save(tmp_path, num_hidden_layers=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(vocab_size=2**31 - 1)))
+    refused(tmp_path, "has shape [199, 48], expected [2147483647, 48]")
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "is not valid JSON"),
+        ('{"architectures": ["LlamaForCausalLM"], "num_attention_heads": ' + "9" * 400 + "}", "num_attention_heads="),
+        ('{"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1' + "0" * 400 + ', "num_attention_heads": 1,'
+         ' "hidden_size": 2}', "rms_norm_eps="),
+    ],
+    ids=["deep", "more digits than Python reads", "a huge count", "an integer beyond floats"],
+)  # fmt: skip
+def test_a_config_with_absurd_values_is_an_error_that_names_the_file(tmp_path, content, said):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError) as error:
+        locate(EngineConfig(str(tmp_path)))
+    assert str(tmp_path / "config.json") in str(error.value) and said in str(error.value)
+    assert len(str(error.value)) < 600
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
 def test_pickles_are_named_and_never_opened(checkpoint, name):
     class Trap:
@@ -478,7 +527,7 @@ def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatc
 
 
 def test_tensors_are_read_one_at_a_time(checkpoint):
-    seen = {name: tensor.shape for name, tensor in iter_safetensors(checkpoint)}
+    seen = {name: tensor.shape for name, tensor in iter_tensors(checkpoint)}
     assert seen["model.norm.weight"] == (48,) and len(seen) == 14
 
 

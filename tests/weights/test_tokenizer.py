@@ -375,6 +375,39 @@ def test_directory_with_a_broken_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_code_of_a_checkpoint_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks on standard input, unless it is told not to trust the code."""
+    load_tokenizer(byte_level(tmp_path)).save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(
+        json.dumps({"model_type": "unheard-of", "auto_map": {"AutoConfig": "code.Config", "AutoTokenizer": "code.T"}})
+    )
+    (tmp_path / "hf" / "code.py").write_text("raise SystemExit('code of the checkpoint was run')")
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Unheard", "auto_map": {"AutoTokenizer": ["code.T", None]}}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on standard input"))
+    with pytest.raises(ValueError, match=r"hf is code of the checkpoint, which is never run; .*tokenizer="):
+        load_tokenizer(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages", "{% nonsense %}"])
+def test_a_chat_template_that_is_no_template_is_an_error_when_it_is_loaded(tmp_path: Path, template: str) -> None:
+    path = byte_level(tmp_path, chat_template=template)
+    with pytest.raises(ValueError, match=r"'tokenizer.chat_template' is no Jinja template: .* in line 1") as error:
+        load_tokenizer(path)
+    assert str(path) in str(error.value)
+    tokenizer = load_tokenizer(byte_level(tmp_path))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"hf: the tokenizer's chat_template is no Jinja template"):
+        load_tokenizer(tmp_path / "hf")
+
+
+def test_a_chat_template_may_refuse_a_conversation(tmp_path: Path) -> None:
+    template = "{{ raise_exception('a system message is needed') }}"
+    assert load_tokenizer(byte_level(tmp_path, chat_template=template)).chat_template == template
+
+
 def test_missing_path(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no tokenizer at .*nowhere"):
         load_tokenizer(tmp_path / "nowhere")

@@ -48,7 +48,9 @@ class TransformersEngine:
         dtype = job.options.get("dtype") or "auto"
         if job.config is not None:
             with tempfile.TemporaryDirectory() as folder:
-                config = transformers.AutoConfig.from_pretrained(model_directory(job, Path(folder)))
+                config = transformers.AutoConfig.from_pretrained(
+                    model_directory(job, Path(folder)), trust_remote_code=False
+                )
             with self._device:
                 torch.manual_seed(job.seed)
                 self._model = transformers.AutoModelForCausalLM.from_config(
@@ -64,7 +66,7 @@ class TransformersEngine:
             ):  # which else leaves weights packed: another model than ours
                 gguf["quantization_config"] = transformers.GgufConfig(dequantize=True)
             self._model = transformers.AutoModelForCausalLM.from_pretrained(
-                path.parent if gguf else job.model, dtype=dtype, **gguf
+                path.parent if gguf else job.model, dtype=dtype, trust_remote_code=False, **gguf
             )
         self._model = self._model.to(self._device).eval()
 

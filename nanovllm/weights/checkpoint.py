@@ -1,0 +1,95 @@
+"""Where a model is and how it is configured: a directory, a .gguf file, a hub id, or a preset's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.model_presets import PRESETS, preset
+from nanovllm.models.registry import model_class
+from nanovllm.weights import gguf
+from nanovllm.weights.json_file import read_json
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A located model: its configuration, and where its weights are (None for a preset)."""
+
+    config: ModelConfig
+    path: Path | None
+    format: str
+    """"safetensors", "gguf" or "dummy"."""
+
+
+def locate(config: EngineConfig) -> Checkpoint:
+    """Find the model that `config.model` names and read its configuration.
+
+    Raises:
+        ValueError, FileNotFoundError: nothing is there, or something is missing or unsupported; the message says what.
+    """
+    path = Path(config.model).expanduser()
+    dummy = config.load_format == "dummy"
+    if path.suffix == ".gguf" or path.is_file():
+        if not path.is_file():
+            raise FileNotFoundError(f"model={config.model!r}: no such file")
+        if path.suffix != ".gguf":
+            raise ValueError(
+                f"model={config.model!r} is a file but no .gguf; pass the directory that holds config.json"
+            )
+        if config.load_format == "safetensors":
+            raise ValueError(f'load_format="safetensors", but {path} is a GGUF file; use load_format="auto"')
+        return Checkpoint(_parse(gguf.read_config(path), path), path, "dummy" if dummy else "gguf")
+    if config.load_format == "gguf":
+        raise ValueError(f'load_format="gguf", but model={config.model!r} is no .gguf file')
+    if not path.is_dir():
+        if dummy and (config.model.lower() in PRESETS or "/" not in config.model):
+            return Checkpoint(ModelConfig.from_dict(preset(config.model)), None, "dummy")
+        path = _from_hub(config.model)
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise FileNotFoundError(f"{path} holds no config.json; pass a Hugging Face model directory or a .gguf file")
+    return Checkpoint(_parse(read_json(config_file), config_file), path, "dummy" if dummy else "safetensors")
+
+
+def _parse(config: Mapping[str, Any], file: Path) -> ModelConfig:
+    """The configuration that a file holds; errors name the file and the entry."""
+    try:
+        # The architecture first: what else a config.json holds depends on it.
+        architectures = config.get("architectures")
+        for architecture in architectures if isinstance(architectures, list) else ():
+            if isinstance(architecture, str):
+                model_class(architecture)
+        return ModelConfig.from_dict(config)
+    except ValueError as e:
+        message = str(e)
+        where = message if message.startswith("config.json") else f"config.json: {message}"
+        raise ValueError(str(file) + where.removeprefix("config.json")) from e
+
+
+def _from_hub(model_id: str) -> Path:
+    """A hub id's directory in the local cache, downloaded if it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if model_id.lower() in PRESETS:
+        raise ValueError(
+            f"{model_id!r} is a preset (a shape without weights): for weights name a directory or the hub's id, such as"
+            " 'Qwen/Qwen3-0.6B'; for random ones, in Python, load_format=\"dummy\""
+        )
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        try:
+            return Path(snapshot_download(model_id, allow_patterns=patterns, local_files_only=True))
+        except LocalEntryNotFoundError:
+            return Path(snapshot_download(model_id, allow_patterns=patterns))
+    except HFValidationError as e:
+        raise FileNotFoundError(f"model={model_id!r} is neither a directory, nor a .gguf file, nor a hub id") from e
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
+        raise FileNotFoundError(
+            f"model={model_id!r} is no local directory, is not in the hub's local cache, and could not be downloaded"
+            f" ({type(e).__name__}); pass a directory or a .gguf file, or download it first"
+        ) from e

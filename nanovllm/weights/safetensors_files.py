@@ -1,0 +1,95 @@
+"""The safetensors files of a checkpoint directory: which there are, what their headers say, and their tensors.
+
+Pickle files are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import torch
+
+
+class WeightError(ValueError):
+    """A checkpoint tensor that is missing, unexpected, of the wrong shape, not finite, or unreadable."""
+
+
+_NOT_FLOATS = {"I": "int", "U": "uint", "C": "complex"}
+
+
+class TensorHeader(NamedTuple):
+    """What a file's header says of a tensor.
+
+    Attributes:
+        dtype: as the file names it; a floating-point one if `is_float`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_float: bool
+
+
+def read_headers(path: Path) -> list[TensorHeader]:
+    """Every tensor of a checkpoint directory, from the headers alone: no tensor is read."""
+    return [header for _, header in _tensors(path)]
+
+
+def iter_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) for every tensor of a checkpoint directory; tensors are memory-mapped, one at a time."""
+    for f, header in _tensors(path):
+        yield header.name, f.get_tensor(header.name)
+
+
+def _tensors(path: Path) -> Iterator[tuple[Any, TensorHeader]]:
+    from safetensors import SafetensorError, safe_open
+
+    for file in _files(path):
+        try:
+            with safe_open(file, framework="pt") as f:
+                for name in f.keys():
+                    entry = f.get_slice(name)
+                    yield f, TensorHeader(name, tuple(entry.get_shape()), *_dtype(entry.get_dtype()))
+        except SafetensorError as e:
+            raise WeightError(f"{file} is corrupt or truncated ({e}); download it again") from e
+        except OSError as e:
+            raise WeightError(f"{file} cannot be read ({e}); is it a file, and is it yours to read?") from e
+
+
+def _dtype(code: str) -> tuple[str, bool]:
+    """A safetensors dtype such as "I8" as PyTorch names it, and whether it is a floating-point one."""
+    if code.startswith(("F", "BF")):
+        return code, True
+    return (_NOT_FLOATS[code[0]] + code[1:] if code[0] in _NOT_FLOATS else code.lower()), False
+
+
+def _files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed_files(path, index)
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        pickled = [f.name for f in sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))]
+        names = ", ".join(pickled)
+        hint = f" ({names} are pickle files, which are never opened; convert them to safetensors)" if pickled else ""
+        raise WeightError(f'{path} holds no .safetensors file{hint}; for random weights pass load_format="dummy"')
+    return files
+
+
+def _indexed_files(path: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise WeightError(f"{index} does not say which file holds which tensor ({e!r:.200}); download it again") from e
+    if outside:
+        raise WeightError(
+            f"{index}: weight_map names {outside[0]!r}, which is outside of the model's directory; files must lie in {path}"
+        )
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise WeightError(f"{index} names {', '.join(missing)}, not found in {path}; download the model again")
+    return [path / name for name in names]
