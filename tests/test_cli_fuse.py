@@ -1,6 +1,7 @@
 """`nanovllm fuse` as a user runs it."""
 
 import json
+import sys
 
 import pytest
 import typer
@@ -152,6 +153,15 @@ def test_loops(tmp_path):
     for size in (0, 1):
         empty = said("--loops", str(path), "--size", f"N={size}")
         assert f"nest 1 runs no iteration with N={size}: `for i in range(1, {size})` is empty" in empty
+
+
+def test_without_islpy_the_error_names_the_extra(tmp_path, monkeypatch):
+    path = tmp_path / "loops.py"
+    path.write_text("for i in range(4):\n    B[i] = A[i]\n")
+    monkeypatch.setitem(sys.modules, "islpy", None)
+    for name in ("cli.fuse_loops", "fuse.loops", "fuse.tile_fusion", "fuse.dependence"):
+        monkeypatch.delitem(sys.modules, f"nanovllm.{name}", raising=False)
+    assert "needs islpy; pip install 'nanovllm[fuse]'" in said("--loops", str(path))
 
 
 def test_one_nest_is_tiled(tmp_path):

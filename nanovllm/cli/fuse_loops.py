@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.fuse.loops import LoopFusionAnalyzer, source_of
+from nanovllm.fuse.loops import LoopFusionAnalyzer
 from nanovllm.fuse.nest import LoopNest, parse
 from nanovllm.fuse.tile_fusion import TileFusion
 from nanovllm.hardware.gpu_presets import DeviceModel
@@ -78,7 +78,8 @@ def _fused_nests(nests: Sequence[LoopNest]) -> dict[str, Any]:
 
 def _one_nest(nest: LoopNest) -> dict[str, Any]:
     """The same of a nest by itself, which can only be cut into tiles."""
+    met = [d.forwards() for d in TileFusion(nest).dependences]
     return {
         "nests": 1, "fused_levels": nest.depth, "legal": True, "reason": "", "shift": ((0,) * nest.depth,),
-        "dependences": [d.forwards().text for d, _ in TileFusion(nest).dependences if any(map(any, d.distances.ranges))], "fused": source_of(nest),
+        "dependences": [d.text for d in met if any(map(any, d.distances.ranges))], "fused": nest.source(),
     }  # fmt: skip

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from nanovllm.fuse.dependence import Dependence, DependenceKind, distances
+from nanovllm.fuse.dependence import Dependence, dependences
 from nanovllm.fuse.nest import Arrays, LoopNest, Point, in_sequence, run
 
 
@@ -37,28 +37,13 @@ class LoopFusionAnalyzer:
     @cached_property
     def common(self) -> int:
         """How many outer loops have the same bounds in all nests."""
-        level = 0
-        for bounds in zip(*(n.bounds for n in self.nests)):
-            if len(set(bounds)) > 1:
-                break
-            level += 1
-        return level
+        levels = zip(*(n.bounds for n in self.nests))
+        return sum(1 for _ in itertools.takewhile(lambda bounds: len(set(bounds)) == 1, levels))
 
     @cached_property
     def dependences(self) -> list[Dependence]:
-        """Of every pair of nests, RAW, WAR, WAW and RAR; distances over the loops that they have in common."""
-        found = []
-        for (i, first), (j, second) in itertools.combinations(enumerate(self.nests), 2):
-            depth = max(first.depth, second.depth)
-            padded_a, padded_b = _padded(first, depth), _padded(second, depth)
-            for a in padded_a.accesses:
-                for b in padded_b.accesses:
-                    d = distances(a, b, padded_a, padded_b)
-                    if d is not None:
-                        kind = DependenceKind.of(a, b)
-                        prevents = kind.orders and d.before(max(1, self.common))
-                        found.append(Dependence(kind, a.array, a.text, b.text, (i, j), d, prevents))
-        return list(dict.fromkeys(found))
+        """Of every pair of nests, RAW, WAR, WAW and RAR; distances over the loops of the deepest."""
+        return dependences(self.nests, max(1, self.common))
 
     @cached_property
     def depth(self) -> int:
@@ -138,40 +123,10 @@ class LoopFusionAnalyzer:
 
     def source(self) -> str:
         """The fused loops as text: the common loops, and in them what remains of each nest."""
-        lines, level = [], self.depth
-        if not level:
-            return "\n".join(map(source_of, self.nests))
-        names = self.nests[0].variables
-        for k in range(level):
-            low, high = self.nests[0].bounds[k]
-            lines.append(f"{'    ' * k}for {names[k]} in range({low}, {high}):")
+        level, first = self.depth, self.nests[0]
+        lines = first.loops(0, level)
         for nest in self.nests:
-            renamed = [f"{new} = {old}" for old, new in zip(names[:level], nest.variables[:level]) if old != new]
-            lines += ["    " * level + line for line in renamed]
-            lines.append(_text(nest, level, "    " * level))
+            pairs = zip(first.variables[:level], nest.variables[:level])
+            lines += [f"{'    ' * level}{new} = {old}" for old, new in pairs if old != new]
+            lines.append(nest.source(level))
         return "\n".join(lines)
-
-
-def source_of(nest: LoopNest) -> str:
-    """One nest as text."""
-    return _text(nest, 0, "")
-
-
-def _text(nest: LoopNest, level: int, indent: str) -> str:
-    lines = []
-    for k in range(level, nest.depth):
-        low, high = nest.bounds[k]
-        lines.append(f"{indent}for {nest.variables[k]} in range({low}, {high}):")
-        indent += "    "
-    return "\n".join([*lines, *(indent + line for line in nest.lines)])
-
-
-def _padded(nest: LoopNest, depth: int) -> LoopNest:
-    """The nest with loops of one iteration inside, so that nests of different depths can be compared."""
-    more = depth - nest.depth
-    if not more:
-        return nest
-    accesses = tuple(
-        type(a)(a.array, tuple(row + (0,) * more for row in a.matrix), a.offset, a.write, a.text) for a in nest.accesses
-    )
-    return LoopNest(nest.variables + ("",) * more, nest.bounds + ((0, 1),) * more, accesses, nest.lines, nest._body)

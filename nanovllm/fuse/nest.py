@@ -114,6 +114,17 @@ class LoopNest:
     def arrays(self) -> set[str]:
         return {a.array for a in self.accesses}
 
+    def loops(self, first: int, last: int) -> list[str]:
+        """The headers of the loops first .. last - 1 as Python text, indented as in the nest."""
+        bounds = zip(self.variables, self.bounds)
+        return [f"{'    ' * k}for {v} in range({low}, {high}):" for k, (v, (low, high)) in enumerate(bounds)][
+            first:last
+        ]
+
+    def source(self, first: int = 0) -> str:
+        """The nest as Python text, without its first loops."""
+        return "\n".join([*self.loops(first, self.depth), *("    " * self.depth + line for line in self.lines)])
+
 
 def parse(text: str, **sizes: int) -> tuple[LoopNest, ...]:
     """The loop nests of a text, in order.

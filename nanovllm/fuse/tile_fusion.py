@@ -18,9 +18,9 @@ from functools import cached_property
 
 import numpy as np
 
-from nanovllm.fuse.dependence import Dependence, DependenceKind, distances
+from nanovllm.fuse.dependence import Dependence, dependences
 from nanovllm.fuse.loops import LoopFusionAnalyzer
-from nanovllm.fuse.nest import Access, Arrays, LoopNest, Point, run
+from nanovllm.fuse.nest import Arrays, LoopNest, Point, run
 
 
 @dataclass(frozen=True)
@@ -78,35 +78,17 @@ class TileFusion:
         )
 
     @cached_property
-    def dependences(self) -> list[tuple[Dependence, bool]]:
-        """Within each nest and between nests, distances with the delays; and whether both accesses are of one nest."""
-        found = []
-        for (i, first), (j, second) in itertools.combinations_with_replacement(enumerate(self.nests), 2):
-            pairs = [(a, b) for a in first.accesses for b in second.accesses]
-            if i == j:
-                pairs = list(itertools.combinations_with_replacement(first.accesses, 2))
-            for a, b in pairs:
-                kind = DependenceKind.of(a, b)
-                d = distances(a, b, first, second) if kind.orders else None
-                if d is None:
-                    continue
-                delay = tuple(y - x for x, y in zip(self.shift[i], self.shift[j]))
-                moved = type(d)(
-                    tuple((low + s, high + s) for (low, high), s in zip(d.ranges, delay)),
-                    None if d.vectors is None else frozenset(tuple(x + s for x, s in zip(v, delay)) for v in d.vectors),
-                    d.exact,
-                )
-                prevents = i != j and moved.before(first.depth)
-                found.append((Dependence(kind, a.array, a.text, b.text, (i, j), moved, prevents), i == j))
-        return found
+    def dependences(self) -> list[Dependence]:
+        """Within each nest and between nests, those that order accesses; distances with the delays."""
+        return [d for d in dependences(self.nests, self.nests[0].depth, self.shift, within=True) if d.kind.orders]
 
     def why_not(self, first: int = 0, last: int | None = None) -> str | None:
         """None if tiles over the loops first .. last - 1 are legal, else the dependence that forbids them."""
         last = self.nests[0].depth if last is None else last
-        for d, within in self.dependences:
+        for d in self.dependences:
             if d.prevents:
                 return str(d)
-            v = d.distances.mixed(first, last, within)
+            v = d.distances.mixed(first, last, both_ways=d.nests[0] == d.nests[1])
             if v is not None:
                 return f"{d.earlier} and {d.later} meet at the distance {v}, which tiles would turn around"
         return None
@@ -121,30 +103,24 @@ class TileFusion:
         return sum(math.prod(s) for name, s in self._spans(tile).items() if temporary or not self._inside(name))
 
     def _spans(self, tile: Sequence[int]) -> dict[str, list[int]]:
-        spans: dict[str, list[int]] = {}
-        for name in sorted(set().union(*(n.arrays for n in self.nests))):
-            lows: list[list[int]] = []
-            highs: list[list[int]] = []
-            for nest, s in zip(self.nests, self.shift):
-                # A nest that runs later touches, within a tile, what lies that much before.
-                box = [(-x, t - x) for t, x in zip(tile, s)]
-                for a in (a for a in nest.accesses if a.array == name):
-                    ends = a.span(box)
-                    lows.append([e[0] for e in ends]), highs.append([e[1] for e in ends])
-            spans[name] = [max(h) - min(lo) + 1 for lo, h in zip(zip(*lows), zip(*highs))]
-        return spans
+        ends: dict[str, list[list[tuple[int, int]]]] = {}
+        for nest, s in zip(self.nests, self.shift):
+            # A nest that runs later touches, within a tile, what lies that much before.
+            box = [(-x, t - x) for t, x in zip(tile, s)]
+            for a in nest.accesses:
+                ends.setdefault(a.array, []).append(a.span(box))
+        return {
+            name: [max(high for _, high in one) - min(low for low, _ in one) + 1 for one in zip(*spans)]
+            for name, spans in ends.items()
+        }
 
     def _inside(self, name: str) -> bool:
         """Whether a temporary array's elements are used in the iteration that computes them, so never leave a tile."""
         if name not in self.temporary:
             return False
-        return all(
-            all(low == high == 0 for low, high in d.distances.ranges) for d, _ in self.dependences if d.array == name
-        ) and self._written_first(name)
-
-    def _written_first(self, name: str) -> bool:
-        accesses: list[Access] = [a for n in self.nests for a in n.accesses if a.array == name]
-        return bool(accesses) and accesses[0].write
+        written_first = next(a.write for n in self.nests for a in n.accesses if a.array == name)
+        own = (d.distances.ranges for d in self.dependences if d.array == name)
+        return written_first and not any(low or high for ranges in own for low, high in ranges)
 
     def plan(self, tile: Sequence[int]) -> TilePlan:
         """What tiles of a size cost.

@@ -287,7 +287,7 @@ class Mistaken(torch.nn.Module):
 
 def test_an_error_of_the_users_has_its_line():
     line = Mistaken.forward.__code__.co_firstlineno + 1
-    with pytest.raises(TraceError, match=rf"KeyError: 'key' \(.*test_fusion.py:{line}\)"):
+    with pytest.raises(TraceError, match=rf"KeyError: 'key' \(.*test_fuse.py:{line}\)"):
         FusionAnalyzer(Mistaken(), (torch.ones(3),))
     analyzer = FusionAnalyzer(F.embedding, (torch.tensor([99]), torch.ones(4, 4)), device=PLAIN)
     with pytest.raises(ValueError, match="the module cannot be run: IndexError: index out of range in self$"):
