@@ -1,4 +1,6 @@
-"""A model's architecture, read from its config.json: frozen records, which everything downstream may keep a reference to."""
+"""A model's architecture, read from its config.json: frozen records, which everything downstream may keep a reference
+to.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
-    """The longest sequence: config.json's entry, or what YaRN extends it to, if a rope block was added without raising that."""
+    """The longest sequence: config.json's entry, or what YaRN extends it to, if a rope block was added without raising
+    that.
+    """
     rope: RopeConfig
     tie_word_embeddings: bool
     attention_bias: bool
@@ -100,11 +104,14 @@ class ModelConfig:
                 )
             return value
 
-        def flag(name: str, default: bool | None = False) -> bool | None:
+        def optional_flag(name: str) -> bool | None:
             value = c.get(name)
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"config.json: {name}={_short(value)}: must be true or false")
-            return default if value is None else value
+            return value
+
+        def flag(name: str) -> bool:
+            return bool(optional_flag(name))
 
         architectures = c.get("architectures") or []
         if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
@@ -125,7 +132,7 @@ class ModelConfig:
         eps = get("rms_norm_eps", 1e-6)
         if not _is_number(eps) or eps < 0:
             raise ValueError(f"config.json: rms_norm_eps={_short(eps)}: must be a number, at least 0")
-        _refuse_unsupported(c, flag("use_sliding_window", None))
+        _refuse_unsupported(c, optional_flag("use_sliding_window"))
         rope = _rope(c)
         eos = c.get("eos_token_id")
         eos = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
@@ -150,7 +157,7 @@ class ModelConfig:
             mlp_bias=flag("mlp_bias") and not qwen3,  # Qwen3 has no such entry: transformers passes it over
             dtype=_dtype(c),
             eos_token_ids=eos,
-            use_custom_kernels=flag("use_custom_kernels", None),
+            use_custom_kernels=optional_flag("use_custom_kernels"),
             raw=dict(c),
         )
 
@@ -198,8 +205,8 @@ def _refuse_window(c: Mapping[str, Any], use_sliding_window: bool | None) -> Non
             )
         return
     window = c.get("sliding_window")
-    # transformers' Llama reads neither entry. But its cache reads the window, and `generate` then differs from one forward of the
-    # same tokens; "use_sliding_window": false says which of the two is meant.
+    # transformers' Llama reads neither entry. But its cache reads the window, and `generate` then differs from one
+    # forward of the same tokens; "use_sliding_window": false says which of the two is meant.
     if window is not None and use_sliding_window is not False:
         raise ValueError(
             f"config.json: sliding_window={_short(window)} is not supported; set it to null for full attention"
@@ -225,7 +232,8 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
     # Someone may have added the one that a model card tells of to a file that has the other.
     if old and new and _rope_of(c, "rope_scaling") != rope:
         raise ValueError(
-            f"config.json: rope_scaling={_short(old)} and rope_parameters={_short(new)} contradict each other; remove one of them"
+            f"config.json: rope_scaling={_short(old)} and rope_parameters={_short(new)} contradict each other; remove"
+            f" one of them"
         )
     return rope
 

@@ -15,8 +15,10 @@ LLAMA = QWEN3 | dict(architectures=["LlamaForCausalLM"])
 def test_fields_of_a_config():
     config = ModelConfig.from_dict(
         QWEN3 | dict(
-            head_dim=24, rms_norm_eps=1e-5, max_position_embeddings=777, rope_parameters=dict(rope_type="default", rope_theta=1e6),
-            tie_word_embeddings=True, attention_bias=True, eos_token_id=[7, 8], dtype="bfloat16", use_custom_kernels=False, more=1,
+            head_dim=24, rms_norm_eps=1e-5, max_position_embeddings=777, rope_parameters=dict(rope_type="default",
+            rope_theta=1e6),
+            tie_word_embeddings=True, attention_bias=True, eos_token_id=[7, 8], dtype="bfloat16",
+            use_custom_kernels=False, more=1,
         )
     )  # fmt: skip
     assert (config.architecture, config.vocab_size, config.hidden_size) == ("Qwen3ForCausalLM", 100, 64)
@@ -159,8 +161,8 @@ JUNK = [0, -1, -0.5, 2.5, "4", "x", "", True, [], [1, 2], {"a": 1}, float("nan")
     "name, allowed",
     [
         *((name, ()) for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "max_position_embeddings",
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "max_position_embeddings",
         )),
         ("rms_norm_eps", (0, 2.5)),
         ("eos_token_id", (0, -1, [], [1, 2])),

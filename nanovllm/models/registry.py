@@ -11,7 +11,7 @@ MODELS: dict[str, type[DecoderForCausalLM]] = {
 
 
 def model_class(architecture: str) -> type[DecoderForCausalLM]:
-    """The class for a config.json's `architectures` entry; a ValueError that lists the supported ones if there is none."""
+    """The class for a config.json's `architectures` entry; a ValueError that lists the supported ones if none is."""
     try:
         return MODELS[architecture]
     except KeyError:

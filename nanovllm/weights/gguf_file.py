@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # ggml type id -> (name, elements per block, bytes per block). A block never spans two rows.
-# IQ4_NL and IQ4_XS are here because llama.cpp falls back to them inside K-quant files for rows that 256 does not divide.
+# IQ4_NL and IQ4_XS are here because llama.cpp falls back to them inside K-quant files for rows that 256 does not
+# divide.
 TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),

@@ -40,7 +40,8 @@ def load_model(
     """Build the model on `device` and fill every parameter.
 
     Raises:
-        WeightError: a tensor is missing, left over, of the wrong shape, not finite, or unreadable; the message names it.
+        WeightError: a tensor is missing, left over, of the wrong shape, not finite, or unreadable; the message names
+        it.
     """
     cls = model_class(checkpoint.config.architecture)
 
@@ -177,7 +178,10 @@ def copy_weights(
 
 
 class _Finite:
-    """Whether loaded weights are finite. The device reduces each weight when it is there; the host waits once, at the end."""
+    """Whether loaded weights are finite.
+
+    The device reduces each weight when it is there; the host waits once, at the end.
+    """
 
     def __init__(self) -> None:
         self._weights: list[tuple[str, torch.Tensor]] = []
@@ -199,7 +203,8 @@ class _Finite:
         more = f" (such tensors in all: {len(bad)})" if len(bad) > 1 else ""
         beyond = '; if its values are beyond the 65504 of float16, pass dtype="bfloat16"' if dtype == "float16" else ""
         raise WeightError(
-            f"tensor {name!r} holds NaN or infinity in {count} of {weight.numel()} values, as {dtype}{more}; the checkpoint is"
+            f"tensor {name!r} holds NaN or infinity in {count} of {weight.numel()} values, as {dtype}{more}; the"
+            f" checkpoint is"
             f" damaged: download it again{beyond}"
         )
 

@@ -87,7 +87,8 @@ def _indexed_files(path: Path, index: Path) -> list[Path]:
         raise WeightError(f"{index} does not say which file holds which tensor ({e!r:.200}); download it again") from e
     if outside:
         raise WeightError(
-            f"{index}: weight_map names {outside[0]!r}, which is outside of the model's directory; files must lie in {path}"
+            f"{index}: weight_map names {outside[0]!r}, which is outside of the model's directory; files must lie in"
+            f" {path}"
         )
     missing = [name for name in names if not (path / name).is_file()]
     if missing:

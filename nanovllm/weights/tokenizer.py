@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # Any one of these makes a directory one that holds a tokenizer.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
-# The regular expressions by which the published tokenizer.json files cut text before merging. GPT-2's is ByteLevel's own.
+# The regular expressions by which the published tokenizer.json files cut text before merging. GPT-2's is ByteLevel's
+# own.
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,7 +54,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase | No
     from transformers import AutoTokenizer
 
     try:
-        # trust_remote_code=False: by default transformers asks on standard input whether to run a checkpoint's own code.
+        # trust_remote_code=False: by default transformers asks on standard input whether to run a checkpoint's own
+        # code.
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, clean_up_tokenization_spaces=False, trust_remote_code=False
         )
@@ -149,7 +151,7 @@ def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase | None:
 
 
 def _byte_level_bpe(file: GGUFFile) -> tuple[Tokenizer, bool]:
-    """GPT-2's kind, as the family's tokenizer.json has it; and whether texts begin with BOS if the file does not say."""
+    """GPT-2's kind, as the family's tokenizer.json has it; and whether texts begin with BOS by default."""
     from tokenizers import Regex, decoders, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -193,25 +195,26 @@ def _sentencepiece_bpe(file: GGUFFile) -> Tokenizer:
     return tokenizer
 
 
-def _bpe(file: GGUFFile, merges: list[tuple[str, ...]], **options: Any) -> Tokenizer:
+def _bpe(file: GGUFFile, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     from tokenizers import Tokenizer, models
 
     vocab = {token: index for index, token in enumerate(_strings(file, "tokens"))}
-    for merge in merges:  # tokenizers panics on some that do not fit
-        if len(merge) != 2 or not (merge[0] in vocab and merge[1] in vocab and "".join(merge) in vocab):
-            raise file.error(f"holds a vocabulary and merges that do not fit together: {' '.join(merge)!r:.60}")
+    for left, right in merges:  # tokenizers panics on some that do not fit
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise file.error(f"holds a vocabulary and merges that do not fit together: {left!r:.30} {right!r:.30}")
     try:
         return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:  # tokenizers raises bare Exception
         raise file.error(f"holds a vocabulary and merges that do not fit together ({error})") from error
 
 
-def _merges(file: GGUFFile) -> list[tuple[str, ...]]:
+def _merges(file: GGUFFile) -> list[tuple[str, str]]:
     # "left right"; neither side holds a space, which these vocabularies spell as another character.
-    return [tuple(merge.split(" ")) for merge in _strings(file, "merges")]
+    parts = [merge.partition(" ") for merge in _strings(file, "merges")]
+    return [(left, right) for left, _, right in parts]
 
 
-def _merges_by_score(file: GGUFFile) -> list[tuple[str, ...]]:
+def _merges_by_score(file: GGUFFile) -> list[tuple[str, str]]:
     """SentencePiece joins the pair whose whole has the best score: every way to split every token, best whole first."""
     tokens, scores = _strings(file, "tokens"), file.field("tokenizer.ggml.scores", list, [])
     if len(scores) != len(tokens) or not all(isinstance(score, (int, float)) for score in scores):
@@ -225,7 +228,7 @@ def _merges_by_score(file: GGUFFile) -> list[tuple[str, ...]]:
             found = sorted((ids[left], ids[right]) for left, right in pairs if left in ids and right in ids)
             merges += [(-score, tokens[left], tokens[right]) for left, right in found]
     merges.sort(key=lambda merge: merge[0])  # stable: equal scores keep the vocabulary's order
-    return [merge[1:] for merge in merges]
+    return [(left, right) for _, left, right in merges]
 
 
 def _add_whole_tokens(file: GGUFFile, tokenizer: Tokenizer) -> None:
@@ -246,8 +249,8 @@ def _frame(file: GGUFFile, tokenizer: Tokenizer, add_bos_by_default: bool) -> No
     frame: dict[str, list[str]] = {}
     for name, default in (("bos", add_bos_by_default), ("eos", False)):
         token = _token(file, name)
-        wanted = token is not None and file.field(f"tokenizer.ggml.add_{name}_token", bool, default)
-        frame[name] = [token] if wanted else []
+        wanted = file.field(f"tokenizer.ggml.add_{name}_token", bool, default)
+        frame[name] = [token] if wanted and token is not None else []
     bos, eos = frame["bos"], frame["eos"]
     single = [*bos, "$A", *eos]
     tokenizer.post_processor = TemplateProcessing(

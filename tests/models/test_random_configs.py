@@ -1,7 +1,8 @@
-"""Random config.json files: the model is transformers' to 1e-3 in every log-probability, or refused with a word on the entry.
+"""Random config.json files: the model is transformers' to 1e-3 in every log-probability, or refused with a word on the
+entry.
 
-The weights are random too. Entries are drawn that change a model (rope in both formats, windows, activations, biases), so
-that one which is passed over shows as another model.
+The weights are random too. Entries are drawn that change a model (rope in both formats, windows, activations, biases),
+so that one which is passed over shows as another model.
 """
 
 import json
@@ -39,12 +40,14 @@ def draw(rng: random.Random) -> dict:
     kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 7])
     config = dict(
         architectures=[f"{kind}ForCausalLM"], model_type=kind.lower(), vocab_size=rng.choice([17, 131, 320]),
-        hidden_size=kv_heads * group * rng.choice([4, 10, 16]), intermediate_size=rng.choice([30, 64]), num_hidden_layers=layers,
+        hidden_size=kv_heads * group * rng.choice([4, 10, 16]), intermediate_size=rng.choice([30, 64]),
+        num_hidden_layers=layers,
         num_attention_heads=kv_heads * group, num_key_value_heads=kv_heads, head_dim=rng.choice([16, 18, 40, 80]),
         max_position_embeddings=rng.choice([64, 256]), tie_word_embeddings=rng.random() < 0.5, eos_token_id=None,
     )  # fmt: skip
     sometimes = dict(
-        attention_bias=True, rms_norm_eps=0.1, hidden_act="gelu", use_sliding_window=rng.random() < 0.5, sliding_window=8,
+        attention_bias=True, rms_norm_eps=0.1, hidden_act="gelu", use_sliding_window=rng.random() < 0.5,
+        sliding_window=8,
         layer_types=[rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)], max_window_layers=0,
         original_max_position_embeddings=16, partial_rotary_factor=0.5,
     )  # fmt: skip
@@ -89,7 +92,8 @@ def test_a_config_is_served_as_transformers_does_or_refused(tmp_path, seed):
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         try:
             llm = LLM(
-                tmp_path, device="cpu", dtype="float32", skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=16,
+                tmp_path, device="cpu", dtype="float32", skip_tokenizer_init=True, kvcache_block_size=16,
+                num_kvcache_blocks=16,
                 max_num_seqs=1,
             )  # fmt: skip
         except ValueError as error:

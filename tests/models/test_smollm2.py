@@ -17,7 +17,7 @@ TEXT = """The lighthouse keeper counted 1,024 ships in 1873, and wrote each one 
 def fibonacci(n):
     return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
 Água mole em pedra dura, tanto bate até que fura. 水滴石穿。 "What," she asked, "is the difference between heat & temperature?"
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,9 @@ def path():
 
 @pytest.fixture(scope="module")
 def prompts(path):
-    """About 20 prompts of 1 to 1,500 tokens (400 on a CPU): prefixes of one text, and others that share nothing with it."""
+    """About 20 prompts of 1 to 1,500 tokens (400 on a CPU): prefixes of one text, and others that share nothing with
+    it.
+    """
     from nanovllm.weights.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)

@@ -1,4 +1,4 @@
-"""The default model: where it is looked for, how it is fetched, and what happens when that fails. pip is a fake here."""
+"""The default model: where it is looked for, how it is fetched, and how that fails. pip is a fake here."""
 
 import hashlib
 import importlib

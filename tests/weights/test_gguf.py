@@ -104,7 +104,7 @@ def tiny(path: Path, arch: str = "llama", quant: str = "F32", **extra: object) -
     return write(path / "tiny.gguf", arch, to_gguf(arch, hf_weights(arch)), quant, **extra)
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------------
+# ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -187,7 +187,7 @@ def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-# ---- configuration ----------------------------------------------------------------------------------------------------
+# ---- configuration ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
@@ -243,7 +243,7 @@ def test_rope_frequency_factors_are_read_and_are_no_weight(tmp_path: Path) -> No
     assert dict(ours.iter_tensors(path)).keys() == hf_weights("llama").keys()
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,8 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.0.attn_sinks.weight", f"blk.{LAYERS}.attn_q.weight", "blk.0.attn_q_norm.weight", "blk.0.attn_norm.bias",
+    "name", ["blk.0.attn_sinks.weight", f"blk.{LAYERS}.attn_q.weight", "blk.0.attn_q_norm.weight",
+             "blk.0.attn_norm.bias",
              "output_norm.bias", "wibble", "blk.0.attn_q.scale"]
 )  # fmt: skip
 def test_unknown_tensor(tmp_path: Path, name: str) -> None:
@@ -332,7 +333,7 @@ def test_missing_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ours.iter_tensors(quantised)
 
 
-# ---- damage -----------------------------------------------------------------------------------------------------------
+# ---- damage ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 a zip", b"\x00" * 64])
@@ -395,7 +396,7 @@ def test_truncation_names_tensor_and_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mask", [0xFF, 0x01, 0x02, 0x03, 0x0C, 0x0D, 0x0E])
 def test_no_damaged_byte_escapes_as_another_error(tmp_path: Path, mask: int) -> None:
-    """Whatever a single wrong byte does, it is either harmless or a GGUFError: no crash, no hang, no huge allocation."""
+    """A single wrong byte is either harmless or a GGUFError: no crash, no hang, no huge allocation."""
     weights = {"token_embd.weight": np.ones((4, 8), np.float32), "blk.0.attn_q.weight": np.ones((256, 2), np.float32)}
     content = write(
         tmp_path / "x.gguf", "llama", weights, **{"rope.scaling.type": "linear", "split.count": 1}
@@ -430,7 +431,7 @@ def test_blocks_that_do_not_divide_the_row(tmp_path: Path) -> None:
         GGUFFile(path)
 
 
-# ---- wrong types ------------------------------------------------------------------------------------------------------
+# ---- wrong types -----------------------------------------------------------------------------------------------------
 
 WRONG = [
     (7, V.UINT32), (2**63, V.UINT64), (-3, V.INT32), (0.5, V.FLOAT32), (float("nan"), V.FLOAT32), (True, V.BOOL),

@@ -138,7 +138,8 @@ def refused(directory, *words):
     "name",
     [
         "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight",
-        "model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight",
+        "model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
         "model.layers.0.post_attention_layernorm.weight",
     ],
 )  # fmt: skip
@@ -161,8 +162,10 @@ def test_a_bias_that_is_promised_and_not_there(checkpoint):
 @pytest.mark.parametrize(
     "name",
     [
-        "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.self_attn.q_proj.qweight", "model.layers.0.mlp.up_proj.weight_scale_inv", "visual.patch_embed.weight",
+        "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_proj.qweight", "model.layers.0.mlp.up_proj.weight_scale_inv",
+        "visual.patch_embed.weight",
         "model.embed_tokens.bias", "weight", "score", "lm_head.weight_scale", "model.norm", "model.layers.0.weight",
     ],
 )  # fmt: skip
@@ -385,7 +388,8 @@ def test_random_weights_need_only_a_config(tmp_path, architecture):
     tiny.save(tmp_path, architecture, attention_bias=True)
     (tmp_path / "model.safetensors").unlink()
     model = load(tmp_path, load_format="dummy")
-    # Kernels read parameters early, and nothing else (`are_constant`): what layers hand to them is one, or a step gets slower.
+    # Kernels read parameters early, and nothing else (`are_constant`): what layers hand to them is one, or a step gets
+    # slower.
     held = [m.__dict__ | m._parameters for m in model.modules()]
     assert all(
         type(h[name]) is torch.nn.Parameter for h in held for name in ("weight", "bias") if h.get(name) is not None

@@ -1,7 +1,7 @@
 """Tokenizers built from GGUF metadata, against the rules of the published tokenizer.json files.
 
-tokenizer.json files themselves need a network; what they say of normalisation, splitting and framing is written out here
-as expected pieces, and transformers' own GGUF loader is the second opinion.
+tokenizer.json files themselves need a network; what they say of normalisation, splitting and framing is written out
+here as expected pieces, and transformers' own GGUF loader is the second opinion.
 """
 
 import json
@@ -43,7 +43,8 @@ def byte_alphabet() -> list[str]:
 def write(path: Path, model: str | None, tokens: list[str], types: list[int], **keys: Any) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in (("block_count", 1), ("context_length", 64), ("embedding_length", 8), ("feed_forward_length", 16),
-                       ("attention.head_count", 2), ("rope.dimension_count", 4), ("vocab_size", len(tokens))):  # fmt: skip
+                       ("attention.head_count", 2), ("rope.dimension_count", 4), ("vocab_size",
+                       len(tokens))):  # fmt: skip
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     if model:
@@ -122,7 +123,7 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
     return [bytes(alphabet[char] for char in piece).decode() for piece, _ in split]
 
 
-# ---- the real model ---------------------------------------------------------------------------------------------------
+# ---- the real model --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,8 @@ def test_smollm2_splits_every_digit(smollm2: Any) -> None:
 
 
 def test_smollm2_against_transformers(smollm2: Any, smollm2_path: Path) -> None:
-    """Equal but for one thing: transformers ignores `tokenizer.ggml.pre`, so it does not cut before the numerals that are
+    """Equal but for one thing: transformers ignores `tokenizer.ggml.pre`, so it does not cut before the numerals that
+    are
     not ASCII digits (for these the vocabulary happens to hold no merge that its omission would let through)."""
     from transformers import AutoTokenizer
 
@@ -197,7 +199,7 @@ def test_smollm2_against_transformers(smollm2: Any, smollm2_path: Path) -> None:
         assert ours == other or other[1] != "Ġ"
 
 
-# ---- byte-level BPE ---------------------------------------------------------------------------------------------------
+# ---- byte-level BPE --------------------------------------------------------------------------------------------------
 
 SPLITS = {
     "gpt-2": {
@@ -309,7 +311,7 @@ def test_decoding_leaves_spaces_alone(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-# ---- SentencePiece ----------------------------------------------------------------------------------------------------
+# ---- SentencePiece ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -333,7 +335,8 @@ def test_sentencepiece(tmp_path: Path, text: str, expected: list[str]) -> None:
 
 
 def test_sentencepiece_against_transformers(tmp_path: Path) -> None:
-    """Equal for text that begins with a word. For text that begins with spaces, or follows a special token, transformers
+    """Equal for text that begins with a word. For text that begins with spaces, or follows a special token,
+    transformers
     versions differ among themselves; there we follow llama.cpp and Llama 2's published tokenizer.json, as above."""
     from transformers import AutoTokenizer
 
@@ -352,7 +355,7 @@ def test_sentencepiece_options(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
 
 
-# ---- Hugging Face directories, and what is refused --------------------------------------------------------------------
+# ---- Hugging Face directories, and what is refused -------------------------------------------------------------------
 
 
 def test_directory(tmp_path: Path) -> None:
@@ -440,7 +443,7 @@ def test_unsupported_model_and_missing_scores(tmp_path: Path) -> None:
         load_tokenizer(sentencepiece(tmp_path, scores=[0.0, 1.0]))
 
 
-# ---- end tokens -------------------------------------------------------------------------------------------------------
+# ---- end tokens ------------------------------------------------------------------------------------------------------
 
 
 class Ends:
