@@ -1,7 +1,5 @@
-"""Every op's reference, as layers take their kernels, whatever is preferred on this machine."""
+"""Every op by its reference, as layers take kernels."""
 
-from types import SimpleNamespace
+from nanovllm.kernels import Kernels, all_ops
 
-from nanovllm.kernels import all_ops
-
-NATIVE = SimpleNamespace(**{name: declared.providers["native"].fn for name, declared in all_ops().items()})
+NATIVE = Kernels({name: (declared.providers["native"], declared.native) for name, declared in all_ops().items()})

@@ -121,7 +121,7 @@ def test_requests_that_arrive_over_time(run):
 
 def test_on_and_off_and_the_price_of_each_op(run, monkeypatch):
     """With a custom kernel for one op: a slow one, so that there is something to find."""
-    from nanovllm.kernels.op.registry import Provider
+    from nanovllm.kernels.op.provider import Provider
 
     op = all_ops()["rms_norm"]
 

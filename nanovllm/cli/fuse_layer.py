@@ -60,7 +60,10 @@ def reference_kernels() -> Kernels:
     """Every op written out in PyTorch, as a model without fused kernels has them; attention stays one op."""
     return Kernels(
         {
-            name: ("native", getattr(torch.ops.nanovllm, name) if name in _OPAQUE else declared.native)
+            name: (
+                declared.providers["native"],
+                getattr(torch.ops.nanovllm, name) if name in _OPAQUE else declared.native,
+            )
             for name, declared in all_ops().items()
         }
     )

@@ -105,7 +105,7 @@ def _measure(
     for case in bench_cases(declared, dtype, shapes):
         for candidate in candidates:
             results.append(measure(declared, candidate, case, where))
-            if results[-1].timing is not None and hasattr(candidate.fn, "planned"):
+            if results[-1].timing is not None and candidate.planned is not None:
                 results.append(measure(declared, candidate, case, where, without_plan=True))
         if progress:
             print(f"\r{declared.name} {case}  ", end="", file=sys.stderr)

@@ -26,7 +26,7 @@ from nanovllm.engine.fast.warm_up import compile_ahead, one_collection, profile_
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, prompt_logprobs
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
-from nanovllm.kernels import Kernels, all_ops
+from nanovllm.kernels import Kernels
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.model_config import ModelConfig
 from nanovllm.weights.checkpoint import Checkpoint
@@ -294,14 +294,11 @@ def shares_prefixes(kernels: Kernels) -> bool:
 
 def can_capture(kernels: Kernels, name: str = "attention_decode", level: int = logging.WARNING) -> bool:
     """Whether a CUDA graph can hold a step with this attention: not if the host plans it anew for every step, which is logged."""
-    provider = kernels.providers[name]
-    capturable = getattr(all_ops()[name].providers[provider].fn, "capturable", True)
-    if name == "attention_prefill" and provider == "native":
-        capturable = False  # the reference reads the runs' lengths on the host
-    if not capturable:
+    provider = kernels.provider(name)
+    if not provider.capturable:
         steps = "decode steps" if name == "attention_decode" else "steps with prompts"
-        logger.log(level, "%s by %s cannot be captured: %s run without CUDA graphs", name, provider, steps)
-    return capturable
+        logger.log(level, "%s by %s cannot be captured: %s run without CUDA graphs", name, provider.name, steps)
+    return provider.capturable
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:

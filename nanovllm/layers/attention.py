@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.fork import fork
-from nanovllm.layers.fused_op import ChosenOp, FusedOp
+from nanovllm.layers.selected_op import FusedOp, SelectedOp
 
 if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
@@ -88,8 +88,8 @@ class Attention:
         self.window = window
         self.soft_cap = soft_cap
         self._store_kvcache = kernels.store_kvcache
-        self._attention_decode = ChosenOp("attention_decode", kernels)
-        self._attention_prefill = ChosenOp("attention_prefill", kernels)
+        self._attention_decode = SelectedOp("attention_decode", kernels)
+        self._attention_prefill = SelectedOp("attention_prefill", kernels)
         self._qk_norm_rope_store = FusedOp("qk_norm_rope_store", kernels)
         self._qk_norm_rope_attention = FusedOp("qk_norm_rope_attention", kernels)
         self._attention_decode_shared = FusedOp("attention_decode_shared", kernels)
@@ -197,7 +197,6 @@ class Attention:
                 q[:n], cache.k, cache.v, m.block_table[:n], m.context_lens[:n], m.max_context_len, *options, out=out[:n]
             )
         runs = None if out is None else out[n:]
-        beside = {"beside": True} if m.concurrent and self._attention_prefill.takes_beside else {}
         result = self._attention_prefill(
             q[n:],
             cache.k,
@@ -208,6 +207,6 @@ class Attention:
             m.max_query_len,
             *options,
             out=runs,
-            **beside,
+            concurrent=m.concurrent,
         )
         return out if n else result

@@ -72,3 +72,7 @@ def compare_mlp(
     Console().print(table)
     if wrong:
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(compare_mlp)

@@ -9,11 +9,11 @@ import torch
 import torch.nn as nn
 
 from nanovllm.kernels import Kernels, resolve_kernels
-from nanovllm.layers.fused_op import FusedOp
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import SINGLE, TensorParallel
 from nanovllm.layers.residual_stream import ResidualStream
+from nanovllm.layers.selected_op import FusedOp
 
 
 class GatedMLP(nn.Module):
@@ -122,8 +122,6 @@ class CustomGatedMLP(GatedMLP):
 
 
 if __name__ == "__main__":
-    import typer
+    import runpy
 
-    from nanovllm.layers.compare_mlp import compare_mlp
-
-    typer.run(compare_mlp)
+    runpy.run_module("nanovllm.layers.compare_mlp", run_name="__main__")

@@ -5,9 +5,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanovllm.kernels import Kernels
-from nanovllm.layers.fused_op import FusedOp
 from nanovllm.layers.linear import ShardedParameters
 from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.layers.selected_op import FusedOp
 
 
 class VocabParallelEmbedding(ShardedParameters):

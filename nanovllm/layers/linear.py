@@ -13,9 +13,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanovllm.kernels import Kernels
-from nanovllm.layers.fused_op import FusedOp
 from nanovllm.layers.parallel import SINGLE, TensorParallel
 from nanovllm.layers.residual_stream import ResidualStream
+from nanovllm.layers.selected_op import FusedOp
 
 if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm

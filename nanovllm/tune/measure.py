@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.hardware.timing import l2_bytes, time_in_graph
 from nanovllm.kernels.op.declaration import Arguments, copy_of, nbytes
-from nanovllm.kernels.op.registry import Provider
+from nanovllm.kernels.op.provider import Provider
 from nanovllm.kernels.testing.verify import Case, verify
 from nanovllm.tune.launches import compile_together
 from nanovllm.tune.search import Skipped

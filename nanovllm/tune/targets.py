@@ -13,7 +13,8 @@ import torch
 
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.declaration import Arguments, Shape, Tensors, written
-from nanovllm.kernels.op.registry import Op, Provider
+from nanovllm.kernels.op.dispatch import Op
+from nanovllm.kernels.op.provider import Provider
 from nanovllm.kernels.op.tunable import Tunable, bucket
 from nanovllm.kernels.triton import tunables
 from nanovllm.tune.launches import recorded

@@ -306,7 +306,7 @@ def test_what_a_provider_takes_beyond_the_op_is_passed_on():
     instrument = Instrument()
     call = instrument.decorate("rms_norm", "some", lambda *args, **kwargs: given.append((args, kwargs)))
     with instrument.costing(), instrument.step("mixed", "2 tokens"):
-        call(x, weight, eps=1e-6, out=x, beside=True)
+        call(x, weight, eps=1e-6, out=x, concurrent=True)
     assert given == [((x, weight), {"eps": 1e-6, "out": x, "beside": True})]
     assert [(c.op, c.provider, c.phase, work.bytes) for c, work in instrument.costs.items()] == [
         ("rms_norm", "some", "mixed", 80)

@@ -93,7 +93,11 @@ class Planner:
 @pytest.fixture
 def planner(monkeypatch):
     made = Planner()
-    monkeypatch.setitem(all_ops()["rms_norm"].providers, "planner", Provider("planner", made))
+    monkeypatch.setitem(
+        all_ops()["rms_norm"].providers,
+        "planner",
+        Provider("planner", made, planned=lambda **arguments: made.planned(**arguments)),
+    )
     return made
 
 

@@ -80,7 +80,7 @@ def decode_example(lens=(5, 40, 30), n=1, **options):
 def test_signatures(module, declared):
     expected = inspect.signature(declared.native)
     assert inspect.signature(getattr(module, declared.name), eval_str=True) == expected
-    planned = getattr(getattr(module, declared.name), "planned", None)
+    planned = declared.providers[module.__name__.rpartition(".")[2]].planned_fn
     assert (planned is not None) == (module is flashinfer)
     assert planned is None or inspect.signature(planned).parameters.keys() == expected.parameters.keys()
     accepts = inspect.signature(getattr(module, declared.name.replace("attention", "accepts")))
@@ -307,7 +307,7 @@ def test_what_flashinfer_refuses(monkeypatch):
     q, cache = torch.empty(3, 6, 64, **HALF, device="meta"), torch.empty(4, 16, 2, 64, **HALF, device="meta")
     q_cuda = types.SimpleNamespace(dtype=q.dtype, shape=q.shape, device=CUDA)
     assert "CUDA graph cannot record" in flashinfer._refuse(q_cuda, cache, torch.zeros(3, 2), None, None)
-    assert not flashinfer.attention_decode.capturable and not flashinfer.attention_prefill.capturable
+    assert not any(op.providers["flashinfer"].capturable for op in (attention_decode, attention_prefill))
 
 
 def test_support_is_needed_first():
@@ -537,11 +537,11 @@ PLANNED = [
 def test_a_plan_is_made_once(monkeypatch, declared, make, lens, other_lens, options):
     """What `planned` gives runs again and again: on other queries and caches, without a look at lengths or blocks, beside other plans."""
     stand_in(monkeypatch, *STAND_INS["flashinfer"][:1], **STAND_INS["flashinfer"][1])
-    whole = getattr(flashinfer, declared.name)
+    whole, planned = declared.providers["flashinfer"].fn, declared.providers["flashinfer"].planned_fn
     arguments, others = ({**make(*n, **HALF), **options} for n in (lens, other_lens))
     q = arguments["q"]
     arguments["q"] = torch.cat([q, q], 1)[:, : q.shape[1]]  # strided: what is made contiguous is read at each call
-    run, run_other = whole.planned(**arguments), whole.planned(**others)
+    run, run_other = planned(**arguments), planned(**others)
     expected_other = declared.native(**others)
     torch.testing.assert_close(whole(**others), expected_other)
     plans = Wrapper.plans
@@ -565,7 +565,7 @@ def test_a_plan_is_made_once(monkeypatch, declared, make, lens, other_lens, opti
 @pytest.mark.parametrize("declared, arguments", [(attention_prefill, example()), (attention_decode, decode_example())])
 def test_a_plan_refuses_what_a_call_does(monkeypatch, declared, arguments):
     stand_in(monkeypatch, "flashinfer")
-    planned = getattr(flashinfer, declared.name).planned
+    planned = declared.providers["flashinfer"].planned_fn
     with pytest.raises(ValueError, match="takes float16 and bfloat16"):
         planned(**arguments)
     halved = {k: v.bfloat16() if k in ("q", "k_cache", "v_cache") else v for k, v in arguments.items()}
@@ -651,7 +651,7 @@ def test_a_plan_in_a_graph(declared, make, lens, other_lens, heads):
     """Of the real FlashInfer: replays see new queries and caches, and other plans beside it do not matter."""
     if (reason := flashinfer.support(CUDA)) is not None:
         pytest.skip(reason)
-    planned = getattr(flashinfer, declared.name).planned
+    planned = declared.providers["flashinfer"].planned_fn
     arguments, others = (make(*n, **heads, **HALF, dim=128, block_size=256, device=CUDA) for n in (lens, other_lens))
     run, run_other = planned(**arguments), planned(**others)
     side = torch.cuda.Stream()

@@ -160,12 +160,12 @@ def mine(monkeypatch):
 
     def declare(origin):
         monkeypatch.setitem(op.providers, "mine", Provider("mine", fn, origin=origin))
-        kernels.selection.forget_defaults()
+        op.remembered.clear()
         return calls
 
     monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=mine")
     yield declare
-    kernels.selection.forget_defaults()
+    op.remembered.clear()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from nanovllm.cli import app
 from nanovllm.kernels import KernelError, Provider, all_ops, resolve_kernels
-from nanovllm.kernels.op import plugins, registry, selection
+from nanovllm.kernels.op import plugins, registry
 from nanovllm.kernels.op.plugins import failures, load_plugins
 from nanovllm.kernels.op.selection import explain, rank
 
@@ -51,16 +51,9 @@ def untouched(monkeypatch):
     monkeypatch.setattr(plugins, "entry_points", lambda group: ())
     monkeypatch.setattr(plugins, "_loaded", {})
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    ops = dict(all_ops())
-    providers = {name: dict(declared.providers) for name, declared in ops.items()}
     modules = set(sys.modules)
-    yield
-    registry._OPS.clear()
-    registry._OPS.update(ops)
-    for name, declared in ops.items():
-        declared.providers.clear()
-        declared.providers.update(providers[name])
-    selection._default_choice.cache_clear()
+    with registry.temporary():
+        yield
     for name in set(sys.modules) - modules:
         if name.startswith(("nanovllm_kernel_plugin_", "plugin_module")):
             del sys.modules[name]

@@ -20,7 +20,7 @@ from nanovllm.kernels import (
     unavailable_reason,
 )
 from nanovllm.kernels.op import selection
-from nanovllm.kernels.op.registry import NATIVE
+from nanovllm.kernels.op.provider import NATIVE, _add_note
 from nanovllm.kernels.op.selection import explain, rank
 
 CPU = torch.device("cpu")
@@ -336,7 +336,7 @@ def test_before_python_3_11_the_note_is_in_the_message():
 
     errors = Old("x: expected 3"), Old(), Old(2, "no such file")
     for error in errors:
-        selection._add_note(error, "op 'it'")
+        _add_note(error, "op 'it'")
     assert [str(e) for e in errors] == ["x: expected 3\nop 'it'", "op 'it'", "2\nno such file\nop 'it'"]
 
 

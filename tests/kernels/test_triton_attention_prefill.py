@@ -253,7 +253,7 @@ def test_the_kernel_for_any_gpu(dim, heads, kv_heads, block_size, beside):
         dim,
         block_size,
         BF16,
-        plan_prefill(heads // kv_heads, dim, 2, 700, beside=beside),
+        plan_prefill(heads // kv_heads, dim, 2, 700, concurrent=beside),
     )
 
 
@@ -264,9 +264,11 @@ def test_beside_other_kernels_it_leaves_them_room(monkeypatch):
     monkeypatch.setattr(prefill.tunables.ATTENTION_PREFILL.__class__, "find", lambda *args: pytest.fail("tuned alone"))
     monkeypatch.setattr(prefill, "_launch_anywhere", lambda plan, *args: taken.append(plan))
     k, v, table = paged([200], 2, 128, 16, BF16)
-    attention_prefill(queries(100, 4, 128, BF16), k, v, table, int32([0, 100]), int32([200]), 100, 0.125, beside=True)
-    assert taken == [plan_prefill(2, 128, 2, 100, capability=prefill.capability(k.device), beside=True)]
-    alone, beside = (plan_prefill(2, 128, 2, 100, beside=beside) for beside in (False, True))
+    attention_prefill(
+        queries(100, 4, 128, BF16), k, v, table, int32([0, 100]), int32([200]), 100, 0.125, concurrent=True
+    )
+    assert taken == [plan_prefill(2, 128, 2, 100, capability=prefill.capability(k.device), concurrent=True)]
+    alone, beside = (plan_prefill(2, 128, 2, 100, concurrent=beside) for beside in (False, True))
     assert beside.rows * beside.warps < alone.rows * alone.warps
 
 

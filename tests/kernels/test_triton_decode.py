@@ -21,6 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 import nanovllm.kernels.triton.attention.decode as attention
 import nanovllm.kernels.triton.gemm.decode_ops as decode
+from nanovllm.kernels import Kernels, Provider, all_ops
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
@@ -268,17 +269,18 @@ def test_plans_are_small_enough_and_made_of_shapes_alone():
 
 
 def kernels(**functions):
-    from nanovllm.kernels import Kernels
-
     return Kernels(functions)
+
+
+def by_native(op):
+    return op.providers["native"], op.native
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tokens", [1, 8, 9])
-def test_layers_call_the_fused_ops_for_small_batches_only(tokens, fused, monkeypatch):
+def test_layers_call_the_fused_ops_for_small_batches_only(tokens, fused):
     """And give the same as without them; the reference of a fused op is never called."""
     from nanovllm.kernels.ops.activation import silu_and_mul
-    from nanovllm.layers import fused_op as layer
     from nanovllm.layers.custom_mlp import GatedMLP
     from nanovllm.layers.layernorm import RMSNorm
     from nanovllm.layers.linear import QKVParallelLinear
@@ -291,18 +293,16 @@ def test_layers_call_the_fused_ops_for_small_batches_only(tokens, fused, monkeyp
             calls.append(op.name)
             return op.native(*args)
 
-        fn.num_tokens = lambda weight: range(1, 9)
         return fn
 
     fused_ops = (add_rms_norm_linear, add_rms_norm_gate_up, linear)
-    declared = {op.name: SimpleNamespace(providers={"test": SimpleNamespace(fn=recorded(op))}) for op in fused_ops}
-    monkeypatch.setattr(layer, "all_ops", lambda: declared)
+    provider = "test" if fused else "native"
     chosen = kernels(
-        rms_norm=("native", rms_norm.native),
-        add_rms_norm=("native", add_rms_norm.native),
-        silu_and_mul=("native", silu_and_mul.native),
+        rms_norm=by_native(rms_norm),
+        add_rms_norm=by_native(add_rms_norm),
+        silu_and_mul=by_native(silu_and_mul),
         **{
-            op.name: ("test", declared[op.name].providers["test"].fn) if fused else ("native", recorded(op))
+            op.name: (Provider(provider, fn := recorded(op), num_tokens=lambda weight: range(1, 9)), fn)
             for op in fused_ops
         },
     )
@@ -338,10 +338,8 @@ def test_layers_call_the_fused_ops_for_small_batches_only(tokens, fused, monkeyp
 @needs_kernels
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias, monkeypatch):
+def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias):
     """In float32 to 1e-5 (three tokens too: the multiply-add kernel takes up to four), and every fused op is used."""
-    from nanovllm.kernels import all_ops
-    from nanovllm.layers import fused_op as layer
     from nanovllm.layers.attention import AttentionMetadata, LayerCache
     from nanovllm.model_config import ModelConfig
     from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -353,7 +351,7 @@ def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias, monke
     calls = set()
 
     def counted(fused_kernel):
-        @functools.wraps(fused_kernel)  # with its num_tokens, if it has one
+        @functools.wraps(fused_kernel)
         def fn(*args, **kwargs):
             calls.add(fused_kernel.__name__)
             return fused_kernel(*args, **kwargs)
@@ -364,9 +362,7 @@ def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias, monke
         decode.add_rms_norm_linear, decode.add_rms_norm_gate_up, decode.linear, attention.qk_norm_rope_attention,
     )  # fmt: skip
     fused = {fn.__name__: counted(fn) for fn in kernels_used}
-    declared = {name: SimpleNamespace(providers={"triton": SimpleNamespace(fn=fn)}) for name, fn in fused.items()}
-    monkeypatch.setattr(layer, "all_ops", lambda: declared)
-    native = {name: ("native", op.native) for name, op in all_ops().items() if name not in fused}
+    native = {name: by_native(op) for name, op in all_ops().items() if name not in fused}
 
     def hidden(chosen):
         with torch.device(DEVICE):
@@ -386,19 +382,9 @@ def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias, monke
 
     expected = hidden(native)
     assert not calls
-    got = hidden(native | {name: ("triton", fn) for name, fn in fused.items()})
+    got = hidden(native | {name: (all_ops()[name].providers["triton"], fn) for name, fn in fused.items()})
     assert calls == set(fused)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_an_op_without_a_limit_is_called_for_every_batch(monkeypatch):
-    from nanovllm.layers import fused_op as layer
-
-    providers = {"plugin": SimpleNamespace(fn=F.linear)}
-    monkeypatch.setattr(layer, "all_ops", lambda: {"linear": SimpleNamespace(providers=providers)})
-    op = layer.FusedOp("linear", kernels(linear=("plugin", F.linear)))
-    assert op.takes(torch.zeros(1000, 4), torch.zeros(3, 4))
-    assert not layer.FusedOp("linear", None).takes(torch.zeros(1, 4), torch.zeros(3, 4))
 
 
 # ------------------------------------------------------------------------------------------------------------------- GPU
@@ -475,7 +461,7 @@ def launches(dtype):
                 x, weight = torch.empty(tokens, size, dtype=dtype), torch.empty(2 * outputs, size, dtype=dtype)
                 for proxy in proxies:
                     proxy.name = f"{tokens} x {size} -> {outputs}"
-                if tokens in decode.linear.num_tokens(weight):
+                if tokens in decode.num_tokens_linear(weight):
                     if outputs in (1024, 2048, 4096) and size != 1024:
                         decode.linear(x, weight[:outputs])
                     if size in (1024, 2048, 4096):

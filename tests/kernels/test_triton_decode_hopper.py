@@ -241,22 +241,22 @@ def test_what_is_taken(monkeypatch):
     ]  # fmt: skip
     assert not any(taken(w) for w in refused)
     assert taken(weight_like(4104, 1024)) and not taken(weight_like(4104, 1024), gated=True)
-    assert decode_ops.linear_add_rms_norm.num_tokens(weight_like(4096, 1024)) == range(1, 257)
-    assert decode_ops.linear.num_tokens(weight_like(4096, 1024)) == range(1, 257)
-    assert not decode_ops.add_rms_norm_linear.num_tokens(weight_like(4096, 1024))
+    assert decode_ops.num_tokens_linear_add_rms_norm(weight_like(4096, 1024)) == range(1, 257)
+    assert decode_ops.num_tokens_linear(weight_like(4096, 1024)) == range(1, 257)
+    assert not decode_ops.num_tokens_add_rms_norm_linear(weight_like(4096, 1024))
     # A gated product has another kernel for many tokens, and none in between.
     monkeypatch.setattr(decode_ops, "many_tokens", lambda weight: range(4096, 1 << 31))
-    taken_gated = decode_ops.linear_silu_and_mul.num_tokens(weight_like(6144, 1024))
+    taken_gated = decode_ops.num_tokens_linear_silu_and_mul(weight_like(6144, 1024))
     assert [n for n in (0, 1, 256, 257, 4095, 4096, 16384) if n in taken_gated] == [1, 256, 4096, 16384]
     # The language-model head: one token has a kernel of its own, many are the library's.
     assert taken(weight_like(151936, 1024)) == range(2, 33) and not taken(weight_like(151936, 1024), gated=True)
-    assert decode_ops.linear.num_tokens(weight_like(151936, 1024)) == range(1, 33)
+    assert decode_ops.num_tokens_linear(weight_like(151936, 1024)) == range(1, 33)
     # One token of a layer of this size is better in the kernels that have the norm before the product.
-    assert decode_ops.linear.num_tokens(weight_like(4096, 2048)) == range(1, 129)
-    assert decode_ops.add_rms_norm_linear.num_tokens(weight_like(4096, 2048)) == range(1, 2)
+    assert decode_ops.num_tokens_linear(weight_like(4096, 2048)) == range(1, 129)
+    assert decode_ops.num_tokens_add_rms_norm_linear(weight_like(4096, 2048)) == range(1, 2)
     monkeypatch.setattr(decode_hopper, "_is_hopper", lambda index: False)
-    assert not decode_ops.linear_add_rms_norm.num_tokens(weight_like(4096, 1024))
-    assert decode_ops.add_rms_norm_linear.num_tokens(weight_like(4096, 1024)) == range(1, 9)
+    assert not decode_ops.num_tokens_linear_add_rms_norm(weight_like(4096, 1024))
+    assert decode_ops.num_tokens_add_rms_norm_linear(weight_like(4096, 1024)) == range(1, 9)
 
 
 @pytest.mark.parametrize(
@@ -285,12 +285,12 @@ def test_a_plain_call_does_what_layers_do(rows, size, monkeypatch):
         x = torch.empty(tokens, size, dtype=torch.bfloat16)
         decode_ops.linear(x, weight)
         plain = ran.pop()
-        assert (plain == "library") == (tokens not in decode_ops.linear.num_tokens(weight)) and not ran
+        assert (plain == "library") == (tokens not in decode_ops.num_tokens_linear(weight)) and not ran
         decode_ops.linear_add_rms_norm(x, weight, x, x[0], 1e-6)
-        assert ran.pop() == ("hopper" if tokens in decode_ops.linear_add_rms_norm.num_tokens(weight) else plain)
+        assert ran.pop() == ("hopper" if tokens in decode_ops.num_tokens_linear_add_rms_norm(weight) else plain)
         decode_ops.linear_silu_and_mul(x, weight)
         assert (
-            ran.pop() == ("hopper gated" if tokens in decode_ops.linear_silu_and_mul.num_tokens(weight) else plain)
+            ran.pop() == ("hopper gated" if tokens in decode_ops.num_tokens_linear_silu_and_mul(weight) else plain)
             and not ran
         )
 
@@ -301,9 +301,9 @@ def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
     assert decode_hopper.most_tokens_whole(1024, 1024) == 256 == decode_hopper.most_tokens_whole(4096, 1024)
     assert decode_hopper.most_tokens_whole(4096, 12288) == 128
     monkeypatch.setattr(decode_hopper, "_is_hopper", lambda index: True)
-    assert decode_ops.linear.num_tokens(weight_like(1024, 3072)) == range(1, 33)
-    assert decode_ops.linear.num_tokens(weight_like(2048, 6144)) == range(1, 9)
-    assert decode_ops.linear_add_rms_norm.num_tokens(weight_like(1024, 3072)) == range(1, 257)
+    assert decode_ops.num_tokens_linear(weight_like(1024, 3072)) == range(1, 33)
+    assert decode_ops.num_tokens_linear(weight_like(2048, 6144)) == range(1, 9)
+    assert decode_ops.num_tokens_linear_add_rms_norm(weight_like(1024, 3072)) == range(1, 257)
 
 
 COMPILED = [

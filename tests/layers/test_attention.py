@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.engine.batch import DeviceBatch
 from nanovllm.kernels import Provider, all_ops, resolve_kernels
+from nanovllm.kernels.op.registry import temporary
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.attention_shared import attention_decode_shared
 from nanovllm.kernels.ops.checks import values_checked
@@ -20,6 +21,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import RopeConfig
 from tests.native import NATIVE
+from tests.providers import registered
 
 ATTENTION = importlib.import_module("nanovllm.kernels.ops.attention")
 F8 = torch.float8_e4m3fn
@@ -133,14 +135,11 @@ def test_from_the_projection(fused, norm, riding):
 
         return fn
 
-    for name in fused:
-        all_ops()[name].providers["recorded"] = Provider("recorded", recorded(name))
-    try:
-        kernels = resolve_kernels(torch.device("cpu"), True, {name: ["recorded"] for name in fused})
-        layer = Attention(0.3, kernels, window=30)
-    finally:
+    with temporary():
         for name in fused:
-            del all_ops()[name].providers["recorded"]
+            all_ops()[name].add(Provider("recorded", recorded(name)))
+        kernels = resolve_kernels(torch.device("cpu"), True, {name: ["recorded"] for name in fused})
+    layer = Attention(0.3, kernels, window=30)
     rotary = RotaryEmbedding(RopeConfig(10000.0), DIM, 64, NATIVE)
     norms = [RMSNorm(DIM, 1e-6, NATIVE) if norm else None for _ in range(2)]
     for n in filter(None, norms):
@@ -193,12 +192,8 @@ def test_only_what_rides_is_said_to_run_beside_others(riding, takes):
         calls.append(kwargs)
         return all_ops()["attention_prefill"].native(*args)
 
-    recorded.takes_beside = takes
-    all_ops()["attention_prefill"].providers["recorded"] = Provider("recorded", recorded)
-    try:
-        layer = Attention(0.3, resolve_kernels(torch.device("cpu"), True, {"attention_prefill": ["recorded"]}))
-    finally:
-        del all_ops()["attention_prefill"].providers["recorded"]
+    with registered("attention_prefill", recorded, takes_concurrent=takes):
+        layer = Attention(0.3, resolve_kernels(torch.device("cpu"), True, {"attention_prefill": ["mine"]}))
     q, k, v, cache, table = batch(torch.float32)
     runs = AttentionMetadata(
         0, slots(table)[1:4], table[1:2], torch.tensor([3]).int(), 0, torch.tensor([0, 3]).int(), 3
@@ -213,7 +208,7 @@ def test_only_what_rides_is_said_to_run_beside_others(riding, takes):
     layer.of_projection(
         positions, q[tokens], k[tokens], v[tokens], rotary, None, None, cache, step.metadata if riding else runs
     )
-    assert calls == [{"beside": True} if riding and takes else {}]
+    assert calls == [{"concurrent": True} if riding and takes else {}]
 
 
 @pytest.mark.parametrize(

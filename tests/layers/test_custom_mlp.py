@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from nanovllm.layers.compare_mlp import compare_mlp
 from nanovllm.layers.custom_mlp import CustomGatedMLP
+from tests.providers import registered
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -55,7 +56,7 @@ def test_the_comparison_says_which_size_is_wrong(option):
 def test_a_kernel_of_the_first_half_runs_in_the_layer(tmp_path, range_):
     """A plugin's, which is used for the numbers of tokens that it says, and not at all beside a provider named for a part."""
     name = f"half_{range_ is not None}"
-    said = f"half.num_tokens = lambda weight: {range_} if weight.shape == (48, 16) else None" if range_ else ""
+    said = f"num_tokens=lambda weight: {range_} if weight.shape == (48, 16) else None" if range_ else ""
     plugin = tmp_path / f"{name}.py"
     plugin.write_text(f"""
 from nanovllm.kernels import all_ops
@@ -64,10 +65,10 @@ seen = []
 def half(x, weight):
     seen.append(len(x))
     return op.native(x, weight)
-{said}
-op.provider("{name}")(half)
+op.provider("{name}", {said})(half)
 """)
     from nanovllm.kernels import all_ops, resolve_kernels
+    from nanovllm.kernels.op.registry import temporary
     from nanovllm.layers.custom_mlp import GatedMLP
 
     def mlp(priority=None):
@@ -76,10 +77,9 @@ op.provider("{name}")(half)
             parameter.data.normal_()
         return made
 
-    providers = all_ops()["linear_silu_and_mul"].providers
-    try:
+    with temporary():
         made = mlp()
-        seen = providers[name].fn.__globals__["seen"]
+        seen = all_ops()["linear_silu_and_mul"].providers[name].fn.__globals__["seen"]
         for rows in (1, 2, 4, 5):
             x = torch.randn(rows, 16)
             gate, up = F.linear(x, made.gate_up_proj.weight).chunk(2, -1)
@@ -88,16 +88,12 @@ op.provider("{name}")(half)
         assert seen == expected
         mlp({"silu_and_mul": ["native"]})(torch.randn(4, 16))
         assert seen == expected
-    finally:
-        providers.pop(name, None)
 
 
-def test_what_serves_a_batch_is_said(monkeypatch):
-    mlp = CustomGatedMLP(8, 8, use_custom_kernels=False)
-    assert mlp.served_by(torch.randn(3, 8)) == "silu_and_mul: native"
-    monkeypatch.setattr(mlp._linear_silu_and_mul, "used", True)
-    monkeypatch.setattr(mlp._linear_silu_and_mul, "_num_tokens", lambda weight: range(2, 4))
-    monkeypatch.setitem(mlp.providers, "linear_silu_and_mul", "mine")
+def test_what_serves_a_batch_is_said():
+    assert CustomGatedMLP(8, 8, use_custom_kernels=False).served_by(torch.randn(3, 8)) == "silu_and_mul: native"
+    with registered("linear_silu_and_mul", lambda x, weight: x, num_tokens=lambda weight: range(2, 4)):
+        mlp = CustomGatedMLP(8, 8, kernel_priority={"linear_silu_and_mul": ["mine"]})
     served = [mlp.served_by(torch.randn(rows, 8)) for rows in (1, 2, 3, 4)]
     assert served == ["silu_and_mul: native", *["linear_silu_and_mul: mine"] * 2, "silu_and_mul: native"]
 

@@ -4,14 +4,12 @@ Stubs stand for the providers: each is used for some numbers of tokens, notes wh
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import Kernels, all_ops
-from nanovllm.layers import fused_op
+from nanovllm.kernels import Kernels, Provider, all_ops
 from nanovllm.layers.attention import AttentionMetadata, LayerCache
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
@@ -40,7 +38,7 @@ RANK = Rank(0, 2)
 
 
 @pytest.fixture
-def stubs(monkeypatch):
+def stubs():
     """(kernels with a stub for each of RANGES, kernels without; the calls so far: op, arguments by name)."""
     calls = []
 
@@ -51,16 +49,12 @@ def stubs(monkeypatch):
             calls.append((name, declared.signature.bind(*args, **kwargs).arguments))
             return declared.native(*args, **kwargs)
 
-        if name in RANGES:
-            fn.num_tokens = lambda weight: RANGES[name]
-        return fn
+        custom = name in RANGES
+        return Provider("stub" if custom else "native", fn, num_tokens=lambda weight: RANGES[name]), fn
 
-    native = {name: ("native", declared.native) for name, declared in all_ops().items()}
-    fused = {name: ("stub", stub(name)) for name in RANGES}
-    noted = {name: ("native", stub(name)) for name in (*NORMS, "silu_and_mul")}
-    declared = {name: SimpleNamespace(providers={"stub": SimpleNamespace(fn=fn)}) for name, (_, fn) in fused.items()}
-    monkeypatch.setattr(fused_op, "all_ops", lambda: declared)
-    return Kernels(native | noted | fused), Kernels(native), calls
+    native = {name: (declared.providers["native"], declared.native) for name, declared in all_ops().items()}
+    noted = {name: stub(name) for name in (*RANGES, *NORMS, "silu_and_mul")}
+    return Kernels(native | noted), Kernels(native), calls
 
 
 def decoder(kernels, bias=False, tp=SINGLE):

@@ -150,9 +150,6 @@ def _plan_decode(
     return partial(_run, wrapper, q, (k_cache, v_cache), _rows(lens == 0, q.device))
 
 
-attention_decode.capturable = False  # asked by the engine: a capture would record the reference in its place
-
-
 def attention_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -210,9 +207,6 @@ def _plan_prefill(
     )  # fmt: skip
     empty = (lens == 0).repeat_interleave(runs.diff())
     return partial(_run, wrapper, q, (k_cache, v_cache), _rows(empty, q.device))
-
-
-attention_prefill.capturable = False
 
 
 def _pages(
@@ -280,5 +274,5 @@ def _check(reason: str | None) -> None:
 
 
 # Asked by `kernels bench`: called as the functions themselves, each gives what runs without planning again.
-attention_decode.planned = partial(_plan_decode, _wrapper_of_its_own)
-attention_prefill.planned = partial(_plan_prefill, _wrapper_of_its_own)
+attention_decode_planned = partial(_plan_decode, _wrapper_of_its_own)
+attention_prefill_planned = partial(_plan_prefill, _wrapper_of_its_own)

@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
-from nanovllm.kernels.op.registry import op
+from nanovllm.kernels.op.dispatch import op
 
 
 def _inputs(t, rows, size, broadcast=0):

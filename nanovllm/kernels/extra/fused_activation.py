@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
-from nanovllm.kernels.op.registry import op
+from nanovllm.kernels.op.dispatch import op
 
 _FUNCTIONS = {
     "gelu": F.gelu,

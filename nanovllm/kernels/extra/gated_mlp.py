@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.extra.linear_bias_act import ACTIVATIONS, check_like
 from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
-from nanovllm.kernels.op.registry import op
+from nanovllm.kernels.op.dispatch import op
 
 GATES = ("silu", "gelu", "gelu_tanh")
 

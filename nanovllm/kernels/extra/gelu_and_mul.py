@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.op.declaration import Inputs
-from nanovllm.kernels.op.registry import op
+from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import GATE_UP_SHAPES, gate_up_cost, gate_up_inputs
 
 

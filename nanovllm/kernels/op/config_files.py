@@ -24,6 +24,7 @@ import torch
 
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import versions
+from nanovllm.kernels.op.provider import imported
 
 if TYPE_CHECKING:
     from nanovllm.kernels.op.tunable import Key, Tunable
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 DIRECTORY_VARIABLE = "NANOVLLM_KERNEL_CONFIGS"
 SHIPPED = Path(__file__).parents[1] / "configs"
 SCHEMA = 1
+TUNABLES = "nanovllm.kernels.triton.tunables:ALL"
+"""Named, not imported: whoever reads files for one kernel imports no other, unless a file has entries."""
 ENTRY_FIELDS = {"tunable": str, "source": str, "versions": dict, "key": dict, "config": dict}
 """What every entry of a file has; `nanovllm tune` writes more."""
 
@@ -162,12 +165,11 @@ def document(path: Path) -> dict[str, Any]:
 
 @cache
 def _entries(path: Path) -> Sequence[tuple[int, Mapping[str, Any]]]:
-    from nanovllm.kernels.triton.tunables import ALL
-
+    known = imported(TUNABLES)
     found = list(enumerate(document(path)["entries"]))
     # Perhaps of another version of this package, whose kernels chose other things: no error, as for another source.
-    for name, count in Counter(data["tunable"] for _, data in found if data["tunable"] not in ALL).items():
-        near = difflib.get_close_matches(name, ALL, 1)
+    for name, count in Counter(data["tunable"] for _, data in found if data["tunable"] not in known).items():
+        near = difflib.get_close_matches(name, known, 1)
         logger.warning(
             "%s: %d configurations are not used: there is no tunable %r%s", path, count, name,
             f"; did you mean {near[0]!r}?" if near else "",

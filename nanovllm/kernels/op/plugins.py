@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from nanovllm.kernels.op import torch_library
 from nanovllm.kernels.op.registry import all_ops, registering, unregister
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,6 @@ def load_plugins(plugins: Sequence[str]) -> list[str]:
     """
     if isinstance(plugins, (str, Path)):
         plugins = [str(plugins)]
-    all_ops()  # first, so that a plugin that imports an op does not load the package's own as its own
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         _load(entry.module, entry.load)  # by its module's name, so that `plugins` can ask for it too
     names = []
@@ -67,8 +67,6 @@ def failures() -> Mapping[str, str]:
 
 
 def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool:
-    from nanovllm.kernels import library
-
     if _loaded.get(name) != (text, None):
         if name in _loaded and _loaded[name].failure is None:
             _forget(name)
@@ -78,7 +76,7 @@ def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool
                 run()
             for op_name, declared in all_ops().items():
                 if op_name not in known:
-                    library.register_or_warn(declared)
+                    torch_library.register_or_warn(declared)
         except (Exception, SystemExit) as e:  # whatever a stranger's code raises
             failure = f"{type(e).__name__}: {e}"
             if isinstance(e, ModuleNotFoundError) and e.name == name:
@@ -90,13 +88,9 @@ def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool
 
 def _forget(name: str) -> None:
     """Take back what a loaded plugin registered."""
-    from nanovllm.kernels import library
-    from nanovllm.kernels.op import selection
-
     del _loaded[name]  # before it is loaded anew, which Ctrl-C may end
     for op_name in unregister(name):
-        library.unregister(op_name)
-    selection.forget_defaults()
+        torch_library.unregister(op_name)
 
 
 def _hash(path: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from nanovllm.arguments import reject_unknown
 from nanovllm.kernels.op.plugins import failures, load_plugins
-from nanovllm.kernels.op.registry import Op, all_ops
+from nanovllm.kernels.op.registry import OpDeclaration, all_ops
 
 ENVIRONMENT_VARIABLE = "NANOVLLM_KERNELS"
 
@@ -41,7 +41,7 @@ def check_priority(priority: Mapping[str, Sequence[str]], who: str) -> None:
     reject_unknown_providers(checked_priority(priority, who, ops), ops, who)
 
 
-def reject_unknown_providers(named: Mapping[str, Sequence[str]], ops: Mapping[str, Op], who: str) -> None:
+def reject_unknown_providers(named: Mapping[str, Sequence[str]], ops: Mapping[str, OpDeclaration], who: str) -> None:
     """A ValueError, in the name of `who`, for a provider that its op has not got."""
     for declared in ops.values():
         for name in named.get(declared.name, ()):
@@ -58,7 +58,9 @@ def from_environment() -> dict[str, dict[str, list[str]]]:
     return {ENVIRONMENT_VARIABLE: checked_priority(priority, ENVIRONMENT_VARIABLE, all_ops())}
 
 
-def checked_priority(priority: Mapping[str, Sequence[str]], who: str, ops: Mapping[str, Op]) -> dict[str, list[str]]:
+def checked_priority(
+    priority: Mapping[str, Sequence[str]], who: str, ops: Mapping[str, OpDeclaration]
+) -> dict[str, list[str]]:
     """The priority with lists of names; a ValueError for another type, an unknown op, or an unknown provider of "*"."""
     if not isinstance(priority, Mapping) or not all(isinstance(name, str) for name in priority):
         raise ValueError(f'{who}={priority!r}: must map ops to providers, for example {{"rms_norm": ["triton"]}}')
@@ -82,7 +84,7 @@ def checked_priority(priority: Mapping[str, Sequence[str]], who: str, ops: Mappi
     return checked
 
 
-def wanted_providers(declared: Op, sources: Sources) -> tuple[str, Sequence[str]]:
+def wanted_providers(declared: OpDeclaration, sources: Sources) -> tuple[str, Sequence[str]]:
     """(the first source that speaks of this op, what it names for it, best first)."""
     for who, named in sources.items():
         if declared.name in named:
@@ -93,7 +95,7 @@ def wanted_providers(declared: Op, sources: Sources) -> tuple[str, Sequence[str]
     return "", ()
 
 
-def reject_unknown_provider(declared: Op, name: str, who: str) -> None:
+def reject_unknown_provider(declared: OpDeclaration, name: str, who: str) -> None:
     """The same for one name."""
     if name not in declared.providers:
         unknown = f"{who} names {name!r}, but the providers of {declared.name!r} are {', '.join(declared.providers)}"

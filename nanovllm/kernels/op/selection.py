@@ -1,7 +1,7 @@
 """Which provider runs an op: what the user named, else what was measured to be fastest here, else `native`.
 
 Highest first: a `with op.use(...)` block; `use_custom_kernels=False`; `kernel_priority`; the environment variable `NANOVLLM_KERNELS`; the plugins
-that were asked for; the table measured on this GPU (`tables.py`); the built-in order; `native`. A provider that the user
+that were asked for; the table measured on this GPU (`measured_order.py`); the built-in order; `native`. A provider that the user
 named must be available, or it is an error with the reason; one that is merely preferred is passed over where it cannot run.
 """
 
@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -29,8 +28,8 @@ from nanovllm.kernels.op.priority import (
     reject_unknown_providers,
     wanted_providers,
 )
-from nanovllm.kernels.op.registry import NATIVE, KernelError, Op, Provider, all_ops
-from nanovllm.kernels.op.support import describe_call
+from nanovllm.kernels.op.provider import NATIVE, Provider, bind
+from nanovllm.kernels.op.registry import OpDeclaration, all_ops
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +54,28 @@ def decorated_kernels(decorate: Decorate) -> Iterator[None]:
 
 
 class Kernels:
-    """The resolved choice: `kernels.rms_norm` is the function that was chosen for that op."""
+    """The resolved choice: `kernels.rms_norm` is the function that was selected for that op.
 
-    def __init__(self, chosen: Mapping[str, tuple[str, Callable[..., Any]]]) -> None:
-        self.providers: Mapping[str, str] = MappingProxyType({name: provider for name, (provider, _) in chosen.items()})
-        self._functions = {name: fn for name, (_, fn) in chosen.items()}
+    Args:
+        chosen: op -> (the provider that was selected, the function to call).
+
+    Attributes:
+        providers: op -> the name of its provider.
+    """
+
+    def __init__(self, chosen: Mapping[str, tuple[Provider, Callable[..., Any]]]) -> None:
+        self._chosen = dict(chosen)
+        self.providers: Mapping[str, str] = MappingProxyType({op: p.name for op, (p, _) in self._chosen.items()})
+
+    def provider(self, op: str) -> Provider:
+        """The provider that was selected for an op, which says what it can do: `capturable`, `takes_out` and so on."""
+        return self._chosen[op][0]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        functions = self.__dict__.get("_functions", {})
-        if name not in functions:
-            raise AttributeError(f"no op {name!r}; ops are {', '.join(sorted(functions))}")
-        return functions[name]
+        chosen = self.__dict__.get("_chosen", {})
+        if name not in chosen:
+            raise AttributeError(f"no op {name!r}; ops are {', '.join(sorted(chosen))}")
+        return chosen[name][1]
 
     def __str__(self) -> str:
         """One line an op: its name and its provider."""
@@ -111,11 +121,11 @@ def resolve_kernels(
         if use_custom_kernels and not _yields(declared, ops, sources, origins):
             provider = _choose(declared, device, sources, origins)
         fn = _function(declared, provider)
-        chosen[name] = provider.name, decorate(name, provider.name, fn) if decorate else fn
+        chosen[name] = provider, decorate(name, provider.name, fn) if decorate else fn
     return Kernels(chosen)
 
 
-def _yields(fused: Op, ops: Mapping[str, Op], sources: Sources, plugins: Sequence[str]) -> bool:
+def _yields(fused: OpDeclaration, ops: Mapping[str, OpDeclaration], sources: Sources, plugins: Sequence[str]) -> bool:
     """Whether a fused op is not to be used, since the user spoke of an op that it stands for, and not of itself."""
     _, wanted = wanted_providers(fused, sources)
     if any(fused.name in named for named in sources.values()):
@@ -128,7 +138,7 @@ def _yields(fused: Op, ops: Mapping[str, Op], sources: Sources, plugins: Sequenc
     )
 
 
-def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
+def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
     """The op's available providers, the one that runs first: in an engine with these plugins; without any, in a plain call."""
     available = [p for p in declared.providers.values() if p.support(device) is None]
     first = _first(declared, device, plugins)
@@ -139,7 +149,7 @@ def rank(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> lis
     )
 
 
-def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> str:
+def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> str:
     """Why the first of `rank` is the first, as the end of a sentence."""
     first = _first(declared, device, plugins)
     if _yields(declared, all_ops(), from_environment(), plugins):
@@ -155,50 +165,43 @@ def explain(declared: Op, device: torch.device, plugins: Sequence[str] = ()) -> 
     return f"nothing was measured for it on this GPU, and the built-in order is {', '.join(PREFERRED)}"
 
 
-def _first(declared: Op, device: torch.device, plugins: Sequence[str]) -> Provider:
+def _first(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> Provider:
     if _yields(declared, all_ops(), from_environment(), plugins):
         return declared.providers[NATIVE]
     return _choose(declared, device, from_environment(), plugins)
 
 
-def default_function(declared: Op, device: torch.device) -> Callable[..., Any]:
+def default_function(declared: OpDeclaration, device: torch.device) -> Callable[..., Any]:
     """What a plain call of an op runs on `device`."""
     return default_choice(declared, device)[1]
 
 
-def default_choice(declared: Op, device: torch.device) -> tuple[Provider, Callable[..., Any]]:
+def default_choice(declared: OpDeclaration, device: torch.device) -> tuple[Provider, Callable[..., Any]]:
     """The provider of a plain call of an op on `device`, and its function."""
-    return _default_choice(declared, device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
+    key = (device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
+    choice = declared.remembered.get(key)
+    if choice is None:
+        load_plugins(())  # the environment may name a provider of an installed one
+        provider = _choose(declared, device, from_environment())
+        choice = declared.remembered[key] = provider, _function(declared, provider)
+    return choice
 
 
-def forget_defaults() -> None:
-    """Choose anew for plain calls: a provider has gone."""
-    _default_choice.cache_clear()
-    native_instead.cache_clear()
+def native_instead(declared: OpDeclaration, provider: str, reason: str) -> Callable[..., Any]:
+    """The reference, for a call that the selected provider does not take; warns once for each reason."""
+    key = (provider, reason)
+    fn = declared.remembered.get(key)
+    if fn is None:
+        _warn(declared, provider, reason)
+        fn = declared.remembered[key] = bind(declared.name, declared.providers[NATIVE])
+    return fn
 
 
-@cache
-def _default_choice(
-    declared: Op, kind: str, index: int | None, environment: str
-) -> tuple[Provider, Callable[..., Any]]:
-    load_plugins(())  # the environment may name a provider of an installed one
-    device = torch.device(kind, index) if index is not None else torch.device(kind)
-    provider = _choose(declared, device, from_environment())
-    return provider, _function(declared, provider)
-
-
-@cache
-def native_instead(declared: Op, provider: str, reason: str) -> Callable[..., Any]:
-    """The reference, for calls that are not for the provider that was chosen; says so once for each reason."""
-    _warn(declared, provider, reason)
-    return bind(declared, declared.providers[NATIVE])
-
-
-def _warn(declared: Op, provider: str, reason: str) -> None:
+def _warn(declared: OpDeclaration, provider: str, reason: str) -> None:
     logger.warning("%s: %s does not take these arguments (%s); using native", declared.name, provider, reason)
 
 
-def _choose(declared: Op, device: torch.device, sources: Sources, plugins: Sequence[str] = ()) -> Provider:
+def _choose(declared: OpDeclaration, device: torch.device, sources: Sources, plugins: Sequence[str] = ()) -> Provider:
     errors = []
     who, wanted = wanted_providers(declared, sources)
     for name in wanted:
@@ -213,7 +216,7 @@ def _choose(declared: Op, device: torch.device, sources: Sources, plugins: Seque
     return next((p for p in candidates if p.support(device) is None), declared.providers[NATIVE])
 
 
-def _preferred(declared: Op, device: torch.device, plugins: Sequence[str]) -> list[str]:
+def _preferred(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> list[str]:
     """Names of providers in the order in which they are tried where nobody names one."""
     asked_for = [p.name for p in declared.providers.values() if p.origin is not None and p.origin in plugins]
     # On a CPU a Triton kernel runs in Triton's interpreter, which is there to test it.
@@ -221,47 +224,12 @@ def _preferred(declared: Op, device: torch.device, plugins: Sequence[str]) -> li
     return asked_for + [name for name in usual if name in declared.providers and name not in asked_for]
 
 
-def bind(declared: Op, provider: Provider) -> Callable[..., Any]:
-    """The provider's function; what it raises names op, provider and arguments.
-
-    Raises:
-        KernelError: the provider cannot be imported.
-    """
-    who = f"op {declared.name!r}, provider {provider.name!r}"
-    try:
-        fn = provider.fn
-    except Exception as e:
-        raise KernelError(f"{who}: cannot be imported: {type(e).__name__}: {e}") from e
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fn(*args, **kwargs)
-        except Exception as e:
-            given = describe_call(args, kwargs)
-            if isinstance(e, (ValueError, TypeError, torch.OutOfMemoryError)):
-                # These speak of the arguments, or are for the caller to act on: they stay what they are.
-                _add_note(e, f"{who}, called with ({given})")
-                raise
-            raise KernelError(f"{who}, called with ({given}): {e}") from e
-
-    return call
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    """A line below the error's message; before Python 3.11, which has notes, of the message."""
-    add_note = getattr(error, "add_note", None)
-    if add_note is not None:
-        add_note(note)
-    else:
-        error.args = ("\n".join(filter(None, (*map(str, error.args), note))),)
-
-
-def _function(declared: Op, provider: Provider) -> Callable[..., Any]:
+def _function(declared: OpDeclaration, provider: Provider) -> Callable[..., Any]:
     """The provider's own function, or, if it is choosy about arguments, one that passes on what it does not accept."""
-    fn = bind(declared, provider)
+    fn = bind(declared.name, provider)
     if provider.accepts is None:
         return fn
-    native = bind(declared, Provider(NATIVE, declared.native))
+    native = bind(declared.name, Provider(NATIVE, declared.native))
     warned = False
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -273,7 +241,7 @@ def _function(declared: Op, provider: Provider) -> Callable[..., Any]:
             warned = True
             _warn(declared, provider.name, reason)
         out = kwargs.pop("out", None)  # these two the provider may take, and the reference does not
-        kwargs.pop("beside", None)
+        kwargs.pop("concurrent", None)
         result = native(*args, **kwargs)
         return result if out is None else out.copy_(result)
 

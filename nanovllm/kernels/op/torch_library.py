@@ -9,11 +9,13 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.kernels.op.registry import Op, all_ops, told_of_ops
+if TYPE_CHECKING:
+    from nanovllm.kernels.op.dispatch import Op
+
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +126,3 @@ def _without_data(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return torch.empty_like(result, memory_format=torch.contiguous_format)
     return None if result is None else tuple(_without_data(r) for r in result)
-
-
-for _op in all_ops().values():
-    register(_op)
-told_of_ops.append(register_or_warn)

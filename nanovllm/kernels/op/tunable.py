@@ -5,7 +5,6 @@ tunables.py declares all of them; configs.py reads the files with what was measu
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.op import config_files
+from nanovllm.kernels.op.provider import imported
 from nanovllm.kernels.op.source_hash import source_hash
 
 Key = tuple[Any, ...]
@@ -186,9 +186,3 @@ def _check_names(data: Any, where: str, names: Sequence[str] | Mapping[str, Any]
     for name in data:
         if name not in names:
             raise ValueError(f"{where}.{name}: unknown; known are {', '.join(names)}")
-
-
-def imported(target: str) -> Any:
-    """What "module:name" names."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
-from nanovllm.kernels.op.registry import op
+from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
 

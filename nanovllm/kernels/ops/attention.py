@@ -8,7 +8,7 @@ A cache may have another dtype than the queries, float8_e4m3fn among them; a key
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.registry import op
+from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.attention_inputs import FEW, PREFILL
 from nanovllm.kernels.ops.checks import (
     check_attention_values,
@@ -148,7 +148,7 @@ def _seen(n: int, first: int, length: int, window: int | None) -> torch.Tensor:
     return mask if window is None else mask & (tokens > positions - window)
 
 
-@op(**PREFILL)
+@op(**PREFILL, native_capturable=False)  # the reference reads the runs' lengths on the host
 def attention_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -6,7 +6,7 @@ The references ignore who shares what: attending to the same blocks once or seve
 import torch
 
 from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
-from nanovllm.kernels.op.registry import op
+from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.attention import attention_decode
 from nanovllm.kernels.ops.attention_inputs import DECODE, lengths_and_heads
 from nanovllm.kernels.ops.checks import check_decode, values_checked

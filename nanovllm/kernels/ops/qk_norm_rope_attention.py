@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
-from nanovllm.kernels.op.registry import op
+from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.attention import attention_decode
 from nanovllm.kernels.ops.attention_inputs import DECODE, lengths_and_heads
 from nanovllm.kernels.ops.checks import check_attention_values, check_decode, check_new_tokens, values_checked

@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
-from nanovllm.kernels.op.registry import op
+from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
 
 FP8_MAX = 448.0

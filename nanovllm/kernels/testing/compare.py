@@ -15,7 +15,8 @@ from nanovllm.hardware.roofline import copy_bandwidth, copy_time, matmul_rate
 from nanovllm.hardware.timing import Timing, l2_bytes, time_in_graph, time_kernel
 from nanovllm.kernels.op.availability import triton_support
 from nanovllm.kernels.op.declaration import Arguments, Shape, copy_of, nbytes
-from nanovllm.kernels.op.registry import KernelError, Op, Provider
+from nanovllm.kernels.op.dispatch import Op
+from nanovllm.kernels.op.provider import KernelError, Provider
 from nanovllm.kernels.testing.verify import Case
 
 COMPILED = "torch.compile"
@@ -100,8 +101,8 @@ def measure(
     """Time a provider on one case.
 
     Args:
-        without_plan: not its calls, but those of what `provider.fn.planned(**arguments)` returns, which was called before, once for each
-            set of inputs. Whoever has it plans a batch on the host, and reuses the plan for other queries and caches.
+        without_plan: time not the provider's calls but the functions that its `planned` returned beforehand, one for each set
+            of inputs. Such a provider plans a batch on the host and reuses the plan for other queries and caches.
     """
     name = provider.name + (WITHOUT_PLAN if without_plan else "")
     measured = functools.partial(Measurement, declared.name, name, case, without_plan=without_plan)
@@ -119,7 +120,9 @@ def measure(
         return measured(reason=reason)
     calls: list[Callable[[], Any]] = []
     try:
-        calls += [provider.fn.planned(**s) if without_plan else functools.partial(provider.fn, **s) for s in sets]
+        prepare = provider.planned_fn if without_plan else functools.partial(functools.partial, provider.fn)
+        assert prepare is not None, f"the provider {provider.name!r} does not plan calls"
+        calls += [prepare(**s) for s in sets]
 
         def first(**arguments: Any) -> Any:  # given the arguments, from which the clock takes the device
             return calls[0]()

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.op.declaration import Arguments, Shape, Tensors, copy_of
-from nanovllm.kernels.op.registry import KernelError, Op, Provider
+from nanovllm.kernels.op.dispatch import Op
+from nanovllm.kernels.op.provider import KernelError, Provider
 from nanovllm.kernels.testing.memory_guard import MemoryGuard
 
 _FEW, _ROW, _LARGE = 8, 16, 3.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.op.registry import Op
+from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.testing.verify import Case, Verdict, cases, lacks_memory, verify_case
 
 Pair = tuple[str, str]

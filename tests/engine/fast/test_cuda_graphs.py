@@ -11,6 +11,7 @@ from nanovllm.engine.fast.cuda_graphs import DecodeBuckets, batch_buckets, conte
 from nanovllm.engine.fast.decode_runner import DecodeRunner
 from nanovllm.engine.fast.warm_up import warm_up
 from nanovllm.engine.model_runner import ModelRunner, can_capture
+from nanovllm.kernels import Kernels, all_ops
 from tests import tiny
 
 
@@ -33,12 +34,16 @@ def test_every_context_length_has_a_bucket(max_model_len):
         assert length <= buckets.fit(1, length)[1] <= max(512, 2 * length)
 
 
+def chosen(**providers):
+    return Kernels({op: (all_ops()[op].providers[name], all_ops()[op].native) for op, name in providers.items()})
+
+
 @pytest.mark.parametrize(
     "provider, captured", [("native", True), ("triton", True), ("flash_attn", True), ("flashinfer", False)]
 )
 def test_what_the_host_plans_is_not_captured(provider, captured):
     """A capture would record the reference instead, at the largest context length."""
-    assert can_capture(SimpleNamespace(providers={"attention_decode": provider})) is captured
+    assert can_capture(chosen(attention_decode=provider)) is captured
 
 
 @pytest.mark.parametrize(
@@ -60,8 +65,7 @@ def test_prompts_ride_where_that_can_be_captured_and_is_worth_it(asked, captures
     runner = SimpleNamespace(
         config=SimpleNamespace(ride_prompts=asked), model=SimpleNamespace(model=SimpleNamespace(layers=[layer]))
     )
-    kernels = SimpleNamespace(providers={"attention_prefill": prefill})
-    assert ModelRunner._rides(runner, kernels, captures, by_context) is rides
+    assert ModelRunner._rides(runner, chosen(attention_prefill=prefill), captures, by_context) is rides
 
 
 @pytest.mark.gpu

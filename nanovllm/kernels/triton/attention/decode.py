@@ -170,9 +170,6 @@ def qk_norm_rope_attention(
     )
 
 
-attention_decode.takes_out = qk_norm_rope_attention.takes_out = True  # asked by the attention layer
-
-
 def _launch(
     q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, scales, new, plan, queries=1,
     out=None,

@@ -63,11 +63,11 @@ def plan_prefill(
     max_query_len: int,
     cache_itemsize: int = 2,
     capability: int = 9,
-    beside: bool = False,
+    concurrent: bool = False,
 ) -> PrefillPlan:
     """capability: the first number of the GPU's. Before 9 both operands of a product are in registers, and larger tiles spill.
 
-    beside: as for `attention_prefill`.
+    concurrent: as for `attention_prefill`.
     """
     dim_pad = next_power_of_2(head_dim)
     if itemsize == 4:
@@ -79,7 +79,7 @@ def plan_prefill(
         return PrefillPlan(rows=64, tile=32, warps=8 if cache_itemsize == 1 and capability < 9 else 4, stages=2)
     if capability < 9:
         return PrefillPlan(rows=128, tile=32, warps=8, stages=2)
-    if beside:  # two find room on a multiprocessor
+    if concurrent:  # two find room on a multiprocessor
         return PrefillPlan(rows=64, tile=64, warps=4, stages=3)
     return PrefillPlan(rows=128, tile=128, warps=8, stages=2)
 
@@ -118,7 +118,7 @@ def attention_prefill(
     v_scale: torch.Tensor | None = None,
     *,
     plan: PrefillPlan | HopperPlan | None = None,
-    beside: bool = False,
+    concurrent: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs of query tokens, each causal over its own sequence: see `ops.attention.attention_prefill`.
@@ -127,12 +127,12 @@ def attention_prefill(
         plan: instead of the one that `plan_prefill` or `plan_hopper` picks. A `HopperPlan` needs a Hopper GPU, queries and
             cache of the same 16-bit dtype, blocks of a power of two of at least 8 tokens, strides of whole 16 bytes, and
             no scales.
-        beside: other kernels run at the same time. The kernel of Hopper GPUs leaves them no room, so it is another one's.
+        concurrent: other kernels run at the same time. The kernel of Hopper GPUs leaves them no room, so it is another one's.
         out: contiguous, as q: takes the result, and is returned.
 
     Returns:
         [num_tokens, num_heads, head_dim], the dtype of q. The same inputs give the same bits. A sequence's bits do not depend
-        on what is beside it, but they do on max_query_len and `beside`, from which kernel and tiles follow.
+        on what is beside it, but they do on max_query_len and `concurrent`, from which kernel and tiles follow.
 
     A sequence's keys are not split between programs: few queries with a long context occupy few multiprocessors.
     """
@@ -148,7 +148,7 @@ def attention_prefill(
     if q.stride(2) != 1:
         q = q.contiguous()
     group = num_heads // k_cache.shape[2]
-    if plan is None and not beside and k_scale is None and v_scale is None and _suits_hopper(q, k_cache, v_cache):
+    if plan is None and not concurrent and k_scale is None and v_scale is None and _suits_hopper(q, k_cache, v_cache):
         # Few query rows do not fill the tiles of that kernel, and one consumer would idle.
         if max_query_len * (group & -group) > 32:
             plan = plan_hopper(group, head_dim, k_cache.shape[1])
@@ -159,17 +159,14 @@ def attention_prefill(
         rows = max_query_len * group
         few_rows = max(16, bucket(rows)) if rows <= 64 and q.element_size() == 2 else 0
         key = group, head_dim, q.dtype, k_cache.dtype, k_cache.shape[1], few_rows
-        plan = None if beside else tunables.ATTENTION_PREFILL.find(q.device, *key)  # tuned alone on the GPU
+        plan = None if concurrent else tunables.ATTENTION_PREFILL.find(q.device, *key)  # tuned alone on the GPU
         plan = plan or plan_prefill(
-            group, head_dim, q.element_size(), max_query_len, k_cache.element_size(), capability(q.device), beside
+            group, head_dim, q.element_size(), max_query_len, k_cache.element_size(), capability(q.device), concurrent
         )
     launch = _launch_hopper if isinstance(plan, HopperPlan) else _launch_anywhere
     scales = () if isinstance(plan, HopperPlan) else (k_scale, v_scale)
     launch(plan, out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window, soft_cap, *scales)
     return out
-
-
-attention_prefill.takes_out = attention_prefill.takes_beside = True  # asked by the attention layer
 
 
 def _suits_hopper(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:

@@ -10,8 +10,6 @@ like that only with parameters as weights, which no kernel writes (`are_constant
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
@@ -173,11 +171,6 @@ def _few(weight: torch.Tensor, gated: bool) -> range:
     return range(1, min(1 + few, taken.start) if taken else 1 + few)
 
 
-def _few_or_many(weight: torch.Tensor) -> range:
-    few, many = _few(weight, False), decode_hopper.num_tokens_whole(weight)
-    return range(1, many.stop) if few and many else many or few
-
-
 class _Either(tuple[range, ...]):
     """The numbers in any of some ranges."""
 
@@ -188,11 +181,25 @@ class _Either(tuple[range, ...]):
         return any(number in r for r in self)
 
 
-# Layers ask. For a batch of other numbers of tokens they call the ops that are fused here, each with its own provider.
-add_rms_norm_linear.num_tokens = functools.partial(_few, gated=False)
-add_rms_norm_gate_up.num_tokens = functools.partial(_few, gated=True)
-linear.num_tokens = _few_or_many
-linear_add_rms_norm.num_tokens = decode_hopper.num_tokens_taken
-linear_silu_and_mul.num_tokens = lambda weight: _Either(
-    decode_hopper.num_tokens_taken(weight, gated=True), many_tokens(weight)
-)
+# The `num_tokens` of the providers. With other numbers of tokens, layers call the ops that are fused here separately.
+
+
+def num_tokens_add_rms_norm_linear(weight: torch.Tensor) -> range:
+    return _few(weight, gated=False)
+
+
+def num_tokens_add_rms_norm_gate_up(weight: torch.Tensor) -> range:
+    return _few(weight, gated=True)
+
+
+def num_tokens_linear(weight: torch.Tensor) -> range:
+    few, many = _few(weight, False), decode_hopper.num_tokens_whole(weight)
+    return range(1, many.stop) if few and many else many or few
+
+
+def num_tokens_linear_add_rms_norm(weight: torch.Tensor) -> range:
+    return decode_hopper.num_tokens_taken(weight)
+
+
+def num_tokens_linear_silu_and_mul(weight: torch.Tensor) -> _Either:
+    return _Either(decode_hopper.num_tokens_taken(weight, gated=True), many_tokens(weight))

@@ -1,0 +1,120 @@
+"""Calling an op: its arguments are checked, then the provider runs that is selected for their device."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.op import torch_library
+from nanovllm.kernels.op.provider import NATIVE, Provider, bind
+from nanovllm.kernels.op.registry import OpDeclaration, add_op, current_plugin
+from nanovllm.kernels.op.selection import default_choice, native_instead
+
+
+class Op(OpDeclaration):
+    """A named operation. Calling it checks the arguments and runs the provider that is selected for their device."""
+
+    def __init__(self, native: Callable[..., Any], **declaration: Any) -> None:
+        super().__init__(native, **declaration)
+        self._forced: ContextVar[str | None] = ContextVar(f"provider of {self.name}", default=None)
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        """Within the block, calls of this op run the provider `name`, in this thread or task."""
+        if name not in self.providers:
+            raise ValueError(f"op {self.name!r} has no provider {name!r}; it has {', '.join(self.providers)}")
+        token = self._forced.set(name)
+        try:
+            yield
+        finally:
+            self._forced.reset(token)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return getattr(torch.ops.nanovllm, self.name)(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as e:
+            raise TypeError(f"{self.name}: {e}") from None
+        self.check(bound.arguments)
+        return self.run(bound)
+
+    def run(self, bound: inspect.BoundArguments, traced: bool = False) -> Any:
+        """Call the provider that is chosen for the arguments' device, without checking them first.
+
+        Args:
+            traced: it is to be differentiated, on tensors without values: by the reference, or there is an error.
+        """
+        device, forced = device_of(bound.arguments), self._forced.get()
+        if forced is None:
+            provider, fn = default_choice(self, device)
+            if (reason := self.refuses(provider, bound.arguments, traced)) is not None:
+                fn = native_instead(self, provider.name, reason)
+            return self._traced(bound) if traced else fn(*bound.args, **bound.kwargs)
+        provider = self.require(forced, device, f"use({forced!r})")
+        reason = self.refuses(provider, bound.arguments, traced)
+        if reason is None:
+            reason = self.refusal(provider, *bound.args, **bound.kwargs)
+        if reason is not None:
+            raise ValueError(f"use({forced!r}): {self.name} cannot run there with these arguments: {reason}")
+        return self._traced(bound) if traced else bind(self.name, provider)(*bound.args, **bound.kwargs)
+
+    def _traced(self, bound: inspect.BoundArguments) -> Any:
+        """The reference. Its errors keep their type, by which torch.compile knows where it may break a graph."""
+        try:
+            return self.native(*bound.args, **bound.kwargs)
+        except RuntimeError as e:
+            remedy = "call it under torch.no_grad(), or where the graph may break (not fullgraph=True)"
+            e.args = (f"{self.name} requires grad here, and its reference cannot be traced; {remedy}: {e}", *e.args[1:])
+            raise
+
+    def refuses(self, provider: Provider, arguments: Mapping[str, Any], traced: bool = False) -> str | None:
+        """Why a plain call is not for a provider, whichever it is: only the reference computes in dtypes that the op does not declare.
+
+        And of those that come with the package only the reference has a backward pass; of all of them, one that can be traced.
+        """
+        if provider.name == NATIVE:
+            return None
+        if self.inputs is not None and (leading := self.check.leading_float(arguments)) is not None:
+            name, dtype = leading
+            if dtype not in self.inputs.dtypes:
+                return f"{name}: expected {' or '.join(map(str, self.inputs.dtypes))}, not {dtype}".replace(
+                    "torch.", ""
+                )
+        if (provider.origin is None or traced) and torch.is_grad_enabled():
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    lacks = "there is no backward pass" + (
+                        " that torch.compile can trace" if provider.origin is not None else ""
+                    )
+                    return f"{name} requires grad, and {lacks}; call it under torch.no_grad(), or detach {name}"
+        return None
+
+
+def device_of(arguments: Mapping[str, Any]) -> torch.device:
+    """The device of the first tensor among a call's arguments."""
+    return next((a.device for a in arguments.values() if isinstance(a, torch.Tensor)), torch.device("cpu"))
+
+
+def op(native: Callable[..., Any] | None = None, **declaration: Any) -> Any:
+    """Decorator: declare an op by its torch reference, which becomes the provider `native`.
+
+    `@op` alone is enough to run. The keyword arguments are those of `OpDeclaration`: with `inputs`, `cost` and `tolerance` the
+    op is verified and benchmarked as well.
+
+    Raises:
+        ValueError: there is an op of that name already.
+    """
+    if native is None:
+        return functools.partial(op, **declaration)
+    declared = Op(native, **declaration)
+    add_op(declared)
+    if current_plugin() is None:  # a plugin's ops are added when all of it has loaded
+        torch_library.register_or_warn(declared)
+    return declared

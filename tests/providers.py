@@ -1,0 +1,17 @@
+"""Providers that tests register for a while."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanovllm.kernels import Provider, all_ops
+from nanovllm.kernels.op.registry import temporary
+
+
+@contextmanager
+def registered(op: str, fn: Callable[..., Any] | str, name: str = "mine", **fields: Any) -> Iterator[Provider]:
+    """Within the block `fn` is a provider of an op. What is resolved in the block keeps it."""
+    with temporary():
+        all_ops()[op].remembered.clear()
+        all_ops()[op].add(Provider(name, fn, **fields))
+        yield all_ops()[op].providers[name]
