@@ -30,9 +30,7 @@ ALLOWED = {
     "__init__": {"llm"},
 }  # fmt: skip
 # Imports against the rule that are still to be undone: (importing module, imported part).
-TO_UNDO = {
-    ("plan.builtin", "tune"),
-}  # fmt: skip
+TO_UNDO: set[tuple[str, str]] = set()
 # Circles of imports that are still to be undone, by one of their modules.
 CIRCLES_TO_UNDO = {"plan.attention"}
 # A second or more to import, and not needed by whoever serves token ids or only asks for help.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Which tiles, stages and warps a kernel should use on a GPU, predicted from what the GPU has: see docs/planner.md.",
+    help="Predict which tiles, stages and warps a kernel should use on a GPU, and how fast it is: see docs/planner.md.",
 )
 
 _Gpu = Annotated[
@@ -90,18 +89,8 @@ def attention(
     context = query if context is None else context
     problem = AttentionProblem(batch, query, context, heads, kv_heads, head_dim, causal, dtype_name(dtype, DTYPES))
     device = _device(gpu)
-    least = problem.least_bytes
-    _show(
-        "attention",
-        problem,
-        device,
-        plan_attention(problem, device),
-        device.rate(problem.dtype),
-        least,
-        top,
-        compile,
-        as_json,
-    )
+    plans = plan_attention(problem, device)
+    _show("attention", problem, device, plans, device.rate(problem.dtype), problem.least_bytes, top, compile, as_json)
 
 
 @app.command()
@@ -181,49 +170,8 @@ def reduction(
     problem = ReductionProblem(named, rows, size, dtype_name(dtype, DTYPES))
     device = _device(gpu)
     least = 2 * rows * size * problem.itemsize
-    _show(
-        "reduction", problem, device, plan_reduction(problem, device), device.vector_flops, least, top, compile, as_json
-    )
-
-
-@app.command()
-def prove(
-    out: Annotated[Path | None, typer.Option(help="The JSON file; by default results/<gpu>/planner.json.")] = None,
-    docs: Annotated[
-        Path | None, typer.Option(help="A Markdown file whose table is to be filled, such as docs/planner.md.")
-    ] = None,
-    limit: Annotated[float, typer.Option(min=10, help="Seconds in all.")] = 270,
-    most: Annotated[int, typer.Option(min=0, help="Time at most so many configurations of a shape; 0: all.")] = 0,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="gemm, attention or streaming; repeatable, by default all.")
-    ] = None,
-    resume: Annotated[bool, typer.Option(help="Leave out what the JSON file has already.")] = False,
-    times: Annotated[
-        Path | None, typer.Option(help="A JSON file for the time of every configuration, to fit the model to.")
-    ] = None,
-    judge: Annotated[
-        Path | None,
-        typer.Option(help="Measure nothing: judge the model of today by a file of --times, and rewrite its --out."),
-    ] = None,
-    tables: Annotated[
-        bool, typer.Option("--tables", help="Measure nothing: fill the table of --docs from the JSON files there are.")
-    ] = False,
-) -> None:
-    """On a GPU: time everything the planner keeps for some 50 shapes, and tell where its first choices stand."""
-    from nanovllm.plan.judging import judge_file
-    from nanovllm.plan.proof import fill_tables, processes, run
-    from nanovllm.plan.shapes import ALL
-
-    if judge is not None:
-        judge_file(out, judge)
-        if docs is not None:
-            fill_tables(docs, out)
-        return
-    if tables:
-        fill_tables(docs, out)
-        return
-
-    run(out, docs, limit, most, processes(), kind or list(ALL), resume, times)
+    plans = plan_reduction(problem, device)
+    _show("reduction", problem, device, plans, device.vector_flops, least, top, compile, as_json)
 
 
 def _device(gpu: str | None) -> DeviceModel:
@@ -242,8 +190,8 @@ def _device(gpu: str | None) -> DeviceModel:
 
 
 def _show(
-    kind: str, problem: Any, device: DeviceModel, plans: Sequence[Plan], rate: float, least_bytes: float, top: int, compile: bool,
-    as_json: bool,
+    kind: str, problem: Any, device: DeviceModel, plans: Sequence[Plan], rate: float, least_bytes: float, top: int,
+    compile: bool, as_json: bool,
 ) -> None:  # fmt: skip
     from nanovllm.plan.report import compiled, compiled_cells, document, floor_seconds, table_rows
 
@@ -269,8 +217,9 @@ def _show(
     intensity = plans[0].flops / least_bytes
     print(f"{kind} on {device.name}: {_words(problem)}")
     print(
-        f"{plans[0].flops:.4g} flops, {least_bytes:.4g} bytes at least: {intensity:.1f} flops a byte, ridge {rate / device.bandwidth:.0f}; "
-        f"at best {1e6 * floor:.2f} us, by {bound}. {len(plans)} configurations fit; predicted, not measured:"
+        f"{plans[0].flops:.4g} flops, {least_bytes:.4g} bytes at least: {intensity:.1f} flops a byte, "
+        f"ridge {rate / device.bandwidth:.0f}; at best {1e6 * floor:.2f} us, by {bound}. "
+        f"{len(plans)} configurations fit; predicted, not measured:"
     )
     if least_bytes > device.memory:
         print(f"It does not fit {device.name}: {least_bytes / 1e9:,.0f} GB at least, of {device.memory / 1e9:,.0f} GB.")
@@ -282,7 +231,8 @@ def _show(
     times = [round(1e6 * plan.seconds, 2) for plan in shown]
     if times != sorted(times):
         print(
-            "Plans within 0.5 % of each other count as equally fast: first comes what covers the latency, then what takes less."
+            "Plans within 0.5 % of each other count as equally fast: "
+            "first comes what covers the latency, then what takes less."
         )
 
 

@@ -6,8 +6,8 @@
     best = plan_gemm(GemmProblem(4096, 4096, 4096), device_model("h100"))[0]
     best.config.block_m, best.config.stages, best.registers, best.limit, best.seconds
 
-Every `plan_*` takes a problem and a `DeviceModel` and returns a list of `Plan`, the fastest by prediction first, each with a
-`config` of its kernel. None needs a GPU or imports torch. docs/planner.md has the model.
+Every `plan_*` takes a problem and a `DeviceModel` and returns a list of `Plan`, the fastest by prediction first, each
+with a `config` of its kernel. None needs a GPU or imports torch. docs/planner.md has the model.
 """
 
 from nanovllm.plan.attention import AttentionProblem, AttentionTile, plan_attention

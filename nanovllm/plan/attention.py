@@ -1,8 +1,9 @@
 """Tiles of attention: query rows stay with a block, keys and values stream through shared memory.
 
-The kernel is `kernels/triton/attention/prefill_kernel.py`, in the manner of FlashAttention-2 (Dao, 2023): a block has `rows` query
-rows, `tile` keys and values a step, the output O and the running maximum m and sum l of each row in registers. Decoding is the same
-with the query heads that share a KV head as rows, and the context cut into pieces so that every multiprocessor has work.
+The kernel is `kernels/triton/attention/prefill_kernel.py`, in the manner of FlashAttention-2 (Dao, 2023): a block has
+`rows` query rows, `tile` keys and values a step, the output O and the running maximum m and sum l of each row in
+registers. Decoding is the same with the query heads that share a KV head as rows, and the context cut into pieces so
+that every multiprocessor has work.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ MOST_ROWS = 256
 _EXP_LANES = 16
 """Exponentials that the special-function units of a multiprocessor compute a cycle."""
 _SOFTMAX_CYCLES = 7.0
-"""Instructions of an ordinary lane for one score: scale, maximum, subtract, sum, convert. FITTED, with the next three, to
-`prefill_kernel` on an H200 (`nanovllm plan prove --times`: every tile that the planner keeps for ten shapes, PyTorch 2.11, Triton 3.6),
-for the share of the best that the first choice and the first five reach rather than for the times."""
+"""Instructions of an ordinary lane for one score: scale, maximum, subtract, sum, convert. FITTED, with the next
+three, to `prefill_kernel` on an H200 (`nanovllm plan prove --times`: every tile that the planner keeps for ten
+shapes, PyTorch 2.11, Triton 3.6), for the share of the best that the first choice and the first five reach rather
+than for the times."""
 _CHAIN_CYCLES = 200
 """Of a step, in which a block waits for its own results: product, maximum, exponential, product."""
 _START_LATENCIES = 3
-"""What a block needs besides its steps, in latencies of device memory: lengths, table, queries and first keys, each after the other,
-then the output, some of them at once."""
+"""What a block needs besides its steps, in latencies of device memory: lengths, table, queries and first keys, each
+after the other, then the output, some of them at once."""
 _RESCALE_CYCLES = 3.0
 """Of an ordinary lane for one output accumulator in each step, which a new maximum may scale."""
 _MMA_ON_HOPPER = 0.5
-"""Of the rate, what the instructions of Ampere reach on Hopper in these kernels. FITTED to an order, not a time: 32 rows of two warps take twice
-as long as 64 of four."""
+"""Of the rate, what the instructions of Ampere reach on Hopper in these kernels. FITTED to an order, not a time: 32
+rows of two warps take twice as long as 64 of four."""
 _L2_SHARE = 0.8
 
 
@@ -59,8 +61,8 @@ class AttentionProblem:
         causal: a token sees none after it.
 
     Raises:
-        ValueError: a size is not positive, the heads are no multiple of the KV heads or too many for one, the context is shorter than the queries, or
-            the dtype is unknown.
+        ValueError: a size is not positive, the heads are no multiple of the KV heads or too many for one, the context
+            is shorter than the queries, or the dtype is unknown.
     """
 
     batch: int
@@ -73,7 +75,8 @@ class AttentionProblem:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        positive(batch=self.batch, query=self.query, context=self.context, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)  # fmt: skip
+        sizes = {n: getattr(self, n) for n in ("batch", "query", "context", "heads", "kv_heads", "head_dim")}
+        positive(**sizes)
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: expected a multiple of the {self.kv_heads} KV heads, not {self.heads}")
         if self.context < self.query:
@@ -133,7 +136,8 @@ def uses_wgmma(tile: AttentionTile, device: DeviceModel) -> bool:
 
 
 def shared_bytes(tile: AttentionTile, problem: AttentionProblem, device: DeviceModel) -> int:
-    """The query tile, the keys and values of each stage, and the probabilities where warps share rows and so exchange them.
+    """The query tile, the keys and values of each stage, and the probabilities where warps share rows and so exchange
+    them.
 
     Warps of wgmma never do; others do where the output is wider than high, since Triton then gives them columns of it.
     """
@@ -151,7 +155,7 @@ def intensity(tile: AttentionTile, problem: AttentionProblem) -> float:
 
 
 def candidates(problem: AttentionProblem, device: DeviceModel) -> list[AttentionTile]:
-    """Every configuration that fits a block: shared memory, registers with little spilling, no warp without rows of its own."""
+    """Every configuration that fits a block: shared memory, registers with little spilling, rows for every warp."""
     device.rate(problem.dtype)
     group_rows = problem.query * problem.group
     blocks = problem.batch * problem.kv_heads * cdiv(group_rows, 16)
@@ -173,8 +177,8 @@ def candidates(problem: AttentionProblem, device: DeviceModel) -> list[Attention
             tile = AttentionTile(rows, size, warps, stages, share)
             if shared_bytes(tile, problem, device) > device.shared_per_block:
                 continue
-            most = ATTENTION_MOST * device.registers_per_thread - SPILL_MARGIN
-            if attention_registers(tile, problem, device) <= most:
+            most_registers = ATTENTION_MOST * device.registers_per_thread - SPILL_MARGIN
+            if attention_registers(tile, problem, device) <= most_registers:
                 found.append(tile)
     return found
 

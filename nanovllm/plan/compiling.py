@@ -1,7 +1,7 @@
 """What the compiler makes of a Triton kernel for a GPU that need not be here: shared memory, registers, spills.
 
-Triton ships its own assembler and `cuobjdump`, so neither a GPU nor a CUDA toolkit is needed. This is what the planner's
-predictions of shared memory and registers are held against.
+Triton ships its own assembler and `cuobjdump`, so neither a GPU nor a CUDA toolkit is needed. This is what the
+planner's predictions of shared memory and registers are held against.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def compile_kernel(
 
     Args:
         kernel: the function.
-        arguments: every parameter that has no default: a `Pointer`, `Scalar` or `Descriptor`, a type such as "fp32", or the value of a constant.
+        arguments: every parameter that has no default: a `Pointer`, `Scalar` or `Descriptor`, a type such as "fp32",
+            or the value of a constant.
         capability: the compute capability as a number: 90 for 9.0.
 
     Raises:

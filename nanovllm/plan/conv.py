@@ -1,17 +1,20 @@
 """Tiles of a convolution as an implicit matrix product, with halo: nothing is unfolded in memory.
 
-Output pixels are the rows of the product (m = n P Q), output channels its columns, input channels times filter taps its k. A block has
-`rows` x `columns` output pixels and `block_n` channels. For `block_c` input channels at a time it loads the input pixels under its output
-pixels once, with the border that neighbouring blocks load too (the halo): each input value is used up to r s times from shared memory,
-which unfolding would load r s times. A step multiplies with the weights of one filter row, which are all that is staged more than twice.
+Output pixels are the rows of the product (m = n P Q), output channels its columns, input channels times filter taps
+its k. A block has `rows` x `columns` output pixels and `block_n` channels. For `block_c` input channels at a time it
+loads the input pixels under its output pixels once, with the border that neighbouring blocks load too (the halo):
+each input value is used up to r s times from shared memory, which unfolding would load r s times. A step multiplies
+with the weights of one filter row, which are all that is staged more than twice.
 
-Where each input value is under one tap only (a stride of at least the filter: patches of an image, 1 x 1 filters) there is no halo to
-share, and a block gathers: its rows are any output pixels, one image after the other, and each step loads `block_c` of the channels x taps
-values under each of them, as for a matrix product whose x is unfolded on the way. What lies between the filters is not loaded. So does
-a block of an input of few channels, which would fill a step with zeros, and of a filter whose patch does not fit.
+Where each input value is under one tap only (a stride of at least the filter: patches of an image, 1 x 1 filters)
+there is no halo to
+share, and a block gathers: its rows are any output pixels, one image after the other, and each step loads `block_c`
+of the channels x taps values under each of them, as for a matrix product whose x is unfolded on the way. What lies
+between the filters is not loaded. So does a block of an input of few channels, which would fill a step with zeros,
+and of a filter whose patch does not fit.
 
-nanovllm has no convolution of its own: these plans are for a kernel to be written, and their registers, taken from the line of
-`tile_kernel`, cannot be held against a compiler.
+nanovllm has no convolution of its own: these plans are for a kernel to be written, and their registers, taken from
+the line of `tile_kernel`, cannot be held against a compiler.
 """
 
 from __future__ import annotations
@@ -66,8 +69,8 @@ class ConvTile:
 
 
 def patch(tile: ConvTile, problem: ConvProblem) -> int:
-    """Input pixels that a tile of output pixels reads, halo included; if no row is left out, ((rows - 1) stride + dilation (r - 1) + 1)
-    times the same across. Without halo: taps of each pixel."""
+    """Input pixels that a tile of output pixels reads, halo included; if no row is left out, ((rows - 1) stride +
+    dilation (r - 1) + 1) times the same across. Without halo: taps of each pixel."""
     p = problem
     if not tile.halo:
         return tile.block_m * p.taps
@@ -80,8 +83,8 @@ def _taps_of_a_step(tile: ConvTile, problem: ConvProblem) -> int:
 
 
 def step_bytes(tile: ConvTile, problem: ConvProblem) -> tuple[float, float]:
-    """(input, weights) that a step loads: its share of a patch, which serves all filter rows, and the weights of one filter row; without
-    halo `block_c` values of each pixel and of each filter."""
+    """(input, weights) that a step loads: its share of a patch, which serves all filter rows, and the weights of one
+    filter row; without halo `block_c` values of each pixel and of each filter."""
     p, size = problem, DTYPE_BYTES[problem.dtype]
     pixels = patch(tile, p) / p.filter_height if tile.halo else tile.block_m
     return pixels * tile.block_c * size, tile.block_n * tile.block_c * _taps_of_a_step(tile, p) * size
@@ -92,12 +95,12 @@ def _step_flops(tile: ConvTile, problem: ConvProblem) -> float:
 
 
 def intensity(tile: ConvTile, problem: ConvProblem) -> float:
-    """Flops for each byte that a step loads: 2 BM BN BC s / ((patch BC / r + BN BC s) bytes); without halo as of a product."""
+    """Flops for each byte that a step loads: 2 BM BN BC s / ((patch BC / r + BN BC s) bytes)."""
     return _step_flops(tile, problem) / sum(step_bytes(tile, problem))
 
 
 def shared_bytes(tile: ConvTile, problem: ConvProblem) -> int:
-    """Two patches, one in use and one on its way, and the weights of a filter row a stage; without halo one of both a stage."""
+    """Two patches (one in use) and for each stage the weights of a filter row; without halo, one of both a stage."""
     x, weight = step_bytes(tile, problem)
     if not tile.halo or problem.filter_height == 1:
         return math.ceil(tile.stages * (x + weight))
@@ -187,8 +190,8 @@ def _spots(tile: ConvTile, problem: ConvProblem) -> int:
 def dram_bytes(tile: ConvTile, problem: ConvProblem, device: DeviceModel, resident: int) -> float:
     """Bytes through device memory, the blocks of one spot of the image being neighbours.
 
-    What fits the L2 cache comes from memory once. Otherwise the blocks of one wave share the input under their output, with the
-    halo around all of it, and the weights that they need.
+    What fits the L2 cache comes from memory once. Otherwise the blocks of one wave share the input under their
+    output, with the halo around all of it, and the weights that they need.
     """
     p, size = problem, DTYPE_BYTES[problem.dtype]
     image, weights, output = (n * size for n in p.sizes)
@@ -232,7 +235,8 @@ def predict(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> Plan:
     dram = dram_bytes(tile, p, device, max(1, fit.blocks))
     plan = Plan(
         tile, blocks, intensity(tile, p), shared_bytes(tile, p), registers(tile, p, device), fit,
-        stages_needed(loaded_latency(device), step_flops / (rate / device.sms)), wave, math.inf, {"shared memory": math.inf}, 0.0, p.flops, dram,
+        stages_needed(loaded_latency(device), step_flops / (rate / device.sms)), wave, math.inf,
+        {"shared memory": math.inf}, 0.0, p.flops, dram,
     )  # fmt: skip
     if not fit.blocks:
         return plan
@@ -240,20 +244,9 @@ def predict(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> Plan:
     wgmma = device.matrix_unit == "wgmma" and tile.block_m >= 64 and on_tensor_cores
     # Every tap reads its own window of the patch.
     x_read = tile.block_m * tile.block_c * _taps_of_a_step(tile, p) * size
-    step = Step(step_flops, x, weight, tile.block_m, x_read, weight, wgmma)
-    parts, fixed = loop_seconds(
-        device,
-        step,
-        steps,
-        blocks,
-        fit,
-        wave,
-        tile.warps,
-        tile.stages,
-        rate,
-        tile.block_m * tile.block_n * size,
-        on_tensor_cores,
-    )
+    step = Step(step_flops, x, weight, tile.block_m, x_read, weight, wgmma, tensor_cores=on_tensor_cores)
+    store = tile.block_m * tile.block_n * size
+    parts, fixed = loop_seconds(device, step, steps, blocks, fit, wave, tile.warps, tile.stages, rate, store)
     parts["memory"] = dram / device.bandwidth
     return replace(plan, parts=parts, fixed=fixed, seconds=overlapped(parts, fixed))
 

@@ -18,9 +18,11 @@ _SECTOR = 32
 def positions_read(
     outputs: int, taps: int, stride: int, dilation: int, padding: int = 0, size: int | None = None
 ) -> int:
-    """How many input positions of one dimension `outputs` neighbouring outputs read, each once; of those from 0 to `size` if it is given.
+    """How many input positions of one dimension `outputs` neighbouring outputs read, each once; of those from 0 to
+    `size` if it is given.
 
-    Taps that are a multiple of the stride apart read the same positions, but for their ends: of each such set the union is counted.
+    Taps that are a multiple of the stride apart read the same positions, but for their ends: of each such set the
+        union is counted.
     """
     starts: dict[int, list[int]] = {}
     for offset in range(0, taps * dilation, dilation):
@@ -37,7 +39,8 @@ def positions_read(
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """Input [batch, channels, height, width], channels innermost in memory; weights [filters, channels, filter_height, filter_width].
+    """Input [batch, channels, height, width], channels innermost in memory; weights [filters, channels,
+    filter_height, filter_width].
 
     Attributes:
         stride, dilation: of both dimensions; padding: zeros on each side.
@@ -79,7 +82,8 @@ class ConvProblem:
             size = getattr(self, name)
             if size + 2 * self.padding < self.dilation * (taps - 1) + 1:
                 raise ValueError(
-                    f"filter_{name}: {taps} taps with dilation {self.dilation} need {self.dilation * (taps - 1) + 1} pixels, "
+                    f"filter_{name}: {taps} taps with dilation {self.dilation} "
+                    f"need {self.dilation * (taps - 1) + 1} pixels, "
                     f"the padded image has {size + 2 * self.padding}"
                 )
 
@@ -118,7 +122,7 @@ class ConvProblem:
 
     @property
     def read_width(self) -> int:
-        """Columns of an image that come from memory: those that some output needs, and what lies between in the same sectors."""
+        """Columns of an image that are read: what outputs need, and what lies between in the same sectors."""
         gap = max(self.dilation - 1, self.stride - self.dilation * (self.filter_width - 1) - 1)
         if gap * self.channels * DTYPE_BYTES[self.dtype] < _SECTOR:
             gap_filled = (self.out_width - 1) * self.stride + self.dilation * (self.filter_width - 1) + 1

@@ -1,8 +1,9 @@
 """Blocks of elementwise kernels: how many elements a thread, how wide its loads, how many warps.
 
-Such a kernel only waits for memory, so it must have enough under way: items per thread x bytes x resident threads at least
-latency x bandwidth (Little's law). Beyond that, fewer and larger blocks waste the end of the grid, smaller ones repeat their start.
-The kernels are those of `kernels/triton_ops`: `_activation_kernel` (one input), `_activate_and_mul_kernel` (two), `_mul_add_kernel` (three).
+Such a kernel only waits for memory, so it must have enough under way: items per thread x bytes x resident threads at
+least latency x bandwidth (Little's law). Beyond that, fewer and larger blocks waste the end of the grid, smaller ones
+repeat their start. The kernels are those of `kernels/triton_ops`: `_activation_kernel` (one input),
+`_activate_and_mul_kernel` (two), `_mul_add_kernel` (three).
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def predict(tile: ElementwiseTile, problem: ElementwiseProblem, device: DeviceMo
     flops = float(p.operations * p.elements)
     intensity = flops / (read + written)
     return Plan(
-        tile, blocks, intensity, 0, registers, fit, 0, wave, combine(parts, fixed) if fit.blocks else math.inf, parts, fixed, flops,
-        read + written, in_flight, bytes_needed(device),
+        tile, blocks, intensity, 0, registers, fit, 0, wave, combine(parts, fixed) if fit.blocks else math.inf, parts,
+        fixed, flops, read + written, in_flight, bytes_needed(device),
     )  # fmt: skip
 
 
@@ -139,6 +140,7 @@ def plan_elementwise(problem: ElementwiseProblem, device: DeviceModel) -> list[P
     if not plans:
         least = ElementwiseTile(32, 1)
         raise nothing_fits("elementwise", least, 0, elementwise_registers(least, problem), device)
-    # One whole vector a thread, four warps: what streams best where prediction sees no difference (docs/performance.md, "CUDA C++").
+    # One whole vector a thread, four warps: what streams best where prediction sees no difference
+    # (docs/performance.md, "CUDA C++").
     full = VECTOR_BYTES / problem.itemsize
     return ranked(plans, lambda tile: (abs(math.log2(tile.items / full)), abs(math.log2(tile.warps / 4))))

@@ -1,7 +1,7 @@
 """Tiles of a matrix product [m, k] x [n, k]^T, also with packed weights: what fits, and what is fastest by prediction.
 
-The kernels are those of `kernels/triton/gemm/tiled_kernel.py`: `tma_kernel` on Hopper, whose blocks each take several tiles, and
-`tile_kernel` anywhere.
+The kernels are those of `kernels/triton/gemm/tiled_kernel.py`: `tma_kernel` on Hopper, whose blocks each take several
+tiles, and `tile_kernel` anywhere.
 """
 
 from __future__ import annotations
@@ -36,28 +36,33 @@ _SCRATCH_BYTES = 128
 """Of each thread, in which Triton rearranges 4-byte outputs."""
 _STAGED = {
     "mma": {
-        2: {(64, 128, 8): 16, (128, 64, 4): 16, (128, 64, 8): 16, (128, 128, 8): 32, (256, 64, 8): 32, (256, 128, 8): 64},
+        2: {
+            (64, 128, 8): 16, (128, 64, 4): 16, (128, 64, 8): 16, (128, 128, 8): 32, (256, 64, 8): 32,
+            (256, 128, 8): 64,
+        },
         4: {
-            (32, 64, 8): 8, (64, 32, 4): 8, (64, 32, 8): 8, (64, 64, 8): 16, (64, 128, 8): 16, (128, 32, 4): 16, (128, 32, 8): 16,
-            (128, 64, 8): 32, (128, 256, 8): 32, (256, 32, 8): 32, (256, 64, 8): 32, (256, 128, 8): 32,
+            (32, 64, 8): 8, (64, 32, 4): 8, (64, 32, 8): 8, (64, 64, 8): 16, (64, 128, 8): 16, (128, 32, 4): 16,
+            (128, 32, 8): 16, (128, 64, 8): 32, (128, 256, 8): 32, (256, 32, 8): 32, (256, 64, 8): 32,
+            (256, 128, 8): 32,
         },
     },
     "wgmma": {
         2: {(64, 128, 8): 16, (128, 64, 8): 16, (128, 128, 8): 32, (128, 256, 8): 32, (256, 128, 8): 32},
         4: {
-            (64, 32, 8): 8, (64, 64, 4): 16, (64, 64, 8): 16, (64, 128, 4): 32, (64, 128, 8): 32, (64, 256, 4): 64, (64, 256, 8): 64,
-            (128, 32, 4): 16, (128, 32, 8): 16, (128, 64, 4): 16, (128, 64, 8): 32, (128, 128, 8): 64, (256, 32, 8): 32, (256, 64, 8): 64,
+            (64, 32, 8): 8, (64, 64, 4): 16, (64, 64, 8): 16, (64, 128, 4): 32, (64, 128, 8): 32, (64, 256, 4): 64,
+            (64, 256, 8): 64, (128, 32, 4): 16, (128, 32, 8): 16, (128, 64, 4): 16, (128, 64, 8): 32, (128, 128, 8): 64,
+            (256, 32, 8): 32, (256, 64, 8): 64,
         },
     },
 }  # fmt: skip
-"""KiB in which `tile_kernel` rearranges an output tile for its stores once the loop has ended: by instruction, bytes of an element, rows,
-columns and warps, wherever it can be more than the loop takes. It depends on how Triton arranges warps and registers over both layouts, so
-this is what Triton 3.6 and 3.9 compile."""
+"""KiB in which `tile_kernel` rearranges an output tile for its stores once the loop has ended: by instruction, bytes
+of an element, rows, columns and warps, wherever it can be more than the loop takes. It depends on how Triton arranges
+warps and registers over both layouts, so this is what Triton 3.6 and 3.9 compile."""
 SMALL_TILE = 64 * 64
 WANTED_BLOCKS = 4
 """Blocks a multiprocessor should have room for if its tiles are small, so that their latencies and tails overlap."""
 _CONVERT_LANES = 64
-"""Integer and conversion instructions a cycle of a multiprocessor (CUDA C++ Programming Guide, "Arithmetic Instructions")."""
+"""Integer and conversion instructions a cycle and SM (CUDA C++ Programming Guide, "Arithmetic Instructions")."""
 CONVERT = {"int4": 1.25, "int8": 1.0, "float8": 1.0}
 """Instructions that unpack and scale one weight, two at a time as in `triton_attention.attend.fp8_pair`. ASSUMED."""
 L2_SHARE = 0.8
@@ -69,7 +74,8 @@ class GemmProblem:
     """The product of x [m, k] in `dtype` with a weight [n, k].
 
     Attributes:
-        dtype: of x, of the output, and of what is multiplied. float32 is multiplied on the ordinary units, tfloat32 on tensor cores.
+        dtype: of x, of the output, and of what is multiplied. float32 is multiplied on the ordinary units, tfloat32
+            on tensor cores.
         weight: the packed type of the weight, converted to `dtype` on the way to the product; None: `dtype` itself.
         group: weights of a row that share one 16-bit scale, if packed.
 
@@ -102,7 +108,7 @@ class GemmProblem:
 
     @property
     def aligned(self) -> bool:
-        """Whether Triton knows rows to begin at multiples of 16 bytes, and so copies them in vectors: it asks whether 16 divides k."""
+        """Whether Triton can prove rows aligned to 16 bytes, and so copies them in vectors: whether 16 divides k."""
         return self.k % 16 == 0
 
     @property
@@ -126,7 +132,7 @@ class GemmTile:
 
     @property
     def flatten(self) -> bool:
-        """Whether a program of `tma_kernel` begins to load its next tile before it stores the last: for the widest tiles."""
+        """Whether a program of `tma_kernel` loads its next tile before it stores the last: for the widest tiles."""
         return self.tma and self.splits == 1 and self.block_n == 256
 
     def __str__(self) -> str:
@@ -140,8 +146,10 @@ def uses_wgmma(tile: GemmTile, device: DeviceModel, dtype: str) -> bool:
 
 
 def staged(tile: GemmTile, problem: GemmProblem) -> bool:
-    """Whether stages have an effect. Rows that are not aligned are loaded element by element, and what is smaller than 4 bytes cannot be
-    copied to shared memory while a product runs: it goes through registers, and Triton compiles the same loop for any number of stages."""
+    """Whether stages have an effect. Rows that are not aligned are loaded element by element, and what is smaller
+    than 4 bytes cannot be
+    copied to shared memory while a product runs: it goes through registers, and Triton compiles the same loop for any
+        number of stages."""
     return tile.tma or problem.aligned or problem.bytes_x >= 4
 
 
@@ -154,9 +162,10 @@ def intensity(tile: GemmTile, problem: GemmProblem) -> float:
 def shared_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> int:
     """Shared memory of a block.
 
-    `tile_kernel` copies `stages` tiles ahead where the product reads shared memory (wgmma), one less where fragments are loaded to
-    registers first; 16-bit elements of rows that are not aligned come through registers, into one buffer. The output tile is
-    rearranged there once the loop has ended, a part at a time if layouts allow. `tma_kernel` also has a barrier a stage and gathers the output tile.
+    `tile_kernel` copies `stages` tiles ahead where the product reads shared memory (wgmma), one less where fragments
+    are loaded to registers first; 16-bit elements of rows that are not aligned come through registers, into one
+    buffer. The output tile is rearranged there once the loop has ended, a part at a time if layouts allow.
+    `tma_kernel` also has a barrier a stage and gathers the output tile.
     """
     p = problem
     loaded = tile.block_k * (tile.block_m * p.bytes_x + tile.block_n * p.bytes_weight)
@@ -166,7 +175,7 @@ def shared_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> i
     wgmma = uses_wgmma(tile, device, p.dtype) or device.matrix_unit == "tcgen05"
     stages = max(1, tile.stages if wgmma else tile.stages - 1) if staged(tile, p) else 1
     if p.n % 16 == 0:
-        size = 4 if tile.splits > 1 else p.bytes_x
+        size = 4 if tile.splits > 1 else int(p.bytes_x)
         kind = "wgmma" if wgmma else "mma"
         output = (
             0
@@ -181,7 +190,8 @@ def shared_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> i
 def wanted_blocks(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> int:
     """Blocks that a multiprocessor should have room for: as many as the grid has for it, at most 4, if tiles are small.
 
-    Tiles without stages need more registers than that leaves; few blocks show in their time, since nothing else hides a load.
+    Tiles without stages need more registers than that leaves; few blocks show in their time, since nothing else hides
+    a load.
     """
     if tile.block_m * tile.block_n > SMALL_TILE or not staged(tile, problem):
         return 1
@@ -190,7 +200,7 @@ def wanted_blocks(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> 
 
 
 def engine_plan(problem: GemmProblem, device: DeviceModel) -> StreamPlan | TilePlan | None:
-    """What the engine's own rule chooses; None if it has no kernel for the problem, or its kernels cannot be had here."""
+    """What the engine's own rule chooses; None if it has no kernel for the problem, or they cannot be imported."""
     p = problem
     if p.weight is not None or p.dtype == "float8":
         return None
@@ -216,9 +226,10 @@ def engine_tile(problem: GemmProblem, device: DeviceModel) -> GemmTile | None:
 def _fits(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> bool:
     if shared_bytes(tile, problem, device) > device.shared_per_block:
         return False
-    margin = SPILL_MARGIN
+    margin: float = SPILL_MARGIN
     if device.matrix_unit == "mma" and problem.bytes_x == 2 and problem.aligned:
-        # Fragments of x are held for a whole step, which the line tells too little of: what has many of them spills first.
+        # Fragments of x are held for a whole step, which the line tells too little of: what has many of them spills
+        # first.
         margin += 2 * copies(tile.block_m, tile, problem.bytes_x)
     return gemm_registers(tile, problem, device) <= device.registers_per_thread - margin
 
@@ -226,8 +237,8 @@ def _fits(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> bool:
 def candidates(problem: GemmProblem, device: DeviceModel) -> list[GemmTile]:
     """Every configuration that fits a block of the device: shared memory, registers without spilling.
 
-    Tiles of more than twice a size of the problem are left out, and so are splits where tiles alone fill the device. What the engine's
-    own rule chooses is among them whatever its sizes, if it fits.
+    Tiles of more than twice a size of the problem are left out, and so are splits where tiles alone fill the device.
+    What the engine's own rule chooses is among them whatever its sizes, if it fits.
     """
     device.rate(problem.dtype)
     # The kernel multiplies 32-bit operands on the ordinary units only.
@@ -269,20 +280,28 @@ def predict(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> Plan:
     step_flops = 2.0 * bm * bn * bk
     min_stages = stages_needed(loaded_latency(device), step_flops / (rate / device.sms))
     plan = Plan(
-        tile, blocks, intensity(tile, p), shared, registers, fit, min_stages, wave, math.inf, {"shared memory": math.inf}, 0.0,
-        2.0 * p.m * p.n * p.k, dram,
+        tile, blocks, intensity(tile, p), shared, registers, fit, min_stages, wave, math.inf,
+        {"shared memory": math.inf}, 0.0, 2.0 * p.m * p.n * p.k, dram,
     )  # fmt: skip
     if not fit.blocks:
         return plan
     x, weight = bm * bk * p.bytes_x, bn * bk * p.bytes_weight
     # Packed weights are unpacked in registers and multiplied from there, or by wgmma from shared memory again.
     convert = 0.0 if p.weight is None else bn * bk * CONVERT[p.weight] / (_CONVERT_LANES * device.clock)
-    step = Step(step_flops, x, weight, bm, x, bn * bk * p.bytes_x, uses_wgmma(tile, device, p.dtype), convert)
+    step = Step(
+        step_flops,
+        x,
+        weight,
+        bm,
+        x,
+        bn * bk * p.bytes_x,
+        uses_wgmma(tile, device, p.dtype),
+        convert,
+        p.dtype != "float32",
+    )
     store = bm * bn * (4 if tile.splits > 1 else p.bytes_x)
     stages = tile.stages if staged(tile, p) else 1
-    parts, fixed = loop_seconds(
-        device, step, steps, blocks, fit, wave, tile.warps, stages, rate, store, p.dtype != "float32"
-    )
+    parts, fixed = loop_seconds(device, step, steps, blocks, fit, wave, tile.warps, stages, rate, store)
     parts["memory"] = dram / device.bandwidth
     if tile.splits > 1:
         fixed += device.launch + 2 * tile.splits * 4 * p.m * p.n / device.l2_bandwidth
@@ -292,8 +311,8 @@ def predict(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> Plan:
 def dram_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel, resident: int) -> float:
     """Bytes through device memory, with tiles in groups of `group_m` rows.
 
-    The tiles of one wave share the rows of x and of the weight that they need, once each. What the next wave needs again comes from
-    the L2 cache if both operands fit there.
+    The tiles of one wave share the rows of x and of the weight that they need, once each. What the next wave needs
+    again comes from the L2 cache if both operands fit there.
     """
     p = problem
     x, weight, out = p.m * p.k * p.bytes_x, p.n * p.k * p.bytes_weight, p.m * p.n * p.bytes_x
@@ -309,7 +328,8 @@ def dram_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel, reside
 
 
 def plan_gemm(problem: GemmProblem, device: DeviceModel) -> list[Plan]:
-    """Every configuration that fits and leaves room for the wanted blocks, and the engine's own, the fastest by prediction first.
+    """Every configuration that fits and leaves room for the wanted blocks, and the engine's own, the fastest by
+    prediction first.
 
     Raises:
         ValueError: the device does not multiply the dtype, or nothing fits.

@@ -1,7 +1,9 @@
-"""The loop of a tiled product, shared by matrix products and convolutions: seconds by limit, from what one step of one block needs.
+"""The loop of a tiled product, shared by matrix products and convolutions: seconds by limit, from what one step of
+one block needs.
 
-The constants marked FITTED are fitted together to the products of 32 shapes timed on an H200 (`nanovllm plan prove --times`: every tile that the
-planner keeps, PyTorch 2.11, Triton 3.6), for the share of the best that the first choice and the first five reach rather than for the times.
+The constants marked FITTED are fitted together to the products of 32 shapes timed on an H200 (`nanovllm plan prove
+--times`: every tile that the planner keeps, PyTorch 2.11, Triton 3.6), for the share of the best that the first
+choice and the first five reach rather than for the times.
 """
 
 from __future__ import annotations
@@ -13,21 +15,21 @@ from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.plan.resources import LOADED, Occupancy, Waves, cdiv, combine
 
 ISSUE_CYCLES = 150
-"""From the request for a tile to the load's start, and from the data to the product: barriers, address arithmetic. ASSUMED."""
+"""From request to start of a load, and from data to product: barriers, address arithmetic. ASSUMED."""
 _STEP_CYCLES = 60
-"""What a block needs around the product of a step, in which it issues no other; other resident blocks keep the tensor cores
-busy meanwhile. FITTED."""
+"""What a block needs around the product of a step, in which it issues no other; other resident blocks keep the tensor
+cores busy meanwhile. FITTED."""
 _GROUP_CYCLES = 50
-"""What each group of four warps beyond the first adds to that: they wait for each other and for the same barriers. FITTED."""
+"""What each group of four warps beyond the first adds: they wait for each other at the same barriers. FITTED."""
 _SHARED_LOADS = 2.9
-"""Times its bandwidth at which tiles come from the L2 cache: those that several multiprocessors load at the same time cross it less often
-than once each. FITTED."""
+"""Times its bandwidth at which tiles come from the L2 cache: those that several multiprocessors load at the same time
+cross it less often than once each. FITTED."""
 _MMA_ON_HOPPER = 0.62
 """Of the rate, what the instructions of Ampere reach on Hopper (Luo et al., arXiv 2402.13499, rounded)."""
 _OUTSIDE = ("L2", "memory")
 _INSIDE_P, _OUTSIDE_P = 4, 2.5
-"""Of `combine`, for what happens in a multiprocessor, and for that together with what comes from outside: two equal limits cost 19 % more
-than one, and 32 %. FITTED."""
+"""Of `combine`, for what happens in a multiprocessor, and for that together with what comes from outside: two equal
+limits cost 19 % more than one, and 32 %. FITTED."""
 _SHARED_WIDTH = 128
 """Bytes that shared memory delivers or takes a cycle."""
 
@@ -47,9 +49,11 @@ class Step:
     """What one block does in one step of its loop.
 
     Attributes:
-        flops: of the product, padding included. x_bytes, weight_bytes: loaded. convert: seconds to unpack a packed weight.
+        flops: of the product, padding included. x_bytes, weight_bytes: loaded. convert: seconds to unpack a packed
+            weight.
         rows: of the product; x_read, weight_read: bytes that one reading of each operand takes from shared memory.
         wgmma: whether the instructions of Hopper multiply, which read both operands from shared memory.
+        tensor_cores: whether tensor cores multiply at all.
     """
 
     flops: float
@@ -60,13 +64,15 @@ class Step:
     weight_read: float
     wgmma: bool
     convert: float = 0.0
+    tensor_cores: bool = True
 
 
 def loop_seconds(
-    device: DeviceModel, step: Step, steps: int, blocks: int, fit: Occupancy, wave: Waves, warps: int, stages: int, rate: float,
-    store_bytes: float, on_tensor_cores: bool,
+    device: DeviceModel, step: Step, steps: int, blocks: int, fit: Occupancy, wave: Waves, warps: int, stages: int,
+    rate: float, store_bytes: float,
 ) -> tuple[dict[str, float], float]:  # fmt: skip
-    """(seconds by limit, those that nothing overlaps) of `blocks` blocks of `steps` steps; device memory is the caller's.
+    """(seconds by limit, those that nothing overlaps) of `blocks` blocks of `steps` steps; device memory is the
+    caller's.
 
     Args:
         rate: sustained flops a second of the device in this dtype.
@@ -74,9 +80,10 @@ def loop_seconds(
     """
     resident = min(fit.blocks, wave.busiest)
     per_step = step.flops / (rate / device.sms)
-    # A multiprocessor has four units. A warp keeps one busy with products of tensor cores, and it takes two without them (FITTED).
-    share = min(1.0, warps * resident / (4 if on_tensor_cores else 8))
-    if device.matrix_unit == "wgmma" and on_tensor_cores and not step.wgmma:
+    # A multiprocessor has four units. A warp keeps one busy with products of tensor cores, and it takes two without
+    # them (FITTED).
+    share = min(1.0, warps * resident / (4 if step.tensor_cores else 8))
+    if device.matrix_unit == "wgmma" and step.tensor_cores and not step.wgmma:
         share *= _MMA_ON_HOPPER
     # Blocks of a multiprocessor in rounds of as many as are resident, the last of what is left.
     full, rest = divmod(wave.busiest, resident)
@@ -91,8 +98,8 @@ def loop_seconds(
     work = wave.busiest * steps
     # A block unpacks its weights before it multiplies them; the other blocks multiply meanwhile.
     product = max(per_step / share, step.convert) + min(per_step / share, step.convert) / resident
-    shared = _shared_seconds(step, device, warps, on_tensor_cores)
-    if not on_tensor_cores:  # the same warps read the operands and multiply them
+    shared = _shared_seconds(step, device, warps)
+    if not step.tensor_cores:  # the same warps read the operands and multiply them
         product += shared
     parts = {
         "compute": work * (product + around),
@@ -106,17 +113,18 @@ def loop_seconds(
     return parts, device.launch + (latency(device) + store) * first_and_last
 
 
-def _shared_seconds(step: Step, device: DeviceModel, warps: int, on_tensor_cores: bool) -> float:
-    """Seconds that shared memory is busy with a step: what is loaded is written once, and read by every unit that needs it.
+def _shared_seconds(step: Step, device: DeviceModel, warps: int) -> float:
+    """Seconds that shared memory is busy with a step: what is loaded is written once, and read by every unit that
+    needs it.
 
     wgmma reads both operands there: 64 rows of x at a time, and the whole weight for each of them. Other tensor cores
-    take the rows and columns of each warp from registers, the warps being arranged so that they read least, and ordinary units those
-    of each thread.
+    take the rows and columns of each warp from registers, the warps being arranged so that they read least, and
+    ordinary units those of each thread.
     """
     if step.wgmma:
         # Groups of four warps beyond the rows' share the columns, and each reads all of x.
         read = step.x_read * cdiv(warps // 4, cdiv(step.rows, 64)) + cdiv(step.rows, 64) * step.weight_read
-    elif not on_tensor_cores:
+    elif not step.tensor_cores:
         # A thread has a square of the sums, and for each column of k reads a value for every row and column of it.
         depth = step.x_read / step.rows
         sums = step.rows * step.weight_read / depth / (32 * warps)
@@ -132,6 +140,6 @@ def _shared_seconds(step: Step, device: DeviceModel, warps: int, on_tensor_cores
 
 
 def overlapped(parts: dict[str, float], fixed: float) -> float:
-    """Seconds of a loop from its limits: those inside a multiprocessor hide each other better than they hide what comes from outside."""
+    """Seconds of a loop from its limits; those inside a multiprocessor overlap better than those outside of it."""
     inside = combine({name: parts[name] for name in parts if name not in _OUTSIDE}, 0.0, _INSIDE_P)
     return combine({"inside": inside, **{name: parts[name] for name in _OUTSIDE}}, fixed, _OUTSIDE_P)

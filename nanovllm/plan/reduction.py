@@ -1,8 +1,10 @@
-"""Blocks of row kernels: softmax, LayerNorm, RMSNorm. One pass if a block holds its row in registers, else the row is read again.
+"""Blocks of row kernels: softmax, LayerNorm, RMSNorm. One pass if a block holds its row in registers, else the row is
+read again.
 
-The kernels are those of `kernels/triton/rows/norm.py` and `softmax.py`. A row in registers takes a register an element for
-its thread; several short rows share a block, and a row that is no power of two may be several equal blocks. A longer row goes by in pieces, once for the sums (LayerNorm: mean, then variance; softmax:
-maximum and sum together, online) and once for the results.
+The kernels are those of `kernels/triton/rows/norm.py` and `softmax.py`. A row in registers takes a register an
+element for its thread; several short rows share a block, and a row that is no power of two may be several equal
+blocks. A longer row goes by in pieces, once for the sums (LayerNorm: mean, then variance; softmax: maximum and sum
+together, online) and once for the results.
 """
 
 from __future__ import annotations
@@ -85,8 +87,8 @@ class ReductionProblem:
 
 @dataclass(frozen=True)
 class ReductionTile:
-    """rows: of a program; block: columns that it holds at a time, all of a row if `one_pass`. held: such blocks that make up a row, all of
-    them in registers, so that a row of 3 x 4096 is not padded to 16384."""
+    """rows: of a program; block: columns that it holds at a time, all of a row if `one_pass`. held: such blocks that
+    make up a row, all of them in registers, so that a row of 3 x 4096 is not padded to 16384."""
 
     rows: int
     block: int
@@ -105,12 +107,13 @@ class ReductionTile:
 
 
 def shared_bytes(tile: ReductionTile, problem: ReductionProblem) -> int:
-    """What warps that share rows exchange, a 4-byte value each for each row (LayerNorm of 16-bit elements: two); and the weight, where it is
-    loaded otherwise than it is used.
+    """What warps that share rows exchange, a 4-byte value each for each row (LayerNorm of 16-bit elements: two); and
+    the weight, where it is loaded otherwise than it is used.
 
-    That of RMSNorm is loaded by all warps, and rearranged for those of one row if they have rows of their own, as 4-byte values (by Triton
-    3.6, and sometimes 3.9, before it is converted: half of that if it is of 2 bytes). Where rows are not aligned, and so lie across threads
-    element by element, weights are still loaded in vectors, and rearranged a vector of each thread at a time (two in long rows of 2 bytes).
+    That of RMSNorm is loaded by all warps, and rearranged for those of one row if they have rows of their own, as
+    4-byte values (by Triton 3.6, and sometimes 3.9, before it is converted: half of that if it is of 2 bytes). Where
+    rows are not aligned, and so lie across threads element by element, weights are still loaded in vectors, and
+    rearranged a vector of each thread at a time (two in long rows of 2 bytes).
     """
     p, threads = problem, 32 * tile.warps
     vector = int(VECTOR_BYTES / p.itemsize)
@@ -135,8 +138,8 @@ def most_registers(tile: ReductionTile, device: DeviceModel) -> int:
 
 
 def candidates(problem: ReductionProblem, device: DeviceModel) -> list[ReductionTile]:
-    """Whole rows in registers where they fit without spilling, short ones several a program, or made up of equal blocks where a power of
-    two would be padded; else pieces of a row."""
+    """Whole rows in registers where they fit without spilling, short ones several a program, or made up of equal
+    blocks where a power of two would be padded; else pieces of a row."""
     width = next_power_of_2(problem.size)
     # LayerNorm's kernel takes one row.
     most = 1 if problem.kind == "layer_norm" else next_power_of_2(problem.rows)
@@ -204,8 +207,8 @@ def predict(tile: ReductionTile, problem: ReductionProblem, device: DeviceModel)
     fixed = device.launch + device.dram_latency
     flops = float(operations * p.rows * p.size)
     return Plan(
-        tile, blocks, flops / (2 * once), shared, registers, fit, 0, wave, combine(parts, fixed) if fit.blocks else math.inf, parts,
-        fixed, flops, dram, in_flight, bytes_needed(device),
+        tile, blocks, flops / (2 * once), shared, registers, fit, 0, wave,
+        combine(parts, fixed) if fit.blocks else math.inf, parts, fixed, flops, dram, in_flight, bytes_needed(device),
     )  # fmt: skip
 
 

@@ -43,7 +43,8 @@ def table_rows(plans: Sequence[Plan], floor: float) -> tuple[list[str], list[lis
             [
                 str(rank), str(p.config), f"{p.intensity:.1f}", f"{p.shared / 1024:.1f}", str(p.registers), covered,
                 f"{p.occupancy.blocks} ({p.occupancy.limit})", f"{p.occupancy.warps:.0%}",
-                f"{p.waves.count:.2f} ({p.waves.efficiency:.0%})", f"{1e6 * p.seconds:.2f}", f"{floor / p.seconds:.0%}", p.limit,
+                f"{p.waves.count:.2f} ({p.waves.efficiency:.0%})", f"{1e6 * p.seconds:.2f}", f"{floor / p.seconds:.0%}",
+                p.limit,
             ]
         )  # fmt: skip
     return columns, rows
@@ -54,8 +55,9 @@ def document(
 ) -> dict[str, Any]:
     """What `--json` prints: the problem, the device by name, and the plans, in bytes, flops and seconds."""
     found = {
-        "kind": kind, "problem": asdict(problem), "gpu": device.name, "measured": list(device.measured), "floor_seconds": floor,
-        "memory_bytes": device.memory, "candidates": count, "plans": [p.as_dict() for p in plans],
+        "kind": kind, "problem": asdict(problem), "gpu": device.name, "measured": list(device.measured),
+        "floor_seconds": floor, "memory_bytes": device.memory, "candidates": count,
+        "plans": [p.as_dict() for p in plans],
     }  # fmt: skip
     return finite(found)
 
@@ -72,7 +74,7 @@ def finite(value: Any) -> Any:
 
 
 def compiled(plans: Sequence[Plan], compile: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """For each plan what the compiler makes of it: shared bytes, registers and spilled bytes; or "error", why it does not compile."""
+    """For each plan the shared bytes, registers and spilled bytes as compiled; or "error", why it does not compile."""
     found = []
     for p in plans:
         try:

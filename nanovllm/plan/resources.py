@@ -1,7 +1,8 @@
 """What a block takes of a multiprocessor, how many blocks fit, and how long they take together.
 
-Capacity, intensity, latency: a configuration must fit (shared memory, registers, warps), must do enough arithmetic for each byte,
-and must have enough bytes under way to cover the time that one takes to arrive. Every planner of this package ends here.
+Capacity, intensity, latency: a configuration must fit (shared memory, registers, warps), must do enough arithmetic
+for each byte, and must have enough bytes under way to cover the time that one takes to arrive. Every planner of this
+package ends here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from nanovllm.hardware.occupancy import Occupancy
 from nanovllm.hardware.occupancy import occupancy as occupancy
 
 SPILL_MARGIN = 8
-"""Registers below the most a thread can have from which on a configuration counts as spilling: predictions are not exact."""
+"""A prediction this near to the most registers of a thread counts as spilling: predictions are not exact."""
 VECTOR_BYTES = 16
 """The widest load or store of a thread."""
 
@@ -27,8 +28,8 @@ class Waves:
 
     Attributes:
         count: blocks / (multiprocessors x blocks resident on one); 1.2 means a second wave for a fifth of them.
-        efficiency: how evenly multiprocessors share the blocks: the mean number over that of the busiest, which sets the time if all
-            blocks are equal and each multiprocessor takes the next as soon as it can.
+        efficiency: how evenly multiprocessors share the blocks: the mean number over that of the busiest, which sets
+            the time if all blocks are equal and each multiprocessor takes the next as soon as it can.
         busiest: blocks that the busiest multiprocessor runs.
     """
 
@@ -57,11 +58,12 @@ class Plan:
         shared: bytes a block. registers: a thread.
         min_stages: buffers that cover the latency; 0 where nothing is pipelined.
         seconds: predicted, with a cold L2 cache, in a CUDA graph.
-        parts: seconds by limit: "compute", "memory", "L2", "latency", "shared memory", "conversion", "blocks" (starting them). They overlap; the largest binds.
+        parts: seconds by limit: "compute", "memory", "L2", "latency", "shared memory", "conversion", "blocks"
+            (starting them). They overlap; the largest binds.
         fixed: seconds that nothing overlaps: the launch, the first load, the last store.
         flops: of the problem, no padding. bytes: through device memory.
-        in_flight: bytes that a multiprocessor has requested at a time, and needed: those that cover the latency (Little's law); 0 where
-            stages do that.
+        in_flight: bytes that a multiprocessor has requested at a time, and needed: those that cover the latency
+            (Little's law); 0 where stages do that.
         limit: the binding one; "launch" if the fixed part is larger.
     """
 
@@ -96,22 +98,22 @@ LOADED = 2.0
 
 
 def bytes_needed(device: DeviceModel) -> float:
-    """Bytes that a multiprocessor must have under way to get its share of the bandwidth: latency x bandwidth (Little's law)."""
+    """Bytes that a multiprocessor must have in flight for its share of the bandwidth (Little's law)."""
     return LOADED * device.dram_latency * device.bandwidth / device.sms
 
 
 def combine(parts: dict[str, float], fixed: float, p: float = 12) -> float:
     """Seconds from overlapping parts: the largest, and a little of the others, since overlap is never perfect.
 
-    A p-norm. With p = 12, which is ASSUMED of what has no loop of products (`loop.overlapped`), two equal parts cost 6 % more than
-    one, and a part of half the size nothing.
+    A p-norm. With p = 12, which is ASSUMED of what has no loop of products (`loop.overlapped`), two equal parts cost
+    6 % more than one, and a part of half the size nothing.
     """
     return fixed + sum(t**p for t in parts.values()) ** (1 / p)
 
 
 def ranked(plans: list[Plan], preferred: Callable[[Any], tuple[Any, ...]] = lambda config: ()) -> list[Plan]:
-    """The fastest first; among those within half a percent what covers the latency or lacks the fewest stages for it, then what is
-    `preferred` (the least by that key of its configuration), then what takes less of a multiprocessor."""
+    """The fastest first; among those within half a percent what covers the latency or lacks the fewest stages for it,
+    then what is `preferred` (the least by that key of its configuration), then what takes less of a multiprocessor."""
 
     def key(p: Plan) -> tuple[Any, ...]:
         uncovered = max(0, p.min_stages - getattr(p.config, "stages", p.min_stages)) or p.in_flight < p.needed
@@ -130,8 +132,9 @@ def positive(**sizes: int) -> None:
 def nothing_fits(kind: str, smallest: object, shared: float, registers: int, device: DeviceModel) -> ValueError:
     """The error for a problem of which not even the smallest tile fits a block: what that takes, and what there is."""
     return ValueError(
-        f"{kind}: nothing fits {device.name}: its smallest tile, {smallest}, takes {shared / 1024:,.0f} KiB of shared memory and {registers:,} "
-        f"registers a thread; a block may have {device.shared_per_block // 1024} KiB, a thread {device.registers_per_thread - SPILL_MARGIN} without spilling"
+        f"{kind}: nothing fits {device.name}: its smallest tile, {smallest}, takes {shared / 1024:,.0f} KiB of shared "
+        f"memory and {registers:,} registers a thread; a block may have {device.shared_per_block // 1024} KiB, "
+        f"a thread {device.registers_per_thread - SPILL_MARGIN} without spilling"
     )
 
 

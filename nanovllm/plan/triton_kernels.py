@@ -1,11 +1,13 @@
 """The Triton kernels behind the plans: what the compiler reports of a configuration, for a GPU that need not be here.
 
-Used to hold predictions of shared memory and registers against the compiler (`nanovllm plan ... --compile`, and in the tests).
+Used to hold predictions of shared memory and registers against the compiler (`nanovllm plan ... --compile`, and in
+the tests).
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.plan.attention import AttentionProblem, AttentionTile, padded
@@ -44,7 +46,8 @@ def compile_gemm(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> C
     run = partial(compile_kernel, capability=device.capability, num_warps=tile.warps, num_stages=tile.stages)
     if tile.tma:
         loads = {
-            "x": Descriptor(element, (tile.block_m, tile.block_k)), "weight": Descriptor(element, (tile.block_n, tile.block_k)),
+            "x": Descriptor(element, (tile.block_m, tile.block_k)),
+            "weight": Descriptor(element, (tile.block_n, tile.block_k)),
             "out": out if split else Descriptor(element, (tile.block_m, tile.block_n)),
         }  # fmt: skip
         return run(
@@ -54,11 +57,11 @@ def compile_gemm(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> C
         )  # fmt: skip
     pointers = {"x": Pointer(element), "weight": Pointer(element), "out": out}
     sizes = _divisible(m=p.m, n=p.n, k=p.k, k_split=k_split, stride_xm=p.k, stride_wn=p.k)
-    return run(
-        tile_kernel,
-        {**common, **pointers, **sizes, "stride_xk": 1, "stride_wk": 1, "SPLIT": split, "MASK_N": p.n % tile.block_n != 0,
-         "MASK_K": p.k % tile.block_k != 0, "STAGES": tile.stages, "PRECISION": "tf32" if p.dtype == "tfloat32" else "ieee"},
-    )  # fmt: skip
+    modes = {
+        "SPLIT": split, "MASK_N": p.n % tile.block_n != 0, "MASK_K": p.k % tile.block_k != 0, "STAGES": tile.stages,
+        "PRECISION": "tf32" if p.dtype == "tfloat32" else "ieee",
+    }  # fmt: skip
+    return run(tile_kernel, {**common, **pointers, **sizes, "stride_xk": 1, "stride_wk": 1, **modes})
 
 
 def compile_attention(
@@ -78,9 +81,10 @@ def compile_attention(
     # Triton takes an argument of 1 as a constant.
     counts = {"num_seqs": 1 if p.batch == 1 else Scalar(p.batch % 16 == 0)}
     constants = {
-        "k_scale_ptr": None, "v_scale_ptr": None, "scale": "fp32", "SEQS_PAD": next_power_of_2(p.batch), "GROUP": p.group,
-        "ROWS": tile.rows, "HEAD_DIM": p.head_dim, "DIM_PAD": padded(p.head_dim), "BLOCK_SIZE": block_size, "TILE": tile.tile,
-        "SOFT_CAP": 0.0, "WINDOW": 0, "FP8": False, "K_SCALES": 0, "V_SCALES": 0, "STAGES": tile.stages,
+        "k_scale_ptr": None, "v_scale_ptr": None, "scale": "fp32", "SEQS_PAD": next_power_of_2(p.batch),
+        "GROUP": p.group, "ROWS": tile.rows, "HEAD_DIM": p.head_dim, "DIM_PAD": padded(p.head_dim),
+        "BLOCK_SIZE": block_size, "TILE": tile.tile, "SOFT_CAP": 0.0, "WINDOW": 0, "FP8": False, "K_SCALES": 0,
+        "V_SCALES": 0, "STAGES": tile.stages,
     }  # fmt: skip
     return compile_kernel(
         prefill_kernel,
@@ -107,6 +111,7 @@ def compile_elementwise(tile: ElementwiseTile, problem: ElementwiseProblem, devi
         )
     blocks = cdiv(p.elements, tile.block)
     sizes = {**_divisible(size=p.elements), "blocks": Scalar(blocks % 16 == 0) if blocks > 1 else 1}
+    constants: dict[str, Any] = {"BLOCK": tile.block}
     if p.inputs == 3:
         strides = _divisible(a_stride=p.elements, b_stride=p.elements, c_stride=p.elements)
         kernel, arguments = _mul_add_kernel, {**dict.fromkeys("abcy", element), **sizes, **strides}
@@ -114,8 +119,9 @@ def compile_elementwise(tile: ElementwiseTile, problem: ElementwiseProblem, devi
     else:
         kernel, name = (_activation_kernel, "x") if p.inputs == 1 else (_activate_and_mul_kernel, "gate_up")
         stride = _divisible(stride=p.elements * p.inputs)
-        arguments, options = {name: element, "y": element, **sizes, **stride, "KIND": "silu"}, {}
-    return compile_kernel(kernel, {**arguments, "BLOCK": tile.block}, device.capability, tile.warps, 3, **options)
+        arguments, options = {name: element, "y": element, **sizes, **stride}, {}
+        constants["KIND"] = "silu"
+    return compile_kernel(kernel, {**arguments, **constants}, device.capability, tile.warps, 3, **options)
 
 
 def compile_reduction(tile: ReductionTile, problem: ReductionProblem, device: DeviceModel) -> Compiled:

@@ -130,12 +130,12 @@ def test_rounds_of_blocks_are_counted_not_listed():
         rounds = [3] * (busiest // 3) + [busiest % 3] * (busiest % 3 > 0)
         rounds = rounds if busiest >= 3 else [busiest]
         blocks = 10 * busiest
-        parts, fixed = loop_seconds(ROUND, step, 8, blocks, fit, waves(blocks, 3, 10), 4, 3, 1e14, 0, True)
+        parts, fixed = loop_seconds(ROUND, step, 8, blocks, fit, waves(blocks, 3, 10), 4, 3, 1e14, 0)
         assert parts["latency"] == pytest.approx(len(rounds) * 8 * 2.15e-6 / 2)
         assert fixed == pytest.approx(1e-6 + 1.15e-6 * sum(1 / r for r in rounds))
     tracemalloc.start()
     huge = waves(3 * 10**10, 3, 10)
-    assert loop_seconds(ROUND, step, 8, 3 * 10**10, fit, huge, 4, 3, 1e14, 0, True)[1] > 1
+    assert loop_seconds(ROUND, step, 8, 3 * 10**10, fit, huge, 4, 3, 1e14, 0)[1] > 1
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -145,7 +145,7 @@ def test_loop_by_hand():
     assert fit.blocks == 3
     # 1 MFLOP a step on 10 TFLOP/s a multiprocessor: 0.1 us. 25 blocks of 8 steps on 10: the busiest has 3, all resident.
     step = Step(1e6, 8192, 8192, 64, 8192, 8192, wgmma=True)
-    parts, fixed = loop_seconds(ROUND, step, 8, 25, fit, waves(25, 3, 10), 4, 3, 1e14, 20_000, True)
+    parts, fixed = loop_seconds(ROUND, step, 8, 25, fit, waves(25, 3, 10), 4, 3, 1e14, 20_000)
     assert parts["compute"] == pytest.approx(24 * (0.1e-6 + 60e-9 / 3))
     # written once, x and the weight read once: 32 KiB at 128 bytes a cycle
     assert parts["shared memory"] == pytest.approx(24 * 32768 / 128 / 1e9)
@@ -155,10 +155,10 @@ def test_loop_by_hand():
     assert parts["L2"] == pytest.approx(25 * 8 * 16384 / 2.9e13)
     # the launch, and a third of the first load (idle: 1.15 us) and of the store (20 kB at 1 TB/s a multiprocessor)
     assert fixed == pytest.approx(1e-6 + (1.15e-6 + 20e-9) / 3)
-    alone, _ = loop_seconds(ROUND, replace(step, wgmma=False), 8, 10, fit, waves(10, 3, 10), 2, 3, 1e14, 0, True)
+    alone, _ = loop_seconds(ROUND, replace(step, wgmma=False), 8, 10, fit, waves(10, 3, 10), 2, 3, 1e14, 0)
     assert alone["compute"] == pytest.approx(8 * (0.1e-6 / 0.5 / 0.62 + 60e-9))  # two warps use two of four units
     # Eight warps, 50 cycles more around each step; two groups of four share 64 rows, and each reads all of x.
-    wide, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 8, 3, 1e14, 0, True)
+    wide, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 8, 3, 1e14, 0)
     assert wide["compute"] == pytest.approx(8 * (0.1e-6 + 110e-9))
     assert wide["shared memory"] == pytest.approx(8 * (16384 + 2 * 8192 + 8192) / 128e9)
 
@@ -167,8 +167,8 @@ def test_a_loop_without_tensor_cores_by_hand():
     """Two warps keep a unit busy, and the warps that multiply read the operands too."""
     fit = occupancy(ROUND, 64 << 10, 64, 4)
     # 64 rows and columns, 32 of k, 4 bytes; 128 threads have 32 sums each, and read two times their root for each column of k.
-    step = Step(2 * 64 * 64 * 32, 8192, 8192, 64, 8192, 8192, wgmma=False)
-    parts, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 4, 3, 1e13, 0, False)
+    step = Step(2 * 64 * 64 * 32, 8192, 8192, 64, 8192, 8192, wgmma=False, tensor_cores=False)
+    parts, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 4, 3, 1e13, 0)
     read = 128 * 2 * math.sqrt(32) * 128
     assert parts["shared memory"] == pytest.approx(8 * (16384 + read) / 128e9)
     assert parts["compute"] == pytest.approx(8 * (2 * 262144 / 1e12 + 60e-9) + parts["shared memory"])

@@ -1,4 +1,4 @@
-"""What the engine's own rules choose for a problem, timed beside the plans: the best is then not only the best of what the planner keeps."""
+"""What the engine's own rules choose for a problem: timed too, since it may be none of the planner's plans."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OwnKernel:
 
 
 def builtin(problem: Any, device: DeviceModel) -> Plan | None:
-    """The engine's plan, whose time is infinite if its kernel is not one that the planner knows; None: it has no kernel for the problem."""
+    """The engine's plan, with an infinite time if the planner does not know the kernel. None: it has no kernel."""
     if isinstance(problem, GemmProblem):
         return _product(problem, device)
     if isinstance(problem, AttentionProblem):
@@ -57,25 +57,26 @@ def builtin(problem: Any, device: DeviceModel) -> Plan | None:
         return attention.predict(tile, problem, device)
     if isinstance(problem, ElementwiseProblem):
         launch = _launch(_elementwise_call(problem))
-        return launch and elementwise.predict(
-            ElementwiseTile(launch.arguments["BLOCK"], launch.options["num_warps"]), problem, device
-        )
+        if launch is None:
+            return None
+        block = ElementwiseTile(launch.arguments["BLOCK"], launch.options["num_warps"])
+        return elementwise.predict(block, problem, device)
     if isinstance(problem, ReductionProblem):
         launch = _launch(_row_call(problem))
         if launch is None:
             return None
         if launch.name == "norm_pieces_kernel" and launch.arguments["PIECES"] > 1:
             a = launch.arguments
-            tile = ReductionTile(1, a["BLOCK"], launch.options["num_warps"], held=a["PIECES"])
-            return reduction.predict(tile, problem, device)
+            held = ReductionTile(1, a["BLOCK"], launch.options["num_warps"], held=a["PIECES"])
+            return reduction.predict(held, problem, device)
         if launch.name.removeprefix("_").removeprefix("long_") != f"{problem.kind}_kernel":
             own = OwnKernel(launch.name.strip("_"), launch.options["num_warps"])
             moved = 2.0 * problem.rows * problem.size * problem.itemsize
             return _unknown(own, problem.rows, own.warps, 0.0, moved, device)
         a = launch.arguments
         one_pass = not launch.name.startswith("_long")
-        tile = ReductionTile(a.get("ROWS", 1), a["BLOCK"], launch.options["num_warps"], one_pass)
-        return reduction.predict(tile, problem, device)
+        own_tile = ReductionTile(a.get("ROWS", 1), a["BLOCK"], launch.options["num_warps"], one_pass)
+        return reduction.predict(own_tile, problem, device)
     return None
 
 
@@ -84,7 +85,8 @@ def _product(p: GemmProblem, device: DeviceModel) -> Plan | None:
     if chosen is None:
         return None
     if isinstance(chosen, TilePlan):
-        return gemm.predict(gemm.engine_tile(p, device), p, device)
+        own = gemm.engine_tile(p, device)
+        return None if own is None else gemm.predict(own, p, device)
     tile = StreamTile(**vars(chosen))
     moved = ((p.m + p.n) * p.k + p.m * p.n) * p.bytes_x
     return _unknown(tile, cdiv(p.n, tile.rows) * tile.splits, tile.warps, 2.0 * p.m * p.n * p.k, moved, device)
@@ -93,9 +95,9 @@ def _product(p: GemmProblem, device: DeviceModel) -> Plan | None:
 def _unknown(config: Any, blocks: int, warps: int, flops: float, moved: float, device: DeviceModel) -> Plan:
     """A plan of a kernel that the planner cannot predict."""
     return Plan(
-        config=config, blocks=blocks, intensity=flops / moved, shared=0, registers=0, occupancy=occupancy(device, 0, 32, warps),
-        min_stages=1, waves=waves(blocks, 1, device.sms), seconds=math.inf, parts={"unknown": math.inf}, fixed=0.0, flops=flops,
-        bytes=moved,
+        config=config, blocks=blocks, intensity=flops / moved, shared=0, registers=0,
+        occupancy=occupancy(device, 0, 32, warps), min_stages=1, waves=waves(blocks, 1, device.sms), seconds=math.inf,
+        parts={"unknown": math.inf}, fixed=0.0, flops=flops, bytes=moved,
     )  # fmt: skip
 
 

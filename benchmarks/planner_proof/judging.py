@@ -1,4 +1,4 @@
-"""Where the planner's ranking stands among measured times: of the run that measured them, or of a model that has changed since."""
+"""How good the planner's ranking is by measured times: those of this run, or kept ones for a model that has changed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planner_proof.builtin_choice import with_builtin
+from benchmarks.planner_proof.problems import ALL, plan
+from benchmarks.planner_proof.timing import FIRST
 from nanovllm.hardware.gpu_presets import DeviceModel
-from nanovllm.plan.builtin import with_builtin
-from nanovllm.plan.measuring import FIRST
 from nanovllm.plan.report import finite
 from nanovllm.plan.resources import Plan
-from nanovllm.plan.shapes import ALL, plan
 
 NOISE = 1.01
-"""Times the best that still count as the best: two runs on the same GPU differ by that."""
+"""A time within this factor of the best counts as the best: two runs on the same GPU differ by as much."""
 
 
 def judge(
@@ -25,9 +25,9 @@ def judge(
 ) -> dict[str, Any]:
     """Where the planner's ranking stands among measured times, by rank from 0.
 
-    `share` is the best time over the first choice's, whatever kernel the best is of; an untimed first choice (it does not run) counts as
-    the next that does. `best_in_first_five` is about what the planner ranks: whether one of its first five is the best of that, or within
-    `NOISE` of it; `near_rank` is the first such rank.
+    `share` is the best time over the first choice's, whatever kernel has the best time. If the first choice does not
+    run, the next that does counts as the first. `best_in_first_five` is only about plans that the planner ranks:
+    whether one of its first five is the best of these, or within `NOISE` of it; `near_rank` is the first such rank.
 
     Args:
         own: which of the plans is the engine's own; it may be one that the planner does not keep, and is then the last.
@@ -49,13 +49,14 @@ def judge(
 
     return {
         "first": entry(first), "best": entry(best), "share": seconds[best] / seconds[first],
-        "near_rank": near, "best_in_first_five": near in five, "first_five_share": seconds[best] / min(seconds[r] for r in five),
+        "near_rank": near, "best_in_first_five": near in five,
+        "first_five_share": seconds[best] / min(seconds[r] for r in five),
         "limit": plans[first].limit, "builtin": entry(own) if own in seconds else None,
     }  # fmt: skip
 
 
 def summary(shapes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By kind and of "all": how near the first choice comes to the best, and how often the first five contain the best planned."""
+    """By kind, and of "all": how near the first choice is to the best, how often the first five have the best."""
     found = {}
     kinds = list(dict.fromkeys(s["kind"] for s in shapes))
     for kind in [*kinds, "all"] if kinds else []:

@@ -1,8 +1,8 @@
 """Timing plans on a CUDA device, in little time: most configurations are far from the best, and a glance tells.
 
-A call is timed in a CUDA graph of one call for each set of inputs, which together are more than twice the L2 cache. One replay brings
-the device to work, the next is timed, and only what comes near the best so far is replayed more often. In the end the first choices
-and the best are replayed in turns, so that clocks that drift meet all of them alike.
+A CUDA graph has one call for each set of inputs, which together are more than twice the L2 cache. The first replay
+warms up, the second is timed, and only what comes near the best so far is replayed more often. In the end the first
+choices and the best are replayed alternately, so that drifting clocks affect all of them alike.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _LAUNCH = 1.5e-4
 """Seconds that the host may add to a call by itself: launching it."""
 _REPLAYS, _REPLAY_SECONDS = 7, 4e-3
 _ROUNDS, _ROUND_SECONDS = 25, 12e-3
-"""At most so many replays, and no more than so long but for the least number, of a configuration near the best, and of a finalist."""
+"""Most replays and most seconds of them, of a configuration near the best, and of a finalist."""
 _LEAST_REPLAYS, _LEAST_ROUNDS = 2, 5
+"""Replays even if they take longer."""
 _TOLERANCE = {"float32": 1e-4, "tfloat32": 5e-3, "float16": 5e-3, "bfloat16": 2e-2}
 """Largest error over the largest value of the reference."""
 
@@ -45,18 +46,18 @@ def sample(plans: Sequence[Plan], most: int) -> list[int]:
 
 
 def repeats(seconds: float, most: int, limit: float, least: int) -> int:
-    """How often to do again what takes `seconds`: at most `most` times and for `limit` seconds, but at least `least` times."""
+    """How often to repeat what takes `seconds`: at most `most` times or `limit` seconds, but at least `least` times."""
     return max(least, min(most, int(limit / max(seconds, 1e-9))))
 
 
 def finalists(seconds: dict[int, float], own: int | None = None) -> list[int]:
-    """Whom to time again: the first five by rank, the best eight, and the engine's own if it is among them, by rank."""
-    named = {own} & seconds.keys()
+    """Which plans to time again: the first five by rank, the best eight, and the engine's own if it was timed."""
+    named = [own] if own is not None and own in seconds else []
     return sorted({*sorted(seconds, key=lambda i: seconds[i])[:_FINALISTS], *sorted(seconds)[:FIRST], *named})
 
 
-class Bench:
-    """How a call is timed on the current CUDA device. Use it within `with torch.cuda.stream(bench.stream)`."""
+class CallTimer:
+    """How a call is timed on the current CUDA device. Use it within `with torch.cuda.stream(timer.stream)`."""
 
     def __init__(self) -> None:
         import torch
@@ -70,7 +71,7 @@ class Bench:
             self._keeper = self.record([lambda: torch.zeros(1, device="cuda")])
 
     def record(self, calls: Sequence[Callable[[], Any]]) -> Any:
-        """A CUDA graph of the calls, one after the other. Like `torch.cuda.graph`, which takes longer: it empties caches first."""
+        """A CUDA graph of the calls, one after the other. `torch.cuda.graph` takes longer: it empties caches first."""
         import torch
 
         graph = torch.cuda.CUDAGraph()
@@ -123,18 +124,20 @@ class GpuTimer:
     ) -> None:
         self.model = model
         self._failure = failure or (lambda problem, index: None)
-        self._bench = bench or Bench()
+        self._bench = bench or CallTimer()
 
     def __call__(self, problem: Any, plans: Sequence[Plan], deadline: float, own: int | None = None) -> dict[str, Any]:
         """{"seconds": {index: seconds}, ...}. own: the index of a plan that is timed again in any case."""
         import torch
 
-        from nanovllm.plan.launch import prepare
+        from benchmarks.planner_proof.inputs import prepare
 
         where = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.stream(self._bench.stream):
             inputs = prepare(problem, where, self.model)
-            found, failed, wrong = {}, [], []
+            found: dict[int, float] = {}
+            failed: list[dict[str, str]] = []
+            wrong: list[dict[str, Any]] = []
             error_of, checked = _checker(inputs), set()
 
             def right(i: int) -> bool:

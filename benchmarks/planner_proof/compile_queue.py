@@ -1,7 +1,8 @@
-"""Compiling what is going to be timed: each distinct kernel once, in processes of their own, while others are timed already.
+"""Compiling ahead of the timing: each distinct kernel once, in other processes, while the first problems are timed.
 
-Which kernels a configuration needs Triton says itself: its launch is followed on tensors without memory, up to the key under which
-the compiled kernel would be looked up. Configurations recur from shape to shape, so there are far fewer kernels than configurations.
+Triton itself says which kernels a configuration needs: its launch is followed on tensors without memory, up to the key
+under which Triton would look up the compiled kernel. Configurations recur from problem to problem, so there are far
+fewer kernels than configurations.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import functools
 import gc
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +22,7 @@ from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.plan.resources import Plan
 
 _DEVICES = ("followed", "compiled ahead")
-"""Triton keeps compiled kernels by device; these must not be taken for loaded ones, nor end the following of a launch."""
+"""Devices that do not exist: Triton keeps kernels by device, and must not take these for loaded ones."""
 
 
 class _Driver:
@@ -44,7 +46,8 @@ class _Driver:
 
 @contextmanager
 def _following(model: DeviceModel, needed: list[tuple[str, str]] | None) -> Iterator[None]:
-    """Within the block launches run nothing. They compile for the GPU of `model`, or, with `needed`, only add the keys of their kernels to it.
+    """Within the block no launch runs. Launches compile for the GPU of `model`; with `needed`, they only note their
+    keys there.
 
     Raises (in the launch):
         ValueError: what was compiled takes more shared memory than a block may have.
@@ -61,6 +64,7 @@ def _following(model: DeviceModel, needed: list[tuple[str, str]] | None) -> Iter
             raise ValueError(f"{kernel.metadata.shared} bytes of shared memory, of {model.shared_per_block}")
 
     def note(*, key: str, fn: Any, **rest: Any) -> bool:
+        assert needed is not None
         needed.append((f"{fn.module}.{fn.name}", key))
         return True  # and Triton compiles nothing
 
@@ -76,13 +80,13 @@ def _following(model: DeviceModel, needed: list[tuple[str, str]] | None) -> Iter
 def _weightless(problem: Any, model: DeviceModel) -> Any:
     import torch
 
-    from nanovllm.plan.launch import prepare
+    from benchmarks.planner_proof.inputs import prepare
 
     return prepare(problem, torch.device("meta"), model, sets=1)
 
 
 def kernels_of(problem: Any, plans: Sequence[Plan], model: DeviceModel) -> list[tuple[tuple[str, str], ...]]:
-    """For each plan the kernels that it launches, as Triton tells them apart. Nothing is compiled, and no GPU is needed.
+    """For each plan the keys of the kernels that it launches. Nothing is compiled, and no GPU is needed.
 
     Raises:
         ValueError: nanovllm has no kernel for the problem.
@@ -109,17 +113,18 @@ def compile_plan(problem: Any, plan: Plan, model: DeviceModel) -> str | None:
     return None
 
 
-class Ahead:
-    """Processes that compile plans in the order in which they were asked to.
+class CompileQueue:
+    """Processes that compile plans, in the order of the calls to `ask`.
 
-    Make it before the first use of the GPU: the processes are forked then, with Triton imported and without a CUDA context.
+    Create it before the first use of the GPU: the processes are forked then, with Triton imported and without a CUDA
+    context.
     """
 
     def __init__(self, workers: int) -> None:
         import torch  # noqa: F401 - imported once, for all processes
         import triton  # noqa: F401
 
-        from nanovllm.plan import launch  # noqa: F401
+        from benchmarks.planner_proof import inputs  # noqa: F401
 
         self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin)
         self._pool.submit(os.getpid).result()
@@ -127,8 +132,8 @@ class Ahead:
         self._plans: dict[Any, list[list[Future]]] = {}
 
     @property
-    def kernels(self) -> int:
-        """Distinct ones asked for so far."""
+    def num_kernels(self) -> int:
+        """Distinct kernels asked for so far."""
         return len(self._known)
 
     def ask(self, problem: Any, plans: Sequence[Plan], model: DeviceModel) -> None:
@@ -148,14 +153,11 @@ class Ahead:
 
     def wait(self, problem: Any, deadline: float) -> bool:
         """Wait until they are, at most until `deadline` (of `time.monotonic`); whether they are."""
-        import time
-        from concurrent.futures import wait
-
         tasks = {task for tasks in self._plans[problem] for task in tasks}
         return not wait(tasks, max(0.0, deadline - time.monotonic())).not_done
 
     def failure(self, problem: Any, index: int) -> str | None:
-        """Why a plan of a problem did not compile, or None. A process that died compiled nothing: its plans are compiled when timed."""
+        """Why a plan did not compile, or None. Plans of a process that died are compiled when they are timed."""
         for task in self._plans[problem][index]:
             if task.done() and not task.cancelled() and task.exception() is None and task.result() is not None:
                 return task.result()

@@ -1,4 +1,4 @@
-"""Compiling what the planner's proof times: each kernel once, in processes of its own, into the cache where the launch finds it."""
+"""The planner's proof compiles each kernel once, in other processes, into the cache where the launch finds it."""
 
 import time
 from dataclasses import replace
@@ -13,48 +13,35 @@ if triton.knobs.runtime.interpret:
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.planner_proof import compile_queue as compiling
+from benchmarks.planner_proof.inputs import prepare
+from benchmarks.planner_proof.problems import ALL, plan
 from nanovllm.hardware.gpu_presets import device_model
-from nanovllm.plan import AttentionProblem, ElementwiseProblem, GemmProblem, ReductionProblem
-from nanovllm.plan import compile_queue as compiling
-from nanovllm.plan.launch import prepare
-from nanovllm.plan.shapes import ALL, plan
+from nanovllm.plan import ElementwiseProblem, GemmProblem, ReductionProblem
 
 H200 = device_model("h200")
 
 
 def test_kernels_recur_from_shape_to_shape():
-    few, more = GemmProblem(256, 4096, 1024), GemmProblem(2048, 6144, 4096)
-    kernels = {
-        p: dict(zip([x.config for x in plan(p, H200)], compiling.kernels_of(p, plan(p, H200), H200)))
-        for p in (few, more)
-    }
-    same = set(kernels[few]) & set(kernels[more])
-    assert len(same) > 100 and all(kernels[few][c] == kernels[more][c] for c in same)
-    assert len({k for needed in kernels[few].values() for k in needed[:1]}) == len(kernels[few])
-    for config, needed in kernels[few].items():
-        assert needed[0][0].endswith("tma_kernel" if config.tma else "tile_kernel")
-        assert [name.rsplit(".")[-1] for name, _ in needed[1:]] == ["add_splits"] * (config.splits > 1)
-    # Another dtype and sizes that 16 does not divide are kernels of their own, but for the number of rows.
-    known = {k for needed in kernels[more].values() for k in needed}
-    for p in (GemmProblem(2048, 6144, 4096, "float16"), GemmProblem(2048, 6136, 4096)):
-        plans = plan(p, H200)[:5]
-        assert not known & {needed[0] for needed in compiling.kernels_of(p, plans, H200)}
-
-
-def test_the_proof_compiles_far_fewer_kernels_than_it_times_configurations():
-    """Some shapes of each kind, all of which share their kernels."""
-    for problems, most in (
-        (ALL["attention"][1:2] + ALL["attention"][3:5], 50),
-        ([p for p in ALL["gemm"] if p.m == 2048 and p.dtype == "bfloat16"], 500),
-    ):
-        needed = [k for p in problems for ks in compiling.kernels_of(p, plan(p, H200), H200) for k in ks]
-        assert len(problems) >= 3 and len(needed) > 2 * len(set(needed)) and len(set(needed)) <= most
+    few, more, half = (
+        GemmProblem(256, 4096, 1024),
+        GemmProblem(2048, 6144, 4096),
+        GemmProblem(256, 4096, 1024, "float16"),
+    )
+    plans = plan(few, H200)[::12]
+    first, again, other = (compiling.kernels_of(p, plans, H200) for p in (few, more, half))
+    assert first == again and len({needed[0] for needed in first}) == len(plans)
+    assert not {k for needed in first for k in needed} & {needed[0] for needed in other}
+    for p, needed in zip(plans, first):
+        assert needed[0][0].endswith("tma_kernel" if p.config.tma else "tile_kernel")
+        assert [name.rsplit(".")[-1] for name, _ in needed[1:]] == ["add_splits"] * (p.config.splits > 1)
 
 
 CASES = [
-    (GemmProblem(256, 1024, 2048), 2), (GemmProblem(16, 1024, 3072), 1), (AttentionProblem(3, 64, 300, 4, 2, 64), 1),
-    (ElementwiseProblem(1 << 20, 2), 1), (ReductionProblem("rms_norm", 64, 1024), 1),
-]  # fmt: skip
+    (GemmProblem(64, 256, 512), 1),
+    (ElementwiseProblem(1 << 20, 2), 1),
+    (ReductionProblem("rms_norm", 64, 1024), 1),
+]
 
 
 def test_what_was_compiled_ahead_is_found(tmp_path, monkeypatch):
@@ -62,24 +49,24 @@ def test_what_was_compiled_ahead_is_found(tmp_path, monkeypatch):
     problems = {p: plan(p, H200)[:n] for p, n in CASES}
     split = next(x for x in plan(CASES[0][0], H200) if x.config.splits > 1)
     problems[CASES[0][0]] = [problems[CASES[0][0]][0], split]
-    ahead = compiling.Ahead(2)
+    queue = compiling.CompileQueue(2)
     try:
         for problem, plans in problems.items():
-            ahead.ask(problem, plans, H200)
-        count = ahead.kernels
+            queue.ask(problem, plans, H200)
+        count = queue.num_kernels
         needed = {
             k for problem, plans in problems.items() for ks in compiling.kernels_of(problem, plans, H200) for k in ks
         }
         sums = [name for name, _ in needed if name.endswith("add_splits")]
-        assert sums and count == len(needed) == 6 + len(sums)  # one a plan, and what adds up splits
+        assert sums and count == len(needed) == 4 + len(sums)  # one a plan, and what adds up splits
         for problem, plans in problems.items():
-            ahead.ask(problem, plans, H200)
-        assert ahead.kernels == count
+            queue.ask(problem, plans, H200)
+        assert queue.num_kernels == count
         deadline = time.monotonic() + 120
-        assert all(ahead.wait(problem, deadline) and ahead.ready(problem) for problem in problems)
-        assert all(ahead.failure(problem, i) is None for problem, plans in problems.items() for i in range(len(plans)))
+        assert all(queue.wait(problem, deadline) and queue.ready(problem) for problem in problems)
+        assert all(queue.failure(problem, i) is None for problem, plans in problems.items() for i in range(len(plans)))
     finally:
-        ahead.close()
+        queue.close()
     # Launches on real tensors, from this process: all are on disk.
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **rest: hits.append(cache_hit))

@@ -1,4 +1,4 @@
-"""Running a planned configuration: the kernels of `nanovllm.kernels` on random inputs, with the plan's tiles instead of their own."""
+"""Running a planned configuration: the kernels of `nanovllm.kernels` on random inputs, with the plan's tiles."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ class Inputs:
     """Several sets of tensors of one problem, so that each call of a round finds the L2 cache without its own.
 
     Attributes:
-        sets: arguments. run: (plan, arguments) -> output. reference: arguments -> output, in float32 or better.
+        sets: arguments, each a tuple of tensors.
+        run: (plan, arguments) -> output.
+        reference: arguments -> output, in float32 or better.
         library: arguments -> output, by PyTorch's own kernels, or None where it has none to compare with.
     """
 
-    sets: Sequence[tuple[torch.Tensor, ...]]
-    run: Callable[[Plan, tuple[torch.Tensor, ...]], torch.Tensor]
-    reference: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]
-    library: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] | None
+    sets: Sequence[Any]
+    run: Callable[[Plan, Any], torch.Tensor]
+    reference: Callable[[Any], torch.Tensor]
+    library: Callable[[Any], torch.Tensor] | None
 
 
 def num_sets(bytes_of_a_set: float, l2_bytes: int) -> int:
@@ -49,7 +51,8 @@ def prepare(problem: Any, where: torch.device, model: DeviceModel, sets: int | N
         sets: how many; by default as many as the L2 cache of `model` asks for.
 
     Raises:
-        ValueError: nanovllm has no kernel for it (packed weights, float8, convolutions, more than three inputs, decoding in pieces).
+        ValueError: nanovllm has no kernel for it (packed weights, float8, convolutions, more than three inputs,
+            decoding in pieces).
     """
     generator = None if where.type == "meta" else torch.Generator(where).manual_seed(seed)
 
@@ -76,22 +79,22 @@ def _gemm(p: GemmProblem, where: torch.device, model: DeviceModel, sets: int | N
     tensors = [(random(p.m, p.k, dtype=p.dtype), random(p.n, p.k, dtype=p.dtype)) for _ in range(count)]
     out_dtype = tensors[0][0].dtype
 
-    def run(plan: Plan, t: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        c = plan.config
+    def run(plan: Plan, t: Any) -> torch.Tensor:
+        c, (x, w) = plan.config, t
         out = torch.empty((p.m, p.n), dtype=out_dtype, device=where)
         if isinstance(c, StreamPlan):
-            stream(*t, None, out, "none", False, c, "ieee", False)
+            stream(x, w, None, out, "none", False, c, "ieee", False)
             return out
         tiles = TilePlan(c.block_m, c.block_n, c.block_k, c.group_m, c.splits, c.warps, c.stages, c.tma, c.flatten)
         precision = "tf32" if p.dtype == "tfloat32" else "ieee"
-        gemm(*t, None, out, "none", False, tiles, precision, False, plan.occupancy.blocks * model.sms)
+        gemm(x, w, None, out, "none", False, tiles, precision, False, plan.occupancy.blocks * model.sms)
         return out
 
-    def library(t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def library(t: Any) -> torch.Tensor:
         with float32_products(p.dtype):
             return F.linear(*t)
 
-    def reference(t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def reference(t: Any) -> torch.Tensor:
         with float32_products("float32"):
             return t[0].float() @ t[1].float().T
 
@@ -124,14 +127,15 @@ def _attention(p: AttentionProblem, where: torch.device, model: DeviceModel, set
     lengths = torch.full((p.batch,), p.context, dtype=torch.int32, device=where)
     scale = p.head_dim**-0.5
 
-    def run(plan: Plan, t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def run(plan: Plan, t: Any) -> torch.Tensor:
         c = plan.config
         tiles = PrefillPlan(c.rows, c.tile, c.warps, c.stages)
-        return attention_prefill(*t, table, starts, lengths, p.query, scale, plan=tiles)
+        q, k, v = t
+        return attention_prefill(q, k, v, table, starts, lengths, p.query, scale, plan=tiles)
 
     mask = torch.ones(p.query, p.context, dtype=torch.bool, device=where).tril(p.context - p.query)
 
-    def reference(t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def reference(t: Any) -> torch.Tensor:
         q, k, v = t
         out = torch.empty(q.shape, dtype=torch.float32, device=where)
         for b in range(p.batch):  # one KV head at a time: the scores of all of them may not fit
@@ -162,7 +166,7 @@ def _elementwise(
     tensors = [tuple(random(n, dtype=p.dtype) for n in shapes) for _ in range(count)]
     n = p.elements
 
-    def run(plan: Plan, t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def run(plan: Plan, t: Any) -> torch.Tensor:
         y = torch.empty(n, dtype=t[0].dtype, device=where)
         block, warps, blocks = plan.config.block, plan.config.warps, cdiv(n, plan.config.block)
         if p.inputs == 3:
@@ -173,7 +177,7 @@ def _elementwise(
             _activation_kernel[(blocks,)](*t, y, n, n, blocks, "silu", block, num_warps=warps)
         return y
 
-    def reference(t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def reference(t: Any) -> torch.Tensor:
         wide = [x.float() for x in t]
         if p.inputs == 3:
             return (wide[0] * wide[1]).to(t[0].dtype).float() + wide[2]
@@ -184,43 +188,30 @@ def _elementwise(
 
 
 def _reduction(p: ReductionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
+    from benchmarks.planner_proof.builtin_choice import OwnKernel
     from nanovllm.kernels.triton.rows import norm
     from nanovllm.kernels.triton.rows.pieces import MANY_ROWS, norm_pieces_kernel
     from nanovllm.kernels.triton.rows.softmax import _long_softmax_kernel, _softmax_kernel, softmax
-    from nanovllm.plan.builtin import OwnKernel
 
     count = sets or num_sets(p.rows * p.size * p.itemsize, model.l2_bytes)
     weight, bias = random(p.size, dtype=p.dtype), random(p.size, dtype=p.dtype)
     tensors = [(random(p.rows, p.size, dtype=p.dtype), weight, bias) for _ in range(count)]
     rows, n = p.rows, p.size
-    own = {"layer_norm": lambda x, w, b: norm.layer_norm(x, w, b, EPS), "rms_norm": lambda x, w, b: norm.rms_norm(x, w, EPS)}.get(
-        p.kind, lambda x, w, b: softmax(x)
-    )  # fmt: skip
+    own = {
+        "layer_norm": lambda x, w, b: norm.layer_norm(x, w, b, EPS),
+        "rms_norm": lambda x, w, b: norm.rms_norm(x, w, EPS),
+        "softmax": lambda x, w, b: softmax(x),
+    }[p.kind]
 
-    def run(plan: Plan, t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def run(plan: Plan, t: Any) -> torch.Tensor:
         c, (x, w, b) = plan.config, t
         if isinstance(c, OwnKernel):
             return own(x, w, b)
         y = torch.empty_like(x)
         grid = (cdiv(rows, c.rows),)
         if c.held > 1:
-            norm_pieces_kernel[grid](
-                x,
-                w,
-                b,
-                y,
-                1,
-                n,
-                n,
-                n,
-                EPS,
-                c.block,
-                c.held,
-                p.kind == "layer_norm",
-                rows > MANY_ROWS,
-                False,
-                num_warps=c.warps,
-            )
+            modes = p.kind == "layer_norm", rows > MANY_ROWS, False
+            norm_pieces_kernel[grid](x, w, b, y, 1, n, n, n, EPS, c.block, c.held, *modes, num_warps=c.warps)
         elif p.kind == "softmax" and c.one_pass:
             _softmax_kernel[grid](x, y, rows, n, n, c.rows, c.block, num_warps=c.warps)
         elif p.kind == "softmax":
@@ -234,7 +225,7 @@ def _reduction(p: ReductionProblem, where: torch.device, model: DeviceModel, set
             norm._long_rms_norm_kernel[grid](x, x, w, y, y, 1, n, n, n, n, EPS, False, c.block, num_warps=c.warps)
         return y
 
-    def compute(t: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def compute(t: Any) -> torch.Tensor:
         x, w, b = t
         if p.kind == "softmax":
             return x.softmax(-1)

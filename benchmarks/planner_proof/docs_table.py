@@ -1,4 +1,4 @@
-"""The table of docs/planner.md, from the documents that `proof` writes."""
+"""The table of docs/planner.md, from the JSON files that the proof writes."""
 
 from __future__ import annotations
 
@@ -26,31 +26,38 @@ def _one(d: dict[str, Any]) -> str:
     )
     lines = [
         f"**{d['gpu']}**, {versions}, {d['date']}; {how}.", "",
-        "| kind | shapes | configurations timed | first choice, of the best: median | worst | best planned among the first five, within 1 % | best "
-        "of all so | best of the first five, of the best: median | error of the predicted time, median |",
+        "| kind | shapes | configurations timed | first choice, of the best: median | worst "
+        "| best planned among the first five, within 1 % | best of all so "
+        "| best of the first five, of the best: median "
+        "| error of the predicted time, median |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for kind, s in d["summary"].items():
         lines.append(
-            f"| {kind} | {s['shapes']} | {s['timed']:,} | {s['median_share']:.0%} | {s['worst_share']:.0%} | {s['best_in_first_five']:.0%} | {s['best_of_all_in_first_five']:.0%} "
+            f"| {kind} | {s['shapes']} | {s['timed']:,} | {s['median_share']:.0%} | {s['worst_share']:.0%} "
+            f"| {s['best_in_first_five']:.0%} | {s['best_of_all_in_first_five']:.0%} "
             f"| {s['first_five_median_share']:.0%} | {s['median_prediction_error']:.0%} |"
         )
     lines += [
-        "", "| shape | first choice | predicted, us | measured, us | best | us | its rank | first within 1 % of the best planned | first choice, of the best | built in, us | PyTorch, us |",
+        "",
+        "| shape | first choice | predicted, us | measured, us | best | us | its rank "
+        "| first within 1 % of the best planned | first choice, of the best | built in, us | PyTorch, us |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for s in d["shapes"]:
         first, best, own, library = s["first"], s["best"], s.get("builtin"), s.get("library_us")
         lines.append(
-            f"| {words(s['problem'])} | {first['config']} | {first['predicted_us']:.1f} | {first['us']:.1f} | {best['config']} "
-            f"| {best['us']:.1f} | {_rank(best['rank'], s['candidates'])} | {s['near_rank'] + 1} | {s['share']:.0%} | {_us(own and own['us'])} "
+            f"| {words(s['problem'])} | {first['config']} | {first['predicted_us']:.1f} | {first['us']:.1f} "
+            f"| {best['config']} | {best['us']:.1f} | {_rank(best['rank'], s['candidates'])} | {s['near_rank'] + 1} "
+            f"| {s['share']:.0%} | {_us(own and own['us'])} "
             f"| {_us(library)} |"
         )
     failed = sum(len(s.get("failed", ())) for s in d["shapes"])
     wrong = sum(len(s.get("wrong", ())) for s in d["shapes"])
     lines += [
         "",
-        f"{failed} configurations did not compile or launch; {wrong} of those compared with the reference were wrong, and do not count.",
+        f"{failed} configurations did not compile or launch; {wrong} of those compared with the reference were wrong, "
+        "and do not count.",
     ]
     if d.get("stopped"):
         lines.append(f"The run stopped early: {d['stopped']}.")
@@ -77,7 +84,8 @@ def words(problem: dict[str, Any]) -> str:
     if p["problem"] == "GemmProblem":
         return f"gemm {p['m']} x {p['n']} x {p['k']} {p['dtype']}"
     if p["problem"] == "AttentionProblem":
-        return f"attention {p['batch']} x {p['query']} of {p['context']}, {p['heads']}/{p['kv_heads']} x {p['head_dim']} {p['dtype']}"
+        heads = f"{p['heads']}/{p['kv_heads']} x {p['head_dim']}"
+        return f"attention {p['batch']} x {p['query']} of {p['context']}, {heads} {p['dtype']}"
     if p["problem"] == "ElementwiseProblem":
         return f"elementwise {p['elements']:,} x {p['inputs']} {p['dtype']}"
     return f"{p['kind']} {p['rows']} x {p['size']} {p['dtype']}"

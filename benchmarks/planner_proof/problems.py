@@ -11,10 +11,10 @@ from nanovllm.plan.gemm import GemmProblem, plan_gemm
 from nanovllm.plan.reduction import ReductionProblem, plan_reduction
 from nanovllm.plan.resources import Plan
 
-# Shapes share kernels as far as they can: Triton compiles anew for another dtype, for sizes of 1, for sizes that 16 does not divide,
+# Shapes share kernels as far as possible: Triton compiles anew for another dtype, for a size of 1 or no multiple of 16,
 # and attention for another number of query heads a KV head or of sequences, rounded up to a power of two.
 
-# Projections of models of 0.6 and 8 billion parameters (outputs, inputs) from decoding to prefill, squares, and odd sizes.
+# Projections of models of 0.6 and 8 billion parameters (outputs, inputs), squares, and odd sizes.
 _LAYERS = ((4096, 1024), (1024, 3072), (6144, 4096), (4096, 12288), (24576, 4096))
 _TOKENS = (16, 64, 256, 2048)
 GEMM = (
