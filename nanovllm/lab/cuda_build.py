@@ -22,6 +22,7 @@ from nanovllm.kernels.cuda.build import (
     arch_flag,
     build_directory,
     cuda_home,
+    make_private,
     nvcc_version,
     toolchain_reason,
 )
@@ -47,14 +48,14 @@ def load(name: str, capability: tuple[int, int]) -> ctypes.CDLL:
     """The library of <name>.cu for an architecture; compiles it if that was not done before.
 
     Raises:
-        RuntimeError: the compiler failed; the message has its output.
+        RuntimeError: the compiler failed, the message has its output; or other users can write to the library's directory.
     """
     home = _home()
     flags = [*NVCC_FLAGS, arch_flag(capability), "-shared", "-Xcompiler=-fPIC"]
     digest = hashlib.sha256(repr((name, flags, nvcc_version(home), _source_bytes(name))).encode()).hexdigest()[:16]
     library = build_directory(f"nanovllm_lab_{digest}") / f"{name}.so"
+    make_private(library.parent)
     if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
         own = library.with_suffix(f".{os.getpid()}.so")  # renamed when complete: another process never loads half of it
         _nvcc(home, [*flags, "-o", str(own), str(_SOURCES / f"{name}.cu")])
         own.replace(library)

@@ -458,6 +458,29 @@ def test_build_is_cached_and_survives_a_stale_lock(fake_extension, toolkit):
     assert build.arch_flag(HOPPER) in options["extra_cuda_cflags"] and options["is_python_module"] is False
 
 
+def test_a_library_is_loaded_from_a_private_directory_only(fake_extension, monkeypatch):
+    directory = build.build_directory(build.library_name(HOPPER))
+    build.load_library(HOPPER)
+    assert directory.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    for path, mode, said in (
+        (directory, 0o770, f"other users may write to {directory}"),
+        (directory, 0o702, f"other users may write to {directory}"),
+        (directory.parent, 0o777, f"any user may replace directories in {directory.parent}"),
+    ):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        with pytest.raises(RuntimeError, match=f"{re.escape(said)}.*; (remove it.*TORCH_EXTENSIONS_DIR|chmod o-w)"):
+            build.load_library(HOPPER)
+        assert said in build.cuda_support.__wrapped__(torch.device("cuda", 0))
+        path.chmod(before)
+    directory.parent.chmod(0o1777)  # as /tmp is
+    build.load_library(HOPPER)
+    monkeypatch.setattr(build.os, "geteuid", lambda: 12345)
+    with pytest.raises(RuntimeError, match=f"{directory} belongs to the user with the id .*, not to this one .12345."):
+        build.load_library(HOPPER)
+
+
 def test_failing_build_shows_the_compiler_and_is_tried_again(fake_extension, tmp_path):
     (tmp_path / "fail").touch()
     path = os.environ["PATH"]

@@ -50,9 +50,8 @@ def cuda_support(device: torch.device) -> str | None:
     if capability < OLDEST_CAPABILITY:
         oldest, this = (".".join(map(str, c)) for c in (OLDEST_CAPABILITY, capability))
         return f"CUDA C++ kernels need compute capability {oldest} or later, this GPU has {this}; use native"
-    if _is_built(build_directory(library_name(capability))):
-        return None
-    return toolchain_reason()
+    directory = build_directory(library_name(capability))
+    return not_private(directory) or (None if _is_built(directory) else toolchain_reason())
 
 
 def toolchain_reason() -> str | None:
@@ -157,17 +156,46 @@ def build_directory(name: str) -> Path:
     return Path(root).absolute() / name
 
 
+def not_private(directory: Path) -> str | None:
+    """Why nothing may be loaded from a directory: another user could have put a library there. None if nobody else could.
+
+    The directory and the files in it must belong to this user, and others must not be able to write to the directory, nor to
+    replace it through its parent. A directory that does not exist is private: `make_private` creates it.
+    """
+    if not directory.exists():
+        return None
+    remedy = "remove it, and it is built again, or set TORCH_EXTENSIONS_DIR to a directory of your own"
+    for path in (directory, *directory.iterdir()):
+        owner = path.lstat().st_uid
+        if owner != os.geteuid():
+            return f"{path} belongs to the user with the id {owner}, not to this one ({os.geteuid()}); {remedy}"
+    if directory.stat().st_mode & 0o022:
+        return f"other users may write to {directory}, which compiled libraries are loaded from; {remedy}"
+    parent = directory.parent
+    if parent.stat().st_mode & 0o1002 == 0o002:  # as /tmp, but without the bit that protects each user's files
+        return f"any user may replace directories in {parent}, which compiled libraries are loaded from; chmod o-w {parent}"
+    return None
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory that libraries are loaded from, if there is none; a RuntimeError if other users can write to it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reason = not_private(directory)
+    if reason is not None:
+        raise RuntimeError(reason)
+
+
 def load_library(capability: tuple[int, int]) -> Any:
     """The operators of the library for an architecture, `torch.ops.<name>`; compiles it if that was not done before.
 
     Raises:
-        RuntimeError: the compiler failed. The message has its output.
+        RuntimeError: the compiler failed, the message has its output; or other users can write to the library's directory.
     """
     name = library_name(capability)
     directory = build_directory(name)
     with _thread_lock:
+        make_private(directory)
         if not _is_built(directory):
-            directory.mkdir(parents=True, exist_ok=True)
             with _exclusive(directory):
                 if not _is_built(directory):  # else another process was faster
                     _build(name, directory, capability)
