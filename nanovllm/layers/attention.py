@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.kernels import Kernels
-from nanovllm.layers.fork import fork
 from nanovllm.layers.selected_op import FusedOp, SelectedOp
+from nanovllm.layers.side_stream import side_stream
 
 if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
@@ -137,7 +137,7 @@ class Attention:
             n = m.num_decodes
             rest = (rotary, q_norm, k_norm, cache)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            with fork(q.device) as side:
+            with side_stream(q.device) as side:
                 with torch.cuda.stream(side):
                     self.of_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.piggybacked, out[n:])
                 self.of_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, piggybacked=None), out[:n])

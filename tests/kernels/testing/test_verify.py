@@ -188,7 +188,7 @@ for name, provider in {names}:
 print(json.dumps(report))
 """
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)

@@ -29,7 +29,7 @@ from nanovllm.kernels.ops.sample import (
 # The package's attribute of this name is the op; the module holds the chunk size.
 SAMPLE_MODULE = sys.modules["nanovllm.kernels.ops.sample"]
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 
 
 def tensors(rows, top_k=None, top_p=None, min_p=None, temperature=1.0, seeds=0, positions=0, device="cpu"):

@@ -372,7 +372,7 @@ try:
 except ValueError as error:
     print(error)
 """)
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(root)))}
     reason = "Triton is installed but cannot be imported (ImportError: libcuda.so.1"
     for command in ([program], ["-m", "nanovllm", "kernels", "verify", "rms_norm"]):

@@ -1,16 +1,15 @@
-"""Work beside other work: after what came before, before what comes after, in graphs too."""
+"""A side stream: its work comes after what was launched before it and before what is launched after it, in graphs too."""
 
 import threading
 
 import pytest
 import torch
 
-from nanovllm.layers import fork as module
-from nanovllm.layers.fork import fork
+from nanovllm.layers.side_stream import side_stream
 
 
 def test_without_streams_all_runs_in_order():
-    with fork(torch.device("cpu")) as side:
+    with side_stream(torch.device("cpu")) as side:
         assert side is None
         with torch.cuda.stream(side):
             x = torch.ones(3)
@@ -28,23 +27,26 @@ def test_what_spoils_a_capture_is_what_is_raised(monkeypatch):
             if Stream.spoiled:
                 raise RuntimeError("previous error during capture")
 
+        def __init__(self, device=None):
+            self.device = device
+
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(module, "_beside", lambda stream: Stream())
-    with pytest.raises(RuntimeError, match="not permitted"), fork(torch.device("cuda")):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    with pytest.raises(RuntimeError, match="not permitted"), side_stream(torch.device("cuda")):
         Stream.spoiled = True
         raise RuntimeError("operation not permitted when stream is capturing")
     with pytest.raises(
         RuntimeError, match="previous"
     ):  # where nothing else failed, that it cannot be joined is the error
         Stream.spoiled = False
-        with fork(torch.device("cuda")):
+        with side_stream(torch.device("cuda")):
             Stream.spoiled = True
 
 
 def branches(x, out, cycles=3_000_000):
     torch.cuda._sleep(cycles)
     x.add_(1)
-    with fork(x.device) as side:
+    with side_stream(x.device) as side:
         with torch.cuda.stream(side):
             torch.cuda._sleep(cycles)
             torch.mul(x, 2, out=out[0])
@@ -71,7 +73,7 @@ def test_branches_wait_for_what_was_before_and_are_waited_for():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x.add_(1)
-        with fork(device) as side:
+        with side_stream(device) as side:
             with torch.cuda.stream(side):
                 torch.mul(x, 2, out=out[0])
             torch.mul(x, 3, out=out[1])
@@ -85,7 +87,7 @@ def test_branches_wait_for_what_was_before_and_are_waited_for():
 def test_an_error_in_a_branch_leaves_the_stream_as_it_was():
     device = torch.device("cuda", torch.cuda.current_device())
     here = torch.cuda.current_stream(device)
-    with pytest.raises(ZeroDivisionError), fork(device) as side, torch.cuda.stream(side):
+    with pytest.raises(ZeroDivisionError), side_stream(device) as side, torch.cuda.stream(side):
         raise ZeroDivisionError
     assert torch.cuda.current_stream(device) == here
 
@@ -95,7 +97,7 @@ def test_engines_in_threads_share_no_branch():
     device, sides = torch.device("cuda", torch.cuda.current_device()), []
 
     def branch():
-        with torch.cuda.stream(torch.cuda.Stream(device)), fork(device) as side:
+        with torch.cuda.stream(torch.cuda.Stream(device)), side_stream(device) as side:
             sides.append(side)
 
     for _ in range(2):

@@ -17,7 +17,7 @@ from nanovllm.kernels.testing.verify import Verdict, cases, lacks_memory, verify
 from nanovllm.kernels.testing.verify_jobs import shares, verify_in_processes
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 OP = """
 import multiprocessing
