@@ -65,12 +65,9 @@ def parser() -> argparse.ArgumentParser:
         help="CUDA graphs for steps with prompts too (the default)",
     )
     how.add_argument(
-        "--capture-full-steps",
+        "--ride-prompts",
         action=argparse.BooleanOptionalAction,
-        help="CUDA graphs for steps of max_num_batched_tokens tokens too; by default by the model",
-    )
-    how.add_argument(
-        "--ride-prompts", action=argparse.BooleanOptionalAction, help="prompts beside decodes; by default by the model"
+        help="prefill prompts piggybacked on decode steps; by default the engine decides by the model",
     )
     how.add_argument("--gpu-memory-utilization", type=float)
     how.add_argument("--max-num-seqs", type=int)
@@ -99,8 +96,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    from nanovllm.bench import launcher, session, show_results
-    from nanovllm.models.model_presets import PRESETS, preset
+    from nanovllm.bench import benchmark, launcher
 
     if args.worker is not None:
         from nanovllm import LLM
@@ -111,50 +107,90 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is written
     try:
         if args.history:
-            return show_results.history(args)
+            return print_history(args)
         if args.report:
-            return show_results.report(args)
+            return draw_reports(args)
         if args.tables:
-            return show_results.tables(args)
-        for option, value in (("--model", args.model), ("--preset", args.preset)):
-            if value == "":
-                raise ValueError(f"{option} '': names nothing; leave it out, or name one")
-        if args.model and args.preset:
-            raise ValueError(
-                f"--model {args.model} and --preset {args.preset}: one has weights of its own, the other random ones; leave one of them out"
-            )
-        if args.preset:
-            args.preset_config = preset(args.preset)
-        elif not args.model:
-            default_model(args)
-        elif args.model.lower() in PRESETS and not Path(args.model).exists():
-            raise ValueError(
-                f"--model {args.model} is a preset (a shape without weights): --preset {args.model} takes random ones"
-            )
+            return write_tables(args)
+        choose_model(args)
         if args.in_process:
             from nanovllm import LLM
 
             launch = launcher.in_process(LLM)
         else:
             launch = launcher.in_child([sys.executable, str(ROOT / "bench.py")], args.verbose)
-        return session.Session(args, launch, ROOT).run()
+        return benchmark.Benchmark(args, launch, ROOT).run()
     except (ValueError, FileNotFoundError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
 
 
-def default_model(args: argparse.Namespace) -> None:
-    """On a GPU a preset, which needs no download; on a CPU the embedded model."""
+def choose_model(args: argparse.Namespace) -> None:
+    """Set `preset_config` for a preset. By default a preset on a GPU, which needs no download; on a CPU the embedded model."""
     import torch
 
-    if args.device != "cpu" and torch.cuda.is_available():
-        from nanovllm.models.model_presets import preset
+    from nanovllm.models.model_presets import PRESETS, preset
+    from nanovllm.weights.demo_model import demo_model_path
 
-        args.preset, args.preset_config = "qwen3-0.6b", preset("qwen3-0.6b")
+    for option, value in (("--model", args.model), ("--preset", args.preset)):
+        if value == "":
+            raise ValueError(f"{option} '': names nothing; leave it out, or name one")
+    if args.model and args.preset:
+        raise ValueError(
+            f"--model {args.model} and --preset {args.preset}: one has weights of its own, the other random ones;"
+            " leave one of them out"
+        )
+    if args.model and args.model.lower() in PRESETS and not Path(args.model).exists():
+        raise ValueError(
+            f"--model {args.model} is a preset (a shape without weights): --preset {args.model} takes random ones"
+        )
+    if not args.model and not args.preset:
+        if args.device != "cpu" and torch.cuda.is_available():
+            args.preset = "qwen3-0.6b"
+        else:
+            args.model = str(demo_model_path())
+    if args.preset:
+        args.preset_config = preset(args.preset)
+
+
+def print_history(args: argparse.Namespace) -> int:
+    """Print how the kept workloads moved."""
+    from nanovllm.bench import result_tables, results
+    from nanovllm.bench.options import names_in
+    from nanovllm.bench.workloads import WORKLOADS
+
+    files = results.kept_files(args.results)
+    if args.workload is not None:
+        wanted = set(names_in("--workload", args.workload, WORKLOADS))
+        files = [f for f in files if f.stem in wanted]
+    if not files:
+        print(f"nothing is kept in {args.results} yet; keep a run with --save")
+        return 1
+    for path in files:
+        print("\n".join(result_tables.history_lines(path)))
+    return 0
+
+
+def draw_reports(args: argparse.Namespace) -> int:
+    """Draw the reports of an earlier profile again."""
+    from nanovllm.bench.profile_files import draw_again
+
+    for line in draw_again(args.report, args.profile_dir, args.plots):
+        print(line)
+    return 0
+
+
+def write_tables(args: argparse.Namespace) -> int:
+    """Write the kept results as tables: to the standard output, or between a file's markers."""
+    from nanovllm.bench import result_tables, results
+
+    tables = result_tables.markdown(results.kept_files(args.results))
+    if str(args.tables) == "-":
+        print(tables)
     else:
-        from nanovllm.weights.demo_model import demo_model_path
-
-        args.model = str(demo_model_path())
+        result_tables.write_between_markers(args.tables, tables)
+        print(f"written: {args.tables}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.bench import results, session
-from nanovllm.bench.arguments import check_model
+from nanovllm.bench import benchmark, results
+from nanovllm.bench.options import check_model
 from nanovllm.hardware import measured_rates as device
 from nanovllm.kernels import all_ops
 from tests import tiny
@@ -255,7 +255,7 @@ def test_rates_and_engines_have_processes_of_their_own(model, tmp_path, quick_ra
 
     args = bench.parser().parse_args(["--model", str(model), "--device", "cpu", "--workload", "tiny", "--repeat", "1",
                                       "--profile-dir", str(tmp_path)])  # fmt: skip
-    assert session.Session(args, launch, ROOT).run() == 0
+    assert benchmark.Benchmark(args, launch, ROOT).run() == 0
     assert jobs == ["rates", "measure", "rates", "profile"]
 
 
@@ -290,25 +290,25 @@ def test_what_was_measured_outlives_what_fails_after_it(run, tmp_path, monkeypat
     def fail(*_, **__):
         raise OSError("disk full")
 
-    from nanovllm.bench import profile_job
+    from nanovllm.bench import profile_files
 
-    monkeypatch.setattr(profile_job, "profile_and_report", fail)
+    monkeypatch.setattr(profile_files, "make_profile", fail)
     monkeypatch.setattr(results, "keep", fail)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(session.tempfile, "tempdir", None)
+    monkeypatch.setattr(benchmark.tempfile, "tempdir", None)
     code, out, record = run(*SMALL, "--save", "--profile-dir", str(tmp_path / "p"), profile=True)
     assert code == 1 and record["rows"][0]["error"] is None and "no profile: disk full" in out
     (rescued,) = tmp_path.glob("bench-*.json")
     assert f"written: {rescued}" in out and json.loads(rescued.read_text())["rows"] == record["rows"]
 
     (tmp_path / "out.json").unlink()
-    take = session.Session._take_row
+    take = benchmark.Benchmark._take_row
 
     def take_and_fail(self, row):
         take(self, row)
         raise OSError("the terminal is gone")
 
-    monkeypatch.setattr(session.Session, "_take_row", take_and_fail)
+    monkeypatch.setattr(benchmark.Benchmark, "_take_row", take_and_fail)
     code, out, record = run(*SMALL)
     assert code == 1 and record["rows"][0]["error"] is None
 
@@ -339,18 +339,6 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
         kept.write_text(json.dumps(runs))
         code, out, _ = run(*SMALL, "--check")
         assert code == expected and ("FELL custom: share of the limit" in out) == bool(expected)
-
-
-@pytest.mark.parametrize(
-    "given, asked", [((), None), (("--capture-full-steps",), True), (("--no-capture-full-steps",), False)]
-)
-def test_full_steps_are_the_engines_choice_unless_given(model, given, asked):
-    args = bench.parser().parse_args(
-        ["--model", str(model), "--device", "cpu", "--workload", "tiny", "--no-profile", *given]
-    )
-    made = session.Session(args, None, ROOT)
-    for options in (made._options(), made.record.arguments):
-        assert options.get("capture_full_steps") is asked and ("capture_full_steps" in options) == bool(given)
 
 
 @pytest.mark.parametrize(

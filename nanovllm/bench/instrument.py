@@ -165,11 +165,8 @@ class Instrument:
 
     def _wrap_methods(self, part: Any) -> None:
         for name, method in vars(type(part)).items():
-            if (
-                callable(method)
-                and not name.startswith("__")
-                and not isinstance(method, (type, staticmethod, classmethod))
-            ):
+            plain = callable(method) and not isinstance(method, (type, staticmethod, classmethod))
+            if plain and not name.startswith("__"):
                 setattr(part, name, self._named(f"{type(part).__name__}.{name}", getattr(part, name)))
 
     def _named(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,9 +183,10 @@ class Instrument:
         last = path.rpartition(".")[2]
         name = f"layer {last}" if last.isdigit() else last
         weight = getattr(module, "weight", None)
-        is_product = isinstance(weight, torch.Tensor) and weight.dim() == 2 and "embed" not in last
+        matrix = weight if isinstance(weight, torch.Tensor) and weight.dim() == 2 and "embed" not in last else None
+        is_product = matrix is not None
         if is_product:
-            self._weights[id(weight)] = name
+            self._weights[id(matrix)] = name
         if not (last.isdigit() or is_product):
             return
         open_ranges: list[tuple[ExitStack, int]] = []
@@ -207,10 +205,10 @@ class Instrument:
             stack, seen_before = open_ranges.pop()
             stack.close()
             # A module may do its product by another function than F.linear.
-            if self._mode == "cost" and is_product and self._ops_seen == seen_before:
+            if self._mode == "cost" and matrix is not None and self._ops_seen == seen_before:
                 key = Call("linear", "torch", name, self._phase, registered=False)
                 rows = args[0].numel() // args[0].shape[-1]
-                self._count(key, linear_work(rows, weight, getattr(module, "bias", None)), cold=weight.nbytes)
+                self._count(key, linear_work(rows, matrix, getattr(module, "bias", None)), cold=matrix.nbytes)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)

@@ -10,9 +10,12 @@ from typing import Any
 
 from nanovllm.bench.workloads import Workload
 
-Emit = Callable[[str, Any], None]
-"""(kind, content) to whoever started the job: "rates", "loading" (an engine), "started" (a workload), "row", "failed" (a row
-whose reason came as a surprise: what the process printed may say more), "ops", "profile"."""
+Emit = Callable[[str, Any], object]
+"""Sends (kind, content) to the process that started the job.
+
+Kinds: "rates"; "loading" an engine; "started" a workload; "row"; "failed", a row with an error that the engine did not
+foresee, of which what the process printed may say more; "ops"; "profile".
+"""
 
 
 @dataclass(frozen=True)
@@ -20,13 +23,15 @@ class Job:
     """One engine in one configuration, and the workloads to run on it.
 
     Attributes:
-        task: "measure" the workloads; the device's "rates", which loads no engine; find the "ops" that the model calls; or
-            "profile" the first workload.
+        task: "measure" the workloads; measure the "rates" of the device, which loads no engine; find the "ops" that the
+            model calls; or "profile" the first workload.
         engine: "nanovllm", "transformers" or "vllm".
         variant: what distinguishes this configuration in tables: "custom", "native", "no rms_norm", or "".
         model: a path, a hub id, or a preset's name.
         config: the preset's config.json, for random weights; None: `model` has weights.
         options: arguments for nanovllm's `LLM`; peers take from them what they have too.
+        limit: seconds for each workload with its warm-up; None: as long as it takes.
+        trace: the file that the trace of a profile goes to.
     """
 
     engine: str
@@ -41,17 +46,16 @@ class Job:
     max_model_len: int = 4096
     task: str = "measure"
     limit: float | None = None
-    """Seconds for each workload, its warm-up among them; None: as long as it takes."""
-    trace: str | None = None
-    """Of a profile: the file that the trace goes to."""
+    trace: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
-        def workload(w: dict[str, Any]) -> Workload:
-            return Workload(**{k: tuple(v) if isinstance(v, list) else v for k, v in w.items()})
+        def workload(fields: dict[str, Any]) -> Workload:
+            bounds = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+            return Workload(**{**fields, **bounds})
 
         return cls(**{**data, "workloads": tuple(workload(w) for w in data["workloads"])})
 
@@ -87,8 +91,8 @@ class Run:
 class Repeat:
     """The figures of one run. Times in seconds; None where the engine does not tell or there is nothing to tell.
 
-    `itl_p50` and `itl_p99` are of the times between two tokens, of all requests. Of an engine that tells only a request's mean,
-    `itl_p50` is the median of the means and `itl_p99` None: means have no slow tokens.
+    `itl_p50` and `itl_p99` are percentiles of the times between two tokens, of all requests. If the engine tells only the
+    mean of each request, `itl_p50` is the median of the means and `itl_p99` is None: means have no slow tokens.
     """
 
     seconds: float
@@ -113,12 +117,14 @@ class Repeat:
     def of(cls, run: Run, num_prompt_tokens: int, work_bytes: int, work_flops: int) -> Repeat:
         output = sum(r.num_output for r in run.requests)
         first = [r.first_token for r in run.requests if r.first_token is not None]
+        several = [r for r in run.requests if r.num_output > 1]
+        only_means = run.gaps is None and any(r.gaps is None for r in several)
         if run.gaps is not None:
-            each, only_means = run.gaps, False
+            each = run.gaps
+        elif only_means:
+            each = [r.mean_gap for r in several if r.mean_gap is not None]
         else:
-            several = [r for r in run.requests if r.num_output > 1]
-            only_means = any(r.gaps is None for r in several)
-            each = [g for r in several for g in ([r.mean_gap] if only_means else r.gaps) if g is not None]
+            each = [gap for r in several for gap in r.gaps or ()]
         return cls(
             run.seconds, output, output + num_prompt_tokens, percentile(first, 50), percentile(first, 99),
             percentile(each, 50), None if only_means else percentile(each, 99), work_bytes, work_flops,

@@ -1,4 +1,4 @@
-"""Starts measuring processes, one after the other, and hands on what they say.
+"""Starts measuring processes, one after the other, and hands on their messages.
 
 Each engine has a process of its own, so that memory, clocks and library state are the same for all, and so that one that
 dies takes nothing with it.
@@ -41,7 +41,7 @@ def in_child(command: list[str], verbose: bool = False) -> Launch:
     def launch(job: Job, emit: Emit) -> None:
         with tempfile.TemporaryFile() as log:
             read, write = os.pipe()
-            # A session of its own: Ctrl-C reaches us alone, and whatever the engine started ends with it.
+            # A process group of its own: Ctrl-C reaches this process alone, and what the engine started ends with it.
             process = subprocess.Popen(
                 [*command, "--worker", str(write)], stdin=subprocess.PIPE, stdout=sys.stderr if verbose else log,
                 stderr=subprocess.STDOUT if not verbose else None, pass_fds=(write,), start_new_session=True, text=True,
@@ -49,6 +49,7 @@ def in_child(command: list[str], verbose: bool = False) -> Launch:
             os.close(write)
             alarm, kind = _Alarm(job.limit, process.pid), ""
             try:
+                assert process.stdin is not None  # a pipe, as asked for above
                 with suppress(BrokenPipeError):  # it has ended already, and its exit code says so
                     process.stdin.write(json.dumps(job.to_json()))
                     process.stdin.close()
@@ -69,7 +70,7 @@ def in_child(command: list[str], verbose: bool = False) -> Launch:
                 alarm.stop()
                 _kill(process.pid)
                 process.wait()
-            if alarm.rang and kind == "started":
+            if alarm.rang and kind == "started" and job.limit is not None:
                 raise WorkerDied(stopped(job.limit))
             if code and not alarm.rang:
                 printed = _printed(log)
@@ -111,15 +112,15 @@ def _kill(group: int) -> None:
 
 
 def _printed(log: Any) -> str:
-    """The end of what a process has printed. Not by seeking: a process that still runs writes where we would leave the file."""
+    """The end of what a process has printed. `pread`, since a seek would move where a running process writes."""
     size = os.fstat(log.fileno()).st_size
     return os.pread(log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
 
 
 def with_causes(reason: str, printed: str) -> str:
-    """A reason, with the last lines of what was printed that look like errors, by whichever of the engine's processes.
+    """A reason, with the last printed lines that look like errors, of any of the engine's processes.
 
-    vLLM's own error, for one, says no more than that its core has died.
+    The error of vLLM's front end, for example, only says that its core has died.
     """
     causes: list[str] = []
     for line in printed.splitlines():
@@ -155,11 +156,11 @@ def serve(descriptor: int, llm_class: Any) -> None:
 
 
 def measure_rows(launch: Launch, job: Job, on_row: Callable[[Row], None], other: Emit) -> None:
-    """Run a job; one row for each of its workloads. If its process dies or ends early, another one goes on with the next workload.
+    """Run a job. If its process dies or ends early, another process goes on with the next workload.
 
     Args:
-        on_row: is given each row as soon as it is there.
-        other: is told all else that the process says.
+        on_row: takes the row of each workload as soon as it is there.
+        other: takes all other messages of the process.
     """
     todo = list(job.workloads)
     failed = False
@@ -167,7 +168,8 @@ def measure_rows(launch: Launch, job: Job, on_row: Callable[[Row], None], other:
     def take(kind: str, content: Any) -> None:
         nonlocal failed
         if kind not in ("row", "failed"):
-            return other(kind, content)
+            other(kind, content)
+            return
         failed = failed or kind == "failed"
         row = Row.from_json(content)
         todo[:] = [w for w in todo if w.name != row.workload]
@@ -180,7 +182,7 @@ def measure_rows(launch: Launch, job: Job, on_row: Callable[[Row], None], other:
             launch(dataclasses.replace(job, workloads=tuple(todo)), take)
         except WorkerDied as error:
             died = str(error)
-        # A process that ended after a failed row, however it did, was on no other workload.
+        # A process that ended after a failed row had begun no other workload.
         if todo and not failed and (died or before == len(todo)):
             first = todo.pop(0)
             reason = died or "the process ended without a result"

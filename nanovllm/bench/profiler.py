@@ -8,7 +8,6 @@ pass get their names from the second. On a CPU one pass is both.
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 import time
@@ -23,17 +22,13 @@ from torch.profiler import ProfilerActivity, record_function
 from nanovllm.bench.engines.nanovllm import NanovllmEngine
 from nanovllm.bench.instrument import Instrument
 from nanovllm.bench.job import Job
-from nanovllm.bench.trace import WINDOW
-from nanovllm.bench.tracks import separate_overlaps
+from nanovllm.bench.trace_reader import WINDOW
+from nanovllm.bench.trace_writer import add_memory_track, merge, write_trace
 from nanovllm.bench.workloads import Item
 from nanovllm.kernels.op.selection import decorated_kernels
 from nanovllm.sampling_params import SamplingParams
 
 PREFILL_STEPS, DECODE_STEPS, SKIPPED_STEPS = 2, 6, 32
-MAX_TRACE_BYTES = 50 * 2**20
-
-_PROFILER = 9_999_999  # above any process; the profiler's own work has -1 in PyTorch's traces, which Perfetto takes for a GPU, 0
-_PROFILER_NAME = {"ph": "M", "name": "process_name", "pid": _PROFILER, "tid": 0, "args": {"name": "profiler"}}
 
 
 def profile(job: Job, llm_class: Any) -> dict[str, Any]:
@@ -201,101 +196,3 @@ def _profiled(on_gpu: bool, windows: list[dict[str, Any]]) -> Iterator[None]:
         path = Path(folder) / "window.json"
         recorder.export_chrome_trace(str(path))
         windows.append(json.loads(path.read_text(errors="replace")))
-
-
-# -------------------------------------------------------------------------------------------------------- trace files
-
-
-def merge(windows: Sequence[dict[str, Any]], labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """One trace of several, on one clock. With labels, each keeps tracks of its own, named by its label.
-
-    A trace counts microseconds from its own base, `baseTimeNanoseconds`: PyTorch's from a time weeks ago, the merged one from
-    its first event, so that a float of viewers has the digits for every nanosecond.
-    """
-    bases = [int(w.get("baseTimeNanoseconds", 0)) for w in windows]
-    events: list[dict[str, Any]] = []
-    arrows: dict[
-        tuple[int, Any], int
-    ] = {}  # those of different traces apart; Perfetto drops an arrow whose id is no number
-    for i, window in enumerate(windows):
-        shift = (bases[i] - bases[0]) / 1e3
-        for event in (*window["traceEvents"], _PROFILER_NAME):
-            if event.get("ph") == "i" or event.get("name") in (
-                "Record Window End",
-                "Iteration Start: PyTorch Profiler",
-            ):
-                continue
-            if event.get("cat") == "Trace":  # the span of the whole recording, which crosses other tracks
-                continue
-            event = dict(event)
-            if "ts" in event:
-                event["ts"] = round(float(event["ts"]) + shift, 3)
-            if "id" in event:  # arrows from launches to kernels
-                event["id"] = arrows.setdefault((i, event["id"]), len(arrows) + 1)
-            if event.get("pid") == -1:
-                event["pid"] = _PROFILER
-            if labels is not None:
-                event["pid"] = _renamed(event.get("pid"), i)
-                if event.get("ph") == "M" and event.get("name") == "process_name":
-                    event["args"] = {"name": f"{labels[i]}: {event['args'].get('name', '')}"}
-                if event.get("args", {}).get("correlation") is not None:
-                    event["args"] = {**event["args"], "correlation": f"{i}.{event['args']['correlation']}"}
-            elif event.get("args", {}).get("correlation") is not None:
-                event["args"] = {**event["args"], "correlation": f"w{i}.{event['args']['correlation']}"}
-            events.append(event)
-    origin = math.floor(min((e["ts"] for e in events if "ts" in e), default=0))
-    for event in events:
-        if "ts" in event:
-            event["ts"] = round(event["ts"] - origin, 3)
-    used = {e.get("pid") for e in events if e.get("ph") == "X"}
-    events = separate_overlaps([e for e in events if e.get("ph") != "M" or e.get("pid") in used])
-    head = {k: v for k, v in windows[0].items() if k != "traceEvents"}
-    head.pop("traceName", None)
-    return {**head, "baseTimeNanoseconds": bases[0] + 1000 * origin, "traceEvents": events}
-
-
-def _renamed(pid: Any, index: int) -> int:
-    """Process numbers of different traces apart; they need not be numbers to begin with."""
-    number = pid if isinstance(pid, int) else sum(ord(c) << i for i, c in enumerate(str(pid)))
-    return number + index * 10_000_000
-
-
-def add_memory_track(trace: dict[str, Any], memory: Sequence[dict[str, Any]]) -> None:
-    """Counters of the samples, at the ends of the steps that they follow."""
-    from nanovllm.bench.instrument import STEP_NAME
-
-    ends = sorted(
-        (e["ts"] + e["dur"], e["pid"])
-        for e in trace["traceEvents"]
-        if e.get("ph") == "X" and e.get("cat") == "user_annotation" and STEP_NAME.match(e["name"])
-    )
-    for (ts, pid), sample in zip(ends, memory):
-        sizes = {k: v / 2**20 for k, v in sample.items() if k in ("allocated", "reserved", "resident")}
-        if sizes:
-            trace["traceEvents"].append(
-                {"ph": "C", "name": "memory, MiB", "pid": pid, "tid": 0, "ts": ts, "args": sizes}
-            )
-        if "kv_blocks_used" in sample:
-            args = {"used": sample["kv_blocks_used"]}
-            trace["traceEvents"].append(
-                {"ph": "C", "name": "KV cache blocks", "pid": pid, "tid": 0, "ts": ts, "args": args}
-            )
-
-
-def write_trace(trace: dict[str, Any], path: Path) -> None:
-    """Write a trace of at most 50 MB, without the smallest host events if it would be larger."""
-    text = json.dumps(trace, separators=(",", ":"))
-    shortest = 1.0
-    while len(text) > MAX_TRACE_BYTES:
-        trace = {
-            **trace,
-            "traceEvents": [
-                e for e in trace["traceEvents"] if not (e.get("cat") == "cpu_op" and e.get("dur", 0) < shortest)
-            ],
-        }
-        shortest *= 2
-        text = json.dumps(trace, separators=(",", ":"))
-        if shortest > 1e6:
-            break
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)

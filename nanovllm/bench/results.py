@@ -46,7 +46,10 @@ def new_record(root: Path, arguments: dict[str, Any]) -> Record:
 
 
 def add_shares(row: Row, rates: Rates | None) -> None:
-    """Fill in a row's shares of the limit: the medians over its repeats. An open loop's time is its arrivals', so it has none."""
+    """Fill in a row's shares of the limit: the medians over its repeats.
+
+    An open loop has none, since its time is that of its arrivals. Without a measured rate of the row's dtype it has no MFU.
+    """
     if rates is None or row.error is not None or row.open_loop or not row.repeats:
         return
     matmul = rates.matmul.get(row.about.get("dtype", ""))
@@ -55,7 +58,7 @@ def add_shares(row: Row, rates: Rates | None) -> None:
     ]
     by_limit = sorted(shares, key=lambda s: s.limit)
     middle = by_limit[len(by_limit) // 2]
-    row.mbu, row.mfu = middle.mbu, middle.mfu
+    row.mbu, row.mfu = middle.mbu, middle.mfu if matmul else None
 
 
 # -------------------------------------------------------------------------------------------------------------- keeping
@@ -114,10 +117,8 @@ def settings(run: Record, row: Row) -> str:
         given["kernels"] = ";".join(sorted("=".join(p.strip() for p in c.split("=")) for c in choices if c.strip()))
         if run.arguments.get("capture_prefill") is False:
             given["no capture_prefill"] = True
-        for name in ("capture_full_steps", "ride_prompts"):
-            asked = run.arguments.get(name)
-            if asked is not None:
-                given[name if asked else f"no {name}"] = True
+        if (piggybacked := run.arguments.get("ride_prompts")) is not None:
+            given["ride_prompts" if piggybacked else "no ride_prompts"] = True
     return ", ".join(n if v is True else f"{n} {v}" for n, v in sorted(given.items()) if v not in (None, False, ""))
 
 

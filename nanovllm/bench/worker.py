@@ -1,14 +1,14 @@
-"""What runs in a measuring process: load one engine, run the job's workloads, send what came of each."""
+"""What runs in a measuring process: load one engine, run the job's workloads, send a row for each."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import resource
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from nanovllm.bench.engines import Engine, EngineError, start
 from nanovllm.bench.job import Emit, Job, Repeat, Row, stopped
 from nanovllm.bench.workload_cost import ModelShape, workload_work
 from nanovllm.bench.workloads import Workload
-from nanovllm.hardware import measured_rates as device_rates
+from nanovllm.hardware.measured_rates import Rates, rates
 from nanovllm.sampling_params import SamplingParams
 
 _WARMUP_SEED = 1_000_000
@@ -27,9 +27,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def work(job: Job, llm_class: Any, emit: Emit) -> None:
-    """Do a job. Whatever goes wrong with an engine or a workload becomes a row with the reason."""
+    """Do a job. An error of an engine or a workload becomes a row with the reason."""
     if job.task == "rates":
-        emit("rates", asdict(measure_rates(job)))
+        emit("rates", dataclasses.asdict(measure_rates(job)))
     elif job.task == "ops":
         emit("ops", find_ops(job, llm_class))
     elif job.task == "profile":
@@ -40,11 +40,11 @@ def work(job: Job, llm_class: Any, emit: Emit) -> None:
         measure(job, llm_class, emit)
 
 
-def measure_rates(job: Job) -> device_rates.Rates:
-    """A job of its own: what it takes of the device's memory is free again when an engine starts, perhaps in several processes."""
+def measure_rates(job: Job) -> Rates:
+    """The rates of the job's device. A job of its own, so that its device memory is free again when an engine starts."""
     device = torch_device(job)
     dtypes = set(_DTYPES) if device.type == "cuda" else {"float32", *_likely_dtypes(job)}
-    return device_rates.rates(device, tuple(sorted(dtypes)), refresh=True)
+    return rates(device, tuple(sorted(dtypes)), refresh=True)
 
 
 def _likely_dtypes(job: Job) -> set[str]:
@@ -54,7 +54,7 @@ def _likely_dtypes(job: Job) -> set[str]:
     if job.config is None and path.is_file():
         config = json.loads(path.read_text())
     named = job.options.get("dtype") or config.get("dtype") or config.get("torch_dtype")
-    return {named} & set(_DTYPES)
+    return {named} if named in _DTYPES else set()
 
 
 def torch_device(job: Job) -> torch.device:
@@ -67,8 +67,8 @@ def torch_device(job: Job) -> torch.device:
 def measure(job: Job, llm_class: Any, emit: Emit) -> None:
     """Run each workload; one row each, whether it could be measured or not.
 
-    After an error that the engine did not foresee we end, since nobody knows what is left of the engine: the workloads that
-    follow want another process.
+    An error that the engine did not foresee ends the process, since the engine may be damaged: the workloads that follow
+    need another one.
     """
     emit("loading", job.engine)
     started = time.perf_counter()
@@ -102,13 +102,13 @@ def measure(job: Job, llm_class: Any, emit: Emit) -> None:
 def measure_workload(job: Job, workload: Workload, engine: Engine, row: Row) -> None:
     """Warm up, then the repeats. Each draws its own prompts, so that nothing comes from an earlier one's prefix cache."""
     model = model_shape(job, engine.config, row.about["dtype"])
-    clock = _Limit(job.limit)
+    started = time.perf_counter()
     warm_up = getattr(engine, "warm_up", engine.run)
     for i in range(job.warmup):
         items = workload.draw(_WARMUP_SEED + job.seed + i, model.vocab)
         row.warmup_seconds.append(warm_up(items).seconds)
     for i in range(job.repeat):
-        if not clock.allows(row):
+        if job.limit is not None and not _another_fits(job.limit, time.perf_counter() - started, row):
             break
         items = workload.draw(job.seed + i, model.vocab)
         run = engine.run(items)
@@ -118,22 +118,15 @@ def measure_workload(job: Job, workload: Workload, engine: Engine, row: Row) -> 
         row.peak_memory = max(row.peak_memory or 0, memory_in_use(row.about["device"]))
 
 
-class _Limit:
-    """Whether another run fits into a workload's time. One that does not end by itself is ended by whoever started us."""
+def _another_fits(limit: float, so_far: float, row: Row) -> bool:
+    """Whether another repeat fits into the row's seconds; an EngineError if the first one does not.
 
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._started = time.perf_counter()
-
-    def allows(self, row: Row) -> bool:
-        """Whether to measure another repeat; an EngineError if there is no time for the first."""
-        so_far = time.perf_counter() - self._started
-        next_one = 1.25 * row.repeats[-1].seconds if row.repeats else 0.0  # it may be slower than the last
-        if self._seconds is None or so_far + next_one <= self._seconds:
-            return True
-        if row.repeats:
-            return False
-        raise EngineError(stopped(self._seconds))
+    A repeat that does not end in time is ended by the process that started this one.
+    """
+    next_one = 1.25 * row.repeats[-1].seconds if row.repeats else 0.0  # it may be slower than the last
+    if so_far + next_one > limit and not row.repeats:
+        raise EngineError(stopped(limit))
+    return so_far + next_one <= limit
 
 
 def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
@@ -145,7 +138,7 @@ def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
 
 
 def memory_in_use(device: str) -> int:
-    """Bytes: of the GPU, whoever holds them, since an engine may have processes of its own; else this process's peak."""
+    """Bytes in use on the GPU, by any process, since an engine may have several; on a CPU, the peak of this process."""
     if device != "cpu" and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total - free
@@ -168,17 +161,13 @@ def find_ops(job: Job, llm_class: Any) -> dict[str, str]:
 
     instrument = Instrument()
     with decorated_kernels(instrument.decorate):
-        options = {**job.options, "enforce_eager": True}
-        engine = NanovllmEngine(Job(**{**job.__dict__, "options": options}), llm_class)
+        eager = dataclasses.replace(job, options={**job.options, "enforce_eager": True})
+        engine = NanovllmEngine(eager, llm_class)
     with instrument.costing():
         prompts = [[1] * 8, [1] * 5]
         engine.llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     engine.close()
-    return {call.op: call.provider for call in instrument.costs if call.op in engine_ops(instrument)}
-
-
-def engine_ops(instrument: Any) -> set[str]:
-    return {call.op for call in instrument.costs if call.registered}
+    return {call.op: call.provider for call in instrument.costs if call.registered}
 
 
 def _row(job: Job, workload: Workload, error: str | None = None, about: dict[str, Any] | None = None) -> Row:

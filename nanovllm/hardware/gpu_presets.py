@@ -21,7 +21,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.arguments import SHORT_DTYPES
 from nanovllm.hardware.gpu_name import canonical_gpu_name
@@ -232,7 +232,7 @@ def _known(name: str) -> DeviceModel | None:
 
 def measured(model: DeviceModel, rates: Rates) -> DeviceModel:
     """The model with what `device.rates` measured on the GPU. A dtype that was not measured keeps its preset's rate."""
-    found = {"bandwidth": (rates.read + rates.copy) / 2 if rates.copy else rates.bandwidth}
+    found: dict[str, Any] = {"bandwidth": (rates.read + rates.copy) / 2 if rates.copy else rates.bandwidth}
     if rates.cache_bandwidth:
         found |= {"l2_bandwidth": rates.cache_bandwidth, "l2_bytes": rates.cache_bytes}
     named = {"launch": rates.kernel_seconds, "dram_latency": rates.dram_latency, "l2_latency": rates.cache_latency}
@@ -258,7 +258,7 @@ def this_device(device: torch.device, refresh: bool = False) -> DeviceModel:
 
     if device.type != "cuda":
         raise ValueError(f"device: expected a CUDA device, not {device}; name a preset instead: {', '.join(PRESETS)}")
-    p = torch.cuda.get_device_properties(device)
+    p: Any = torch.cuda.get_device_properties(device)  # PyTorch's stubs lack some of its attributes
     capability = 10 * p.major + p.minor
     older = [m for m in PRESETS.values() if m.capability <= capability]
     if not older:

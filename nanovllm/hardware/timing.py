@@ -81,14 +81,14 @@ def time_kernel(
     with torch.cuda.device(device):
         eviction = torch.empty(max(256 << 20, 4 * l2_bytes(device)), dtype=torch.int8, device=device)
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(iters)]
-        for start, end in events:
+        for before, after in events:
             if cold_l2:
                 eviction.zero_()
-            start.record()
+            before.record()
             fn(*args, **kwargs)
-            end.record()
+            after.record()
         torch.cuda.synchronize(device)
-        return Timing.of([start.elapsed_time(end) / 1e3 for start, end in events])
+        return Timing.of([before.elapsed_time(after) / 1e3 for before, after in events])
 
 
 def time_in_graph(calls: Sequence[Callable[[], Any]], replays: int = 20) -> Timing:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.bench.trace import Trace
-from nanovllm.bench.tracks import nanoseconds
+from nanovllm.bench.trace_reader import Trace
+from nanovllm.bench.trace_writer import nanoseconds
 
 SLICES = """
     select s.id, s.parent_id, s.name, s.ts, s.dur, p.pid, t.tid

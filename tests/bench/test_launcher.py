@@ -254,7 +254,7 @@ def test_rates_are_a_job_that_loads_nothing(monkeypatch):
         asked.append((device.type, dtypes, refresh))
         return launcher_rates()
 
-    monkeypatch.setattr(worker.device_rates, "rates", rates)
+    monkeypatch.setattr(worker, "rates", rates)
     monkeypatch.setattr(worker, "start", lambda *_: pytest.fail("no engine is needed"))
     config = {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     job = dataclasses.replace(JOB, task="rates", config=config, options={"device": "cpu"})

@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from nanovllm.bench.job import Repeat, Row
-from nanovllm.bench.report import html_report, over_limit, text_report
-from nanovllm.bench.summary import KernelTime, OpTime, Profile, StepTime, host_times
+from nanovllm.bench.profile import KernelTime, OpTime, Profile, StepTime, host_times
+from nanovllm.bench.profile_report import html_report, over_limit, text_report
 from nanovllm.hardware.measured_rates import Rates
 
 RATES = Rates("NVIDIA H200", 4.5e12, 4.5e12, 4.2e12, {"bfloat16": 8e14}, 60 * 2**20, 9e12, 1e-6)
@@ -103,7 +103,7 @@ def test_a_profile_that_counted_otherwise_is_refused(profile):
 def test_every_op_has_a_dot(profile):
     """Ops without arithmetic too: at the left edge, where the roof is the bandwidth."""
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    from nanovllm.bench.plots import figures
+    from nanovllm.bench.profile_figures import figures
 
     (ax,) = figures(profile)["roofline"].axes
     dots = [line for line in ax.lines if len(line.get_xdata()) == 1]
@@ -125,7 +125,7 @@ def test_a_profile_survives_json(profile):
 @pytest.fixture(scope="module")
 def page(profile, rows):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    from nanovllm.bench.plots import figures
+    from nanovllm.bench.profile_figures import figures
 
     made = figures(profile, rows)
     assert set(made) == {"roofline", "steps", "timeline", "memory", "comparison"}
@@ -180,7 +180,7 @@ def test_the_page_is_whole_and_needs_nothing_else(page):
 
 def test_figures_as_files(profile, rows, tmp_path):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    from nanovllm.bench.plots import figures, write_pngs
+    from nanovllm.bench.profile_figures import figures, write_pngs
 
     paths = write_pngs(figures(profile, rows), tmp_path)
     assert len(paths) == 5 and all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 5000 for p in paths)

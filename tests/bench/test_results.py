@@ -10,7 +10,7 @@ from nanovllm.bench.job import Repeat, RequestTimes, Row, Run, percentile
 from nanovllm.bench.results import Record
 from nanovllm.hardware.measured_rates import Rates, slug
 
-RATES = Rates("NVIDIA H200", 100.0, 100.0, 90.0, {"bfloat16": 1000.0})
+RATES = Rates("NVIDIA H200", 100.0, 100.0, 90.0, {"bfloat16": 1000.0, "float32": 1000.0})
 
 
 def row(rate, engine="nanovllm", variant="custom", workload="bs1", error=None, spread=0.0, load="1 x 2 -> 3", **more):
@@ -137,8 +137,6 @@ OTHERS = [
     (record(row(20.0), kernels="softmax=native; rms_norm = native"), "kernels rms_norm=native;softmax=native"),
     (record(row(20.0), enforce_eager=True), "enforce_eager"),
     (record(row(20.0), capture_prefill=False), "no capture_prefill"),
-    (record(row(20.0), capture_full_steps=False), "no capture_full_steps"),
-    (record(row(20.0), capture_full_steps=True), "capture_full_steps"),
     (record(row(20.0), ride_prompts=False), "no ride_prompts"),
     (record(row(20.0), ride_prompts=True), "ride_prompts"),
     (record(row(20.0), max_num_seqs=4), "max_num_seqs 4"),
@@ -163,9 +161,9 @@ def test_configurations_do_not_replace_each_other(tmp_path, other, words):
 
 
 def test_what_says_nothing_of_the_configuration_does_not_part_it(tmp_path):
-    """Old records lack some arguments; the same kernels may be written in another order; a peer has no kernels to choose."""
+    """Old records lack some arguments and have one that is gone; kernels come in any order; a peer has none to choose."""
     (path,) = results.keep(record(row(100.0), kernels="a=x;b=y", repeat=2), tmp_path)
-    results.keep(record(row(200.0), kernels="b = y; a=x", enforce_eager=False, capture_prefill=True), tmp_path)
+    results.keep(record(row(200.0), kernels="b = y; a=x", enforce_eager=False, capture_full_steps=True), tmp_path)
     assert "+100.0%" in result_tables.history_lines(path)[2]
     results.keep(record(row(10.0, engine="vllm", variant=""), kernels="a=x"), tmp_path)
     results.keep(record(row(20.0, engine="vllm", variant="")), tmp_path)

@@ -11,12 +11,12 @@ import torch
 from nanovllm import LLM
 from nanovllm.bench.instrument import Instrument
 from nanovllm.bench.job import Job
-from nanovllm.bench.profile_job import profile_and_report
-from nanovllm.bench.profiler import merge, profile, write_trace
-from nanovllm.bench.report import over_limit
-from nanovllm.bench.summary import summarize
-from nanovllm.bench.trace import Trace, busy, flame, gaps, name_graph_kernels, op_of
-from nanovllm.bench.tracks import bad_nesting, separate_overlaps
+from nanovllm.bench.profile import summarize
+from nanovllm.bench.profile_files import make_profile
+from nanovllm.bench.profile_report import over_limit
+from nanovllm.bench.profiler import profile
+from nanovllm.bench.trace_reader import Trace, busy, flame, gaps, name_graph_kernels, op_of
+from nanovllm.bench.trace_writer import bad_nesting, merge, separate_overlaps, write_trace
 from nanovllm.bench.workloads import Workload
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.hardware.measured_rates import Rates, rates
@@ -24,6 +24,7 @@ from nanovllm.models.model_presets import PRESETS
 from tests import tiny
 from tests.bench.perfetto_reading import check
 
+LOAD = Workload("w", 1, 1, 1)
 RATES = Rates("GPU", 1e12, 1e12, 9e11, {"bfloat16": 1e14}, cache_bytes=0)
 
 
@@ -135,7 +136,7 @@ def launched_early(*more):
 def profile_of(events, costs):
     result = {"about": {"device": "GPU", "dtype": "bfloat16"}, "unprofiled_us": None, "memory": []}
     trace = Trace(events)
-    return summarize(trace, trace, result, costs, RATES, "w", "1 x 1 -> 1", "m")
+    return summarize(trace, trace, result, costs, RATES, LOAD, "m")
 
 
 def linear_cost(module, megabytes):
@@ -184,7 +185,7 @@ def test_a_profile_by_hand():
         {"op": "linear", "module": "o_proj", "provider": "torch", "phase": "decode", "calls": 1, "cold_bytes": 2_000_000, "bytes": 3_000_000, "flops": 800_000_000},
     ]  # fmt: skip
     result = {"about": {"device": "GPU", "dtype": "bfloat16"}, "unprofiled_us": 95.0, "memory": []}
-    p = summarize(Trace(GRAPH), Trace(EAGER), result, costs, RATES, "w", "1 x 1 -> 1", "m")
+    p = summarize(Trace(GRAPH), Trace(EAGER), result, costs, RATES, LOAD, "m")
     by_op = {o.op: o for o in p.ops}
     assert by_op["rms_norm"].device_us == 8 and by_op["linear"].device_us == 10 and by_op["no op"].device_us == 8
     assert by_op["rms_norm"].calls == 2 and by_op["rms_norm"].bytes == 4_000_000
@@ -209,7 +210,7 @@ def test_busy_and_gaps_with_streams_that_overlap():
 def test_what_lies_between_two_recordings_is_no_gap():
     events = [host("recorded window", 0, 60), *GRAPH[:7], host("recorded window", 140, 80), *GRAPH[7:]]
     result = {"about": {"device": "GPU", "dtype": "bfloat16"}, "unprofiled_us": None, "memory": []}
-    (step,) = summarize(Trace(events), Trace(EAGER), result, [], RATES, "w", "l", "m").steps
+    (step,) = summarize(Trace(events), Trace(EAGER), result, [], RATES, LOAD, "m").steps
     assert step.count == 2 and step.wall_us == 30 and step.gaps_us == pytest.approx(4)
     assert step.idle == pytest.approx(4 / 30)
 
@@ -291,10 +292,9 @@ def test_what_viewers_cannot_draw_is_found():
     assert bad_nesting(apart) == [] and [e["tid"] for e in apart if e["ph"] == "X"] == [7, 1_000_007, 7]
 
 
-def test_a_trace_is_kept_below_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("nanovllm.bench.profiler.MAX_TRACE_BYTES", 20_000)
+def test_a_trace_is_kept_below_its_limit(tmp_path):
     events = [host("decode: 1 sequences", 0, 1000), *(host("aten::mm", i, i / 100, "cpu_op") for i in range(300))]
-    write_trace({"traceEvents": events}, tmp_path / "t.json")
+    write_trace({"traceEvents": events}, tmp_path / "t.json", max_bytes=20_000)
     kept = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert (tmp_path / "t.json").stat().st_size <= 20_000 and len(kept) > 10
     assert kept[0]["name"] == "decode: 1 sequences"
@@ -404,7 +404,7 @@ def test_in_the_pass_without_graphs_prompts_ride_where_they_do_with_them(rides, 
     jobs = []
     job = Job("nanovllm", "custom", "model", (Workload("w", 1, 8, 8),), options={"max_model_len": 64})
     with pytest.raises(Enough):
-        profile_and_report(launch, job, None, "label", tmp_path, False, print)
+        make_profile(launch, job, None, "label", tmp_path, False, print)
     assert [j.options for j in jobs] == [
         job.options,
         {"max_model_len": 64, "enforce_eager": True, "ride_prompts": rides},
@@ -433,21 +433,31 @@ def test_perfetto_reads_two_runs_in_one_trace(real, tmp_path):
     assert len(read.slices) == 2 * sum(e["ph"] == "X" for e in runs[0]["traceEvents"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nvidia-h200/profile-bs1",
-        "nvidia-h200/profile-std256",
-        "nvidia-h200/profile-8b-std256",
-        "nvidia-h100/profile-std256",
-    ],
-)
-def test_perfetto_reads_the_kept_traces_of_a_gpu(name):
-    read = check(Path(__file__).parents[2] / "results" / name / "profile_trace.json.gz")
-    assert len(read.arrows) > 3000 and "stream 7, overlapping" in read.threads.values()
+def test_perfetto_reads_two_passes_of_a_gpu_in_one_trace(tmp_path):
+    """Kernels that overlap, as those that are launched early do, and an arrow from each launch to its kernel."""
+
+    def recording(start):
+        arrow = {"cat": "ac2g", "name": "ac2g"}
+        events = [
+            {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}},
+            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "GPU 0"}},
+            host("decode: 2 sequences", start, 400),
+        ]
+        for i in range(30):
+            at = start + 10 * i
+            events += [
+                launch(at + 1, i), kernel(f"kernel {i % 3}", at + 100, 12, i),
+                {**arrow, "ph": "s", "id": i, "pid": 1, "tid": 1, "ts": at + 1},
+                {**arrow, "ph": "f", "bp": "e", "id": i, "pid": 0, "tid": 7, "ts": at + 100},
+            ]  # fmt: skip
+        return {"baseTimeNanoseconds": 10**9, "traceEvents": events}
+
+    passes = [merge([recording(0), recording(1000)]), merge([recording(50)])]
+    write_trace(merge(passes, ["as it runs", "without graphs"]), tmp_path / "t.json")
+    read = check(tmp_path / "t.json")
+    assert len(read.arrows) == 90 and "stream 7, overlapping" in read.threads.values()
     assert {n.split(":")[0] for n in read.processes.values()} == {"as it runs", "without graphs"}
-    # Arrows lead from a launch to what it launched.
-    assert {a.origin.startswith("cu") for a in read.arrows} == {True}
+    assert {(a.origin, a.target.split()[0]) for a in read.arrows} == {("cudaLaunchKernel", "kernel")}
 
 
 def test_what_perfetto_would_drop_is_found(tmp_path):
@@ -510,7 +520,7 @@ def test_perfettos_own_trace_processor_reads_the_trace_of_a_gpu(on_gpu):
 @pytest.mark.gpu
 def test_times_of_a_gpu_add_up_and_none_beats_the_limit(on_gpu):
     (as_run, named), traces, _ = on_gpu
-    p = summarize(*traces, as_run, named["costs"], rates(torch.device("cuda"), refresh=True), "w", "l", "qwen3-0.6b")
+    p = summarize(*traces, as_run, named["costs"], rates(torch.device("cuda"), refresh=True), LOAD, "qwen3-0.6b")
     assert ("mixed" in p.phases()) == as_run["rides"]
     for phase in p.phases():
         (step,) = [s for s in p.steps if s.phase == phase]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanovllm.bench.job import Job, Run
+from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
 
@@ -65,3 +66,44 @@ def model_directory(job: Job, folder: Path) -> str:
     config["dtype"] = job.options.get("dtype") or config.get("dtype", "bfloat16")
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def run_open_loop(
+    items: Sequence[Item],
+    add: Callable[[Item], Hashable],
+    step: Callable[[], Iterable[tuple[Hashable, int]]],
+    is_busy: Callable[[], bool],
+) -> Run:
+    """Serve requests as they arrive.
+
+    Args:
+        add: gives a request to the engine, and returns a key for it.
+        step: runs a step, and returns the key and the number of output tokens so far of each request that has new ones.
+        is_busy: whether any request is unfinished.
+    """
+    stamps: dict[Hashable, list[float]] = {}
+    arrivals: dict[Hashable, float] = {}
+    todo = list(items)[::-1]
+    started = time.perf_counter()
+    while todo or is_busy():
+        now = time.perf_counter() - started
+        while todo and todo[-1].arrival <= now:
+            item = todo.pop()
+            key = add(item)
+            # From when it was due: a step that was running then is part of the wait.
+            arrivals[key], stamps[key] = item.arrival, []
+        if not is_busy():
+            time.sleep(max(0.0, todo[-1].arrival - (time.perf_counter() - started)))
+            continue
+        grown = step()
+        now = time.perf_counter() - started
+        for key, num_output in grown:
+            stamps[key] += [now] * (num_output - len(stamps[key]))
+    seconds = time.perf_counter() - started
+    return Run(
+        seconds, [RequestTimes(s[0] - arrivals[k], s[-1] - arrivals[k], len(s), gaps(s)) for k, s in stamps.items()]
+    )
+
+
+def gaps(times: Sequence[float]) -> list[float]:
+    return [b - a for a, b in zip(times, times[1:])]

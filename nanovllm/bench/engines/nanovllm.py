@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.bench.engines import gaps, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.sampling_params import SamplingParams
@@ -36,10 +37,20 @@ class NanovllmEngine:
         return {"version": number, "device": name, "dtype": dtype, "kernels": dict(self.llm.kernels.providers)}
 
     def run(self, items: Sequence[Item]) -> Run:
-        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=i.num_output) for i in items]
         if any(item.arrival for item in items):
-            return self._run_open_loop(items, params)
+            run = self._run_open_loop(items)
+        else:
+            run = self._run_closed_loop(items)
+        wrong = [(i.num_output, r.num_output) for i, r in zip(items, run.requests) if i.num_output != r.num_output]
+        if wrong:
+            raise RuntimeError(f"expected {wrong[0][0]} output tokens, got {wrong[0][1]}")
+        if len(items) != len(run.requests):
+            raise RuntimeError("requests were lost")
+        return run
+
+    def _run_closed_loop(self, items: Sequence[Item]) -> Run:
         with _stamped_steps(self.llm.engine) as steps:
+            params = [sampling_params(item) for item in items]
             started = time.perf_counter()
             outputs = self.llm.generate([item.prompt for item in items], params, use_tqdm=False)
             seconds = time.perf_counter() - started
@@ -47,40 +58,21 @@ class NanovllmEngine:
         for at, grown in steps:
             for request in grown:
                 stamps.setdefault(request.request_id, []).append(at)
-        times = [
+        return Run(seconds, [
             RequestTimes(
-                o.metrics.time_to_first_token, o.metrics.total_time, len(o["token_ids"]), _gaps(stamps[o.request_id])
+                o.metrics.time_to_first_token, o.metrics.total_time, len(o["token_ids"]), gaps(stamps[o.request_id])
             )
             for o in outputs
-        ]
-        _check(items, times)
-        return Run(seconds, times)
+        ])  # fmt: skip
 
-    def _run_open_loop(self, items: Sequence[Item], params: list[SamplingParams]) -> Run:
+    def _run_open_loop(self, items: Sequence[Item]) -> Run:
         engine = self.llm.engine
-        stamps: dict[Any, list[float]] = {}
-        arrivals: dict[Any, float] = {}
-        todo = list(zip(items, params))[::-1]
-        started = time.perf_counter()
-        while todo or engine.has_unfinished:
-            now = time.perf_counter() - started
-            while todo and todo[-1][0].arrival <= now:
-                item, own = todo.pop()
-                request = engine.add_request(item.prompt, own)
-                # From when it was due: a step that was running then is part of the wait.
-                arrivals[request], stamps[request] = item.arrival, []
-            if not engine.has_unfinished:
-                time.sleep(max(0.0, todo[-1][0].arrival - (time.perf_counter() - started)))
-                continue
-            grown = engine.step()
-            now = time.perf_counter() - started
-            for request in grown:
-                new = request.num_output_tokens - len(stamps[request])
-                stamps[request] += [now] * new
-        seconds = time.perf_counter() - started
-        times = [RequestTimes(s[0] - arrivals[r], s[-1] - arrivals[r], len(s), _gaps(s)) for r, s in stamps.items()]
-        _check(items, times)
-        return Run(seconds, times)
+        return run_open_loop(
+            items,
+            add=lambda item: engine.add_request(item.prompt, sampling_params(item)),
+            step=lambda: [(request, request.num_output_tokens) for request in engine.step()],
+            is_busy=lambda: engine.has_unfinished,
+        )
 
     def close(self) -> None:
         del self.llm
@@ -89,9 +81,13 @@ class NanovllmEngine:
             torch.cuda.empty_cache()
 
 
+def sampling_params(item: Item) -> SamplingParams:
+    return SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=item.num_output)
+
+
 @contextmanager
 def _stamped_steps(engine: Any) -> Iterator[list[tuple[float, list[Any]]]]:
-    """When each step's tokens came, and whose they were: a reading of the clock and an append a step, however large the batch."""
+    """The time of each step within, and the requests that got tokens in it. Costs one clock reading and one append a step."""
     steps: list[tuple[float, list[Any]]] = []
     step = engine.step
 
@@ -105,15 +101,3 @@ def _stamped_steps(engine: Any) -> Iterator[list[tuple[float, list[Any]]]]:
         yield steps
     finally:
         del engine.step  # the class's own again
-
-
-def _gaps(stamps: Sequence[float]) -> list[float]:
-    return [b - a for a, b in zip(stamps, stamps[1:])]
-
-
-def _check(items: Sequence[Item], times: Sequence[RequestTimes]) -> None:
-    wrong = [(i.num_output, t.num_output) for i, t in zip(items, times) if i.num_output != t.num_output]
-    if wrong or len(items) != len(times):
-        raise RuntimeError(
-            f"expected {wrong[0][0]} output tokens, got {wrong[0][1]}" if wrong else "requests were lost"
-        )

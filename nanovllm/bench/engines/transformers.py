@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.engines import EngineError, model_directory
+from nanovllm.bench.engines import EngineError, gaps, model_directory
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
@@ -61,9 +61,7 @@ class TransformersEngine:
             gguf: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
             if gguf and dtype == "auto":
                 dtype = "bfloat16" if self._device.type == "cuda" else "float32"
-            if gguf and hasattr(
-                transformers, "GgufConfig"
-            ):  # which else leaves weights packed: another model than ours
+            if gguf and hasattr(transformers, "GgufConfig"):  # without it weights stay packed: another model than ours
                 gguf["quantization_config"] = transformers.GgufConfig(dequantize=True)
             self._model = transformers.AutoModelForCausalLM.from_pretrained(
                 path.parent if gguf else job.model, dtype=dtype, trust_remote_code=False, **gguf
@@ -110,10 +108,7 @@ class TransformersEngine:
         if len(clock.times) != steps:
             raise RuntimeError(f"expected {steps} output tokens, got {len(clock.times)}")
         at = [t - started for t in clock.times]
-        return [
-            RequestTimes(at[0], at[i.num_output - 1], i.num_output, [b - a for a, b in zip(at, at[1 : i.num_output])])
-            for i in items
-        ]
+        return [RequestTimes(at[0], at[i.num_output - 1], i.num_output, gaps(at[: i.num_output])) for i in items]
 
     def close(self) -> None:
         del self._model

@@ -12,29 +12,22 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.engines import model_directory
+from nanovllm.bench.engines import model_directory, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
 
-# vLLM would fork its engine from us, and the copy would hold whatever we have open. As a script's `__main__`, we can be imported.
+# By default vLLM forks its engine from this process, and the copy holds every open file. Our `__main__` can be imported.
 os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
 import vllm  # noqa: E402
+
+_OPTIONS = ("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager")
 
 
 class VllmEngine:
     def __init__(self, job: Job) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        options: dict[str, Any] = {}
-        for name in (
-            "kv_cache_dtype",
-            "gpu_memory_utilization",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "enforce_eager",
-        ):
-            if job.options.get(name) is not None:
-                options[name] = job.options[name]
+        options = {name: job.options[name] for name in _OPTIONS if job.options.get(name) is not None}
         self._llm = vllm.LLM(
             model=model_directory(job, Path(self._folder.name)), load_format="dummy" if job.config is not None else "auto",
             skip_tokenizer_init=True, max_model_len=job.max_model_len, dtype=job.options.get("dtype") or "auto", seed=job.seed,
@@ -49,58 +42,45 @@ class VllmEngine:
         return {"version": vllm.__version__, "device": torch.cuda.get_device_name(), "dtype": self._dtype}
 
     def run(self, items: Sequence[Item]) -> Run:
-        params = [
-            vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=i.num_output, detokenize=False)
-            for i in items
-        ]
         if any(item.arrival for item in items):
-            return self._run_open_loop(items, params)
+            return self._run_open_loop(items)
+        params = [_sampling_params(item) for item in items]
         prompts = [{"prompt_token_ids": item.prompt} for item in items]
-        with _kept_gaps(self._llm.llm_engine) as gaps:
+        with _kept_gaps(self._llm.llm_engine) as steps:
             started = time.perf_counter()
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - started
         # A release that keeps other statistics tells only each request's mean.
-        each = [gap for some in gaps for gap in some]
+        each = [gap for step in steps for gap in step]
         complete = len(each) == sum(item.num_output - 1 for item in items)
         return Run(seconds, [_times(o) for o in outputs], each if complete else None)
 
-    def _run_open_loop(self, items: Sequence[Item], params: list[Any]) -> Run:
+    def _run_open_loop(self, items: Sequence[Item]) -> Run:
         engine = self._llm.llm_engine
-        stamps: dict[str, list[float]] = {}
-        arrivals: dict[str, float] = {}
-        todo = list(zip(items, params))[::-1]
-        started = time.perf_counter()
-        while todo or engine.has_unfinished_requests():
-            now = time.perf_counter() - started
-            while todo and todo[-1][0].arrival <= now:
-                item, own = todo.pop()
-                name = f"bench-{self._num_requests}"
-                self._num_requests += 1
-                engine.add_request(name, {"prompt_token_ids": item.prompt}, own)
-                arrivals[name], stamps[name] = item.arrival, []
-            if not engine.has_unfinished_requests():
-                time.sleep(max(0.0, todo[-1][0].arrival - (time.perf_counter() - started)))
-                continue
-            outputs = engine.step()
-            now = time.perf_counter() - started
-            for output in outputs:
-                seen = stamps[output.request_id]
-                seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
-        seconds = time.perf_counter() - started
-        return Run(seconds, [
-            RequestTimes(s[0] - arrivals[r], s[-1] - arrivals[r], len(s), [b - a for a, b in zip(s, s[1:])])
-            for r, s in stamps.items()
-        ])  # fmt: skip
+
+        def add(item: Item) -> str:
+            name = f"bench-{self._num_requests}"
+            self._num_requests += 1
+            engine.add_request(name, {"prompt_token_ids": item.prompt}, _sampling_params(item))
+            return name
+
+        def step() -> list[tuple[str, int]]:
+            return [(output.request_id, len(output.outputs[0].token_ids)) for output in engine.step()]
+
+        return run_open_loop(items, add, step, engine.has_unfinished_requests)
 
     def close(self) -> None:
         del self._llm
         self._folder.cleanup()
 
 
+def _sampling_params(item: Item) -> Any:
+    return vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=item.num_output, detokenize=False)
+
+
 @contextmanager
 def _kept_gaps(engine: Any) -> Iterator[list[list[float]]]:
-    """The times between tokens that vLLM's own statistics hold, a list a step; `generate` itself returns only whole requests."""
+    """The times between tokens, a list a step, from vLLM's own statistics; `generate` returns only whole requests."""
     gaps: list[list[float]] = []
     manager = getattr(engine, "logger_manager", None)
     if manager is None:
@@ -123,10 +103,10 @@ def _kept_gaps(engine: Any) -> Iterator[list[list[float]]]:
 def _times(output: Any) -> RequestTimes:
     """Where this release of vLLM tells a request's times, they are used."""
     count = len(output.outputs[0].token_ids)
-    m = getattr(output, "metrics", None)
+    m: Any = getattr(output, "metrics", None)
     first = getattr(m, "first_token_latency", None) or None
     between = None
-    if m is not None and getattr(m, "last_token_ts", 0) and getattr(m, "first_token_ts", 0):
+    if getattr(m, "last_token_ts", None) and getattr(m, "first_token_ts", None):
         between = m.last_token_ts - m.first_token_ts  # one clock, which is not the arrival's
     total = None if first is None or between is None else first + between
     return RequestTimes(first, total, count)

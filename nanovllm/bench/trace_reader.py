@@ -267,7 +267,7 @@ def flame(steps: Sequence[Step], root: str = "host") -> dict[str, Any]:
         top = list(step.range.up())[-1]
         if top not in tops:
             tops.append(top)
-    tree = {"name": root, "us": sum(t.duration for t in tops), "children": []}
+    tree: dict[str, Any] = {"name": root, "us": sum(t.duration for t in tops), "children": []}
     _merge(tree, tops)
     return tree
 
@@ -277,7 +277,7 @@ def _merge(into: dict[str, Any], ranges: Sequence[Range]) -> None:
     for node in ranges:
         groups[plain_name(node.name)].append(node)
     for name, members in groups.items():
-        child = {"name": name, "us": sum(m.duration for m in members), "children": []}
+        child: dict[str, Any] = {"name": name, "us": sum(m.duration for m in members), "children": []}
         _merge(child, [c for m in members for c in m.children])
         into["children"].append(child)
     into["children"].sort(key=lambda c: -c["us"])

@@ -10,16 +10,16 @@ from typing import Any
 
 from nanovllm.bench.job import Emit, Job
 from nanovllm.bench.launcher import Launch
+from nanovllm.bench.profile import Profile, summarize
+from nanovllm.bench.profile_report import html_report, over_limit, text_report
 from nanovllm.bench.profiler import merge, write_trace
-from nanovllm.bench.report import html_report, over_limit, text_report
 from nanovllm.bench.results import Record
-from nanovllm.bench.summary import Profile, summarize
-from nanovllm.bench.trace import Trace
+from nanovllm.bench.trace_reader import Trace
 
 TRACE, TEXT, PAGE, NUMBERS = "profile_trace.json", "profile_report.txt", "profile_report.html", "profile.json"
 
 
-def profile_and_report(
+def make_profile(
     launch: Launch, job: Job, record: Record, label: str, folder: Path, plots: bool, other: Emit
 ) -> list[str]:
     """Profile a job's first workload and write what was found to `folder`; returns lines on what was written.
@@ -36,24 +36,15 @@ def profile_and_report(
         as_run = _run_pass(launch, job, Path(scratch) / "as-run.json", other)
         passes = [as_run]
         if not as_run[0]["eager"]:
-            # By itself it would let no prompt ride.
+            # Without graphs the engine would by itself piggyback no prompts.
             options = {**job.options, "enforce_eager": True, "ride_prompts": as_run[0]["rides"]}
             eager = dataclasses.replace(job, options=options)
             passes.append(_run_pass(launch, eager, Path(scratch) / "eager.json", other))
         labels = ["as it runs", "without graphs"] if len(passes) == 2 else None
         write_trace(merge([trace for _, trace in passes], labels) if labels else as_run[1], folder / TRACE)
     traces = [Trace(trace["traceEvents"]) for _, trace in passes]
-    workload = job.workloads[0]
-    profile = summarize(
-        traces[0],
-        traces[-1],
-        as_run[0],
-        passes[-1][0]["costs"],
-        record.rates,
-        workload.name,
-        workload.description,
-        label,
-    )
+    assert record.rates is not None  # a caller without rates has no limits to show
+    profile = summarize(traces[0], traces[-1], as_run[0], passes[-1][0]["costs"], record.rates, job.workloads[0], label)
     (folder / NUMBERS).write_text(json.dumps({"profile": profile.to_json(), "record": record.to_json()}))
     return [f"written: {folder / TRACE}", *write_reports(profile, record, folder, plots)]
 
@@ -71,7 +62,7 @@ def write_reports(profile: Profile, record: Record, folder: Path, plots: bool) -
     lines = [f"written: {folder / TEXT}"]
     lines += [f"above the limit, so its account is wrong: {line}" for line in over_limit(profile)]
     try:
-        from nanovllm.bench.plots import figures, write_pngs
+        from nanovllm.bench.profile_figures import figures, write_pngs
 
         made = figures(profile, record.rows)
     except ImportError as error:

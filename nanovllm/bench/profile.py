@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanovllm.bench.job import percentile
-from nanovllm.bench.trace import WINDOW, Kernel, Owner, Range, Step, Trace, busy, flame, gaps, name_graph_kernels
+from nanovllm.bench.trace_reader import WINDOW, Kernel, Owner, Range, Step, Trace, busy, flame, gaps, name_graph_kernels
+from nanovllm.bench.workloads import Workload
 from nanovllm.hardware.measured_rates import Rates
 from nanovllm.hardware.roofline import Work, op_floor
 
@@ -132,7 +133,7 @@ class Profile:
 
 
 def summarize(
-    as_run: Trace, named: Trace, result: dict[str, Any], costs: Sequence[dict[str, Any]], rates: Rates, workload: str, load: str,
+    as_run: Trace, named: Trace, result: dict[str, Any], costs: Sequence[dict[str, Any]], rates: Rates, workload: Workload,
     model: str,
 ) -> Profile:  # fmt: skip
     """Put a profile together.
@@ -142,8 +143,10 @@ def summarize(
         result: what `profiler.profile` returned for `as_run`; costs: what it returned for `named`.
     """
     about = result["about"]
-    profile = Profile(workload, load, model, about, rates, about["dtype"], unprofiled_us=result["unprofiled_us"],
-                      memory=result["memory"], named_from_eager=as_run is not named)  # fmt: skip
+    profile = Profile(
+        workload.name, workload.description, model, about, rates, about["dtype"], unprofiled_us=result["unprofiled_us"],
+        memory=result["memory"], named_from_eager=as_run is not named,
+    )  # fmt: skip
     on_gpu = bool(as_run.kernels)
     known = _costs_per_step(costs, named)
     for phase in ("prefill", "mixed", "decode"):
@@ -166,9 +169,7 @@ def _costs_per_step(
     costs: Sequence[dict[str, Any]], named: Trace
 ) -> dict[tuple[str, str, str, str], tuple[float, Work, int]]:
     """(phase, op, module, provider) -> (calls a step, the work of one call, its cold bytes)."""
-    count = defaultdict(int)
-    for step in named.steps:
-        count[step.kind] += 1
+    count = Counter(step.kind for step in named.steps)
     known = {}
     for c in costs:
         if count[c["phase"]] and c["calls"]:

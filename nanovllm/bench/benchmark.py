@@ -1,4 +1,4 @@
-"""One run of the benchmark: which jobs, in which order, and what becomes of their results."""
+"""One run of `bench.py`: which jobs, in which order, and what becomes of their results."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nanovllm.bench import options, results
 from nanovllm.bench import result_tables as text
-from nanovllm.bench import results
-from nanovllm.bench.arguments import check_device, check_folder, check_model, names_in, workloads
-from nanovllm.bench.engines import ENGINES
 from nanovllm.bench.job import Job, Row
 from nanovllm.bench.launcher import Launch, WorkerDied, measure_rows
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware.measured_rates import Rates, best_of
-from nanovllm.kernels.op.priority import check_priority, parse_priority
 
 # Workloads that fit this are run by one engine; longer ones each by one of their own, so that a result does not depend on
 # what else was asked for.
@@ -28,17 +26,10 @@ _USUAL_LENGTH = 4096
 _INTERRUPTED = 130
 # Two measurements of a rate that differ by less, of 1, say the same.
 _NOISE = 0.03
-_DECISIVE = frozenset(
-    "preset dtype kv_cache_dtype device workload num_requests input_len output_len rate repeat warmup seed engine"
-    " use_custom_kernels kernels enforce_eager capture_prefill capture_full_steps ride_prompts gpu_memory_utilization max_num_seqs"
-    " max_num_batched_tokens".split()
-)
-# Arguments of which False says something, and None leaves it to the engine.
-_FALSE_SAYS = ("capture_prefill", "capture_full_steps", "ride_prompts")
 
 
-class Session:
-    """What the command line asked for, in progress.
+class Benchmark:
+    """One run of the benchmark.
 
     Args:
         args: of `bench.py`; `preset_config` is set if a preset was named.
@@ -48,40 +39,25 @@ class Session:
     def __init__(self, args: argparse.Namespace, launch: Launch, root: Path) -> None:
         self.args = args
         self.launch = launch
-        self.engines = names_in("--engine", args.engine, ENGINES)
-        for engine in self.engines:
-            if engine not in ENGINES:
-                raise ValueError(f"--engine {engine!r}: expected any of {', '.join(ENGINES)}")
-        if args.limit is not None and not args.limit > 0:
-            raise ValueError(f"--limit {args.limit:g}: expected seconds, above 0; leave it out for no limit")
-        if args.repeat < 1 or args.warmup < 0:
-            raise ValueError("--repeat is at least 1, --warmup at least 0")
-        if args.compare and args.use_custom_kernels is not None:
-            raise ValueError("--compare runs both with and without custom kernels; leave out --use-custom-kernels")
-        if args.ablate and args.use_custom_kernels is False:
-            raise ValueError("--ablate needs custom kernels to turn off; leave out --no-use-custom-kernels")
-        check_device(args.device)
-        if not args.preset:
-            check_model(args.model)
-        self.workloads = workloads(args)
+        self.engines = options.check(args)
+        self.workloads = options.workloads(args)
         self.model = args.preset or args.model
         self.label = args.preset or Path(args.model).name
         if args.kv_cache_dtype not in (None, "auto"):
             self.label += f", {args.kv_cache_dtype} cache"  # results of their own, with tables and history
-        # What decides the figures; not where this machine has its files.
-        given = {k: v for k, v in vars(args).items() if k in _DECISIVE and v is not None}
-        shown = {k: v for k, v in given.items() if v is not False or k in _FALSE_SAYS}
-        self.record = results.new_record(root, shown)
+        self.variant = "native" if args.use_custom_kernels is False else "custom"
+        self.record = results.new_record(root, options.recorded(args))
         variants = ["custom", "native", *(["no layernorm_residual_dropout_gelu"] if args.ablate else [])]
-        self.table = text.TextTable(
-            [w.name for w in self.workloads], [f"{e} {v}" for e in self.engines for v in variants]
-        )
-        # A ValueError now, if they cannot be read.
-        check_priority(self._options().get("kernel_priority", {}), "--kernels")
+        engines = [f"{e} {v}" for e in self.engines for v in variants]
+        self.table = text.TextTable([w.name for w in self.workloads], engines)
         self._check_places()
 
     def run(self) -> int:
-        """Do it all. Returns the exit code: 0, 1 if --check found a regression or nothing could be measured, 130 after Ctrl-C."""
+        """Measure everything, print it, and write what was asked for.
+
+        Returns:
+            The exit code: 0; 1 if --check found a regression or nothing could be measured; 130 after Ctrl-C.
+        """
         code = 0
         print(f"{self.label}; {', '.join(f'{w.name}: {w.description}' for w in self.workloads)}", flush=True)
         try:
@@ -113,7 +89,7 @@ class Session:
 
     def _keep(self, code: int) -> int:
         """Write what was asked for; what cannot be written costs nothing else. Returns the exit code."""
-        problems = []
+        problems: list[Exception] = []
         if self.args.json:
             try:
                 self._write_json(self.args.json)
@@ -128,8 +104,8 @@ class Session:
                     print(f"kept: {path}")
         except (OSError, ValueError) as error:
             problems.append(error)
-        for error in problems:
-            print(f"bench.py: {error}", file=sys.stderr)
+        for problem in problems:
+            print(f"bench.py: {problem}", file=sys.stderr)
         if problems:
             handle, elsewhere = tempfile.mkstemp(prefix="bench-", suffix=".json")
             os.close(handle)
@@ -142,16 +118,16 @@ class Session:
         print(f"written: {path}")
 
     def _check_places(self) -> None:
-        """A ValueError for a place that cannot be written, or for kept results that cannot be read, before anything is measured."""
+        """Before anything is measured, a ValueError for a place that cannot be written, or kept results that cannot be read."""
         args = self.args
         if args.json:
             if args.json.is_dir():
                 raise ValueError(f"--json {args.json}: this is a folder; name a file in it")
-            check_folder("--json", args.json, args.json.parent)
+            options.check_folder("--json", args.json, args.json.parent)
         if args.save:
-            check_folder("--results", args.results, args.results)
+            options.check_folder("--results", args.results, args.results)
         if args.profile and self._profiled() is not None:
-            check_folder("--profile-dir", args.profile_dir, args.profile_dir)
+            options.check_folder("--profile-dir", args.profile_dir, args.profile_dir)
         if args.save or args.check:
             names = {w.name for w in self.workloads}
             for path in results.kept_files(args.results):
@@ -160,41 +136,28 @@ class Session:
 
     # ---------------------------------------------------------------------------------------------------------- jobs
 
-    def _jobs(self) -> Any:
+    def _jobs(self) -> Iterator[Job]:
         """The jobs, one after the other; the later ones may depend on what the earlier ones found."""
         for engine in self.engines:
             if engine != "nanovllm":
-                yield from self._sized(self._job(engine, "", self._common()))
+                yield from self._sized(self._job(engine, "", options.peer_options(self.args)))
                 continue
-            options = self._options()
-            variant = "native" if self.args.use_custom_kernels is False else "custom"
-            configurations = [(variant, options)]
+            given = options.engine_options(self.args)
+            yield from self._sized(self._job(engine, self.variant, given))
             if self.args.compare:
-                configurations.append(("native", {**options, "use_custom_kernels": False}))
-            for name, chosen in configurations:
-                yield from self._sized(self._job(engine, name, chosen))
-            if self.args.ablate:
-                for op in self._ops_to_ablate(options):
-                    without = {**options, "kernel_priority": {**options.get("kernel_priority", {}), op: ["native"]}}
-                    yield from self._sized(self._job(engine, f"no {op}", without))
+                yield from self._sized(self._job(engine, "native", {**given, "use_custom_kernels": False}))
+            for op in self._ops_to_ablate(given) if self.args.ablate else ():
+                without = {**given, "kernel_priority": {**given.get("kernel_priority", {}), op: ["native"]}}
+                yield from self._sized(self._job(engine, f"no {op}", without))
 
-    def _job(self, engine: str, variant: str, options: dict[str, Any]) -> Job:
+    def _job(self, engine: str, variant: str, given: dict[str, Any]) -> Job:
         args = self.args
-        config = getattr(args, "preset_config", None) if args.preset else None
         return Job(
-            engine,
-            variant,
-            self.model,
-            tuple(self.workloads),
-            config,
-            options,
-            args.repeat,
-            args.warmup,
-            args.seed,
-            limit=args.limit,
-        )
+            engine, variant, self.model, tuple(self.workloads), getattr(args, "preset_config", None), given, args.repeat,
+            args.warmup, args.seed, limit=args.limit,
+        )  # fmt: skip
 
-    def _sized(self, job: Job) -> Any:
+    def _sized(self, job: Job) -> Iterator[Job]:
         """A job for the workloads of usual length, and one for each longer one."""
         usual = tuple(w for w in job.workloads if w.max_len <= _USUAL_LENGTH)
         if usual:
@@ -203,37 +166,10 @@ class Session:
             if workload.max_len > _USUAL_LENGTH:
                 yield dataclasses.replace(job, workloads=(workload,), max_model_len=workload.max_len)
 
-    def _common(self) -> dict[str, Any]:
-        """Arguments that peers have too."""
-        args = self.args
-        named = (
-            "dtype",
-            "kv_cache_dtype",
-            "device",
-            "gpu_memory_utilization",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-        )
-        options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
-        if args.enforce_eager:
-            options["enforce_eager"] = True
-        return options
-
-    def _options(self) -> dict[str, Any]:
-        options = self._common()
-        for name in _FALSE_SAYS:
-            if getattr(self.args, name) is not None:
-                options[name] = getattr(self.args, name)
-        if self.args.use_custom_kernels is not None:
-            options["use_custom_kernels"] = self.args.use_custom_kernels
-        if self.args.kernels:
-            options["kernel_priority"] = parse_priority(self.args.kernels)
-        return options
-
-    def _ops_to_ablate(self, options: dict[str, Any]) -> list[str]:
+    def _ops_to_ablate(self, given: dict[str, Any]) -> list[str]:
         """The ops that the model calls and that a custom kernel serves."""
         found: dict[str, str] = {}
-        job = dataclasses.replace(self._job("nanovllm", "custom", options), task="ops")
+        job = dataclasses.replace(self._job("nanovllm", "custom", given), task="ops")
         try:
             self.launch(job, lambda kind, content: found.update(content) if kind == "ops" else None)
         except WorkerDied as error:
@@ -246,7 +182,7 @@ class Session:
 
     def _measure_rates(self) -> None:
         """In a process of its own, which leaves nothing in the device's memory: before the engines and after them."""
-        job = dataclasses.replace(self._job("nanovllm", "", self._common()), task="rates", limit=None)
+        job = dataclasses.replace(self._job("nanovllm", "", options.peer_options(self.args)), task="rates", limit=None)
         known = set(self.record.rates.matmul) if self.record.rates else set()
         missing = {row.about["dtype"] for row in self.record.rows if row.about} - known
         if missing:  # the engine found out what the model is computed in
@@ -258,22 +194,18 @@ class Session:
 
     def _take_row(self, row: Row) -> None:
         row.model = self.label
-        self._add_shares(row)
+        results.add_shares(row, self.record.rates)
         if not self.record.rows:
             print(self.table.head())
         self.record.rows.append(row)
         print(self.table.line(text.row_cells(row)), flush=True)
 
-    def _add_shares(self, row: Row) -> None:
-        results.add_shares(row, self.record.rates)
-        if self.record.rates is not None and row.about.get("dtype") not in self.record.rates.matmul:
-            row.mfu = None  # nobody knows
-
     def _over_limit(self) -> list[str]:
         """A line for each row that claims more than the device was measured to give."""
         return [
-            f"{row.workload}: {f'{row.engine} {row.variant}'.strip()} is at {row.limit:.1%} of the limit, which cannot be: its work"
-            " is counted wrongly (nanovllm/bench/workload_cost.py), or something slowed the device while its rates were measured"
+            f"{row.workload}: {f'{row.engine} {row.variant}'.strip()} is at {row.limit:.1%} of the limit, which cannot be:"
+            " its work is counted wrongly (nanovllm/bench/workload_cost.py), or something slowed the device while its rates"
+            " were measured"
             for row in self.record.rows
             if row.limit is not None and row.limit > 1
         ]
@@ -284,13 +216,11 @@ class Session:
             if before is not None:  # again, after the engines
                 self.record.rates = best_of(before, rates)
                 for row in self.record.rows:
-                    self._add_shares(row)
+                    results.add_shares(row, self.record.rates)
                 changed = _changes(before, rates)
                 if changed:
-                    print(
-                        f"measured again: {changed}; of each the larger counts, in all that is written from here on",
-                        flush=True,
-                    )
+                    words = "of each the larger counts, in all that is written from here on"
+                    print(f"measured again: {changed}; {words}", flush=True)
                 return
             self.record.rates = rates
             matmul = ", ".join(f"{v / 1e12:.3g} TFLOP/s {k}" for k, v in sorted(rates.matmul.items()))
@@ -306,18 +236,17 @@ class Session:
         return closed[0] if "nanovllm" in self.engines and closed else None
 
     def _profile(self) -> None:
-        from nanovllm.bench.profile_job import profile_and_report
+        from nanovllm.bench.profile_files import make_profile
 
         workload = self._profiled()
         if workload is None or self.record.rates is None:
             return
-        variant = "native" if self.args.use_custom_kernels is False else "custom"
-        job = dataclasses.replace(self._job("nanovllm", variant, self._options()), workloads=(workload,), limit=None)
-        job = next(iter(self._sized(job)))
         # What could not be timed will not be profiled either.
-        if any(r.error for r in self.record.rows if r.workload == workload.name and r.variant == variant):
+        if any(r.error for r in self.record.rows if r.workload == workload.name and r.variant == self.variant):
             return
-        written = profile_and_report(
+        job = self._job("nanovllm", self.variant, options.engine_options(self.args))
+        job = next(self._sized(dataclasses.replace(job, workloads=(workload,), limit=None)))
+        written = make_profile(
             self.launch, job, self.record, self.label, self.args.profile_dir, self.args.plots, self._take
         )
         for line in written:

@@ -1,4 +1,4 @@
-"""What `bench.py` was asked for: its arguments, checked before anything is measured."""
+"""The arguments of `bench.py`, checked before anything is measured, and what engines get of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,68 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from nanovllm.bench.engines import ENGINES
 from nanovllm.bench.workloads import ON_CPU, ON_GPU, WORKLOADS, Workload, parse_length, select
+from nanovllm.kernels.op.priority import check_priority, parse_priority
+
+_PEERS_HAVE = (
+    "dtype", "kv_cache_dtype", "device", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
+_THREE_WAYS = ("capture_prefill", "ride_prompts", "use_custom_kernels")
+"""Arguments of nanovllm alone that are on, off, or None: the engine decides."""
+_RECORDED = (
+    *_PEERS_HAVE, *_THREE_WAYS, "enforce_eager", "kernels", "preset", "workload", "num_requests", "input_len", "output_len",
+    "rate", "repeat", "warmup", "seed", "engine",
+)  # fmt: skip
+"""Arguments that decide the figures; not where this machine has its files."""
+
+
+def check(args: argparse.Namespace) -> list[str]:
+    """The names of the engines to measure.
+
+    Raises:
+        ValueError: an argument is wrong, or two of them contradict each other.
+    """
+    engines = names_in("--engine", args.engine, ENGINES)
+    for engine in engines:
+        if engine not in ENGINES:
+            raise ValueError(f"--engine {engine!r}: expected any of {', '.join(ENGINES)}")
+    if args.limit is not None and not args.limit > 0:
+        raise ValueError(f"--limit {args.limit:g}: expected seconds, above 0; leave it out for no limit")
+    if args.repeat < 1 or args.warmup < 0:
+        raise ValueError("--repeat is at least 1, --warmup at least 0")
+    if args.compare and args.use_custom_kernels is not None:
+        raise ValueError("--compare runs both with and without custom kernels; leave out --use-custom-kernels")
+    if args.ablate and args.use_custom_kernels is False:
+        raise ValueError("--ablate needs custom kernels to turn off; leave out --no-use-custom-kernels")
+    check_device(args.device)
+    if not args.preset:
+        check_model(args.model)
+    check_priority(engine_options(args).get("kernel_priority", {}), "--kernels")
+    return engines
+
+
+def peer_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of an engine that peers have too."""
+    options = {name: getattr(args, name) for name in _PEERS_HAVE if getattr(args, name) is not None}
+    return {**options, "enforce_eager": True} if args.enforce_eager else options
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of nanovllm's `LLM`."""
+    options = peer_options(args)
+    options |= {name: getattr(args, name) for name in _THREE_WAYS if getattr(args, name) is not None}
+    if args.kernels:
+        options["kernel_priority"] = parse_priority(args.kernels)
+    return options
+
+
+def recorded(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that a record of the results keeps."""
+    given = {name: getattr(args, name) for name in _RECORDED}
+    return {k: v for k, v in given.items() if v is not None and (v is not False or k in _THREE_WAYS)}
 
 
 def workloads(args: argparse.Namespace) -> list[Workload]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from nanovllm.bench import result_tables
 from nanovllm.bench.job import Row
-from nanovllm.bench.plots import svg
+from nanovllm.bench.profile import Profile, StepTime, host_times
+from nanovllm.bench.profile_figures import svg
 from nanovllm.bench.result_tables import percent
-from nanovllm.bench.summary import Profile, StepTime, host_times
 
 OPS_HEAD = ("step", "op", "provider", "calls", "us a step", "early us", "share of step", "host us", "GB/s", "TFLOP/s", "of limit")  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.bench.job import Row
-from nanovllm.bench.summary import OpTime, Profile
+from nanovllm.bench.profile import OpTime, Profile
 
 _WIDTH = 5.0  # inches; 390 pixels of a phone make 9 points about 10 pixels high
 _TINY_SHARE = 0.015  # of a step; below it an op goes to "the rest"
