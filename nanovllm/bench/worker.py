@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from nanovllm.arguments import full_dtype
-from nanovllm.bench.engines import Engine, EngineError, start
+from nanovllm.bench.engines import start
+from nanovllm.bench.engines.common import Engine, EngineError
 from nanovllm.bench.job import Emit, Job, Repeat, Row, stopped
 from nanovllm.bench.workload_cost import ModelShape, workload_work
 from nanovllm.bench.workloads import Workload

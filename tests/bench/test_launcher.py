@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm.bench import launcher, worker
-from nanovllm.bench.engines import EngineError
+from nanovllm.bench.engines.common import EngineError
 from nanovllm.bench.job import Job, Repeat, RequestTimes, Run
 from nanovllm.bench.launcher import WorkerDied, in_child, measure_rows
 from nanovllm.bench.workloads import Workload

@@ -1,45 +1,15 @@
-"""The engines that can be measured, each behind the same few calls. A module is imported in the process that runs it."""
+"""The engines that can be measured. A module is imported in the process that runs its engine."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
-import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from nanovllm.bench.job import Job, RequestTimes, Run
-from nanovllm.bench.workloads import Item
-from nanovllm.model_config import ModelConfig
+from nanovllm.bench.engines.common import Engine, EngineError
+from nanovllm.bench.job import Job
 
 ENGINES = ("nanovllm", "transformers", "vllm")
-
-
-class EngineError(RuntimeError):
-    """The engine cannot be measured so; the message is the row's reason."""
-
-
-class Engine(Protocol):
-    """An engine with a model loaded.
-
-    Attributes:
-        config: the model's architecture.
-    """
-
-    config: ModelConfig
-
-    def about(self) -> dict[str, Any]:
-        """Facts for the record: "version", "device", "dtype", and what else there is to say."""
-
-    def run(self, items: Sequence[Item]) -> Run:
-        """Serve the requests, all at once if they arrive at 0, else as they arrive.
-
-        An engine may have a `warm_up` too, which is called instead before what is measured.
-        """
-
-    def close(self) -> None: ...
 
 
 def start(job: Job, llm_class: Any) -> Engine:
@@ -55,55 +25,3 @@ def start(job: Job, llm_class: Any) -> Engine:
     if importlib.util.find_spec(job.engine) is None:
         raise EngineError(f"{job.engine} is not installed; pip install {job.engine}")
     return importlib.import_module(f"nanovllm.bench.engines.{job.engine}").start(job)
-
-
-def model_directory(job: Job, folder: Path) -> str:
-    """What a peer loads: the model's path, or for a preset a folder with nothing but its config.json."""
-    if job.config is None:
-        return job.model
-    kinds = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
-    config = {"model_type": kinds[job.config["architectures"][0]], "hidden_act": "silu", **job.config}
-    config["dtype"] = job.options.get("dtype") or config.get("dtype", "bfloat16")
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def run_open_loop(
-    items: Sequence[Item],
-    add: Callable[[Item], Hashable],
-    step: Callable[[], Iterable[tuple[Hashable, int]]],
-    is_busy: Callable[[], bool],
-) -> Run:
-    """Serve requests as they arrive.
-
-    Args:
-        add: gives a request to the engine, and returns a key for it.
-        step: runs a step, and returns the key and the number of output tokens so far of each request that has new ones.
-        is_busy: whether any request is unfinished.
-    """
-    stamps: dict[Hashable, list[float]] = {}
-    arrivals: dict[Hashable, float] = {}
-    todo = list(items)[::-1]
-    started = time.perf_counter()
-    while todo or is_busy():
-        now = time.perf_counter() - started
-        while todo and todo[-1].arrival <= now:
-            item = todo.pop()
-            key = add(item)
-            # From when it was due: a step that was running then is part of the wait.
-            arrivals[key], stamps[key] = item.arrival, []
-        if not is_busy():
-            time.sleep(max(0.0, todo[-1].arrival - (time.perf_counter() - started)))
-            continue
-        grown = step()
-        now = time.perf_counter() - started
-        for key, num_output in grown:
-            stamps[key] += [now] * (num_output - len(stamps[key]))
-    seconds = time.perf_counter() - started
-    return Run(
-        seconds, [RequestTimes(s[0] - arrivals[k], s[-1] - arrivals[k], len(s), gaps(s)) for k, s in stamps.items()]
-    )
-
-
-def gaps(times: Sequence[float]) -> list[float]:
-    return [b - a for a, b in zip(times, times[1:])]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.engines import model_directory, run_open_loop
+from nanovllm.bench.engines.common import model_directory, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
