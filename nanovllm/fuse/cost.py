@@ -19,17 +19,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import torch
 from torch.fx import Node as FxNode
 
 from nanovllm.fuse import legality
-from nanovllm.fuse.classify import GATHERS, NORMALISATIONS, POINTWISE, Kind, independent_parts
+from nanovllm.fuse.classify import GATHERS, NORMALISATIONS, PER_ELEMENT, Kind, independent_parts
 from nanovllm.fuse.fx_nodes import fake
 from nanovllm.fuse.graph import Kernel, Read
 from nanovllm.fuse.grouping import Group
 
 
 class FusionDevice(Protocol):
-    """What is asked of a device. `perf.presets.DeviceModel` has it; `perf.fusion.host.Host` does for a CPU.
+    """What is asked of a device. `hardware.gpu_presets.DeviceModel` has it; for a CPU `fuse.host.Host` does.
 
     Sizes are in bytes and 32-bit registers, rates a second, times in seconds. `warps_per_sm` 0: no limit on what is resident.
     """
@@ -58,8 +59,8 @@ _ACCESS = 16  # bytes of a vector load, the most that a thread asks for at once
 _REGISTERS = 24  # of a thread, for addresses and loop counters
 _TILE = 128  # rows and columns of a product's tile, as large libraries take them; fewer rows where there are fewer
 _TILE_THREADS = 256
-# What a product takes beyond launch, latency and bytes: its pipeline fills before the first and drains after the last step. Measured
-# on an H200: cuBLAS multiplies one row by 1024 x 4096, x 6144 and x 151936 weights in 5.1, 5.7 and 77.7 us.
+# What a product takes beyond launch, latency and bytes: its pipeline fills before the first and drains after the last step.
+# Measured on an H200: cuBLAS multiplies one row by 1024 x 4096, x 6144 and x 151936 weights in 5.1, 5.7 and 77.7 us.
 _PIPELINE = 1.4e-6
 
 
@@ -124,10 +125,10 @@ class FusionCostModel:
         if len(group.kernels) == 1:
             return self.kernel(group.kernels[0])
         fast, slow = self._split(group.boundary_reads, ())
-        members = list(group.kernels)
         if group.product is not None:
-            return self._with_product(group, fast, slow)
-        return min(self._ways(members, group.boundary_reads, fast, slow, group.written_bytes), key=lambda e: e.seconds)
+            return self._with_product(group, group.product, fast, slow)
+        ways = self._ways(list(group.kernels), group.boundary_reads, fast, slow, group.written_bytes)
+        return min(ways, key=lambda e: e.seconds)
 
     def _ways(
         self, members: list[Kernel], reads: Mapping[FxNode, int], fast: int, slow: int, written: int
@@ -241,8 +242,9 @@ class FusionCostModel:
         except ValueError:  # no matrix unit for it
             return self.device.vector_flops
 
-    def _with_product(self, group: Group, fast: int, slow: int) -> Estimate:
-        d, product = self.device, group.product
+    def _with_product(self, group: Group, product: Kernel, fast: int, slow: int) -> Estimate:
+        d = self.device
+        assert product.sizes is not None
         num_rows, columns, inner = product.sizes
         before, after = legality.parts(list(group.kernels), product)
         tile_rows = min(_TILE, max(1, num_rows))
@@ -256,15 +258,12 @@ class FusionCostModel:
             read = sum(r.num_bytes for k in row_side for r in k.reads if r.base not in group.members)
             repeated = again + read * (tiles - 1) / d.l2_bandwidth
             if any(k.reduced for k in row_side):  # the row must have been read before the first product is made
-                in_flight = min(d.sms, tiles * math.ceil(num_rows / tile_rows)) * _TILE_THREADS * _ACCESS
-                rows_at_once = (
-                    min(d.sms, tiles * math.ceil(num_rows / tile_rows)) * tile_rows * inner * product.dtype.itemsize
-                )
-                repeated += d.l2_latency * max(1.0, rows_at_once / in_flight) if d.warps_per_sm else 0.0
-        passes, occupancy = 1, 1.0
+                rounds = tile_rows * inner * product.dtype.itemsize / (_TILE_THREADS * _ACCESS)
+                repeated += d.l2_latency * max(1.0, rounds) if d.warps_per_sm else 0.0
+        occupancy = 1.0
         if d.warps_per_sm:
             accumulators = tile_rows * tile_columns / _TILE_THREADS
-            alive = max(1, _most_alive(after)) if after else 1
+            alive = _most_alive(after)
             registers = _REGISTERS + math.ceil(accumulators * alive)
             occupancy = self._occupancy(registers, _TILE_THREADS, 0)
             spilled = max(0, registers - d.registers_per_thread) / max(1.0, accumulators * alive)
@@ -273,14 +272,14 @@ class FusionCostModel:
         memory = self._memory(fast, slow, group.written_bytes, 1 << 30, 1.0)
         arithmetic = sum(self._flops(k) for k in group.kernels)
         total = self._together(memory, arithmetic, True) + repeated
-        return Estimate(total, fast + slow + group.written_bytes, group.flops, occupancy, passes, repeated)
+        return Estimate(total, fast + slow + group.written_bytes, group.flops, occupancy, 1, repeated)
 
 
 def _parts(kernels: list[Kernel]) -> int:
     """Into how many parts a row falls that nothing connects: the groups of a group norm, if the rest is element by element."""
     norms = [k for k in kernels if k.reduced]
     parts = {independent_parts(k.fx) for k in norms}
-    alike = all(k.kind in POINTWISE[:2] and k.domain == norms[0].domain for k in kernels if norms and not k.reduced)
+    alike = all(k.kind in PER_ELEMENT and k.domain == norms[0].domain for k in kernels if norms and not k.reduced)
     return parts.pop() if len(parts) == 1 and alike else 1
 
 
@@ -323,7 +322,7 @@ def _most_alive(kernels: Iterable[Kernel]) -> int:
     most = 1.0
     for i, k in enumerate(kernels):
         val = k.fx.meta.get("val")
-        alive[k.fx] = val.numel() / max(1, largest) if hasattr(val, "numel") else 1.0
+        alive[k.fx] = val.numel() / max(1, largest) if isinstance(val, torch.Tensor) else 1.0
         operands = {r.base: r.num_bytes / max(1, k.dtype.itemsize * largest) for r in k.reads if r.base not in alive}
         most = max(most, sum(alive.values()) + sum(min(1.0, share) for share in operands.values()))
         alive = {fx: share for fx, share in alive.items() if last_use.get(fx, -1) > i}

@@ -71,7 +71,7 @@ class _Writer:
             if n in self.group.members:
                 continue
             if n.op == "call_function" and n not in self.group.graph.of:
-                todo += n.args[:1] if fx_nodes.op_name(n) in _SHAPED_AS else n.all_input_nodes
+                todo += n.all_input_nodes[:1] if fx_nodes.op_name(n) in _SHAPED_AS else n.all_input_nodes
             else:
                 found.append(n)
         return found

@@ -1,4 +1,4 @@
-"""How many floating-point operations an operator needs: as an op of ours declares, with its bytes; as PyTorch counts; or by an estimate."""
+"""Floating-point operations of an operator: as an op of ours declares, as PyTorch counts, or by an estimate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.fx import Node as FxNode
 from torch.utils.flop_counter import flop_registry
 
 from nanovllm.fuse.classify import Kind
-from nanovllm.fuse.fx_nodes import fake, op_name
-from nanovllm.fuse.products import matmul_sizes
+from nanovllm.fuse.fx_nodes import arg, fake, op_name, overload, shape_of
+from nanovllm.fuse.products import Einsum, matmul_sizes
 from nanovllm.kernels import all_ops
 
 Known = Mapping[FxNode, torch.Tensor]
@@ -21,9 +21,9 @@ Known = Mapping[FxNode, torch.Tensor]
 # polynomial and special-function-unit sequences; they matter only where arithmetic binds.
 _FLOPS = {
     "exp": 8, "log": 8, "tanh": 16, "erf": 20, "gelu": 24, "silu": 12, "sigmoid": 10, "mish": 24, "sin": 16, "cos": 16,
-    "pow": 8, "rsqrt": 4, "sqrt": 4, "div": 4, "softmax": 12, "log_softmax": 14, "layer_norm": 8, "rms_norm": 5, "var": 4,
-    "var_mean": 4, "std": 4, "logsumexp": 10, "batch_norm": 4, "group_norm": 8, "cross_entropy_loss": 14, "mse_loss": 3, "l1_loss": 3,
-    "hardswish": 6, "log_sigmoid": 18,
+    "pow": 8, "rsqrt": 4, "sqrt": 4, "div": 4, "softmax": 12, "log_softmax": 14, "layer_norm": 8, "rms_norm": 5,
+    "var": 4, "var_mean": 4, "std": 4, "logsumexp": 10, "batch_norm": 4, "group_norm": 8, "cross_entropy_loss": 14,
+    "mse_loss": 3, "l1_loss": 3, "hardswish": 6, "log_sigmoid": 18,
 }  # fmt: skip
 
 
@@ -37,38 +37,24 @@ def flops_of(node: FxNode, kind: Kind, known: Known) -> int:
         cost = declared_cost(node, known)
         if cost is not None:
             return cost[1]
-        counter = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        op = overload(node)
+        counter = flop_registry.get(None if op is None else op.overloadpacket)
         if counter is not None and (outs := fake(node)):
             return int(counter(*_values(node.args, known), **_values(node.kwargs, known), out_val=outs[0]))
         if name == "scaled_dot_product_attention":
-            q, k = (fake(node.args[i])[0].shape for i in (0, 1))
-            return 4 * math.prod(q) * k[-2]
+            return 4 * math.prod(shape_of(arg(node, 0))) * shape_of(arg(node, 1))[-2]
         if name == "einsum":
-            return _einsum_flops(node)
+            e = Einsum.of(node)  # as one loop nest: a multiplication and an addition for every value of the letters
+            return 2 * math.prod(shape_of(node)) * math.prod(n for c, n in e.sizes.items() if c not in e.out)
         if name.startswith("conv_transpose"):  # every input element times the weights of its channel
-            return 2 * fake(node.args[0])[0].numel() * math.prod(fake(node.args[1])[0].shape[1:])
+            return 2 * math.prod(shape_of(arg(node, 0))) * math.prod(shape_of(arg(node, 1))[1:])
     if kind is Kind.INJECTIVE:
         return 0
     if name in ("nll_loss_nd", "nll_loss"):  # takes one element of each row
-        return fake(node.args[1])[0].numel()
+        return math.prod(shape_of(arg(node, 1)))
     base = name.rstrip("_").removeprefix("_").removeprefix("native_")
-    elements = fake(node.args[0])[0].numel() if kind is Kind.REDUCTION else sum(t.numel() for t in fake(node)[:1])
+    elements = math.prod(shape_of(arg(node, 0) if kind is Kind.REDUCTION else node)) if fake(node) else 0
     return _FLOPS.get(base, 1) * elements
-
-
-def _einsum_flops(node: FxNode) -> int:
-    """As one loop nest: a multiplication and an addition for every value of the letters."""
-    equation, operands = node.args[0].replace(" ", ""), node.args[1]
-    inputs, arrow, out = equation.partition("->")
-    if not arrow:
-        out = "".join(c for c in set(inputs) if inputs.count(c) == 1)
-    sizes: dict[str, int] = {}
-    for term, operand in zip(inputs.split(","), operands):
-        before, _, behind = term.partition("...")
-        shape = fake(operand)[0].shape
-        for letter, n in (*zip(before, shape), *zip(reversed(behind), reversed(shape))):
-            sizes[letter] = max(n, sizes.get(letter, n))
-    return 2 * fake(node)[0].numel() * math.prod(n for letter, n in sizes.items() if letter not in out)
 
 
 def declared_cost(node: FxNode, known: Known) -> tuple[int, int] | None:

@@ -1,5 +1,6 @@
-"""What a node of a traced graph is: its operator's name and arguments, its tensors and their memory, and what it does besides computing:
-writing to an argument, taking a value to the host, drawing random numbers, or nothing, as a view.
+"""What a node of a traced graph is: its operator's name and arguments, its tensors and their memory, and its effects.
+
+An effect is writing to an argument, taking a value to the host or drawing random numbers. A view has none and runs no kernel.
 """
 
 from __future__ import annotations
@@ -13,25 +14,35 @@ from torch.fx import Node as FxNode
 # Marked as random for their dropout, which inference leaves out.
 _SELDOM_RANDOM = ("scaled_dot_product_attention",)
 # Take a number to the host, so that no kernel can hold them and what needs the number.
-HOST_READS = ("item", "_local_scalar_dense")
+_HOST_READS = ("item", "_local_scalar_dense")
+_DROPOUTS = ("dropout", "native_dropout", "alpha_dropout", "feature_dropout")
+
+
+def overload(node: FxNode) -> torch._ops.OpOverload | None:
+    """The registered operator that a node calls; None for a function of Python."""
+    return node.target if isinstance(node.target, torch._ops.OpOverload) else None
 
 
 def op_name(node: FxNode) -> str:
     """ "add" for aten.add.Tensor, "nanovllm.attention_decode" for an op of ours, else the target's own name."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        packet = target._schema.name
-        return packet.removeprefix("aten::").replace("::", ".")
-    if target is operator.getitem:
-        return "getitem"
-    return getattr(target, "__name__", str(target))
+    op = overload(node)
+    if op is not None:
+        return op._schema.name.removeprefix("aten::").replace("::", ".")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def arg(node: FxNode, place: int) -> Any:
+    """The positional argument at a place."""
+    return node.args[place]
 
 
 def argument(node: FxNode, name: str) -> Any:
-    """An argument of an operator, given by place, by name or not at all."""
-    arguments = node.target._schema.arguments
-    place = next(i for i, a in enumerate(arguments) if a.name == name)
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name, arguments[place].default_value)
+    """An argument of a registered operator, given by place, by name or not at all; None if it has none of this name."""
+    op = overload(node)
+    for place, a in enumerate(op._schema.arguments if op is not None else ()):
+        if a.name == name:
+            return node.args[place] if place < len(node.args) else node.kwargs.get(name, a.default_value)
+    return None
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -48,6 +59,12 @@ def fake(node: FxNode) -> list[torch.Tensor]:
     return tensors_of(node.meta.get("val"))
 
 
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of a node's first tensor; () where there is none."""
+    tensors = fake(node) if isinstance(node, FxNode) else []
+    return tuple(tensors[0].shape) if tensors else ()
+
+
 def storages(node: FxNode) -> set[int]:
     """Which memory a node's tensors lie in. Tracing keeps track of it: a view has the storage of what it views."""
     return {t.untyped_storage()._cdata for t in fake(node)}
@@ -55,14 +72,11 @@ def storages(node: FxNode) -> set[int]:
 
 def mutated(node: FxNode) -> list[FxNode]:
     """The arguments that an operator writes to."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.inplace_view in node.target.tags:
+    op = overload(node)
+    if op is None or torch.Tag.inplace_view in op.tags:
         return []  # detach_, t_ and such write a description of memory, no memory
-    written = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            written += [given] if isinstance(given, FxNode) else []
-    return written
+    given = (argument(node, a.name) for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [n for n in given if isinstance(n, FxNode)]
 
 
 def is_ignored(node: FxNode) -> bool:
@@ -71,24 +85,24 @@ def is_ignored(node: FxNode) -> bool:
 
 
 def reads_to_host(node: FxNode) -> bool:
-    """Whether an operator takes a tensor's value to the host, as `tensor.item()` does: work waits for all kernels before it."""
-    return isinstance(node.target, torch._ops.OpOverload) and op_name(node) in HOST_READS
+    """Whether an operator takes a tensor's value to the host, as `tensor.item()` does; it waits for all kernels before."""
+    return overload(node) is not None and op_name(node) in _HOST_READS
 
 
 def draws_random(node: FxNode) -> bool:
     """Whether an operator draws random numbers, so that no two calls agree."""
-    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+    op = overload(node)
+    if op is None or is_view(node):
         return False
-    return torch.Tag.nondeterministic_seeded in node.target.tags and op_name(node) not in _SELDOM_RANDOM
+    return torch.Tag.nondeterministic_seeded in op.tags and op_name(node) not in _SELDOM_RANDOM
 
 
 def is_view(node: FxNode) -> bool:
     """Whether an operator only describes memory anew: no kernel runs."""
     if node.target is operator.getitem:
         return True
-    if op_name(node) in ("dropout", "native_dropout", "alpha_dropout", "feature_dropout"):
+    if op_name(node) in _DROPOUTS:
         return node.args[2:3] == (False,) or node.kwargs.get("train") is False
-    if mutated(node) or not isinstance(node.target, torch._ops.OpOverload) or not fake(node):
+    if overload(node) is None or mutated(node) or not fake(node):
         return False
-    inputs = set().union(*(storages(n) for n in node.all_input_nodes)) if node.all_input_nodes else set()
-    return storages(node) <= inputs
+    return storages(node) <= set().union(*map(storages, node.all_input_nodes))

@@ -1,11 +1,12 @@
-"""The graph that fusion decides about: kernels, what each reads, writes and computes, and what must come before what."""
+"""The graph that fusion decides about: kernels, what each reads, writes and computes, and their order."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node as FxNode
@@ -14,8 +15,10 @@ from nanovllm.fuse import classify, fx_nodes
 from nanovllm.fuse.classify import Kind
 from nanovllm.fuse.export import trace
 from nanovllm.fuse.flops import declared_cost, flops_of
-from nanovllm.fuse.fx_nodes import fake
+from nanovllm.fuse.fx_nodes import arg, fake, shape_of
 from nanovllm.fuse.products import matmul_sizes
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Read:
     views: tuple[FxNode, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """A node of the graph that runs a kernel.
 
@@ -47,8 +50,8 @@ class Kernel:
         reduced: dimensions of the domain that it combines.
         sizes: rows, columns and inner size of a matrix product.
         constant: it depends on parameters alone.
-        after: kernels that must run before it though it reads no tensor of theirs: they read or write the same memory, or take a
-            number to the host that it is given.
+        after: kernels that must run before it though it reads no tensor of theirs: they read or write the same memory,
+            or take a number to the host that it is given.
         writes: bases whose memory it writes into.
     """
 
@@ -93,16 +96,32 @@ class OpGraph:
     program: torch.export.ExportedProgram
     kernels: tuple[Kernel, ...]
     of: Mapping[FxNode, Kernel] = field(repr=False)
-    consumers: Mapping[FxNode, tuple[Kernel, ...]] = field(repr=False)
-    """Kernels that read a base, directly or through views."""
     returned: frozenset[FxNode] = field(repr=False)
     """Bases that the graph returns."""
-    writers: Mapping[FxNode, tuple[Kernel, ...]] = field(repr=False, default_factory=dict)
-    """Kernels that write into the memory of a base."""
-    users: Mapping[int, set[FxNode]] = field(repr=False, default_factory=dict)
-    """Storage -> kernels that make, read or write it."""
-    lasting: frozenset[int] = field(repr=False, default=frozenset())
+    lasting: frozenset[int] = field(repr=False)
     """Storages that the graph is given or returns."""
+
+    @cached_property
+    def consumers(self) -> Mapping[FxNode, Sequence[Kernel]]:
+        """Base -> kernels that read it, directly or through views."""
+        return _by_key((r.base, k) for k in self.kernels for r in k.reads)
+
+    @cached_property
+    def followers(self) -> Mapping[FxNode, Sequence[Kernel]]:
+        """Kernel -> those that must run after it: they read its result, or use the same memory."""
+        return _by_key((fx, k) for k in self.kernels for fx in (*(r.base for r in k.reads), *k.after))
+
+    @cached_property
+    def writers(self) -> Mapping[FxNode, Sequence[Kernel]]:
+        """Base -> kernels that write into its memory."""
+        return _by_key((base, k) for k in self.kernels for base in k.writes)
+
+    @cached_property
+    def users(self) -> Mapping[int, Sequence[Kernel]]:
+        """Storage -> kernels that make, read or write it."""
+        return _by_key(
+            (s, k) for k in self.kernels for n in (k.fx, *k.fx.all_input_nodes) for s in fx_nodes.storages(n)
+        )
 
     def __iter__(self) -> Iterator[Kernel]:
         return iter(self.kernels)
@@ -113,6 +132,13 @@ class OpGraph:
     @property
     def inputs(self) -> list[FxNode]:
         return [n for n in self.program.graph.nodes if n.op == "placeholder"]
+
+
+def _by_key(pairs: Iterable[tuple[Key, Kernel]]) -> dict[Key, list[Kernel]]:
+    found: dict[Key, list[Kernel]] = {}
+    for key, k in dict.fromkeys(pairs):
+        found.setdefault(key, []).append(k)
+    return found
 
 
 def build(
@@ -144,7 +170,6 @@ class _Builder:
         self.base: dict[FxNode, FxNode] = {}
         self.kernels: dict[FxNode, Kernel] = {}
         self.hosts: dict[FxNode, frozenset[FxNode]] = {}  # node -> reads to the host that it has numbers from
-        self.consumers: dict[FxNode, list[Kernel]] = {}
         self.writers: dict[int, list[FxNode]] = {}  # storage -> kernels that wrote it, latest last
         self.readers: dict[int, list[FxNode]] = {}
 
@@ -152,36 +177,23 @@ class _Builder:
         returned: set[FxNode] = set()
         lasting: set[int] = set()
         for node in self.program.graph.nodes:
-            if node.op == "placeholder":
+            if node.op in ("placeholder", "get_attr"):
                 self.base[node], self.views[node] = node, ()
                 lasting |= fx_nodes.storages(node)
+                if node.op == "get_attr":
+                    self.parameters.add(node)
             elif node.op == "output":
                 returned = {self.base[n] for n in node.all_input_nodes}
                 lasting.update(s for n in node.all_input_nodes for s in fx_nodes.storages(n))
-            elif node.op == "get_attr":
-                self.base[node], self.views[node] = node, ()
-                lasting |= fx_nodes.storages(node)
-                self.parameters.add(node)
             elif fx_nodes.is_ignored(node):
                 self.hosts[node] = self._hosts(node)  # arithmetic on numbers
             elif fx_nodes.is_view(node):
                 self._view(node)
             else:
                 self._kernel(node)
-        consumers = {base: tuple(ks) for base, ks in self.consumers.items()}
-        writers = {
-            base: tuple(k for k in self.kernels.values() if base in k.writes)
-            for k in self.kernels.values()
-            for base in k.writes
-        }
-        users: dict[int, set[FxNode]] = {}
-        for fx in self.kernels:
-            for storage in set().union(*map(fx_nodes.storages, (fx, *fx.all_input_nodes))):
-                users.setdefault(storage, set()).add(fx)
         return OpGraph(
-            self.program, tuple(self.kernels.values()), self.kernels, consumers, frozenset(returned), writers, users,
-            frozenset(lasting),
-        )  # fmt: skip
+            self.program, tuple(self.kernels.values()), self.kernels, frozenset(returned), frozenset(lasting)
+        )
 
     def _view(self, node: FxNode) -> None:
         source = node.all_input_nodes[0]
@@ -196,12 +208,12 @@ class _Builder:
         written = fx_nodes.mutated(node)
         operands = [n for n in node.all_input_nodes if fake(n)]
         name = fx_nodes.op_name(node)
-        domain = _shape(node)
+        domain = shape_of(node)
         if name in ("index_put", "index_put_"):  # works on the values that it puts
-            domain = _shape(node.args[2]) if _shape(node.args[2]) else domain
+            domain = shape_of(arg(node, 2)) or domain
         reduced: tuple[int, ...] = ()
         if kind is Kind.REDUCTION:
-            domain, reduced = _shape(node.args[0]), classify.reduced_dims(node) or ()
+            domain, reduced = shape_of(arg(node, 0)), classify.reduced_dims(node) or ()
         reads = tuple(self._read(node, n, name) for n in operands if not (n in written and not _reads_target(name)))
         declared = declared_cost(node, self.known) if kind is Kind.OPAQUE else None
         output_bytes = _written_bytes(node, name, written)
@@ -222,8 +234,6 @@ class _Builder:
             self.hosts[node] = frozenset({node})
         # What writes into memory gives that memory back: its result is a value of its own all the same.
         self.base[node], self.views[node] = node, ()
-        for base in dict.fromkeys(r.base for r in reads):
-            self.consumers.setdefault(base, []).append(kernel)
 
     def _hosts(self, node: FxNode) -> frozenset[FxNode]:
         """The reads to the host whose numbers an operator is given, also through views that such numbers describe."""
@@ -239,7 +249,7 @@ class _Builder:
         if table:
             stored = min(stored, sum(t.numel() * t.element_size() for t in fake(node)))
         if name in ("nll_loss_nd", "nll_loss") and operand is node.args[0]:  # one element of each row
-            stored = min(stored, fake(node.args[1])[0].numel() * fake(operand)[0].element_size())
+            stored = min(stored, math.prod(shape_of(arg(node, 1))) * fake(operand)[0].element_size())
         return Read(operand, self.base[operand], stored, table, self.views[operand])
 
     def _order(self, node: FxNode, written: list[FxNode], operands: list[FxNode]) -> frozenset[FxNode]:
@@ -257,11 +267,6 @@ class _Builder:
         return frozenset(after - {node})
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    tensors = fake(node) if isinstance(node, FxNode) else []
-    return tuple(tensors[0].shape) if tensors else ()
-
-
 def _stored_bytes(node: FxNode) -> int:
     """Bytes of memory behind a value: a dimension that is only expanded counts once."""
     return sum(
@@ -277,7 +282,8 @@ def _reads_target(name: str) -> bool:
 
 def _written_bytes(node: FxNode, name: str, written: list[FxNode]) -> int:
     if name in ("index_put", "index_put_") and written:  # only the rows that are put
-        return min(_stored_bytes(node.args[0]), math.prod(_shape(node.args[2])) * fake(node.args[0])[0].element_size())
+        table = arg(node, 0)
+        return min(_stored_bytes(table), math.prod(shape_of(arg(node, 2))) * fake(table)[0].element_size())
     if written and not any(fx_nodes.storages(node) & fx_nodes.storages(n) for n in written):
         return sum(_stored_bytes(n) for n in (node, *written))
     return _stored_bytes(node)

@@ -1,8 +1,8 @@
 """Which kernels become one: groups grown by dependence, shape and single-consumer rules, the best merge first.
 
-Every kernel starts as a group of its own. A merge joins a producer with a consumer, or two kernels that read the same value; it
-must be legal (`legality.py`) and leave the groups without a cycle. Of all merges the one with the largest gain is made, until
-none gains, as XLA's priority fusion does.
+Every kernel starts as a group of its own. A merge joins a producer with a consumer, or two kernels that read the same
+value. It must be legal (`legality.py`) and leave the groups without a cycle. Of all merges the one with the largest gain is
+made, until none gains, as XLA's priority fusion does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch.fx import Node as FxNode
 
 from nanovllm.fuse import legality, memory
@@ -57,13 +58,10 @@ class Group:
     def boundary_reads(self) -> dict[FxNode, int]:
         """Bytes that a fused kernel reads, by where they come from: every part of a value once."""
         found: dict[FxNode, dict[FxNode, int]] = {}
-        whole: dict[FxNode, int] = {}
         for r in self.reads:
             parts = found.setdefault(r.base, {})
             parts[r.value] = max(parts.get(r.value, 0), r.num_bytes)
-            values = [r.base.meta.get("val")]
-            whole[r.base] = sum(v.numel() * v.element_size() for v in values if hasattr(v, "numel"))
-        return {base: min(sum(parts.values()), whole[base] or sum(parts.values())) for base, parts in found.items()}
+        return {base: min(sum(parts.values()), _whole(base) or sum(parts.values())) for base, parts in found.items()}
 
     @property
     def read_bytes(self) -> int:
@@ -89,10 +87,14 @@ class Group:
     @property
     def name(self) -> str:
         """Its operators, for people: "add, mean, rsqrt, mul"; runs of one are shortened."""
-        return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in self._runs())
+        runs = ((name, len(list(same))) for name, same in itertools.groupby(k.op for k in self.kernels))
+        return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in runs)
 
-    def _runs(self) -> list[tuple[str, int]]:
-        return [(name, len(list(same))) for name, same in itertools.groupby(k.op for k in self.kernels)]
+
+def _whole(base: FxNode) -> int:
+    """Bytes of a value; 0 if it is several."""
+    value = base.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,11 @@ class Decision:
 
 Gain = Callable[[Group, Group, Group], float]
 """(producer, consumer, both as one) -> seconds saved, or any number that is larger for a better merge."""
+
+Heap = list[tuple[float, int, int, int, Group]]
+"""(-gain, for a tie which was offered first, the two groups, both as one)."""
+Left = dict[tuple[int, int], Decision]
+"""Merges that were not made, of groups that may be gone by now."""
 
 
 def saved_bytes(a: Group, b: Group, both: Group) -> float:
@@ -143,11 +150,11 @@ class Grower:
 
     def groups(self) -> list[Group]:
         """The groups, in an order in which they can run."""
-        self._groups.clear(), self._of.clear(), self.decisions.clear()
+        self._groups, self._of, self.decisions = {}, {}, []
         for k in self.graph:
             self._add(Group(self.graph, (k,)))
-        heap: list[tuple[float, int, int, int, Group]] = []
-        left: dict[tuple[int, int], Decision] = {}  # of groups that may be gone
+        heap: Heap = []
+        left: Left = {}
         for number in list(self._groups):
             self._push(heap, number, left, only_later=True)
         while heap:
@@ -155,7 +162,7 @@ class Grower:
             if a not in self._groups or b not in self._groups:
                 continue  # one of them is part of a larger group by now
             names = self._meet(a, b)
-            if self._cycle(a, b):
+            if self._reaches(a, b) or self._reaches(b, a):
                 reason = "it would make a cycle: one needs the other through a third"
                 left[a, b] = Decision(*names, -loss, False, reason, both)
                 continue
@@ -171,7 +178,7 @@ class Grower:
         self._of.update(dict.fromkeys(group.members, number))
         return number
 
-    def _push(self, heap: list, number: int, left: dict, only_later: bool = False) -> None:
+    def _push(self, heap: Heap, number: int, left: Left, only_later: bool = False) -> None:
         """Offer every merge of a group with a neighbour."""
         for other in self._neighbours(number):
             if only_later and other < number:
@@ -193,17 +200,15 @@ class Grower:
 
     def _meet(self, a: int, b: int) -> tuple[str, str]:
         """Names of two kernels at which two groups meet."""
-        for x, y in ((self._groups[a], self._groups[b]), (self._groups[b], self._groups[a])):
+        first, second = self._groups[a], self._groups[b]
+        for x, y in ((first, second), (second, first)):
             for k in y.kernels:
                 for r in k.reads:
                     if r.base in x.members:
                         return r.base.name, k.name
-        readers = {r.base: k.name for k in self._groups[a].kernels for r in k.reads}
-        for k in self._groups[b].kernels:
-            for r in k.reads:
-                if r.base in readers:
-                    return readers[r.base], k.name
-        return self._groups[a].kernels[-1].name, self._groups[b].kernels[0].name
+        readers = {r.base: k.name for k in first.kernels for r in k.reads}
+        shared = ((readers[r.base], k.name) for k in second.kernels for r in k.reads if r.base in readers)
+        return next(shared, (first.kernels[-1].name, second.kernels[0].name))
 
     def _neighbours(self, number: int) -> list[int]:
         group = self._groups[number]
@@ -218,24 +223,10 @@ class Grower:
     def _after(self, number: int) -> set[int]:
         """Groups that must wait for this one."""
         group = self._groups[number]
-        found = {self._of[c.fx] for k in group.kernels for c in self.graph.consumers.get(k.fx, ())}
-        found |= {self._of[w] for k in group.kernels for w in self._waiting.get(k.fx, ())}
-        return found - {number}
-
-    @cached_property
-    def _waiting(self) -> dict[FxNode, list[FxNode]]:
-        """Kernel -> those that must follow it because of the memory that both use."""
-        waiting: dict[FxNode, list[FxNode]] = {}
-        for k in self.graph:
-            for before in k.after:
-                waiting.setdefault(before, []).append(k.fx)
-        return waiting
-
-    def _cycle(self, a: int, b: int) -> bool:
-        """Whether one of two groups reaches the other through a third."""
-        return any(self._reaches(x, y) for x, y in ((a, b), (b, a)))
+        return {self._of[later.fx] for k in group.kernels for later in self.graph.followers.get(k.fx, ())} - {number}
 
     def _reaches(self, start: int, goal: int) -> bool:
+        """Whether a group reaches another one through a third."""
         todo = [n for n in self._after(start) if n != goal]
         seen = set(todo)
         while todo:
@@ -248,19 +239,16 @@ class Grower:
         return False
 
     def _in_order(self) -> list[Group]:
-        waits = {n: 0 for n in self._groups}
-        for n in self._groups:
-            for later in self._after(n):
-                waits[later] += 1
-        ready = [(self._groups[n].kernels[0].index, n) for n, count in waits.items() if not count]
-        heapq.heapify(ready)
+        """The groups so that each comes after those that it waits for, else in program order."""
+        after = {n: self._after(n) for n in self._groups}
+        waits = {n: sum(n in later for later in after.values()) for n in self._groups}
         ordered = []
-        while ready:
-            _, n = heapq.heappop(ready)
+        while waits:
+            ready = [n for n, count in waits.items() if not count]
+            assert ready, "the groups have a cycle"
+            n = min(ready, key=lambda n: self._groups[n].kernels[0].index)
+            del waits[n]
             ordered.append(self._groups[n])
-            for later in self._after(n):
+            for later in after[n]:
                 waits[later] -= 1
-                if not waits[later]:
-                    heapq.heappush(ready, (self._groups[later].kernels[0].index, later))
-        assert len(ordered) == len(self._groups), "the groups have a cycle"
         return ordered

@@ -1,48 +1,42 @@
 """May these kernels be one kernel? Rules of shape, dependence and single consumers.
 
-A fused kernel without a matrix product gives each of its programs one *row*: the first dimensions of every member's domain have
-one common product, the number of rows, and what a member reads of another lies in the same row. A pointwise chain has rows
-of one element, a norm rows of a hidden vector, a rotation rows of a head.
+A fused kernel without a matrix product gives each of its programs one *row*: the first dimensions of every member's domain
+have one common product, the number of rows, and what a member reads of another lies in the same row. A pointwise chain has
+rows of one element, a norm rows of a hidden vector, a rotation rows of a head.
 
 With a matrix product the programs hold tiles of it. What computes its left operand row by row (a norm) may run before the
-product in each of them, a prologue; what is pointwise in its result may run after it on the accumulators, an epilogue. What
+product in each of them, a prologue. What is pointwise in its result may run after it on the accumulators, an epilogue. What
 computes its right operand (the dequantisation of a weight) must be pointwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch.fx import Node as FxNode
 
 from nanovllm.fuse import memory
-from nanovllm.fuse.classify import GATHERS, POINTWISE, Kind
-from nanovllm.fuse.fx_nodes import argument, fake, op_name
+from nanovllm.fuse.classify import GATHERS, PER_ELEMENT, Kind
+from nanovllm.fuse.fx_nodes import argument, fake, op_name, shape_of
 from nanovllm.fuse.graph import Kernel, OpGraph, Read
+from nanovllm.fuse.memory import producers
 from nanovllm.fuse.products import CONVOLUTIONS, matmul_bias, matmul_operands, rows_in_order
 
-_RESHAPES = {
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "flatten",
-    "unsqueeze",
-    "squeeze",
-    "unflatten",
-    "view_as",
-}
+_RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "unflatten", "view_as"}
 _EXPANDS = {"expand", "expand_as"}
 _SLICES = {"slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"}
-_PERMUTES = {
-    "transpose", "permute", "t", "numpy_T", "matrix_H", "mT", "mH", "adjoint", "swapaxes", "swapdims", "movedim", "moveaxis",
-}  # fmt: skip
+_PERMUTES = set("transpose permute t numpy_T matrix_H mT mH adjoint swapaxes swapdims movedim moveaxis".split())
+# Give their elements in the order in which they are given them.
+_ELEMENT_COPIES = ("clone", "contiguous", "to", "_to_copy", "copy_", "full_like", "zeros_like", "ones_like")
+_COPIES_IN_ANOTHER_SHAPE = ("reshape", "flatten")
 # A parameter's own arithmetic (1 + weight) is done again by every program, which must be cheap.
 _MOST_CONSTANT = 65536
 
 
 def why_not(graph: OpGraph, kernels: Iterable[Kernel]) -> str | None:
-    """None if the kernels can be one, else the reason. Cycles are the caller's to find: they depend on what else is fused."""
+    """None if the kernels can be one, else the reason. The caller looks for cycles, which depend on other groups."""
     members = sorted(kernels, key=lambda k: k.index)
     if len(members) < 2:
         return None
@@ -80,33 +74,13 @@ def rows(members: list[Kernel]) -> int | None:
 def parts(members: list[Kernel], product: Kernel) -> tuple[list[Kernel], list[Kernel]]:
     """(prologue, epilogue) of a product: what it needs, and what needs it with whatever else that reads."""
     inner = {k.fx: k for k in members}
-    before = _closure(product, lambda k: [inner[b] for b in _bases(k) if b in inner])
-    consumers: dict[FxNode, list[Kernel]] = {}
+    behind = {product}  # members are in program order, so one pass finds all
     for k in members:
-        for base in _bases(k):
-            consumers.setdefault(base, []).append(k)
-    behind = _closure(product, lambda k: consumers.get(k.fx, []))
-    needed = (
-        set().union(*(_closure(k, lambda k: [inner[b] for b in _bases(k) if b in inner]) for k in behind))
-        if behind
-        else set()
-    )
-    after = (behind | needed) - before - {product}
+        if any(inner.get(r.base) in behind for r in k.reads):
+            behind.add(k)
+    needed = set().union(*(producers(k, inner) for k in behind - {product}))
+    after = (behind | needed) - producers(product, inner) - {product}
     return [k for k in members if k not in after and k is not product], [k for k in members if k in after]
-
-
-def _closure(start: Kernel, step) -> set[Kernel]:
-    seen, todo = set(), list(step(start))
-    while todo:
-        k = todo.pop()
-        if k not in seen:
-            seen.add(k)
-            todo += step(k)
-    return seen
-
-
-def _bases(k: Kernel) -> Iterator[FxNode]:
-    return (r.base for r in k.reads)
 
 
 def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | None:
@@ -128,7 +102,7 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
         used = next((p for p in (*before, product) if p.fx in k.after and memory.written(k) & memory.needed(p)), None)
         if used is not None:
             return f"{k.name} writes memory that {used.name} reads for many tiles of {product.name}"
-        if any(base in inner for base in _bases(k)):
+        if any(r.base in inner for r in k.reads):
             return f"{k.name} reads, after the product {product.name}, what is computed before it"
     # Single consumers: what only passes through the tiles need not exist in memory.
     if after and (product.fx in graph.returned or any(k.fx not in own for k in graph.consumers[product.fx])):
@@ -137,12 +111,9 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
         base = by_value[operand].base if operand in by_value else None
         if base in inner and (base in graph.returned or any(k is not product for k in graph.consumers[base])):
             return f"{base.name} has other consumers than the product {product.name}"
-    bias_side = _closure_of(by_value.get(bias), inner)
-    for side, operand, name in (
-        (_closure_of(by_value.get(right), inner), right, "right operand"), (bias_side, bias, "bias"),
-    ):  # fmt: skip
-        for k in side:
-            if k.kind not in POINTWISE[:2] or math.prod(k.domain) != math.prod(fake(operand)[0].shape):
+    for operand, name in ((right, "right operand"), (bias, "bias")):
+        for k in operand_side(operand, product, inner):
+            if k.kind not in PER_ELEMENT or math.prod(k.domain) != math.prod(shape_of(operand)):
                 return f"{k.name} computes the {name} of {product.name} and is not pointwise"
     row_side = row_members(before, product)
     if row_side and not _stays_in_rows(row_side, {k.fx: k for k in row_side}, num_rows):
@@ -150,7 +121,7 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
     if row_side and not rows_in_order(product.fx):
         return f"the left operand of {product.name} has its rows in another order"
     if row_side and (left_read := by_value.get(left)) is not None and left_read.base in inner:
-        if not _edge_in_row(left_read, tuple(fake(left)[0].shape), num_rows):
+        if not _edge_in_row(left_read, shape_of(left), num_rows):
             return f"the left operand of {product.name} is rearranged on its way"
     return _epilogue(after, product, num_rows, columns)
 
@@ -158,17 +129,15 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
 def row_members(before: list[Kernel], product: Kernel) -> list[Kernel]:
     """Of what comes before a product that which is done row by row: all but what only its right operand and its bias need."""
     inner = {k.fx: k for k in before}
-    by_value = {r.value: r for r in product.reads}
-    left, right = (_closure_of(by_value.get(n), inner) for n in matmul_operands(product.fx))
-    bias = _closure_of(by_value.get(matmul_bias(product.fx)), inner)
+    operands = (*matmul_operands(product.fx), matmul_bias(product.fx))
+    left, right, bias = (operand_side(n, product, inner) for n in operands)
     return [k for k in before if k not in right and (k not in bias or k in left)]
 
 
-def _closure_of(read: Read | None, inner: dict[FxNode, Kernel]) -> set[Kernel]:
-    if read is None or read.base not in inner:
-        return set()
-    start = inner[read.base]
-    return {start} | _closure(start, lambda k: [inner[b] for b in _bases(k) if b in inner])
+def operand_side(operand: FxNode | None, product: Kernel, inner: Mapping[FxNode, Kernel]) -> set[Kernel]:
+    """The kernels of `inner` that compute an operand of a product."""
+    start = next((inner[r.base] for r in product.reads if r.value is operand and r.base in inner), None)
+    return set() if start is None else {start} | producers(start, inner)
 
 
 def _epilogue(after: list[Kernel], product: Kernel, num_rows: int, columns: int) -> str | None:
@@ -177,7 +146,7 @@ def _epilogue(after: list[Kernel], product: Kernel, num_rows: int, columns: int)
     for k in after:
         if k.kind is Kind.REDUCTION:
             return f"{k.name} reduces over what {product.name} computes in many tiles"
-        if k.kind not in POINTWISE[:2]:
+        if k.kind not in PER_ELEMENT:
             return f"{k.name} ({k.op}) after {product.name} is not pointwise"
         if _repeated(k):
             continue
@@ -205,7 +174,7 @@ def _stays_in_rows(members: list[Kernel], inner: dict[FxNode, Kernel], num_rows:
                 continue
             if r.table or (k.kind is Kind.INJECTIVE and not _moves_in_row(k, r, lead)):
                 return False
-            if not _edge_in_row(r, k.domain, num_rows, k.op in (*GATHERS, "reshape", "flatten")):
+            if not _edge_in_row(r, k.domain, num_rows, k.op in (*GATHERS, *_COPIES_IN_ANOTHER_SHAPE)):
                 return False
     return True
 
@@ -217,21 +186,19 @@ def _repeated(k: Kernel) -> bool:
 def _moves_in_row(k: Kernel, r: Read, lead: int) -> bool:
     """Whether an injective operator takes its elements from within the row."""
     if k.op in ("cat", "stack"):
-        dim = k.fx.args[1] if len(k.fx.args) > 1 else k.fx.kwargs.get("dim", 0)
-        return dim % len(k.domain) >= lead
+        return argument(k.fx, "dim") % len(k.domain) >= lead
     if k.op in ("index_put", "index_put_"):
         return r.value is not k.fx.args[0]
-    if k.op in ("reshape", "flatten"):  # a copy in another shape
-        return _lead(tuple(fake(r.value)[0].shape), math.prod(k.domain[:lead])) is not None
-    return k.op in ("clone", "contiguous", "to", "_to_copy", "copy_", "full_like", "zeros_like", "ones_like", *GATHERS)
+    if k.op in _COPIES_IN_ANOTHER_SHAPE:
+        return _lead(shape_of(r.value), math.prod(k.domain[:lead])) is not None
+    return k.op in (*_ELEMENT_COPIES, *GATHERS)
 
 
 def _edge_in_row(r: Read, domain: tuple[int, ...], num_rows: int, from_left: bool = False) -> bool:
     """Whether row i of the consumer reads of the producer's row i only."""
-    shape = tuple(fake(r.base)[0].shape)
+    shape = shape_of(r.base)
     for view in r.views:
-        new = tuple(t.shape for t in fake(view)[:1])
-        after = tuple(new[0]) if new else shape
+        after = shape_of(view) if fake(view) else shape
         if op_name(view) != "getitem" and not _view_in_row(view, shape, after, num_rows):
             return False
         shape = after
@@ -257,17 +224,18 @@ def _view_in_row(view: FxNode, before: tuple[int, ...], after: tuple[int, ...], 
         return dim % max(1, len(before)) >= lead or after == before
     value, source = fake(view)[0], fake(view.all_input_nodes[0])[0]
     if name in _PERMUTES:
-        return value.shape[:lead] == source.shape[:lead] and value.stride()[:lead] == source.stride()[:lead]
+        return _layout(value, lead) == _layout(source, lead)
     if name in _RESHAPES:
         return _lead(after, num_rows) is not None
     if name in _EXPANDS:
         return _broadcast_in_row(before, after, num_rows)
     # Another view may be anything, in the same shape too.
-    return (
-        value.shape == source.shape
-        and value.stride() == source.stride()
-        and (value.storage_offset() == source.storage_offset())
-    )
+    return _layout(value) == _layout(source) and value.storage_offset() == source.storage_offset()
+
+
+def _layout(t: torch.Tensor, dims: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides, of the first dimensions or of all."""
+    return tuple(t.shape[:dims]), tuple(t.stride()[:dims])
 
 
 def _lead(shape: tuple[int, ...], num_rows: int) -> int | None:

@@ -1,7 +1,7 @@
 """Which of our ops computes what a graph writes out.
 
-Every op has a reference in PyTorch. Traced, it is a pattern; where the pattern occurs in a graph, and nothing inside of it is
-needed elsewhere, the op can take the place of those kernels. So no rule has to be written for an op, a plugin's op included.
+Every op has a reference in PyTorch. Traced, it is a pattern. Where the pattern occurs in a graph, and nothing inside of it
+is needed elsewhere, the op can take the place of those kernels. So no rule has to be written for an op, not even a plugin's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Match:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """An op's reference as a network; `inputs` are its tensor arguments, `fixed` all others, `roots` where matching starts."""
+    """An op's reference as a network. `inputs`: its tensor arguments; `fixed`: all others; `roots`: matching starts there."""
 
     op: Op
     network: Network
@@ -55,23 +55,28 @@ class Pattern:
 
 # Arguments that an op can do with or without, and whose examples have only one of the two.
 _OPTIONAL: dict[str, list[Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "linear": [lambda a: {"bias": a["weight"].new_empty(a["weight"].shape[0])}],
+    "linear": [lambda a: _bias(a)],
     "add_rms_norm_linear": [
-        lambda a: {"bias": a["weight"].new_empty(a["weight"].shape[0])},
-        lambda a: {"residual": None},
-        lambda a: {"residual": None, "bias": a["weight"].new_empty(a["weight"].shape[0])},
+        lambda a: _bias(a), lambda a: {"residual": None}, lambda a: {"residual": None, **_bias(a)},
     ],
     "add_rms_norm_gate_up": [lambda a: {"residual": None}],
-    "linear_add_rms_norm": [lambda a: {"bias": a["weight"].new_empty(a["weight"].shape[0])}],
+    "linear_add_rms_norm": [lambda a: _bias(a)],
     "linear_bias_act": [lambda a: {"bias": None}],
-}
+}  # fmt: skip
+
+
+def _bias(arguments: dict[str, Any]) -> dict[str, Any]:
+    weight = arguments["weight"]
+    return {"bias": weight.new_empty(weight.shape[0])}
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _add_rms_norm(x, residual, weight, eps):
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     residual = residual + x
     return _rms_norm(residual, weight, eps), residual
 
@@ -97,11 +102,11 @@ def find(graph: OpGraph) -> list[Match]:
             arguments = dict(zip(all_ops()[name].signature.parameters, k.fx.args)) | dict(k.fx.kwargs)
             found.append(Match(name, frozenset({k.fx}), arguments, (k.fx,)))
     dtypes = {t.dtype for k in graph for t in fake(k.fx)} & {torch.float32, torch.bfloat16, torch.float16}
-    kinds = {label[0] for label in (v.label for v in network.kernels)}
+    names = {v.name for v in network.kernels}
     for dtype in sorted(dtypes, key=str):
         for name in all_ops():
             for pattern in patterns(name, dtype):
-                if {v.label[0] for v in pattern.network.kernels} <= kinds:
+                if {v.name for v in pattern.network.kernels} <= names:
                     found += _occurrences(pattern, network)
     unique: dict[tuple[str, frozenset[FxNode]], Match] = {}
     for m in found:
@@ -111,21 +116,15 @@ def find(graph: OpGraph) -> list[Match]:
 
 @cache
 def patterns(name: str, dtype: torch.dtype) -> tuple[Pattern, ...]:
-    """The patterns of an op for inputs of a dtype; none of attention and sampling, whose references are no pattern to look for."""
+    """The patterns of an op for inputs of a dtype; none of attention and sampling, which stay ops of their own in a graph."""
     declared = all_ops()[name]
     if declared.inputs is None or dtype not in declared.inputs.dtypes or "attention" in name or name == "sample":
         return ()
     made = []
     for variant in declared.inputs.variants:
         # No dimension of 1, which would say nothing, and as small as can be.
-        shapes = [
-            s
-            for s in (*declared.inputs.small, *declared.inputs.decode)
-            if min(s, default=0) > 1 or 0 < min(s) == 1 == s[-1]
-        ]
-        shapes = [s for s in shapes if min(s) > 1] or [
-            s for s in (*declared.inputs.decode, *declared.inputs.small) if min(s) > 0
-        ]
+        known = [s for s in (*declared.inputs.small, *declared.inputs.decode) if min(s, default=0) > 0]
+        shapes = [s for s in known if min(s) > 1] or known
         shape = min(shapes, key=lambda s: (sum(s), s), default=None)
         if shape is None:
             continue
@@ -152,7 +151,7 @@ def _pattern(declared: Op, fn: Callable[..., Any], arguments: dict[str, Any]) ->
     if not len(graph):
         return None
     network = Network(graph)
-    inputs = dict(zip((n for n in graph.inputs), tensors))
+    inputs = dict(zip(graph.inputs, tensors))
     (output,) = (n for n in graph.program.graph.nodes if n.op == "output")
     outputs = tuple(network.of[n] for n in output.args[0] if isinstance(n, FxNode) and n in network.of)
     signature = graph.program.graph_signature

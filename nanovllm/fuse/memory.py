@@ -1,8 +1,8 @@
 """Writing in place: when kernels that use the same memory may be one kernel, and which memory exists within it only.
 
-A fused kernel's programs run at once, and none waits for another. So what one of them writes, only it may use: the same elements, in the
-same order as before. And what several of them do (a prologue, once for every tile of columns) must not write at all, except into memory
-that no one else sees, which then are registers.
+A fused kernel's programs run at once, and none waits for another. So what one of them writes, only it may use: the same
+elements, in the same order as before. And what several of them do (a prologue, once for every tile of columns) must not
+write at all, except into memory that no one else sees, which then are registers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from torch.fx import Node as FxNode
 
 from nanovllm.fuse.classify import Kind
-from nanovllm.fuse.fx_nodes import fake, mutated, storages
+from nanovllm.fuse.fx_nodes import fake, mutated, shape_of, storages
 from nanovllm.fuse.graph import Kernel, OpGraph
 
 _SCATTERS = ("index_put", "index_put_")
@@ -26,9 +26,9 @@ def why_not(members: Iterable[Kernel]) -> str | None:
         before = k.after & inner.keys()
         if not before:
             continue
-        behind = _behind(k, inner)
+        behind = producers(k, inner)
         for p in (inner[fx] for fx in before):
-            if p.fx not in behind:
+            if p not in behind:
                 return f"{k.name} and {p.name} use the same memory in an order that a fused kernel does not keep"
             reason = _apart(p, k)
             if reason is not None:
@@ -53,8 +53,9 @@ def written(k: Kernel) -> set[int]:
 def private(graph: OpGraph, k: Kernel, own: Iterable[FxNode]) -> bool:
     """Whether what `k` writes in place is made, written and read by kernels of `own` only: then it need not exist in memory."""
     own = set(own)
+    made = set().union(*(_new_memory(fx) for fx in own))
     return all(
-        graph.users.get(s, set()) <= own and s not in graph.lasting and any(s in made(graph.of[fx]) for fx in own)
+        s in made and s not in graph.lasting and all(user.fx in own for user in graph.users.get(s, ()))
         for s in written(k)
     )
 
@@ -69,19 +70,19 @@ def overwritten(k: Kernel, later: Iterable[Kernel]) -> bool:
     return any(c.mutates and place(c) == place(k) for c in later)
 
 
-def made(k: Kernel) -> set[int]:
+def _new_memory(fx: FxNode) -> set[int]:
     """The memory that a kernel's result lies in, if it is new."""
-    return storages(k.fx) - set().union(*map(storages, k.fx.all_input_nodes))
+    return storages(fx) - set().union(*map(storages, fx.all_input_nodes))
 
 
-def _behind(k: Kernel, inner: Mapping[FxNode, Kernel]) -> set[FxNode]:
-    """Members whose results reach `k`."""
-    found: set[FxNode] = set()
+def producers(k: Kernel, inner: Mapping[FxNode, Kernel]) -> set[Kernel]:
+    """The kernels of `inner` whose results reach `k`."""
+    found: set[Kernel] = set()
     todo = [k]
     while todo:
         for r in todo.pop().reads:
-            if r.base in inner and r.base not in found:
-                found.add(r.base)
+            if r.base in inner and inner[r.base] not in found:
+                found.add(inner[r.base])
                 todo.append(inner[r.base])
     return found
 
@@ -115,7 +116,7 @@ def _in_place(k: Kernel, value: FxNode) -> bool:
     """Whether a kernel uses each element of a value where it iterates."""
     if k.kind is Kind.INJECTIVE and k.op not in _COPIES or k.kind is Kind.OPAQUE:
         return False
-    return tuple(fake(value)[0].shape) == k.domain
+    return shape_of(value) == k.domain
 
 
 def _geometry(n: FxNode) -> list[tuple[object, ...]]:

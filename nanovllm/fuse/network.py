@@ -1,6 +1,6 @@
-"""A graph of kernels as a network of values that two graphs can be compared by: what matters to a result, and nothing else.
+"""A graph of kernels as a network of values by which two graphs are compared: what matters to a result, nothing else.
 
-Left out are names, reshapes, numbers of rows and the order of what commutes; kept are operators, which part of a value a
+Left out are names, reshapes, numbers of rows and the order of what commutes. Kept are operators, which part of a value a
 slice takes, along which dimensions an operand is broadcast or a reduction goes (counted from the last), and scalars.
 """
 
@@ -15,14 +15,18 @@ import torch
 from torch.fx import Node as FxNode
 
 from nanovllm.fuse.classify import CLASS_LOSSES, Kind, reduced_dims
-from nanovllm.fuse.fx_nodes import fake, is_ignored, is_view, op_name
+from nanovllm.fuse.fx_nodes import arg, argument, fake, is_ignored, is_view, op_name, overload, shape_of
 from nanovllm.fuse.graph import OpGraph
 from nanovllm.fuse.products import CONVOLUTIONS
 
 _COMMUTES = {"add", "mul", "maximum", "minimum"}
-_SPELLINGS = {"_to_copy": "to", "type_as": "to", "_softmax": "softmax", "_log_softmax": "log_softmax", "clone": "contiguous",
-              "native_layer_norm": "layer_norm", "_fused_rms_norm": "rms_norm", "mm": "matmul", "silu_": "silu", "relu_": "relu",
-              "true_divide": "div", "multiply": "mul", "subtract": "sub"}  # fmt: skip
+_SPELLINGS = {
+    "_to_copy": "to", "type_as": "to", "_softmax": "softmax", "_log_softmax": "log_softmax", "clone": "contiguous",
+    "native_layer_norm": "layer_norm", "_fused_rms_norm": "rms_norm", "mm": "matmul", "true_divide": "div",
+    "multiply": "mul", "subtract": "sub",
+}  # fmt: skip
+# All of their arguments matter, not only the tensors and floating-point numbers.
+_DETAILED = {"einsum", "group_norm", "batch_norm", *CONVOLUTIONS, *CLASS_LOSSES}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +52,12 @@ class Value:
 
     @property
     def commutes(self) -> bool:
-        return self.kernel and self.label[0] in _COMMUTES and len(self.sources) == 2
+        return self.kernel and self.name in _COMMUTES and len(self.sources) == 2
+
+    @property
+    def name(self) -> str:
+        """The operator or the kind of part; "" of an input."""
+        return self.label[0] if self.label else ""
 
 
 class Network:
@@ -96,27 +105,20 @@ class Network:
     def _kernel(self, node: FxNode) -> Value:
         kernel = self.graph.of[node]
         name = op_name(node)
-        stem = name.rstrip("_") if name not in _SPELLINGS else name
-        name = _SPELLINGS.get(name, stem)
+        name = _SPELLINGS.get(name, name.rstrip("_"))
         positions, scalars = _arguments(node)
         if name == "pow" and scalars == (2,):
             name, scalars = "square", ()
         details: tuple[Any, ...] = ()
-        if name in (
-            "einsum",
-            "group_norm",
-            "batch_norm",
-            *CONVOLUTIONS,
-            *CLASS_LOSSES,
-        ):  # all of what they are told matters
+        if name in _DETAILED:
             details, scalars = scalars, ()
         elif kernel.kind is Kind.REDUCTION:
-            rank = fake(node.args[0])[0].dim()
+            rank = len(shape_of(arg(node, 0)))
             details = tuple(d - rank for d in (reduced_dims(node) or ()))
             scalars = tuple(s for s in scalars if isinstance(s, float))
         elif name in ("cat", "stack"):
-            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-            details, scalars = ((dim % len(kernel.domain)) - len(kernel.domain),), ()
+            rank = len(kernel.domain)
+            details, scalars = (argument(node, "dim") % rank - rank,), ()
         elif name == "to":
             details, scalars = (str(kernel.dtype),), ()
         elif kernel.kind in (Kind.MATMUL, Kind.INJECTIVE):
@@ -152,7 +154,8 @@ def _arguments(node: FxNode) -> tuple[list[tuple[Any, FxNode]], tuple[Any, ...]]
             scalars.append(value)
 
     # By the schema's names, so that f(x, a) and f(x, weight=a) are one.
-    names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, torch._ops.OpOverload) else []
+    op = overload(node)
+    names = [] if op is None else [a.name for a in op._schema.arguments]
     for i, value in enumerate(node.args):
         look(value, names[i] if i < len(names) else i)
     for name, value in node.kwargs.items():
@@ -184,9 +187,7 @@ def _place(part: torch.Tensor, whole: torch.Tensor) -> tuple[Any, ...]:
 def _broadcast(operand: FxNode, domain: tuple[int, ...]) -> tuple[int, ...]:
     """The dimensions of a domain, counted from the last, along which an operand has elements of its own."""
     t = fake(operand)[0]
-    shape = (1,) * (len(domain) - t.dim()) + tuple(t.shape)
-    strides = (0,) * (len(domain) - t.dim()) + tuple(t.stride())
-    return tuple(d - len(domain) for d in range(len(domain)) if shape[d] > 1 and strides[d])
+    return tuple(d for d in range(-len(domain), 0) if d >= -t.dim() and t.shape[d] > 1 and t.stride()[d])
 
 
 def uses_match(wanted: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
@@ -199,10 +200,5 @@ def uses_match(wanted: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
     if wanted[1] is None or given[1] is None:
         return wanted[1] is given[1]
     rank = len(wanted[2])
-    for d in range(-len(given[2]), 0):
-        if given[2][d] == 1:
-            continue
-        like = max(d, -rank)
-        if (d in given[1]) != (like in wanted[1]):
-            return False
-    return True
+    own = (d for d in range(-len(given[2]), 0) if given[2][d] != 1)
+    return all((d in given[1]) == (max(d, -rank) in wanted[1]) for d in own)

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm.fuse import FusionAnalyzer, legality
-from nanovllm.fuse.classify import POINTWISE, Kind
+from nanovllm.fuse.classify import PER_ELEMENT, Kind
 from nanovllm.fuse.extract import extract, values
 from nanovllm.fuse.graph import build
 from nanovllm.fuse.grouping import Group, Grower
@@ -171,8 +171,7 @@ def _stays_where_it_belongs(graph, group, args):
 
 def _weights(product, before):
     right = legality.matmul_operands(product.fx)[1]
-    by_value = {r.value: r for r in product.reads}
-    found = legality._closure_of(by_value.get(right), {k.fx: k for k in before})
+    found = legality.operand_side(right, product, {k.fx: k for k in before})
     return {k.fx for k in found}
 
 
@@ -340,7 +339,7 @@ def test_kinds_and_bytes():
     assert by_op["mul"].bytes == 4 * (2 * 8 * 16 + 16)
     assert by_op["linear"].flops == 2 * 8 * 4 * 16 and by_op["linear"].sizes == (8, 4, 16)
     assert "t" not in by_op and "transpose" not in by_op  # a view runs no kernel
-    group = Group(graph, tuple(k for k in graph if k.kind in POINTWISE and k.op in ("mul", "add")))
+    group = Group(graph, tuple(k for k in graph if k.kind in PER_ELEMENT and k.op in ("mul", "add")))
     assert group.read_bytes == 4 * (8 * 16 + 16 + 8 * 16) and group.written_bytes == 4 * 8 * 16
     assert group.unfused_bytes == 4 * (2 * 8 * 16 + 16 + 3 * 8 * 16)
 
