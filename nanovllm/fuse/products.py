@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node as FxNode
 
-from nanovllm.fuse.fx_nodes import arg, argument, fake, op_name, shape_of
+from nanovllm.fuse.fx_nodes import arg, argument, op_name, shape_of
 
 _MATMULS = ("linear", "mm", "addmm", "matmul", "bmm", "baddbmm")
 # Products by implicit GEMM: the weight times every window of the input, which is no matrix in memory.
