@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.hardware.gpu_presets import DeviceModel
-from nanovllm.kernels.triton.gemm.plan import StreamPlan, TilePlan
+from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan
 from nanovllm.plan import attention, elementwise, gemm, reduction
 from nanovllm.plan.attention import AttentionProblem, AttentionTile
 from nanovllm.plan.elementwise import ElementwiseProblem, ElementwiseTile

@@ -69,7 +69,7 @@ def prepare(problem: Any, where: torch.device, model: DeviceModel, sets: int | N
 
 
 def _gemm(p: GemmProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
-    from nanovllm.kernels.triton.gemm.plan import StreamPlan, TilePlan
+    from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan
     from nanovllm.kernels.triton.gemm.stream_kernel import stream
     from nanovllm.kernels.triton.gemm.tiled_kernel import gemm
 

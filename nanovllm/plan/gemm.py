@@ -27,7 +27,7 @@ from nanovllm.plan.resources import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.triton.gemm.plan import StreamPlan, TilePlan
+    from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan
 
 DTYPES = ("bfloat16", "float16", "float32", "tfloat32", "float8")
 WEIGHTS = ("int4", "int8", "float8")
@@ -205,13 +205,13 @@ def engine_plan(problem: GemmProblem, device: DeviceModel) -> StreamPlan | TileP
     if p.weight is not None or p.dtype == "float8":
         return None
     try:
-        from nanovllm.kernels.triton.gemm.linear_ops import _TMA_SHARED
-        from nanovllm.kernels.triton.gemm.plan import plan_product
+        from nanovllm.kernels.triton.gemm.product_plan import plan_product
+        from nanovllm.kernels.triton.gemm.products import TMA_SHARED
     except ImportError:  # no Triton
         return None
     size = int(p.bytes_x)
     tma = size == 2 and p.n % 8 == 0 and p.k % 8 == 0
-    tma = tma and device.capability >= 90 and device.shared_per_block >= _TMA_SHARED
+    tma = tma and device.capability >= 90 and device.shared_per_block >= TMA_SHARED
     return plan_product(p.m, p.n, p.k, size, False, True, tma, device.sms)
 
 

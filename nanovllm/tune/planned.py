@@ -24,11 +24,11 @@ def asked_on(tunable: Tunable, key: tuple[Any, ...], device: DeviceModel) -> tup
     """What a call asks on `device` that asks for `key` on a CPU."""
     named = tunable.named(key)
     if tunable is tunables.PRODUCT:
-        from nanovllm.kernels.triton.gemm.linear_ops import _TMA_SHARED
+        from nanovllm.kernels.triton.gemm.products import TMA_SHARED
 
         tma = (
             device.capability >= 90
-            and device.shared_per_block >= _TMA_SHARED
+            and device.shared_per_block >= TMA_SHARED
             and named["k"] % 8 == 0
             and named["n"] % 8 == 0
         )
@@ -57,20 +57,20 @@ def asked_on(tunable: Tunable, key: tuple[Any, ...], device: DeviceModel) -> tup
 def builtin_plan(tunable: Tunable, key: Named, arguments: Arguments, launch: Launch | None, device: DeviceModel) -> Any:
     """The kernel's own choice: of the simple kernels as launched, of the others as planned for `device`."""
     if tunable.name == "hopper_product":
-        from nanovllm.kernels.triton.gemm.decode_hopper import plan_product as plan_hopper_product
+        from nanovllm.kernels.triton.gemm.hopper_product import plan_hopper_product
 
         rows = key["outputs"] * (2 if key["gated"] else 1)
         return plan_hopper_product(key["tokens"], rows, key["size"], key["split"], device.sms)
     if tunable.name == "product":
-        from nanovllm.kernels.triton.gemm.plan import plan_product
+        from nanovllm.kernels.triton.gemm.product_plan import plan_product
 
         x = arguments["x"]
         rows = x.numel() // x.shape[-1]
         return plan_product(rows, key["n"], key["k"], x.element_size(), key["gated"], True, key["tma"], device.sms)
     if tunable.name == "small_product":
-        from nanovllm.kernels.triton.gemm.decode_plan import plan
+        from nanovllm.kernels.triton.gemm.small_product_plan import plan_small_product
 
-        return plan(key["tokens"], key["outputs"], key["size"], key["gated"], key["dtype"])
+        return plan_small_product(key["tokens"], key["outputs"], key["size"], key["gated"], key["dtype"])
     if tunable.name == "attention_decode":
         from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 
@@ -108,7 +108,7 @@ def hopper_asks(op: str, arguments: Arguments, device: DeviceModel) -> tuple[Any
     """What a call on a Hopper GPU asks, whose own product only it has; None: `device` is none, or the product not taken there."""
     if op not in _HOPPER or device.capability != 90:
         return None
-    from nanovllm.kernels.triton.gemm.decode_hopper import most_tokens_whole, worth
+    from nanovllm.kernels.triton.gemm.hopper_product import most_tokens_whole, worth
 
     (gated, split), weight = _HOPPER[op], arguments["weight"]
     tokens, (rows, size) = arguments["x"].shape[0], weight.shape

@@ -204,7 +204,7 @@ def _small_product(tunable: Tunable, key: Key, device: DeviceModel) -> list[Tuni
 def _hopper_product(tunable: Tunable, key: Key, device: DeviceModel) -> list[TuningSpace[Any]]:
     tiles, tokens = cdiv(key["size"], 64), key["tokens"]
     sums = key["outputs"] * (2 if key["gated"] else 1)
-    hopper_plan = tunable.classes["HopperPlan"]
+    hopper_plan = tunable.classes["HopperProductPlan"]
 
     def columns(splits: int) -> int:
         """Tiles of 64 that a program has."""
@@ -219,7 +219,7 @@ def _hopper_product(tunable: Tunable, key: Key, device: DeviceModel) -> list[Tun
     ]  # fmt: skip
     return [
         _space(
-            tunable, "HopperPlan", key, parameters,
+            tunable, "HopperProductPlan", key, parameters,
             Constraint("more slots than groups of columns", lambda c: c["chunks"] * (c["slots"] - 1) >= columns(c["splits"])),
             _splits(lambda c: cdiv(sums, 64) * cdiv(tokens, c["block"]), device, 4), make=make,
         )

@@ -55,7 +55,7 @@ def test_store(shape, dtype, scales):
 @pytest.mark.parametrize("shape", [(3, 8, 4, 128), (3, 16, 16, 64), (4, 24, 8, 64)])
 def test_fused_store_of_many_tokens(shape, dtype, norm, monkeypatch):
     monkeypatch.setattr(triton_rotary, "_MANY_TOKENS", 0)
-    monkeypatch.setattr(triton_rotary, "store_kernel", None)  # the other one
+    monkeypatch.setattr(triton_rotary, "rotary_kernel", None)  # the other one
     test_fused_store(shape, dtype, norm)
 
 

@@ -12,7 +12,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.triton.gemm.decode_hopper import _FIRST, HopperPlan
+from nanovllm.kernels.triton.gemm.hopper_product import _FIRST, HopperProductPlan
 from nanovllm.kernels.triton.tunables import hopper_product_tokens
 from tests.kernels.ptx_arithmetic import UnknownInstruction
 from tests.kernels.ptx_emulator import Machine
@@ -26,7 +26,7 @@ def compiled(plan, tokens, outputs, gated, bias):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels.triton.gemm.decode_hopper_kernel import hopper_kernel
+    from nanovllm.kernels.triton.gemm.hopper_product_kernel import hopper_product_kernel
 
     def boxes(*box):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
@@ -42,7 +42,7 @@ def compiled(plan, tokens, outputs, gated, bias):
         "x": boxes(plan.chunks, first, 64), "x_more": boxes(plan.chunks, tokens - first or first, 64),
         "bias": "*bf16", "y": "*fp32" if plan.splits > 1 else "*bf16", "num_tokens": "i32", **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
-    source = GluonASTSource(hopper_kernel, signature, constants, {})
+    source = GluonASTSource(hopper_product_kernel, signature, constants, {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
@@ -53,13 +53,20 @@ def compiled(plan, tokens, outputs, gated, bias):
             5,
             80,
             6,
-            HopperPlan(1, 2, 2, 2),
+            HopperProductPlan(1, 2, 2, 2),
             False,
             True,
         ),  # slots that are filled again, columns and rows that there are not
-        (8, 64, 5, HopperPlan(3, 1, 2, 1), False, False),  # parts of the columns
-        (19, 96, 3, HopperPlan(1, 1, 3, 1), True, False),
-        (70, 136, 2, HopperPlan(1, 1, 2, 1, 256), False, True),  # a second tile of tokens, that begins inside the first
+        (8, 64, 5, HopperProductPlan(3, 1, 2, 1), False, False),  # parts of the columns
+        (19, 96, 3, HopperProductPlan(1, 1, 3, 1), True, False),
+        (
+            70,
+            136,
+            2,
+            HopperProductPlan(1, 1, 2, 1, 256),
+            False,
+            True,
+        ),  # a second tile of tokens, that begins inside the first
     ],
 )
 def test_the_compiled_product(tokens, rows, columns, plan, gated, bias):

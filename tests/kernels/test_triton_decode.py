@@ -20,19 +20,19 @@ RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 import nanovllm.kernels.triton.attention.decode as attention
-import nanovllm.kernels.triton.gemm.decode_ops as decode
+import nanovllm.kernels.triton.gemm.small_products as decode
 from nanovllm.kernels import Kernels, Provider, all_ops
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.triton.gemm import decode_hopper
-from nanovllm.kernels.triton.gemm.decode_plan import (
+from nanovllm.kernels.triton.gemm import hopper_product
+from nanovllm.kernels.triton.gemm.small_product_plan import (
     MAX_TOKENS,
     SHARED_BYTES,
     MatrixPlan,
     VectorPlan,
     max_tokens,
-    plan,
+    plan_small_product,
 )
 from tests.interpreter import check_interpreted
 
@@ -115,7 +115,7 @@ def like(got, native):
 
 def runs_here(x, weight, gated, norm):
     """Whether a kernel of this package multiplies, not the library's."""
-    return decode._plan(x, weight, gated, norm) is not None or (not norm and decode_hopper.takes(x, weight, gated))
+    return decode._plan(x, weight, gated, norm) is not None or (not norm and hopper_product.takes(x, weight, gated))
 
 
 def check(tokens, outputs, size, dtype, seed=0, scale=1.0, like=like):
@@ -248,7 +248,7 @@ def test_plans_are_small_enough_and_made_of_shapes_alone():
             for dtype in DTYPES:
                 most = max_tokens(outputs, size, gated, dtype)
                 for tokens in range(1, MAX_TOKENS + 3):
-                    cut = plan(tokens, outputs, size, gated, dtype)
+                    cut = plan_small_product(tokens, outputs, size, gated, dtype)
                     assert (cut is not None) == (tokens <= most)
                     if isinstance(cut, VectorPlan):
                         assert cut.block == cut.warps * 32 * 16 // dtype.itemsize and cut.rows >= (2 if gated else 1)
@@ -259,7 +259,7 @@ def test_plans_are_small_enough_and_made_of_shapes_alone():
                         columns = -(-size // block) * block
                         padded = 1 << (tokens - 1).bit_length()
                         assert cut.depth >= 16 and (cut.rows + padded) * columns * dtype.itemsize <= SHARED_BYTES
-    assert plan(1, 8, 200000, False, torch.bfloat16) is None  # the registers would not hold a row
+    assert plan_small_product(1, 8, 200000, False, torch.bfloat16) is None  # the registers would not hold a row
     assert max_tokens(4096, 1024, False, torch.bfloat16) == MAX_TOKENS
     assert max_tokens(6144, 4096, False, torch.bfloat16) == 1
     assert max_tokens(64, 64, False, torch.float64) == 0

@@ -17,8 +17,8 @@ if triton.knobs.runtime.interpret:
 from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
 from nanovllm.kernels.triton import tunables
-from nanovllm.kernels.triton.gemm import decode_hopper, decode_ops
-from nanovllm.kernels.triton.gemm.decode_hopper import HopperPlan, plan_product
+from nanovllm.kernels.triton.gemm import hopper_product, small_products
+from nanovllm.kernels.triton.gemm.hopper_product import HopperProductPlan, plan_hopper_product
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -71,14 +71,14 @@ def poison(monkeypatch):
 def test_products(rows, size, dtype, poison):
     for tokens in TOKENS:
         x, weight = make(tokens, rows, size, dtype, tokens, stride=size + 8 * (tokens % 3))
-        assert decode_hopper.takes(x, weight) == (tokens in decode_hopper.num_tokens_taken(weight))
+        assert hopper_product.takes(x, weight) == (tokens in hopper_product.num_tokens_taken(weight))
         bias = torch.randn(rows, device="cuda").to(dtype)
         for b in (None, bias):
             expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
-            got = decode_hopper.product(x, weight, b)
+            got = hopper_product.product(x, weight, b)
             assert got.dtype == dtype
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound_of(expected, dtype))
-        parts = decode_hopper.product(x, weight, split=True)
+        parts = hopper_product.product(x, weight, split=True)
         expected = F.linear(x.double(), weight.double())
         assert parts.dtype == torch.float32
         torch.testing.assert_close(
@@ -87,12 +87,12 @@ def test_products(rows, size, dtype, poison):
         if rows % 16 == 0:
             gate, up = expected.chunk(2, -1)
             expected = F.silu(gate) * up
-            got = decode_hopper.product(x, weight, gated=True)
+            got = hopper_product.product(x, weight, gated=True)
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=2 * bound_of(expected, dtype))
 
 
 @on_hopper
-@pytest.mark.parametrize("plan", [HopperPlan(s, c, n, r) for s, c, n, r in (
+@pytest.mark.parametrize("plan", [HopperProductPlan(s, c, n, r) for s, c, n, r in (
     (1, 4, 2, 3), (1, 1, 2, 9), (1, 2, 3, 3), (2, 2, 2, 3), (5, 4, 1, 1), (3, 1, 6, 1), (17, 1, 1, 1), (1, 2, 4, 3),
 )], ids=str)  # fmt: skip
 def test_any_plan(plan, poison):
@@ -101,10 +101,10 @@ def test_any_plan(plan, poison):
     for tokens, seed in itertools.product((2, 17, 40), range(3)):
         x, weight = make(tokens, 208, 17 * 64, torch.bfloat16, seed)
         expected = F.linear(x.double(), weight.double())
-        parts = decode_hopper.product(x, weight, split=True, plan=plan)
+        parts = hopper_product.product(x, weight, split=True, plan=plan)
         torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=1e-4)
         if plan.splits == 1:
-            got = decode_hopper.product(x, weight, plan=plan)
+            got = hopper_product.product(x, weight, plan=plan)
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound_of(expected, x.dtype))
 
 
@@ -112,11 +112,11 @@ def test_any_plan(plan, poison):
 @pytest.mark.parametrize(
     "plan",
     [
-        HopperPlan(1, 1, 3, 6),
-        HopperPlan(1, 1, 3, 6, 256),
-        HopperPlan(1, 2, 2, 5, 256),
-        HopperPlan(3, 2, 3, 1, 256),
-        HopperPlan(9, 1, 2, 1, 256),
+        HopperProductPlan(1, 1, 3, 6),
+        HopperProductPlan(1, 1, 3, 6, 256),
+        HopperProductPlan(1, 2, 2, 5, 256),
+        HopperProductPlan(3, 2, 3, 1, 256),
+        HopperProductPlan(9, 1, 2, 1, 256),
     ],
     ids=str,
 )
@@ -128,14 +128,14 @@ def test_two_tiles_of_tokens(plan, poison):
         x, weight = make(tokens, rows, 17 * 64, torch.bfloat16, tokens, stride=17 * 64 + 8)
         bias = torch.randn(rows, device="cuda").bfloat16()
         expected = F.linear(x.double(), weight.double())
-        parts = decode_hopper.product(x, weight, split=True, plan=plan)
+        parts = hopper_product.product(x, weight, split=True, plan=plan)
         torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=1e-4)
         if plan.splits == 1:
-            got = decode_hopper.product(x, weight, bias, plan=plan)
+            got = hopper_product.product(x, weight, bias, plan=plan)
             torch.testing.assert_close(got.double(), expected + bias.double(), rtol=0, atol=bound_of(expected, x.dtype))
             gate, up = expected.chunk(2, -1)
             want = F.silu(gate) * up
-            got = decode_hopper.product(x, weight, gated=True, plan=plan)
+            got = hopper_product.product(x, weight, gated=True, plan=plan)
             torch.testing.assert_close(got.double(), want, rtol=0, atol=2 * bound_of(want, x.dtype))
 
 
@@ -148,14 +148,14 @@ def test_fused_ops_round_as_the_ops_they_fuse(dtype, scale, poison):
         residual = torch.randn(tokens, 2 * rows, device="cuda").to(dtype)[:, ::2] * scale
         norm, bias = torch.rand(rows, device="cuda").to(dtype) + 0.5, torch.randn(rows, device="cuda").to(dtype)
         for b in (None, bias):
-            got, total = decode_ops.linear_add_rms_norm(x, weight, residual, norm, 1e-6, b)
+            got, total = small_products.linear_add_rms_norm(x, weight, residual, norm, 1e-6, b)
             want, want_total = linear_add_rms_norm.native(x, weight, residual, norm, 1e-6, b)
             for a, e in ((got, want), (total, want_total)):
                 assert (a.double() - e.double()).norm() / e.double().norm() < {
                     torch.bfloat16: 4e-3,
                     torch.float16: 5e-4,
                 }[dtype]
-        got, want = decode_ops.linear_silu_and_mul(x, weight), linear_silu_and_mul.native(x, weight)
+        got, want = small_products.linear_silu_and_mul(x, weight), linear_silu_and_mul.native(x, weight)
         assert (got.double() - want.double()).norm() / want.double().norm() < {
             torch.bfloat16: 6e-3,
             torch.float16: 1e-3,
@@ -166,11 +166,11 @@ def test_fused_ops_round_as_the_ops_they_fuse(dtype, scale, poison):
 def test_tokens_do_not_see_each_other():
     """A token's bits do not depend on the others, whose numbers may be infinite or not numbers; and no run differs from another."""
     x, weight = make(32, 4096, 1024, torch.bfloat16, 0)
-    first = decode_hopper.product(x, weight)
+    first = hopper_product.product(x, weight)
     x = x.clone()
     x[5], x[31] = float("nan"), float("inf")
     for _ in range(20):
-        again = decode_hopper.product(x, weight)
+        again = hopper_product.product(x, weight)
         kept = [i for i in range(32) if i not in (5, 31)]
         assert torch.equal(again[kept], first[kept]) and again[5].isnan().all()
 
@@ -187,7 +187,9 @@ def test_a_chain_replays_with_new_tokens():
     def chain():
         y, r = x, residual
         for _ in range(4):
-            y, r = decode_ops.linear_add_rms_norm(decode_ops.linear_silu_and_mul(y, gate_up), down, r, norm, 1e-6)
+            y, r = small_products.linear_add_rms_norm(
+                small_products.linear_silu_and_mul(y, gate_up), down, r, norm, 1e-6
+            )
         return y
 
     stream = torch.cuda.Stream()
@@ -212,7 +214,7 @@ def test_a_chain_replays_with_new_tokens():
 def test_plans_cover_every_column_and_fit():
     large = [(51200, 5120), (57344, 8192), (65536, 4096)]
     for (rows, size), tokens, split, sms in itertools.product(SHAPES + large, TOKENS, (False, True), (78, 114, 132)):
-        plan = plan_product(tokens, rows, size, split, sms)
+        plan = plan_hopper_product(tokens, rows, size, split, sms)
         assert plan.splits == 1 or split
         columns = plan.chunks * plan.slots * plan.rounds
         assert plan.splits * columns * 64 >= size, "columns left out"
@@ -229,8 +231,8 @@ def weight_like(rows, size, dtype=torch.bfloat16, contiguous=True, address=0):
 
 
 def test_what_is_taken(monkeypatch):
-    monkeypatch.setattr(decode_hopper, "_is_hopper", lambda index: True)
-    taken = decode_hopper.num_tokens_taken
+    monkeypatch.setattr(hopper_product, "_is_hopper", lambda index: True)
+    taken = hopper_product.num_tokens_taken
     assert taken(weight_like(4096, 1024)) == range(1, 257) == taken(weight_like(4096, 1024, torch.float16))
     assert taken(weight_like(24576, 4096), gated=True) == range(1, 129) and taken(weight_like(2048, 6144)) == range(
         2, 193
@@ -241,22 +243,22 @@ def test_what_is_taken(monkeypatch):
     ]  # fmt: skip
     assert not any(taken(w) for w in refused)
     assert taken(weight_like(4104, 1024)) and not taken(weight_like(4104, 1024), gated=True)
-    assert decode_ops.num_tokens_linear_add_rms_norm(weight_like(4096, 1024)) == range(1, 257)
-    assert decode_ops.num_tokens_linear(weight_like(4096, 1024)) == range(1, 257)
-    assert not decode_ops.num_tokens_add_rms_norm_linear(weight_like(4096, 1024))
+    assert small_products.num_tokens_linear_add_rms_norm(weight_like(4096, 1024)) == range(1, 257)
+    assert small_products.num_tokens_linear(weight_like(4096, 1024)) == range(1, 257)
+    assert not small_products.num_tokens_add_rms_norm_linear(weight_like(4096, 1024))
     # A gated product has another kernel for many tokens, and none in between.
-    monkeypatch.setattr(decode_ops, "many_tokens", lambda weight: range(4096, 1 << 31))
-    taken_gated = decode_ops.num_tokens_linear_silu_and_mul(weight_like(6144, 1024))
+    monkeypatch.setattr(small_products, "many_tokens", lambda weight: range(4096, 1 << 31))
+    taken_gated = small_products.num_tokens_linear_silu_and_mul(weight_like(6144, 1024))
     assert [n for n in (0, 1, 256, 257, 4095, 4096, 16384) if n in taken_gated] == [1, 256, 4096, 16384]
     # The language-model head: one token has a kernel of its own, many are the library's.
     assert taken(weight_like(151936, 1024)) == range(2, 33) and not taken(weight_like(151936, 1024), gated=True)
-    assert decode_ops.num_tokens_linear(weight_like(151936, 1024)) == range(1, 33)
+    assert small_products.num_tokens_linear(weight_like(151936, 1024)) == range(1, 33)
     # One token of a layer of this size is better in the kernels that have the norm before the product.
-    assert decode_ops.num_tokens_linear(weight_like(4096, 2048)) == range(1, 129)
-    assert decode_ops.num_tokens_add_rms_norm_linear(weight_like(4096, 2048)) == range(1, 2)
-    monkeypatch.setattr(decode_hopper, "_is_hopper", lambda index: False)
-    assert not decode_ops.num_tokens_linear_add_rms_norm(weight_like(4096, 1024))
-    assert decode_ops.num_tokens_add_rms_norm_linear(weight_like(4096, 1024)) == range(1, 9)
+    assert small_products.num_tokens_linear(weight_like(4096, 2048)) == range(1, 129)
+    assert small_products.num_tokens_add_rms_norm_linear(weight_like(4096, 2048)) == range(1, 2)
+    monkeypatch.setattr(hopper_product, "_is_hopper", lambda index: False)
+    assert not small_products.num_tokens_linear_add_rms_norm(weight_like(4096, 1024))
+    assert small_products.num_tokens_add_rms_norm_linear(weight_like(4096, 1024)) == range(1, 9)
 
 
 @pytest.mark.parametrize(
@@ -270,40 +272,37 @@ def test_a_plain_call_does_what_layers_do(rows, size, monkeypatch):
         return lambda x, w, *args, **kwargs: ran.append(name + kwargs.get("gated", False) * " gated") or result(x)
 
     monkeypatch.setattr(
-        decode_hopper, "num_tokens_taken", lambda w, gated=False: decode_hopper.worth(*w.shape, gated, w.dtype)
+        hopper_product, "num_tokens_taken", lambda w, gated=False: hopper_product.worth(*w.shape, gated, w.dtype)
     )
-    monkeypatch.setattr(
-        decode_ops.linear_add_rms_norm, "num_tokens", decode_hopper.num_tokens_taken
-    )  # bound when it was imported
-    monkeypatch.setattr(decode_hopper, "product", note("hopper", lambda x: x))
-    monkeypatch.setattr(decode_hopper, "sum_add_rms_norm", lambda *args: args)
-    monkeypatch.setattr(decode_ops, "_launch", note("few", lambda x: (x, x)))
-    monkeypatch.setattr(decode_ops, "F", SimpleNamespace(linear=note("library", lambda x: x)))
-    monkeypatch.setattr(decode_ops, "silu_and_mul", lambda x: x)
-    monkeypatch.setattr(decode_ops, "_add_rms_norm", lambda x, residual, *args: (x, residual))
+    monkeypatch.setattr(hopper_product, "product", note("hopper", lambda x: x))
+    monkeypatch.setattr(small_products, "sum_add_rms_norm", lambda *args: args)
+    monkeypatch.setattr(small_products, "_launch", note("few", lambda x: (x, x)))
+    monkeypatch.setattr(small_products, "F", SimpleNamespace(linear=note("library", lambda x: x)))
+    monkeypatch.setattr(small_products, "silu_and_mul", lambda x: x)
+    monkeypatch.setattr(small_products, "_add_rms_norm", lambda x, residual, *args: (x, residual))
     for tokens in (1, 2, 8, 9, 16, 32, 33, 64, 65, 256, 257):
         x = torch.empty(tokens, size, dtype=torch.bfloat16)
-        decode_ops.linear(x, weight)
+        small_products.linear(x, weight)
         plain = ran.pop()
-        assert (plain == "library") == (tokens not in decode_ops.num_tokens_linear(weight)) and not ran
-        decode_ops.linear_add_rms_norm(x, weight, x, x[0], 1e-6)
-        assert ran.pop() == ("hopper" if tokens in decode_ops.num_tokens_linear_add_rms_norm(weight) else plain)
-        decode_ops.linear_silu_and_mul(x, weight)
+        assert (plain == "library") == (tokens not in small_products.num_tokens_linear(weight)) and not ran
+        small_products.linear_add_rms_norm(x, weight, x, x[0], 1e-6)
+        assert ran.pop() == ("hopper" if tokens in small_products.num_tokens_linear_add_rms_norm(weight) else plain)
+        small_products.linear_silu_and_mul(x, weight)
         assert (
-            ran.pop() == ("hopper gated" if tokens in decode_ops.num_tokens_linear_silu_and_mul(weight) else plain)
+            ran.pop() == ("hopper gated" if tokens in small_products.num_tokens_linear_silu_and_mul(weight) else plain)
             and not ran
         )
 
 
 def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
-    assert decode_hopper.most_tokens_whole(1024, 3072) == 32 and decode_hopper.most_tokens_whole(1024, 2048) == 64
-    assert decode_hopper.most_tokens_whole(2048, 6144) == 8  # never fewer: measured
-    assert decode_hopper.most_tokens_whole(1024, 1024) == 256 == decode_hopper.most_tokens_whole(4096, 1024)
-    assert decode_hopper.most_tokens_whole(4096, 12288) == 128
-    monkeypatch.setattr(decode_hopper, "_is_hopper", lambda index: True)
-    assert decode_ops.num_tokens_linear(weight_like(1024, 3072)) == range(1, 33)
-    assert decode_ops.num_tokens_linear(weight_like(2048, 6144)) == range(1, 9)
-    assert decode_ops.num_tokens_linear_add_rms_norm(weight_like(1024, 3072)) == range(1, 257)
+    assert hopper_product.most_tokens_whole(1024, 3072) == 32 and hopper_product.most_tokens_whole(1024, 2048) == 64
+    assert hopper_product.most_tokens_whole(2048, 6144) == 8  # never fewer: measured
+    assert hopper_product.most_tokens_whole(1024, 1024) == 256 == hopper_product.most_tokens_whole(4096, 1024)
+    assert hopper_product.most_tokens_whole(4096, 12288) == 128
+    monkeypatch.setattr(hopper_product, "_is_hopper", lambda index: True)
+    assert small_products.num_tokens_linear(weight_like(1024, 3072)) == range(1, 33)
+    assert small_products.num_tokens_linear(weight_like(2048, 6144)) == range(1, 9)
+    assert small_products.num_tokens_linear_add_rms_norm(weight_like(1024, 3072)) == range(1, 257)
 
 
 COMPILED = [
@@ -320,12 +319,12 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels.triton.gemm.decode_hopper_kernel import hopper_kernel
+    from nanovllm.kernels.triton.gemm.hopper_product_kernel import hopper_product_kernel
 
     gated, split, bias = (what.get(name, False) for name in ("gated", "split", "bias"))
-    plan = plan_product(tokens, rows, size, split, 132)
+    plan = plan_hopper_product(tokens, rows, size, split, 132)
     padded = tunables.hopper_product_tokens(tokens, plan.block)
-    first = decode_hopper._FIRST.get(padded, padded)
+    first = hopper_product._FIRST.get(padded, padded)
 
     def boxes(*box):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
@@ -341,7 +340,7 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
         **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     binary = triton.compile(
-        GluonASTSource(hopper_kernel, signature, constants, {}),
+        GluonASTSource(hopper_product_kernel, signature, constants, {}),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": 4},
     )
@@ -375,6 +374,6 @@ def test_weights_are_read_early_only_if_they_are_parameters():
         ((weight, bias), column, False),  # strided: the kernel before has just written a copy
     ):
         with recorded() as launches:
-            decode_hopper.product(x, *of_product)
-            decode_hopper.sum_add_rms_norm(parts, None, x, of_norm, 1e-6)
-        assert [decode_ops.options["launch_pdl"] for launch in launches] == [early] * 2
+            hopper_product.product(x, *of_product)
+            small_products.sum_add_rms_norm(parts, None, x, of_norm, 1e-6)
+        assert [launch.options["launch_pdl"] for launch in launches] == [early] * 2

@@ -15,9 +15,9 @@ DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 from nanovllm.kernels.extra.gated_mlp import gated_mlp as native_gated_mlp
 from nanovllm.kernels.extra.linear_bias_act import ACTIVATIONS
 from nanovllm.kernels.extra.linear_bias_act import linear_bias_act as native_linear_bias_act
-from nanovllm.kernels.triton.gemm import linear_ops
-from nanovllm.kernels.triton.gemm.linear_ops import features, gated_mlp, linear_bias_act, matmul
-from nanovllm.kernels.triton.gemm.plan import StreamPlan, TilePlan, plan_product
+from nanovllm.kernels.triton.gemm import products
+from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan, plan_product
+from nanovllm.kernels.triton.gemm.products import features, gated_mlp, linear_bias_act, matmul
 from tests.interpreter import check_interpreted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -186,16 +186,16 @@ def test_every_plan_on_every_shape(plan, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_silu_and_mul_of_many_tokens_rounds_as_the_ops_do(dtype, monkeypatch):
     if not TMA:
-        assert not linear_ops.many_tokens(torch.empty(64, 64, dtype=dtype, device=DEVICE))
+        assert not products.many_tokens(torch.empty(64, 64, dtype=dtype, device=DEVICE))
         return
     shapes = (
         [(4096, 1024, 3072), (4099, 2048, 6144), (5000, 576, 1536)] if GPU else [(70, 72, 40), (64, 64, 16), (3, 40, 8)]
     )
     if not GPU:
-        monkeypatch.setattr(linear_ops, "_MANY_PLAN", TilePlan(64, 16, 32, 2, 1, 4, 2, tma=True, flatten=True))
+        monkeypatch.setattr(products, "_MANY_PLAN", TilePlan(64, 16, 32, 2, 1, 4, 2, tma=True, flatten=True))
     for m, k, n in shapes:
         x, weight = strided(randn(m, k, dtype=dtype)), randn(2 * n, k, dtype=dtype, seed=1, scale=k**-0.5)
-        got = linear_ops.silu_and_mul_of_many(x, weight)
+        got = products.silu_and_mul_of_many(x, weight)
         gate, up = (x.double() @ weight.double().T).to(dtype).chunk(2, -1)
         expected = torch.nn.functional.silu(gate.double()).to(dtype).double() * up.double()
         assert got.dtype == dtype and got.shape == (m, n) and got.is_contiguous()
@@ -205,7 +205,7 @@ def test_silu_and_mul_of_many_tokens_rounds_as_the_ops_do(dtype, monkeypatch):
 
 
 def test_which_numbers_of_tokens_are_many(monkeypatch):
-    monkeypatch.setattr(linear_ops, "features", lambda device: (True, True))
+    monkeypatch.setattr(products, "features", lambda device: (True, True))
 
     def weight(rows, size, dtype=torch.bfloat16):
         return type("Weight", (), {
@@ -213,15 +213,11 @@ def test_which_numbers_of_tokens_are_many(monkeypatch):
             "element_size": lambda self: 2, "data_ptr": lambda self: 256,
         })()  # fmt: skip
 
-    assert (
-        linear_ops.many_tokens(weight(6144, 1024))
-        == range(4096, 1 << 31)
-        == linear_ops.many_tokens(weight(12288, 2048))
-    )
+    assert products.many_tokens(weight(6144, 1024)) == range(4096, 1 << 31) == products.many_tokens(weight(12288, 2048))
     refused = [weight(6144, 1024, torch.float32), weight(24576, 4096), weight(3072, 1020), weight(8, 0)]
-    assert not any(linear_ops.many_tokens(w) for w in refused)
-    monkeypatch.setattr(linear_ops, "features", lambda device: (True, False))
-    assert not linear_ops.many_tokens(weight(6144, 1024))
+    assert not any(products.many_tokens(w) for w in refused)
+    monkeypatch.setattr(products, "features", lambda device: (True, False))
+    assert not products.many_tokens(weight(6144, 1024))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

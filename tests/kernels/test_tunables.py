@@ -11,8 +11,8 @@ from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.source_hash import is_kernel
 from nanovllm.kernels.op.tunable import imported
 from nanovllm.kernels.triton import tunables
-from nanovllm.kernels.triton.gemm.decode_plan import MatrixPlan
-from nanovllm.kernels.triton.gemm.plan import plan_product
+from nanovllm.kernels.triton.gemm.product_plan import plan_product
+from nanovllm.kernels.triton.gemm.small_product_plan import MatrixPlan
 from nanovllm.tune.launches import recorded
 from tests.kernels.config_files import BF16, CPU, entry, write
 
@@ -78,7 +78,7 @@ def test_a_product_for_hopper_refuses_what_cannot_work(plan, differ, said):
 def test_a_product_for_hopper_takes_what_can(plan, differ):
     """Up to 25 tiles of 8 tokens: 225 KiB."""
     tunable = tunables.HOPPER_PRODUCT
-    made = tunable.classes["HopperPlan"](*plan)
+    made = tunable.classes["HopperProductPlan"](*plan)
     key = tuple({**HOPPER, **differ}.values())
     assert tunable.plan_from_json(tunable.plan_to_json(made), key) == made
 
@@ -166,9 +166,9 @@ def small_product(norm, tokens=2):
 def hopper_product(**options):
     """As on a Hopper GPU, up to the launch. The tensors stay, since descriptors of them are told apart by their addresses."""
     pytest.importorskip("triton.experimental.gluon")
-    from nanovllm.kernels.triton.gemm import decode_hopper
+    from nanovllm.kernels.triton.gemm import hopper_product
 
-    return decode_hopper.product(*_kept(), **options)
+    return hopper_product.product(*_kept(), **options)
 
 
 @functools.cache

@@ -282,7 +282,7 @@ def test_rows_that_are_not_aligned():
 def test_without_triton_there_is_no_tile_of_the_engine(monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "nanovllm.kernels.triton.gemm.plan", None)
+    monkeypatch.setitem(sys.modules, "nanovllm.kernels.triton.gemm.product_plan", None)
     problem = GemmProblem(777, 3333, 1111)
     assert gemm.engine_tile(problem, H100) is None and len(plan_gemm(problem, H100)) > 40
 

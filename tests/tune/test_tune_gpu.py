@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 from nanovllm.kernels.op import config_files
 from nanovllm.kernels.triton import tunables
-from nanovllm.kernels.triton.gemm.plan import StreamPlan, TilePlan
+from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan
 from nanovllm.kernels.triton.rows.plans import RowPlan
 from nanovllm.tune import Budget, Skipped
 from nanovllm.tune.measure import Bench

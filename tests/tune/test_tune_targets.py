@@ -153,9 +153,9 @@ def test_what_the_product_for_hopper_takes_is_tuned_for_it_and_the_rest_for_the_
 def test_the_key_of_a_product_for_hopper_is_what_its_launch_asks(op, gated, split, monkeypatch):
     """As a Hopper GPU calls it: the wrapper up to the launch runs here too."""
     pytest.importorskip("triton.experimental.gluon")
-    from nanovllm.kernels.triton.gemm import decode_hopper
+    from nanovllm.kernels.triton.gemm import hopper_product
 
-    monkeypatch.setattr(decode_hopper, "takes", lambda *args, **kwargs: True)
+    monkeypatch.setattr(hopper_product, "takes", lambda *args, **kwargs: True)
     cpu = torch.device("cpu")
     for tokens, size in ((1, 1024), (8, 192), (9, 1024), (32, 1024), (100, 1024), (150, 1024), (256, 1024)):
         if op == "linear" and tokens > 128:  # the library's
@@ -168,16 +168,20 @@ def test_the_key_of_a_product_for_hopper_is_what_its_launch_asks(op, gated, spli
         }  # fmt: skip
         arguments = arguments_of(job.target, job.shapes[0], BF16, {})
         plans = candidates(job, H200).plans
-        for plan in (job.builtin, plans[-1], None):  # None: as `plan_product` says, for the multiprocessors of an H200
+        for plan in (
+            job.builtin,
+            plans[-1],
+            None,
+        ):  # None: as `plan_hopper_product` says, for the multiprocessors of an H200
             with tunables.HOPPER_PRODUCT.using(cpu, job.key, plan) as asked, recorded() as launches:
                 job.target.launcher.fn(**arguments)
             assert asked == [job.key]
             product = launches[0]
-            assert product.name == "hopper_kernel" and product.arguments["TOKENS"] + product.arguments[
+            assert product.name == "hopper_product_kernel" and product.arguments["TOKENS"] + product.arguments[
                 "MORE"
             ] == tunables.hopper_product_tokens(tokens, (plan or job.builtin).block)
             given = tuple(product.arguments[name.upper()] for name in ("splits", "chunks", "slots", "rounds"))
-            assert decode_hopper.HopperPlan(*given, (plan or job.builtin).block) == (plan or job.builtin)
+            assert hopper_product.HopperProductPlan(*given, (plan or job.builtin).block) == (plan or job.builtin)
             assert product.arguments["GATED"] == gated
             assert [launch.name for launch in launches[1:]] == (["sum_norm_kernel"] if split else [])
 
@@ -227,7 +231,7 @@ def test_the_key_of_decode_attention_for_hopper_is_what_its_launch_asks(op, new,
 
 def test_a_product_for_hopper_has_one_plan_for_all_tokens_of_a_key():
     """So a configuration replaces the choice that the kernel would make for any of them."""
-    from nanovllm.kernels.triton.gemm.decode_hopper import MAX_TOKENS, plan_product
+    from nanovllm.kernels.triton.gemm.hopper_product import MAX_TOKENS, plan_hopper_product
 
     shapes = (4096, 1024), (1024, 3072), (6144, 4096), (4096, 12288), (80, 64)
     for (rows, size), split in itertools.product(shapes, (False, True)):
@@ -238,7 +242,8 @@ def test_a_product_for_hopper_has_one_plan_for_all_tokens_of_a_key():
                 for b in (128, 256)
             )
             for sms in (78, 132):
-                assert plan_product(tokens, rows, size, split, sms) == plan_product(of_key, rows, size, split, sms)
+                planned = (plan_hopper_product(n, rows, size, split, sms) for n in (tokens, of_key))
+                assert len(set(planned)) == 1
     job = one("linear", (1, 4096, 1024), (8, 4096, 1024))
     assert job.shapes == ((1, 4096, 1024), (8, 4096, 1024))
 

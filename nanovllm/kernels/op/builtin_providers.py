@@ -41,10 +41,10 @@ _triton(
 _triton("rows", extra.layernorm_residual_dropout_gelu, accepts=_short_rows)
 _triton("sampling.sample", ops.sample)
 _triton(
-    "gemm.decode_ops", ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear, ops.linear_add_rms_norm,
+    "gemm.small_products", ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear, ops.linear_add_rms_norm,
     ops.linear_silu_and_mul, num_tokens=True,
 )  # fmt: skip
-_triton("gemm.linear_ops", extra.gated_mlp, extra.linear_bias_act, accepts=interpretable_dot)
+_triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=interpretable_dot)
 _triton("attention.shared", ops.attention_decode_shared, ops.qk_norm_rope_attention_shared, accepts=interpretable_dot)
 _triton("attention.decode", ops.attention_decode, ops.qk_norm_rope_attention, accepts=interpretable_dot, takes_out=True)
 _triton("attention.prefill", ops.attention_prefill, accepts=interpretable_dot, takes_out=True, takes_concurrent=True)

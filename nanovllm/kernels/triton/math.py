@@ -198,3 +198,9 @@ def activation(x, KIND: tl.constexpr, dtype: tl.constexpr):
     else:
         tl.static_assert(KIND == "relu", "kind must be gelu, gelu_tanh, silu, mish or relu")
         return tl.where(x <= 0.0, 0.0, x)  # keeps NaN, as torch.relu does
+
+
+@triton.jit
+def gated_product(gate, up, KIND: tl.constexpr, dtype: tl.constexpr):
+    """KIND(gate) * up as separate ops compute it: gate, up and the activation are each rounded to dtype. In float32."""
+    return rounded(activation(rounded(gate, dtype), KIND, dtype), dtype) * rounded(up, dtype)

@@ -86,14 +86,16 @@ def elements_key(rows: int, size: int, dtype: torch.dtype) -> tuple[int, int, to
 
 _HEADS = {"tokens": int, "q_heads": int, "kv_heads": int, "head_dim": int, "dtype": torch.dtype, "norm": bool}
 
-ROTARY = Tunable(
-    "rotary", _HEADS, (f"{_ROWWISE}.plans:HeadPlan",), (f"{_ROWWISE}.rotary_kernels:rotary_kernel", f"{_ROWWISE}.rotary_kernels:rotary_tokens_kernel"),
-    batch=("tokens",), rounded={"tokens": bucket},
-)  # fmt: skip
-ROTARY_STORE = Tunable(
-    "rotary_store", _HEADS, (f"{_ROWWISE}.plans:HeadPlan",), (f"{_ROWWISE}.rotary_kernels:store_kernel", f"{_ROWWISE}.rotary_kernels:store_tokens_kernel"),
-    batch=("tokens",), rounded={"tokens": bucket},
-)  # fmt: skip
+
+def _rotary(name: str) -> Tunable:
+    kernels = tuple(f"{_ROWWISE}.rotary_kernels:{kernel}" for kernel in ("rotary_kernel", "rotary_tokens_kernel"))
+    return Tunable(
+        name, _HEADS, (f"{_ROWWISE}.plans:HeadPlan",), kernels, batch=("tokens",), rounded={"tokens": bucket}
+    )
+
+
+ROTARY = _rotary("rotary")
+ROTARY_STORE = _rotary("rotary_store")
 
 # --------------------------------------------------------------------------------------------------------------- products
 
@@ -125,7 +127,7 @@ def _refuse_product(plan: Any, key: Key) -> str | None:
 PRODUCT = Tunable(
     "product",
     {"m": int, "n": int, "k": int, "dtype": torch.dtype, "gated": bool, "tma": bool},
-    (f"{_GEMM}.plan:StreamPlan", f"{_GEMM}.plan:TilePlan"),
+    (f"{_GEMM}.product_plan:StreamPlan", f"{_GEMM}.product_plan:TilePlan"),
     (f"{_GEMM}.stream_kernel:stream_kernel", f"{_GEMM}.stream_kernel:add_splits", f"{_GEMM}.tiled_kernel:tile_kernel", f"{_GEMM}.tiled_kernel:tma_kernel"),
     _refuse_product,
     batch=("m",), rounded={"m": lambda m: bucket(m, steps=4)},
@@ -158,8 +160,8 @@ def _refuse_small_product(plan: Any, key: Key) -> str | None:
 SMALL_PRODUCT = Tunable(
     "small_product",
     {"tokens": int, "outputs": int, "size": int, "dtype": torch.dtype, "gated": bool, "norm": bool},
-    (f"{_GEMM}.decode_plan:VectorPlan", f"{_GEMM}.decode_plan:MatrixPlan"),
-    (f"{_GEMM}.decode_vector_kernel:vector_kernel", f"{_GEMM}.decode_matrix_kernel:matrix_kernel"),
+    (f"{_GEMM}.small_product_plan:VectorPlan", f"{_GEMM}.small_product_plan:MatrixPlan"),
+    (f"{_GEMM}.small_product_kernels:vector_kernel", f"{_GEMM}.small_product_kernels:matrix_kernel"),
     _refuse_small_product,
     batch=("tokens",),
 )
@@ -194,8 +196,8 @@ def _refuse_hopper_product(plan: Any, key: Key) -> str | None:
 HOPPER_PRODUCT = Tunable(
     "hopper_product",
     {"tokens": int, "outputs": int, "size": int, "dtype": torch.dtype, "gated": bool, "split": bool},
-    (f"{_GEMM}.decode_hopper:HopperPlan",),
-    (f"{_GEMM}.decode_hopper_kernel:hopper_kernel", f"{_GEMM}.sum_norm_kernel:sum_norm_kernel"),
+    (f"{_GEMM}.hopper_product:HopperProductPlan",),
+    (f"{_GEMM}.hopper_product_kernel:hopper_product_kernel", f"{_GEMM}.sum_norm:sum_norm_kernel"),
     _refuse_hopper_product,
     batch=("tokens",),
     rounded={"tokens": lambda tokens: hopper_product_tokens(tokens, 256)},

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 from nanovllm.kernels.op.tunable import bucket
 from nanovllm.kernels.triton import tunables
-from nanovllm.kernels.triton.gemm.plan import StreamPlan, TilePlan
+from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan
 from nanovllm.kernels.triton.rows.plans import RowPlan
 from tests.kernels.config_files import BF16, CPU, rms_norm
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.triton.gemm.plan import StreamPlan
+from nanovllm.kernels.triton.gemm.product_plan import StreamPlan
 from nanovllm.kernels.triton.gemm.tiles import finish, multiply_tile, multiply_vector, store_sums, weight_rows
 from nanovllm.kernels.triton.launch import cdiv
 from nanovllm.kernels.triton.math import to_dtype
@@ -76,7 +76,7 @@ def stream(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, kind: str, gated: bool,
     plan: StreamPlan, precision: str, pdl: bool, early: bool = False,
 ) -> None:  # fmt: skip
-    """out [m, n] = kind(x [m, k] @ weight^T + bias) for m up to plan.tokens; see `product.matmul`.
+    """out [m, n] = kind(x [m, k] @ weight^T + bias) for m up to plan.tokens; see `products.matmul`.
 
     pdl: launch while the kernel before still runs, and wait for it on the device.
     early: with pdl and for one token, load the weight before that wait. Right only if the kernel before does not write the

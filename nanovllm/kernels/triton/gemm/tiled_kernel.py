@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.triton.gemm.plan import TilePlan
+from nanovllm.kernels.triton.gemm.product_plan import TilePlan
 from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits, launch_options
 from nanovllm.kernels.triton.gemm.tiles import (
     dot,
@@ -21,7 +21,7 @@ from nanovllm.kernels.triton.gemm.tiles import (
     tile_position,
 )
 from nanovllm.kernels.triton.launch import cdiv
-from nanovllm.kernels.triton.math import activation, rounded, to_dtype
+from nanovllm.kernels.triton.math import activation, gated_product, to_dtype
 
 
 @triton.jit
@@ -104,11 +104,10 @@ def tma_kernel(
             if SPLITS == 1:
                 gate, up = tl.split(acc)
                 if ROUND:
-                    gate = rounded(activation(rounded(gate, out.dtype), KIND, out.dtype), out.dtype)
-                    up = rounded(up, out.dtype)
+                    y = gated_product(gate, up, KIND, out.dtype)
                 else:
-                    gate = activation(gate, KIND, out.dtype)
-                out.store([row, col], to_dtype(gate * up, out.dtype))
+                    y = activation(gate, KIND, out.dtype) * up
+                out.store([row, col], to_dtype(y, out.dtype))
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for start in range(begin, end, BLOCK_K):
@@ -135,7 +134,7 @@ def gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, kind: str, gated: bool,
     plan: TilePlan, precision: str, pdl: bool, programs: int, stepwise: bool = False,
 ) -> None:  # fmt: skip
-    """out [m, n] = kind(x [m, k] @ weight^T + bias); see `product.matmul`. With plan.tma, `tma_fits` must hold.
+    """out [m, n] = kind(x [m, k] @ weight^T + bias); see `products.matmul`. With plan.tma, `tma_fits` must hold.
 
     pdl: launch while the kernel before still runs, and wait for it on the device.
     programs: how many a TMA kernel is to have at most.

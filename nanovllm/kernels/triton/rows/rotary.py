@@ -1,5 +1,9 @@
 """Rotary position embedding of q and k: alone, with the RMS norm of each head before it, and with the cache store after it."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.kernels.op.tunable import Tunable, bucket
@@ -8,38 +12,26 @@ from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.launch import adjacent, cdiv, next_power_of_2, num_sms, warps_for
 from nanovllm.kernels.triton.rows.move_rows import as_bytes, num_scales, slot_stride
-from nanovllm.kernels.triton.rows.rotary_kernels import (
-    rotary_kernel,
-    rotary_tokens_kernel,
-    store_kernel,
-    store_tokens_kernel,
-)
+from nanovllm.kernels.triton.rows.rotary_kernels import rotary_kernel, rotary_tokens_kernel
 
 _MANY_TOKENS = 1024
 
 
 def _heads_and_warps(num_tokens: int, num_heads: int, most_heads: int, block: int, x: torch.Tensor) -> tuple[int, int]:
     """Heads a program, and its warps, for `num_heads` heads a token in all, at most `most_heads` of one kind."""
-    # A warp's 16-byte loads cover 256 elements: 4 heads of 128. Of few tokens a program has half as many heads as its four warps could
-    # load so: the work is spread over more SMs, and what a thread computes one after the other is half as long.
+    # A warp's 16-byte loads cover 256 elements: 4 heads of 128. For few tokens a program has half as many heads as its four
+    # warps could load like that: more SMs share the work, and a thread computes half as much one after the other.
     warp_heads = max(1, 256 // block)
     few = num_tokens * num_heads <= 16 * num_sms(x) * warp_heads
     return min(warp_heads * (2 if few else 4), next_power_of_2(most_heads)), 4
 
 
 def _tokens(
-    num_tokens: int,
-    num_q_heads: int,
-    num_k_heads: int,
-    num_heads: int,
-    head_dim: int,
-    itemsize: int,
-    heads: int,
-    warps: int,
-) -> int:
-    """Tokens a program of the kernels that take all their heads, `num_heads`, in tiles of `heads`; 0: they do not take them.
+    num_tokens: int, num_q_heads: int, num_k_heads: int, num_heads: int, head_dim: int, itemsize: int, heads: int, warps: int
+) -> int:  # fmt: skip
+    """Tokens a program of `rotary_tokens_kernel`, which has all `num_heads` heads of a token in tiles of `heads`; 0: not suited.
 
-    They need many tokens, heads that come out even, and 64 registers a thread for what they have under way.
+    It needs many tokens, whole tiles of heads, and 64 registers a thread for the loads that are under way.
     """
     uneven = num_q_heads % heads or num_k_heads % heads or head_dim & (head_dim - 1)
     if num_tokens <= _MANY_TOKENS or uneven or num_heads * head_dim * itemsize > 256 * 32 * warps:
@@ -50,9 +42,9 @@ def _tokens(
 def _choice(
     tunable: Tunable, q: torch.Tensor, num_k_heads: int, num_heads: int, norm: bool, each: int
 ) -> tuple[int, int, int]:
-    """(heads, warps, tokens) of a program for `num_heads` heads a token in all; tokens 0: of some heads of one token.
+    """(heads, warps, tokens) of a program for `num_heads` heads a token in all; tokens 0: `rotary_kernel` takes them.
 
-    each: elements of a tile that a thread has at best where a program has all of a token's.
+    each: elements of a tile that a thread of `rotary_tokens_kernel` has at best.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     shape = num_tokens, num_q_heads, num_k_heads, num_heads, head_dim, q.element_size()
@@ -68,7 +60,22 @@ def _choice(
     return heads, warps, tokens
 
 
-def _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, norm):
+class _Store(NamedTuple):
+    """Where `qk_norm_rope_store` stores k and v."""
+
+    v: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+def _launch(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
+    eps: float, cos_sin_cache: torch.Tensor, store: _Store | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(rotated q, rotated k: a new tensor, or the cache)."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_k_heads = k.shape[1]
     if head_dim % 2:
@@ -76,26 +83,41 @@ def _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, norm):
     if values_checked(positions.device):
         check_positions(positions, cos_sin_cache)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    k_out = store.k_cache if store else torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if not num_tokens:
         return q_out, k_out
-    positions, q, k, q_weight, k_weight, cos_sin_cache = map(
-        adjacent, (positions, q, k, q_weight, k_weight, cos_sin_cache)
-    )
+    q, k, positions, cos_sin_cache = adjacent(q), adjacent(k), adjacent(positions), adjacent(cos_sin_cache)
+    norm = q_weight is not None
+    weights = (adjacent(q_weight), adjacent(k_weight)) if norm else (q, k)
+    strides = *q.stride()[:2], *k.stride()[:2]
+    if store:
+        v = adjacent(store.v)
+        slot = slot_stride(store.k_cache, "k_cache")  # and of v_cache, which has the same layout
+        strides = *strides, *v.stride()[:2], cos_sin_cache.stride(0), slot, slot
+        scales = (q if scale is None else scale for scale in (store.k_scale, store.v_scale))
+        stored = as_bytes(store.k_cache), as_bytes(store.v_cache), store.slot_mapping.contiguous(), *scales
+        early = has_dependent_launch(q.device)
+        modes = True, num_scales(store.k_scale), num_scales(store.v_scale), store.k_cache.dtype == FP8, early
+        tunable, num_heads, each = tunables.ROTARY_STORE, num_q_heads + 2 * num_k_heads, 4
+    else:
+        v, stored, early = k, (k_out, k_out, positions, q, q), False  # v and what follows k_out is not used
+        strides = *strides, 0, 0, cos_sin_cache.stride(0), 0, 0
+        modes = False, 0, 0, False, early
+        tunable, num_heads, each = tunables.ROTARY, num_q_heads + num_k_heads, 8
+    heads, warps, tokens = _choice(tunable, q, num_k_heads, num_heads, norm, each)
     block = next_power_of_2(head_dim // 2)
-    heads, warps, tokens = _choice(tunables.ROTARY, q, num_k_heads, num_q_heads + num_k_heads, norm, 8)
-    strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin_cache.stride(0)
-    weights = (q_weight, k_weight) if norm else (q, k)
+    tensors = positions, q, k, v, *weights, cos_sin_cache, q_out, *stored
+    options = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": early}
     if tokens:
+        tokens = 1 if store else tokens
         rotary_tokens_kernel[(num_tokens // tokens,)](
-            positions, q, k, *weights, cos_sin_cache, q_out, k_out, *strides, eps, num_q_heads // heads,
-            num_k_heads // heads, block, norm, heads, tokens, num_warps=warps, enable_fp_fusion=False,
+            *tensors, *strides, eps, num_q_heads // heads, num_k_heads // heads, block, norm, heads, tokens, *modes, **options
         )  # fmt: skip
-        return q_out, k_out
-    rotary_kernel[(num_tokens, cdiv(num_q_heads, heads) + cdiv(num_k_heads, heads))](
-        positions, q, k, *weights, cos_sin_cache, q_out, k_out, num_q_heads, num_k_heads, head_dim // 2, *strides,
-        eps, norm, heads, block, num_warps=warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    else:
+        pieces = cdiv(num_q_heads, heads) + (2 if store else 1) * cdiv(num_k_heads, heads)
+        rotary_kernel[(num_tokens, pieces)](
+            *tensors, num_q_heads, num_k_heads, head_dim // 2, *strides, eps, norm, heads, block, *modes, **options
+        )  # fmt: skip
     return q_out, k_out
 
 
@@ -104,79 +126,30 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `rotary_embedding`. q and k may have any token and head strides, the table any between rows; results are contiguous.
 
-    Elements that are not side by side, of positions too, are copied.
+    Tensors whose elements are not side by side, positions too, are copied.
     """
-    return _launch(positions, q, k, None, None, 0.0, cos_sin_cache, False)
+    return _launch(positions, q, k, None, None, 0.0, cos_sin_cache)
 
 
 def qk_norm_rope(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
     cos_sin_cache: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The op `qk_norm_rope`. As `rotary_embedding`; weights are copied if strided."""
-    return _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, True)
+    return _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache)
 
 
 def qk_norm_rope_store(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    k_scale: torch.Tensor | None = None,
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin_cache: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None, eps: float = 0.0, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The op `qk_norm_rope_store`, in one kernel. As `qk_norm_rope`; v may be strided like k."""
     check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if values_checked(k.device):
         check_slots(slot_mapping, k_cache)
-        check_positions(positions, cos_sin_cache)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight, k_weight: expected both or neither, got one")
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_k_heads = k.shape[1]
-    if head_dim % 2:
-        raise ValueError(f"q: head_dim must be even, not {head_dim}")
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not num_tokens:
-        return q_out
-    q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
-    if not q_stride[2] == k_stride[2] == v_stride[2] == 1:
-        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
-    positions, cos_sin_cache = adjacent(positions), adjacent(cos_sin_cache)
-    q_weight, k_weight = adjacent(q_weight), adjacent(k_weight)
-    block = next_power_of_2(head_dim // 2)
-    norm = q_weight is not None
-    heads, warps, tokens = _choice(tunables.ROTARY_STORE, q, num_k_heads, num_q_heads + 2 * num_k_heads, norm, 4)
-    dependent = has_dependent_launch(q.device)
-    slots = slot_stride(k_cache, "k_cache")  # and of v_cache, which is laid out alike
-    tensors = (
-        positions, q, k, v, q if q_weight is None else q_weight, k if k_weight is None else k_weight, cos_sin_cache, q_out,
-        as_bytes(k_cache), as_bytes(v_cache), slot_mapping.contiguous(), q if k_scale is None else k_scale,
-        q if v_scale is None else v_scale,
-    )  # fmt: skip
-    strides = *q_stride[:2], *k_stride[:2], *v_stride[:2], cos_sin_cache.stride(0), slots, slots
-    kinds = num_scales(k_scale), num_scales(v_scale), k_cache.dtype == FP8, dependent
-    if tokens:
-        store_tokens_kernel[(num_tokens,)](
-            *tensors, *strides, eps, num_q_heads // heads, num_k_heads // heads, block, norm, heads, *kinds,
-            num_warps=warps, enable_fp_fusion=False, launch_pdl=dependent,
-        )  # fmt: skip
-        return q_out
-    store_kernel[(num_tokens, cdiv(num_q_heads, heads) + 2 * cdiv(num_k_heads, heads))](
-        *tensors, num_q_heads, num_k_heads, head_dim // 2, *strides, eps, norm, heads, block, *kinds,
-        num_warps=warps, enable_fp_fusion=False, launch_pdl=dependent,
-    )  # fmt: skip
-    return q_out
+    store = _Store(v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, store)[0]

@@ -1,7 +1,7 @@
 """The kernels of `rotary`: heads of q and k rotated, with the RMS norm before and the cache store after it.
 
 A program loads the two halves of its heads as two tiles, since an element is rotated with its partner in the other half.
-What it rotates is asked for before the angles, whose place is only known when the token's position has come.
+Heads are loaded before the angles, whose address is known only when the token's position has come.
 """
 
 import triton
@@ -32,18 +32,9 @@ def _rotated(x1, x2, w1, w2, cos, sin, head_dim, eps, dtype: tl.constexpr, NORM:
 
 @triton.jit
 def _rotated_heads(
-    x,
-    weight,
-    table,
-    head,
-    num_heads,
-    head_stride,
-    half_dim,
-    eps,
-    dtype: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, weight, table, head, num_heads, head_stride, half_dim, eps,
+    dtype: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """(halves, halves, mask) of some heads of one token: x points to its heads, table to its angles."""
     col = tl.arange(0, BLOCK)
     in_row = col < half_dim
@@ -74,29 +65,6 @@ def _rotate_heads(
     target = y + head[:, None] * (2 * half_dim) + tl.arange(0, BLOCK)[None, :]
     tl.store(target, to_dtype(y1, dtype), mask)
     tl.store(target + half_dim, to_dtype(y2, dtype), mask)
-
-
-# Positions and slots are rows of one tensor: how they are aligned depends on the number of tokens, and nothing depends on it.
-@triton.jit(do_not_specialize_on_alignment=["positions"])
-def rotary_kernel(
-    positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out,
-    num_q_heads, num_k_heads, half_dim, q_stride, q_head_stride, k_stride, k_head_stride, cache_stride, eps,
-    NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    piece = tl.program_id(1)
-    table = cos_sin_cache + tl.load(positions + token).to(tl.int64) * cache_stride
-    q_pieces = tl.cdiv(num_q_heads, HEADS)
-    if piece < q_pieces:
-        _rotate_heads(
-            q + token * q_stride, q_out + token * num_q_heads * (2 * half_dim), q_weight, table, piece * HEADS,
-            num_q_heads, q_head_stride, half_dim, eps, NORM, HEADS, BLOCK,
-        )  # fmt: skip
-    else:
-        _rotate_heads(
-            k + token * k_stride, k_out + token * num_k_heads * (2 * half_dim), k_weight, table,
-            (piece - q_pieces) * HEADS, num_k_heads, k_head_stride, half_dim, eps, NORM, HEADS, BLOCK,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -139,80 +107,72 @@ def _store_tile(tile, slot, scale, piece, head, HALF: tl.constexpr, SCALES: tl.c
     store_quantised(target + HALF, tile[1], scale, known, None, SCALES, FP8)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])
+# Positions and slots are rows of one tensor: their alignment depends on the number of tokens, and no kernel depends on it.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def rotary_tokens_kernel(
-    positions, q, k, q_weight, k_weight, cos_sin_cache, q_out, k_out,
-    q_stride, q_head_stride, k_stride, k_head_stride, cache_stride, eps,
+    positions, q, k, v, q_weight, k_weight, cos_sin_cache, q_out, k_out, v_out, slot_mapping, k_scale, v_scale,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cache_stride, k_slot_stride, v_slot_stride, eps,
     Q_PIECES: tl.constexpr, K_PIECES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, STORE: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FP8: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """All heads of TOKENS tokens a program, in tiles of HEADS, without masks: all of a token's are asked for first."""
+    """All heads of TOKENS tokens a program, in tiles of HEADS, without masks: all of a token's loads are started first.
+
+    STORE: k_out and v_out are caches. k is rotated into its token's slot, v copied into it. DEPENDENT: see `rotary_kernel`.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     dtype: tl.constexpr = q_out.dtype.element_ty
     head = tl.arange(0, HEADS)[:, None]
     for t in tl.static_range(TOKENS):
         token = tl.program_id(0).to(tl.int64) * TOKENS + t
-        table = cos_sin_cache + tl.load(positions + token).to(tl.int64) * cache_stride
+        # Both at the start: what either leads to waits for one round trip, not for two.
+        position = tl.load(positions + token).to(tl.int64)
+        if STORE:
+            slot = tl.load(slot_mapping + token).to(tl.int64)
+            vs = _load_tiles(v + token * v_stride, head, v_head_stride, HALF, K_PIECES)
         qs = _load_tiles(q + token * q_stride, head, q_head_stride, HALF, Q_PIECES)
         ks = _load_tiles(k + token * k_stride, head, k_head_stride, HALF, K_PIECES)
-        angles = _load_row(table, head, HALF, dtype)
+        angles = _load_row(cos_sin_cache + position * cache_stride, head, HALF, dtype)
         q_weights = angles
         k_weights = angles
         if NORM:
             q_weights = _load_row(q_weight, head, HALF, dtype)
-            k_weights = _load_row(k_weight, head, HALF, dtype)
-        _rotate_tiles(
-            qs, q_out + token * (Q_PIECES * HEADS * 2 * HALF), q_weights, angles, head, eps, HALF, Q_PIECES, NORM
-        )
-        _rotate_tiles(
-            ks, k_out + token * (K_PIECES * HEADS * 2 * HALF), k_weights, angles, head, eps, HALF, K_PIECES, NORM
-        )
+            if not STORE:
+                k_weights = _load_row(k_weight, head, HALF, dtype)
+        if STORE:
+            for i in tl.static_range(K_PIECES):  # while the angles are on their way
+                _store_tile(vs[i], v_out + slot * v_slot_stride, v_scale, i, head, HALF, V_SCALES, FP8)
+        q_target = q_out + token * (Q_PIECES * HEADS * 2 * HALF)
+        _rotate_tiles(qs, q_target, q_weights, angles, head, eps, HALF, Q_PIECES, NORM)
+        if STORE:
+            if NORM:
+                # Not sooner: in registers all along they would make others spill.
+                k_weights = _load_row(k_weight, head, HALF, dtype)
+            for i in tl.static_range(K_PIECES):
+                rotated = _rotated(
+                    ks[i][0], ks[i][1], k_weights[0], k_weights[1], angles[0], angles[1], 2 * HALF, eps, dtype, NORM
+                )
+                _store_tile(rotated, k_out + slot * k_slot_stride, k_scale, i, head, HALF, K_SCALES, FP8)
+        else:
+            k_target = k_out + token * (K_PIECES * HEADS * 2 * HALF)
+            _rotate_tiles(ks, k_target, k_weights, angles, head, eps, HALF, K_PIECES, NORM)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
-def store_tokens_kernel(
-    positions, q, k, v, q_weight, k_weight, cos_sin_cache, q_out, k_cache, v_cache, slot_mapping, k_scale, v_scale,
-    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cache_stride, k_slot_stride, v_slot_stride, eps,
-    Q_PIECES: tl.constexpr, K_PIECES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FP8: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """As `rotary_tokens_kernel` for one token, with k rotated into its cache slot, and v copied into its own."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # and no more: see `store_kernel`
-    dtype: tl.constexpr = q_out.dtype.element_ty
-    head = tl.arange(0, HEADS)[:, None]
-    token = tl.program_id(0).to(tl.int64)
-    # Both at the start: what either leads to waits for one round trip, not for two.
-    position = tl.load(positions + token).to(tl.int64)
-    slot = tl.load(slot_mapping + token).to(tl.int64)
-    vs = _load_tiles(v + token * v_stride, head, v_head_stride, HALF, K_PIECES)
-    qs = _load_tiles(q + token * q_stride, head, q_head_stride, HALF, Q_PIECES)
-    ks = _load_tiles(k + token * k_stride, head, k_head_stride, HALF, K_PIECES)
-    angles = _load_row(cos_sin_cache + position * cache_stride, head, HALF, dtype)
-    weights = angles
-    if NORM:
-        weights = _load_row(q_weight, head, HALF, dtype)
-    for i in tl.static_range(K_PIECES):  # while the angles are on their way
-        _store_tile(vs[i], v_cache + slot * v_slot_stride, v_scale, i, head, HALF, V_SCALES, FP8)
-    _rotate_tiles(qs, q_out + token * (Q_PIECES * HEADS * 2 * HALF), weights, angles, head, eps, HALF, Q_PIECES, NORM)
-    if NORM:
-        # Not sooner: in registers all along they would make others spill.
-        weights = _load_row(k_weight, head, HALF, dtype)
-    for i in tl.static_range(K_PIECES):
-        rotated = _rotated(ks[i][0], ks[i][1], weights[0], weights[1], angles[0], angles[1], 2 * HALF, eps, dtype, NORM)
-        _store_tile(rotated, k_cache + slot * k_slot_stride, k_scale, i, head, HALF, K_SCALES, FP8)
-
-
-@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
-def store_kernel(
-    positions, q, k, v, q_weight, k_weight, cos_sin_cache, q_out, k_cache, v_cache, slot_mapping, k_scale, v_scale,
+def rotary_kernel(
+    positions, q, k, v, q_weight, k_weight, cos_sin_cache, q_out, k_out, v_out, slot_mapping, k_scale, v_scale,
     num_q_heads, num_k_heads, half_dim, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     cache_stride, k_slot_stride, v_slot_stride, eps,
-    NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
-    FP8: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr, K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr, FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, pieces of HEADS heads): those of q, which are rotated, of k, rotated into its cache, of v, into its cache."""
+    """Grid (tokens, pieces of HEADS heads): those of q and k, which are rotated, and with STORE those of v.
+
+    STORE: as in `rotary_tokens_kernel`. DEPENDENT: launched before the kernel before it has ended. It only waits: a kernel
+    that it let start could read the cache before the new tokens are there.
+    """
     if DEPENDENT:
-        # Only waits: a dependent that it let start could read the cache before the new tokens are there.
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
@@ -220,30 +180,25 @@ def store_kernel(
     col = tl.arange(0, BLOCK)
     q_pieces = tl.cdiv(num_q_heads, HEADS)
     k_pieces = tl.cdiv(num_k_heads, HEADS)
-    if piece < q_pieces + k_pieces:
+    if not STORE or piece < q_pieces + k_pieces:
         table = cos_sin_cache + tl.load(positions + token).to(tl.int64) * cache_stride
         if piece < q_pieces:
             _rotate_heads(
                 q + token * q_stride, q_out + token * num_q_heads * (2 * half_dim), q_weight, table, piece * HEADS,
                 num_q_heads, q_head_stride, half_dim, eps, NORM, HEADS, BLOCK,
             )  # fmt: skip
+        elif not STORE:
+            _rotate_heads(
+                k + token * k_stride, k_out + token * num_k_heads * (2 * half_dim), k_weight, table,
+                (piece - q_pieces) * HEADS, num_k_heads, k_head_stride, half_dim, eps, NORM, HEADS, BLOCK,
+            )  # fmt: skip
         else:
             head = (piece - q_pieces) * HEADS + tl.arange(0, HEADS)
             y1, y2, mask = _rotated_heads(
-                k + token * k_stride,
-                k_weight,
-                table,
-                head,
-                num_k_heads,
-                k_head_stride,
-                half_dim,
-                eps,
-                dtype,
-                NORM,
-                BLOCK,
-            )
+                k + token * k_stride, k_weight, table, head, num_k_heads, k_head_stride, half_dim, eps, dtype, NORM, BLOCK
+            )  # fmt: skip
             slot = tl.load(slot_mapping + token).to(tl.int64)
-            target = k_cache + slot * k_slot_stride + head[:, None] * (2 * half_dim) + col[None, :]
+            target = k_out + slot * k_slot_stride + head[:, None] * (2 * half_dim) + col[None, :]
             known = tl.minimum(head, num_k_heads - 1)[:, None]
             store_quantised(target, y1, k_scale, known, mask, K_SCALES, FP8)
             store_quantised(target + half_dim, y2, k_scale, known, mask, K_SCALES, FP8)
@@ -252,7 +207,7 @@ def store_kernel(
         mask = (head < num_k_heads)[:, None] & (col < half_dim)[None, :]
         slot = tl.load(slot_mapping + token).to(tl.int64)
         source = v + token * v_stride + head[:, None] * v_head_stride + col[None, :]
-        target = v_cache + slot * v_slot_stride + head[:, None] * (2 * half_dim) + col[None, :]
+        target = v_out + slot * v_slot_stride + head[:, None] * (2 * half_dim) + col[None, :]
         known = tl.minimum(head, num_k_heads - 1)[:, None]
         store_quantised(target, tl.load(source, mask), v_scale, known, mask, V_SCALES, FP8)
         store_quantised(target + half_dim, tl.load(source + half_dim, mask), v_scale, known, mask, V_SCALES, FP8)

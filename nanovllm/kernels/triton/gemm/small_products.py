@@ -1,11 +1,11 @@
-"""The small-batch products of a decoder layer as ops: a kernel or two each where `hopper` or `plan` says so, else what they fuse.
+"""The products of a decoder layer for few tokens as ops: a kernel or two each where a plan exists, else the ops that they fuse.
 
-`linear_silu_and_mul` has a kernel for many tokens too.
+`linear_silu_and_mul` has a kernel for many tokens too. Strided vectors are copied. A weight that is not contiguous goes to
+the library.
 
-Vectors that are strided are copied; a weight that is not contiguous is the library's.
-
-With dependent launch the weights, of the product and of the norm, are read while the kernel before may still run. So they are launched
-like that only with parameters as weights, which no kernel writes (`are_constant`). Inputs may be what that kernel writes.
+With dependent launch a kernel reads its weights, of the product and of the norm, while the kernel before it may still run.
+So kernels are launched like that only if the weights are parameters, which no kernel writes (`are_constant`). Inputs may be
+what the kernel before writes.
 """
 
 from __future__ import annotations
@@ -15,28 +15,25 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import are_constant, has_dependent_launch
-from nanovllm.kernels.triton.gemm import decode_hopper
-from nanovllm.kernels.triton.gemm.decode_matrix_kernel import matrix_kernel
-from nanovllm.kernels.triton.gemm.decode_plan import MatrixPlan, VectorPlan, max_tokens, plan
-from nanovllm.kernels.triton.gemm.decode_vector_kernel import vector_kernel
-from nanovllm.kernels.triton.gemm.linear_ops import many_tokens, silu_and_mul_of_many
+from nanovllm.kernels.triton.gemm import hopper_product
+from nanovllm.kernels.triton.gemm.products import many_tokens, silu_and_mul_of_many
+from nanovllm.kernels.triton.gemm.small_product_kernels import matrix_kernel, vector_kernel
+from nanovllm.kernels.triton.gemm.small_product_plan import MatrixPlan, VectorPlan, max_tokens, plan_small_product
+from nanovllm.kernels.triton.gemm.sum_norm import sum_add_rms_norm
 from nanovllm.kernels.triton.gemm.tiled_kernel import tma_fits
 from nanovllm.kernels.triton.launch import adjacent, cdiv, matrix_of, next_power_of_2
 from nanovllm.kernels.triton.rows.activation import silu_and_mul
 from nanovllm.kernels.triton.rows.norm import add_rms_norm_out, rms_norm
 
+Normed = tuple[torch.Tensor, torch.Tensor]
+"""(result, new residual)"""
+
 
 def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gated: bool,
-    cut: VectorPlan | MatrixPlan,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, new residual) in one kernel; without a residual the second is x."""
+    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float, weight: torch.Tensor,
+    bias: torch.Tensor | None, gated: bool, plan: VectorPlan | MatrixPlan,
+) -> Normed:  # fmt: skip
+    """In one kernel; without a residual the second result is x."""
     size = x.shape[-1]
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((*x.shape[:-1], num_outputs), dtype=x.dtype, device=x.device)
@@ -46,26 +43,25 @@ def _launch(
     others, _, residual_stride = (x, 0, 0) if residual is None else matrix_of(residual)
     norm_weight, bias = adjacent(norm_weight), adjacent(bias)
     pdl = has_dependent_launch(x.device) and are_constant(weight, norm_weight, bias)
-    outputs = cut.rows // 2 if gated else cut.rows
+    outputs = plan.rows // 2 if gated else plan.rows
     tensors = (
         x, others, x if norm_weight is None else norm_weight, weight, x if bias is None else bias, y, new_residual,
     )  # fmt: skip
+    numbers = num_outputs, x_stride, residual_stride, eps
     constants = {
         "SIZE": size, "NORM": norm_weight is not None, "ADD": residual is not None, "GATED": gated,
-        "BIAS": bias is not None, "ROWS": cut.rows, "EVEN": num_outputs % outputs == 0, "PDL": pdl,
+        "BIAS": bias is not None, "ROWS": plan.rows, "EVEN": num_outputs % outputs == 0, "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     grid = (cdiv(num_outputs, outputs),)
-    if isinstance(cut, VectorPlan):
+    if isinstance(plan, VectorPlan):
         vector_kernel[grid](
-            *tensors, num_outputs, x_stride, residual_stride, eps,
-            TOKENS=num_tokens, BLOCK=cut.block, LANE=16 // x.element_size(), num_warps=cut.warps, **constants,
+            *tensors, *numbers, TOKENS=num_tokens, BLOCK=plan.block, LANE=16 // x.element_size(), num_warps=plan.warps, **constants
         )  # fmt: skip
     else:
         matrix_kernel[grid](
-            *tensors, num_tokens, num_outputs, x_stride, residual_stride, eps,
-            TOKENS=next_power_of_2(num_tokens), SPLIT=cut.split, DEPTH=cut.depth, LATE=cut.late,
-            num_warps=cut.split, **constants,
+            *tensors, num_tokens, *numbers, TOKENS=next_power_of_2(num_tokens), SPLIT=plan.split, DEPTH=plan.depth,
+            LATE=plan.late, num_warps=plan.split, **constants,
         )  # fmt: skip
     return y, new_residual
 
@@ -75,10 +71,10 @@ def _plan(x: torch.Tensor, weight: torch.Tensor, gated: bool, norm: bool) -> Vec
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     if not weight.is_contiguous():
         return None
-    cut = plan(num_tokens, num_outputs, x.shape[-1], gated, x.dtype)
-    if cut is None:  # how many tokens come here is what layers were told
+    plan = plan_small_product(num_tokens, num_outputs, x.shape[-1], gated, x.dtype)
+    if plan is None:  # before the table: layers were told these numbers of tokens
         return None
-    return tunables.SMALL_PRODUCT.find(x.device, num_tokens, num_outputs, x.shape[-1], x.dtype, gated, norm) or cut
+    return tunables.SMALL_PRODUCT.find(x.device, num_tokens, num_outputs, x.shape[-1], x.dtype, gated, norm) or plan
 
 
 def _add_rms_norm(
@@ -91,7 +87,7 @@ def _add_rms_norm(
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """A ValueError unless x and a weight have one size and dtype: layers call these functions with whatever they were given."""
+    """Raise a ValueError unless x and weight have the same size and dtype: layers pass on whatever they were given."""
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
             f"x: expected {weight.dtype} [..., {weight.shape[1]}], as the weight has, not {x.dtype} {list(x.shape)}"
@@ -108,9 +104,9 @@ def add_rms_norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `add_rms_norm_linear`."""
     _check(x, weight)
-    cut = _plan(x, weight, False, True)
-    if cut is not None:
-        return _launch(x, residual, norm_weight, eps, weight, bias, False, cut)
+    plan = _plan(x, weight, False, True)
+    if plan is not None:
+        return _launch(x, residual, norm_weight, eps, weight, bias, False, plan)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
     return linear(y, weight, bias), residual
 
@@ -120,9 +116,9 @@ def add_rms_norm_gate_up(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `add_rms_norm_gate_up`."""
     _check(x, weight)
-    cut = _plan(x, weight, True, True)
-    if cut is not None:
-        return _launch(x, residual, norm_weight, eps, weight, None, True, cut)
+    plan = _plan(x, weight, True, True)
+    if plan is not None:
+        return _launch(x, residual, norm_weight, eps, weight, None, True, plan)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
     return linear_silu_and_mul(y, weight), residual
 
@@ -130,19 +126,19 @@ def add_rms_norm_gate_up(
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The op `linear`."""
     _check(x, weight)
-    if decode_hopper.takes(x, weight, whole=True):
-        return decode_hopper.product(x, weight, bias)
-    cut = _plan(x, weight, False, False)
-    if cut is not None:
-        return _launch(x, None, None, 0.0, weight, bias, False, cut)[0]
+    if hopper_product.takes(x, weight, whole=True):
+        return hopper_product.product(x, weight, bias)
+    plan = _plan(x, weight, False, False)
+    if plan is not None:
+        return _launch(x, None, None, 0.0, weight, bias, False, plan)[0]
     return F.linear(x, weight, bias)
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The op `linear_silu_and_mul`."""
     _check(x, weight)
-    if decode_hopper.takes(x, weight, gated=True):
-        return decode_hopper.product(x, weight, gated=True)
+    if hopper_product.takes(x, weight, gated=True):
+        return hopper_product.product(x, weight, gated=True)
     if x.dim() == 2 and x.dtype == weight.dtype and x.shape[0] in many_tokens(weight) and tma_fits(x):
         return silu_and_mul_of_many(x, weight)
     return silu_and_mul(linear(x, weight))
@@ -158,16 +154,14 @@ def linear_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `linear_add_rms_norm`."""
     _check(x, weight)
-    if decode_hopper.takes(x, weight):
-        return decode_hopper.sum_add_rms_norm(
-            decode_hopper.product(x, weight, split=True), bias, residual, norm_weight, eps
-        )
+    if hopper_product.takes(x, weight):
+        return sum_add_rms_norm(hopper_product.product(x, weight, split=True), bias, residual, norm_weight, eps)
     return _add_rms_norm(linear(x, weight, bias), residual, norm_weight, eps)
 
 
 def _few(weight: torch.Tensor, gated: bool) -> range:
     few = max_tokens(weight.shape[0] // (2 if gated else 1), weight.shape[1], gated, weight.dtype)
-    taken = decode_hopper.num_tokens_taken(weight, gated)  # there it is faster with the norm in another kernel
+    taken = hopper_product.num_tokens_taken(weight, gated)  # there it is faster with the norm in another kernel
     return range(1, min(1 + few, taken.start) if taken else 1 + few)
 
 
@@ -193,13 +187,13 @@ def num_tokens_add_rms_norm_gate_up(weight: torch.Tensor) -> range:
 
 
 def num_tokens_linear(weight: torch.Tensor) -> range:
-    few, many = _few(weight, False), decode_hopper.num_tokens_whole(weight)
+    few, many = _few(weight, False), hopper_product.num_tokens_whole(weight)
     return range(1, many.stop) if few and many else many or few
 
 
 def num_tokens_linear_add_rms_norm(weight: torch.Tensor) -> range:
-    return decode_hopper.num_tokens_taken(weight)
+    return hopper_product.num_tokens_taken(weight)
 
 
 def num_tokens_linear_silu_and_mul(weight: torch.Tensor) -> _Either:
-    return _Either(decode_hopper.num_tokens_taken(weight, gated=True), many_tokens(weight))
+    return _Either(hopper_product.num_tokens_taken(weight, gated=True), many_tokens(weight))

@@ -43,7 +43,7 @@ class MatrixPlan:
 
 
 @functools.cache
-def plan(
+def plan_small_product(
     num_tokens: int, num_outputs: int, size: int, gated: bool, dtype: torch.dtype
 ) -> VectorPlan | MatrixPlan | None:
     """The cut for x [num_tokens, size] and `num_outputs` rows (of the gate, if gated); None: not worth it, or no room.
@@ -90,6 +90,6 @@ def _matrix_plan(num_tokens: int, num_outputs: int, size: int, gated: bool, dtyp
 def max_tokens(num_outputs: int, size: int, gated: bool, dtype: torch.dtype) -> int:
     """Up to how many tokens the kernels here are used; 0: never."""
     n = 0
-    while plan(n + 1, num_outputs, size, gated, dtype) is not None:
+    while plan_small_product(n + 1, num_outputs, size, gated, dtype) is not None:
         n += 1
     return n

@@ -1,8 +1,8 @@
-"""How a product is cut into programs: a function of its shape alone, never of a measurement at run time, so that results are
-the same bits every time and a CUDA graph may record any call.
+"""How `products` cuts a product into programs.
 
-The constants below are microseconds measured on an H200 (bfloat16, PyTorch 2.11, Triton 3.6). They rank the cuts of one shape;
-on another GPU the ranking is still sensible, and the results are right whatever the cut.
+A plan is a function of the shape alone, never of a measurement at run time. So results have the same bits every time, and a
+CUDA graph may record any call. The constants below are microseconds measured on an H200 (bfloat16, PyTorch 2.11, Triton
+3.6). They rank the plans of one shape. On another GPU the ranking is still sensible, and results are right with any plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TILE_START = 1.5
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """For few tokens: see `stream.py`."""
+    """For few tokens: see `stream_kernel`."""
 
     tokens: int
     """Tokens of a tile, a power of two: 1, or at least 16."""
@@ -39,7 +39,7 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """For many tokens: see `gemm.py`."""
+    """For many tokens: see `tiled_kernel`."""
 
     block_m: int
     block_n: int

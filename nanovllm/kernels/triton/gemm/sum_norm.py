@@ -1,9 +1,12 @@
 """The sums that a split product left, added up, with the residual and the norm that follow: one program a token."""
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.triton.early_start import are_constant
+from nanovllm.kernels.triton.launch import adjacent, next_power_of_2, warps_for
 from nanovllm.kernels.triton.math import rounded, to_dtype
 
 
@@ -42,3 +45,20 @@ def sum_norm_kernel(
     v = v.to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v, 0) / SIZE + eps)
     tl.store(y + token * SIZE + col, to_dtype(rounded(v * scale, dtype) * weight, dtype), live)
+
+
+def sum_add_rms_norm(
+    parts: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm of residual + the sum of parts [splits, num_tokens, size], that sum), each rounded as `add_rms_norm` rounds."""
+    splits, num_tokens, size = parts.shape
+    residual = residual.contiguous()
+    norm_weight, bias = adjacent(norm_weight), adjacent(bias)
+    y, new_residual = torch.empty_like(residual), torch.empty_like(residual)
+    block = next_power_of_2(size)
+    sum_norm_kernel[(num_tokens,)](
+        parts, residual if bias is None else bias, residual, norm_weight, y, new_residual, num_tokens, eps,
+        SIZE=size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, num_warps=warps_for(block, 8),
+        launch_pdl=are_constant(norm_weight, bias),
+    )  # fmt: skip
+    return y, new_residual

@@ -1,4 +1,4 @@
-"""Products of few tokens on Hopper: how they are cut, and their launch. The kernel is in `hopper_kernel.py`."""
+"""Products of few tokens on Hopper: how they are cut, and their launch. The kernel is in `hopper_product_kernel.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import are_constant
-from nanovllm.kernels.triton.gemm.decode_plan import MANY_OUTPUTS
-from nanovllm.kernels.triton.launch import adjacent, cdiv, next_power_of_2, num_sms, warps_for
+from nanovllm.kernels.triton.gemm.small_product_plan import MANY_OUTPUTS
+from nanovllm.kernels.triton.launch import adjacent, cdiv, num_sms
 
 # Rows of the weight that a program has, and columns of a tile: a swizzled line of 128 bytes.
 ROWS = 64
@@ -30,7 +30,7 @@ _THIRD = 74 << 10
 
 
 @dataclass(frozen=True)
-class HopperPlan:
+class HopperProductPlan:
     """How a product is cut into programs."""
 
     splits: int
@@ -46,7 +46,9 @@ class HopperPlan:
 
 
 @functools.cache
-def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, multiprocessors: int) -> HopperPlan:
+def plan_hopper_product(
+    num_tokens: int, num_rows: int, size: int, may_split: bool, multiprocessors: int
+) -> HopperProductPlan:
     """For x [num_tokens, size] and a weight of `num_rows` rows. Measured on an H200 in whole layers of Qwen3-0.6B and 8B.
 
     Args:
@@ -84,7 +86,7 @@ def plan_product(num_tokens: int, num_rows: int, size: int, may_split: bool, mul
         chunks, slots = (2, 4) if fit >= 16 or (num_tokens > 64 and fit >= 8) else (1, min(8, fit))
     slots = min(slots, cdiv(columns, chunks))
     rounds = cdiv(columns, chunks * slots)
-    return HopperPlan(cdiv(cdiv(size, _TILE), chunks * slots * rounds), chunks, slots, rounds, block)
+    return HopperProductPlan(cdiv(cdiv(size, _TILE), chunks * slots * rounds), chunks, slots, rounds, block)
 
 
 @functools.cache
@@ -159,22 +161,22 @@ def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, whole: boo
 @functools.cache
 def _hopper() -> tuple[Any, Any]:
     """(the kernel, `descriptor`), imported where they can run: Gluon is not in every Triton."""
-    from nanovllm.kernels.triton.gemm.decode_hopper_kernel import hopper_kernel
+    from nanovllm.kernels.triton.gemm.hopper_product_kernel import hopper_product_kernel
     from nanovllm.kernels.triton.gluon_compat import descriptor
 
-    return hopper_kernel, descriptor
+    return hopper_product_kernel, descriptor
 
 
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, split: bool = False,
-    plan: HopperPlan | None = None,
+    plan: HopperProductPlan | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """x W^T + b, or if gated silu(x G^T) * (x U^T), for what `takes` says.
 
     Args:
         x: [num_tokens, size], bfloat16 or float16; weight: [rows, size], if gated the rows of the gate, then those of the up projection.
         split: leave float32 sums [splits, num_tokens, rows] of parts of the columns, without bias.
-        plan: instead of the tuned one, or where there is none of the one that `plan_product` picks.
+        plan: instead of the tuned one, or where there is none of the one that `plan_hopper_product` picks.
     """
     num_tokens, size = x.shape
     bias = adjacent(bias)
@@ -182,7 +184,9 @@ def product(
     outputs = rows // 2 if gated else rows
     if plan is None:
         key = tunables.hopper_product_key(num_tokens, outputs, size, x.dtype, gated, split)
-        plan = tunables.HOPPER_PRODUCT.find(x.device, *key) or plan_product(num_tokens, rows, size, split, num_sms(x))
+        plan = tunables.HOPPER_PRODUCT.find(x.device, *key) or plan_hopper_product(
+            num_tokens, rows, size, split, num_sms(x)
+        )
     if split:
         y = torch.empty((plan.splits, num_tokens, outputs), dtype=torch.float32, device=x.device)
     else:
@@ -221,22 +225,3 @@ def product(
         launch_pdl=are_constant(weight, bias),
     )  # fmt: skip
     return y
-
-
-def sum_add_rms_norm(
-    parts: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm of residual + the sum of parts [splits, num_tokens, size], that sum), each rounded as `add_rms_norm` rounds."""
-    from nanovllm.kernels.triton.gemm.sum_norm_kernel import sum_norm_kernel
-
-    splits, num_tokens, size = parts.shape
-    residual = residual.contiguous()
-    norm_weight, bias = adjacent(norm_weight), adjacent(bias)
-    y, new_residual = torch.empty_like(residual), torch.empty_like(residual)
-    block = next_power_of_2(size)
-    sum_norm_kernel[(num_tokens,)](
-        parts, residual if bias is None else bias, residual, norm_weight, y, new_residual, num_tokens, eps,
-        SIZE=size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, num_warps=warps_for(block, 8),
-        launch_pdl=are_constant(norm_weight, bias),
-    )  # fmt: skip
-    return y, new_residual

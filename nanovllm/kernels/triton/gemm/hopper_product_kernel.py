@@ -75,7 +75,7 @@ def store(
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
-def hopper_kernel(
+def hopper_product_kernel(
     weight,  # boxes of [CHUNKS, 64, 64] of [SIZE / 64, rows, 64]; if GATED of [CHUNKS, 4, 2, 8, 64] of [SIZE / 64, rows / 16, 2, 8, 64]
     x,  # boxes of [CHUNKS, TOKENS, 64] of [SIZE / 64, num_tokens, 64]
     x_more,  # boxes of [CHUNKS, MORE, 64] of the same, if MORE
