@@ -180,7 +180,7 @@ def test_norms_after_the_product(tokens, cut, monkeypatch):
     def near(got, native):
         assert (got.double() - native.double()).norm() < 1e-2 * native.double().norm()
 
-    monkeypatch.setattr(decode, "plan", lambda *args: cut)
+    monkeypatch.setattr(decode, "plan_small_product", lambda *args: cut)
     for outputs, size in ((20, 96), (37, 600))[: 2 if tokens == 5 else 1]:
         check(tokens, outputs, size, torch.bfloat16, seed=tokens, like=near)
         a = inputs(tokens, outputs, size, torch.bfloat16)
