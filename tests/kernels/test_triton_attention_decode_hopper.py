@@ -20,7 +20,7 @@ from nanovllm.kernels.triton.attention.decode import attention_decode, qk_norm_r
 from nanovllm.kernels.triton.attention.decode_plan import HopperDecodePlan as Plan
 from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 from nanovllm.kernels.triton.counters import _counters
-from nanovllm.kernels.triton.gemm import decode_hopper
+from nanovllm.kernels.triton.gemm import hopper_product
 from tests.kernels.decode_hopper import check_stored, dims_apart, expected, heads_apart, make, run, tokens_apart
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -299,9 +299,9 @@ def test_cached_tokens_that_the_kernel_before_stored(count):
 def layers(x, given, qkv_weight, out_weight):
     kept = []
     for _ in range(6):
-        q, k, v = decode_hopper.product(x, qkv_weight).view(len(x), 32, 128).split((16, 8, 8), 1)
+        q, k, v = hopper_product.product(x, qkv_weight).view(len(x), 32, 128).split((16, 8, 8), 1)
         kept.append(qk_norm_rope_attention(**given | {"q": q, "k": k, "v": v}))
-        x = decode_hopper.product(kept[-1].flatten(1), out_weight)
+        x = hopper_product.product(kept[-1].flatten(1), out_weight)
     return kept
 
 
