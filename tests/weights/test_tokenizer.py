@@ -4,126 +4,13 @@ tokenizer.json files themselves need a network; what they say of normalisation, 
 here as expected pieces, and transformers' own GGUF loader is the second opinion.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 
-from nanovllm.weights.gguf_file import GGUFError
-from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer
-
-TEXTS = [
-    "",
-    " ",
-    "Hello, world!",
-    "I'm sure they'll say it's DON'T and we'VE",
-    "   leading, trailing and  inner   spaces   ",
-    "tabs\tand\nnew\n\n\nlines\r\nand \u00a0 odd \u3000 spaces\u200b\ufeff",
-    "def f(x: int) -> list[int]:\n    return [i ** 2 for i in range(x)]  # squares\n",
-    "2024-01-05 is 1,000,000.5 or 0x1F; call 12345678 at 7pm",
-    "日本語のテキストと漢字、한국어 텍스트, Привет мир, مرحبا بالعالم, हिन्दी",
-    "naïve café résumé Ångström e\u0301 combining",
-    "👍🏽 👩‍👩‍👧‍👦 🇫🇷 😀😀 ❤️",
-    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><repo_name>x<jupyter_code>",
-    "https://example.org/a_b-c?d=e&f=%20#g  ~~~ === !!! ...",
-    "\x00\x01\x7f \ud7ff \U0010ffff",
-]
-
-
-def byte_alphabet() -> list[str]:
-    """GPT-2's spelling of each byte as a printable character, written out once more."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def write(path: Path, model: str | None, tokens: list[str], types: list[int], **keys: Any) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in (("block_count", 1), ("context_length", 64), ("embedding_length", 8), ("feed_forward_length", 16),
-                       ("attention.head_count", 2), ("rope.dimension_count", 4), ("vocab_size",
-                       len(tokens))):  # fmt: skip
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    if model:
-        writer.add_tokenizer_model(model)
-        writer.add_token_list(tokens)
-        writer.add_token_types(types)
-    for key, value in keys.items():
-        key = "tokenizer.chat_template" if key == "chat_template" else f"tokenizer.ggml.{key}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, value)
-    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def byte_level(
-    path: Path,
-    words: tuple[str, ...] = ("y z",),
-    special: tuple[str, ...] = ("<s>", "</s>"),
-    user: tuple[str, ...] = (),
-    **keys: Any,
-) -> Path:
-    """256 bytes, what each of the merges in `words` leads to, then special and user-defined tokens. The first two
-    specials are bos and eos; `keys` overrides any key."""
-    plain = byte_alphabet() + [word.replace(" ", "") for word in words]
-    types = [1] * len(plain) + [3] * len(special) + [4] * len(user)
-    defaults = {"bos_token_id": len(plain), "eos_token_id": len(plain) + 1, "merges": list(words)}
-    return write(path / "byte.gguf", "gpt2", [*plain, *special, *user], types, **(defaults | keys))
-
-
-def sentencepiece(path: Path, **keys: Any) -> Path:
-    words = [
-        "▁t",
-        "er",
-        "he",
-        "▁the",
-        "in",
-        "▁a",
-        "re",
-        "▁h",
-        "▁he",
-        "ll",
-        "llo",
-        "▁hello",
-        "▁▁",
-        "▁w",
-        "or",
-        "▁wor",
-        "ld",
-        "▁world",
-    ]
-    chars = sorted(set("".join(words)) | set("abcdefghijklmnopqrstuvwxyz.,!é"))
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *chars, "<|u|>"]
-    types = [2, 3, 3] + [6] * 256 + [1] * (len(words) + len(chars)) + [4]
-    scores = [0.0] * 259 + [-float(i) for i in range(len(words))] + [-1000.0 - i for i in range(len(chars))] + [0.0]
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    return write(path / "spm.gguf", "llama", tokens, types, **(ids | {"scores": scores} | keys))
-
-
-def pieces(tokenizer: Any, text: str) -> list[str]:
-    """The text's pre-tokens, decoded from byte spelling."""
-    backend = tokenizer.backend_tokenizer
-    if backend.normalizer is not None:
-        text = backend.normalizer.normalize_str(text)
-    alphabet = {char: byte for byte, char in enumerate(byte_alphabet())}
-    split = backend.pre_tokenizer.pre_tokenize_str(text)
-    return [bytes(alphabet[char] for char in piece).decode() for piece, _ in split]
-
-
-# ---- the real model --------------------------------------------------------------------------------------------------
+from nanovllm.weights.tokenizer import load_tokenizer
+from tests.weights.tokenizer_files import TEXTS, byte_alphabet, byte_level, pieces, sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +86,6 @@ def test_smollm2_against_transformers(smollm2: Any, smollm2_path: Path) -> None:
         assert ours == other or other[1] != "Ġ"
 
 
-# ---- byte-level BPE --------------------------------------------------------------------------------------------------
-
 SPLITS = {
     "gpt-2": {
         "I'll go": ["I", "'ll", " go"],
@@ -228,6 +113,8 @@ SPLITS = {
         "e\u0301": ["e", "\u0301"],
     },
 }
+
+
 ALIASES = {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
 
@@ -311,9 +198,6 @@ def test_decoding_leaves_spaces_alone(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-# ---- SentencePiece ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -353,132 +237,3 @@ def test_sentencepiece_options(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(ids) == ["he", "▁hello", "</s>"]
     assert tokenizer.decode(tokenizer.encode(" he"), skip_special_tokens=True) == " he"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
-
-
-# ---- Hugging Face directories, and what is refused -------------------------------------------------------------------
-
-
-def test_directory(tmp_path: Path) -> None:
-    assert load_tokenizer(tmp_path) is None
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert load_tokenizer(tmp_path) is None
-    source = load_tokenizer(byte_level(tmp_path, ("h e", "he l"), chat_template="x"))
-    source.save_pretrained(tmp_path / "hf")
-    loaded = load_tokenizer(str(tmp_path / "hf"))
-    for text in TEXTS:
-        assert loaded.encode(text) == source.encode(text)
-    assert loaded.chat_template == "x" and loaded.eos_token == "</s>"
-    assert loaded.decode(loaded.encode("a , b")) == "a , b"
-
-
-def test_directory_with_a_broken_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"cannot load the tokenizer in .*skip_tokenizer_init=True"):
-        load_tokenizer(tmp_path)
-
-
-def test_code_of_a_checkpoint_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers asks on standard input, unless it is told not to trust the code."""
-    load_tokenizer(byte_level(tmp_path)).save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf" / "config.json").write_text(
-        json.dumps({"model_type": "unheard-of", "auto_map": {"AutoConfig": "code.Config", "AutoTokenizer": "code.T"}})
-    )
-    (tmp_path / "hf" / "code.py").write_text("raise SystemExit('code of the checkpoint was run')")
-    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "Unheard", "auto_map": {"AutoTokenizer": ["code.T", None]}}
-    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on standard input"))
-    with pytest.raises(ValueError, match=r"hf is code of the checkpoint, which is never run; .*tokenizer="):
-        load_tokenizer(tmp_path / "hf")
-
-
-@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages", "{% nonsense %}"])
-def test_a_chat_template_that_is_no_template_is_an_error_when_it_is_loaded(tmp_path: Path, template: str) -> None:
-    path = byte_level(tmp_path, chat_template=template)
-    with pytest.raises(ValueError, match=r"'tokenizer.chat_template' is no Jinja template: .* in line 1") as error:
-        load_tokenizer(path)
-    assert str(path) in str(error.value)
-    tokenizer = load_tokenizer(byte_level(tmp_path))
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(tmp_path / "hf")
-    with pytest.raises(ValueError, match=r"hf: the tokenizer's chat_template is no Jinja template"):
-        load_tokenizer(tmp_path / "hf")
-
-
-def test_a_chat_template_may_refuse_a_conversation(tmp_path: Path) -> None:
-    template = "{{ raise_exception('a system message is needed') }}"
-    assert load_tokenizer(byte_level(tmp_path, chat_template=template)).chat_template == template
-
-
-def test_missing_path(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no tokenizer at .*nowhere"):
-        load_tokenizer(tmp_path / "nowhere")
-
-
-def test_gguf_without_a_tokenizer(tmp_path: Path) -> None:
-    assert load_tokenizer(write(tmp_path / "x.gguf", None, ["a"], [1])) is None
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"pre": "chameleon"}, r"tokenizer\.ggml\.pre is 'chameleon'; supported: .*llama-bpe.*skip_tokenizer_init"),
-        ({"eos_token_id": 100000}, r"eos_token_id is 100000, outside the vocabulary of 259"),
-        ({"merges": ["a zz"]}, r"vocabulary and merges that do not fit together"),
-        ({"merges": [1, 2]}, r"'tokenizer\.ggml\.merges' is missing or no list of strings"),
-    ],
-)
-def test_unusable_metadata(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
-    path = byte_level(tmp_path, **keys)
-    with pytest.raises(GGUFError, match=message) as error:
-        load_tokenizer(path)
-    assert str(path) in str(error.value)
-
-
-def test_unsupported_model_and_missing_scores(tmp_path: Path) -> None:
-    with pytest.raises(GGUFError, match=r"tokenizer\.ggml\.model is 't5'; supported: gpt2, llama"):
-        load_tokenizer(write(tmp_path / "t5.gguf", "t5", ["a"], [1]))
-    with pytest.raises(GGUFError, match=r"'tokenizer\.ggml\.scores' is missing or not as long"):
-        load_tokenizer(sentencepiece(tmp_path, scores=[0.0, 1.0]))
-
-
-# ---- end tokens ------------------------------------------------------------------------------------------------------
-
-
-class Ends:
-    def __init__(self, eos_token_id: Any) -> None:
-        self.eos_token_id = eos_token_id
-
-
-def test_eos_token_ids(tmp_path: Path) -> None:
-    assert eos_token_ids(tmp_path) == ()
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
-    assert eos_token_ids(tmp_path) == (3,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3]}))
-    assert eos_token_ids(tmp_path, Ends(9)) == (7, 3, 9)
-    assert eos_token_ids(str(tmp_path), Ends(None)) == (7, 3)
-    assert eos_token_ids({"eos_token_id": [4, 5]}, Ends(5)) == (4, 5)
-    assert eos_token_ids({}) == eos_token_ids(Ends(None)) == ()
-    assert eos_token_ids(Ends(0), Ends(0)) == (0,)  # zero is a token like any other
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        eos_token_ids(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [("[]", "generation_config.json holds no JSON object"), ("null", "holds no JSON object")]
-    + [
-        (json.dumps({"eos_token_id": junk}), "eos_token_id holds")
-        for junk in ("x", {}, {"a": 1}, [[1]], True, 2.5, [3, "4"])
-    ],
-)
-def test_what_is_no_end_token_is_named(tmp_path: Path, content: str, said: str) -> None:
-    (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(ValueError, match=said):
-        eos_token_ids(tmp_path)
-
-
-def test_eos_token_ids_of_a_gguf_file(tmp_path: Path) -> None:
-    assert eos_token_ids(byte_level(tmp_path, eot_token_id=3, eom_token_id=4), Ends(8)) == (258, 3, 4, 8)

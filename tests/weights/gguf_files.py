@@ -1,0 +1,92 @@
+"""Small GGUF files for tests, written with the `gguf` package."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Q
+from gguf import quants
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTER, LAYERS, VOCAB = 4, 2, 64, 256, 512, 2, 96
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's convert_hf_to_gguf.py does to q and k of a Llama."""
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+def hf_weights(arch: str, tied: bool = True) -> dict[str, np.ndarray]:
+    """Random weights in Hugging Face's names and layout."""
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (HIDDEN,),
+            prefix + "post_attention_layernorm.weight": (HIDDEN,),
+            prefix + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            prefix + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            prefix + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            prefix + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            prefix + "mlp.gate_proj.weight": (INTER, HIDDEN),
+            prefix + "mlp.up_proj.weight": (INTER, HIDDEN),
+            prefix + "mlp.down_proj.weight": (HIDDEN, INTER),
+        }
+        if arch == "qwen3":
+            shapes |= {prefix + f"self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
+    if not tied:
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+def to_gguf(arch: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same under GGUF's names and in its layout, through the `gguf` package's own table of names."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA if arch == "llama" else gguf.MODEL_ARCH.QWEN3, LAYERS)
+    result = {}
+    for name, weight in weights.items():
+        if arch == "llama" and "q_proj" in name:
+            weight = permute(weight, HEADS)
+        elif arch == "llama" and "k_proj" in name:
+            weight = permute(weight, KV_HEADS)
+        result[names.get_name(name, try_suffixes=(".weight", ".bias"))] = weight
+    return result
+
+
+def write(path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str = "F32", **extra: object) -> Path:
+    """A GGUF file of `tensors`; matrices are stored as `quant`. extra: metadata under the architecture's prefix, the
+    value's type deciding how it is stored; None removes a key."""
+    writer = gguf.GGUFWriter(path, arch)
+    keys: dict[str, object] = {
+        "block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": INTER,
+        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM,
+        "attention.value_length": HEAD_DIM, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 50000.0,
+    }  # fmt: skip
+    for key, value in (keys | extra).items():
+        key = f"{arch}.{key}" if key in keys or not key.startswith(("tokenizer.", "split.")) else key
+        if isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            writer.add_uint32(key, value)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, tensor in tensors.items():
+        kind = Q[quant] if tensor.ndim == 2 and quant != "F32" else None
+        if kind is None:
+            writer.add_tensor(name, tensor)
+        else:
+            writer.add_tensor(name, quants.quantize(tensor, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny(path: Path, arch: str = "llama", quant: str = "F32", **extra: object) -> Path:
+    return write(path / "tiny.gguf", arch, to_gguf(arch, hf_weights(arch)), quant, **extra)

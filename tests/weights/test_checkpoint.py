@@ -1,0 +1,144 @@
+"""Where a model is, and its configuration: found, or an error that names what is missing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanovllm.config import EngineConfig
+from nanovllm.weights.checkpoint import locate
+from tests.weights.checkpoints import not_found
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "is not valid JSON"),
+        ('{"architectures": ["LlamaForCausalLM"], "num_attention_heads": ' + "9" * 400 + "}", "num_attention_heads="),
+        ('{"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1' + "0" * 400 + ', "num_attention_heads": 1,'
+         ' "hidden_size": 2}', "rms_norm_eps="),
+    ],
+    ids=["deep", "more digits than Python reads", "a huge count", "an integer beyond floats"],
+)  # fmt: skip
+def test_a_config_with_absurd_values_is_an_error_that_names_the_file(tmp_path, content, said):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError) as error:
+        locate(EngineConfig(str(tmp_path)))
+    assert str(tmp_path / "config.json") in str(error.value) and said in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+def test_a_directory(checkpoint):
+    found = locate(EngineConfig(str(checkpoint)))
+    assert (found.path, found.format, found.config.architecture) == (checkpoint, "safetensors", "Qwen3ForCausalLM")
+    assert locate(EngineConfig(str(checkpoint), load_format="dummy")).format == "dummy"
+
+
+def test_the_home_directory_is_expanded(checkpoint, monkeypatch):
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    assert locate(EngineConfig(f"~/{checkpoint.name}")).path == checkpoint
+
+
+def test_a_preset():
+    found = locate(EngineConfig("Qwen3-0.6B", load_format="dummy"))
+    assert (found.path, found.format, found.config.hidden_size) == (None, "dummy", 1024)
+
+
+def test_a_preset_without_dummy_weights():
+    not_found(
+        ValueError, "qwen3-0.6b", "'qwen3-0.6b' is a preset", "'Qwen/Qwen3-0.6B'", 'in Python, load_format="dummy"'
+    )
+
+
+def test_an_unknown_preset():
+    not_found(ValueError, "qwen3-0.7b", "no preset 'qwen3-0.7b'", "did you mean 'qwen3-", load_format="dummy")
+
+
+def test_a_directory_without_a_config(tmp_path):
+    not_found(FileNotFoundError, tmp_path, str(tmp_path), "holds no config.json", "pass a Hugging Face model directory")
+
+
+def test_a_config_that_is_cut_off(checkpoint):
+    (checkpoint / "config.json").write_text((checkpoint / "config.json").read_text()[:40])
+    not_found(ValueError, checkpoint, "config.json is not valid JSON")
+
+
+def test_a_config_that_is_no_object(checkpoint):
+    (checkpoint / "config.json").write_text("[]")
+    not_found(ValueError, checkpoint, "config.json holds no JSON object")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(architectures=["Qwen3MoeForCausalLM"]),
+        dict(architectures=["MistralForCausalLM"]),
+        # Those that do not even have the entries of a decoder that we know.
+        dict(architectures=["GPT2LMHeadModel"], n_head=12, n_embd=768),
+        dict(architectures=["GemmaForCausalLM"], hidden_act="gelu_pytorch_tanh"),
+        dict(architectures=["Phi3ForCausalLM"], rope_parameters=dict(rope_type="longrope")),
+    ],
+    ids=lambda c: c["architectures"][0],
+)
+def test_an_unsupported_architecture_lists_the_supported(checkpoint, config):
+    path = checkpoint / "config.json"
+    common = {} if "n_head" in config else json.loads(path.read_text())
+    path.write_text(json.dumps(common | config))
+    name = config["architectures"][0]
+    not_found(ValueError, checkpoint, repr(name), "supported are LlamaForCausalLM, Qwen3ForCausalLM")
+
+
+def test_a_file_that_is_no_model(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    not_found(ValueError, tmp_path / "model.safetensors", "no .gguf", "pass the directory that holds config.json")
+
+
+def test_a_gguf_file_that_is_not_there(tmp_path):
+    not_found(FileNotFoundError, tmp_path / "model.gguf", "model.gguf", "no such file")
+
+
+def test_formats_that_contradict_what_is_there(checkpoint, tmp_path):
+    not_found(ValueError, checkpoint, "is no .gguf file", load_format="gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    not_found(ValueError, tmp_path / "model.gguf", "is a GGUF file", load_format="safetensors")
+
+
+@pytest.mark.parametrize("name", ["no-such-directory", "someone/no-such-model", "not a hub id!", "/no/such/directory"])
+def test_what_is_nowhere_while_offline(name, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    not_found(FileNotFoundError, name, repr(name))
+
+
+def test_a_network_that_fails_is_not_a_traceback(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def snapshot_download(model_id, local_files_only=False, **_):
+        raise LocalEntryNotFoundError("nothing cached") if local_files_only else ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    not_found(FileNotFoundError, "someone/model", "'someone/model'", "could not be downloaded", "ConnectionError")
+
+
+@pytest.mark.parametrize("cached, expected", [(True, [True]), (False, [True, False])])
+def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatch, checkpoint, cached, expected):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    calls = []
+
+    def snapshot_download(model_id, allow_patterns, local_files_only=False):
+        assert model_id == "someone/model" and not [
+            p for p in allow_patterns if Path(p).suffix in (".bin", ".pt", ".py", "")
+        ]
+        calls.append(local_files_only)
+        if local_files_only and not cached:
+            raise LocalEntryNotFoundError("nothing cached")
+        return str(checkpoint)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert locate(EngineConfig("someone/model")).path == checkpoint and calls == expected
