@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from nanovllm.bench import benchmark, results
 from nanovllm.bench.options import check_model
@@ -20,6 +19,7 @@ from nanovllm.hardware import measured_rates as device
 from nanovllm.kernels import all_ops
 from tests import tiny
 from tests.bench.perfetto_reading import check
+from tests.shared_gpu import memory_utilization
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -474,21 +474,10 @@ def test_ctrl_c_writes_what_was_measured(model, tmp_path):
 
 @pytest.mark.gpu
 def test_shares_of_the_limit_stay_below_all_of_it_on_a_gpu(tmp_path):
-    arguments = [
-        "--preset",
-        "qwen3-0.6b",
-        "--workload",
-        "bs1,bs128,prefill",
-        "--repeat",
-        "1",
-        "--profile-dir",
-        str(tmp_path),
-        "--json",
-        str(tmp_path / "j"),
-    ]
-    assert bench.main(arguments) == 0
+    memory = str(memory_utilization(0.2))
+    given = "--preset qwen3-0.6b --workload bs1,bs128,prefill --repeat 1 --gpu-memory-utilization"
+    assert bench.main([*given.split(), memory, "--profile-dir", str(tmp_path), "--json", str(tmp_path / "j")]) == 0
     for row in json.loads((tmp_path / "j").read_text())["rows"]:
         assert row["error"] is None and 0.02 < max(row["mbu"], row["mfu"]) <= 1
     profile = json.loads((tmp_path / "profile.json").read_text())["profile"]
     assert all(o["floor_us"] is None or o["floor_us"] <= o["device_us"] for o in profile["ops"])
-    torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ from nanovllm.fuse.graph import build
 from nanovllm.fuse.host import Host, measure_host
 from nanovllm.fuse.measure import Comparison, Measured, agreement, measure, spearman
 from nanovllm.hardware.gpu_presets import PRESETS, device_model
+from tests.shared_gpu import gpu_is_shared
 
 # A device on which times are easily worked out by hand.
 PLAIN = Host("plain", 1e12, 0, 1e12, 1e-6, 1e13, {"float32": 1e14})
@@ -552,26 +553,6 @@ def test_a_host_is_measured():
         host.rate("float16")
 
 
-def others_use_the_gpu() -> bool:
-    """Whether graphs that are replayed one after the other leave gaps: the device takes turns between programs."""
-    from nanovllm.hardware.probe_kernels import launch_empty
-
-    launch_empty()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(500):
-            launch_empty()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(201)]
-    for _ in range(20):
-        graph.replay()
-    for event in events:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    fastest = min(a.elapsed_time(b) for a, b in zip(events, events[1:]))
-    return events[0].elapsed_time(events[-1]) > 1.5 * fastest * (len(events) - 1)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_measure_on_a_gpu(tmp_path, monkeypatch):
@@ -581,12 +562,12 @@ def test_measure_on_a_gpu(tmp_path, monkeypatch):
     # Rates of this minute; if they are disturbed, nobody keeps them.
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
     where = torch.device("cuda")
-    shared = others_use_the_gpu()
+    shared = gpu_is_shared()
     layer, kwargs, known = decoder_layer("qwen3-0.6b", 64, 1024, device=where)
     analyzer = FusionAnalyzer(layer, (), kwargs, known=known, device=this_device(where))
     rows = measure(analyzer, (), kwargs)
     assert all(r.unfused.seconds and r.compile.seconds and r.ours.seconds for r in rows)
-    if shared or others_use_the_gpu():
+    if shared or gpu_is_shared():
         pytest.skip("another program uses the GPU, so its times are not compared with predictions")
     found = agreement(rows)
     told = "\n".join(

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.hardware import gpu_presets
 from nanovllm.hardware import measured_rates as device
 from nanovllm.hardware.gpu_presets import PRESETS, device_model, dtype_name, measured, this_device
 from nanovllm.hardware.measured_rates import Rates
+from tests.shared_gpu import gpu_is_shared
 
 
 @pytest.mark.parametrize("model", PRESETS.values(), ids=PRESETS)
@@ -214,9 +214,12 @@ def test_measured_on_a_gpu(tmp_path, monkeypatch):
     assert {"bandwidth", "dram_latency", "l2_latency", "launch"} <= set(found.measured)
     narrow = {"matmul[float8]", "matmul[int8]"}  # PyTorch may lack these
     assert {f"matmul[{dtype}]" for dtype in found.matmul} - narrow <= set(found.measured)
-    assert 5e-8 < found.l2_latency < found.dram_latency < 2e-6
     assert found.sms == torch.cuda.get_device_properties(0).multi_processor_count
-    assert gpu_presets.device_model(found.name).name == found.name or found.name not in PRESETS
+    assert found.name not in PRESETS or device_model(found.name).name == found.name
+    assert 0 < found.l2_latency < 1e-4 and 0 < found.dram_latency < 1e-4
+    if gpu_is_shared():
+        pytest.skip("another program uses the GPU, so its latencies say nothing")
+    assert 5e-8 < found.l2_latency < found.dram_latency < 2e-6
 
 
 def test_the_names_in_help_texts_are_the_presets():

@@ -1,11 +1,18 @@
+"""Rates of this machine: measured once, kept, and measured honestly."""
+
+import gc
 import json
+import os
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanovllm.hardware import measured_rates as device
 from nanovllm.hardware.measured_rates import Rates
+from tests.shared_gpu import gpu_is_shared, preset_here
 
 CPU = torch.device("cpu")
 
@@ -52,7 +59,7 @@ def test_dtypes_asked_for_in_turns_are_measured_once_each(counted):
 
 
 def test_products_in_every_dtype(monkeypatch):
-    """What is multiplied, at the size of a CPU: each way gives the product, float32 and tf32 are told apart, and float8 and int8 may lack."""
+    """At the size of a CPU: each way gives the product, float32 and tf32 differ, and float8 and int8 may be missing."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 32, generator=generator).bfloat16() for n in (48, 64))
     expected = x.float() @ weight.float().T
@@ -113,16 +120,23 @@ def test_measured_on_this_machine():
 
 @pytest.mark.gpu
 def test_measured_on_a_gpu():
+    """Bounds from the data sheet hold whoever else uses the GPU, if others take at most 7/8 of it; ratios only without others."""
+    shared = gpu_is_shared()
     rates = device.measure(torch.device("cuda", torch.cuda.current_device()), ("bfloat16",))
-    assert 0.8 < rates.read / rates.copy < 1.5 and rates.cache_bandwidth >= rates.bandwidth * 0.99
-    assert rates.matmul["bfloat16"] > 1e13 and 1e-7 < rates.kernel_seconds < 1e-4
+    shared = shared or gpu_is_shared()
+    assert rates.bandwidth == max(rates.read, rates.copy) and 1e-7 < rates.kernel_seconds < 1e-3
+    if model := preset_here():
+        assert model.bandwidth / 8 < min(rates.read, rates.copy) and rates.bandwidth < model.peak_bandwidth
+        assert model.matmul["bfloat16"] / 8 < rates.matmul["bfloat16"] < model.peak_matmul["bfloat16"]
+        assert rates.cache_bandwidth < 2 * model.l2_bandwidth
+    if shared:
+        pytest.skip("another program uses the GPU: what was measured is compared with the data sheet alone")
+    assert 0.8 < rates.read / rates.copy < 1.5 and rates.cache_bandwidth > 1.2 * rates.bandwidth
+    assert rates.matmul["bfloat16"] > 1e13 and rates.kernel_seconds < 1e-4
 
 
 def test_nothing_stays_allocated(monkeypatch):
     """With a GPU's calls replaced: what is alive when the allocator is told to give its blocks back."""
-    import gc
-    from types import SimpleNamespace
-
     alive, cleared = [], []
 
     def empty_cache():
@@ -137,7 +151,8 @@ def test_nothing_stays_allocated(monkeypatch):
     monkeypatch.setattr(device, "_matmul_rates", lambda dtype, where: iter([5.0]))
     monkeypatch.setattr(device, "_kernel_seconds", lambda where: 1.0)
     monkeypatch.setattr(device, "_latencies", lambda where, size: (1.0, 1.0))
-    monkeypatch.setitem(sys.modules, "nanovllm.hardware.probe_kernels", SimpleNamespace(read_time=lambda x, *_: 1.0))
+    probes = SimpleNamespace(read_time=lambda x, *_: 1.0)
+    monkeypatch.setitem(sys.modules, "nanovllm.hardware.probe_kernels", probes)
     assert device._measure_cuda(CPU, "x", ("bfloat16",)).matmul == {"bfloat16": 5.0}
     assert alive and not any(alive) and cleared
 
@@ -164,8 +179,6 @@ def test_a_slow_dtype_is_not_repeated_for_minutes(monkeypatch):
 
 def test_the_reading_kernel_reads_everything():
     """In Triton's interpreter, which must be chosen before Triton is imported."""
-    import subprocess
-
     pytest.importorskip("triton")
     code = (
         "import torch; from nanovllm.hardware.probe_kernels import read_kernel, READ_BLOCK\n"
@@ -173,6 +186,4 @@ def test_the_reading_kernel_reads_everything():
         "read_kernel[4,](x, out, 11, 3, BLOCK=READ_BLOCK, num_warps=8)\n"
         "assert out.sum() == 3 * x.sum(), (out, x.sum())"
     )
-    import os
-
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=os.environ | {"TRITON_INTERPRET": "1"})
