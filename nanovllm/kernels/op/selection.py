@@ -144,8 +144,7 @@ def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] =
     first = _first(declared, device, plugins)
     preferred = _preferred(declared, device, plugins)
     return sorted(
-        available,
-        key=lambda p: (p is not first, preferred.index(p.name) if p.name in preferred else len(preferred)),
+        available, key=lambda p: (p is not first, preferred.index(p.name) if p.name in preferred else len(preferred))
     )
 
 

@@ -30,11 +30,7 @@ _SHAPES = {
 }
 
 
-@op(
-    arguments={"x": "[..., size]", "weight": "[size]"},
-    inputs=Inputs(_rms_norm_inputs, **_SHAPES),
-    cost=_rms_norm_cost,
-)
+@op(arguments={"x": "[..., size]", "weight": "[size]"}, inputs=Inputs(_rms_norm_inputs, **_SHAPES), cost=_rms_norm_cost)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32.
 
