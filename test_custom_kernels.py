@@ -3,10 +3,11 @@
     python test_custom_kernels.py                     # all ops
     python test_custom_kernels.py rms_norm softmax    # some: all whose names begin with one of these
 
-Four sections: correctness against the reference in float64, time, peak memory, and a profile of the kernels that ran; then
-one table with a line for each op and provider. Without a GPU it verifies through Triton's interpreter, on small shapes.
-It is a pytest module as well: `pytest test_custom_kernels.py`. There the interpreter is not chosen, and without a GPU the tests of the
-Triton providers are skipped; `TRITON_INTERPRET=1 pytest test_custom_kernels.py -k rms_norm` runs them.
+Four sections: correctness against the reference in float64, time, peak memory, and a profile of the kernels that ran;
+then one table with a line for each op and provider. Without a GPU it verifies through Triton's interpreter, on small
+shapes. It is a pytest module as well: `pytest test_custom_kernels.py`. There the interpreter is not chosen, and without
+a GPU the tests of the Triton providers are skipped; `TRITON_INTERPRET=1 pytest test_custom_kernels.py -k rms_norm` runs
+them.
 """
 
 import argparse
@@ -69,9 +70,8 @@ def of_the_largest_shape(results: list[Measurement]) -> dict[tuple[str, str], Me
 
 
 def benchmark(pairs: list[tuple[Op, Provider]]) -> list[Measurement]:
-    print(
-        f"\n2. Time on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'this CPU, the references only, on the first shape'}"
-    )
+    where = "this CPU, the references only, on the first shape"
+    print(f"\n2. Time on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else where}")
     results = []
     for op, provider in pairs:
         if DEVICE.type == "cpu" and provider.name != "native":
@@ -150,9 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [(op, p) for op, p in PAIRS if not asked or op.name.startswith(tuple(asked))]
     reason = unavailable_reason()
     if reason is not None:
-        print(
-            f"Custom kernels do not run on a device here: {reason}. Triton kernels run in its interpreter, on small shapes."
-        )
+        instead = "Triton kernels run in its interpreter, on small shapes"
+        print(f"Custom kernels do not run on a device here: {reason}. {instead}.")
     pairs = [(op, p) for op, p in wanted if p.support(DEVICE) is None]
     for op, provider in wanted:
         if (why := provider.support(DEVICE)) is not None:

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
     from nanovllm.kernels import Op, Provider
 
-app = typer.Typer(no_args_is_help=True, help="The ops and who computes them.")
+app = typer.Typer(no_args_is_help=True, help="The ops and their providers.")
 
 
 @app.command("list")
 def list_kernels(
     op: OpName = None, device: Device = "auto", kernel_plugin: Plugins = None, as_json: Json = False
 ) -> None:
-    """Every op and its providers: which can run here, why not, and in which order they are taken."""
+    """Every op and its providers: whether each can run here, why not, and in which order they are preferred."""
     from nanovllm.kernels.op.plugins import failures
 
     where, ops, origins = prepare(device, kernel_plugin, must_load=False)
@@ -68,7 +68,7 @@ def why(
     kernel_plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Which provider runs an op here, and what speaks against each of the others."""
+    """Which provider runs an op here, and why the others do not."""
     from nanovllm.kernels import KernelError
     from nanovllm.kernels.op.selection import explain
     from nanovllm.kernels.testing.verify import Case
@@ -99,9 +99,8 @@ def why(
         return
     print(f"{op} on {device_name(where)}: {taken} runs, because {because}.")
     if "bytes" in call:
-        print(
-            f"A call of shape {shape} in {call['dtype']} moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops."
-        )
+        moved = f"moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops"
+        print(f"A call of shape {shape} in {call['dtype']} {moved}.")
     table = new_table("provider", "rank", "can it take this?" if call else "can it run here?")
     for row in rows:
         table.add_row(row["provider"], str(row["rank"] or ""), row["reason"] or "yes")

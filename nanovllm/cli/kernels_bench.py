@@ -1,4 +1,4 @@
-"""`nanovllm kernels bench`: the providers of an op beside each other, in time and as a share of what the hardware allows."""
+"""`nanovllm kernels bench`: the time of each provider of an op, also as a share of the hardware limit."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ def bench(
     kernel_plugin: Plugins = None,
     save: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
     save_table: Annotated[
-        Path | None, typer.Option(help="Write who is fastest into this directory, for kernels to be chosen by.")
+        Path | None,
+        typer.Option(help="Write the order of the providers by speed into this directory; kernels are selected by it."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the providers of an op: medians, inputs from device memory, shares of what the hardware allows and of what a copy reaches.
+    """Time the providers of an op: medians, with inputs in device memory; shares of the hardware limit and of a copy.
 
-    Ctrl-C keeps what was measured. Fails if nothing can be.
+    Ctrl-C keeps what was measured. Fails if nothing can be measured.
     """
     from nanovllm.kernels.testing.compare import compiled
 
@@ -74,7 +75,7 @@ def bench(
             candidates += [compiled(declared)] if compile else []
             _measure(declared, candidates, dtype_of(dtype), shapes, where, results, not as_json and sys.stderr.isatty())
     except KeyboardInterrupt:
-        # Who is fastest is not known: a table would lack ops, or providers that were not reached.
+        # The table would lack ops, or providers that were not reached.
         save_table = None
         print("stopped early, with what was measured so far; no table is written", file=sys.stderr)
     else:
@@ -100,8 +101,9 @@ def _measure(
     """Append the times of an op's providers; shapes None: the declared ones, on a CPU the first of a decode step."""
     from nanovllm.kernels.testing.compare import bench_cases, measure
 
+    assert declared.inputs is not None
     if where.type == "cpu" and shapes is None:
-        shapes = declared.inputs.decode[:1]
+        shapes = list(declared.inputs.decode[:1])
     for case in bench_cases(declared, dtype, shapes):
         for candidate in candidates:
             results.append(measure(declared, candidate, case, where))
@@ -143,12 +145,13 @@ def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
 
         title += f": copy {copy_bandwidth(where) / 1e12:.2f} TB/s, empty kernel {1e6 * empty_kernel_time(where):.2f} us"
     table = new_table(
-        "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "of copy", "peak MiB", "how", title=title,
+        "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "of copy", "peak MiB", "how",
+        title=title,
     )  # fmt: skip
     if any(m.without_plan for m in results):
         table.caption = (
-            "without its plan: planned once for a batch, before the clock started, and run many times; the engine and the measured order "
-            "of providers go by the row above, of whole calls"
+            "without its plan: planned once for a batch, before the clock started, and run many times; the engine and the "
+            "measured order of providers go by the row above, of whole calls"
         )
     for m in results:
         if m.timing is None:

@@ -1,4 +1,4 @@
-"""`nanovllm kernels verify`: is every provider right?"""
+"""`nanovllm kernels verify`: every provider's results against the reference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def verify(
     provider: Providers = None,
     device: Device = "auto",
     seed: Annotated[
-        int | None, typer.Option(help="Of the random inputs; if left out, a random one, which is printed.")
+        int | None, typer.Option(help="Seed of the random inputs; by default a random one, which is printed.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Only small shapes, once in each dtype: for compute-sanitizer.")
@@ -46,7 +46,9 @@ def verify(
     kernel_plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Compare every provider with the reference in float64, on every kind of input. Fails if one is wrong, or none can run.
+    """Compare every provider with the reference in float64, on every kind of input.
+
+    Fails if a provider is wrong, or if none can run.
 
     Without a GPU, Triton kernels run in Triton's interpreter, on small shapes.
     """

@@ -1,7 +1,7 @@
 """The ops of a decoder layer and their swappable providers.
 
-Every op is a function here: `from nanovllm.kernels import rms_norm`. It runs the provider that is chosen for the device of
-its arguments, which on a machine without CUDA or Triton is its PyTorch reference.
+Every op is a function here: `from nanovllm.kernels import rms_norm`. It runs the provider that is selected for the
+device of its arguments. On a machine without CUDA or Triton that is its PyTorch reference.
 """
 
 from typing import TYPE_CHECKING
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> bool:
-    # Asked of CUDA when somebody wants to know, not at import: that would start CUDA in every process.
+    # Computed when it is read, not at import: that would start CUDA in every process.
     if name == "KERNELS_AVAILABLE":
         return unavailable_reason() is None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

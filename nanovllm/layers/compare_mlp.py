@@ -1,7 +1,8 @@
-"""What custom kernels bring to a gated MLP: the same weights with and without them, forward values and time."""
+"""A gated MLP with custom kernels and without them, on the same weights: forward values and time."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -44,8 +45,8 @@ def compare_mlp(
     plain.load_state_dict(custom.state_dict())
     # In 80 columns an op's name fits on one line.
     table = Table(
-        "batch", "plain us", "custom us", Column("served by", min_width=len("linear_silu_and_mul:")), "speed-up", "error", "equal",
-        title=f"gated MLP {hidden_size} x {intermediate_size}, {name}, {where}", show_edge=False, pad_edge=False,
+        "batch", "plain us", "custom us", Column("served by", min_width=len("linear_silu_and_mul:")), "speed-up", "error",
+        "equal", title=f"gated MLP {hidden_size} x {intermediate_size}, {name}, {where}", show_edge=False, pad_edge=False,
         caption="served by: the op of custom's first half; error: the largest; equal: within the tolerance",
     )  # fmt: skip
     same = plain.providers == custom.providers  # without a GPU, say: the times differ by chance
@@ -57,18 +58,16 @@ def compare_mlp(
             # The products before and after round too, in both: a difference of one rounding passes through the second.
             error = (got.float() - want.float()).abs().max().item()
             agrees = error <= TOLERANCE[weights] * want.float().abs().max().item()
-            iters = {} if on_gpu else {"warmup": 1, "iters": 5 if batch <= 256 else 2}
-            slow, fast = (1e6 * benchmark_kernel(m, x, **iters) for m in (plain, custom))
+            time_of = (
+                benchmark_kernel if on_gpu else partial(benchmark_kernel, warmup=1, iters=5 if batch <= 256 else 2)
+            )
+            slow, fast = (1e6 * time_of(m, x) for m in (plain, custom))
         wrong |= not agrees
+        speed_up = "-" if same else f"{slow / fast:.2f}"
+        verdict = "yes" if agrees else "NO"
         table.add_row(
-            str(batch),
-            f"{slow:.1f}",
-            f"{fast:.1f}",
-            custom.served_by(x),
-            "-" if same else f"{slow / fast:.2f}",
-            f"{error:.2g}",
-            "yes" if agrees else "NO",
-        )
+            str(batch), f"{slow:.1f}", f"{fast:.1f}", custom.served_by(x), speed_up, f"{error:.2g}", verdict
+        )  # fmt: skip
     Console().print(table)
     if wrong:
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
 """The gated MLP of a decoder layer.
 
-`python -m nanovllm.layers.custom_mlp` compares it with custom kernels on and off: the same values, and in what time.
+`python -m nanovllm.layers.custom_mlp` compares its values and its time with custom kernels on and off.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class GatedMLP(nn.Module):
         return self._silu_and_mul(self.gate_up_proj(x))
 
     def between_norms(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> ResidualStream:
-        """This block of norm(x + residual), for one that begins with `next_norm`; a norm goes with a product if the batch is small."""
+        """This block of norm(x + residual), for a next block that begins with `next_norm`; norms are fused for small batches."""
         weight = self.gate_up_proj.weight
         if not stream.normed and self._add_rms_norm_gate_up.takes(stream.x, weight):
             x, residual = self._add_rms_norm_gate_up(stream.x, stream.residual, norm.weight, norm.eps, weight)
@@ -58,7 +58,7 @@ class GatedMLP(nn.Module):
 
 
 class CustomGatedMLP(GatedMLP):
-    """A `GatedMLP` by itself, outside an engine: it picks its own kernels.
+    """A `GatedMLP` outside an engine, which selects its own kernels.
 
     Args:
         use_custom_kernels: False: the PyTorch reference of every op.
@@ -94,8 +94,8 @@ class CustomGatedMLP(GatedMLP):
         """x [..., hidden_size], of the weights' dtype and device -> the same shape.
 
         Raises:
-            ValueError: another x; where custom kernels may be used, one that requires grad, or weights that do, since they have no
-                backward pass, or float64, which they do not compute in.
+            ValueError: x has another shape, dtype or device. With custom kernels, which have no backward pass: x or a
+                weight requires grad, or is float64, which they do not compute in.
         """
         weight = self.gate_up_proj.weight
         like = isinstance(x, torch.Tensor) and x.dtype == weight.dtype and x.device == weight.device
@@ -109,14 +109,12 @@ class CustomGatedMLP(GatedMLP):
         if self._custom and torch.is_grad_enabled():
             tensors = {"x": x, "gate_up_proj.weight": weight, "down_proj.weight": self.down_proj.weight}
             if wanted := [name for name, tensor in tensors.items() if tensor.requires_grad]:
-                raise ValueError(
-                    f"{', '.join(wanted)}: requires grad, and kernels have no backward pass; call it under torch.no_grad(), or use "
-                    "use_custom_kernels=False"
-                )
+                remedy = "call it under torch.no_grad(), or use use_custom_kernels=False"
+                raise ValueError(f"{', '.join(wanted)}: requires grad, and kernels have no backward pass; {remedy}")
         return super().forward(x)
 
     def served_by(self, x: torch.Tensor) -> str:
-        """The op, and its provider, that computes silu(gate(x)) * up(x): "silu_and_mul: triton", say, behind PyTorch's product."""
+        """The op that computes silu(gate(x)) * up(x), and its provider, for example "silu_and_mul: triton"."""
         name = "linear_silu_and_mul" if self._linear_silu_and_mul.takes(x, self.gate_up_proj.weight) else "silu_and_mul"
         return f"{name}: {self.providers[name]}"
 

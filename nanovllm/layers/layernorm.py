@@ -22,9 +22,9 @@ class RMSNorm(ShardedParameters):
         return self._rms_norm(x, self.weight, self.eps)
 
     def of(self, stream: ResidualStream) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); without a residual yet, (norm(x), x). Nothing is left to do if it is normed."""
+        """(norm(x + residual), x + residual); without a residual yet, (norm(x), x). A normed stream is returned as it is."""
         x, residual, normed = stream
-        if normed:
+        if residual is not None and normed:
             return x, residual
         if residual is None:
             return self._rms_norm(x, self.weight, self.eps), x

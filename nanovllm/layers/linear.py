@@ -1,7 +1,7 @@
 """Linear layers, split over the tensor-parallel group, that several checkpoint tensors may be loaded into.
 
-A layer's weight is made of named *shards*: QKV of "q", "k", "v"; gate-up of "gate", "up"; a plain layer of one shard, "".
-`destination` gives the memory of a shard, and the part of a checkpoint tensor that belongs there.
+A layer's weight is made of named *shards*: QKV of "q", "k", "v"; gate-up of "gate", "up"; a plain layer of one shard,
+"". `destination` gives the memory of a shard, and the part of a checkpoint tensor that belongs there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ShardedParameters(nn.Module):
         return tuple(getattr(self, name).shape)
 
     def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of a checkpoint tensor of shape `source_shape` into place; the result is a view of that place."""
+        """Copy this rank's part of a checkpoint tensor of shape `source_shape` into the parameter; a view of where it went."""
         return getattr(self, name).data.copy_(tensor)
 
 
@@ -95,7 +95,7 @@ class ColumnParallelLinear(ShardedParameters):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The fused query, key and value projections, split by heads; KV heads are repeated on ranks beyond their number."""
+    """The fused query, key and value projections, split by heads. With more ranks than KV heads, ranks share KV heads."""
 
     def __init__(
         self,
@@ -126,11 +126,12 @@ class QKVParallelLinear(ColumnParallelLinear):
     def _local_start(self, shard: str) -> int:
         return self.tp.rank // (1 if shard == "q" else self.kv_replicas) * self.sizes[shard]
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # Heads, not one tensor as the base class gives.
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
         """x [num_tokens, hidden_size] -> q, k, v as [num_tokens, heads, head_dim] views of one projection."""
         return self._heads(super().forward(x))
 
-    def after_norm(
+    def after_norm(  # type: ignore[override]
         self, stream: ResidualStream, norm: RMSNorm
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """((q, k, v) of norm(x + residual), x + residual); one op where the batch is small."""
@@ -170,14 +171,14 @@ class RowParallelLinear(ShardedParameters):
         return self.tp.all_reduce(linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
 
     def before_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> ResidualStream:
-        """This layer of x, for a block that begins with `norm` of its sum with the residual; all in one op where the batch is small."""
+        """This layer of x, for a next block that begins with norm(this + residual); one op where the batch is small."""
         if self._linear_add_rms_norm.takes(x, self.weight):
-            done = self._linear_add_rms_norm(x, self.weight, residual, norm.weight, norm.eps, self.bias)
-            return ResidualStream(*done, normed=True)
+            normed, total = self._linear_add_rms_norm(x, self.weight, residual, norm.weight, norm.eps, self.bias)
+            return ResidualStream(normed, total, normed=True)
         return ResidualStream(self(x), residual)
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
-        return (self.weight.shape[0], self.full_in) if name == "weight" else tuple(self.bias.shape)
+        return (self.weight.shape[0], self.full_in) if name == "weight" else tuple(getattr(self, name).shape)
 
     def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
         parameter = getattr(self, name).data

@@ -11,7 +11,8 @@ class ResidualStream(NamedTuple):
     """The sum that every block adds to, and what the next one reads.
 
     Attributes:
-        x: [num_tokens, hidden_size]: the last block's output, still to be added to `residual`; if `normed`, the norm of `residual`.
+        x: [num_tokens, hidden_size]: the last block's output, not yet added to `residual`; if `normed`, the norm of
+            `residual`.
         residual: the same shape; None before the first block.
         normed: whether the addition and the next block's norm are done.
     """

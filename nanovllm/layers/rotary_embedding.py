@@ -95,6 +95,6 @@ class RotaryEmbedding(nn.Module):
         k_norm: RMSNorm | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k [num_tokens, heads, head_dim], rotated; the norm of every head before, if there is one."""
-        if q_norm is None:
+        if q_norm is None or k_norm is None:
             return self._rotary_embedding(positions, q, k, self.cos_sin_cache)
         return self._qk_norm_rope(positions, q, k, q_norm.weight, k_norm.weight, q_norm.eps, self.cos_sin_cache)

@@ -1,4 +1,4 @@
-"""Ops as layers call them: with a tensor that takes the result, and with fused ops that may be called one by one instead."""
+"""Ops as layers call them: the result may go into a given tensor, and a fused op may be called one by one instead."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class SelectedOp:
 class FusedOp(SelectedOp):
     """An op that combines several others, in a layer that can also call these one by one.
 
-    The reference is never used, since the ops that it combines have providers of their own. A provider's `num_tokens` says for
-    how many tokens the layer calls it.
+    The reference is never used, since the ops that it combines have providers of their own. A provider's `num_tokens`
+    says for how many tokens the layer calls it.
 
     Args:
         kernels: None: the op is not used.

@@ -13,11 +13,12 @@ import torch
 def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     """A second stream, besides the current one; None on a device without streams.
 
-    What is launched on it (`with torch.cuda.stream(...)`, which takes None as well) runs after all that was launched before
-    this context, and at the same time as what is launched on the current stream within it. After this context both have run.
-    A CUDA graph captures both branches.
+    What is launched on it (`with torch.cuda.stream(...)`, which takes None as well) runs after all that was launched
+    before this context, and at the same time as what is launched on the current stream within it. After this context
+    both have run. A CUDA graph captures both branches.
 
-    A tensor that is created on one of the streams must not be used on the other within the context, nor live longer than it.
+    A tensor that is created on one of the streams must not be used on the other within the context, nor live longer
+    than it.
     """
     if device.type != "cuda":
         yield None

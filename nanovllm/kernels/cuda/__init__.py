@@ -1,7 +1,8 @@
 """CUDA C++ kernels of a few ops: plain functions with the signatures of the native ops, compiled at the first call.
 
-Read `rowwise.cuh` first: one kernel that moves the bytes; then `math.cuh`, what is done to each number. The `.cu` files say
-which function goes through that kernel, `bindings.cpp` what PyTorch sees, and `build.py` how it is compiled and cached.
+Read `rowwise.cuh` first: one kernel that moves the bytes; then `math.cuh`, what is done to each number. The `.cu` files
+say which function goes through that kernel, `bindings.cpp` what PyTorch sees, and `build.py` how it is compiled and
+cached.
 
 Tensors are float32, float16 or bfloat16 on one CUDA device; else a ValueError. A tensor whose rows lie at a regular
 distance is read in place; any other that is not contiguous is copied. There is no backward pass.

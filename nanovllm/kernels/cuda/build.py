@@ -1,12 +1,13 @@
 """Compiles the CUDA C++ kernels at their first use and loads them; says beforehand whether that can work.
 
 One shared library holds all kernels for one architecture. It is built by `torch.utils.cpp_extension` in a folder of its
-own, `$TORCH_EXTENSIONS_DIR` (else ~/.cache/torch_extensions) / nanovllm_cuda_sm90_<hash>. The hash covers the sources, the
-flags, and the versions of PyTorch and CUDA, so a library is never stale: what changes gets another folder.
+own, `$TORCH_EXTENSIONS_DIR` (else ~/.cache/torch_extensions) / nanovllm_cuda_sm90_<hash>. The hash covers the sources,
+the flags, and the versions of PyTorch and CUDA, so a library is never stale: what changes gets another folder.
 
-Several processes may want the library at once. One builds, under a lock that the operating system releases when its holder
-dies; the others wait. PyTorch's own lock is a file that outlives a killed build and then blocks every later one, so it is
-removed here: whoever holds the first lock knows that nobody builds. A finished build is marked by a file `complete`.
+Several processes may want the library at once. One builds, under a lock that the operating system releases when its
+holder dies; the others wait. PyTorch's own lock is a file that outlives a killed build and then blocks every later one.
+It is removed here: the process that holds the first lock knows that no other process builds. A finished build is marked
+by a file `complete`.
 """
 
 from __future__ import annotations
@@ -157,10 +158,10 @@ def build_directory(name: str) -> Path:
 
 
 def not_private(directory: Path) -> str | None:
-    """Why nothing may be loaded from a directory: another user could have put a library there. None if nobody else could.
+    """Why nothing may be loaded from a directory: another user could have put a library there. None if it is safe.
 
-    The directory and the files in it must belong to this user, and others must not be able to write to the directory, nor to
-    replace it through its parent. A directory that does not exist is private: `make_private` creates it.
+    The directory and the files in it must belong to this user, and others must not be able to write to the directory,
+    nor to replace it through its parent. A directory that does not exist is private: `make_private` creates it.
     """
     if not directory.exists():
         return None
@@ -173,12 +174,12 @@ def not_private(directory: Path) -> str | None:
         return f"other users may write to {directory}, which compiled libraries are loaded from; {remedy}"
     parent = directory.parent
     if parent.stat().st_mode & 0o1002 == 0o002:  # as /tmp, but without the bit that protects each user's files
-        return f"any user may replace directories in {parent}, which compiled libraries are loaded from; chmod o-w {parent}"
+        return f"any user may replace directories in {parent}, where compiled libraries are; chmod o-w {parent}"
     return None
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory that libraries are loaded from, if there is none; a RuntimeError if other users can write to it."""
+    """Create a directory for libraries if there is none. Raises RuntimeError if other users can write to it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     reason = not_private(directory)
     if reason is not None:
@@ -189,7 +190,8 @@ def load_library(capability: tuple[int, int]) -> Any:
     """The operators of the library for an architecture, `torch.ops.<name>`; compiles it if that was not done before.
 
     Raises:
-        RuntimeError: the compiler failed, the message has its output; or other users can write to the library's directory.
+        RuntimeError: the compiler failed, the message has its output; or other users can write to the library's
+            directory.
     """
     name = library_name(capability)
     directory = build_directory(name)
@@ -260,7 +262,7 @@ def _compiled_only(
 
 
 def _runtime_folders(home: Path, directory: Path) -> list[Path]:
-    """Where the linker finds the CUDA runtime, libcudart.so. Python wheels carry only libcudart.so.<version>: linked here."""
+    """Where the linker finds the CUDA runtime, libcudart.so. Python wheels carry only libcudart.so.<version>: a link is made."""
     folders = [f for f in (home / "lib64", home / "lib", *home.glob("targets/*/lib")) if f.is_dir()]
     versioned = [p for f in folders for p in f.glob("libcudart.so.*")]
     if versioned and not any((f / "libcudart.so").exists() for f in folders):

@@ -32,7 +32,8 @@ def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh
 
     Args:
         x: [..., n], any float dtype; bias: [n] or the shape of x, same dtype.
-        approximate: "tanh", x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), or "none", x / 2 * (1 + erf(x / sqrt(2))).
+        approximate: "tanh", x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), or "none",
+            x / 2 * (1 + erf(x / sqrt(2))).
 
     Returns:
         [..., n], same dtype. The sum is rounded to that dtype before the GELU, as two PyTorch operations would.

@@ -30,8 +30,8 @@ DROPOUT_ROUNDS = 7
 def dropout_counts(p: float) -> tuple[int, float]:
     """How many of 2^15 equally likely numbers, the lowest, drop an element, and what the others are multiplied by.
 
-    The number is p * 2^15 rounded to nearest, but only p = 1 drops all. The factor is the reciprocal of the probability of
-    being kept that results, so that dropout keeps the expectation exactly for every p < 1 (0 for p = 1).
+    The number is p * 2^15 rounded to nearest, but only p = 1 drops all. The factor is the reciprocal of the probability
+    of being kept that results, so that dropout keeps the expectation exactly for every p < 1 (0 for p = 1).
 
     Raises:
         ValueError: p is outside [0, 1].
@@ -69,14 +69,14 @@ def layernorm_residual_dropout_gelu(
 ) -> torch.Tensor:
     """gelu(dropout(layer_norm(x) + residual)).
 
-    Dropout zeroes an element with probability q, p rounded to a multiple of 2^-15, and divides the others by 1 - q, so that
-    the expectation is exact for q. A p of at most 2^-16 rounds to 0: nothing is drawn and nothing changes. A p below 1 never
-    rounds to 1: q is then 1 - 2^-15 at most.
+    Dropout zeroes an element with probability q, p rounded to a multiple of 2^-15, and divides the others by 1 - q, so
+    that the expectation is exact for q. A p of at most 2^-16 rounds to 0: nothing is drawn and nothing changes. A p
+    below 1 never rounds to 1: q is then 1 - 2^-15 at most.
 
-    Which elements depends on the seed and on the element's place alone. Of column c of row r (of x seen as a matrix), let w
-    be word (c % 8) // 2 of Philox4x32-7 under the key `seed` and the counter (c // 8, r, 0, 0), and h the low half of w for
-    even c, the high half for odd c. The element stays if the low 15 bits of h are at least q * 2^15. So a counter serves
-    eight elements, 16 bytes of a 16-bit dtype, which a thread loads at once.
+    Which elements depends on the seed and on the element's place alone. Of column c of row r (of x seen as a matrix),
+    let w be word (c % 8) // 2 of Philox4x32-7 under the key `seed` and the counter (c // 8, r, 0, 0), and h the low
+    half of w for even c, the high half for odd c. The element stays if the low 15 bits of h are at least q * 2^15. So a
+    counter serves eight elements, 16 bytes of a 16-bit dtype, which a thread loads at once.
 
     Args:
         x, residual: [..., size], any float dtype; weight, bias: [size], same dtype.

@@ -17,7 +17,8 @@ def triton_support(device: torch.device) -> str | None:
     try:
         import triton
     except Exception as e:  # whatever a damaged installation raises
-        return f"Triton is installed but cannot be imported ({type(e).__name__}: {e}); pip install --force-reinstall triton"
+        remedy = "pip install --force-reinstall triton"
+        return f"Triton is installed but cannot be imported ({type(e).__name__}: {e}); {remedy}"
     if device.type != "cuda":
         if device.type == "cpu" and triton.knobs.runtime.interpret:
             return None

@@ -34,9 +34,9 @@ def _triton(module: str, *declared: Op, accepts: Any = None, num_tokens: bool = 
 
 
 _triton(
-    "rows", ops.add_rms_norm, ops.embedding, ops.qk_norm_rope, ops.qk_norm_rope_store, ops.rms_norm, ops.rotary_embedding,
-    ops.silu_and_mul, ops.store_kvcache, extra.element_wise_mul_add, extra.fused_activation, extra.fused_add_gelu,
-    extra.gelu_and_mul, extra.layer_norm, extra.softmax,
+    "rows", ops.add_rms_norm, ops.embedding, ops.qk_norm_rope, ops.qk_norm_rope_store, ops.rms_norm,
+    ops.rotary_embedding, ops.silu_and_mul, ops.store_kvcache, extra.element_wise_mul_add, extra.fused_activation,
+    extra.fused_add_gelu, extra.gelu_and_mul, extra.layer_norm, extra.softmax,
 )  # fmt: skip
 _triton("rows", extra.layernorm_residual_dropout_gelu, accepts=_short_rows)
 _triton("sampling.sample", ops.sample)
@@ -57,6 +57,8 @@ for _op in (ops.attention_decode, ops.attention_prefill):
         _target = f"{_library.__name__}:{_op.name}"
         _accepts = getattr(_library, _op.name.replace("attention", "accepts"))
         # FlashInfer plans every batch on the host: a graph would hold the plan of the batch that was captured.
-        _plans = {"capturable": False, "planned": f"{_target}_planned"} if _library is flashinfer else {}
+        _plans: dict[str, Any] = (
+            {"capturable": False, "planned": f"{_target}_planned"} if _library is flashinfer else {}
+        )
         _name = _library.__name__.rpartition(".")[2]
         _op.add(Provider(_name, _target, _library.support, _accepts, architectures="sm_80+", **_plans))

@@ -1,10 +1,10 @@
-"""Launch configurations that were measured on a GPU: one JSON file a GPU, written by `nanovllm tune`, read here and never written.
+"""Launch configurations that were measured on a GPU: one JSON file a GPU, written by `nanovllm tune` and read here.
 
-The files that come with the package are in `configs/`. A file of the same name in the directory that the environment variable
-`NANOVLLM_KERNEL_CONFIGS` names is read after it, and its entries take precedence. An entry counts only for the versions and the
-kernel source that it was measured with: any other may be slower than the built-in choice, or no longer launch. A kernel asks
-`Tunable.find` before every launch, which is a lookup or two in dicts; files are read when the first kernel asks. Without an entry
-the kernel chooses as if there were none of this.
+The files that come with the package are in `configs/`. A file of the same name in the directory that the environment
+variable `NANOVLLM_KERNEL_CONFIGS` names is read after it, and its entries take precedence. An entry counts only for the
+versions and the kernel source that it was measured with: with others it may be slower than the built-in choice, or fail
+to launch. A kernel calls `Tunable.find` before every launch, which is one or two lookups in dicts. Files are read at
+the first such call. Without an entry the kernel makes its built-in choice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DIRECTORY_VARIABLE = "NANOVLLM_KERNEL_CONFIGS"
 SHIPPED = Path(__file__).parents[1] / "configs"
 SCHEMA = 1
 TUNABLES = "nanovllm.kernels.triton.tunables:ALL"
-"""Named, not imported: whoever reads files for one kernel imports no other, unless a file has entries."""
+"""Named, not imported: only a file with entries makes it load."""
 ENTRY_FIELDS = {"tunable": str, "source": str, "versions": dict, "key": dict, "config": dict}
 """What every entry of a file has; `nanovllm tune` writes more."""
 
@@ -60,7 +60,7 @@ def in_force(tunable: Tunable, gpu: str) -> dict[Key, Any]:
     found = entries(tunable, gpu)
     for path in dict.fromkeys(e.path for e in found if e.stale):
         stale = [e for e in found if e.path == path and e.stale]
-        # Of one's own files one wants to know; what was shipped for other versions is no news.
+        # Stale entries of the user's own files deserve a warning; shipped ones for other versions are usual.
         level = logging.INFO if path.parent == SHIPPED else logging.WARNING
         logger.log(
             level, "%s: %d configurations of %s are not used (%s); measure again with `nanovllm tune`",
@@ -118,7 +118,7 @@ def paths(gpu: str) -> list[Path]:
 
 @cache
 def _warn_of(directory: str) -> None:
-    """Say it, once, if the user's directory is none."""
+    """Warn, once, if the user's directory is not a directory."""
     path = Path(directory).expanduser()
     if not path.is_dir():
         what = "is no directory" if path.exists() else "does not exist"
@@ -167,7 +167,7 @@ def document(path: Path) -> dict[str, Any]:
 def _entries(path: Path) -> Sequence[tuple[int, Mapping[str, Any]]]:
     known = imported(TUNABLES)
     found = list(enumerate(document(path)["entries"]))
-    # Perhaps of another version of this package, whose kernels chose other things: no error, as for another source.
+    # Perhaps from another version of this package, with other tunables: not an error, as for another source.
     for name, count in Counter(data["tunable"] for _, data in found if data["tunable"] not in known).items():
         near = difflib.get_close_matches(name, known, 1)
         logger.warning(
@@ -178,7 +178,7 @@ def _entries(path: Path) -> Sequence[tuple[int, Mapping[str, Any]]]:
 
 
 def forget_files() -> None:
-    """Read the files again when asked next; tunables keep what they have until their own `forget`."""
+    """Read the files again at the next lookup; tunables keep their plans until their own `forget`."""
     _entries.cache_clear()
     _warn_of.cache_clear()
 

@@ -1,4 +1,4 @@
-"""What an op says of itself beside its reference: which arguments it takes, realistic inputs, tolerances and cost.
+"""What an op declares besides its reference: its arguments, realistic inputs, tolerances and cost.
 
 The tests, the benchmark, the roofline share, the argument checks and the documentation's table all come from these.
 """
@@ -28,7 +28,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call must do at least: bytes through device memory (each input read once, each output written once), flops."""
+    """The least that a call must do: bytes of device memory (inputs read once, outputs written once), and flops."""
 
     bytes: int
     flops: int = 0
@@ -40,7 +40,7 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
 
 
 def copy_of(value: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, for which kernels are compiled; of a parameter a parameter, which kernels read early."""
+    """A copy with the same strides, which kernels are compiled for. A copy of a parameter is one: kernels read those early."""
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
         value.detach()
     )
@@ -53,8 +53,8 @@ class Tensors:
 
     Attributes:
         scale: the standard deviation of `normal`.
-        strided: nothing is contiguous. Matrices have a gap after every row, as in a slice of a fused projection; vectors, and what is
-            `spread`, one after every element, as a column has.
+        strided: no tensor is contiguous. Matrices have a gap after every row, as in a slice of a fused projection.
+            Vectors, and what `spread` returns, have a gap after every element, as a column has.
     """
 
     dtype: torch.dtype
@@ -118,7 +118,8 @@ class Inputs:
     """Realistic inputs of an op.
 
     Attributes:
-        make: (tensors, *shape) -> the call's arguments by name. The names of the shape's numbers are those of its parameters.
+        make: (tensors, *shape) -> the call's arguments by name. The names of the shape's numbers are those of its
+            parameters.
         small: shapes that every provider is verified on, in the interpreter too: odd sizes, one row, no row.
         decode: shapes of a decode step: few rows, where latency counts.
         large: shapes where bandwidth or arithmetic counts.
@@ -150,7 +151,7 @@ class Inputs:
         return "".join(names).removeprefix("x")
 
     def wrong_with(self, shape: Shape) -> str | None:
-        """What to say of a shape that there are no inputs of, after the op's name: "takes ROWSxSIZE, ..."; None: it is right."""
+        """Why there are no inputs of a shape, to follow the op's name: "takes ROWSxSIZE, ..."; None: there are."""
         try:
             bound = inspect.signature(self.make).bind(None, *shape)
         except TypeError:
@@ -185,13 +186,13 @@ def written(shape: Shape) -> str:
 class ArgumentCheck:
     """Checks tensors against patterns such as `{"x": "[..., n]", "weight": "[n]", "ids": "int64[rows]"}`.
 
-    A pattern is alternatives separated by " | ". A dimension is a name (the same number wherever it occurs), a number, a
-    multiple of a name ("2*n"), or "..." at the start (the same dimensions wherever it occurs). Without a dtype in front, a
-    tensor has the dtype of the first tensor that has none, and that is a float. All tensors are on one device.
+    A pattern is alternatives separated by " | ". A dimension is a name (the same number wherever it occurs), a number,
+    a multiple of a name ("2*n"), or "..." at the start (the same dimensions wherever it occurs). Without a dtype in
+    front, a tensor has the dtype of the first tensor that has none, and that is a float. All tensors are on one device.
 
     Args:
-        signature: of the op. What it annotates as a float is to be a number, `eps` not negative; only what it does not annotate, or
-            with None, may be None.
+        signature: of the op. A parameter annotated as a float must be a number, `eps` not negative. A tensor may be
+            None only if its annotation allows None or is missing.
     """
 
     def __init__(self, op: str, patterns: Mapping[str, str], signature: inspect.Signature | None = None) -> None:
@@ -218,18 +219,16 @@ class ArgumentCheck:
                 raise ValueError(f"{self._op}: {name}: expected a tensor {self.patterns[name]}, not {value!r:.80}")
             first = first or (name, value)
             if value.device != first[1].device:
-                raise ValueError(
-                    f"{self._op}: {name}: expected a tensor on {first[1].device}, where {first[0]} is, not on {value.device}"
-                )
+                wanted = f"a tensor on {first[1].device}, where {first[0]} is"
+                raise ValueError(f"{self._op}: {name}: expected {wanted}, not on {value.device}")
             dtypes = {d for d, _ in alternatives}
             if dtypes == {None}:
                 first_float = first_float or (name, value)
                 if value.dtype not in FLOATS:
                     raise ValueError(f"{self._op}: {name}: expected float16, bfloat16 or float32, not {value.dtype}")
                 if value.dtype != first_float[1].dtype:
-                    raise ValueError(
-                        f"{self._op}: {name}: expected {first_float[1].dtype}, the dtype of {first_float[0]}, not {value.dtype}"
-                    )
+                    wanted = f"{first_float[1].dtype}, the dtype of {first_float[0]}"
+                    raise ValueError(f"{self._op}: {name}: expected {wanted}, not {value.dtype}")
             elif not any(d is None or d == _name(value.dtype) or d == "any" for d in dtypes):
                 wanted = " or ".join(sorted(d for d in dtypes if d))
                 raise ValueError(f"{self._op}: {name}: expected {wanted}, not {_name(value.dtype)}")
@@ -244,7 +243,7 @@ class ArgumentCheck:
                 leading = f" as in {name} of shape {list(value.shape)}"
         for name in self._numbers:
             value = arguments.get(name, 0.0)
-            if not isinstance(value, numbers.Real) or (name == "eps" and not value >= 0):
+            if not isinstance(value, numbers.Real) or (name == "eps" and not float(value) >= 0):
                 expected = "a number, at least 0" if name == "eps" else "a number"
                 raise ValueError(f"{self._op}: {name}: expected {expected}, not {_describe(value)}")
 

@@ -21,6 +21,7 @@ class Op(OpDeclaration):
     """A named operation. Calling it checks the arguments and runs the provider that is selected for their device."""
 
     def __init__(self, native: Callable[..., Any], **declaration: Any) -> None:
+        functools.update_wrapper(self, native)  # first, since it copies the attributes of the function
         super().__init__(native, **declaration)
         self._forced: ContextVar[str | None] = ContextVar(f"provider of {self.name}", default=None)
 
@@ -75,24 +76,23 @@ class Op(OpDeclaration):
             raise
 
     def refuses(self, provider: Provider, arguments: Mapping[str, Any], traced: bool = False) -> str | None:
-        """Why a plain call is not for a provider, whichever it is: only the reference computes in dtypes that the op does not declare.
+        """Why a plain call must run the reference rather than this provider; None: the provider may run it.
 
-        And of those that come with the package only the reference has a backward pass; of all of them, one that can be traced.
+        Only the reference computes in dtypes that the op does not declare. Of the package's own providers only the
+        reference has a backward pass, and of all providers only the reference has one that torch.compile can trace.
         """
         if provider.name == NATIVE:
             return None
         if self.inputs is not None and (leading := self.check.leading_float(arguments)) is not None:
             name, dtype = leading
             if dtype not in self.inputs.dtypes:
-                return f"{name}: expected {' or '.join(map(str, self.inputs.dtypes))}, not {dtype}".replace(
-                    "torch.", ""
-                )
+                wanted = " or ".join(map(str, self.inputs.dtypes))
+                return f"{name}: expected {wanted}, not {dtype}".replace("torch.", "")
         if (provider.origin is None or traced) and torch.is_grad_enabled():
             for name, value in arguments.items():
                 if isinstance(value, torch.Tensor) and value.requires_grad:
-                    lacks = "there is no backward pass" + (
-                        " that torch.compile can trace" if provider.origin is not None else ""
-                    )
+                    traceable = "" if provider.origin is None else " that torch.compile can trace"
+                    lacks = f"there is no backward pass{traceable}"
                     return f"{name} requires grad, and {lacks}; call it under torch.no_grad(), or detach {name}"
         return None
 
@@ -105,8 +105,8 @@ def device_of(arguments: Mapping[str, Any]) -> torch.device:
 def op(native: Callable[..., Any] | None = None, **declaration: Any) -> Any:
     """Decorator: declare an op by its torch reference, which becomes the provider `native`.
 
-    `@op` alone is enough to run. The keyword arguments are those of `OpDeclaration`: with `inputs`, `cost` and `tolerance` the
-    op is verified and benchmarked as well.
+    `@op` alone is enough to run. The keyword arguments are those of `OpDeclaration`: with `inputs`, `cost` and
+    `tolerance` the op is verified and benchmarked as well.
 
     Raises:
         ValueError: there is an op of that name already.

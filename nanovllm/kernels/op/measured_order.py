@@ -1,8 +1,9 @@
-"""Which provider is fastest on a GPU, as measured: one JSON file a GPU, written by `nanovllm kernels bench --save-table`.
+"""Which provider is fastest on a GPU, as measured: one JSON file a GPU, written by `nanovllm kernels bench
+--save-table`.
 
 The files that come with the package are in `tables/`. A file of the same name in the directory that the environment
-variable `NANOVLLM_KERNEL_TABLES` names takes precedence. An entry was measured with certain versions of torch and Triton;
-the one for this machine's versions counts, else the newest.
+variable `NANOVLLM_KERNEL_TABLES` names takes precedence. An entry was measured with certain versions of torch and
+Triton; the one for this machine's versions counts, else the newest.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ def table_path(gpu: str, directory: Path | None) -> Path | None:
 
 
 def _with_known(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An op's record with the providers of an earlier one that it lacks, each where its time beside the fastest of both puts it.
+    """What was measured of an op now, with the providers that only an earlier measurement has.
 
-    Where they have none in common, nothing says which is faster: the earlier order stays, and what is new follows it.
+    Their times are scaled by a provider that both measurements have. If there is none, the earlier order stays and new
+    providers follow it.
     """
     old, new = (known or {}).get("relative", {}), found["relative"]
     if not set(old) - set(found["order"]):
@@ -86,7 +88,7 @@ def save_table(gpu: str, ops: Mapping[str, Mapping[str, Any]], date: str, direct
     path = directory / f"{gpu}.json"
     entries = json.loads(path.read_text())["entries"] if path.exists() else []
     here = versions()
-    known = next((e["ops"] for e in entries if e["versions"] == here), {})
+    known: Mapping[str, Any] = next((e["ops"] for e in entries if e["versions"] == here), {})
     new = {**known, **{op: _with_known(found, known.get(op)) for op, found in ops.items()}}
     entries = [e for e in entries if e["versions"] != here] + [{"versions": here, "date": date, "ops": new}]
     directory.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,10 @@
 
 A plugin is Python code that registers a provider for an op (`@rms_norm.provider("mine")`) or declares a new op (`@op`).
 `LLM(kernel_plugins=["my_kernels.py"])` and `--kernel-plugin my_kernels.py` load one and prefer its providers. A file
-whose text has changed since is taken back and loaded anew; what was chosen before keeps the old code. A distribution can
-name modules in the entry-point group `nanovllm.kernels`: those are loaded always, and run where they are named
-(`kernel_priority`, `NANOVLLM_KERNELS`). A plugin that fails to load is taken back whole; its error becomes a reason that
-`nanovllm kernels list` shows.
+whose text has changed since is taken back and loaded anew; what was chosen before keeps the old code. A distribution
+can name modules in the entry-point group `nanovllm.kernels`: those are loaded always, and run where they are named
+(`kernel_priority`, `NANOVLLM_KERNELS`). A plugin that fails to load is taken back whole; its error becomes a reason
+that `nanovllm kernels list` shows.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ ENTRY_POINT_GROUP = "nanovllm.kernels"
 
 
 class _Loaded(NamedTuple):
-    """What came of a plugin: the hash of a file's text, None of a module; why it failed, None: it did not."""
+    """A plugin: the hash of its file's text (None: a module), and why loading it failed (None: it did not)."""
 
     text: str | None
     failure: str | None
 
 
-# Code is imported once a process, hence what came of it is kept for the process too.
+# Code is imported once a process, so this is kept for the process too.
 _loaded: dict[str, _Loaded] = {}
 
 
 def load_plugins(plugins: Sequence[str]) -> list[str]:
-    """Load what is not yet loaded or has changed, installed plugins too; the names of those of `plugins` that could be loaded.
+    """Load plugins that are not loaded yet or have changed, and installed ones; the names of those given that could be
+    loaded.
 
     Args:
         plugins: paths of Python files, or names of modules.
@@ -51,7 +52,7 @@ def load_plugins(plugins: Sequence[str]) -> list[str]:
     if isinstance(plugins, (str, Path)):
         plugins = [str(plugins)]
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        _load(entry.module, entry.load)  # by its module's name, so that `plugins` can ask for it too
+        _load(entry.module, entry.load)  # under its module's name, which `plugins` may contain too
     names = []
     for plugin in map(str, plugins):
         is_file = plugin.endswith(".py")
@@ -77,7 +78,7 @@ def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool
             for op_name, declared in all_ops().items():
                 if op_name not in known:
                     torch_library.register_or_warn(declared)
-        except (Exception, SystemExit) as e:  # whatever a stranger's code raises
+        except (Exception, SystemExit) as e:  # whatever a plugin's code raises
             failure = f"{type(e).__name__}: {e}"
             if isinstance(e, ModuleNotFoundError) and e.name == name:
                 failure += "; a file is named with its path and .py"
@@ -88,7 +89,7 @@ def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool
 
 def _forget(name: str) -> None:
     """Take back what a loaded plugin registered."""
-    del _loaded[name]  # before it is loaded anew, which Ctrl-C may end
+    del _loaded[name]  # first, since Ctrl-C may end loading it again
     for op_name in unregister(name):
         torch_library.unregister(op_name)
 
@@ -96,7 +97,7 @@ def _forget(name: str) -> None:
 def _hash(path: str) -> str | None:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:  # which running it says
+    except OSError:  # running the file gives the error
         return None
 
 

@@ -1,4 +1,4 @@
-"""Which providers a user named, in an argument or in the environment: read, checked, and looked up for an op."""
+"""The providers that a user names, in an argument or in the environment: reading, checking and looking up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.kernels.op.registry import OpDeclaration, all_ops
 ENVIRONMENT_VARIABLE = "NANOVLLM_KERNELS"
 
 Sources = Mapping[str, Mapping[str, Sequence[str]]]
-"""Who speaks (`kernel_priority`, the environment variable), in the order in which they count -> op -> providers, best first."""
+"""Source (`kernel_priority`, the environment variable), the strongest first -> op -> providers, best first."""
 
 
 def parse_priority(text: str) -> dict[str, list[str]]:
@@ -49,7 +49,7 @@ def reject_unknown_providers(named: Mapping[str, Sequence[str]], ops: Mapping[st
 
 
 def from_environment() -> dict[str, dict[str, list[str]]]:
-    """The environment variable, as the one source that it is."""
+    """The environment variable as a source."""
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     try:
         priority = parse_priority(text)
@@ -72,9 +72,8 @@ def checked_priority(
             raise ValueError(str(e).replace(" got an unknown argument", ": unknown op")) from None
         named = [providers] if isinstance(providers, str) else providers
         if not isinstance(named, Sequence) or not named or not all(isinstance(p, str) for p in named):
-            raise ValueError(
-                f'{who}: {name!r} is given {providers!r}; must be the names of providers, best first, for example ["triton"]'
-            )
+            expected = 'must be the names of providers, best first, for example ["triton"]'
+            raise ValueError(f"{who}: {name!r} is given {providers!r}; {expected}")
         checked[name] = list(named)
         if name == "*":
             known = {p for declared in ops.values() for p in declared.providers}
@@ -96,7 +95,7 @@ def wanted_providers(declared: OpDeclaration, sources: Sources) -> tuple[str, Se
 
 
 def reject_unknown_provider(declared: OpDeclaration, name: str, who: str) -> None:
-    """The same for one name."""
+    """Raise a ValueError, in the name of `who`, if the op has no provider of this name."""
     if name not in declared.providers:
         unknown = f"{who} names {name!r}, but the providers of {declared.name!r} are {', '.join(declared.providers)}"
         raise ValueError("; ".join((unknown, *(f"plugin {p} failed: {r}" for p, r in failures().items()))))

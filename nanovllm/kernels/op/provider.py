@@ -59,8 +59,8 @@ class Provider:
         capturable: whether a CUDA graph can hold a call. False if the host plans every call anew.
         takes_out: the function has a parameter `out`, a tensor that takes the result.
         takes_concurrent: the function has a parameter `concurrent`: True while other kernels run at the same time.
-        num_tokens: (weight) -> the numbers of tokens for which a layer should call this provider instead of the separate
-            ops, as a container of ints. None: any number.
+        num_tokens: (weight) -> the numbers of tokens for which a layer should call this provider instead of the
+            separate ops, as a container of ints. None: any number.
         planned: (a call's arguments) -> a function without parameters that runs the call with the host's planning done.
 
     Raises:
@@ -141,7 +141,7 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def reason_if_it_fails(support: Support, who: str) -> Support:
-    """A support function that gives its own failure as a reason, with one warning: listing the providers must not stop there."""
+    """A support function whose own failure becomes a reason, with one warning, so that providers can still be listed."""
     warned = False
 
     @functools.wraps(support)

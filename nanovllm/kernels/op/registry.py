@@ -1,13 +1,13 @@
 """The declarations of ops, their providers, and the registry of all of them.
 
-An *op* is a function with a readable PyTorch reference, which is its provider `native`. Other *providers* of the same op
-(Triton, CUDA C++, a library) register with it. `dispatch.py` makes an op callable; `selection.py` picks the provider.
+An *op* is a function with a readable PyTorch reference, which is its provider `native`. Other *providers* of the same
+op (Triton, CUDA C++, a library) register with it. `dispatch.py` makes an op callable; `selection.py` picks the
+provider.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,12 +43,14 @@ class OpDeclaration:
         inputs: realistic inputs, for tests and benchmarks.
         cost: (arguments as the reference takes them) -> what such a call must do at least.
         tolerance: relative, per dtype, against the reference in float64.
-        magnitude: errors are relative to at least this; for ops that round intermediate values larger than their result.
-        cancels: a result may be small where its arguments are not, as a difference or the tail of a GELU. An error in a row
-            that is nearly all zeros is then relative to at least the arguments' magnitude.
+        magnitude: errors are relative to at least this; for ops that round intermediate values larger than their
+            result.
+        cancels: a result may be small where its arguments are not, as a difference or the tail of a GELU. An error in a
+            row that is nearly all zeros is then relative to at least the arguments' magnitude.
         mutates: arguments that the op writes to; they are results like its return value.
         reuses: arguments whose memory a provider may use for its results: not to be read after the call.
-        fuses: the ops that this one combines. If the user names a provider of one of these, an engine calls them separately.
+        fuses: the ops that this one combines. If the user names a provider of one of these, an engine calls them
+            separately.
         compare: (got, arguments, dtype) -> None or what is wrong, where comparing numbers does not decide.
         fake: the reference on tensors without data, where the reference itself cannot run on such.
         native_capturable: whether a CUDA graph can hold a call of the reference.
@@ -73,7 +75,6 @@ class OpDeclaration:
         fake: Callable[..., Any] | None = None,
         native_capturable: bool = True,
     ) -> None:
-        functools.update_wrapper(self, native)
         self.name = native.__name__
         self.native = native
         self.signature = inspect.signature(native)
@@ -108,8 +109,8 @@ class OpDeclaration:
             capabilities: further fields of `Provider`, such as `takes_out` or `num_tokens`.
 
         Raises:
-            ValueError: the op has a provider of that name, the function does not take the op's parameters, or an argument is
-                not what `Provider` takes.
+            ValueError: the op has a provider of that name, the function does not take the op's parameters, or an
+                argument is not what `Provider` takes.
         """
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +187,7 @@ def current_plugin() -> str | None:
 
 
 def all_ops() -> Mapping[str, Op]:
-    """Every declared op by name. Those of the package, with their providers, are there once `nanovllm.kernels` is imported."""
+    """Every declared op by name. Importing `nanovllm.kernels` declares those of the package."""
     return MappingProxyType(_OPS)
 
 

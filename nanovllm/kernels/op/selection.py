@@ -1,8 +1,9 @@
-"""Which provider runs an op: what the user named, else what was measured to be fastest here, else `native`.
+"""Which provider runs an op: the one that the user named, else the fastest one measured on this GPU, else `native`.
 
-Highest first: a `with op.use(...)` block; `use_custom_kernels=False`; `kernel_priority`; the environment variable `NANOVLLM_KERNELS`; the plugins
-that were asked for; the table measured on this GPU (`measured_order.py`); the built-in order; `native`. A provider that the user
-named must be available, or it is an error with the reason; one that is merely preferred is passed over where it cannot run.
+Highest first: a `with op.use(...)` block; `use_custom_kernels=False`; `kernel_priority`; the environment variable
+`NANOVLLM_KERNELS`; the plugins that were named; the table measured on this GPU (`measured_order.py`); the built-in
+order; `native`. A provider that the user named must be available, or there is an error with the reason. One that is
+only preferred is passed over where it cannot run.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def resolve_kernels(
         use_custom_kernels: False picks `native` everywhere.
         priority: providers to use for an op, best first; the first that is available is taken. "*" stands for every
             op that has a provider of that name.
-        plugins: files or modules to load (`plugins.py`); what they register is preferred to what comes with the package.
+        plugins: files or modules to load (`plugins.py`); what they register is preferred to what comes with the
+            package.
 
     Raises:
         ValueError: an unknown op or provider is named, or none of those named for an op is available; an argument of
@@ -113,20 +115,22 @@ def resolve_kernels(
     origins = load_plugins(plugins)
     ops = all_ops()
     sources = {"kernel_priority": checked_priority(priority or {}, "kernel_priority", ops), **from_environment()}
-    for who, named in sources.items():  # all of them, whether they are used or not
+    for who, named in sources.items():  # every source, whether it decides or not
         reject_unknown_providers(named, ops, who)
     chosen, decorate = {}, _decorate.get()
     for name, declared in ops.items():
         provider = declared.providers[NATIVE]
-        if use_custom_kernels and not _yields(declared, ops, sources, origins):
+        if use_custom_kernels and not _gives_way(declared, ops, sources, origins):
             provider = _choose(declared, device, sources, origins)
         fn = _function(declared, provider)
         chosen[name] = provider, decorate(name, provider.name, fn) if decorate else fn
     return Kernels(chosen)
 
 
-def _yields(fused: OpDeclaration, ops: Mapping[str, OpDeclaration], sources: Sources, plugins: Sequence[str]) -> bool:
-    """Whether a fused op is not to be used, since the user spoke of an op that it stands for, and not of itself."""
+def _gives_way(
+    fused: OpDeclaration, ops: Mapping[str, OpDeclaration], sources: Sources, plugins: Sequence[str]
+) -> bool:
+    """Whether a fused op is not used because the user named a provider of an op that it combines, and none of its own."""
     _, wanted = wanted_providers(fused, sources)
     if any(fused.name in named for named in sources.values()):
         return False
@@ -139,7 +143,7 @@ def _yields(fused: OpDeclaration, ops: Mapping[str, OpDeclaration], sources: Sou
 
 
 def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
-    """The op's available providers, the one that runs first: in an engine with these plugins; without any, in a plain call."""
+    """The op's available providers, first the one that runs: in an engine with these plugins; without any, in a plain call."""
     available = [p for p in declared.providers.values() if p.support(device) is None]
     first = _first(declared, device, plugins)
     preferred = _preferred(declared, device, plugins)
@@ -151,7 +155,7 @@ def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] =
 def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> str:
     """Why the first of `rank` is the first, as the end of a sentence."""
     first = _first(declared, device, plugins)
-    if _yields(declared, all_ops(), from_environment(), plugins):
+    if _gives_way(declared, all_ops(), from_environment(), plugins):
         return f"in an engine it is not used, since one of the ops that it fuses was named: {', '.join(declared.fuses)}"
     if wanted_providers(declared, from_environment())[1]:
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
@@ -165,7 +169,7 @@ def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str
 
 
 def _first(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> Provider:
-    if _yields(declared, all_ops(), from_environment(), plugins):
+    if _gives_way(declared, all_ops(), from_environment(), plugins):
         return declared.providers[NATIVE]
     return _choose(declared, device, from_environment(), plugins)
 
@@ -217,14 +221,14 @@ def _choose(declared: OpDeclaration, device: torch.device, sources: Sources, plu
 
 def _preferred(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> list[str]:
     """Names of providers in the order in which they are tried where nobody names one."""
-    asked_for = [p.name for p in declared.providers.values() if p.origin is not None and p.origin in plugins]
+    of_plugins = [p.name for p in declared.providers.values() if p.origin is not None and p.origin in plugins]
     # On a CPU a Triton kernel runs in Triton's interpreter, which is there to test it.
     usual = (measured_order(declared.name, device) or PREFERRED) if device.type == "cuda" else (NATIVE,)
-    return asked_for + [name for name in usual if name in declared.providers and name not in asked_for]
+    return of_plugins + [name for name in usual if name in declared.providers and name not in of_plugins]
 
 
 def _function(declared: OpDeclaration, provider: Provider) -> Callable[..., Any]:
-    """The provider's own function, or, if it is choosy about arguments, one that passes on what it does not accept."""
+    """The provider's function; if it has `accepts`, one that calls the reference for arguments that it does not take."""
     fn = bind(declared.name, provider)
     if provider.accepts is None:
         return fn
@@ -239,7 +243,7 @@ def _function(declared: OpDeclaration, provider: Provider) -> Callable[..., Any]
         if not warned:
             warned = True
             _warn(declared, provider.name, reason)
-        out = kwargs.pop("out", None)  # these two the provider may take, and the reference does not
+        out = kwargs.pop("out", None)  # the provider may have these two parameters, the reference has not
         kwargs.pop("concurrent", None)
         result = native(*args, **kwargs)
         return result if out is None else out.copy_(result)

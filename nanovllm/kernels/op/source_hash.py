@@ -28,7 +28,7 @@ def source_hash(kernels: Sequence[Any]) -> str:
             continue
         constants = []
         for used in sorted(set(function.__code__.co_names)):
-            value = function.__globals__.get(used)
+            value: Any = function.__globals__.get(used)
             if is_kernel(value):
                 if not value.fn.__module__.startswith("triton."):
                     todo.append(value)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LIBRARIES: dict[str, torch.library.Library] = {}
-"""One an op, so that a plugin's op can go."""
+"""One library an op, so that a plugin's op can be removed."""
 
 
 def register(declared: Op) -> None:
@@ -44,7 +44,7 @@ def unregister(name: str) -> None:
 
 
 def register_or_warn(declared: Op) -> None:
-    """`register`, of an op that may not be ready for it: all but torch.compile works without."""
+    """`register`, with a warning if the op cannot be: everything but torch.compile works without."""
     try:
         register(declared)
     except (ValueError, RuntimeError) as e:  # for example parameters without annotations
@@ -66,10 +66,10 @@ def _implementation(declared: Op, traced: bool = False) -> Callable[..., Any]:
 
 
 def _autograd(declared: Op) -> Callable[..., Any]:
-    """What a call comes to first, but in `torch.inference_mode()`, where it goes straight to the implementation.
+    """What a call enters first. (In `torch.inference_mode()` it goes straight to the implementation.)
 
-    A call to be differentiated is run here, where PyTorch records what it is made of for the backward pass: the operators of the reference,
-    or of a provider with a backward pass. Within torch.compile they are traced, so a graph for training has the reference's in it.
+    A call to be differentiated is run here, where PyTorch records the operators that it consists of for the backward
+    pass: those of the reference, or of a provider with a backward pass. torch.compile traces the reference's.
     """
     run, trace = _implementation(declared), _implementation(declared, traced=True)
     operator = getattr(torch.ops.nanovllm, declared.name).default
@@ -98,7 +98,7 @@ def _requires_grad(arguments: Iterable[Any]) -> bool:
 
 @cache
 def _on_device(keyset: int) -> bool:
-    """Whether a call goes from autograd to a device: its tensors have values, and nothing records or changes what is called."""
+    """Whether a call goes from autograd straight to a device: its tensors have values, and no mode intercepts the call."""
     below = torch._C.DispatchKeySet.from_raw_repr(keyset) & torch._C._after_ADInplaceOrView_keyset
     return below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 

@@ -1,6 +1,7 @@
-"""A choice that a kernel makes before it launches: what it may depend on, which plans there are, and which of these was measured.
+"""A choice that a kernel makes before it launches: its key, the possible plans, and the plan that was measured to be
+best.
 
-tunables.py declares all of them; configs.py reads the files with what was measured.
+`triton/tunables.py` declares all of them; `config_files.py` reads the files with the measured plans.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ Key = tuple[Any, ...]
 
 
 def bucket(n: int, steps: int = 1) -> int:
-    """n rounded up, so that one configuration serves many sizes: to a power of two, or above 256 to one of `steps` equal steps
-    from each power of two to the next."""
+    """n rounded up, so that one configuration serves many sizes.
+
+    It is rounded to a power of two; above 256, to one of `steps` equal steps from each power of two to the next.
+    """
     if n <= 1:
         return 1
     bits = (n - 1).bit_length()
@@ -38,15 +41,17 @@ class Tunable:
 
     Attributes:
         name: in the files.
-        key: what the choice may depend on, by name, with its type: int, bool, str or torch.dtype. Counts that vary while
-            serving are buckets.
+        key: what the choice may depend on, by name, with its type: int, bool, str or torch.dtype. Counts that vary
+            while serving are buckets.
         plans: "module:class" of the frozen dataclasses of integers and bools, one of which is a choice.
         kernels: "module:function" of the Triton kernels that it configures.
         refuse: (plan, key by name) -> None, or why no kernel can be launched so.
         batch: names in `key` that count what happens to run together. A kernel that promises a sequence the same bits
             whatever is beside it has none.
-        rounded: names in `key` that are rounded -> how. A file with another number has an entry that no call would ever find.
-        changes_bits: whether results may differ in their last bits from plan to plan, sums being added in another order.
+        rounded: names in `key` that are rounded -> how. A file with another number has an entry that no call would ever
+            find.
+        changes_bits: whether results may differ in their last bits from plan to plan, sums being added in another
+            order.
     """
 
     name: str
@@ -68,19 +73,19 @@ class Tunable:
 
     @contextmanager
     def using(self, device: torch.device, key: Key, plan: Any) -> Iterator[list[Key]]:
-        """Within the block, `find` gives `plan` for `key` (None: what the kernel chooses); yields the keys that were asked for."""
+        """Within the block, `find` gives `plan` for `key` (None: the kernel chooses); yields the keys that `find` was given."""
         before = self._tables.get(device)
         if before is None:
             before = self._read(device)
-        asked: list[Key] = []
-        self._tables[device] = _Watched({**before, key: plan}, asked)
+        looked_up: list[Key] = []
+        self._tables[device] = _RecordingTable({**before, key: plan}, looked_up)
         try:
-            yield asked
+            yield looked_up
         finally:
             self._tables[device] = before
 
     def forget(self) -> None:
-        """Read the files again when asked next."""
+        """Read the files again at the next lookup."""
         self._tables.clear()
 
     @cached_property
@@ -111,10 +116,8 @@ class Tunable:
                 value = getattr(torch, value, value)
             if type(value) is not kind:
                 raise ValueError(f"key.{name}: expected {config_files.kind_name(kind)}, not {data[name]!r}")
-            if name in self.rounded and self.rounded[name](value) != value:
-                raise ValueError(
-                    f"key.{name}: expected {self.rounded[name](value)}, to which kernels round {value} before they ask"
-                )
+            if name in self.rounded and (rounded := self.rounded[name](data[name])) != value:
+                raise ValueError(f"key.{name}: expected {rounded}, to which kernels round {value} before they ask")
             key.append(value)
         return tuple(key)
 
@@ -123,7 +126,11 @@ class Tunable:
         return {"plan": type(plan).__name__, **values} if len(self.plans) > 1 else values
 
     def plan_from_json(self, data: Any, key: Key) -> Any:
-        """Raises ValueError with the field's name if a field is missing, unknown or out of range, or the kernel refuses the plan."""
+        """The plan of an entry.
+
+        Raises:
+            ValueError: a field is missing, unknown or out of range, or the kernel refuses the plan. It names the field.
+        """
         if not isinstance(data, dict):
             raise ValueError(f"config: expected an object, not {data!r:.60}")
         (name, *others) = self.classes
@@ -150,19 +157,21 @@ class Tunable:
         return self._tables[device]
 
 
-class _Watched(dict):
-    """Notes which keys are asked for."""
+class _RecordingTable(dict):
+    """Records the keys that are looked up."""
 
-    def __init__(self, items: Mapping[Key, Any], asked: list[Key]) -> None:
+    def __init__(self, items: Mapping[Key, Any], looked_up: list[Key]) -> None:
         super().__init__(items)
-        self._asked = asked
+        self._looked_up = looked_up
 
     def get(self, key: Key, default: Any = None) -> Any:
-        self._asked.append(key)
+        self._looked_up.append(key)
         return super().get(key, default)
 
 
-_POWERS = {"block", "block_m", "block_n", "block_k", "rows", "tokens", "tile", "depth", "split", "heads", "pack", "merge_registers"}  # fmt: skip
+_POWERS = {
+    "block", "block_m", "block_n", "block_k", "rows", "tokens", "tile", "depth", "split", "heads", "pack", "merge_registers",
+}  # fmt: skip
 _MAY_BE_ZERO = {"programs", "cluster"}
 
 

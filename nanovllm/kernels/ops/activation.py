@@ -1,5 +1,7 @@
 """Gated activations."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -16,7 +18,7 @@ def gate_up_cost(gate_up, **_):
 
 
 # Intermediate sizes of Qwen3 (0.6B, 8B) and SmolLM2, and odd ones.
-GATE_UP_SHAPES = {
+GATE_UP_SHAPES: dict[str, Any] = {
     "small": [(1, 1), (3, 96), (0, 64), (7, 33), (2, 1536), (1, 17000)],
     "decode": [(1, 3072), (64, 3072), (256, 3072), (256, 12288)],
     "large": [(8192, 3072), (8192, 12288)],

@@ -114,12 +114,12 @@ def add_rms_norm_gate_up(
 
     Args:
         x: [..., size]; residual: the same, or None: x is the residual stream itself.
-        norm_weight: [size]; weight: [2 * outputs, size], the rows of the gate, then those of the up projection; one dtype.
+        norm_weight: [size]; weight: [2 * outputs, size], first the gate's rows, then the up projection's; one dtype.
         eps: of the norm, as in `rms_norm`.
 
     Returns:
-        ([..., outputs], new residual [..., size]), same dtype. Rounded as the ops that it is made of round, so gate, up and
-        SiLU each before the product. Without a residual the second may be x itself.
+        ([..., outputs], new residual [..., size]), same dtype. Rounded as the ops that it is made of round, so gate, up
+        and SiLU each before the product. Without a residual the second may be x itself.
     """
     y, residual = _normed(x, residual, norm_weight, eps)
     return silu_and_mul.native(F.linear(y, weight)), residual

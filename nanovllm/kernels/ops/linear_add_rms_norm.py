@@ -37,7 +37,7 @@ def _cost(x, weight, residual, norm_weight, eps, bias=None):
         # (tokens, outputs, size): no power of two, several tiles, no token.
         small=[(1, 2, 1), (2, 37, 64), (3, 128, 1000), (5, 24, 2112), (0, 8, 16), (9, 72, 320), (33, 136, 192)],
         # Output and down projections of Qwen3 0.6B and 8B.
-        decode=[(8, 1024, 2048), (32, 1024, 2048), (8, 1024, 3072), (32, 1024, 3072), (64, 1024, 3072), (32, 4096, 12288)],
+        decode=[(8, 1024, 2048), (32, 1024, 2048), *((n, 1024, 3072) for n in (8, 32, 64)), (32, 4096, 12288)],
         scales=(1.0, 50.0),
     ),
     cost=_cost,
@@ -61,7 +61,7 @@ def linear_add_rms_norm(
         eps: of the norm, as in `rms_norm`.
 
     Returns:
-        (y [..., outputs], new residual [..., outputs]), same dtype. Rounded as the ops that it is made of round: the product, the
-        sum, the normalised value before and after its weight.
+        (y [..., outputs], new residual [..., outputs]), same dtype. Rounded as the ops that it is made of round: the
+        product, the sum, the normalised value before and after its weight.
     """
     return add_rms_norm.native(F.linear(x, weight, bias), residual, norm_weight, eps)

@@ -44,6 +44,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x: [..., size]; weight: [2 * outputs, size], the rows of the gate, then those of the up projection; one dtype.
 
     Returns:
-        [..., outputs], same dtype. Gate, up, SiLU and the product are each rounded, as the ops that it is made of round.
+        [..., outputs], same dtype. Gate, up, SiLU and the product are each rounded, as the ops that it is made of
+        round.
     """
     return silu_and_mul.native(F.linear(x, weight))

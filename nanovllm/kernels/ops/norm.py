@@ -1,5 +1,7 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019), alone and with the residual addition before it."""
 
+from typing import Any
+
 import torch
 
 from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
@@ -21,8 +23,9 @@ def _rms_norm_cost(x, weight, eps):
     return Cost(nbytes(x, weight, x), 4 * x.numel())
 
 
-# Hidden sizes of Qwen3 (0.6B to 32B); heads of a fused projection; sizes that are no power of two or too long for registers.
-_SHAPES = {
+# Hidden sizes of Qwen3 (0.6B to 32B); heads of a fused projection; sizes that are no power of two or too long for
+# registers.
+_SHAPES: dict[str, Any] = {
     "small": [(1, 1), (3, 96), (0, 64), (7, 33), (2, 1024), (1, 1025), (2, 33000)],
     "decode": [(1, 1024), (64, 1024), (256, 1024), (256, 4096), (256, 5120)],
     "large": [(8192, 1024), (16384, 4096), (4096, 5120)],

@@ -1,5 +1,7 @@
 """Rotary position embedding (Su et al., 2021), in the half-split layout of transformers."""
 
+from typing import Any
+
 import torch
 
 from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
@@ -33,7 +35,7 @@ QK_PATTERNS = {
     "cos_sin_cache": "float32[max_position, head_dim] | float64[max_position, head_dim]",
 }
 # Heads of Qwen3-0.6B, Qwen3-8B and SmolLM2, and unusual ratios and sizes.
-QK_SHAPES = {
+QK_SHAPES: dict[str, Any] = {
     "small": [(1, 1, 1, 2), (5, 9, 3, 64), (0, 4, 2, 64), (3, 14, 2, 80), (2, 6, 1, 96), (7, 2, 2, 256)],
     "decode": [(1, 16, 8, 128), (64, 16, 8, 128), (256, 16, 8, 128), (256, 32, 8, 128)],
     "large": [(16384, 16, 8, 128), (16384, 32, 8, 128)],

@@ -1,16 +1,16 @@
 """Sampling one token per row: temperature, top-k, top-p, min-p, then Gumbel-max with counter-based random numbers.
 
-The draw has two levels, since random numbers are what it costs. The vocabulary is cut into blocks of 256 columns. First a
-block is drawn, with the probability of all its tokens together, then a token within it: softmax(token) is the product of
-the two. A row over 151,936 columns takes 594 + 256 random numbers instead of 151,936, and a rare token keeps its share
-however many of them there are: a block's share adds up before 32 bits of randomness decide on it.
+The draw has two levels, since random numbers are what it costs. The vocabulary is cut into blocks of 256 columns. First
+a block is drawn, with the probability of all its tokens together, then a token within it: softmax(token) is the product
+of the two. A row over 151,936 columns takes 594 + 256 random numbers instead of 151,936, and a rare token keeps its
+share however many of them there are: a block's share adds up before 32 bits of randomness decide on it.
 
 A row's token is a function of that row alone, to the bit: its logits, its parameters, its seed and its position. What
 else is in the batch, how the batch is cut into chunks and where a row lies in memory must not matter, or a seeded
 request would not repeat. Hence the random numbers come from a counter (seed, position, column) instead of a shared
-stream, and every sum over columns is in a fixed order. How a float sum rounds depends on the order of its additions, which
-GPU reductions and scans choose by batch size, dtype and alignment. So the floats of a block are added in a tree of pairs that is
-part of the definition, and what top-p adds up are integers. Maxima have no such freedom.
+stream, and every sum over columns is in a fixed order. How a float sum rounds depends on the order of its additions,
+which GPU reductions and scans choose by batch size, dtype and alignment. So the floats of a block are added in a tree
+of pairs that is part of the definition, and what top-p adds up are integers. Maxima have no such freedom.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ BLOCK = 256
 BLOCK_COUNTERS = 1 << 31
 """From here on counters are of blocks; below, of columns, of which there are four to a counter and fewer than 2^33."""
 
-# Elements of a [rows, vocab] chunk. The sort for top-k and top-p has float32, int64 and bool temporaries of that size: chunks
-# keep the workspace of 256 rows over a vocabulary of 151,936 below 300 MiB instead of gigabytes, memory that the KV cache
-# would miss. Smaller chunks are slower on a large GPU (more launches); larger ones are hardly faster.
+# Elements of a [rows, vocab] chunk. The sort for top-k and top-p has float32, int64 and bool temporaries of that size:
+# chunks keep the workspace of 256 rows over a vocabulary of 151,936 below 300 MiB instead of gigabytes, memory that the
+# KV cache would miss. Smaller chunks are slower on a large GPU (more launches); larger ones are hardly faster.
 CHUNK_ELEMENTS = 1 << 21
 
 _FIXED_POINT = 2.0**40
@@ -123,9 +123,9 @@ def sample(
 ) -> torch.Tensor:
     """Draw one token id per row.
 
-    Row r takes the largest logit if `temperature[r]` is 0, else a draw from the softmax of what the filters keep, by the
-    Gumbel-max trick: the argmax of `block_scores`, then that of `token_scores` in this block. Ties go to the lowest id.
-    Pure; launches no host synchronisation and has no data-dependent shape, so a CUDA graph can capture it.
+    Row r takes the largest logit if `temperature[r]` is 0, else a draw from the softmax of what the filters keep, by
+    the Gumbel-max trick: the argmax of `block_scores`, then that of `token_scores` in this block. Ties go to the lowest
+    id. Pure; launches no host synchronisation and has no data-dependent shape, so a CUDA graph can capture it.
 
     Args:
         logits: [R, V], float32, float16 or bfloat16. -inf bars a token; other non-finite values give some valid id.
@@ -140,8 +140,8 @@ def sample(
         [R] int64 token ids.
 
     Raises:
-        ValueError: no column in logits; where values are checked (NANOVLLM_CHECK=1, and on a CPU), a row whose temperature is
-            negative, whose top_p or min_p is not in [0, 1], or one of which is NaN.
+        ValueError: no column in logits; where values are checked (NANOVLLM_CHECK=1, and on a CPU), a row whose
+            temperature is negative, whose top_p or min_p is not in [0, 1], or one of which is NaN.
     """
     check_sample(logits, temperature, top_p, min_p)
     n = rows_per_chunk(max(logits.shape[-1], BLOCK))
@@ -260,13 +260,13 @@ def exponentials(
 ) -> torch.Tensor:
     """Independent standard exponential variates, one for each row and index.
 
-    -log1p(-u) in float32, u = uniform(w), with w one of the four output words of Philox4x32-10 under key (low, high half of
-    seeds[r]) and counter (n, low half of positions[r], 0, 0), what `tl.philox(seed, n, position, 0, 0)` returns in Triton.
-    1024 indices have 256 counters n, one after the other from `first_counter` on, whose first words are for the first 256
-    indices, and so on: a kernel has them where it needs them, without moving any.
+    -log1p(-u) in float32, u = uniform(w), with w one of the four output words of Philox4x32-10 under key (low, high
+    half of seeds[r]) and counter (n, low half of positions[r], 0, 0), what `tl.philox(seed, n, position, 0, 0)` returns
+    in Triton. 1024 indices have 256 counters n, one after the other from `first_counter` on, whose first words are for
+    the first 256 indices, and so on: a kernel has them where it needs them, without moving any.
 
-    It is -log1p(-u) rather than -log(u) because a float32 is dense near 0 and coarse (2^-24) near 1, and a draw is decided
-    where the variate is near 0: with -log(u) tokens of probability below 1e-7 would hardly ever be drawn.
+    It is -log1p(-u) rather than -log(u) because a float32 is dense near 0 and coarse (2^-24) near 1, and a draw is
+    decided where the variate is near 0: with -log(u) tokens of probability below 1e-7 would hardly ever be drawn.
 
     Args:
         seeds, positions: [R] int64.
@@ -285,9 +285,10 @@ def exponentials(
 def uniform(words: torch.Tensor) -> torch.Tensor:
     """Random 32-bit words to float32 in (0, 1): min(float32(word) + 0.5, 2^32 - 256) * 2^-32.
 
-    float32() and the sum round to nearest, ties to even; the rest is exact. The extremes are 2^-33 and 1 - 2^-24, never 0 or
-    1. All 32 bits count for small values, unlike in Triton's `uint_to_uniform_float`, which also yields 0. The half puts a value in the
-    middle of the 2^-32 that its word stands for: without it a token would be drawn 2^-33 too often.
+    float32() and the sum round to nearest, ties to even; the rest is exact. The extremes are 2^-33 and 1 - 2^-24, never
+    0 or 1. All 32 bits count for small values, unlike in Triton's `uint_to_uniform_float`, which also yields 0. The
+    half puts a value in the middle of the 2^-32 that its word stands for: without it a token would be drawn 2^-33 too
+    often.
     """
     return words.float().add_(0.5).clamp_max_(2.0**32 - 256).mul_(2.0**-32)
 
@@ -295,7 +296,8 @@ def uniform(words: torch.Tensor) -> torch.Tensor:
 def philox(
     c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor, key: torch.Tensor, rounds: int = 10
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32, by default of 10 rounds: a random function of a 128-bit counter and a 64-bit key (Salmon et al., SC 2011).
+    """Philox4x32, by default of 10 rounds: a random function of a 128-bit counter and a 64-bit key (Salmon et al., SC
+    2011).
 
     Args:
         c0, c1, c2, c3: the counter's words, int64 tensors in [0, 2^32), that broadcast against each other and the key.

@@ -1,4 +1,4 @@
-"""How fast are an op's providers, beside each other and beside the hardware's limit?"""
+"""The time of an op's providers, compared with each other and with the hardware limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanovllm.kernels.testing.verify import Case
 
 COMPILED = "torch.compile"
 WITHOUT_PLAN = ", without its plan"
-"""Follows a provider's name, which has no comma, where what it does once for a batch was done before the clock started."""
+"""Follows a provider's name, which has no comma, if its planning for a batch was done before the clock started."""
 _MOST_SETS = 60
 _MOST_FLOPS = 50
 """A byte. Only matrix products have more; others do not run on the unit whose rate is measured."""
@@ -38,11 +38,12 @@ class Measurement:
         method: "graph" (replays of a CUDA graph; device time), "events" (calls from Python) or "host" (a CPU's clock).
         cold: whether the inputs came from device memory rather than from the L2 cache.
         share: the least time that the call's cost allows on this device, over the median time. None on a CPU.
-        copy: the seconds of a plain copy of as many bytes: the limit where starting and running out count too. None on a CPU, for few
-            bytes, and for matrix products.
+        copy: the seconds of a plain copy of as many bytes, a limit that includes the start and end of a kernel. None on
+            a CPU, for few bytes, and for matrix products.
         peak_bytes: device memory above the inputs that the call took at its peak, results included. None on a CPU.
         reason: why there is no timing.
-        without_plan: what the provider does once for a batch is not in the time. No call of the op is so fast: nothing is to be chosen by it.
+        without_plan: the time does not include what the provider does once for a batch. No call of the op is so fast,
+            so no provider is selected by it.
     """
 
     op: str
@@ -60,7 +61,7 @@ class Measurement:
     without_plan: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The measurement for JSON."""
         timing = self.timing
         return {
             "op": self.op,
@@ -101,8 +102,9 @@ def measure(
     """Time a provider on one case.
 
     Args:
-        without_plan: time not the provider's calls but the functions that its `planned` returned beforehand, one for each set
-            of inputs. Such a provider plans a batch on the host and reuses the plan for other queries and caches.
+        without_plan: time not the provider's calls but the functions that its `planned` returned beforehand, one for
+            each set of inputs. Such a provider plans a batch on the host and reuses the plan for other queries and
+            caches.
     """
     name = provider.name + (WITHOUT_PLAN if without_plan else "")
     measured = functools.partial(Measurement, declared.name, name, case, without_plan=without_plan)
@@ -120,15 +122,18 @@ def measure(
         return measured(reason=reason)
     calls: list[Callable[[], Any]] = []
     try:
-        prepare = provider.planned_fn if without_plan else functools.partial(functools.partial, provider.fn)
-        assert prepare is not None, f"the provider {provider.name!r} does not plan calls"
-        calls += [prepare(**s) for s in sets]
+        for arguments in sets:
+            if without_plan and provider.planned_fn is not None:
+                calls.append(provider.planned_fn(**arguments))
+            else:
+                calls.append(functools.partial(provider.fn, **arguments))
 
         def first(**arguments: Any) -> Any:  # given the arguments, from which the clock takes the device
             return calls[0]()
 
         if device.type != "cuda":
             timing = time_kernel(first, warmup=2, iters=10, **sets[0])
+            assert declared.cost is not None
             cost = declared.cost(**sets[0])
             return measured(timing, "host", False, cost.bytes, cost.flops)
         peak = _peak_bytes(calls[0])
@@ -176,7 +181,8 @@ def bench_cases(declared: Op, dtype: torch.dtype, shapes: Sequence[Shape] | None
 
 
 def providers_by_speed(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Provider -> its time over the fastest's, as the geometric mean over the cases that all of them ran; fastest first.
+    """Provider -> its time over the fastest's, as the geometric mean over the cases that all of them ran; fastest
+    first.
 
     Of calls as an engine makes them: what was timed without its plan does not count.
     """

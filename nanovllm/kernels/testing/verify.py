@@ -1,4 +1,4 @@
-"""Is a provider right? Every case of an op's inputs, against the reference in float64."""
+"""Whether a provider is right: every case of an op's inputs, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
 
 
 def verify_case(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
-    """`verify`, which leaves no memory cached on a GPU; memory that the reference lacks is a failure too."""
+    """`verify`, then the GPU's cached memory is freed. It is a failure too if the reference runs out of memory."""
     try:
         verdict = verify(declared, provider, device, case)
     except torch.OutOfMemoryError as e:
@@ -201,10 +201,11 @@ def _errors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each element's error, and each row's (the root of the mean square), over what is allowed.
 
-    An element may be off by the tolerance times its value, plus the tolerance times a large value of its row (the largest, at most
-    _LARGE times the root of the mean square): it may be a difference of such values, each of which was rounded. A row of at least
-    _ROW elements may be off as a whole by the tolerance times the root of its mean square, which a loss of precision in every
-    element exceeds long before any element does; of a few elements one may be most of it, so a short row may be off by a little more.
+    An element may be off by the tolerance times its value, plus the tolerance times a large value of its row (the
+    largest, at most _LARGE times the root of the mean square): it may be a difference of such values, each of which was
+    rounded. A row of at least _ROW elements may be off as a whole by the tolerance times the root of its mean square,
+    which a loss of precision in every element exceeds long before any element does; of a few elements one may be most
+    of it, so a short row may be off by a little more.
     """
     overflows = want.abs() > info.max
     agree = (got == want) | (got.isnan() & want.isnan()) | (overflows & (got.isinf() | (got.abs() >= 0.99 * info.max)))

@@ -1,4 +1,4 @@
-"""`verify` by several processes, each with a share of the cases: most of its time on a GPU is compiling, one kernel after the other."""
+"""`verify` in several processes, each with a share of the cases. Most of its time on a GPU is compiling kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from nanovllm.kernels.testing.verify import Case, Verdict, cases, lacks_memory, 
 Pair = tuple[str, str]
 """An op and a provider of it."""
 Task = tuple[str, str, int]
-"""An op, a provider, and which of the op's cases."""
+"""An op, a provider, and the index of one of the op's cases."""
 
 _MEMORY = 0.9
 """Of a GPU's memory, for the tensors of all processes together."""
@@ -25,7 +26,7 @@ _MEMORY = 0.9
 
 @dataclass(frozen=True)
 class Setting:
-    """What a process has to know beside its tasks. `plugins`, `seed` and `quick`: as in `verify_in_processes`."""
+    """What a process needs besides its tasks. `plugins`, `seed` and `quick`: as in `verify_in_processes`."""
 
     device: str
     plugins: tuple[str, ...]
@@ -73,7 +74,7 @@ def verify_in_processes(
 
 
 def shares(of_op: dict[str, list[Case]], pairs: Sequence[Pair], jobs: int) -> list[list[Task]]:
-    """The tasks of each process. An op's cases of one shape and dtype, which need the same kernels, go to the same one."""
+    """The tasks of each process. Cases of one op, shape and dtype need the same kernels, so they go to one process."""
     dealt: list[list[Task]] = [[] for _ in range(jobs)]
     for number, (op, provider) in enumerate(pairs):
         groups: dict[Any, int] = {}
@@ -83,58 +84,62 @@ def shares(of_op: dict[str, list[Case]], pairs: Sequence[Pair], jobs: int) -> li
     return dealt
 
 
+@dataclass
+class _Worker:
+    """A process, the tasks that it has still to report, and the one that it began last."""
+
+    process: BaseProcess
+    left: list[Task]
+    current: Task | None = None
+
+
 def _run(dealt: list[list[Task]], of_op: dict[str, list[Case]], setting: Setting) -> Iterator[tuple[Task, Verdict]]:
-    """Verdicts as they come, in processes that are started again where they died."""
-    running: dict[Connection, tuple[Any, list[Task]]] = {}
+    """Verdicts as they come. A process that died is replaced."""
+    running: dict[Connection, _Worker] = {}
     try:
-        for tasks in dealt:
-            if tasks:
-                running.update([_start(tasks, setting)])
-        current: dict[Connection, Task] = {}
+        running.update(_start(tasks, setting) for tasks in dealt if tasks)
         while running:
-            # A Ctrl-C just before a wait begins would be seen only when it ends.
-            for connection in wait(list(running), timeout=1):
-                process, left = running[connection]
+            ready = wait(list(running), timeout=1)  # a Ctrl-C just before it begins is seen only when it ends
+            for connection, worker in [(c, w) for c, w in running.items() if c in ready]:
                 try:
-                    begun, *outcome = connection.recv()
+                    task, *outcome = connection.recv()
                 except EOFError:
-                    process.join()
+                    worker.process.join()
                     del running[connection]
-                    task = current.pop(connection, None)
-                    if task is None and left:
-                        raise RuntimeError(
-                            f"a process of `verify` ended with code {process.exitcode} before it began"
-                        ) from None
-                    if task is not None and left[:1] == [task]:
-                        ended = (
-                            f"by signal {-process.exitcode}"
-                            if process.exitcode < 0
-                            else f"with code {process.exitcode}"
-                        )
-                        yield task, Verdict(of_op[task[0]][task[2]], failure=f"the process ended {ended}")
-                        left.pop(0)
-                    if left:
-                        running.update([_start(left, setting)])
+                    if worker.left:
+                        task, failure = _died(worker)
+                        if task is not None:
+                            yield task, Verdict(of_op[task[0]][task[2]], failure=failure)
+                        if worker.left:
+                            running.update([_start(worker.left, setting)])
                     continue
-                current[connection] = begun
+                worker.current = task
                 if outcome:
-                    error, failure, skipped = outcome
-                    left.pop(0)
-                    yield begun, Verdict(of_op[begun[0]][begun[2]], error, failure, skipped)
+                    worker.left.pop(0)
+                    yield task, Verdict(of_op[task[0]][task[2]], *outcome)
     finally:
-        for process, _ in running.values():
-            process.kill()
-            process.join()
+        for worker in running.values():
+            worker.process.kill()
+            worker.process.join()
 
 
-def _start(tasks: list[Task], setting: Setting) -> tuple[Connection, tuple[Any, list[Task]]]:
+def _died(worker: _Worker) -> tuple[Task | None, str]:
+    """The task in which a process died, which is taken from those left (None: between two tasks), and how it ended."""
+    code = worker.process.exitcode or 0
+    if worker.current is None:
+        raise RuntimeError(f"a process of `verify` ended with code {code} before it began")
+    task = worker.left.pop(0) if worker.left[0] == worker.current else None
+    return task, f"the process ended {f'by signal {-code}' if code < 0 else f'with code {code}'}"
+
+
+def _start(tasks: list[Task], setting: Setting) -> tuple[Connection, _Worker]:
     # A process that was forked could not use the GPU.
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, tuple(tasks), setting), daemon=True)
     process.start()
     theirs.close()  # so that its end is seen here
-    return mine, (process, list(tasks))
+    return mine, _Worker(process, list(tasks))
 
 
 def _work(connection: Connection, tasks: Sequence[Task], setting: Setting) -> None:
