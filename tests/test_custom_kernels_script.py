@@ -27,7 +27,8 @@ def measured(shape, num_bytes, seconds=1e-6, provider="triton"):
 def test_the_largest_shape_is_the_one_with_the_most_bytes(capsys):
     results = [
         measured((1, 1024), 6, 1e-6), measured((16384, 4096), 900, 71e-6), measured((4096, 5120), 300, 25e-6),
-        measured((99999, 1), 0, None), measured((1, 1024), 6, 1e-6, "native"), measured((16384, 4096), 900, 142e-6, "native"),
+        measured((99999, 1), 0, None), measured((1, 1024), 6, 1e-6, "native"),
+        measured((16384, 4096), 900, 142e-6, "native"),
     ]  # fmt: skip
     largest = script.of_the_largest_shape(results)
     assert {k: m.case.shape for k, m in largest.items()} == {

@@ -150,8 +150,8 @@ def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
     )  # fmt: skip
     if any(m.without_plan for m in results):
         table.caption = (
-            "without its plan: planned once for a batch, before the clock started, and run many times; the engine and the "
-            "measured order of providers go by the row above, of whole calls"
+            "without its plan: planned once for a batch, before the clock started, and run many times; the engine and "
+            "the measured order of providers go by the row above, of whole calls"
         )
     for m in results:
         if m.timing is None:

@@ -44,9 +44,10 @@ def compare_mlp(
     plain = CustomGatedMLP(hidden_size, intermediate_size, False, device, weights)
     plain.load_state_dict(custom.state_dict())
     # In 80 columns an op's name fits on one line.
+    served_by = Column("served by", min_width=len("linear_silu_and_mul:"))
     table = Table(
-        "batch", "plain us", "custom us", Column("served by", min_width=len("linear_silu_and_mul:")), "speed-up", "error",
-        "equal", title=f"gated MLP {hidden_size} x {intermediate_size}, {name}, {where}", show_edge=False, pad_edge=False,
+        "batch", "plain us", "custom us", served_by, "speed-up", "error", "equal", show_edge=False, pad_edge=False,
+        title=f"gated MLP {hidden_size} x {intermediate_size}, {name}, {where}",
         caption="served by: the op of custom's first half; error: the largest; equal: within the tolerance",
     )  # fmt: skip
     same = plain.providers == custom.providers  # without a GPU, say: the times differ by chance

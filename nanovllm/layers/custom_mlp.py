@@ -47,7 +47,7 @@ class GatedMLP(nn.Module):
         return self._silu_and_mul(self.gate_up_proj(x))
 
     def between_norms(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> ResidualStream:
-        """This block of norm(x + residual), for a next block that begins with `next_norm`; norms are fused for small batches."""
+        """This block of norm(x + residual), for a next block that begins with `next_norm`."""
         weight = self.gate_up_proj.weight
         if not stream.normed and self._add_rms_norm_gate_up.takes(stream.x, weight):
             x, residual = self._add_rms_norm_gate_up(stream.x, stream.residual, norm.weight, norm.eps, weight)

@@ -22,7 +22,7 @@ class RMSNorm(ShardedParameters):
         return self._rms_norm(x, self.weight, self.eps)
 
     def of(self, stream: ResidualStream) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); without a residual yet, (norm(x), x). A normed stream is returned as it is."""
+        """(norm(x + residual), x + residual); without a residual, (norm(x), x). A normed stream stays as it is."""
         x, residual, normed = stream
         if residual is not None and normed:
             return x, residual

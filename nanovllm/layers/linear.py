@@ -31,7 +31,7 @@ class ShardedParameters(nn.Module):
         return tuple(getattr(self, name).shape)
 
     def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of a checkpoint tensor of shape `source_shape` into the parameter; a view of where it went."""
+        """Copy this rank's part of a checkpoint tensor of shape `source_shape` into place; a view of that place."""
         return getattr(self, name).data.copy_(tensor)
 
 
@@ -95,7 +95,7 @@ class ColumnParallelLinear(ShardedParameters):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The fused query, key and value projections, split by heads. With more ranks than KV heads, ranks share KV heads."""
+    """The fused query, key and value projections, split by heads. Ranks beyond the number of KV heads share these."""
 
     def __init__(
         self,

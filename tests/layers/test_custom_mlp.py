@@ -54,7 +54,7 @@ def test_the_comparison_says_which_size_is_wrong(option):
 
 @pytest.mark.parametrize("range_", [None, "range(2, 5)"])
 def test_a_kernel_of_the_first_half_runs_in_the_layer(tmp_path, range_):
-    """A plugin's, which is used for the numbers of tokens that it says, and not at all beside a provider named for a part."""
+    """A plugin's kernel is used for the numbers of tokens that it says, and not if a provider is named for a part."""
     name = f"half_{range_ is not None}"
     said = f"num_tokens=lambda weight: {range_} if weight.shape == (48, 16) else None" if range_ else ""
     plugin = tmp_path / f"{name}.py"

@@ -1,6 +1,6 @@
 """Which fused ops a decoder calls for a batch, in which order and with which norms; the values are those without them.
 
-Stubs stand for the providers: each is used for some numbers of tokens, notes what it was called with, and computes the reference.
+Stubs stand for the providers: each is used for some numbers of tokens, records its calls, and computes the reference.
 """
 
 from dataclasses import replace
@@ -59,8 +59,9 @@ def stubs():
 
 def decoder(kernels, bias=False, tp=SINGLE):
     config = ModelConfig.from_dict(dict(
-        architectures=["Qwen3ForCausalLM"], vocab_size=50, hidden_size=24, intermediate_size=20, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_bias=bias, max_position_embeddings=64,
+        architectures=["Qwen3ForCausalLM"], vocab_size=50, hidden_size=24, intermediate_size=20,
+        num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_bias=bias,
+        max_position_embeddings=64,
     ))  # fmt: skip
     config = replace(config, mlp_bias=bias)
     model = Qwen3ForCausalLM(config, 64, kernels, tp).requires_grad_(False).model
@@ -83,7 +84,7 @@ def hidden(model, tokens):
 
 
 def described(calls, model):
-    """The calls as "op weight norm", by the names that the model has for them; those of the norms of heads are left out."""
+    """The calls as "op weight norm", by the model's names of them, without the norms of heads."""
     names = {id(p): n.removesuffix(".weight") for n, p in model.named_parameters()}
     told = []
     for op, arguments in calls:
@@ -105,7 +106,7 @@ def layer_names(i):
 
 
 def check(stubs, tokens, expected, bias=False, tp=SINGLE):
-    """Values in float32, and the calls: `expected` gives those of a layer from its number and the names of its parts."""
+    """Values in float32, and the calls: `expected` gives a layer's from its number and the names of its parts."""
     fused, native, calls = stubs
     want = hidden(decoder(native, bias, tp), tokens)
     assert not calls and want.isfinite().all()
@@ -178,7 +179,8 @@ def test_biases(stubs):
 def test_biases_with_one_token(stubs):
     def expected(i, norm, qkv, o, post, gate_up, down, following):
         return [
-            f"add_rms_norm_linear {qkv} {norm}", f"linear {o}", f"add_rms_norm {post}", f"linear {gate_up}", "silu_and_mul",
+            f"add_rms_norm_linear {qkv} {norm}", f"linear {o}", f"add_rms_norm {post}", f"linear {gate_up}",
+            "silu_and_mul",
             f"linear {down}",
         ]  # fmt: skip
 

@@ -36,7 +36,8 @@ SCALINGS = {
 def configurations(scaling, theta, head_dim):
     """transformers' configuration, and config.json in the form of transformers 5 and of transformers 4."""
     theirs = LlamaConfig(
-        hidden_size=8 * head_dim, num_attention_heads=8, head_dim=head_dim, num_hidden_layers=1, max_position_embeddings=4096,
+        hidden_size=8 * head_dim, num_attention_heads=8, head_dim=head_dim, num_hidden_layers=1,
+        max_position_embeddings=4096,
         rope_parameters=dict(scaling, rope_theta=theta),
     )  # fmt: skip
     common = theirs.to_dict() | dict(architectures=["LlamaForCausalLM"])

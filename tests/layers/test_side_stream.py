@@ -1,4 +1,4 @@
-"""A side stream: its work comes after what was launched before it and before what is launched after it, in graphs too."""
+"""A side stream: its work comes after what was launched before and before what is launched after, in graphs too."""
 
 import threading
 

@@ -262,7 +262,7 @@ def _compiled_only(
 
 
 def _runtime_folders(home: Path, directory: Path) -> list[Path]:
-    """Where the linker finds the CUDA runtime, libcudart.so. Python wheels carry only libcudart.so.<version>: a link is made."""
+    """Where the linker finds libcudart.so. Python wheels carry only libcudart.so.<version>, which gets a link."""
     folders = [f for f in (home / "lib64", home / "lib", *home.glob("targets/*/lib")) if f.is_dir()]
     versioned = [p for f in folders for p in f.glob("libcudart.so.*")]
     if versioned and not any((f / "libcudart.so").exists() for f in folders):

@@ -141,7 +141,7 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def reason_if_it_fails(support: Support, who: str) -> Support:
-    """A support function whose own failure becomes a reason, with one warning, so that providers can still be listed."""
+    """A support function whose failure becomes a reason, with one warning, so that providers can still be listed."""
     warned = False
 
     @functools.wraps(support)

@@ -130,7 +130,7 @@ def resolve_kernels(
 def _gives_way(
     fused: OpDeclaration, ops: Mapping[str, OpDeclaration], sources: Sources, plugins: Sequence[str]
 ) -> bool:
-    """Whether a fused op is not used because the user named a provider of an op that it combines, and none of its own."""
+    """Whether a fused op is not used, since the user named a provider of an op that it combines and none of its own."""
     _, wanted = wanted_providers(fused, sources)
     if any(fused.name in named for named in sources.values()):
         return False
@@ -143,7 +143,7 @@ def _gives_way(
 
 
 def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
-    """The op's available providers, first the one that runs: in an engine with these plugins; without any, in a plain call."""
+    """The op's available providers, first the one that runs in an engine with these plugins, or in a plain call."""
     available = [p for p in declared.providers.values() if p.support(device) is None]
     first = _first(declared, device, plugins)
     preferred = _preferred(declared, device, plugins)
@@ -228,7 +228,7 @@ def _preferred(declared: OpDeclaration, device: torch.device, plugins: Sequence[
 
 
 def _function(declared: OpDeclaration, provider: Provider) -> Callable[..., Any]:
-    """The provider's function; if it has `accepts`, one that calls the reference for arguments that it does not take."""
+    """The provider's function; with `accepts`, one that calls the reference for arguments that it does not take."""
     fn = bind(declared.name, provider)
     if provider.accepts is None:
         return fn

@@ -98,7 +98,7 @@ def _requires_grad(arguments: Iterable[Any]) -> bool:
 
 @cache
 def _on_device(keyset: int) -> bool:
-    """Whether a call goes from autograd straight to a device: its tensors have values, and no mode intercepts the call."""
+    """Whether a call goes straight to a device: its tensors have values, and no mode intercepts the call."""
     below = torch._C.DispatchKeySet.from_raw_repr(keyset) & torch._C._after_ADInplaceOrView_keyset
     return below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 

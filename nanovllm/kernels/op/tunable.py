@@ -73,7 +73,7 @@ class Tunable:
 
     @contextmanager
     def using(self, device: torch.device, key: Key, plan: Any) -> Iterator[list[Key]]:
-        """Within the block, `find` gives `plan` for `key` (None: the kernel chooses); yields the keys that `find` was given."""
+        """Within the block, `find` gives `plan` for `key` (None: the kernel chooses). Yields the keys looked up."""
         before = self._tables.get(device)
         if before is None:
             before = self._read(device)
@@ -170,7 +170,8 @@ class _RecordingTable(dict):
 
 
 _POWERS = {
-    "block", "block_m", "block_n", "block_k", "rows", "tokens", "tile", "depth", "split", "heads", "pack", "merge_registers",
+    "block", "block_m", "block_n", "block_k", "rows", "tokens", "tile", "depth", "split", "heads", "pack",
+    "merge_registers",
 }  # fmt: skip
 _MAY_BE_ZERO = {"programs", "cluster"}
 

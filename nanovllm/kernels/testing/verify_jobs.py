@@ -49,8 +49,9 @@ def verify_in_processes(
 ) -> dict[Pair, list[Verdict]]:
     """`verify_op` of each pair, by `jobs` processes. Ctrl-C ends them.
 
-    A process that dies in a case has failed it; another takes over the rest of its share. Each may use its part of the GPU's
-    memory; a case for which that is too little is verified again at the end, by this process, with nothing beside it.
+    A process that dies in a case has failed it; another takes over the rest of its share. Each may use its part of the
+    GPU's memory; a case for which that is too little is verified again at the end, by this process, with nothing beside
+    it.
 
     Args:
         ops: those of the pairs.

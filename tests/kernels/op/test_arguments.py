@@ -1,4 +1,4 @@
-"""Arguments that no op takes, or none but the reference: named by every provider alike, before a kernel reads what it must not.
+"""Arguments that no op takes, or only the reference: every provider names them before a kernel reads what it must not.
 
 Where there is no GPU, Triton's part runs in its interpreter.
 """
@@ -50,7 +50,7 @@ def by(provider, name, *args, **kwargs):
         return op(*args, **kwargs)
 
 
-# ---------------------------------------------------------------------------------------------------------------- layers
+# ---- layers
 
 
 @pytest.mark.parametrize("priority", [{}, *([ALL] if RUNS_HERE else [])], ids=str)
@@ -107,7 +107,7 @@ def products(x, weight):
         "linear_silu_and_mul": lambda: ops.linear_silu_and_mul(x, weight),
         "add_rms_norm_linear": lambda: ops.add_rms_norm_linear(x, *stream, 1e-6, weight),
         "add_rms_norm_gate_up": lambda: ops.add_rms_norm_gate_up(x, *stream, 1e-6, weight),
-        "linear_add_rms_norm": lambda: ops.linear_add_rms_norm(x, weight, torch.zeros_like(x @ x.new_zeros(x.shape[1], 16)), norm, 1e-6),
+        "linear_add_rms_norm": lambda: ops.linear_add_rms_norm(x, weight, x.new_zeros(len(x), 16), norm, 1e-6),
     }  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def check_products():
         layer(randn(2, 9))
 
 
-# ------------------------------------------------------------------------------------------------------------ token ids
+# ---- token ids
 
 
 @pytest.mark.parametrize("wrong", [-1, 5, 1 << 40])
@@ -144,7 +144,7 @@ def test_embedding_of_a_transposed_table(provider):
     assert torch.equal(by(provider, "embedding", ids, weight), weight[ids])
 
 
-# ------------------------------------------------------------------------------------------------- dtypes and gradients
+# ---- dtypes and gradients
 
 FLOAT64 = [op for op in all_ops().values() if op.inputs is not None and len(op.providers) > 1]
 
@@ -213,7 +213,7 @@ def check_that_triton_yields_to_the_reference():
         by("triton", "softmax", randn(3, 8).requires_grad_())
 
 
-# ----------------------------------------------------------------------------------------------------- overlapping memory
+# ---- overlapping memory
 
 
 def test_add_rms_norm_of_overlapping_memory(provider):
@@ -235,7 +235,7 @@ def check_that_add_rms_norm_is_in_place_otherwise():
     assert y.data_ptr() == x.data_ptr() and new_residual.data_ptr() == residual.data_ptr()
 
 
-# ------------------------------------------------------------------------------------------------------ what is no tensor
+# ---- what is no tensor
 
 
 def test_a_shape_that_differs_in_front_is_named_beside_the_first():
@@ -286,7 +286,7 @@ def test_an_odd_head_dim(provider):
             call()
 
 
-# -------------------------------------------------------------------------------------------------------------- sampling
+# ---- sampling
 
 
 def sampling(rows=3, vocab_size=10, **given):

@@ -96,7 +96,7 @@ def test_a_stale_entry_beside_a_good_one(config_folders):
         (entry(config=[1]), r"entries\[0\].config: expected an object, not \[1\]"),
         ({"tunable": "rms_norm"}, r"entries\[0\].source: expected a text, not None"),
         ("x", r"entries\[0\]: expected an object, not 'x'"),
-        (entry(tunables.PRODUCT, {"m": 64, "n": 8, "k": 64, "dtype": "bfloat16", "gated": False, "tma": False}, {"plan": "Plan"}),
+        (entry(tunables.PRODUCT, dict(m=64, n=8, k=64, dtype="bfloat16", gated=False, tma=False), {"plan": "Plan"}),
          r"config.plan: expected one of StreamPlan, TilePlan, not 'Plan'"),
     ],
 )  # fmt: skip
@@ -114,7 +114,10 @@ def test_a_malformed_entry_is_an_error_that_names_file_and_field(config_folders,
         ("", "not a file of kernel configurations"),
         ("[]", r"expected an object, not \[\]"),
         ('{"schema": 2, "gpu": "nvidia-test-9", "entries": []}', "schema: expected 1, not 2"),
-        ('{"schema": 1, "gpu": "nvidia-h100", "entries": []}', "gpu: expected 'nvidia-test-9', which the file is named after"),
+        (
+            '{"schema": 1, "gpu": "nvidia-h100", "entries": []}',
+            "gpu: expected 'nvidia-test-9', which the file is named after",
+        ),
         ('{"schema": 1, "gpu": "nvidia-test-9"}', "entries: expected a list, not None"),
     ],
 )  # fmt: skip
@@ -181,14 +184,15 @@ DROP = """python -c 'from nanovllm.tune.store import drop_changed; print(*drop_c
 
 
 def _changed(path):
-    """What to say of each entry of a file whose kernels are not those that it was measured with; last, how to remove them."""
+    """A line for each entry of a file whose kernels have changed since it was measured; last, how to remove them."""
     found = []
     for data in document(path)["entries"]:
         tunable = tunables.ALL[data["tunable"]]
         if data["source"] != tunable.source:
             shapes = " ".join(f"--shape {'x'.join(map(str, shape))}" for shape in data["shapes"])
             found.append(
-                f"{path.name}: {data['tunable']} {data['key']}: the kernels' source has changed ({data['source']} -> {tunable.source}), "
+                f"{path.name}: {data['tunable']} {data['key']}: the kernels' source has changed "
+                f"({data['source']} -> {tunable.source}), "
                 f"so nobody gets it. Measure anew, on an {data['device']}:\n"
                 f"    nanovllm tune {data['op']} {shapes} --dtype {data['dtype']} --out nanovllm/kernels/configs"
             )

@@ -1,4 +1,4 @@
-"""Kernels from outside the package: files, modules, installed distributions, and what becomes of those that fail."""
+"""Kernels from outside the package: files, modules and installed distributions."""
 
 import json
 import os
@@ -7,106 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from nanovllm.cli import app
-from nanovllm.kernels import KernelError, Provider, all_ops, resolve_kernels
-from nanovllm.kernels.op import plugins, registry
+from nanovllm.kernels import Provider, all_ops, resolve_kernels
 from nanovllm.kernels.op.plugins import failures, load_plugins
-from nanovllm.kernels.op.selection import explain, rank
+from tests.kernels.op.plugin_texts import OP, PROVIDER, cli
 
+pytestmark = pytest.mark.usefixtures("untouched")
 CPU = torch.device("cpu")
-
-PROVIDER = """
-from nanovllm.kernels import softmax
-
-@softmax.provider("{name}")
-def mine(x):
-    return (x.double() - x.double().amax(-1, keepdim=True)).exp().to(x.dtype) if "{name}" == "wrong" else x.softmax(-1)
-"""
-
-OP = '''
-import torch
-from nanovllm.kernels import Cost, Inputs, op
-
-@op(
-    arguments={{"x": "[..., n]"}},
-    inputs=Inputs(lambda t, rows, n: {{"x": t.normal(rows, n)}}, small=[(1, 1), (0, 3), (3, 5)], decode=[(2, 64)]),
-    cost=lambda x: Cost(2 * x.numel() * x.element_size()),
-)
-def {name}(x: torch.Tensor) -> torch.Tensor:
-    """Twice x."""
-    return 2 * x
-
-@{name}.provider("sum")
-def by_adding(x: torch.Tensor) -> torch.Tensor:
-    return x + x
-'''
-
-
-@pytest.fixture(autouse=True)
-def untouched(monkeypatch):
-    """Whatever a test registers or loads is forgotten after it; no plugin that is installed here takes part."""
-    monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: ())
-    monkeypatch.setattr(plugins, "_loaded", {})
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    modules = set(sys.modules)
-    with registry.temporary():
-        yield
-    for name in set(sys.modules) - modules:
-        if name.startswith(("nanovllm_kernel_plugin_", "plugin_module")):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def plugin(tmp_path):
-    """Writes a plugin file and gives its path."""
-
-    def write(text: str, name: str = "my_kernels.py") -> str:
-        (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
-
-    return write
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Writes a plugin module that can be imported, and gives its name."""
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-
-    def write(text: str, name: str = "plugin_module") -> str:
-        (tmp_path / "site").mkdir(exist_ok=True)
-        (tmp_path / "site" / f"{name}.py").write_text(text)
-        return name
-
-    return write
-
-
-@pytest.fixture
-def installed(module, monkeypatch):
-    """Installs a distribution that names a plugin module, as pip would have it on disk."""
-    from importlib.metadata import entry_points
-
-    def install(text: str, value: str = "plugin_module") -> str:
-        name = module(text)
-        info = Path(sys.path[0]) / "plugin_distribution-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin-distribution\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[nanovllm.kernels]\nfrom_the_plugin = {value}\n")
-        monkeypatch.setattr(plugins, "entry_points", entry_points)
-        return name
-
-    return install
-
-
-def cli(*args: str, fails: bool = False):
-    done = CliRunner().invoke(app, ["kernels", *args])
-    if fails:
-        assert done.exit_code != 0
-        return done
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 def test_a_file_is_preferred_where_it_is_asked_for_and_only_there(plugin):
@@ -167,44 +74,6 @@ def test_an_installed_plugin_is_loaded_always_and_runs_where_it_is_named(install
     assert resolve_kernels(CPU, plugins=[name]).providers["softmax"] == "theirs"
     monkeypatch.setenv("NANOVLLM_KERNELS", "softmax=theirs")
     assert resolve_kernels(CPU).providers["softmax"] == "theirs"
-
-
-@pytest.mark.parametrize("value", ["plugin_module_that_is_not_there", "plugin_module:nothing"])
-def test_an_installed_plugin_that_fails_stops_nobody(installed, value):
-    installed(PROVIDER.format(name="theirs"), value)
-    assert resolve_kernels(CPU).providers["softmax"] == "native"
-    assert list(failures()) == [value.partition(":")[0]]
-    assert "theirs" not in all_ops()["softmax"].providers
-
-
-def test_what_fails_half_way_is_taken_back_whole(plugin, caplog):
-    text = PROVIDER.format(name="mine") + OP.format(name="half_way") + "\nraise OSError('no more fish')\n"
-    path = plugin(text)
-    before = {name: dict(declared.providers) for name, declared in all_ops().items()}
-    assert load_plugins([path]) == []
-    assert {name: dict(declared.providers) for name, declared in all_ops().items()} == before
-    assert failures() == {path: "OSError: no more fish"}
-    assert [r.message for r in caplog.records] == [f"kernel plugin {path}: OSError: no more fish"]
-    assert not [m for m in sys.modules if m.startswith("nanovllm_kernel_plugin_my_kernels")]
-
-
-@pytest.mark.parametrize(
-    "text, reason",
-    [
-        ("def f(:", "SyntaxError"),
-        ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
-        (PROVIDER.format(name="native"), "ValueError: op 'softmax' already has a provider 'native'"),
-        (PROVIDER.format(name="triton"), "ValueError: op 'softmax' already has a provider 'triton'"),
-        (OP.format(name="softmax"), "ValueError: op 'softmax' is declared twice"),
-        (PROVIDER.format(name="mine").replace("mine(x)", "mine(y)"), "expected the parameters (x), not (y)"),
-        (OP.format(name="odd").replace('{"x": "[..., n]"}', '{"y": "[..., n]"}'), "unknown argument 'y'"),
-    ],
-)
-def test_why_it_failed(plugin, text, reason):
-    path = plugin(text)
-    assert resolve_kernels(CPU, plugins=[path]).providers["softmax"] == "native"
-    assert reason in failures()[path]
 
 
 def test_a_path_or_module_that_is_not_there(tmp_path):
@@ -294,158 +163,11 @@ def test_two_files_of_one_name_and_two_providers_of_one_name(plugin, tmp_path, c
     assert f"'declared_by_two' is declared twice, before by {fourth}" in failures()[fifth]
 
 
-def failing(argument, value):
-    """A plugin whose function of that name gives a value, or fails."""
-    return PROVIDER.format(name="mine").replace('"mine")', f'"mine", {argument}=lambda *args, **kwargs: {value})', 1)
-
-
-FAILING = [
-    ("1 / 0", "ZeroDivisionError: division by zero"),
-    ("False", "it returned False; it must return None"),
-    ("True", "it returned True; it must return None"),
-]
-
-
-@pytest.mark.parametrize("value, reason", FAILING)
-@pytest.mark.parametrize("added", [False, True])
-def test_a_support_function_that_fails_is_a_reason(plugin, monkeypatch, caplog, value, reason, added):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    text = failing("support", value)
-    if added:
-        text = (
-            "from nanovllm.kernels import Provider, all_ops\n"
-            f"all_ops()['softmax'].add(Provider('mine', lambda x: x, lambda device: {value}))\n"
-        )
-    path = plugin(text)
-    assert resolve_kernels(CPU, plugins=[path]).providers["softmax"] == "native"
-    said = "op 'softmax', provider 'mine': its support function failed: "
-    assert [r.message for r in caplog.records if said in r.message and reason in r.message]
-    options = ("softmax", "--device", "cpu", "--kernel-plugin", path, "--json")
-    for command in (("list",), ("verify", "--provider", "mine", "--provider", "native")):
-        (row,) = [r for r in cli(*command, *options) if r["provider"] == "mine"]
-        assert reason in row["reason"]
-    assert sum(said in r.message for r in caplog.records) == 1
-    with pytest.raises(
-        ValueError, match=f"kernel_priority names 'mine', which is not available for 'softmax': .*{reason}"
-    ):
-        resolve_kernels(CPU, priority={"softmax": ["mine"]}, plugins=[path])
-
-
-@pytest.mark.parametrize("value, reason", FAILING)
-def test_an_accepts_function_that_fails_is_a_reason_and_an_error_of_a_call(plugin, monkeypatch, value, reason):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    path = plugin(failing("accepts", value))
-    options = ("softmax", "--device", "cpu", "--kernel-plugin", path, "--json")
-    why = cli("why", *options, "--shape", "2x4")
-    (row,) = [r for r in why["providers"] if r["provider"] == "mine"]
-    called = "op 'softmax', provider 'mine', called with (x=bfloat16[2, 4]): its accepts function failed: "
-    assert called in row["reason"] and reason in row["reason"] and why["runs"] == "native"
-    done = cli("verify", *options, "--provider", "mine", fails=True)
-    (row,) = json.loads(done.stdout)
-    assert done.exit_code == 1 and row["cases"] == len(row["failures"]) and reason in row["failures"][0]
-    (m,) = [m for m in cli("bench", *options, "--shape", "2x4")["measurements"] if m["provider"] == "mine"]
-    assert reason in m["reason"]
-    kernels = resolve_kernels(CPU, plugins=[path])
-    for call in (kernels.softmax, all_ops()["softmax"]):
-        with pytest.raises(KernelError) as error, all_ops()["softmax"].use("mine"):
-            call(torch.ones(2, 4))
-        assert "op 'softmax', provider 'mine', called with (float32[2, 4]): " in str(error.value) and reason in str(
-            error.value
-        )
-
-
-def test_nothing_done_is_an_error(plugin, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    bare = "from nanovllm.kernels import op\n@op\ndef without_inputs(x):\n    return x\n"
-    path = plugin(
-        PROVIDER.format(name="mine").replace('"mine")', '"mine", support=lambda device: "no fish; buy one")', 1) + bare
-    )
-    options = ("--device", "cpu", "--kernel-plugin", path)
-    for command, done_to in (("verify", "verified"), ("bench", "timed")):
-        for arguments, reason in (
-            (("softmax", "--provider", "mine"), "mine: no fish; buy one"),
-            (("without_inputs",), "declares no inputs"),
-        ):
-            done = cli(command, *arguments, *options, fails=True)
-            assert f"nothing was {done_to}: " in str(done.exception) and reason in str(done.exception)
-            assert "`nanovllm kernels list`" in str(done.exception)
-        for arguments in (("softmax", "--provider", "mine", "--provider", "native"), ("softmax",)):
-            assert cli(command, *arguments, *options, "--json")
-
-
-@pytest.mark.parametrize("written", [".", "..", "/", ""])
-def test_what_is_neither_a_file_nor_a_module(written):
-    assert load_plugins([written]) == []
-    reason = f"ValueError: {written!r} is neither a Python file, whose name ends in .py, nor the name of a module"
-    assert failures()[written] == reason
-    done = cli("why", "softmax", "--device", "cpu", "--kernel-plugin", written, fails=True)
-    assert str(done.exception) == f"plugin {written} failed: {reason}"
-
-
-def test_list_and_why_show_that_a_plugin_is_preferred(plugin, monkeypatch, tmp_path):
-    path = plugin(PROVIDER.format(name="mine"))
-    declared = all_ops()["softmax"]
-    origins = load_plugins([path])
-    assert rank(declared, CPU, origins)[0].name == "mine"
-    assert explain(declared, CPU, origins) == f"it comes from the plugin {path}"
-    monkeypatch.chdir(tmp_path)
-    for written in (path, "my_kernels.py"):
-        options = ("--device", "cpu", "--kernel-plugin", written, "--json")
-        ranks = {r["provider"]: r["rank"] for r in cli("list", *options) if r["op"] == "softmax"}
-        assert ranks["mine"] == 1 and ranks["native"] == 2
-        assert cli("why", "softmax", *options)["runs"] == "mine"
-
-
-def test_the_command_line_shows_a_failure_in_list_and_stops_elsewhere(plugin):
-    path = plugin("raise OSError('no more fish')")
-    options = ("--device", "cpu", "--kernel-plugin", path, "--json")
-    assert {"op": "", "provider": path, "reason": "OSError: no more fish"}.items() <= cli("list", *options)[-1].items()
-    for command in ("why", "bench"):
-        assert "no more fish" in str(cli(command, "softmax", *options, fails=True).exception)
-
-
-def test_a_new_op_has_what_ours_have(plugin, monkeypatch):
-    path = plugin(OP.format(name="twice_as_much"))
-    options = ("--device", "cpu", "--kernel-plugin", path, "--json")
-    rows = [r for r in cli("list", *options) if r["op"] == "twice_as_much"]
-    assert [(r["provider"], r["reason"]) for r in rows] == [("sum", None), ("native", None)]
-    bench = cli("bench", "twice_as_much", *options)["measurements"]
-    assert {m["provider"] for m in bench} == {"native", "sum"} and all(
-        m["us"] > 0 and m["shape"] == [2, 64] for m in bench
-    )
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # verify stays in this process
-    verified = cli("verify", "twice_as_much", *options, "--seed", "0")
-    assert {r["provider"] for r in verified} == {"native", "sum"} and all(
-        r["cases"] and not r["failures"] for r in verified
-    )
-    declared = all_ops()["twice_as_much"]
-    assert resolve_kernels(CPU, plugins=[path]).twice_as_much(torch.ones(2)).tolist() == [2, 2]
-    with pytest.raises(ValueError, match="twice_as_much: x: expected a tensor"):
-        declared(3)
-    compiled = torch.compile(lambda x: declared(x), fullgraph=True, backend="eager")
-    assert compiled(torch.ones(2)).tolist() == [2, 2]
-
-
 def test_a_new_op_without_annotations_works_but_for_torch_compile(plugin, caplog):
     path = plugin(OP.format(name="bare").replace("bare(x: torch.Tensor) -> torch.Tensor", "bare(x)"))
     assert load_plugins([path]) == [path]
     assert "'bare' is not in torch.ops.nanovllm" in caplog.text
     assert all_ops()["bare"](torch.ones(2)).tolist() == [2, 2]
-
-
-def test_verify_fails_for_a_wrong_plugin(plugin, monkeypatch):
-    path = plugin(PROVIDER.format(name="wrong"))
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    options = ("--device", "cpu", "--kernel-plugin", path, "--provider", "wrong", "--json", "--seed", "0")
-    done = cli("verify", "softmax", *options, fails=True)
-    (row,) = json.loads(done.stdout)
-    assert done.exit_code == 1 and row["failures"]
-
-
-def test_a_provider_that_nobody_has_is_not_verified_as_right(plugin, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    done = cli("verify", "softmax", "--device", "cpu", "--provider", "mien", fails=True)
-    assert "--provider mien: expected one of" in str(done.exception)
 
 
 def test_a_model_runs_with_a_plugin_and_without_one_that_fails(plugin, tmp_path):

@@ -18,8 +18,10 @@ def _kernel_of(text, tmp_path, name):
 
 
 def test_the_hash_is_of_what_the_kernel_computes(tmp_path):
-    base = "K = tl.constexpr(3)\n@triton.jit\ndef helper(v):\n    return v + 1\n@triton.jit\ndef kernel(x, B: tl.constexpr):\n    v = helper(tl.load(x))\n    tl.store(x, v * K)\n"
-    same = base.replace("    v = ", '    """What it does."""\n    # why\n\n    v =    ').replace("tl.store(x, v * K)", "tl.store(\n        x, v * K\n    )")  # fmt: skip
+    base = "K = tl.constexpr(3)\n@triton.jit\ndef helper(v):\n    return v + 1\n"
+    base += "@triton.jit\ndef kernel(x, B: tl.constexpr):\n    v = helper(tl.load(x))\n    tl.store(x, v * K)\n"
+    same = base.replace("    v = ", '    """What it does."""\n    # why\n\n    v =    ')
+    same = same.replace("tl.store(x, v * K)", "tl.store(\n        x, v * K\n    )")
     others = [
         base.replace("+ 1", "+ 2"),
         base.replace("(3)", "(4)"),
@@ -33,7 +35,8 @@ def test_the_hash_is_of_what_the_kernel_computes(tmp_path):
 
 
 def test_the_hash_does_not_depend_on_tritons_own_source(tmp_path):
-    text = "from triton.language import sum, cdiv\n@triton.jit\ndef kernel(x):\n    tl.store(x, sum(tl.arange(0, 8), 0) + cdiv(9, 2))\n"
+    text = "from triton.language import sum, cdiv\n@triton.jit\ndef kernel(x):\n"
+    text += "    tl.store(x, sum(tl.arange(0, 8), 0) + cdiv(9, 2))\n"
     kernel = _kernel_of(text, tmp_path, "a")
     before = source_hash([kernel])
     own = kernel.fn.__globals__["sum"]

@@ -1,4 +1,4 @@
-"""Gradients of the ops as operators and under torch.compile: those of the reference, as in a plain call, or an error that says why not."""
+"""Gradients of the ops as operators and under torch.compile: those of the reference, or an error that says why not."""
 
 import logging
 import warnings
@@ -46,7 +46,7 @@ def cases(op):
 
 
 def gradients(fn, op, arguments):
-    """Of a sum of all results, those written to arguments too, with respect to every argument that requires grad; None: there are none."""
+    """Of the sum of all results, written arguments too, by every argument that requires grad; None: there are none."""
     args = leaves(op, arguments)
     result = fn(*args)
     results = [result] if isinstance(result, torch.Tensor) else list(result or ())
@@ -151,7 +151,7 @@ def test_second_derivatives_and_function_transforms():
 
 @pytest.fixture
 def mine(monkeypatch):
-    """rms_norm's provider `mine`, which has no backward pass, chosen by the environment: a list of the calls it gets."""
+    """rms_norm's provider `mine`, which has no backward pass, named by the environment: a list of its calls."""
     op, calls = all_ops()["rms_norm"], []
 
     def fn(x, weight, eps):

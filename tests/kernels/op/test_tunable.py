@@ -43,7 +43,8 @@ def test_keys_and_plans_survive_json():
 @pytest.mark.parametrize(
     "tunable, name, wrong, right",
     [
-        (tunables.RMS_NORM, "rows", 100, 128), (tunables.RMS_NORM, "rows", 0, 1), (tunables.ACTIVATION, "width", 3000, 4096),
+        (tunables.RMS_NORM, "rows", 100, 128), (tunables.RMS_NORM, "rows", 0, 1),
+        (tunables.ACTIVATION, "width", 3000, 4096),
         (tunables.ROTARY, "tokens", 5, 8), (tunables.PRODUCT, "m", 300, 320), (tunables.HOPPER_PRODUCT, "tokens", 4, 8),
         (tunables.ATTENTION_DECODE, "num_seqs", 3, 4), (tunables.ATTENTION_PREFILL, "few_rows", 8, 16),
     ],

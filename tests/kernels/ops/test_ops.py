@@ -43,7 +43,7 @@ def close(got, expected, dtype):
     torch.testing.assert_close(got.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-# ------------------------------------------------------------------------------------------------ elementwise and norms
+# ---- elementwise and norms
 
 
 def rms_norm_float64(x, weight, eps):
@@ -107,7 +107,7 @@ def test_embedding(dtype, device):
     assert NATIVE.embedding(ids[:0], weight).shape == (0, 6)
 
 
-# ------------------------------------------------------------------------------------------------ rotary embedding
+# ---- rotary embedding
 
 
 def rotary_inputs(dtype, device, head_dim=16, heads=6, kv_heads=2, max_position=300):
@@ -148,7 +148,7 @@ def test_rotary_embedding_of_nothing(device):
     assert q.shape == (0, 6, 16) and k.shape == (0, 2, 16)
 
 
-# ------------------------------------------------------------------------------------------------ KV cache and attention
+# ---- KV cache and attention
 
 
 def test_store_kvcache_writes_its_slots_and_nothing_else(dtype, device):

@@ -1,4 +1,4 @@
-"""Every tensor argument of every op in every layout: the Triton kernels give what the references give, or name the argument.
+"""Every tensor argument of every op in every layout: Triton kernels do as the references, or name the argument.
 
 Where there is no GPU, in Triton's interpreter.
 """
@@ -66,7 +66,7 @@ def test_any_layout(op):
     for name, x in given.items():
         if not isinstance(x, torch.Tensor) or name in op.mutates:
             continue
-        # With equal rows these would name a slot for two tokens, or sequences that do not share what they are said to share.
+        # With equal rows two tokens would have one slot, or sequences would not share what they are said to share.
         if not x.is_floating_point() and name != "positions" and (op.mutates or "groups" in given):
             continue
         for layout, laid_out in LAYOUTS.items():

@@ -132,7 +132,8 @@ def bench_rms_norm(providers, save=None, as_json=False):
     from nanovllm.cli import kernels_bench
 
     kernels_bench.bench(
-        "rms_norm", dtype="float32", shape=["4x64"], provider=providers, compile=False, device="cpu", kernel_plugin=None,
+        "rms_norm", dtype="float32", shape=["4x64"], provider=providers, compile=False, device="cpu",
+        kernel_plugin=None,
         save=save, save_table=None, as_json=as_json,
     )  # fmt: skip
 
@@ -236,7 +237,8 @@ def test_a_copy_is_timed_once_for_each_size():
 
 # Some of each size were 1.3 to 1.6 times as long as the others when a copy was a node of the driver's.
 SIZES = [
-    19448320, 22282240, 33556480, 33562624, 33570816, 33685504, 49909760, 50335744, 67108864, 77793280, 83896320, 134217728,
+    19448320, 22282240, 33556480, 33562624, 33570816, 33685504, 49909760, 50335744, 67108864,
+    77793280, 83896320, 134217728,
     155586560, 201326592, 312143872, 335675392, 536870912, 536879104, 603979776, 840957952, 1073741824, 1080557568,
 ]  # fmt: skip
 
@@ -272,7 +274,7 @@ def test_copies_are_kernels_where_triton_runs():
 
 
 def test_copied_arguments_keep_strides_and_parameters():
-    """A kernel is compiled for strides, and reads a parameter early: a copy without either would time another launch."""
+    """Kernels are compiled for strides and read parameters early: a copy without them would time another launch."""
     op = all_ops()["rms_norm"]
     given = Case((4, 64), torch.float32, strided=True).arguments(op, CPU)
     copied = _copy(given)

@@ -184,7 +184,8 @@ report = {{}}
 for name, provider in {names}:
     op = all_ops()[name]
     verdicts = verify_op(op, op.providers[provider], torch.device("cpu"))
-    report[name] = [sum(v.skipped is None for v in verdicts), [f"{{v.case}}: {{v.failure}}" for v in verdicts if v.failure]]
+    failures = [f"{{v.case}}: {{v.failure}}" for v in verdicts if v.failure]
+    report[name] = [sum(v.skipped is None for v in verdicts), failures]
 print(json.dumps(report))
 """
     env = {**os.environ, "TRITON_INTERPRET": "1"}

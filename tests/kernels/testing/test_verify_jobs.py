@@ -86,7 +86,8 @@ def test_who_dies_in_a_case_has_failed_it_and_no_other(plugin):
 
 
 def test_what_lacks_memory_beside_others_is_verified_again_alone(plugin, tmp_path):
-    lacks = f"WORKER and open({str(tmp_path / 'tried')!r}, 'a').write('x') and (_ for _ in ()).throw(torch.OutOfMemoryError('no'))"
+    tried = f"WORKER and open({str(tmp_path / 'tried')!r}, 'a').write('x')"
+    lacks = f"{tried} and (_ for _ in ()).throw(torch.OutOfMemoryError('no'))"
     declared, path = plugin("thrice_large", lacks)
     found = in_processes(declared, path)
     assert not [v for v in found["other"] if v.failure]
@@ -137,12 +138,14 @@ def test_quick_is_each_dtype_and_small_shape_once():
 def test_ctrl_c_ends_all(plugin, tmp_path):
     started = f"WORKER and (open({str(tmp_path)!r} + f'/pid{{os.getpid()}}', 'w').close(), time.sleep(100))"
     _, path = plugin("thrice_slow", started)
-    command = [sys.executable, "-m", "nanovllm", "kernels", "verify", "thrice_slow", "--provider", "other", "--jobs", "2",
-               "--kernel-plugin", path]  # fmt: skip
+    command = [sys.executable, "-m", "nanovllm", "kernels", "verify", "thrice_slow", "--provider", "other"]
+    command += ["--jobs", "2", "--kernel-plugin", path]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}  # so that it does not call itself once more
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background jobs ignore it
+        command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+        # The background jobs of a shell ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     deadline = time.monotonic() + 100
     while len(list(tmp_path.glob("pid*"))) < 2:

@@ -1,0 +1,314 @@
+"""Which provider is selected, and what happens when it fails or does not take a call."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.kernels import KernelError, Provider, all_ops, resolve_kernels
+from nanovllm.kernels.op import selection
+from nanovllm.kernels.op.provider import NATIVE
+from nanovllm.kernels.op.selection import explain, rank
+
+CPU = torch.device("cpu")
+
+
+def double_rows(x, weight, eps):
+    """In place of rms_norm, and easily told from it."""
+    return 2 * x
+
+
+ROWS = (torch.ones(3, 4), torch.ones(4), 1e-6)
+
+
+@pytest.fixture(autouse=True)
+def nobody_said_otherwise(monkeypatch):
+    monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)
+
+
+@pytest.fixture
+def rms_norm(monkeypatch):
+    """The op rms_norm with two providers more: "fast" can run here, "elsewhere" cannot."""
+    declared = all_ops()["rms_norm"]
+    why_not = "it needs a GPU; plug one in"
+    monkeypatch.setitem(declared.providers, "fast", Provider("fast", double_rows))
+    monkeypatch.setitem(declared.providers, "elsewhere", Provider("elsewhere", double_rows, lambda device: why_not))
+    return declared
+
+
+def test_native_is_always_a_provider_and_taken_without_custom_kernels(rms_norm):
+    assert all(declared.providers[NATIVE].support(CPU) is None for declared in all_ops().values())
+    kernels = resolve_kernels(CPU, False, {"rms_norm": ["fast"]})
+    assert set(kernels.providers) == set(all_ops()) and set(kernels.providers.values()) == {NATIVE}
+    assert torch.equal(kernels.rms_norm(*ROWS), rms_norm.native(*ROWS))
+
+
+def test_a_named_provider_is_taken_for_its_op_alone(rms_norm):
+    kernels = resolve_kernels(CPU, True, {"rms_norm": ["fast"]})
+    assert torch.equal(kernels.rms_norm(*ROWS), 2 * ROWS[0]) and kernels.providers["rms_norm"] == "fast"
+    assert kernels.providers["silu_and_mul"] == NATIVE
+    assert resolve_kernels(CPU, True, {"rms_norm": [NATIVE, "fast"]}).providers["rms_norm"] == NATIVE
+
+
+def test_a_fused_op_yields_where_one_of_its_parts_is_named(rms_norm):
+    fused = all_ops()["add_rms_norm_linear"]
+    fused.provider("fast", support=lambda device: None)(lambda *args: None)
+    try:
+
+        def chosen(**named):
+            priority = {"*": ["fast"], **named}
+            return resolve_kernels(CPU, True, priority).providers["add_rms_norm_linear"]
+
+        assert "rms_norm" in fused.fuses
+        assert chosen() == "fast" == chosen(softmax=[NATIVE])
+        assert chosen(rms_norm=[NATIVE]) == NATIVE  # the user's word on a part counts
+        assert chosen(rms_norm=[NATIVE], add_rms_norm_linear=["fast"]) == "fast"
+    finally:
+        del fused.providers["fast"]
+
+
+def test_a_named_provider_that_is_not_available_is_an_error_with_its_reason(rms_norm):
+    with pytest.raises(
+        ValueError, match="^kernel_priority names 'elsewhere'.*not available.*: it needs a GPU; plug one in"
+    ):
+        resolve_kernels(CPU, True, {"rms_norm": ["elsewhere"]})
+
+
+def test_unknown_names_list_the_known(rms_norm):
+    with pytest.raises(ValueError, match="'rms_nrom'.*rms_norm"):
+        resolve_kernels(CPU, True, {"rms_nrom": ["fast"]})
+    with pytest.raises(ValueError, match="'tritno'.*native.*fast"):
+        resolve_kernels(CPU, True, {"rms_norm": ["tritno"]})
+    for names in (["nope"], ["fast", "nope"]):  # also where it would not be used
+        for custom in (True, False):
+            with pytest.raises(
+                ValueError, match="kernel_priority names 'nope', but the providers of 'rms_norm' are native"
+            ):
+                resolve_kernels(CPU, custom, {"rms_norm": names})
+    with pytest.raises(ValueError, match="kernel_priority: unknown op 'nope'"):
+        resolve_kernels(CPU, False, {"nope": ["fast"]})
+    with pytest.raises(AttributeError, match="no op 'rms_nrom'; ops are .*rms_norm"):
+        _ = resolve_kernels(CPU, True).rms_nrom
+
+
+@pytest.mark.parametrize(
+    "priority, message",
+    [
+        (["x"], r"kernel_priority=\['x'\]: must map ops to providers"),
+        ("rms_norm=native", "kernel_priority='rms_norm=native': must map ops to providers"),
+        ({"rms_norm": 3}, "kernel_priority: 'rms_norm' is given 3; must be the names of providers"),
+        ({"rms_norm": []}, r"kernel_priority: 'rms_norm' is given \[\]; must be"),
+        ({"rms_norm": ""}, "kernel_priority: 'rms_norm' is given ''; must be|names ''"),
+        ({"rms_norm": ["fast", 3]}, r"kernel_priority: 'rms_norm' is given \['fast', 3\]; must be"),
+        ({"*": None}, r"kernel_priority: '\*' is given None; must be"),
+        ({3: ["fast"]}, r"kernel_priority={3: \['fast'\]}: must map ops to providers"),
+    ],
+)
+def test_a_priority_of_another_form_is_named(rms_norm, priority, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_kernels(CPU, True, priority)
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_use_custom_kernels_is_a_bool(value):
+    with pytest.raises(ValueError, match=f"use_custom_kernels={value!r}: must be True or False"):
+        resolve_kernels(CPU, value)
+
+
+def test_summary(rms_norm):
+    assert resolve_kernels(CPU, False).summary() == f"native ({len(all_ops())} ops)"
+    assert "fast (1 op" in resolve_kernels(CPU, True, {"rms_norm": ["fast"]}).summary()
+
+
+def test_an_argument_wins_over_the_environment_even_with_a_star(rms_norm, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=fast;*=native")
+    assert resolve_kernels(CPU).providers["rms_norm"] == "fast"
+    assert resolve_kernels(CPU, True, {"silu_and_mul": ["native"]}).providers["rms_norm"] == "fast"
+    assert resolve_kernels(CPU, True, {"*": ["native"]}).providers["rms_norm"] == "native"
+
+
+@pytest.mark.parametrize("text", ["rms_norm", "rms_norm=", "=fast", "rms_nrom=fast", "*=tritno", "rms_norm=elsewhere"])
+def test_a_bad_environment_variable_is_named(rms_norm, monkeypatch, text):
+    monkeypatch.setenv("NANOVLLM_KERNELS", text)
+    with pytest.raises(ValueError, match="^NANOVLLM_KERNELS.*(rms_norm|op=provider|tritno)"):
+        resolve_kernels(CPU)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("nope=native", "NANOVLLM_KERNELS: unknown op 'nope'"),
+        ("rms_norm=nope", "NANOVLLM_KERNELS names 'nope', but the providers of 'rms_norm' are native"),
+        (
+            "rms_norm=elsewhere",
+            "NANOVLLM_KERNELS names 'elsewhere', which is not available for 'rms_norm': it needs a GPU",
+        ),
+        (
+            "rms_norm=native; rms_norm = fast",
+            "'rms_norm' is given twice; name several providers as rms_norm=provider,provider",
+        ),
+        ("*=native;*=fast", r"'\*' is given twice"),
+    ],
+)
+def test_what_is_wrong_with_the_environment_is_said(rms_norm, monkeypatch, text, message):
+    monkeypatch.setenv("NANOVLLM_KERNELS", text)
+    for call in (lambda: resolve_kernels(CPU), lambda: rms_norm(*ROWS)):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_the_first_available_of_those_named_is_taken(rms_norm):
+    assert resolve_kernels(CPU, True, {"rms_norm": ["elsewhere", "fast"]}).providers["rms_norm"] == "fast"
+
+
+def test_use_holds_within_its_block(rms_norm):
+    with rms_norm.use("fast"):
+        assert torch.equal(rms_norm(*ROWS), 2 * ROWS[0])
+    assert not torch.equal(rms_norm(*ROWS), 2 * ROWS[0])
+    with pytest.raises(ValueError, match="not available.*it needs a GPU"), rms_norm.use("elsewhere"):
+        rms_norm(*ROWS)
+    choosy = Provider("choosy", double_rows, accepts=lambda *args: "never")
+    rms_norm.providers["choosy"] = choosy
+    with (
+        pytest.raises(ValueError, match="rms_norm cannot run there with these arguments: never"),
+        rms_norm.use("choosy"),
+    ):
+        rms_norm(*ROWS)
+    del rms_norm.providers["choosy"]
+    with pytest.raises(ValueError, match="no provider 'tritno'"), rms_norm.use("tritno"):
+        pass
+
+
+def test_what_a_provider_does_not_accept_goes_to_native_with_one_warning(rms_norm, monkeypatch, caplog):
+    choosy = Provider("choosy", lambda x: 2 * x, accepts=lambda x, *_: None if x > 0 else "x must be positive")
+    monkeypatch.setitem(rms_norm.providers, "choosy", choosy)
+    monkeypatch.setattr(rms_norm, "native", lambda x: -x)
+    fn = resolve_kernels(CPU, True, {"rms_norm": ["choosy"]}).rms_norm
+    assert fn(2) == 4 and fn(-2) == 2 and fn(-3) == 3
+    assert [r.message for r in caplog.records].count(
+        "rms_norm: choosy does not take these arguments (x must be positive); using native"
+    ) == 1
+
+
+def test_a_kernel_that_fails_says_where_and_is_not_replaced(rms_norm, monkeypatch):
+    def fails(x, weight, eps):
+        raise RuntimeError("misaligned address")
+
+    monkeypatch.setitem(rms_norm.providers, "fails", Provider("fails", fails))
+    for call in (resolve_kernels(CPU, True, {"rms_norm": ["fails"]}).rms_norm, rms_norm):
+        with pytest.raises(KernelError) as error, rms_norm.use("fails"):
+            call(ROWS[0].t(), ROWS[1][:3], 1e-6)
+        assert str(error.value) == (
+            "op 'rms_norm', provider 'fails', called with (float32[4, 3] strides [1, 4], float32[3], 1e-06): "
+            "misaligned address"
+        )
+        assert isinstance(error.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("raised", [ValueError("x: expected"), torch.OutOfMemoryError("no memory")])
+def test_errors_that_callers_act_on_stay_what_they_are(rms_norm, monkeypatch, raised):
+    def fails(x, weight, eps):
+        raise raised
+
+    monkeypatch.setitem(rms_norm.providers, "fails", Provider("fails", fails))
+    for call in (resolve_kernels(CPU, True, {"rms_norm": ["fails"]}).rms_norm, rms_norm):
+        with pytest.raises(type(raised), match="x: expected|no memory") as error, rms_norm.use("fails"):
+            call(ROWS[0].t(), ROWS[1][:3], 1e-6)
+        assert error.value is raised
+        said = "\n".join((str(raised), *getattr(raised, "__notes__", ())))
+        note = "op 'rms_norm', provider 'fails', called with (float32[4, 3] strides [1, 4], float32[3], 1e-06)"
+        assert said.splitlines()[-1] == note
+
+
+def test_the_reference_in_place_of_a_choosy_provider_names_itself(rms_norm, monkeypatch):
+    def fails(x, weight, eps):
+        raise RuntimeError("no room")
+
+    monkeypatch.setitem(rms_norm.providers, "choosy", Provider("choosy", double_rows, accepts=lambda *args: "never"))
+    monkeypatch.setattr(rms_norm, "native", fails)
+    with pytest.raises(KernelError, match="op 'rms_norm', provider 'native', called with .*no room"):
+        resolve_kernels(CPU, True, {"rms_norm": ["choosy"]}).rms_norm(*ROWS)
+
+
+def test_a_provider_that_cannot_be_imported_is_named(rms_norm, monkeypatch):
+    monkeypatch.setitem(rms_norm.providers, "gone", Provider("gone", "nanovllm.no_such_module:rms_norm"))
+    with pytest.raises(KernelError, match="op 'rms_norm', provider 'gone': cannot be imported: ModuleNotFoundError"):
+        resolve_kernels(CPU, True, {"rms_norm": ["gone"]})
+
+
+def test_a_triton_that_cannot_be_imported_is_a_reason(tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(
+        "raise ImportError('libcuda.so.1: cannot open shared object file')"
+    )
+    program = tmp_path / "program.py"
+    program.write_text("""
+import torch
+from nanovllm.kernels import resolve_kernels, rms_norm
+assert resolve_kernels(torch.device("cpu")).providers["rms_norm"] == "native"
+try:
+    with rms_norm.use("triton"):
+        rms_norm(torch.ones(2, 4), torch.ones(4), 1e-6)
+except ValueError as error:
+    print(error)
+""")
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(root)))}
+    reason = "Triton is installed but cannot be imported (ImportError: libcuda.so.1"
+    for command in ([program], ["-m", "nanovllm", "kernels", "verify", "rms_norm"]):
+        done = subprocess.run([sys.executable, *command], env=environment, cwd=root, capture_output=True, text=True)
+        assert done.returncode == 0 and reason in done.stdout, done.stdout + done.stderr
+
+
+def test_every_choice_can_be_decorated(rms_norm):
+    seen = []
+
+    def decorate(name, provider, fn):
+        def call(*args):
+            seen.append((name, provider))
+            return fn(*args)
+
+        return call
+
+    with selection.decorated_kernels(decorate):
+        kernels = resolve_kernels(CPU, True, {"rms_norm": ["fast"]})
+    assert torch.equal(kernels.rms_norm(*ROWS), 2 * ROWS[0])
+    kernels.softmax(ROWS[0])
+    assert seen == [("rms_norm", "fast"), ("softmax", NATIVE)]
+
+
+def test_a_fused_op_is_shown_as_an_engine_uses_it(monkeypatch):
+    fused = all_ops()["add_rms_norm_gate_up"]
+    monkeypatch.setitem(fused.providers, "it", Provider("it", fused.native))
+    monkeypatch.setitem(all_ops()["silu_and_mul"].providers, "it", Provider("it", fused.native))
+    monkeypatch.setenv("NANOVLLM_KERNELS", "*=it")
+    assert rank(fused, CPU)[0].name == resolve_kernels(CPU).providers[fused.name] == "it"
+    monkeypatch.setenv("NANOVLLM_KERNELS", "*=it;silu_and_mul=native")
+    assert rank(fused, CPU)[0].name == resolve_kernels(CPU).providers[fused.name] == NATIVE
+    assert "one of the ops that it fuses was named: add_rms_norm, rms_norm, silu_and_mul" in explain(fused, CPU)
+
+
+def test_the_order_and_its_reason(rms_norm, monkeypatch):
+    def names():
+        return [p.name for p in rank(rms_norm, CPU)]
+
+    assert names()[0] == NATIVE and set(names()) >= {NATIVE, "fast"} and "elsewhere" not in names()
+    assert "on a CPU the reference runs" in explain(rms_norm, CPU)
+    monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=fast")
+    assert names()[0] == "fast" and "NANOVLLM_KERNELS='rms_norm=fast' names it" in explain(rms_norm, CPU)
+
+
+def test_on_a_gpu_the_measured_order_counts_and_then_the_built_in_one(rms_norm, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    for provider in ("triton", "fast"):
+        monkeypatch.setitem(rms_norm.providers, provider, Provider(provider, double_rows))
+    for order, first in [
+        (["fast", "triton", NATIVE], "fast"),
+        (["gone", "elsewhere", NATIVE, "triton"], NATIVE),
+        (None, "triton"),
+    ]:
+        monkeypatch.setattr(selection, "measured_order", lambda op, device, order=order: order)
+        assert rank(rms_norm, gpu)[0].name == first
