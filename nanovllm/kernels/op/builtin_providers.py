@@ -21,7 +21,7 @@ def _short_rows(x: Any, *args: Any, **kwargs: Any) -> str | None:
 
 
 def _triton(module: str, *declared: Op, accepts: Any = None, num_tokens: bool = False, **capabilities: Any) -> None:
-    """Register nanovllm.kernels.triton.<module>:<op's name>; num_tokens: beside it is num_tokens_<op's name>."""
+    """Register nanovllm.kernels.triton.<module>:<op's name>; num_tokens: the module has num_tokens_<op's name>, too."""
     module = f"nanovllm.kernels.triton.{module}"
     for one in declared:
         few = f"{module}:num_tokens_{one.name}" if num_tokens else None

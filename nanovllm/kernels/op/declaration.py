@@ -40,7 +40,7 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
 
 
 def copy_of(value: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, for which kernels are compiled; a parameter if it was one: kernels read those early."""
+    """A copy with the same strides, for which kernels are compiled. The copy of a parameter is a parameter."""
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
         value.detach()
     )

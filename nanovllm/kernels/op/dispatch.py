@@ -20,9 +20,9 @@ from nanovllm.kernels.op.selection import default_choice, native_instead
 class Op(OpDeclaration):
     """A named operation. Calling it checks the arguments and runs the provider that is selected for their device."""
 
-    def __init__(self, native: Callable[..., Any], **declaration: Any) -> None:
-        functools.update_wrapper(self, native)  # first, since it copies the attributes of the function
-        super().__init__(native, **declaration)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        functools.update_wrapper(self, self.native, updated=())
         self._forced: ContextVar[str | None] = ContextVar(f"provider of {self.name}", default=None)
 
     @contextmanager

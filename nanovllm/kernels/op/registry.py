@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +36,20 @@ if TYPE_CHECKING:
     from nanovllm.kernels.op.dispatch import Op
 
 
+@dataclass(eq=False, repr=False)
 class OpDeclaration:
     """What is declared of an op, and its providers.
 
     Attributes:
         native: the reference.
+        arguments: the patterns of tensor arguments, as in `ArgumentCheck`.
         inputs: realistic inputs, for tests and benchmarks.
         cost: (arguments as the reference takes them) -> what such a call must do at least.
         tolerance: relative, per dtype, against the reference in float64.
         magnitude: errors are relative to at least this; for ops that round intermediate values larger than their
             result.
         cancels: a result may be small where its arguments are not, as a difference or the tail of a GELU. An error in a
-            row that is nearly all zeros is then relative to at least the arguments' magnitude.
+            row of few elements is then relative to at least the arguments' magnitude.
         mutates: arguments that the op writes to; they are results like its return value.
         reuses: arguments whose memory a provider may use for its results: not to be read after the call.
         fuses: the ops that this one combines. If the user names a provider of one of these, an engine calls them
@@ -58,39 +61,32 @@ class OpDeclaration:
         remembered: what plain calls have resolved so far. Emptied when a plugin's providers are taken back.
     """
 
-    def __init__(
-        self,
-        native: Callable[..., Any],
-        *,
-        arguments: Mapping[str, str] | None = None,
-        inputs: Inputs | None = None,
-        cost: Callable[..., Cost] | None = None,
-        tolerance: Mapping[torch.dtype, float] | None = None,
-        magnitude: float = 0.0,
-        cancels: bool = False,
-        mutates: Sequence[str] = (),
-        reuses: Sequence[str] = (),
-        fuses: Sequence[str] = (),
-        compare: Callable[[Any, dict[str, Any], torch.dtype], str | None] | None = None,
-        fake: Callable[..., Any] | None = None,
-        native_capturable: bool = True,
-    ) -> None:
-        self.name = native.__name__
-        self.native = native
-        self.signature = inspect.signature(native)
-        self.inputs = inputs
-        self.cost = cost
-        self.tolerance = {**TOLERANCE, **(tolerance or {})}
-        self.magnitude = magnitude
-        self.cancels = cancels
-        self.mutates, self.reuses, self.fuses = tuple(mutates), tuple(reuses), tuple(fuses)
-        self.compare = compare
-        self.fake = fake
-        self.check = ArgumentCheck(self.name, arguments or {}, self.signature)
-        reject_unknown(f"arguments of {self.name}", self.check.patterns, self.signature.parameters)
+    native: Callable[..., Any]
+    _: KW_ONLY
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    inputs: Inputs | None = None
+    cost: Callable[..., Cost] | None = None
+    tolerance: Mapping[torch.dtype, float] = field(default_factory=dict)
+    magnitude: float = 0.0
+    cancels: bool = False
+    mutates: Sequence[str] = ()
+    reuses: Sequence[str] = ()
+    fuses: Sequence[str] = ()
+    compare: Callable[[Any, dict[str, Any], torch.dtype], str | None] | None = None
+    fake: Callable[..., Any] | None = None
+    native_capturable: bool = True
+    origin: str | None = field(init=False)
+    providers: dict[str, Provider] = field(init=False)
+    remembered: dict[tuple[Any, ...], Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = self.native.__name__
+        self.signature = inspect.signature(self.native)
+        self.tolerance = {**TOLERANCE, **self.tolerance}
+        self.check = ArgumentCheck(self.name, self.arguments, self.signature)
+        reject_unknown(f"arguments of {self.name}", self.arguments, self.signature.parameters)
         self.origin = current_plugin()
-        self.remembered: dict[tuple[Any, ...], Any] = {}
-        self.providers: dict[str, Provider] = {NATIVE: Provider(NATIVE, native, capturable=native_capturable)}
+        self.providers = {NATIVE: Provider(NATIVE, self.native, capturable=self.native_capturable)}
 
     def provider(
         self,

@@ -220,7 +220,7 @@ def _choose(declared: OpDeclaration, device: torch.device, sources: Sources, plu
 
 
 def _preferred(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> list[str]:
-    """Names of providers in the order in which they are tried where nobody names one."""
+    """The names of providers in the order in which they are tried if the user names none."""
     of_plugins = [p.name for p in declared.providers.values() if p.origin is not None and p.origin in plugins]
     # On a CPU a Triton kernel runs in Triton's interpreter, which is there to test it.
     usual = (measured_order(declared.name, device) or PREFERRED) if device.type == "cuda" else (NATIVE,)

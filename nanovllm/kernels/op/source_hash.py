@@ -1,6 +1,6 @@
 """A hash of what Triton kernels compute: their source and that of all that they call, without comments and docstrings.
 
-What belongs to Triton itself does not count: its version stands beside the hash, which is the same with any.
+Functions of Triton itself do not count, so the hash is the same with any version; files store the version separately.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Tunable:
         kernels: "module:function" of the Triton kernels that it configures.
         refuse: (plan, key by name) -> None, or why no kernel can be launched so.
         batch: names in `key` that count what happens to run together. A kernel that promises a sequence the same bits
-            whatever is beside it has none.
+            whatever else is in the batch has none.
         rounded: names in `key` that are rounded -> how. A file with another number has an entry that no call would ever
             find.
         changes_bits: whether results may differ in their last bits from plan to plan, sums being added in another

@@ -148,15 +148,8 @@ def sample(
     tokens = []
     for start in range(0, max(logits.shape[0], 1), n):
         rows = slice(start, start + n)
-        log_weights = as_blocks(
-            filter_logits(
-                logits[rows],
-                temperature[rows],
-                None if top_k is None else top_k[rows],
-                None if top_p is None else top_p[rows],
-                None if min_p is None else min_p[rows],
-            )
-        )
+        filters = (None if f is None else f[rows] for f in (top_k, top_p, min_p))
+        log_weights = as_blocks(filter_logits(logits[rows], temperature[rows], *filters))
         block = block_scores(log_weights, seeds[rows], positions[rows]).argmax(-1, keepdim=True)
         column = token_scores(log_weights, block, seeds[rows], positions[rows]).argmax(-1)
         tokens.append(block[:, 0] * BLOCK + column)

@@ -159,7 +159,7 @@ def measure(
 
 
 def _copy_time(device: torch.device, num_bytes: int) -> float | None:
-    """None: there is no memory for such a copy beside the inputs."""
+    """None: there is not enough memory for such a copy in addition to the inputs."""
     try:
         return copy_time(device, num_bytes)
     except torch.OutOfMemoryError:

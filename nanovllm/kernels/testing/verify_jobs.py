@@ -49,9 +49,8 @@ def verify_in_processes(
 ) -> dict[Pair, list[Verdict]]:
     """`verify_op` of each pair, by `jobs` processes. Ctrl-C ends them.
 
-    A process that dies in a case has failed it; another takes over the rest of its share. Each may use its part of the
-    GPU's memory; a case for which that is too little is verified again at the end, by this process, with nothing beside
-    it.
+    If a process dies in a case, the case has failed, and a new process takes over the rest of the share. Each process
+    may use its part of the GPU's memory. A case that needs more is verified again at the end, alone, in this process.
 
     Args:
         ops: those of the pairs.
@@ -148,7 +147,7 @@ def _work(connection: Connection, tasks: Sequence[Task], setting: Setting) -> No
     from nanovllm.kernels import all_ops
     from nanovllm.kernels.op.plugins import load_plugins
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     torch.set_num_threads(max(1, torch.get_num_threads() // setting.jobs))
     device = torch.device(setting.device)
     if device.type == "cuda":
@@ -166,4 +165,4 @@ def _work(connection: Connection, tasks: Sequence[Task], setting: Setting) -> No
             if verdict.failure and device.type == "cuda":
                 torch.cuda.synchronize(device)  # an error that stays with the process ends it, and another goes on
     except BrokenPipeError:
-        pass  # nobody waits any more
+        pass  # the reader has ended
