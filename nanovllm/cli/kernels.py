@@ -7,23 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli import kernels_common as common
 from nanovllm.cli.kernels_bench import bench
-from nanovllm.cli.kernels_common import (
-    Device,
-    Dtype,
-    Json,
-    OpName,
-    Plugins,
-    device_name,
-    dtype_name,
-    dtype_of,
-    matching,
-    new_table,
-    only,
-    prepare,
-    print_table,
-    shape_of,
-)
 from nanovllm.cli.kernels_verify import verify
 
 if TYPE_CHECKING:
@@ -36,13 +21,16 @@ app = typer.Typer(no_args_is_help=True, help="The ops and their providers.")
 
 @app.command("list")
 def list_kernels(
-    op: OpName = None, device: Device = "auto", kernel_plugin: Plugins = None, as_json: Json = False
+    op: common.OpName = None,
+    device: common.Device = "auto",
+    kernel_plugin: common.Plugins = None,
+    as_json: common.Json = False,
 ) -> None:
     """Every op and its providers: whether each can run here, why not, and in which order they are preferred."""
     from nanovllm.kernels.op.plugins import failures
 
-    where, ops, origins = prepare(device, kernel_plugin, must_load=False)
-    rows = [row for declared in matching(ops, op) for row in _provider_rows(declared, where, origins)]
+    where, ops, origins = common.prepare(device, kernel_plugin, must_load=False)
+    rows = [row for declared in common.matching(ops, op) for row in _provider_rows(declared, where, origins)]
     rows += [
         {"op": "", "provider": name, "rank": None, "chosen": False, "reason": reason, "architectures": ""}
         for name, reason in failures().items()
@@ -50,37 +38,39 @@ def list_kernels(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = new_table("op", "provider", "rank", "available", "architectures", title=f"kernels on {device_name(where)}")
+    table = common.new_table(
+        "op", "provider", "rank", "available", "architectures", title=f"kernels on {common.device_name(where)}"
+    )
     for row in rows:
         table.add_row(
             row["op"], row["provider"], str(row["rank"] or ""), row["reason"] or "yes", row["architectures"],
             style="bold" if row["chosen"] else None,
         )  # fmt: skip
-    print_table(table)
+    common.print_table(table)
 
 
 @app.command()
 def why(
     op: Annotated[str, typer.Argument(help="An op.")],
     shape: Annotated[str | None, typer.Option(help="A shape such as 32x1024, to ask about such a call.")] = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "auto",
-    kernel_plugin: Plugins = None,
-    as_json: Json = False,
+    dtype: common.Dtype = "bfloat16",
+    device: common.Device = "auto",
+    kernel_plugin: common.Plugins = None,
+    as_json: common.Json = False,
 ) -> None:
     """Which provider runs an op here, and why the others do not."""
     from nanovllm.kernels import KernelError
     from nanovllm.kernels.op.selection import explain
     from nanovllm.kernels.testing.verify import Case
 
-    where, ops, origins = prepare(device, kernel_plugin)
-    declared = only(ops, op)
+    where, ops, origins = common.prepare(device, kernel_plugin)
+    declared = common.only(ops, op)
     rows = _provider_rows(declared, where, origins)
     call: dict[str, Any] = {}
     if shape is not None:
-        arguments = Case(shape_of(declared, shape), dtype_of(dtype)).arguments(declared, where)
+        arguments = Case(common.shape_of(declared, shape), common.dtype_of(dtype)).arguments(declared, where)
         declared.check(arguments)
-        call = {"shape": shape, "dtype": dtype_name(dtype)}
+        call = {"shape": shape, "dtype": common.dtype_name(dtype)}
         if declared.cost is not None:
             cost = declared.cost(**arguments)
             call |= {"bytes": cost.bytes, "flops": cost.flops}
@@ -97,14 +87,14 @@ def why(
     if as_json:
         print(json.dumps({"op": op, "runs": taken, "because": because, "call": call, "providers": rows}, indent=2))
         return
-    print(f"{op} on {device_name(where)}: {taken} runs, because {because}.")
+    print(f"{op} on {common.device_name(where)}: {taken} runs, because {because}.")
     if "bytes" in call:
         moved = f"moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops"
         print(f"A call of shape {shape} in {call['dtype']} {moved}.")
-    table = new_table("provider", "rank", "can it take this?" if call else "can it run here?")
+    table = common.new_table("provider", "rank", "can it take this?" if call else "can it run here?")
     for row in rows:
         table.add_row(row["provider"], str(row["rank"] or ""), row["reason"] or "yes")
-    print_table(table)
+    common.print_table(table)
 
 
 app.command()(verify)

@@ -11,24 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import (
-    Device,
-    Dtype,
-    Json,
-    OpName,
-    Plugins,
-    Providers,
-    Shapes,
-    device_name,
-    dtype_of,
-    matching,
-    new_table,
-    nothing_done,
-    prepare,
-    print_table,
-    shape_of,
-    with_provider,
-)
+from nanovllm.cli import kernels_common as common
 
 if TYPE_CHECKING:
     import torch
@@ -39,19 +22,19 @@ if TYPE_CHECKING:
 
 
 def bench(
-    op: OpName = None,
-    shape: Shapes = None,
-    dtype: Dtype = "bfloat16",
-    provider: Providers = None,
+    op: common.OpName = None,
+    shape: common.Shapes = None,
+    dtype: common.Dtype = "bfloat16",
+    provider: common.Providers = None,
     compile: Annotated[bool, typer.Option(help="Also time torch.compile of the reference.")] = False,
-    device: Device = "auto",
-    kernel_plugin: Plugins = None,
+    device: common.Device = "auto",
+    kernel_plugin: common.Plugins = None,
     save: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
     save_table: Annotated[
         Path | None,
         typer.Option(help="Write the order of the providers by speed into this directory; kernels are selected by it."),
     ] = None,
-    as_json: Json = False,
+    as_json: common.Json = False,
 ) -> None:
     """Time the providers of an op: medians, with inputs in device memory; shares of the hardware limit and of a copy.
 
@@ -59,33 +42,33 @@ def bench(
     """
     from nanovllm.kernels.testing.compare import compiled
 
-    where, ops, origins = prepare(device, kernel_plugin)
+    where, ops, origins = common.prepare(device, kernel_plugin)
     if save_table is not None and where.type != "cuda":
         raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
     results: list[Measurement] = []
-    skipped = []
+    skipped, progress = [], not as_json and sys.stderr.isatty()
     try:
-        for declared in with_provider(matching(ops, op), provider):
+        for declared in common.with_provider(common.matching(ops, op), provider):
             if declared.inputs is None or declared.cost is None:
                 skipped.append(f"{declared.name}: it declares no inputs or no cost")
                 print(f"{skipped[-1]}: not timed", file=sys.stderr)
                 continue
-            shapes = None if shape is None else [shape_of(declared, s) for s in shape]
+            shapes = None if shape is None else [common.shape_of(declared, s) for s in shape]
             candidates = [p for name, p in declared.providers.items() if not provider or name in provider]
             candidates += [compiled(declared)] if compile else []
-            _measure(declared, candidates, dtype_of(dtype), shapes, where, results, not as_json and sys.stderr.isatty())
+            _measure(declared, candidates, common.dtype_of(dtype), shapes, where, results, progress)
     except KeyboardInterrupt:
         # The table would lack ops, or providers that were not reached.
         save_table = None
         print("stopped early, with what was measured so far; no table is written", file=sys.stderr)
     else:
         if all(m.timing is None for m in results):
-            raise nothing_done("timed", [*skipped, *(f"{m.provider}: {m.reason}" for m in results)])
+            raise common.nothing_done("timed", [*skipped, *(f"{m.provider}: {m.reason}" for m in results)])
     document = _bench_document(where, results)
     if as_json:
         print(json.dumps(document, indent=1))
     else:
-        print_table(_bench_table(where, results))
+        common.print_table(_bench_table(where, results))
         _warn_of_slow_choices(ops, results, where, origins)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +102,7 @@ def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str
     from nanovllm.hardware.versions import versions
 
     document: dict[str, Any] = {
-        "device": device_name(where),
+        "device": common.device_name(where),
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "command": "nanovllm " + _command(sys.argv[1:]),
@@ -139,12 +122,12 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
-    title = device_name(where)
+    title = common.device_name(where)
     if where.type == "cuda":
         from nanovllm.hardware.roofline import copy_bandwidth, empty_kernel_time
 
         title += f": copy {copy_bandwidth(where) / 1e12:.2f} TB/s, empty kernel {1e6 * empty_kernel_time(where):.2f} us"
-    table = new_table(
+    table = common.new_table(
         "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "of copy", "peak MiB", "how",
         title=title,
     )  # fmt: skip

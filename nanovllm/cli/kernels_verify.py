@@ -11,20 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import (
-    Device,
-    Json,
-    OpName,
-    Plugins,
-    Providers,
-    device_name,
-    matching,
-    new_table,
-    nothing_done,
-    prepare,
-    print_table,
-    with_provider,
-)
+from nanovllm.cli import kernels_common as common
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def verify(
-    op: OpName = None,
-    provider: Providers = None,
-    device: Device = "auto",
+    op: common.OpName = None,
+    provider: common.Providers = None,
+    device: common.Device = "auto",
     seed: Annotated[
         int | None, typer.Option(help="Seed of the random inputs; by default a random one, which is printed.")
     ] = None,
@@ -43,8 +30,8 @@ def verify(
         bool, typer.Option("--quick", help="Only small shapes, once in each dtype: for compute-sanitizer.")
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
-    kernel_plugin: Plugins = None,
-    as_json: Json = False,
+    kernel_plugin: common.Plugins = None,
+    as_json: common.Json = False,
 ) -> None:
     """Compare every provider with the reference in float64, on every kind of input.
 
@@ -54,12 +41,12 @@ def verify(
     """
     if device in ("auto", "cpu") and _interpret_instead():
         return
-    where, ops, _ = prepare(device, kernel_plugin)
+    where, ops, _ = common.prepare(device, kernel_plugin)
     if seed is None:
         seed = secrets.randbelow(1 << 31)
         print(f"inputs of --seed {seed}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
-    for declared in with_provider(matching(ops, op), provider):
+    for declared in common.with_provider(common.matching(ops, op), provider):
         if declared.inputs is None:
             rows.append({"op": declared.name, "provider": "", "reason": "declares no inputs"})
             continue
@@ -68,7 +55,7 @@ def verify(
                 rows.append({"op": declared.name, "provider": name, "reason": candidate.support(where)})
     pairs = [(r["op"], r["provider"]) for r in rows if r["reason"] is None]
     if not pairs:
-        raise nothing_done("verified", (f"{r['provider'] or r['op']}: {r['reason']}" for r in rows))
+        raise common.nothing_done("verified", (f"{r['provider'] or r['op']}: {r['reason']}" for r in rows))
     verdicts = _verdicts(pairs, where, kernel_plugin or [], seed, quick, jobs)
     for row in rows:
         if row["reason"] is None:
@@ -77,7 +64,7 @@ def verify(
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        _print_rows(rows, failures, device_name(where))
+        _print_rows(rows, failures, common.device_name(where))
     if failures:
         raise typer.Exit(1)
 
@@ -110,7 +97,7 @@ def _summary(verdicts: list[Verdict], seed: int) -> dict[str, Any]:
 
 
 def _print_rows(rows: list[dict[str, Any]], failures: list[str], title: str) -> None:
-    table = new_table("op", "provider", "cases", "not taken", "worst error / tolerance", "verdict", title=title)
+    table = common.new_table("op", "provider", "cases", "not taken", "worst error / tolerance", "verdict", title=title)
     for r in rows:
         if r["reason"] is not None:
             table.add_row(r["op"], r["provider"], "", "", "", r["reason"])
@@ -119,7 +106,7 @@ def _print_rows(rows: list[dict[str, Any]], failures: list[str], title: str) -> 
         verdict = f"[red]{len(r['failures'])} wrong[/]" if r["failures"] else verdict
         worst = f"{r['worst_error_over_tolerance']:.2f}"
         table.add_row(r["op"], r["provider"], str(r["cases"]), str(r["skipped"]), worst, verdict)
-    print_table(table)
+    common.print_table(table)
     for failure in failures[:40]:
         print(failure)
     if len(failures) > 40:
