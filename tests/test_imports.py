@@ -21,7 +21,7 @@ ALLOWED = {
     "bench": {"kernels", "hardware"},
     "plan": {"kernels", "hardware"},
     "fuse": {"kernels", "hardware", "plan"},
-    "tune": {"kernels", "hardware", "plan"},
+    "tune": {"kernels", "hardware"},
     "lab": {"kernels", "hardware"},
     "cli": {
         "engine", "llm", "models", "weights", "kernels", "hardware", "bench", "plan", "fuse", "tune", "lab",

@@ -1,10 +1,11 @@
-"""Timing and checking plans on the GPU that is here."""
+"""Time and check the plans of a job on the GPU that is here."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from nanovllm.hardware.timing import l2_bytes, time_in_graph
 from nanovllm.kernels.op.declaration import Arguments, copy_of, nbytes
 from nanovllm.kernels.op.provider import Provider
 from nanovllm.kernels.testing.verify import Case, verify
+from nanovllm.tune.jobs import VERIFIED_LENGTH, Job, neighbour
 from nanovllm.tune.launches import compile_together
 from nanovllm.tune.search import Skipped
-from nanovllm.tune.targets import VERIFIED_LENGTH, Job, neighbour
 
 _MOST_SETS = 60
 _MOST_BYTES = 8 << 30
@@ -27,8 +28,8 @@ class TuningError(RuntimeError):
     """A plan failed and may have taken the device with it, or the kernel does not do what is expected of it."""
 
 
-class Bench:
-    """Measures and verifies plans of one job. Inputs are made once, enough of them that each call finds a cold L2 cache."""
+class JobTimer:
+    """Measures and verifies plans of one job. There are enough inputs that each call finds a cold L2 cache."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job, self._device = job, device
@@ -38,7 +39,7 @@ class Bench:
         ]
 
     def measure(self, plan: Any, rounds: int) -> float:
-        """Seconds of a call, the geometric mean over the job's shapes; of each the median of `rounds` replays of a graph.
+        """Seconds of a call: the geometric mean over the job's shapes of the median of `rounds` replays of a graph.
 
         Raises:
             Skipped: the plan does not compile or launch.
@@ -47,13 +48,12 @@ class Bench:
         fn = self._job.target.launcher.fn
         with self._job.tunable.using(self._device, self._job.key, plan) as asked:
             for sets in self._sets:
-                calls = [lambda s=s: fn(**s) for s in sets]
-                timing = self._tried(plan, lambda c=calls: time_in_graph(c * max(1, _CALLS // len(c)), rounds))
+                calls = [partial(fn, **s) for s in sets] * max(1, _CALLS // len(sets))
+                timing = self._tried(plan, partial(time_in_graph, calls, rounds))
                 logs.append(math.log(timing.median))
         if self._job.key not in asked:
-            raise TuningError(
-                f"{self._job.target.op} did not ask for {self._job.tunable.name} {self._job.key}; it asked for {asked[:1]}"
-            )
+            wanted = f"{self._job.tunable.name} {self._job.key}"
+            raise TuningError(f"{self._job.target.op} did not ask for {wanted}; it asked for {asked[:1]}")
         return math.exp(sum(logs) / len(logs))
 
     def verify(self, plan: Any) -> None:
@@ -68,7 +68,7 @@ class Bench:
         with job.tunable.using(self._device, job.key, plan):
             for tested in filter(None, (shape, neighbour(shape))):
                 case = Case(tested, job.dtype, job.variant, seed=1)
-                verdict = self._tried(plan, lambda c=case: verify(job.target.declared, launcher, self._device, c))
+                verdict = self._tried(plan, partial(verify, job.target.declared, launcher, self._device, case))
                 if verdict.failure and "CUDA error" in verdict.failure:
                     raise TuningError(f"{job}: {plan} failed in a way that ends the run: {verdict.failure}")
                 if verdict.failure:
@@ -88,6 +88,13 @@ class Bench:
             return run
 
         compile_together([call(p, a) for p in plans for a in sets], min(32, os.cpu_count() or 1))
+
+    def alive(self) -> bool:
+        """Whether the device still computes: after an illegal memory access no call of this process succeeds."""
+        try:
+            return torch.ones(8, device=self._device).sum().item() == 8
+        except RuntimeError:
+            return False
 
     def _tried(self, plan: Any, call: Callable[[], Any]) -> Any:
         try:

@@ -1,26 +1,24 @@
-"""The search itself: in which order candidates are tried, when one is given up, when all is, and who wins.
+"""The search: in which order plans are tried, when one is given up, when the search ends, and which plan wins.
 
-It neither knows kernels nor reads a clock: both are handed in. So it is tested with a timer that says what it is told to.
+It neither knows kernels nor reads a clock: both are arguments.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-C = TypeVar("C")
+from nanovllm.tune.space import nearest
 
-STRATEGIES = ("exhaustive", "random")
 QUICK, FULL, FINAL = 3, 15, 40
-"""Rounds of a measurement: to see whether a candidate is worth more, to rank it, and to decide among the first ones."""
+"""Rounds of a measurement: to see whether a plan is worth more, to rank it, and to decide among the first ones."""
 
 
 class Skipped(Exception):
-    """A candidate that cannot win whatever its speed; the message is the reason."""
+    """A plan that cannot win whatever its speed; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +26,26 @@ class Budget:
     """When to stop.
 
     Attributes:
-        seconds: for the whole search; None: no limit. A batch under way is finished: what is compiled is quickly measured.
-        patience: candidates in a row that are not better than the best, or of which none is right yet; None: no limit.
-        slower: a candidate whose quick measurement takes this many times the best's is measured no further.
-        margin: a winner that is not faster than the built-in choice by this factor makes room for it.
-        finalists: how many are measured again in the end, in turn, so that all see the same clocks.
-        batch: candidates that are prepared (compiled) together.
+        seconds: for all; None: no limit. A batch under way is finished: what is compiled is quickly measured.
+        patience: plans in a row that are not better than the best, or of which none is right yet; None: no limit.
+        most: plans of one search.
+        slower: a plan whose quick measurement takes this many times the best's is measured no further.
+        margin: a plan wins over the built-in choice only if it is faster by this factor.
+        finalists: how many are measured again in the end, alternately, so that clocks affect all alike.
+        batch: plans that are prepared (compiled) together.
     """
 
     seconds: float | None = None
     patience: int | None = None
+    most: int = 150
     slower: float = 1.2
     margin: float = 1.02
     finalists: int = 3
     batch: int = 16
 
     def __post_init__(self) -> None:
-        if self.seconds is not None and self.seconds <= 0:
-            raise ValueError(f"limit: expected a positive number of seconds, not {self.seconds}")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"--limit {self.seconds:g}: expected a positive number of seconds")
         if self.patience is not None and self.patience < 1:
             raise ValueError(f"patience: expected at least 1 candidate, not {self.patience}")
         if self.slower < 1 or self.margin < 1:
@@ -53,163 +53,154 @@ class Budget:
 
 
 @dataclass
-class Outcome(Generic[C]):
+class Outcome:
     """What a search found.
 
     Attributes:
-        best: the winner; None: no candidate is right.
-        default: the built-in choice, measured beside the others; its seconds are None if it could not be measured.
+        best: the winner; None: no plan is right.
+        default_seconds: of the built-in choice, measured alternately with the best; None: it could not be measured.
         runner_up: the second of the final measurement.
-        tried: candidates that were timed, `slower` of which only a little.
+        tried: plans that were timed, `slower` of which only a little.
         skipped: reason -> how many could not be timed or were wrong.
-        examples: reason -> one of them and its full message.
-        untried: candidates that the end of the search left out; `stopped` is why it ended before them.
+        untried: plans that the end of the search left out; `stopped` is why it ended before them.
     """
 
-    best: C | None = None
+    best: Any = None
     seconds: float | None = None
-    default: C | None = None
     default_seconds: float | None = None
-    runner_up: C | None = None
+    runner_up: Any = None
     runner_up_seconds: float | None = None
     tried: int = 0
     slower: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, Any] = field(default_factory=dict)
     untried: int = 0
     stopped: str | None = None
     elapsed: float = 0.0
 
 
-def ordered(candidates: Sequence[C], strategy: str, seed: int) -> list[C]:
-    """The order of trials: as given (the most promising first), or shuffled, the same for the same seed.
-
-    Raises:
-        ValueError: an unknown strategy.
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"search: expected one of {', '.join(STRATEGIES)}, not {strategy!r}")
-    order = list(candidates)
-    if strategy == "random":
-        random.Random(seed).shuffle(order)
-    return order
-
-
-def trials(candidates: Sequence[C], default: C | None, strategy: str, seed: int) -> list[C]:
-    """All that a search tries, in its order: the built-in choice first, so that no limit leaves it out."""
-    rest = ordered([c for c in dict.fromkeys(candidates) if c != default], strategy, seed)
-    return ([default] if default is not None else []) + rest
-
-
 def search(
-    candidates: Sequence[C],
-    measure: Callable[[C, int], float],
-    verify: Callable[[C], None],
+    plans: Sequence[Any],
+    measure: Callable[[Any, int], float],
+    verify: Callable[[Any], None],
     *,
-    default: C | None = None,
-    strategy: str = "exhaustive",
-    seed: int = 0,
+    default: Any = None,
     budget: Budget | None = None,
-    prepare: Callable[[Sequence[C]], None] = lambda batch: None,
+    prepare: Callable[[Sequence[Any]], None] = lambda batch: None,
     clock: Callable[[], float] = time.monotonic,
-) -> Outcome[C]:
-    """The fastest candidate whose results are right.
+) -> Outcome:
+    """The fastest plan whose results are right. Each batch has the untried plans nearest to the fastest so far.
 
     Args:
-        candidates: hashable, the most promising first.
-        measure: (candidate, rounds) -> seconds of a call. Raises `Skipped` with a reason such as "out of shared memory: ...",
-            of which the part before the colon is counted.
-        verify: raises `Skipped` if the candidate's results are wrong. Called once for each that would become the best, before
-            it does, so that nothing wrong sets the pace for the others.
+        measure: (plan, rounds) -> seconds of a call. Raises `Skipped` with a reason such as
+            "out of shared memory: ...", of which the part before the colon is counted.
+        verify: raises `Skipped` if the plan's results are wrong. It is called before a plan becomes the best, so that a
+            wrong plan never sets the pace for the others.
         default: the built-in choice; tried first, and the winner unless another is faster by `budget.margin`.
-        prepare: called with the next few candidates before they are measured.
+        prepare: called with each batch of plans before they are measured.
     """
-    budget = budget or Budget()
-    order = trials(candidates, default, strategy, seed)
-    outcome: Outcome[C] = Outcome(default=default)
-    start, times, right, quickest, since_best = clock(), {}, set(), float("inf"), 0
-    best = float("inf")
+    return _Search(measure, verify, default, budget or Budget(), prepare, clock).run(plans)
 
-    def skip(candidate: C, reason: str) -> None:
-        kind = reason.partition(":")[0]
-        outcome.skipped[kind] += 1
-        outcome.examples.setdefault(kind, {"config": candidate, "message": reason})
 
-    for i, candidate in enumerate(order):
-        elapsed = clock() - start if i % budget.batch == 0 else 0.0
-        outcome.stopped = _stop(budget, elapsed, since_best)
-        if outcome.stopped:
-            outcome.untried = len(order) - i
-            break
-        if i % budget.batch == 0:
-            prepare(order[i : i + budget.batch])
-        since_best += 1
+class _Search:
+    def __init__(self, measure: Any, verify: Any, default: Any, budget: Budget, prepare: Any, clock: Any) -> None:
+        self.measure, self.verify, self.default = measure, verify, default
+        self.budget, self.prepare, self.clock = budget, prepare, clock
+        self.found = Outcome()
+        self.quick: dict[Any, float] = {}  # seconds of every right plan that was timed, by the quick measurement
+        self.times: dict[Any, float] = {}  # of those that were measured in full
+        self.right: set[Any] = set()
+        self.pace = self.best = float("inf")
+        self.since_best = 0
+
+    def run(self, plans: Sequence[Any]) -> Outcome:
+        start, count = self.clock(), 0
+        left = [plan for plan in dict.fromkeys(plans) if plan != self.default]
+        first = [] if self.default is None else [self.default]
+        while (left or first) and not self.found.stopped:
+            self.found.stopped = self._over(self.clock() - start, count)
+            size = min(self.budget.batch, self.budget.most - count) - len(first)
+            batch = [*first, *nearest(left, self.quick, self.default)[: max(0, size)]]
+            if self.found.stopped or not batch:
+                break
+            self.prepare(batch)
+            for i, plan in enumerate(batch):
+                self.found.stopped = self._over(0.0, count)
+                if self.found.stopped:
+                    batch = batch[:i]
+                    break
+                count += 1
+                self._try(plan)
+            left, first = [plan for plan in left if plan not in set(batch)], []
+        self.found.untried = len(left) + len(first)
+        self._decide()
+        self.found.elapsed = self.clock() - start
+        return self.found
+
+    def _over(self, elapsed: float, count: int) -> str | None:
+        budget = self.budget
+        if budget.seconds is not None and elapsed >= budget.seconds:
+            return f"time limit of {budget.seconds:g} s"
+        if budget.patience is not None and self.since_best >= budget.patience:
+            return f"no improvement in {budget.patience} candidates"
+        return f"limit of {budget.most} candidates" if count >= budget.most else None
+
+    def _try(self, plan: Any) -> None:
+        self.since_best += 1
         try:
-            quick = measure(candidate, QUICK)
-            outcome.tried += 1
-            if quick > quickest * budget.slower:
-                outcome.slower += 1
+            quick = self.measure(plan, QUICK)
+            self.found.tried += 1
+            if quick > self.pace * self.budget.slower:
+                self.found.slower += 1
+                self.quick[plan] = quick
+                return
+            seconds = self.measure(plan, FULL)
+            if seconds < self.best:
+                self._check(plan)
+                self.best, self.since_best = seconds, 0
+                self.pace = min(self.pace, quick)
+            self.times[plan], self.quick[plan] = seconds, quick
+        except Skipped as e:
+            self._skip(e)
+
+    def _check(self, plan: Any) -> None:
+        if plan not in self.right:
+            self.verify(plan)
+            self.right.add(plan)
+
+    def _skip(self, error: Skipped) -> None:
+        self.found.skipped[str(error).partition(":")[0]] += 1
+
+    def _decide(self) -> None:
+        """Measure the finalists again, alternately, and fill in the winner, the runner-up and the built-in choice."""
+        finalists: list[Any] = []
+        for plan in sorted(self.times, key=self.times.__getitem__):
+            if len(finalists) == self.budget.finalists:
+                break
+            try:
+                self._check(plan)
+                finalists.append(plan)
+            except Skipped as e:
+                self._skip(e)
+        if self.default in self.right and self.default not in finalists:
+            finalists.append(self.default)
+        final: dict[Any, float] = {}
+        failed = set()
+        for plan in (*finalists, *reversed(finalists)):  # forwards and backwards: a drifting clock favours no plan
+            if plan in failed:
                 continue
-            seconds = measure(candidate, FULL)
-            if seconds < best:
-                verify(candidate)
-                right.add(candidate)
-                best, since_best = seconds, 0
-                quickest = min(quickest, quick)
-            times[candidate] = seconds
-        except Skipped as e:
-            skip(candidate, str(e))
-
-    # Candidates that never led were not verified yet.
-    finalists: list[C] = []
-    for candidate in sorted(times, key=times.__getitem__):
-        if len(finalists) >= budget.finalists:
-            break
-        try:
-            if candidate not in right:
-                verify(candidate)
-            finalists.append(candidate)
-        except Skipped as e:
-            skip(candidate, str(e))
-    if default in right and default not in finalists:
-        finalists.append(default)
-    _decide(outcome, finalists, measure, budget, skip)
-    outcome.elapsed = clock() - start
-    return outcome
-
-
-def _stop(budget: Budget, elapsed: float, since_best: int) -> str | None:
-    if budget.seconds is not None and elapsed >= budget.seconds:
-        return f"time limit of {budget.seconds:g} s"
-    if budget.patience is not None and since_best >= budget.patience:
-        return f"no improvement in {budget.patience} candidates"
-    return None
-
-
-def _decide(
-    outcome: Outcome[C], finalists: Sequence[C], measure: Callable[[C, int], float], budget: Budget, skip: Callable[[C, str], None]
-) -> None:  # fmt: skip
-    """Measure the finalists again, in turn, and fill in the winner, the runner-up and the default."""
-    final: dict[C, float] = {}
-    failed: set[C] = set()
-    # Twice, forwards and backwards: a clock that drifts favours nobody.
-    for candidate in (*finalists, *reversed(finalists)):
-        if candidate in failed:
-            continue
-        try:
-            final[candidate] = min(final.get(candidate, float("inf")), measure(candidate, FINAL))
-        except Skipped as e:  # out of memory, say, which others have taken since
-            skip(candidate, str(e))
-            failed.add(candidate)
-            final.pop(candidate, None)
-    ranking = sorted(final, key=final.__getitem__)
-    default = outcome.default
-    if default in final:
-        outcome.default_seconds = final[default]
-        if final[default] <= final[ranking[0]] * budget.margin:
-            ranking.remove(default)
-            ranking.insert(0, default)
-    if ranking:
-        outcome.best, outcome.seconds = ranking[0], final[ranking[0]]
-    if len(ranking) > 1:
-        outcome.runner_up, outcome.runner_up_seconds = ranking[1], final[ranking[1]]
+            try:
+                final[plan] = min(final.get(plan, float("inf")), self.measure(plan, FINAL))
+            except Skipped as e:  # out of memory, say, which other processes have taken since
+                self._skip(e)
+                failed.add(plan)
+                final.pop(plan, None)
+        ranking = sorted(final, key=final.__getitem__)
+        if self.default in final:
+            self.found.default_seconds = final[self.default]
+            if final[self.default] <= final[ranking[0]] * self.budget.margin:
+                ranking.remove(self.default)
+                ranking.insert(0, self.default)
+        if ranking:
+            self.found.best, self.found.seconds = ranking[0], final[ranking[0]]
+        if len(ranking) > 1:
+            self.found.runner_up, self.found.runner_up_seconds = ranking[1], final[ranking[1]]

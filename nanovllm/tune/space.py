@@ -1,140 +1,77 @@
-"""What may be tried: named parameters with their values, and constraints, each of which says why it rules a combination out."""
+"""What may be tried: named values, and rules that leave plans out, each with its reason."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-
-Values = Mapping[str, Any]
-C = TypeVar("C")
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A named choice.
+class Space:
+    """Every combination of some values that no rule refuses.
 
     Attributes:
-        values: to choose from.
-        when: whether there is a choice at all, given the parameters before this one; if not, `otherwise` is taken.
+        make: the values as keyword arguments -> a plan, a frozen dataclass.
+        values: name -> what to choose from.
+        rules: reason -> whether a plan is left out for it. A text that a rule returns is the reason in its place.
     """
 
-    name: str
-    values: tuple[Any, ...]
-    when: Callable[[Values], bool] | None = None
-    otherwise: Any = None
+    make: Callable[..., Any]
+    values: Mapping[str, Sequence[Any]]
+    rules: Mapping[str, Callable[[Any], Any]]
 
-    def __post_init__(self) -> None:
-        if not self.values:
-            raise ValueError(f"{self.name}: expected values to choose from, got none")
-        if len(set(self.values)) < len(self.values):
-            raise ValueError(f"{self.name}: expected distinct values, not {self.values}")
-
-    def choices(self, chosen: Values) -> tuple[Any, ...]:
-        return self.values if self.when is None or self.when(chosen) else (self.otherwise,)
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """A reason to leave combinations out.
-
-    Attributes:
-        reason: what is wrong with them, for the report.
-        refuses: the combination -> whether it is left out. A text also says why, in place of `reason`.
-    """
-
-    reason: str
-    refuses: Callable[[Values], bool | str | None]
-
-    def __call__(self, values: Values) -> str | None:
-        refused = self.refuses(values)
-        return refused if isinstance(refused, str) else self.reason if refused else None
-
-
-@dataclass
-class Pruned:
-    """What was left out: how many for each reason, and one of them."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, reason: str, example: Any) -> None:
-        self.counts[reason] += 1
-        self.examples.setdefault(reason, example)
-
-    def merge(self, other: Pruned) -> None:
-        self.counts.update(other.counts)
-        self.examples = {**other.examples, **self.examples}
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-
-@dataclass(frozen=True)
-class TuningSpace(Generic[C]):
-    """All combinations of some parameters that no constraint refuses.
-
-    Attributes:
-        make: the parameters as keyword arguments -> a configuration.
-        parameters: a later one may depend on earlier ones (`Parameter.when`).
-
-    Raises:
-        ValueError: two parameters of one name.
-    """
-
-    make: Callable[..., C]
-    parameters: Sequence[Parameter]
-    constraints: Sequence[Constraint] = ()
-
-    def __post_init__(self) -> None:
-        names = [p.name for p in self.parameters]
-        twice = [n for n, times in Counter(names).items() if times > 1]
-        if twice:
-            raise ValueError(f"parameters: expected distinct names, not {twice[0]!r} twice")
-
-    def combinations(self) -> Iterator[dict[str, Any]]:
-        """Every combination, those that a constraint refuses included, each once, always in the same order."""
-
-        def extend(chosen: dict[str, Any], left: Sequence[Parameter]) -> Iterator[dict[str, Any]]:
-            if not left:
-                yield chosen
-                return
-            for value in left[0].choices(chosen):
-                yield from extend({**chosen, left[0].name: value}, left[1:])
-
-        yield from extend({}, self.parameters)
-
-    def refusal(self, values: Values) -> str | None:
-        """Why a combination is left out, by the first constraint that refuses it; None: it is not."""
-        return next((reason for c in self.constraints if (reason := c(values))), None)
-
-    def split(self) -> tuple[list[C], Pruned]:
-        """(the configurations, what was left out and why)."""
-        kept, pruned = [], Pruned()
-        for values in self.combinations():
-            reason = self.refusal(values)
-            if reason:
-                pruned.add(reason, values)
+    def split(self) -> tuple[list[Any], Counter[str]]:
+        """(the plans, reason -> how many others were left out); the first rule that refuses a plan is the reason."""
+        plans, left_out = [], Counter[str]()
+        for values in itertools.product(*self.values.values()):
+            plan = self.make(**dict(zip(self.values, values)))
+            found = ((reason, refuses(plan)) for reason, refuses in self.rules.items())
+            refused = next(((reason, said) for reason, said in found if said), None)
+            if refused is None:
+                plans.append(plan)
             else:
-                kept.append(self.make(**values))
-        return kept, pruned
+                reason, said = refused
+                left_out[said if isinstance(said, str) else reason] += 1
+        return plans, left_out
+
+
+@cache
+def _shared_fields(a: type, b: type) -> list[str]:
+    return [f.name for f in fields(a) if f.name in {g.name for g in fields(b)}]
+
+
+def distance(a: Any, b: Any) -> float:
+    """How far two plans are apart: doublings and halvings of the numbers that both have."""
+    pairs = ((getattr(a, name), getattr(b, name)) for name in _shared_fields(type(a), type(b)))
+    return sum(float(x != y) if isinstance(x, bool) or not (x and y) else abs(math.log2(x / y)) for x, y in pairs)
+
+
+def nearest(plans: Iterable[Any], times: Mapping[Any, float], default: Any | None) -> list[Any]:
+    """The plans, the most promising first: those near the fastest so far.
+
+    Each class of plans has a fastest of its own, and the classes alternate.
+
+    Args:
+        times: seconds of the plans that were tried. default: the centre of a class of which none was tried.
+    """
+    classes: dict[type, list[Any]] = {}
+    for plan in plans:
+        classes.setdefault(type(plan), []).append(plan)
+    if default is not None and type(default) in classes:
+        classes = {type(default): classes[type(default)], **classes}
+    for kind, of_kind in classes.items():
+        tried = [plan for plan in times if type(plan) is kind]
+        centre = min(tried, key=times.__getitem__) if tried else default
+        if centre is not None:
+            of_kind.sort(key=lambda plan: distance(plan, centre))  # noqa: B023 - called within the same round
+    return [plan for group in itertools.zip_longest(*classes.values()) for plan in group if plan is not None]
 
 
 def powers(low: int, high: int) -> tuple[int, ...]:
     """The powers of two from low to high, both powers themselves."""
     return tuple(itertools.takewhile(lambda n: n <= high, (low << i for i in range(64))))
-
-
-def prune(candidates: Iterable[C], refuse: Callable[[C], str | None]) -> tuple[list[C], Pruned]:
-    """Split candidates by a further reason to leave them out."""
-    kept, pruned = [], Pruned()
-    for candidate in candidates:
-        reason = refuse(candidate)
-        if reason:
-            pruned.add(reason, candidate)
-        else:
-            kept.append(candidate)
-    return kept, pruned

@@ -12,10 +12,9 @@ from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan
 from nanovllm.kernels.triton.rows.plans import RowPlan
 from nanovllm.tune import Budget, Skipped
-from nanovllm.tune.measure import Bench
-from nanovllm.tune.pruning import candidates
-from nanovllm.tune.targets import jobs, target
-from nanovllm.tune.tune import tune
+from nanovllm.tune.jobs import candidates, jobs, target
+from nanovllm.tune.measure import JobTimer
+from nanovllm.tune.run import tune
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -44,7 +43,7 @@ def one(op, *shapes, model, dtype=BF16):
 def test_a_search_finds_writes_and_is_used(gpu, tmp_path):
     device, model = gpu
     job = one("rms_norm", (64, 1024), model=model)
-    (result,) = tune([job], device, model, tmp_path, budget=Budget(patience=12))
+    (result,) = tune([job], device, model, config_files.gpu_of(device), tmp_path, budget=Budget(patience=12))
     found = result.outcome
     assert found.best is not None and 0 < found.seconds <= found.default_seconds * 1.02 and found.tried >= 3
     tunables.RMS_NORM.forget()
@@ -55,24 +54,26 @@ def test_a_search_finds_writes_and_is_used(gpu, tmp_path):
 
 @pytest.mark.parametrize(
     "op, shape",
-    [("silu_and_mul", (64, 3072)), ("linear_bias_act", (256, 1024, 4096)), ("gated_mlp", (16, 1024, 3072)), ("linear", (1, 40000, 1024)),
-     ("add_rms_norm_gate_up", (8, 3072, 1024)), ("attention_decode", (8, 512, 512, 16, 8, 128, 256)),
+    [("silu_and_mul", (64, 3072)), ("linear_bias_act", (256, 1024, 4096)), ("gated_mlp", (16, 1024, 3072)),
+     ("linear", (1, 40000, 1024)), ("add_rms_norm_gate_up", (8, 3072, 1024)),
+     ("attention_decode", (8, 512, 512, 16, 8, 128, 256)),
      ("attention_prefill", (2, 700, 700, 0, 16, 8, 128, 256)), ("qk_norm_rope", (8, 16, 8, 128))],
 )  # fmt: skip
 def test_every_kind_of_kernel_asks_for_its_key_and_the_built_in_choice_is_right(gpu, op, shape):
     """The key that is worked out without running the kernel is the one that it asks for: `measure` checks it."""
     device, model = gpu
     job = one(op, shape, model=model)
-    bench = Bench(job, device)
-    bench.prepare([job.builtin])
-    times = [bench.measure(job.builtin, 10), bench.measure(None, 10)]  # None: as the kernel chooses
+    timer = JobTimer(job, device)
+    timer.prepare([job.builtin])
+    times = [timer.measure(job.builtin, 10), timer.measure(None, 10)]  # None: as the kernel chooses
     assert max(times) < 1.3 * min(times)
-    bench.verify(job.builtin)
+    timer.verify(job.builtin)
 
 
 HOPPER_SHAPES = [
     ("linear", (8, 4096, 1024)), ("linear", (100, 6144, 4096)), ("linear_silu_and_mul", (32, 3072, 1024)),
-    ("linear_silu_and_mul", (128, 12288, 4096)), ("linear_add_rms_norm", (1, 1024, 3072)), ("linear_add_rms_norm", (64, 4096, 12288)),
+    ("linear_silu_and_mul", (128, 12288, 4096)), ("linear_add_rms_norm", (1, 1024, 3072)),
+    ("linear_add_rms_norm", (64, 4096, 12288)),
     ("linear_add_rms_norm", (200, 1024, 2048)),
 ]  # fmt: skip
 
@@ -85,20 +86,21 @@ def test_products_for_hopper_ask_for_their_key_and_all_that_is_tried_is_right(gp
         pytest.skip("no Hopper GPU")
     job = one(op, shape, model=model)
     assert job.tunable is tunables.HOPPER_PRODUCT
-    bench = Bench(job, device)
-    times = [bench.measure(job.builtin, 10), bench.measure(None, 10)]  # None: as the kernel chooses
+    timer = JobTimer(job, device)
+    times = [timer.measure(job.builtin, 10), timer.measure(None, 10)]  # None: as the kernel chooses
     assert max(times) < 1.3 * min(times)
     plans = candidates(job, model).plans
     values = [
         lambda p: p.chunks * p.slots, lambda p: (p.chunks, p.slots), lambda p: (p.slots, p.chunks),
-        lambda p: (p.splits, p.slots), lambda p: (p.rounds, p.slots), lambda p: (p.splits * p.chunks * p.slots * p.rounds, p.chunks),
+        lambda p: (p.splits, p.slots), lambda p: (p.rounds, p.slots),
+        lambda p: (p.splits * p.chunks * p.slots * p.rounds, p.chunks),
     ]  # fmt: skip
     edges = [edge(plans, key=value) for edge in (max, min) for value in values]
-    tried = list(dict.fromkeys([job.builtin, *edges, *plans[1::29]]))
-    bench.prepare(tried)
+    tried = list(dict.fromkeys([job.builtin, *edges, *plans[1 :: len(plans) // 6]]))
+    timer.prepare(tried)
     for plan in tried:
-        bench.verify(plan)
-        assert bench.measure(plan, 3) > 0
+        timer.verify(plan)
+        assert timer.measure(plan, 3) > 0
 
 
 @pytest.mark.parametrize("op", ["attention_decode", "qk_norm_rope_attention"])
@@ -109,32 +111,32 @@ def test_decode_attention_for_hopper_asks_for_its_key_and_what_is_tried_is_right
         pytest.skip("no Hopper GPU")
     job = one(op, shape, model=model)
     assert job.tunable is tunables.ATTENTION_DECODE_HOPPER
-    bench = Bench(job, device)
-    times = [bench.measure(job.builtin, 10), bench.measure(None, 10)]  # None: as the kernel chooses
+    timer = JobTimer(job, device)
+    times = [timer.measure(job.builtin, 10), timer.measure(None, 10)]  # None: as the kernel chooses
     assert max(times) < 1.3 * min(times)
     plans = candidates(job, model).plans
-    tried = list(dict.fromkeys([job.builtin, *plans[1::97]]))
-    bench.prepare(tried)
+    tried = list(dict.fromkeys([job.builtin, *plans[1 :: len(plans) // 6]]))
+    timer.prepare(tried)
     for plan in tried:
-        bench.verify(plan)
-        assert bench.measure(plan, 3) > 0
+        timer.verify(plan)
+        assert timer.measure(plan, 3) > 0
 
 
 def test_what_does_not_fit_or_does_not_compile_is_skipped_with_its_reason(gpu):
     device, model = gpu
     job = one("linear_bias_act", (64, 1024, 4096), model=model)
-    bench = Bench(job, device)
+    timer = JobTimer(job, device)
     with pytest.raises(Skipped, match="out of shared memory"):
-        bench.measure(StreamPlan(64, 128, 256, 1, 8, 8), 3)
+        timer.measure(StreamPlan(64, 128, 256, 1, 8, 8), 3)
     with pytest.raises(Skipped, match="does not compile|out of"):
-        bench.measure(TilePlan(64, 256, 512, 8, 1, 1, 8), 3)
-    assert bench.measure(job.builtin, 3) > 0  # the device is none the worse for it
+        timer.measure(TilePlan(64, 256, 512, 8, 1, 1, 8), 3)
+    assert timer.measure(job.builtin, 3) > 0  # the device is none the worse for it
 
 
 def test_a_time_is_of_a_cold_cache(gpu):
     """Reading and writing cannot be faster than device memory allows: the inputs of a call are not in the L2 cache."""
     device, model = gpu
     job = one("rms_norm", (8192, 1024), model=model)
-    bench = Bench(job, device)
-    seconds = bench.measure(RowPlan(1, 4), 15)
+    timer = JobTimer(job, device)
+    seconds = timer.measure(RowPlan(1, 4), 15)
     assert 2 * 2 * 8192 * 1024 / seconds < 1.05 * model.peak_bandwidth

@@ -1,12 +1,13 @@
-"""The ops that can be tuned: which of a kernel's choices a call makes, with which key, and what is built in for it."""
+"""The ops that can be tuned: which tunable a call asks, with which key, and what is built in for it."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,13 @@ import torch
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.declaration import Arguments, Shape, Tensors, written
 from nanovllm.kernels.op.dispatch import Op
-from nanovllm.kernels.op.provider import Provider
+from nanovllm.kernels.op.provider import Provider, imported
 from nanovllm.kernels.op.tunable import Tunable, bucket
 from nanovllm.kernels.triton import tunables
+from nanovllm.tune.choices import asked_on, builtin_plan, hopper_product_key
 from nanovllm.tune.launches import recorded
-from nanovllm.tune.planned import asked_on, builtin_plan, hopper_asks
+from nanovllm.tune.space import nearest
+from nanovllm.tune.spaces import spaces_of
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
@@ -27,7 +30,7 @@ Named = Mapping[str, Any]
 VERIFIED_LENGTH = 700
 """Tokens a sequence in the check of an attention plan, whose reference in float64 holds all scores."""
 _RECORDED_LENGTH = 128
-"""Tokens a sequence where launches are only recorded; enough not to be a run of few queries."""
+"""Tokens a sequence where launches are only recorded: more than a run of few queries has."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Target:
     Attributes:
         choices: the tunables that a call may ask; the first whose key `wants` is tuned.
         wants: of several keys that a call asks for, the one that counts.
-        shrink: (shape, tokens) -> a shape with the same key and sequences of at most so many tokens, where there are sequences.
+        shrink: (shape, tokens) -> a shape with the same key and sequences of at most this many tokens.
     """
 
     op: str
@@ -97,7 +100,6 @@ _TARGETS = (
     ),
 )  # fmt: skip
 TARGETS: Mapping[str, Target] = {t.op: t for t in _TARGETS}
-_NOTHING = "its kernel chooses nothing for such a call"
 
 
 def target(op: str) -> Target:
@@ -121,7 +123,6 @@ class Job:
 
     Attributes:
         tunable, key: where the plan is looked up.
-        asked: the tunable and key that a call without the GPU asks; the same as `tunable` and `key` with it. None: it asks nothing.
         shapes: of the op's inputs; all have this key.
         variant: further keyword arguments of the op.
         builtin: what the kernel chooses by itself.
@@ -130,7 +131,6 @@ class Job:
     target: Target
     tunable: Tunable
     key: tuple[Any, ...]
-    asked: tuple[Tunable, tuple[Any, ...]] | None
     shapes: tuple[Shape, ...]
     dtype: torch.dtype
     variant: Mapping[str, Any]
@@ -146,7 +146,7 @@ class Job:
 
 
 class _Empty(Tensors):
-    """Tensors of which only shapes matter: numbers are whatever lies in memory, which costs nothing to get."""
+    """Tensors of which only shapes matter: the numbers are uninitialised memory, which costs nothing."""
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -156,7 +156,7 @@ def arguments_of(job_target: Target, shape: Shape, dtype: torch.dtype, variant: 
     """The op's arguments on the CPU, for launches that are recorded only.
 
     Raises:
-        ValueError: there are none of such a shape, or they do not fit in its memory.
+        ValueError: there are none of such a shape, or they do not fit in memory.
     """
     inputs = job_target.declared.inputs
     assert inputs is not None
@@ -169,28 +169,27 @@ def arguments_of(job_target: Target, shape: Shape, dtype: torch.dtype, variant: 
 
 @contextmanager
 def _fitting(job_target: Target, shape: Shape) -> Iterator[None]:
-    """Say which shape it is for which the allocator has no memory, or whose size is no number of bytes at all."""
+    """Name the shape whose tensors the allocator has no memory for, or whose size is no number of bytes at all."""
     try:
         yield
     except (MemoryError, RuntimeError) as e:
         said = str(e).splitlines()[0] if str(e) else type(e).__name__
-        if isinstance(e, RuntimeError) and not any(
-            word in said.lower() for word in ("memory", "overflow", "storage size")
-        ):
+        known = any(word in said.lower() for word in ("memory", "overflow", "storage size"))
+        if isinstance(e, RuntimeError) and not known:
             raise
         raise ValueError(
-            f"--shape {'x'.join(map(str, shape))}: tensors of {job_target.op} of this size do not fit here ({said:.120})"
+            f"--shape {written(shape)}: tensors of {job_target.op} of this size do not fit here ({said:.120})"
         ) from None
 
 
 def jobs(
     job_target: Target, shapes: Sequence[Shape] | None, dtype: torch.dtype, device: DeviceModel
 ) -> tuple[list[Job], list[str]]:
-    """(the keys that calls of these shapes ask for, each with its shapes, remarks on shapes that ask for none).
+    """(the keys that calls of these shapes look up, each with its shapes; remarks on shapes that look up none).
 
     Args:
         shapes: None: those that the op declares for benchmarks.
-        device: where calls are to run; for the keys nothing runs, and it need not be here.
+        device: where calls are to run. Nothing runs for the keys, so it need not be here.
 
     Raises:
         ValueError: a shape does not fit the op, Triton is not installed, or runs in its interpreter.
@@ -198,19 +197,19 @@ def jobs(
     _need_triton()
     inputs = job_target.declared.inputs
     assert inputs is not None
-    variant = inputs.variants[0]
     if job_target.choices == (tunables.HOPPER_PRODUCT,) and device.capability != 90:
         return [], [f"{job_target.op}: only its kernel for Hopper chooses anything, and {device.name} is another GPU"]
     found: dict[tuple[str, tuple[Any, ...]], Job] = {}
     remarks = []
     for shape in (*inputs.decode, *inputs.large) if shapes is None else shapes:
-        job = _job(job_target, tuple(shape), dtype, variant, device)
-        if isinstance(job, str):
-            remarks.append(f"{job_target.op} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}: {job}")
+        job = _job(job_target, tuple(shape), dtype, inputs.variants[0], device)
+        if job is None:
+            call = f"{job_target.op} {written(shape)} {str(dtype).removeprefix('torch.')}"
+            remarks.append(f"{call}: its kernel chooses nothing for such a call")
             continue
-        where = job.tunable.name, job.key
-        before = found.get(where)
-        found[where] = job if before is None else _joined(before, job)
+        before = found.get((job.tunable.name, job.key))
+        joined = job if before is None else replace(before, shapes=(*before.shapes, *job.shapes))
+        found[job.tunable.name, job.key] = joined
     return list(found.values()), remarks
 
 
@@ -223,43 +222,56 @@ def _need_triton() -> None:
         raise ValueError("TRITON_INTERPRET=1: expected it not to be set; the interpreter launches nothing to tune")
 
 
-def _joined(a: Job, b: Job) -> Job:
-    return Job(a.target, a.tunable, a.key, a.asked, (*a.shapes, *b.shapes), a.dtype, a.variant, a.builtin)
-
-
-def _job(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Named, device: DeviceModel) -> Job | str:
-    cpu = torch.device("cpu")
+def _job(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Named, device: DeviceModel) -> Job | None:
+    """The job of one shape; None: its kernel chooses nothing."""
+    cpu, launch = torch.device("cpu"), None
     arguments = arguments_of(job_target, shape, dtype, variant)
-    its_key = hopper_asks(job_target.op, arguments, device)
-    if its_key is not None:
-        there = tunables.HOPPER_PRODUCT
-        builtin = builtin_plan(there, there.named(its_key), arguments, None, device)
-        return Job(job_target, there, its_key, None, (shape,), dtype, variant, builtin)
-    choices = [t for t in job_target.choices if t is not tunables.HOPPER_PRODUCT]
-    if not choices:
-        return _NOTHING
-    with ExitStack() as stack, recorded() as launches:
-        asked = [(t, stack.enter_context(t.using(cpu, (), None))) for t in choices]
-        with _fitting(job_target, shape):
-            job_target.launcher.fn(**arguments)
-    for tunable, keys in asked:
-        for key in keys:
-            if not job_target.wants(tunable.named(key)):
-                continue
-            there, its_key = asked_on(tunable, key, device)
-            launch = next(i for i in launches if i.kernel in _kernels(tunable))
-            builtin = builtin_plan(there, there.named(its_key), arguments, launch, device)
-            return Job(job_target, there, its_key, (tunable, key), (shape,), dtype, variant, builtin)
-    return _NOTHING
-
-
-def _kernels(tunable: Tunable) -> list[Any]:
-    from nanovllm.kernels.op.tunable import imported
-
-    return [imported(kernel) for kernel in tunable.kernels]
+    tunable, key = tunables.HOPPER_PRODUCT, hopper_product_key(job_target.op, arguments, device)
+    if key is None:
+        choices = [t for t in job_target.choices if t is not tunables.HOPPER_PRODUCT]
+        if not choices:
+            return None
+        with ExitStack() as stack, recorded() as launches:
+            asked = [(t, stack.enter_context(t.using(cpu, (), None))) for t in choices]
+            with _fitting(job_target, shape):
+                job_target.launcher.fn(**arguments)
+        wanted = ((t, k) for t, keys in asked for k in keys if job_target.wants(t.named(k)))
+        tunable, key = next(wanted, (tunable, None))
+        if key is None:
+            return None
+        kernels = [imported(kernel) for kernel in tunable.kernels]
+        launch = next(i for i in launches if i.kernel in kernels)
+        tunable, key = asked_on(tunable, key, device)
+    builtin = builtin_plan(tunable, key, arguments, launch, device)
+    return Job(job_target, tunable, key, (shape,), dtype, variant, builtin)
 
 
 def neighbour(shape: Shape) -> Shape | None:
-    """A shape with the same key whose first number is odd or at least another one: masks are then in use."""
+    """A shape with the same key whose first number is one less, so that masks are in use; None: there is none."""
     first = shape[0]
     return (first - 1, *shape[1:]) if first > 2 and bucket(first - 1, 4) == bucket(first, 4) else None
+
+
+@dataclass
+class Candidates:
+    """What may be tried for a job.
+
+    Attributes:
+        plans: those near the built-in choice first.
+        left_out: reason -> how many other combinations were left out for it.
+    """
+
+    plans: list[Any]
+    left_out: Counter[str]
+
+    @property
+    def total(self) -> int:
+        """Combinations of all values."""
+        return len(self.plans) + self.left_out.total()
+
+
+def candidates(job: Job, device: DeviceModel) -> Candidates:
+    """The plans of a job that its spaces allow, in the order of a search in which none is faster than the built-in."""
+    found = [space.split() for space in spaces_of(job.tunable, job.named, device)]
+    plans = nearest([plan for plans, _ in found for plan in plans], {}, job.builtin)
+    return Candidates(plans, sum((left_out for _, left_out in found), Counter()))

@@ -43,6 +43,8 @@ def shapes_of(config: Mapping[str, Any], block_size: int = 256) -> dict[str, Seq
         "silu_and_mul": [(n, inter) for n in steps],
         "rms_norm": [(n, hidden) for n in steps],
         "gated_mlp": [(n, hidden, inter) for n in (1, 16, 64, 256, 2048)],
-        "linear_bias_act": [(n, k, outputs) for k, outputs in ((hidden, qkv), (inter, hidden)) for n in (1, 16, 64, 256, 2048)],
+        "linear_bias_act": [
+            (n, k, outputs) for k, outputs in ((hidden, qkv), (inter, hidden)) for n in (1, 16, 64, 256, 2048)
+        ],
         "embedding": [(n, config["vocab_size"], hidden) for n in (1, 256, 8192)],
     }  # fmt: skip
