@@ -9,9 +9,9 @@
     python bench.py --save; python bench.py --history; python bench.py --check
     python bench.py --tables docs/performance.md        # put the kept results between the file's markers
 
-Each configuration runs in a process of its own, and so does the measurement of the device's rates, before them and after.
-`--limit SECONDS` ends a row that takes longer. A profile of the first workload follows, apart from the timed runs, in
-`profiles/`: a trace for ui.perfetto.dev, a report as text, and one as a page. `--no-profile` leaves it out.
+Each configuration runs in a process of its own, and so does the measurement of the device's rates, before them and
+after. `--limit SECONDS` ends a row that takes longer. A profile of the first workload follows, apart from the timed
+runs, in `profiles/`: a trace for ui.perfetto.dev, a report as text, and one as a page. `--no-profile` leaves it out.
 """
 
 import argparse
@@ -126,7 +126,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def choose_model(args: argparse.Namespace) -> None:
-    """Set `preset_config` for a preset. By default a preset on a GPU, which needs no download; on a CPU the embedded model."""
+    """Set `preset_config` for a preset.
+
+    By default a preset on a GPU, which needs no download; on a CPU the embedded model.
+    """
     import torch
 
     from nanovllm.models.model_presets import PRESETS, preset

@@ -6,7 +6,9 @@ from nanovllm.hardware.gpu_presets import DeviceModel, device_model
 
 
 def gpu_is_shared() -> bool:
-    """Whether other programs run on the GPU now: graphs that are replayed one after the other then have gaps between them."""
+    """Whether other programs run on the GPU now: graphs that are replayed one after the other then have gaps between
+    them.
+    """
     from nanovllm.hardware.probe_kernels import launch_empty
 
     launch_empty()

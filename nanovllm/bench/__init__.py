@@ -1,1 +1,4 @@
-"""Measuring: workloads, the account of what the hardware allows, profiles, kept results. `bench.py` puts it together."""
+"""Measuring: workloads, the account of what the hardware allows, profiles, kept results.
+
+`bench.py` puts it together.
+"""

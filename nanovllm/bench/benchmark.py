@@ -20,8 +20,8 @@ from nanovllm.bench.launcher import Launch, WorkerDied, measure_rows
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware.measured_rates import Rates, best_of
 
-# Workloads that fit this are run by one engine; longer ones each by one of their own, so that a result does not depend on
-# what else was asked for.
+# Workloads that fit this are run by one engine; longer ones each by one of their own, so that a result does not
+# depend on what else was asked for.
 _USUAL_LENGTH = 4096
 _INTERRUPTED = 130
 # Two measurements of a rate that differ by less, of 1, say the same.
@@ -118,7 +118,9 @@ class Benchmark:
         print(f"written: {path}")
 
     def _check_places(self) -> None:
-        """Before anything is measured, a ValueError for a place that cannot be written, or kept results that cannot be read."""
+        """Before anything is measured, a ValueError for a place that cannot be written, or kept results that cannot
+        be read.
+        """
         args = self.args
         if args.json:
             if args.json.is_dir():
@@ -153,8 +155,8 @@ class Benchmark:
     def _job(self, engine: str, variant: str, given: dict[str, Any]) -> Job:
         args = self.args
         return Job(
-            engine, variant, self.model, tuple(self.workloads), getattr(args, "preset_config", None), given, args.repeat,
-            args.warmup, args.seed, limit=args.limit,
+            engine, variant, self.model, tuple(self.workloads), getattr(args, "preset_config", None), given,
+            args.repeat, args.warmup, args.seed, limit=args.limit,
         )  # fmt: skip
 
     def _sized(self, job: Job) -> Iterator[Job]:
@@ -203,9 +205,9 @@ class Benchmark:
     def _over_limit(self) -> list[str]:
         """A line for each row that claims more than the device was measured to give."""
         return [
-            f"{row.workload}: {f'{row.engine} {row.variant}'.strip()} is at {row.limit:.1%} of the limit, which cannot be:"
-            " its work is counted wrongly (nanovllm/bench/workload_cost.py), or something slowed the device while its rates"
-            " were measured"
+            f"{row.workload}: {f'{row.engine} {row.variant}'.strip()} is at {row.limit:.1%} of the limit,"
+            " which cannot be: its work is counted wrongly (nanovllm/bench/workload_cost.py), or something slowed"
+            " the device while its rates were measured"
             for row in self.record.rows
             if row.limit is not None and row.limit > 1
         ]

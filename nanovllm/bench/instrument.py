@@ -1,7 +1,8 @@
 """Names for what an engine does, and what each op costs: for profiles, never for timed runs.
 
-Three kinds of names end up in a trace: ops, "rms_norm [triton]", by decorating the engine's kernels; modules, "layer 3" and
-"qkv_proj", by hooks; the host's stages, "Scheduler.schedule", by wrapping the engine's methods. Recording and costing are
+Three kinds of names end up in a trace: ops, "rms_norm [triton]", by decorating the engine's kernels; modules, "layer
+3" and "qkv_proj", by hooks; the host's stages, "Scheduler.schedule", by wrapping the engine's methods. Recording and
+costing are
 apart: a cost may wait for the device (attention's depends on lengths that lie there), which a trace must not show.
 """
 

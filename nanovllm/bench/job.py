@@ -91,8 +91,8 @@ class Run:
 class Repeat:
     """The figures of one run. Times in seconds; None where the engine does not tell or there is nothing to tell.
 
-    `itl_p50` and `itl_p99` are percentiles of the times between two tokens, of all requests. If the engine tells only the
-    mean of each request, `itl_p50` is the median of the means and `itl_p99` is None: means have no slow tokens.
+    `itl_p50` and `itl_p99` are percentiles of the times between two tokens, of all requests. If the engine tells only
+    the mean of each request, `itl_p50` is the median of the means and `itl_p99` is None: means have no slow tokens.
     """
 
     seconds: float

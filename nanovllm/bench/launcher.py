@@ -1,7 +1,7 @@
 """Starts measuring processes, one after the other, and hands on their messages.
 
-Each engine has a process of its own, so that memory, clocks and library state are the same for all, and so that one that
-dies takes nothing with it.
+Each engine has a process of its own, so that memory, clocks and library state are the same for all, and so that one
+that dies takes nothing with it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ _PEERS_HAVE = (
 _THREE_WAYS = ("capture_prefill", "ride_prompts", "use_custom_kernels")
 """Arguments of nanovllm alone that are on, off, or None: the engine decides."""
 _RECORDED = (
-    *_PEERS_HAVE, *_THREE_WAYS, "enforce_eager", "kernels", "preset", "workload", "num_requests", "input_len", "output_len",
-    "rate", "repeat", "warmup", "seed", "engine",
+    *_PEERS_HAVE, *_THREE_WAYS, "enforce_eager", "kernels", "preset", "workload", "num_requests",
+    "input_len", "output_len", "rate", "repeat", "warmup", "seed", "engine",
 )  # fmt: skip
 """Arguments that decide the figures; not where this machine has its files."""
 
@@ -120,7 +120,10 @@ def check_model(name: str) -> None:
 
 
 def check_device(name: str) -> None:
-    """A ValueError for a GPU that is not there. Nothing is done with the device: that is for the processes that measure."""
+    """A ValueError for a GPU that is not there.
+
+    Nothing is done with the device: that is for the processes that measure.
+    """
     import torch
 
     kind, _, index = name.partition(":")

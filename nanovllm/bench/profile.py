@@ -22,12 +22,14 @@ class OpTime:
     """An op at a place in the model, per step of a kind. Times in microseconds.
 
     Attributes:
-        device_us: of its kernels, each from its turn on (`trace.Kernel.own`), and `read_early_us`; on a CPU, of the op itself.
+        device_us: of its kernels, each from its turn on (`Kernel.own`), and `read_early_us`; on a CPU, of the
+            op itself.
         host_us: inside the op on the host, launches included; None where it ran from a CUDA graph.
         bytes, flops: what it must do at least; 0 if that is not declared.
         floor_us: the least time that needs, by the measured rates.
         early_us: its kernels' time before their turn, beside kernels of earlier ops; not in device_us.
-        read_early_us: what was taken from the ops before it since it cannot have been faster: see `_with_early_reading`.
+        read_early_us: what was taken from the ops before it since it cannot have been faster: see
+            `_with_early_reading`.
     """
 
     phase: str
@@ -133,8 +135,8 @@ class Profile:
 
 
 def summarize(
-    as_run: Trace, named: Trace, result: dict[str, Any], costs: Sequence[dict[str, Any]], rates: Rates, workload: Workload,
-    model: str,
+    as_run: Trace, named: Trace, result: dict[str, Any], costs: Sequence[dict[str, Any]], rates: Rates,
+    workload: Workload, model: str,
 ) -> Profile:  # fmt: skip
     """Put a profile together.
 
@@ -218,8 +220,8 @@ def _ops(
     for owner, us in taken.items():
         per_step, work, _ = known.get((phase, *owner), (calls[owner] / len(steps), Work(), 0))
         times.append(OpTime(
-            phase, *owner, per_step, us, host.get(owner), per_step * work.bytes, per_step * work.flops, floors.get(owner),
-            sum(beside[owner].values()), max(0.0, us - device[owner]),
+            phase, *owner, per_step, us, host.get(owner), per_step * work.bytes, per_step * work.flops,
+            floors.get(owner), sum(beside[owner].values()), max(0.0, us - device[owner]),
         ))  # fmt: skip
     return times
 
@@ -244,10 +246,11 @@ def _with_early_reading(
 ) -> dict[Owner, float]:
     """The ops' times, with what they certainly read before their turn.
 
-    A kernel that is launched early reads its weights in the time of the op before it; a trace does not tell how much. If its own
-    time is less than what the op needs by the measured rates, at least the difference was spent before its turn: so much of the
-    time of the ops that it ran beside, as far as those do not need it, is its own. The sum stays what it was. An op that is still
-    too fast after that has a wrong account.
+    A kernel that is launched early reads its weights in the time of the op before it; a trace does not tell how much.
+    If its own
+    time is less than what the op needs by the measured rates, at least the difference was spent before its turn: so
+    much of the time of the ops that it ran beside, as far as those do not need it, is its own. The sum stays what it
+    was. An op that is still too fast after that has a wrong account.
     """
     times = dict(device)
     for owner, floor in floors.items():

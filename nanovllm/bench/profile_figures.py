@@ -24,8 +24,8 @@ def figures(profile: Profile, rows: Sequence[Row] = ()) -> dict[str, Any]:
     import matplotlib
 
     with matplotlib.rc_context(
-        {"font.size": 9, "axes.titlesize": 10, "svg.fonttype": "none", "font.family": "sans-serif", "axes.spines.top": False,
-         "axes.spines.right": False, "legend.frameon": False, "svg.hashsalt": "nanovllm"}
+        {"font.size": 9, "axes.titlesize": 10, "svg.fonttype": "none", "font.family": "sans-serif",
+         "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "svg.hashsalt": "nanovllm"}
     ):  # fmt: skip
         colors = _Colors(profile)
         makers: dict[str, Callable[[], Any]] = {
@@ -83,7 +83,8 @@ def _figure(height: float, rows: int = 1, **options: Any) -> tuple[Any, Any]:
 def _roofline(profile: Profile, colors: _Colors) -> Any:
     """Each op a dot: flops a byte against flops a second, under the measured roof.
 
-    An op that only moves bytes has no place on these axes. It is a hollow dot at the left edge, as high as if it did that edge's
+    An op that only moves bytes has no place on these axes. It is a hollow dot at the left edge, as high as if it did
+    that edge's
     flops for each byte: as far below the roof as its bandwidth is.
     """
     dots = [o for o in profile.ops if o.bytes and o.device_us]
@@ -99,7 +100,8 @@ def _roofline(profile: Profile, colors: _Colors) -> Any:
     if profile.rates.cache_bandwidth:
         ax.plot(x, [min(matmul, profile.rates.cache_bandwidth * i) / 1e9 for i in x], color="0.6", lw=1, ls="--")
     ax.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="GFLOP/s",
-           title=f"Roofline, measured: {profile.rates.bandwidth / 1e9:,.0f} GB/s, {matmul / 1e12:,.3g} TFLOP/s")  # fmt: skip
+           title="Roofline, measured:"
+                 f" {profile.rates.bandwidth / 1e9:,.0f} GB/s, {matmul / 1e12:,.3g} TFLOP/s")  # fmt: skip
     markers = {"prefill": "s", "mixed": "D", "decode": "o"}
     named = set()
     for o in dots:

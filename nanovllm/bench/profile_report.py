@@ -12,7 +12,10 @@ from nanovllm.bench.profile import Profile, StepTime, host_times
 from nanovllm.bench.profile_figures import svg
 from nanovllm.bench.result_tables import percent
 
-OPS_HEAD = ("step", "op", "provider", "calls", "us a step", "early us", "share of step", "host us", "GB/s", "TFLOP/s", "of limit")  # fmt: skip
+OPS_HEAD = (
+    "step", "op", "provider", "calls", "us a step", "early us", "share of step", "host us", "GB/s", "TFLOP/s",
+    "of limit",
+)  # fmt: skip
 
 
 def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
@@ -23,7 +26,8 @@ def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
     rows = []
     for o in profile.ops[:count]:
         rows.append([
-            o.phase, o.label, o.provider, f"{o.calls:g}", f"{o.device_us:,.1f}", f"{o.early_us:,.1f}" if o.early_us else "-",
+            o.phase, o.label, o.provider, f"{o.calls:g}", f"{o.device_us:,.1f}",
+            f"{o.early_us:,.1f}" if o.early_us else "-",
             percent(o.device_us / totals[o.phase]), "-" if o.host_us is None else f"{o.host_us:,.0f}",
             _rate(o.bytes, o.device_us, 1e3), _rate(o.flops, o.device_us, 1e6), percent(o.share),
         ])  # fmt: skip
@@ -72,20 +76,25 @@ def facts(profile: Profile) -> list[str]:
     ]
     if r.cache_bandwidth:
         lines.append(
-            f"L2 cache: {r.cache_bytes / 2**20:.0f} MiB at {r.cache_bandwidth / 1e9:,.0f} GB/s; an empty kernel in a graph: {1e6 * r.kernel_seconds:.2f} us"
+            f"L2 cache: {r.cache_bytes / 2**20:.0f} MiB at {r.cache_bandwidth / 1e9:,.0f} GB/s;"
+            f" an empty kernel in a graph: {1e6 * r.kernel_seconds:.2f} us"
         )
     if profile.named_from_eager:
         lines.append(
-            "Times are of the engine as it runs; kernels inside CUDA graphs have their names from a second run without graphs."
+            "Times are of the engine as it runs; kernels inside CUDA graphs have their names from a second run"
+            " without graphs."
         )
     if any(o.early_us for o in profile.ops):
         lines.append(
-            "A kernel's time begins when every kernel before it has ended, so times add up to that in which the GPU works. "
-            "One that is launched earlier waits until then, or reads weights: early us, which lie in the time of the ops before it."
+            "A kernel's time begins when every kernel before it has ended, so times add up to that in which the GPU"
+            " works. "
+            "One that is launched earlier waits until then, or reads weights: early us, which lie in the time of the"
+            " ops before it."
         )
     if early := [f"{o.phase} {o.label} {o.read_early_us:.1f} us" for o in profile.ops if o.read_early_us]:
         lines.append(
-            "Some ops read so much early that their own time is less than the limit allows. So much of the time of the ops before "
+            "Some ops read so much early that their own time is less than the limit allows. So much of the time of the"
+            " ops before "
             f"them is counted as theirs that they stand at 100 %: {', '.join(early)}."
         )
     return lines
@@ -109,7 +118,8 @@ def memory_words(profile: Profile) -> list[str]:
     blocks = [m for m in profile.memory if "kv_blocks" in m]
     if blocks:
         lines.append(
-            f"KV cache: {' '.join(str(m['kv_blocks_used']) for m in blocks)} of {blocks[-1]['kv_blocks']} blocks in use after each recorded step"
+            f"KV cache: {' '.join(str(m['kv_blocks_used']) for m in blocks)} of {blocks[-1]['kv_blocks']} blocks in use"
+            " after each recorded step"
         )
     return lines
 
@@ -149,14 +159,16 @@ def _aligned(rows: Sequence[Sequence[str]], left: int, last_left: bool = False) 
 
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 12px; max-width: 860px; color: #1b1b1b; background: #fff; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 12px; max-width: 860px; }
+body { color: #1b1b1b; background: #fff; }
 h1 { font-size: 1.35em; margin: .3em 0; } h2 { font-size: 1.1em; margin: 1.6em 0 .4em; }
 svg { width: 100%; height: auto; max-width: 640px; display: block; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; white-space: nowrap; }
 th, td { padding: 3px 8px; border-bottom: 1px solid #ddd; text-align: right; } th { background: #f4f4f4; }
 td.t, th.t { text-align: left; } .warn { color: #a40000; } .small { font-size: 13px; color: #555; }
 .flame { font-size: 11px; } .flame div.row { display: flex; } .flame div.box { box-sizing: border-box; min-width: 0; }
-.flame span { display: block; overflow: hidden; white-space: nowrap; text-overflow: ellipsis; padding: 1px 3px; border: 1px solid #fff; border-radius: 2px; height: 17px; }
+.flame span { display: block; overflow: hidden; white-space: nowrap; text-overflow: ellipsis; padding: 1px 3px; }
+.flame span { border: 1px solid #fff; border-radius: 2px; height: 17px; }
 """
 _NARROWEST = 0.004  # of the flame graph's width
 
@@ -202,7 +214,8 @@ def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[Row] =
         if "comparison" in figures:
             body.append(f'<div class="figure" id="comparison">{svg(figures["comparison"])}</div>')
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
 

@@ -1,8 +1,8 @@
 """Profiles of a window of steps: a trace of them, and from it where the time goes.
 
-Two passes, each in a process of its own, apart from the timed runs. The engine as it runs, with CUDA graphs: its times are
-the real ones. And the engine without graphs: there every kernel lies within the range of its op, so the kernels of the first
-pass get their names from the second. On a CPU one pass is both.
+Two passes, each in a process of its own, apart from the timed runs. The engine as it runs, with CUDA graphs: its
+times are the real ones. And the engine without graphs: there every kernel lies within the range of its op, so the
+kernels of the first pass get their names from the second. On a CPU one pass is both.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ def _drive(
 ) -> float | None:
     """Serve the requests for a while, as the timed runs do, within `recorded()` during some steps of each kind.
 
-    These are the first steps; where prompts ride on decodes, the first one, and some when half of the requests have begun; and some
-    decode steps when no prompt is left. Riding takes most of a run, so those that have not begun after its steps were recorded are given up.
+    These are the first steps; where prompts ride on decodes, the first one, and some when half of the requests have
+    begun; and some decode steps when no prompt is left. Riding takes most of a run, so those that have not begun
+    after its steps were recorded are given up.
 
     Returns the microseconds of a decode step that was not recorded, or None if none was left.
     """
@@ -169,7 +170,9 @@ def _synchronize() -> None:
 
 
 def _memory(core: Any) -> dict[str, Any]:
-    """Bytes in use after a step: PyTorch's on a GPU, this process's resident ones else; and the share of cache blocks."""
+    """Bytes in use after a step: PyTorch's on a GPU, this process's resident ones else; and the share of cache
+    blocks.
+    """
     sample: dict[str, Any] = {}
     if torch.cuda.is_available():
         sample = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}

@@ -11,7 +11,10 @@ from nanovllm.bench.results import Check, Record, configuration, find, load_runs
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
-HEAD = ("workload", "engine", "out tok/s", "spread", "total tok/s", "TTFT ms", "TTFT p99", "ITL ms", "ITL p99", "seconds", "GB", "MBU", "MFU", "of limit")  # fmt: skip
+HEAD = (
+    "workload", "engine", "out tok/s", "spread", "total tok/s", "TTFT ms", "TTFT p99", "ITL ms", "ITL p99",
+    "seconds", "GB", "MBU", "MFU", "of limit",
+)  # fmt: skip
 
 
 def row_cells(row: Row) -> list[str]:
@@ -23,7 +26,8 @@ def row_cells(row: Row) -> list[str]:
         row.workload, name, number(row.median("output_rate")), percent(row.spread), number(row.median("total_rate")),
         ms(row.median("ttft_p50")), ms(row.median("ttft_p99")), ms(row.median("itl_p50")), ms(row.median("itl_p99")),
         number(row.median("seconds"), 3),
-        number(None if row.peak_memory is None else row.peak_memory / 1e9, 1), percent(row.mbu), percent(row.mfu), percent(row.limit),
+        number(None if row.peak_memory is None else row.peak_memory / 1e9, 1), percent(row.mbu), percent(row.mfu),
+        percent(row.limit),
     ]  # fmt: skip
 
 
@@ -59,12 +63,12 @@ def comparison_lines(rows: Sequence[Row]) -> list[str]:
             if other.variant.startswith("no "):
                 op = other.variant.removeprefix("no ")
                 lines.append(
-                    f"{row.workload}: {op}'s custom kernel is worth {gain(row, other):+.1%} (without it {number(other.median('output_rate'))} tok/s)"
+                    f"{row.workload}: {op}'s custom kernel is worth {gain(row, other):+.1%}"
+                    f" (without it {number(other.median('output_rate'))} tok/s)"
                 )
             elif other.engine != row.engine:
-                lines.append(
-                    f"{row.workload}: nanovllm is {_times(row, other)} {other.engine} {other.about.get('version', '')}".rstrip()
-                )
+                peer = f"{other.engine} {other.about.get('version', '')}".rstrip()
+                lines.append(f"{row.workload}: nanovllm is {_times(row, other)} {peer}")
     return lines
 
 
@@ -79,7 +83,8 @@ def _times(row: Row, other: Row) -> str:
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
     return [
-        f"{'ok  ' if c.holds else 'FELL'} {c.workload}: {c.what} {c.now:.3f}, kept {c.kept:.3f} ({c.commit}), may fall by {c.allowed:.0%}"
+        f"{'ok  ' if c.holds else 'FELL'} {c.workload}: {c.what} {c.now:.3f}, kept {c.kept:.3f} ({c.commit}),"
+        f" may fall by {c.allowed:.0%}"
         for c in checks
     ]
 
@@ -104,7 +109,8 @@ def history_lines(path: Path) -> list[str]:
             ]
             name = f"{row.engine} {row.variant}".strip()
             lines.append(
-                f"  {run.date}  {commit:11}  {row.model:14}  {name:22}  {number(rate):>8} tok/s {change:>7}  {percent(row.limit):>6} of the limit"
+                f"  {run.date}  {commit:11}  {row.model:14}  {name:22}  {number(rate):>8} tok/s {change:>7}"
+                f"  {percent(row.limit):>6} of the limit"
                 f"  {', '.join(words)}"
             )
     return lines

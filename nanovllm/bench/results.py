@@ -48,7 +48,8 @@ def new_record(root: Path, arguments: dict[str, Any]) -> Record:
 def add_shares(row: Row, rates: Rates | None) -> None:
     """Fill in a row's shares of the limit: the medians over its repeats.
 
-    An open loop has none, since its time is that of its arrivals. Without a measured rate of the row's dtype it has no MFU.
+    An open loop has none, since its time is that of its arrivals. Without a measured rate of the row's dtype it has
+    no MFU.
     """
     if rates is None or row.error is not None or row.open_loop or not row.repeats:
         return
@@ -206,7 +207,9 @@ def check(record: Record, folder: Path, tolerance: float = TOLERANCE) -> list[Ch
 
 
 def _rows_beside(kept: Record, old: Row, runs: Sequence[Record]) -> list[Row]:
-    """What a kept row is compared with: of each engine and variant the row of its own run, or else the last one of this load."""
+    """What a kept row is compared with: of each engine and variant the row of its own run, or else the last one of
+    this load.
+    """
     found: dict[tuple[str, str], Row] = {}
     for run in (*runs, kept):
         for row in run.rows:

@@ -1,7 +1,7 @@
 """Reading a PyTorch profiler's Chrome trace: who launched which kernel, in which op, in which step.
 
-Host ranges nest by time within a thread. A kernel belongs to the range that launched it, found through the correlation id
-that launch and kernel share; the kernels of a CUDA graph all carry the id of the graph's launch.
+Host ranges nest by time within a thread. A kernel belongs to the range that launched it, found through the
+correlation id that launch and kernel share; the kernels of a CUDA graph all carry the id of the graph's launch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Kernel:
 
     Attributes:
         launch: the host range that launched it, if the trace tells.
-        turn: when everything that started before it had ended; until then it waited, or read what does not depend on that.
+        turn: when everything that started before it had ended; until then it waited, or read what does not depend on
+            that.
     """
 
     name: str
@@ -185,9 +186,9 @@ def name_graph_kernels(steps: Sequence[Step], named: Sequence[Step]) -> list[lis
 
     Args:
         steps: as they ran.
-        named: steps of the same kinds that ran eagerly, whose kernels are inside the ranges of their ops. The i-th kernel
-            of a name in a captured step is taken for the i-th of that name in an eager one. A kernel whose name no eager
-            step has is named by its place: see `_name_by_place`.
+        named: steps of the same kinds that ran eagerly, whose kernels are inside the ranges of their ops. The i-th
+            kernel of a name in a captured step is taken for the i-th of that name in an eager one. A kernel whose
+            name no eager step has is named by its place: see `_name_by_place`.
     """
     result = []
     for step in steps:
@@ -222,10 +223,11 @@ def name_graph_kernels(steps: Sequence[Step], named: Sequence[Step]) -> list[lis
 def _name_by_place(
     kernels: Sequence[Kernel], owners: list[Owner | None], found: Sequence[int | None], model: Sequence[Owner | None]
 ) -> None:
-    """Name kernels that only a graph has, as a library's for a product of padded shape, by what an eager step runs there.
+    """Name kernels that only a graph has, as a library's for a product of padded shape, by what an eager step runs
+    there.
 
-    Between two kernels that were found in the eager step, its ops between those two are missing from the graph. Each gets one of
-    the unknown kernels there, the longest of them, in order; what else is there only prepares.
+    Between two kernels that were found in the eager step, its ops between those two are missing from the graph. Each
+    gets one of the unknown kernels there, the longest of them, in order; what else is there only prepares.
 
     Args:
         found: each kernel's place in the eager step; None: no eager step has its name.
@@ -261,7 +263,7 @@ def gaps(kernels: Sequence[Kernel]) -> list[float]:
 
 
 def flame(steps: Sequence[Step], root: str = "host") -> dict[str, Any]:
-    """Host time of the steps' threads as a tree {"name", "us", "children"}, ranges of one name at one place added up."""
+    """Host time of the steps' threads as a tree {"name", "us", "children"}, with equal names at one place added up."""
     tops: list[Range] = []
     for step in steps:
         top = list(step.range.up())[-1]

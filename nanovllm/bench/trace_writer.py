@@ -14,7 +14,8 @@ from nanovllm.bench.trace_reader import DEVICE
 
 # A host range, drawn on the stream around the kernels that were launched in it.
 _NOTE = "gpu_user_annotation"
-# The profiler's own work has the process -1 in PyTorch's traces, which Perfetto takes for GPU 0. No process has this one.
+# The profiler's own work has the process -1 in PyTorch's traces, which Perfetto takes for GPU 0. No process has this
+# one.
 _PROFILER = 9_999_999
 _PROFILER_NAME = {"ph": "M", "name": "process_name", "pid": _PROFILER, "tid": 0, "args": {"name": "profiler"}}
 _LEFT_OUT = ("Record Window End", "Iteration Start: PyTorch Profiler")
@@ -23,8 +24,8 @@ _LEFT_OUT = ("Record Window End", "Iteration Start: PyTorch Profiler")
 def merge(windows: Sequence[dict[str, Any]], labels: Sequence[str] | None = None) -> dict[str, Any]:
     """One trace of several, on one clock. With labels, each keeps tracks of its own, named by its label.
 
-    A trace counts microseconds from its own base, `baseTimeNanoseconds`: PyTorch's from a time weeks ago, the merged one from
-    its first event, so that a float of viewers has the digits for every nanosecond.
+    A trace counts microseconds from its own base, `baseTimeNanoseconds`: PyTorch's from a time weeks ago, the merged
+    one from its first event, so that a float of viewers has the digits for every nanosecond.
     """
     bases = [int(w.get("baseTimeNanoseconds", 0)) for w in windows]
     events: list[dict[str, Any]] = []
@@ -124,13 +125,18 @@ def bad_nesting(events: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _span(event: dict[str, Any]) -> tuple[int, int]:
-    """An event's start and end in nanoseconds. Sums of microseconds since the machine's start have no digits left for that."""
+    """An event's start and end in nanoseconds.
+
+    Sums of microseconds since the machine's start have no digits left for that.
+    """
     start = nanoseconds(event["ts"])
     return start, start + nanoseconds(event.get("dur", 0))
 
 
 def nanoseconds(microseconds: Any) -> int:
-    """As Perfetto rounds them, halves up: of a clock that has run for weeks a float has no more than half nanoseconds."""
+    """As Perfetto rounds them, halves up: of a clock that has run for weeks a float has no more than half
+    nanoseconds.
+    """
     time = 1000 * float(microseconds)
     whole = math.floor(time)
     return whole + (time - whole >= 0.5)

@@ -42,7 +42,10 @@ def work(job: Job, llm_class: Any, emit: Emit) -> None:
 
 
 def measure_rates(job: Job) -> Rates:
-    """The rates of the job's device. A job of its own, so that its device memory is free again when an engine starts."""
+    """The rates of the job's device.
+
+    A job of its own, so that its device memory is free again when an engine starts.
+    """
     device = torch_device(job)
     dtypes = set(_DTYPES) if device.type == "cuda" else {"float32", *_likely_dtypes(job)}
     return rates(device, tuple(sorted(dtypes)), refresh=True)
@@ -68,8 +71,8 @@ def torch_device(job: Job) -> torch.device:
 def measure(job: Job, llm_class: Any, emit: Emit) -> None:
     """Run each workload; one row each, whether it could be measured or not.
 
-    An error that the engine did not foresee ends the process, since the engine may be damaged: the workloads that follow
-    need another one.
+    An error that the engine did not foresee ends the process, since the engine may be damaged: the workloads that
+    follow need another one.
     """
     emit("loading", job.engine)
     started = time.perf_counter()
@@ -101,7 +104,10 @@ def measure(job: Job, llm_class: Any, emit: Emit) -> None:
 
 
 def measure_workload(job: Job, workload: Workload, engine: Engine, row: Row) -> None:
-    """Warm up, then the repeats. Each draws its own prompts, so that nothing comes from an earlier one's prefix cache."""
+    """Warm up, then the repeats.
+
+    Each draws its own prompts, so that nothing comes from an earlier one's prefix cache.
+    """
     model = model_shape(job, engine.config, row.about["dtype"])
     started = time.perf_counter()
     warm_up = getattr(engine, "warm_up", engine.run)

@@ -3,11 +3,13 @@
 Everything here is a lower bound, so that no share can honestly exceed 100 %: a byte counts only if no engine, however
 clever, could avoid moving it, and a flop only if the model's function needs it.
 
-- Weights are read once a step, and a sequence of n output tokens needs n steps, since each token depends on the one before.
-- A decode step reads the keys and values of every earlier token once; a prefix that requests share, once a step for all.
+- Weights are read once a step, and a sequence of n output tokens needs n steps, since each token depends on the one
+before.
+- A decode step reads the keys and values of every earlier token once; a prefix that requests share, once a step for
+all.
 - Every token whose successor is computed has its keys and values written once. Activations may stay on the chip.
-- Arithmetic is that of the matrix products and of causal attention; a prefix that is shared is computed once. Of a token that nothing
-  is sampled from, the last layer computes keys and values alone.
+- Arithmetic is that of the matrix products and of causal attention; a prefix that is shared is computed once. Of a
+  token that nothing is sampled from, the last layer computes keys and values alone.
 """
 
 from __future__ import annotations
@@ -83,12 +85,13 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
 
     def run_flops(self, num_tokens: int, before: int = 0, wanted: int | None = None) -> int:
-        """Flops of a run of tokens through the layers, each attending to the `before` ones, those of the run and itself.
+        """Flops of a run of tokens through the layers, each attending to the `before` ones, those of the run and
+        itself.
 
         Args:
-            wanted: of how many tokens, the last ones, the result is wanted; of the others the last layer computes keys and values
-                alone. None: of all. One more than num_tokens, where nothing of a prompt is its own: its last token's
-                keys and values are then another's.
+            wanted: of how many tokens, the last ones, the result is wanted; of the others the last layer computes
+                keys and values alone. None: of all. One more than num_tokens, where nothing of a prompt is its own:
+                its last token's keys and values are then another's.
         """
         wanted = num_tokens if wanted is None else wanted
         key_and_value = 2 * self.hidden * self.kv_heads * self.head_dim
@@ -112,8 +115,8 @@ def request_work(model: ModelShape, num_prompt: int, num_output: int, num_shared
     """One request's own work: all but the weights, and but what it takes from a shared prefix.
 
     Args:
-        num_shared: leading prompt tokens whose keys and values another request computes and writes, and whose reading is
-            counted elsewhere.
+        num_shared: leading prompt tokens whose keys and values another request computes and writes, and whose reading
+            is counted elsewhere.
     """
     own = num_prompt - num_shared
     steps = num_output - 1  # decode steps; the prefill gives the first token

@@ -66,7 +66,8 @@ class Workload:
     def draw(self, seed: int, vocab_size: int) -> list[Item]:
         """The requests under a seed. Prompts are random token ids, in the manner of nano-vLLM's published benchmark.
 
-        std256 with seed 0 has the lengths and, for a vocabulary above 10,000, the tokens of that benchmark. Others draw by their name
+        std256 with seed 0 has the lengths and, for a vocabulary above 10,000, the tokens of that benchmark. Others
+        draw by their name
         too: with the tokens of another workload a prompt would be found in the prefix cache.
         """
         rng = Random(seed if self.name == "std256" else f"{self.name} {seed}")

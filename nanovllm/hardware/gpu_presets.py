@@ -7,12 +7,14 @@ Sources of the presets:
 - Registers, shared memory, warps and blocks a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications per
   Compute Capability".
 - Latencies of A100, H100 and RTX 4090: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
-  Microbenchmarking" (arXiv 2402.13499), rounded: about 270 cycles for the L2 cache, 470 (HBM) and 540 (GDDR6X) for device
-  memory. B200: 150 ns in the nearer L2 partition (Chips and Cheese, "Nvidia's B200"); its device memory is assumed as slow as H100's.
-- What is sustained: measured on an H200 (PyTorch 2.11, Triton 3.6): reading at 95 % of the bandwidth and copying at 89 %, bfloat16
-  products at 80 % of the rate (a large product runs into the power limit, which lowers the clock), an L2 cache
-  of 9.0 TB/s, and 0.95 us for an empty kernel in a CUDA graph. The other GPUs are ASSUMED to sustain the same shares, and an
-  L2 cache of as many bytes a cycle and multiprocessor (RTX 4090: 16, B200: 64). `measured` replaces assumptions by measurements.
+  Microbenchmarking" (arXiv 2402.13499), rounded: about 270 cycles for the L2 cache, 470 (HBM) and 540 (GDDR6X) for
+  device memory. B200: 150 ns in the nearer L2 partition (Chips and Cheese, "Nvidia's B200"); its device memory is
+  assumed as slow as H100's.
+- What is sustained: measured on an H200 (PyTorch 2.11, Triton 3.6): reading at 95 % of the bandwidth and copying at
+  89 %, bfloat16 products at 80 % of the rate (a large product runs into the power limit, which lowers the clock), an
+  L2 cache of 9.0 TB/s, and 0.95 us for an empty kernel in a CUDA graph. The other GPUs are ASSUMED to sustain the
+  same shares, and an L2 cache of as many bytes a cycle and multiprocessor (RTX 4090: 16, B200: 64). `measured`
+  replaces assumptions by measurements.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class DeviceModel:
         clock: cycles a second when nothing slows it.
         bandwidth: bytes a second of device memory, sustained; peak_bandwidth: of the data sheet.
         l2_bandwidth: bytes a second between the L2 cache and the multiprocessors.
-        matmul: sustained flops a second by dtype; float32 is multiplied on the ordinary units. peak_matmul: of the data sheet.
+        matmul: sustained flops a second by dtype; float32 is multiplied on the ordinary units. peak_matmul: of the
+            data sheet.
         dram_latency, l2_latency: seconds from a load to its data, without load.
         launch: seconds that an empty kernel takes among others in a CUDA graph.
         memory: bytes of device memory.
@@ -92,7 +95,9 @@ class DeviceModel:
 
     @property
     def vector_flops(self) -> float:
-        """Of the ordinary units: 128 lanes a multiprocessor (64 on compute capability 8.0), a multiply-add each a cycle."""
+        """Of the ordinary units: 128 lanes a multiprocessor (64 on compute capability 8.0), a multiply-add each a
+        cycle.
+        """
         return 2 * self.lanes * self.clock * self.sms
 
     @property
@@ -101,7 +106,9 @@ class DeviceModel:
 
     @property
     def tensor_clock(self) -> float:
-        """Cycles a second behind the matmul rates of the data sheet, which is below the highest clock on Hopper and Blackwell."""
+        """Cycles a second behind the matmul rates of the data sheet, which is below the highest clock on Hopper and
+        Blackwell.
+        """
         per_cycle = {80: 2048, 90: 4096, 100: 8192, 103: 8192}.get(self.capability, 512)
         return min(self.clock, self.peak_matmul["float16"] / (per_cycle * self.sms))
 
@@ -147,7 +154,8 @@ def _preset(
     memory: float, tensor: dict[str, float], latency: tuple[float, float], warps: int = 64, blocks: int = 32,
     l2_width: float = _L2_BYTES_PER_CYCLE,
 ) -> DeviceModel:  # fmt: skip
-    """shared in KiB, l2 in MiB, clock in GHz, bandwidth in TB/s, memory in GB, tensor in TFLOP/s, latency (DRAM, L2) in ns,
+    """shared in KiB, l2 in MiB, clock in GHz, bandwidth in TB/s, memory in GB, tensor in TFLOP/s, latency (DRAM, L2)
+    in ns,
     l2_width in bytes a cycle and multiprocessor."""
     cycle = clock * 1e9
     lanes = 64 if capability == 80 else 128
@@ -169,10 +177,11 @@ _BLACKWELL = {"tfloat32": 1125.0, "float16": 2250.0, "bfloat16": 2250.0, "float8
 
 _H200 = replace(
     _preset("nvidia-h200", 90, 132, 228, 60, 1.98, 4.8, 141, _HOPPER, (300, 150)),
-    # results/nvidia-h200: what device.rates measured there. Reading and copying; the products of random numbers in float32, float16
-    # and bfloat16. The others at the same share of the data sheet as bfloat16.
+    # results/nvidia-h200: what device.rates measured there. Reading and copying; the products of random numbers in
+    # float32, float16 and bfloat16. The others at the same share of the data sheet as bfloat16.
     bandwidth=4.4e12, l2_bandwidth=8.99e12,
-    matmul={"float32": 51.1e12, "tfloat32": 395e12, "float16": 759e12, "bfloat16": 789e12, "float8": 1578e12, "int8": 1578e12},
+    matmul={"float32": 51.1e12, "tfloat32": 395e12, "float16": 759e12, "bfloat16": 789e12,
+            "float8": 1578e12, "int8": 1578e12},
 )  # fmt: skip
 
 PRESETS: Mapping[str, DeviceModel] = {
@@ -194,11 +203,13 @@ def device_model(name: str) -> DeviceModel:
     """The preset of a GPU.
 
     Args:
-        name: in any form: "h100", "rtx4090", "nvidia-h200", "NVIDIA H100 80GB HBM3". An A100 whose name says 40GB is the slower one.
+        name: in any form: "h100", "rtx4090", "nvidia-h200", "NVIDIA H100 80GB HBM3". An A100 whose name says 40GB is
+            the slower one.
 
     Raises:
-        ValueError: there is none; the message names all of them, the nearest first. Of another form factor, such as "H100 NVL", the
-            memory or the number of multiprocessors differs: it is not taken for the chip's preset, which is the nearest.
+        ValueError: there is none; the message names all of them, the nearest first. Of another form factor, such as
+            "H100 NVL", the memory or the number of multiprocessors differs: it is not taken for the chip's preset,
+            which is the nearest.
     """
     if model := _known(name):
         return model
@@ -245,9 +256,9 @@ def measured(model: DeviceModel, rates: Rates) -> DeviceModel:
 def this_device(device: torch.device, refresh: bool = False) -> DeviceModel:
     """The model of the CUDA device that is here: what the driver says, what was measured, and for the rest its preset.
 
-    Measuring takes a few seconds; results are cached (see `device.rates`). Products are measured in every dtype that GPUs of its
-    compute capability multiply. A GPU without a preset takes the latencies and the
-    shares of that of its compute capability, or the nearest below.
+    Measuring takes a few seconds; results are cached (see `device.rates`). Products are measured in every dtype that
+    GPUs of its compute capability multiply. A GPU without a preset takes the latencies and the shares of that of its
+    compute capability, or the nearest below.
 
     Raises:
         ValueError: `device` is not a CUDA device, or one older than compute capability 8.0.
@@ -270,7 +281,8 @@ def this_device(device: torch.device, refresh: bool = False) -> DeviceModel:
     model = replace(
         base, name=name, capability=capability, sms=p.multi_processor_count, l2_bytes=p.L2_cache_size,
         shared_per_sm=p.shared_memory_per_multiprocessor, shared_per_block=p.shared_memory_per_block_optin,
-        registers_per_sm=p.regs_per_multiprocessor, warps_per_sm=p.max_threads_per_multi_processor // 32, memory=p.total_memory,
+        registers_per_sm=p.regs_per_multiprocessor, warps_per_sm=p.max_threads_per_multi_processor // 32,
+        memory=p.total_memory,
         l2_bandwidth=base.l2_bandwidth * scale, matmul={d: r * scale for d, r in base.matmul.items()},
         peak_matmul={d: r * scale for d, r in base.peak_matmul.items()},
     )  # fmt: skip

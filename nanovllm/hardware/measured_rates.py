@@ -44,7 +44,8 @@ class Rates:
         matmul: flops a second by dtype, for example {"bfloat16": 7.9e14}; random numbers, the best of several sizes.
         cache_bytes, cache_bandwidth: the L2 cache; 0 where it was not measured.
         kernel_seconds: what a kernel that does nothing takes among others in a CUDA graph; 0 on a CPU.
-        dram_latency, cache_latency: seconds from a load to its data, from memory and from the L2 cache; 0 where not measured.
+        dram_latency, cache_latency: seconds from a load to its data, from memory and from the L2 cache; 0 where not
+            measured.
     """
 
     device: str
@@ -68,10 +69,12 @@ def best_of(a: Rates, b: Rates) -> Rates:
 
 
 def rates(device: torch.device, dtypes: tuple[str, ...] = ("bfloat16",), refresh: bool = False) -> Rates:
-    """The device's rates, from the cache of this GPU and these versions; what it lacks is measured, which takes a few seconds.
+    """The device's rates, from the cache of this GPU and these versions; what it lacks is measured, which takes a few
+    seconds.
 
     Args:
-        dtypes: whose matrix products to measure, by the names of `presets.DTYPE_BYTES`. One that cannot be multiplied here has 0.
+        dtypes: whose matrix products to measure, by the names of `presets.DTYPE_BYTES`. One that cannot be multiplied
+            here has 0.
         refresh: measure anyway. What is found is kept, beside what is known of other dtypes.
     """
     path = _cache_dir() / f"{slug(device_name(device))}-{'-'.join(versions().values())}.json"
@@ -129,7 +132,9 @@ def _load(path: Path) -> Rates | None:
 
 
 def _cache_dir() -> Path:
-    """Where the embedded model's cache is too: $NANOVLLM_CACHE, else $XDG_CACHE_HOME/nanovllm, else ~/.cache/nanovllm."""
+    """Where the embedded model's cache is too: $NANOVLLM_CACHE, else $XDG_CACHE_HOME/nanovllm, else
+    ~/.cache/nanovllm.
+    """
     if os.environ.get("NANOVLLM_CACHE"):
         return Path(os.environ["NANOVLLM_CACHE"]).expanduser() / "rates"
     base = os.environ.get("XDG_CACHE_HOME")
@@ -184,7 +189,8 @@ def _measure_cuda(device: torch.device, name: str, dtypes: tuple[str, ...]) -> R
     """Nothing stays allocated: what measures after us, perhaps another process, finds the memory as it was."""
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     read, copy, cache_bandwidth = _bandwidths(device, cache_bytes)
-    # Before anything lasting is allocated, such as the matrix products' workspace: it would be cut from these blocks and hold them.
+    # Before anything lasting is allocated, such as the matrix products' workspace: it would be cut from these blocks
+    # and hold them.
     torch.cuda.empty_cache()
     matmul = {dtype: max(_matmul_rates(dtype, device)) for dtype in dtypes}
     torch.cuda.empty_cache()
@@ -199,7 +205,10 @@ def _measure_cuda(device: torch.device, name: str, dtypes: tuple[str, ...]) -> R
 
 
 def _bandwidths(device: torch.device, cache_bytes: int) -> tuple[float, float, float]:
-    """Of reading and of copying in device memory, and of the L2 cache: 0 without Triton. A function of its own, so that its tensors end."""
+    """Of reading and of copying in device memory, and of the L2 cache: 0 without Triton.
+
+    A function of its own, so that its tensors end.
+    """
     free = torch.cuda.mem_get_info(device)[0]
     num_bytes = min(4 * 2**30, free // 4) // 4096 * 4096
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
@@ -233,11 +242,13 @@ def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
 
 
 def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
-    """Of squares, of a down projection at prefill, of 128 tiles of 256 x 128, and of exactly one for each multiprocessor, so that none idles in
+    """Of squares, of a down projection at prefill, of 128 tiles of 256 x 128, and of exactly one for each
+    multiprocessor, so that none idles in
     a last round; of random numbers, and of gated ones as that projection is given.
 
-    Clocks depend on power, and power on the data and on what ran before: what has many small values runs a little faster than plain
-    noise, and what is short, after a rest, than what lasts. 0 where PyTorch has no product of float8 or int8 for this GPU.
+    Clocks depend on power, and power on the data and on what ran before: what has many small values runs a little
+    faster than plain noise, and what is short, after a rest, than what lasts. 0 where PyTorch has no product of
+    float8 or int8 for this GPU.
     """
     narrow = dtype in ("float8", "int8")
     wide = torch.bfloat16 if narrow else getattr(torch, _MEMORY.get(dtype, dtype))
@@ -269,7 +280,9 @@ _MEMORY = {"tfloat32": "float32"}
 
 
 def _products(dtype: str, x: torch.Tensor, weight: torch.Tensor) -> list[Callable[[], Any]]:
-    """Calls that multiply x [m, k] by the transpose of weight [n, k] in `dtype`: all ways that PyTorch has, of which the best counts."""
+    """Calls that multiply x [m, k] by the transpose of weight [n, k] in `dtype`: all ways that PyTorch has, of which
+    the best counts.
+    """
     if dtype == "int8":
         x, weight = ((32 * t).round().clamp(-127, 127).to(torch.int8) for t in (x, weight))
         return [functools.partial(torch._int_mm, x, weight.t())]

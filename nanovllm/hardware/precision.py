@@ -10,7 +10,8 @@ import torch
 
 @contextmanager
 def float32_products(dtype: str) -> Iterator[None]:
-    """Within the block cuBLAS multiplies float32 in tf32 if `dtype` is "tfloat32", exactly if it is "float32"; others change nothing.
+    """Within the block cuBLAS multiplies float32 in tf32 if `dtype` is "tfloat32", exactly if it is "float32"; others
+    change nothing.
 
     A CUDA graph recorded within keeps what it recorded.
     """

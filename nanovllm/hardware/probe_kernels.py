@@ -139,7 +139,8 @@ def chase_kernel(links, ends, start, steps):
 
 
 def ring(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(links, order): an int32 tensor of `num_bytes` whose elements at multiples of 32 form one ring, and its random order.
+    """(links, order): an int32 tensor of `num_bytes` whose elements at multiples of 32 form one ring, and its random
+    order.
 
     links[order[i]] is order[i + 1], and the last one leads to the first.
     """

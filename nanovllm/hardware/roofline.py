@@ -1,4 +1,6 @@
-"""The roofline of a device: its limits as kernels are timed, and the share of a limit that some work in some time reaches."""
+"""The roofline of a device: its limits as kernels are timed, and the share of a limit that some work in some time
+reaches.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def op_floor(
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton kernels run on a device: a GPU of compute capability 8.0 or later, or a CPU with Triton's interpreter."""
+    """Whether Triton kernels run on a device: a GPU of compute capability 8.0 or later, or a CPU with Triton's
+    interpreter.
+    """
     try:
         import triton
     except Exception:  # whatever a damaged installation raises
@@ -92,7 +96,9 @@ def copies(device: torch.device) -> list[Callable[[torch.Tensor, torch.Tensor], 
 
 @cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large copy on a CUDA device, read and written bytes counted: the roof of an elementwise kernel."""
+    """Bytes per second of a large copy on a CUDA device, read and written bytes counted: the roof of an elementwise
+    kernel.
+    """
     source = torch.empty(1 << 30, dtype=torch.int8, device=device).random_()
     target = torch.empty_like(source)
     # Outside of a graph `copy_` is no such node, and one more way to reach the roof.
@@ -102,9 +108,11 @@ def copy_bandwidth(device: torch.device) -> float:
 
 @cache
 def copy_time(device: torch.device, num_bytes: int) -> float:
-    """Seconds of a copy that reads and writes `num_bytes` in all, timed as kernels are: in a CUDA graph, from device memory.
+    """Seconds of a copy that reads and writes `num_bytes` in all, timed as kernels are: in a CUDA graph, from device
+    memory.
 
-    Of 10 or 100 MB it takes longer than `copy_bandwidth` allows, as any kernel does that has to start, and to run out, in that time.
+    Of 10 or 100 MB it takes longer than `copy_bandwidth` allows, as any kernel does that has to start, and to run
+    out, in that time.
     """
     size = num_bytes // 2
     pairs = max(2, -(-5 * l2_bytes(device) // 2 // max(1, size)))

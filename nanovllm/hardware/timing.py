@@ -40,7 +40,8 @@ def benchmark_kernel(
 ) -> float:
     """The median time of `fn(*args, **kwargs)` in seconds.
 
-    On a GPU: CUDA events around every call, on the current stream. Before each call a buffer of several times the L2 cache
+    On a GPU: CUDA events around every call, on the current stream. Before each call a buffer of several times the L2
+        cache
     is written, so that inputs come from device memory, and so that the device is busy while the host launches: launch
     overhead shows only where a call launches more than the device needs time for. On a CPU: a wall clock.
 
@@ -92,7 +93,8 @@ def time_kernel(
 
 
 def time_in_graph(calls: Sequence[Callable[[], Any]], replays: int = 20) -> Timing:
-    """Seconds per call of `calls`, run one after the other in a CUDA graph: what the device needs, without launches by the host.
+    """Seconds per call of `calls`, run one after the other in a CUDA graph: what the device needs, without launches
+    by the host.
 
     Give each call inputs of its own, more than the L2 cache holds in all, and they come from device memory.
     """

@@ -9,8 +9,9 @@ page. `serve` runs that module with `wasmtime` and answers the client's requests
 
 The module is Emscripten's output. What it imports is functions of an operating system: memory, clocks and stderr are
 real here, files and anything else do not exist. What it exports is a pipe of bytes in both directions, of
-`TraceProcessorRpcStream` messages (src/trace_processor/rpc/wasm_bridge.cc and ui/src/engine/wasm_bridge.ts in Perfetto):
-the buffer that `trace_processor_rpc_init` returns takes a request, and the function that it was given gets the answer.
+`TraceProcessorRpcStream` messages (src/trace_processor/rpc/wasm_bridge.cc and ui/src/engine/wasm_bridge.ts in
+Perfetto): the buffer that `trace_processor_rpc_init` returns takes a request, and the function that it was given gets
+the answer.
 """
 
 import contextlib

@@ -22,13 +22,21 @@ SLICES = """
     select s.id, s.parent_id, s.name, s.ts, s.dur, p.pid, t.tid
     from slice s join thread_track k on s.track_id = k.id join thread t using (utid) join process p using (upid)
 """
-COUNTERS = "select k.name, c.ts, c.value, p.pid from counter c join process_counter_track k on c.track_id = k.id join process p using (upid)"
-ARROWS = "select a.name as origin, b.name as target, b.ts from flow f join slice a on f.slice_out = a.id join slice b on f.slice_in = b.id"
+COUNTERS = """
+    select k.name, c.ts, c.value, p.pid
+    from counter c join process_counter_track k on c.track_id = k.id join process p using (upid)
+"""
+ARROWS = """
+    select a.name as origin, b.name as target, b.ts
+    from flow f join slice a on f.slice_out = a.id join slice b on f.slice_in = b.id
+"""
 
 
 @contextlib.contextmanager
 def processor(path):
-    """A `TraceProcessor` with the trace: the native one, if $TRACE_PROCESSOR_SHELL or the PATH has it, else WebAssembly."""
+    """A `TraceProcessor` with the trace: the native one, if $TRACE_PROCESSOR_SHELL or the PATH has it, else
+    WebAssembly.
+    """
     api = pytest.importorskip("perfetto.trace_processor", reason="pip install perfetto")
     binary = os.environ.get("TRACE_PROCESSOR_SHELL") or shutil.which("trace_processor_shell")
     if binary:
@@ -68,7 +76,9 @@ class Reading:
 
 
 def check(path):
-    """Perfetto finds every range, counter, arrow and name of the trace, each where the file has it; returns a `Reading`."""
+    """Perfetto finds every range, counter, arrow and name of the trace, each where the file has it; returns a
+    `Reading`.
+    """
     with processor(path) as perfetto:
         lost = perfetto.query("select name, value from stats where severity in ('error', 'data_loss') and value > 0")
         _same("errors", [(r.name, r.value) for r in lost], [])

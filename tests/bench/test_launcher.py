@@ -72,14 +72,12 @@ def test_a_process_that_ends_early_without_an_error_is_noticed():
 
 # As an engine that is dead: it says little, another of its processes said more, and its end is no good one either.
 DEAD = """
-        print("(Core pid=7) ERROR [core.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB", flush=True)
-        print("(Core pid=7) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB", flush=True)
-        print("vllm.exceptions.EngineDeadError: See stack trace (above)", flush=True)
-        row = dict(engine="nanovllm", variant="custom", model="m", workload="two", load="l", repeats=[],
-                   error="EngineDeadError: See stack trace (above)")
-        out.write(json.dumps(["failed", row]) + "\\n")
-        print("after it", flush=True)
-        sys.exit({code})
+        print("(Core pid=7) ERROR [core.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB",
+        flush=True) print("(Core pid=7) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB",
+        flush=True) print("vllm.exceptions.EngineDeadError: See stack trace (above)", flush=True) row =
+        dict(engine="nanovllm", variant="custom", model="m", workload="two", load="l", repeats=[],
+        error="EngineDeadError: See stack trace (above)") out.write(json.dumps(["failed", row]) + "\\n") print("after
+        it", flush=True) sys.exit({code})
 """
 
 
@@ -94,7 +92,8 @@ def test_a_dead_engines_row_says_what_its_processes_printed(code):
 
 
 def test_the_lines_that_look_like_errors():
-    printed = "INFO fine\nRuntimeError: a\nx.y.ValueError: b\nerrors: none\nFatal Python error: Segmentation fault\nKeyError: c\n"
+    printed = "INFO fine\nRuntimeError: a\nx.y.ValueError: b\nerrors: none\n"
+    printed += "Fatal Python error: Segmentation fault\nKeyError: c\n"
     assert launcher.with_causes("it died", printed) == (
         "it died; printed before: x.y.ValueError: b | Fatal Python error: Segmentation fault | KeyError: c"
     )
@@ -240,8 +239,8 @@ def test_the_transformers_warm_up_is_short():
 )
 def test_bytes_of_the_cache_by_its_dtype(name, expected):
     config = ModelConfig.from_dict(
-        {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 9,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+        {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+         "vocab_size": 9, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
     )  # fmt: skip
     job = dataclasses.replace(JOB, options={"kv_cache_dtype": name})
     assert worker.model_shape(job, config, "bfloat16").token_kv_bytes == 2 * 2 * 4 * expected

@@ -31,16 +31,21 @@ def profile():
     }
     return Profile(
         "bs128", "128 x 128 -> 256", "qwen3-0.6b",
-        {"device": "NVIDIA H200", "dtype": "bfloat16", "kernels": {"rms_norm": "triton", "embedding": "native"}}, RATES, "bfloat16",
-        ops=[op("attention_decode", "decode", 1200.0, 4.5e9, 3e9, 1000.0), op("linear", "decode", 800.0, 1.1e9, 1.2e11, 244.0, "torch"),
-             op("linear", "prefill", 9000.0, 3e9, 6e12, 7500.0, "torch"), op("store_kvcache", "prefill", 90.0, 2e8, 0, 44.0),
+        {"device": "NVIDIA H200", "dtype": "bfloat16", "kernels": {"rms_norm": "triton", "embedding": "native"}},
+        RATES, "bfloat16",
+        ops=[op("attention_decode", "decode", 1200.0, 4.5e9, 3e9, 1000.0),
+             op("linear", "decode", 800.0, 1.1e9, 1.2e11, 244.0, "torch"),
+             op("linear", "prefill", 9000.0, 3e9, 6e12, 7500.0, "torch"),
+             op("store_kvcache", "prefill", 90.0, 2e8, 0, 44.0),
              op("no op", "decode", 50.0, 0, 0, None, "torch")],
         steps=[StepTime("prefill", "16384 tokens of 128 prompts", 1, 9500.0, 9100.0, 300, 0.04, 1.0, 9.0, 400.0),
                StepTime("decode", "128 sequences", 6, 2100.0, 2050.0, 290, 0.02, 0.5, 1.5, 45.0)],
         kernels=[KernelTime("decode", "void <flash> kernel", "attention_decode", 28, 1200.0)],
-        unprofiled_us=2080.0, memory=[{"allocated": 10 * 2**30, "reserved": 11 * 2**30, "kv_blocks_used": 128, "kv_blocks": 900}] * 8,
+        unprofiled_us=2080.0,
+        memory=[{"allocated": 10 * 2**30, "reserved": 11 * 2**30, "kv_blocks_used": 128, "kv_blocks": 900}] * 8,
         flame=tree,
-        timeline={"decode": [("attention_decode", 0.0, 40.0), ("linear", 41.0, 20.0)], "prefill": [("linear", 0.0, 300.0)]},
+        timeline={"decode": [("attention_decode", 0.0, 40.0), ("linear", 41.0, 20.0)],
+                  "prefill": [("linear", 0.0, 300.0)]},
         named_from_eager=True,
     )  # fmt: skip
 
@@ -206,7 +211,8 @@ def test_the_page_in_a_browser(page, tmp_path, width):
         assert requests == [path.as_uri()] and messages == []
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
         sizes = tab.evaluate(
-            "[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim()).map(t => t.getBoundingClientRect())"
+            "[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim())"
+            ".map(t => t.getBoundingClientRect())"
             ".map(b => Math.min(b.width, b.height)).filter(s => s > 0)"
         )
         boxes = tab.evaluate("[...document.querySelectorAll('.figure svg')].map(s => s.getBoundingClientRect().width)")

@@ -18,29 +18,13 @@ def row(rate, engine="nanovllm", variant="custom", workload="bs1", error=None, s
         Repeat(100 / r, 100, 150, 0.5, 0.6, 0.01, 0.02, 50, 100)
         for r in (rate, rate * (1 - spread), rate * (1 - spread / 2))
     ]
-    return Row(
-        engine,
-        variant,
-        "m",
-        workload,
-        load,
-        error,
-        [] if error else repeats,
-        about={"device": "NVIDIA H200", "dtype": "bfloat16"},
-        **more,
-    )
+    about = {"device": "NVIDIA H200", "dtype": "bfloat16"}
+    return Row(engine, variant, "m", workload, load, error, [] if error else repeats, about=about, **more)
 
 
 def record(*rows, commit="abc", **arguments):
-    made = Record(
-        "2026-01-02 03:04",
-        commit,
-        False,
-        {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"},
-        RATES,
-        arguments,
-        list(rows),
-    )
+    versions = {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
+    made = Record("2026-01-02 03:04", commit, False, versions, RATES, arguments, list(rows))
     for r in rows:
         results.add_shares(r, RATES)
     return made
@@ -161,7 +145,9 @@ def test_configurations_do_not_replace_each_other(tmp_path, other, words):
 
 
 def test_what_says_nothing_of_the_configuration_does_not_part_it(tmp_path):
-    """Old records lack some arguments and have one that is gone; kernels come in any order; a peer has none to choose."""
+    """Old records lack some arguments and have one that is gone; kernels come in any order; a peer has none to
+    choose.
+    """
     (path,) = results.keep(record(row(100.0), kernels="a=x;b=y", repeat=2), tmp_path)
     results.keep(record(row(200.0), kernels="b = y; a=x", enforce_eager=False, capture_full_steps=True), tmp_path)
     assert "+100.0%" in result_tables.history_lines(path)[2]

@@ -14,8 +14,8 @@ from tests import tiny
 
 # By hand: q 2 x 3, k and v 1 x 3: 4 x (2 x 6 + 2 x 3) = 72; gate, up, down: 3 x 4 x 6 = 72; norms 4 + 4 + 3 + 3.
 SMALL = ModelShape(
-    hidden=4, intermediate=6, layers=2, heads=2, kv_heads=1, head_dim=3, vocab=5, tied=False, qk_norm=True, attention_bias=False,
-    mlp_bias=False, weight_bytes=2, kv_bytes=2,
+    hidden=4, intermediate=6, layers=2, heads=2, kv_heads=1, head_dim=3, vocab=5, tied=False, qk_norm=True,
+    attention_bias=False, mlp_bias=False, weight_bytes=2, kv_bytes=2,
 )  # fmt: skip
 
 
@@ -32,8 +32,9 @@ def test_a_request_by_hand():
     # Three prompt tokens, three of output: two decode steps, which read 3 and 4 earlier tokens; 5 tokens are written.
     work = request_work(SMALL, 3, 3)
     assert work.bytes == (3 + 4 + 5) * 24
-    # Five tokens through the first layer, attending to 1 + 2 + 3 + 4 + 5 tokens: 4 flops for each of 2 x 3 query elements. Of the second,
-    # whose result is wanted of the last three, the first two need k and v alone: 2 x 4 x 3 elements. 3 heads.
+    # Five tokens through the first layer, attending to 1 + 2 + 3 + 4 + 5 tokens: 4 flops for each of 2 x 3 query
+    # elements. Of the second, whose result is wanted of the last three, the first two need k and v alone: 2 x 4 x 3
+    # elements. 3 heads.
     assert work.flops == (2 * 144 * 5 + 4 * 6 * 15) + (2 * 144 * 3 + 4 * 6 * 12 + 2 * 24 * 2) + 3 * 40
     whole = workload_work(SMALL, [Item([1, 2, 3], 3), Item([1, 2, 3], 3)])
     assert whole == Work(3 * SMALL.step_bytes + 2 * work.bytes, 2 * work.flops)

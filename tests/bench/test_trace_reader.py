@@ -27,7 +27,9 @@ def test_kernels_of_a_graph_get_the_names_of_an_eager_step():
 
 
 def test_a_kernel_that_only_the_graph_has_is_named_by_its_place():
-    """A library takes another kernel for another shape: the head's product in a graph, which is padded, is not the eager one."""
+    """A library takes another kernel for another shape: the head's product in a graph, which is padded, is not the
+    eager one.
+    """
     head, sample = ("linear", "lm_head", "triton"), ("sample", "", "triton")
     eager = [
         *EAGER, host("copy", 81, 1, "cuda_runtime", correlation=8), kernel("index", 230, 2, 8),

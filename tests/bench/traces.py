@@ -24,7 +24,8 @@ EAGER = [
     host("decode: 2 sequences", 0, 100),
     host("layer 0", 5, 60),
     host("rms_norm [triton]", 10, 10), launch(12, 1), kernel("norm", 200, 4, 1),
-    host("linear o_proj [torch]", 25, 30), launch(30, 2), launch(40, 3), kernel("gemm", 206, 10, 2), kernel("split", 216, 2, 3),
+    host("linear o_proj [torch]", 25, 30), launch(30, 2), launch(40, 3),
+    kernel("gemm", 206, 10, 2), kernel("split", 216, 2, 3),
     host("rms_norm [triton]", 70, 10), launch(72, 4), kernel("norm", 220, 6, 4),
 ]  # fmt: skip
 # The same kernels out of a graph: one launch; and one that no eager step had.

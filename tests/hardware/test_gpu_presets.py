@@ -22,7 +22,8 @@ def test_presets_are_consistent(model):
     assert model.l2_latency < model.dram_latency and not model.measured
     for dtype, rate in model.matmul.items():
         assert 0.7 * model.peak_matmul[dtype] < rate < model.peak_matmul[dtype]
-    # flops a cycle and multiprocessor behind the data sheet: 2 x 128 lanes, and what the tensor cores of each generation do
+    # flops a cycle and multiprocessor behind the data sheet: 2 x 128 lanes, and what the tensor cores of each
+    # generation do
     assert (
         model.peak_matmul["float32"] == pytest.approx(2 * model.lanes * model.clock * model.sms) == model.vector_flops
     )
@@ -58,10 +59,14 @@ def test_ridge():
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("h100", "nvidia-h100"), ("H100", "nvidia-h100"), ("NVIDIA H100 80GB HBM3", "nvidia-h100"), ("nvidia-h200", "nvidia-h200"),
-        ("NVIDIA H200", "nvidia-h200"), ("rtx4090", "nvidia-rtx-4090"), ("rtx-4090", "nvidia-rtx-4090"), ("4090", "nvidia-rtx-4090"),
-        ("NVIDIA GeForce RTX 4090", "nvidia-rtx-4090"), ("NVIDIA A100-SXM4-80GB", "nvidia-a100"), ("B200", "nvidia-b200"),
-        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-40gb"), ("NVIDIA A100-PCIE-40GB", "nvidia-a100-40gb"), ("a100-40gb", "nvidia-a100-40gb"),
+        ("h100", "nvidia-h100"), ("H100", "nvidia-h100"), ("NVIDIA H100 80GB HBM3", "nvidia-h100"),
+        ("nvidia-h200", "nvidia-h200"),
+        ("NVIDIA H200", "nvidia-h200"), ("rtx4090", "nvidia-rtx-4090"), ("rtx-4090", "nvidia-rtx-4090"),
+        ("4090", "nvidia-rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-rtx-4090"), ("NVIDIA A100-SXM4-80GB", "nvidia-a100"),
+        ("B200", "nvidia-b200"),
+        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-40gb"), ("NVIDIA A100-PCIE-40GB", "nvidia-a100-40gb"),
+        ("a100-40gb", "nvidia-a100-40gb"),
     ],
 )  # fmt: skip
 def test_names(name, expected):
@@ -81,7 +86,8 @@ def test_an_unknown_gpu():
 @pytest.mark.parametrize(
     "name, nearest",
     [
-        ("NVIDIA H100 NVL", "h100"), ("NVIDIA H100 PCIe", "h100"), ("NVIDIA A100 80GB PCIe", "a100"), ("NVIDIA H200 NVL", "h200"),
+        ("NVIDIA H100 NVL", "h100"), ("NVIDIA H100 PCIe", "h100"), ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA H200 NVL", "h200"),
         ("GeForce RTX 4090 D", "rtx-4090"), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100"), ("A800", "a100"),
     ],
 )  # fmt: skip

@@ -120,7 +120,9 @@ def test_measured_on_this_machine():
 
 @pytest.mark.gpu
 def test_measured_on_a_gpu():
-    """Bounds from the data sheet hold whoever else uses the GPU, if others take at most 7/8 of it; ratios only without others."""
+    """Bounds from the data sheet hold whoever else uses the GPU, if others take at most 7/8 of it; ratios only
+    without others.
+    """
     shared = gpu_is_shared()
     rates = device.measure(torch.device("cuda", torch.cuda.current_device()), ("bfloat16",))
     shared = shared or gpu_is_shared()

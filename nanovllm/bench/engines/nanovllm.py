@@ -17,7 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class NanovllmEngine:
-    """Requests that arrive at once go through `LLM.generate`; those that arrive over time through the engine's steps."""
+    """Requests that arrive at once go through `LLM.generate`; later ones through the engine's steps."""
 
     def __init__(self, job: Job, llm_class: Any) -> None:
         options = {"skip_tokenizer_init": True, "max_model_len": job.max_model_len, **job.options}
@@ -87,7 +87,10 @@ def sampling_params(item: Item) -> SamplingParams:
 
 @contextmanager
 def _stamped_steps(engine: Any) -> Iterator[list[tuple[float, list[Any]]]]:
-    """The time of each step within, and the requests that got tokens in it. Costs one clock reading and one append a step."""
+    """The time of each step within, and the requests that got tokens in it.
+
+    Costs one clock reading and one append a step.
+    """
     steps: list[tuple[float, list[Any]]] = []
     step = engine.step
 

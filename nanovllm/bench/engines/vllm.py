@@ -17,7 +17,8 @@ from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
 
-# By default vLLM forks its engine from this process, and the copy holds every open file. Our `__main__` can be imported.
+# By default vLLM forks its engine from this process, and the copy holds every open file. Our `__main__` can be
+# imported.
 os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
 import vllm  # noqa: E402
 
@@ -29,9 +30,9 @@ class VllmEngine:
         self._folder = tempfile.TemporaryDirectory()
         options = {name: job.options[name] for name in _OPTIONS if job.options.get(name) is not None}
         self._llm = vllm.LLM(
-            model=model_directory(job, Path(self._folder.name)), load_format="dummy" if job.config is not None else "auto",
-            skip_tokenizer_init=True, max_model_len=job.max_model_len, dtype=job.options.get("dtype") or "auto", seed=job.seed,
-            disable_log_stats=False, **options,
+            model=model_directory(job, Path(self._folder.name)), skip_tokenizer_init=True,
+            load_format="dummy" if job.config is not None else "auto", dtype=job.options.get("dtype") or "auto",
+            max_model_len=job.max_model_len, seed=job.seed, disable_log_stats=False, **options,
         )  # fmt: skip
         config = self._llm.llm_engine.model_config
         self._dtype = str(config.dtype).removeprefix("torch.")

@@ -1,0 +1,147 @@
+"""`bench.py` in processes of its own, what it says to bad arguments, and a run on a GPU."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import tiny
+from tests.bench.perfetto_reading import check
+from tests.shared_gpu import memory_utilization
+from tests.test_bench import ROOT, bench
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny-qwen3"
+    tiny.save(path, "qwen3", seed=5)
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--workload", "bs9"), "did you mean 'bs8'"),
+        (("--engine", "sglang"), "--engine 'sglang': expected any of nanovllm, transformers, vllm"),
+        (("--num-requests", "3"), "needs --num-requests, --input-len, --output-len"),
+        (("--repeat", "0"), "--repeat is at least 1"),
+        (("--compare", "--no-use-custom-kernels"), "leave out --use-custom-kernels"),
+        (("--workload", "bs1", "--rate", "3"), "choose poisson"),
+        (("--kernels", "rms_norm"), "'rms_norm' is not of the form op=provider"),
+        (("--kernels", "rmsnorm=native"), "--kernels: unknown op 'rmsnorm'; did you mean 'rms_norm'?"),
+        (("--kernels", "rms_norm=trition"), "--kernels names 'trition', but"),
+        (("--model", "/nope"), "--model /nope: no such file or directory, and no hub id"),
+        (("--model", "./nope"), "--model ./nope: no such file or directory"),
+        (("--model", "nope.gguf"), "--model nope.gguf: no such file or directory"),
+        (
+            ("--model", "qwen3-0.6b"),
+            "--model qwen3-0.6b is a preset (a shape without weights): --preset qwen3-0.6b takes",
+        ),
+        (("--engine", ""), "--engine '': names nothing; leave it out, or choose any of nanovllm, transformers, vllm"),
+        (("--engine", ","), "--engine ',': names nothing"),
+        (("--workload", ""), "--workload '': names nothing; leave it out, or choose any of bs1, bs8"),
+        (
+            ("--preset", "qwen3-0.6b"),
+            "and --preset qwen3-0.6b: one has weights of its own, the other random ones; leave one",
+        ),
+        (("--preset", ""), "--preset '': names nothing"),
+        (("--limit", "0"), "--limit 0: expected seconds, above 0"),
+        (("--device", "tpu"), "--device tpu: expected auto, cpu, cuda or cuda:N"),
+        (("--device", "cuda:99"), "--device cuda:99: this machine has"),
+    ],
+)
+def test_bad_input_is_one_line(model, capfd, arguments, said):
+    assert bench.main(["--model", str(model), "--device", "cpu", "--in-process", "--no-profile", *arguments]) == 2
+    captured = capfd.readouterr()
+    assert captured.err.startswith("bench.py: ") and said in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def whole_run(model, tmp_path_factory):
+    """(the folder of the profile's files, what was printed, seconds) of a run in processes of its own."""
+    folder = tmp_path_factory.mktemp("whole")
+    command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu",
+               "--workload", "tiny", "--repeat", "1",
+               "--profile-dir", str(folder), "--plots", "--json", str(folder / "j.json")]  # fmt: skip
+    started = time.perf_counter()
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout, time.perf_counter() - started
+
+
+def test_a_whole_run_in_processes_of_its_own(whole_run):
+    """The profile's files, too."""
+    folder, printed, seconds = whole_run
+    assert seconds < 100
+    (row,) = json.loads((folder / "j.json").read_text())["rows"]
+    assert row["error"] is None and row["repeats"][0]["output_tokens"] == 64
+    assert (folder / "profile_trace.json").stat().st_size < 50e6
+    text = (folder / "profile_report.txt").read_text()
+    assert all(
+        part in text
+        for part in ("STEPS", "OPS, most device time first", "HOST", "MEMORY", "attention_decode", "TFLOP/s")
+    )
+    assert "ABOVE THE LIMIT" not in text
+    if importlib.util.find_spec("matplotlib"):
+        assert (folder / "profile_report.html").stat().st_size > 20_000
+        assert {p.name for p in folder.glob("*.png")} >= {
+            "profile_roofline.png",
+            "profile_steps.png",
+            "profile_timeline.png",
+        }
+    else:
+        assert "it needs matplotlib" in printed
+
+
+def test_perfetto_reads_the_trace_of_a_whole_run(whole_run):
+    read = check(whole_run[0] / "profile_trace.json")
+    assert {c.name for c in read.counters} >= {"KV cache blocks used"} and len(read.processes) == 1
+    decodes = [read.around(s) for s in read.slices if s.name == "attention_decode [native]"]
+    assert decodes and all(names[0].startswith("layer ") and "LLMEngine.step" in names for names in decodes)
+
+
+def test_ctrl_c_writes_what_was_measured(model, tmp_path):
+    command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu",
+               "--workload", "tiny,bs128", "--repeat", "3",
+               "--no-profile", "--json", str(tmp_path / "j.json")]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # What starts these tests in the background may have turned interrupts off, for its children too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        for line in process.stdout:
+            if line.startswith("tiny ") and "nanovllm" in line:
+                break
+        time.sleep(0.5)
+        listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
+        children = [int(pid) for pid in listed.split()]
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "interrupted" in rest and "Traceback" not in errors
+    (row,) = json.loads((tmp_path / "j.json").read_text())["rows"]
+    assert row["workload"] == "tiny" and len(row["repeats"]) == 3
+    assert children
+    for child in children:  # nothing is left running
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+@pytest.mark.gpu
+def test_shares_of_the_limit_stay_below_all_of_it_on_a_gpu(tmp_path):
+    memory = str(memory_utilization(0.2))
+    given = "--preset qwen3-0.6b --workload bs1,bs128,prefill --repeat 1 --gpu-memory-utilization"
+    assert bench.main([*given.split(), memory, "--profile-dir", str(tmp_path), "--json", str(tmp_path / "j")]) == 0
+    for row in json.loads((tmp_path / "j").read_text())["rows"]:
+        assert row["error"] is None and 0.02 < max(row["mbu"], row["mfu"]) <= 1
+    profile = json.loads((tmp_path / "profile.json").read_text())["profile"]
+    assert all(o["floor_us"] is None or o["floor_us"] <= o["device_us"] for o in profile["ops"])
