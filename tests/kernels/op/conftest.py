@@ -1,4 +1,4 @@
-"""Fixtures that tests of plugins share."""
+"""Fixtures that tests of ops and plugins share."""
 
 import sys
 from pathlib import Path
@@ -6,6 +6,13 @@ from pathlib import Path
 import pytest
 
 from nanovllm.kernels.op import plugins, registry
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    """What a test registers is taken back after it."""
+    with registry.temporary():
+        yield
 
 
 @pytest.fixture
@@ -16,8 +23,7 @@ def untouched(monkeypatch):
     monkeypatch.setattr(plugins, "_loaded", {})
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     modules = set(sys.modules)
-    with registry.temporary():
-        yield
+    yield
     for name in set(sys.modules) - modules:
         if name.startswith(("nanovllm_kernel_plugin_", "plugin_module")):
             del sys.modules[name]

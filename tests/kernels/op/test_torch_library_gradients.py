@@ -9,7 +9,6 @@ from torch._dynamo.backends.common import aot_autograd
 
 from nanovllm import kernels
 from nanovllm.kernels import Provider, all_ops
-from nanovllm.kernels.op import registry
 from nanovllm.kernels.testing.verify import Case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -235,24 +234,21 @@ def test_keyword_only_parameters_and_defaults():
     def scaled_here(x: torch.Tensor, y: torch.Tensor | None = None, *, by: float = 2.0) -> torch.Tensor:
         return x * by if y is None else x * y * by
 
-    try:
-        x, y = randn(3).requires_grad_(), randn(3)
-        for fn in (
-            torch.ops.nanovllm.scaled_here,
-            torch.compile(lambda *args, **more: scaled_here(*args, **more), **EAGER),
+    x, y = randn(3).requires_grad_(), randn(3)
+    for fn in (
+        torch.ops.nanovllm.scaled_here,
+        torch.compile(lambda *args, **more: scaled_here(*args, **more), **EAGER),
+    ):
+        for args, more, want in (
+            ((x,), {}, 2.0),
+            ((x,), {"by": 3.0}, 3.0),
+            ((x, y), {"by": 3.0}, 3 * y),
+            ((x,), {"y": y}, 2 * y),
         ):
-            for args, more, want in (
-                ((x,), {}, 2.0),
-                ((x,), {"by": 3.0}, 3.0),
-                ((x, y), {"by": 3.0}, 3 * y),
-                ((x,), {"y": y}, 2 * y),
-            ):
-                (got,) = torch.autograd.grad(fn(*args, **more).sum(), x)
-                torch.testing.assert_close(got, torch.as_tensor(want, device=DEVICE).expand(3))
-                with torch.no_grad():
-                    torch.testing.assert_close(fn(*args, **more), x * want)
-    finally:
-        del registry._OPS["scaled_here"]
+            (got,) = torch.autograd.grad(fn(*args, **more).sum(), x)
+            torch.testing.assert_close(got, torch.as_tensor(want, device=DEVICE).expand(3))
+            with torch.no_grad():
+                torch.testing.assert_close(fn(*args, **more), x * want)
 
 
 def test_tensors_in_a_list():
@@ -260,10 +256,7 @@ def test_tensors_in_a_list():
     def added_here(x: list[torch.Tensor]) -> torch.Tensor:
         return x[0] + 2 * x[1]
 
-    try:
-        x, y = randn(3), randn(3).requires_grad_()
-        for fn in (torch.ops.nanovllm.added_here, torch.compile(lambda x: added_here(x), **EAGER)):
-            (got,) = torch.autograd.grad(fn([x, y]).sum(), y)
-            assert torch.equal(got, torch.full_like(y, 2))
-    finally:
-        del registry._OPS["added_here"]
+    x, y = randn(3), randn(3).requires_grad_()
+    for fn in (torch.ops.nanovllm.added_here, torch.compile(lambda x: added_here(x), **EAGER)):
+        (got,) = torch.autograd.grad(fn([x, y]).sum(), y)
+        assert torch.equal(got, torch.full_like(y, 2))
