@@ -7,7 +7,8 @@ the flags, and the versions of PyTorch and CUDA, so a library is never stale: wh
 Several processes may want the library at once. One builds, under a lock that the operating system releases when its
 holder dies; the others wait. PyTorch's own lock is a file that outlives a killed build and then blocks every later one.
 It is removed here: the process that holds the first lock knows that no other process builds. A finished build is marked
-by a file `complete`. A library is loaded only from a directory that belongs to this user and that others cannot write to.
+by a file `complete`. A library is loaded only from a directory that belongs to this user and that others cannot write
+to.
 """
 
 from __future__ import annotations
