@@ -23,9 +23,11 @@ from nanovllm.plan.resources import (
     next_power_of_2,
     nothing_fits,
     occupancy,
+    padded,
     positive,
     ranked,
     stages_needed,
+    uses_wgmma,
     waves,
 )
 
@@ -126,15 +128,6 @@ class AttentionTile:
         )
 
 
-def padded(head_dim: int) -> int:
-    """A tile's width: a power of two, and what a tensor core takes at least."""
-    return max(16, next_power_of_2(head_dim))
-
-
-def uses_wgmma(tile: AttentionTile, device: DeviceModel) -> bool:
-    return device.matrix_unit == "wgmma" and tile.rows >= 64 and tile.warps >= 4
-
-
 def shared_bytes(tile: AttentionTile, problem: AttentionProblem, device: DeviceModel) -> int:
     """The query tile, the keys and values of each stage, and the probabilities where warps share rows and so exchange
     them.
@@ -143,7 +136,7 @@ def shared_bytes(tile: AttentionTile, problem: AttentionProblem, device: DeviceM
     """
     size = DTYPE_BYTES[problem.dtype]
     dim = padded(problem.head_dim)
-    wgmma = uses_wgmma(tile, device)
+    wgmma = uses_wgmma(device, tile.rows, tile.warps)
     keys_and_values = 2 * tile.tile * dim * size * (tile.stages if wgmma else max(1, tile.stages - 1))
     exchanged = not wgmma and tile.warps > 1 and (dim > tile.rows or 16 * tile.warps > tile.rows)
     return math.ceil(keys_and_values + tile.rows * dim * size + (tile.rows * tile.tile * size if exchanged else 0))
@@ -199,7 +192,7 @@ def predict(tile: AttentionTile, problem: AttentionProblem, device: DeviceModel)
     steps = max(1.0, (p.seen + (tile.tile / 2 if p.causal and p.query > 1 else 0)) / tile.tile / tile.pieces)
     t_tile = 4.0 * tile.rows * tile.tile * dim / (device.rate(p.dtype) / device.sms)
     full_rate = min(1.0, tile.warps * at_once / 4)
-    if device.matrix_unit == "wgmma" and not uses_wgmma(tile, device):
+    if device.matrix_unit == "wgmma" and not uses_wgmma(device, tile.rows, tile.warps):
         full_rate *= _MMA_ON_HOPPER
     product = t_tile / full_rate
     # Softmax does not overlap with the products of its own warps, but with those of other blocks.
@@ -219,8 +212,8 @@ def predict(tile: AttentionTile, problem: AttentionProblem, device: DeviceModel)
     dram = min(loaded, kv_bytes * again) + q_bytes
     partial = 0.0 if tile.pieces == 1 else 2.0 * 4 * p.batch * p.heads * tile.pieces * (p.head_dim + 2)
     # wgmma reads the queries anew in each step; other units keep them in registers.
-    readers = tile.rows // 64 if uses_wgmma(tile, device) else min(tile.warps, tile.rows // 16)
-    queries = tile.rows * dim * size if uses_wgmma(tile, device) else 0
+    readers = tile.rows // 64 if uses_wgmma(device, tile.rows, tile.warps) else min(tile.warps, tile.rows // 16)
+    queries = tile.rows * dim * size if uses_wgmma(device, tile.rows, tile.warps) else 0
     parts = {
         "compute": busiest * (steps * step + start),
         "shared memory": busiest * steps * (queries + step_bytes * (1 + max(1, readers))) / (128 * device.clock),

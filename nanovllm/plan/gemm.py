@@ -23,6 +23,7 @@ from nanovllm.plan.resources import (
     positive,
     ranked,
     stages_needed,
+    uses_wgmma,
     waves,
 )
 
@@ -141,15 +142,12 @@ class GemmTile:
         return text + (f" group {self.group_m}" if self.group_m != 8 else "")
 
 
-def uses_wgmma(tile: GemmTile, device: DeviceModel, dtype: str) -> bool:
-    return device.matrix_unit == "wgmma" and tile.block_m >= 64 and tile.warps >= 4 and dtype != "float32"
-
-
 def staged(tile: GemmTile, problem: GemmProblem) -> bool:
-    """Whether stages have an effect. Rows that are not aligned are loaded element by element, and what is smaller
-    than 4 bytes cannot be
-    copied to shared memory while a product runs: it goes through registers, and Triton compiles the same loop for any
-        number of stages."""
+    """Whether stages have an effect.
+
+    Rows that are not aligned are loaded element by element, and what is smaller than 4 bytes cannot be copied to shared
+    memory while a product runs: it goes through registers, and Triton compiles the same loop for any number of stages.
+    """
     return tile.tma or problem.aligned or problem.bytes_x >= 4
 
 
@@ -172,7 +170,7 @@ def shared_bytes(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> i
     output = tile.block_m * tile.block_n * (4 if tile.splits > 1 else p.bytes_x)
     if tile.tma:
         return math.ceil(tile.stages * (loaded + BARRIER_BYTES) + (0 if tile.splits > 1 else output))
-    wgmma = uses_wgmma(tile, device, p.dtype) or device.matrix_unit == "tcgen05"
+    wgmma = uses_wgmma(device, tile.block_m, tile.warps, p.dtype) or device.matrix_unit == "tcgen05"
     stages = max(1, tile.stages if wgmma else tile.stages - 1) if staged(tile, p) else 1
     if p.n % 16 == 0:
         size = 4 if tile.splits > 1 else int(p.bytes_x)
@@ -295,7 +293,7 @@ def predict(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> Plan:
         bm,
         x,
         bn * bk * p.bytes_x,
-        uses_wgmma(tile, device, p.dtype),
+        uses_wgmma(device, tile.block_m, tile.warps, p.dtype),
         convert,
         p.dtype != "float32",
     )

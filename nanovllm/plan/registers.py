@@ -15,7 +15,7 @@ import math
 from typing import TYPE_CHECKING
 
 from nanovllm.hardware.gpu_presets import DTYPE_BYTES, DeviceModel
-from nanovllm.plan.resources import SPILL_MARGIN
+from nanovllm.plan.resources import SPILL_MARGIN, padded, uses_wgmma
 
 if TYPE_CHECKING:
     from nanovllm.plan.attention import AttentionProblem, AttentionTile
@@ -99,8 +99,6 @@ def copies(rows: int, tile: GemmTile, itemsize: float) -> float:
 
 def gemm_registers(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> int:
     """Registers a thread of `tma_kernel` or `tile_kernel`; above 255 means that it spills."""
-    from nanovllm.plan.gemm import uses_wgmma
-
     threads = 32 * tile.warps
     accumulators = tile.block_m * tile.block_n / threads
     if tile.tma:
@@ -113,7 +111,7 @@ def gemm_registers(tile: GemmTile, problem: GemmProblem, device: DeviceModel) ->
     if problem.dtype in ("float32", "tfloat32"):
         kind = "float32" if problem.dtype == "float32" else "tfloat32" + ampere
     else:
-        kind = "wgmma" if uses_wgmma(tile, device, problem.dtype) else "mma" + ampere
+        kind = "wgmma" if uses_wgmma(device, tile.block_m, tile.warps, problem.dtype) else "mma" + ampere
     rest, per_sum, per_x, per_w = TILE[kind]
     registers = rest + per_sum * accumulators + per_x * copies_x + per_w * copies_w
     if not problem.aligned:
@@ -130,11 +128,9 @@ def gemm_registers(tile: GemmTile, problem: GemmProblem, device: DeviceModel) ->
 
 def attention_registers(tile: AttentionTile, problem: AttentionProblem, device: DeviceModel) -> int:
     """Registers a thread of `prefill_kernel`; above 255 it spills."""
-    from nanovllm.plan.attention import padded, uses_wgmma
-
     threads = 32 * tile.warps
     dim = padded(problem.head_dim)
-    if uses_wgmma(tile, device):
+    if uses_wgmma(device, tile.rows, tile.warps):
         kind = "wgmma"
     elif 16 * tile.warps > tile.rows:
         kind = "mma, warps share rows"

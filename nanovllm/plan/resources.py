@@ -144,3 +144,13 @@ def cdiv(a: int, b: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def padded(head_dim: int) -> int:
+    """The width of an attention tile: a power of two, and what a tensor core takes at least."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def uses_wgmma(device: DeviceModel, rows: int, warps: int, dtype: str = "bfloat16") -> bool:
+    """Whether Hopper's instructions multiply a tile of that many rows: groups of four warps, 64 rows each."""
+    return device.matrix_unit == "wgmma" and rows >= 64 and warps >= 4 and dtype != "float32"

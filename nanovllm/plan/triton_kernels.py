@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from nanovllm.hardware.gpu_presets import DeviceModel
-from nanovllm.plan.attention import AttentionProblem, AttentionTile, padded
+from nanovllm.plan.attention import AttentionProblem, AttentionTile
 from nanovllm.plan.compiling import Compiled, Descriptor, Pointer, Scalar, compile_kernel
 from nanovllm.plan.elementwise import ElementwiseProblem, ElementwiseTile
 from nanovllm.plan.gemm import GemmProblem, GemmTile
 from nanovllm.plan.reduction import ReductionProblem, ReductionTile
-from nanovllm.plan.resources import cdiv, next_power_of_2
+from nanovllm.plan.resources import cdiv, next_power_of_2, padded
 
 TRITON_TYPE = {"float32": "fp32", "tfloat32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
