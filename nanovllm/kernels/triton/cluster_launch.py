@@ -1,7 +1,8 @@
 """Launches in thread block clusters of kernels that Triton compiles for single blocks.
 
-With `num_ctas` Triton makes a cluster one program. A kernel whose blocks are programs of their own, and which reads or writes another
-block's shared memory in inline PTX, is compiled with one block a program; only its launch says that there are clusters.
+With `num_ctas` Triton makes a cluster one program. A kernel whose blocks are programs of their own, and which reads
+or writes another block's shared memory in inline PTX, is compiled with one block a program; only its launch says that
+there are clusters.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 def launches_clusters() -> bool:
     """Whether Triton's launcher is one that `launch_clusters` knows: Triton 3.6 to 3.9.
 
-    It gets (warps, blocks a cluster, bytes of shared memory), multiplies the grid's x by the second and makes clusters along x.
+    It gets (warps, blocks a cluster, bytes of shared memory), multiplies the grid's x by the second and makes
+    clusters along x.
     """
     from triton.backends.nvidia.compiler import CUDABackend
 

@@ -12,8 +12,9 @@ _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
     """int32 zeros that every kernel leaves zero: [at least count].
 
-    One buffer a stream, since launches on one stream do not overlap. During a graph capture a buffer cannot be created (its
-    zeros would be recorded, not written), so a first call inside a capture records a memset with every launch instead.
+    One buffer a stream, since launches on one stream do not overlap. During a graph capture a buffer cannot be
+    created (its zeros would be recorded, not written), so a first call inside a capture records a memset with every
+    launch instead.
     """
     stream = triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
     buffer = _counters.get((device, stream))

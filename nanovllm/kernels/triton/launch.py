@@ -1,6 +1,7 @@
 """Host-side arithmetic of launches. All of it is cheap: these lines run before every kernel of an eager step."""
 
 from functools import cache
+from typing import overload
 
 import torch
 
@@ -36,10 +37,18 @@ def warps_for(elements: int, per_thread: int = 8, most: int = 16) -> int:
     return max(1, min(most, next_power_of_2(elements // (32 * per_thread))))
 
 
+@overload
+def adjacent(x: torch.Tensor) -> torch.Tensor: ...
+@overload
+def adjacent(x: None) -> None: ...
+@overload
+def adjacent(x: torch.Tensor | None) -> torch.Tensor | None: ...
 def adjacent(x: torch.Tensor | None) -> torch.Tensor | None:
-    """x with the elements of its last dimension side by side, as kernels read vectors and tables; copied if strided or expanded.
+    """x with the elements of its last dimension side by side, as kernels read vectors and tables; copied if strided
+    or expanded.
 
-    A copy was written by the kernel in front: it is no parameter, for which `are_constant` would let a kernel read it early.
+    A copy was written by the kernel in front: it is no parameter, for which `are_constant` would let a kernel read it
+    early.
     """
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
@@ -47,8 +56,8 @@ def adjacent(x: torch.Tensor | None) -> torch.Tensor | None:
 def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
     """x [..., n] as rows that a kernel can address: (x, rows, inner, outer stride, inner stride).
 
-    Row r starts at (r // inner) * outer stride + (r % inner) * inner stride. That covers contiguous tensors, row-strided
-    matrices, and the [num_tokens, heads, head_dim] views of a fused projection. Anything else is copied.
+    Row r starts at (r // inner) * outer stride + (r % inner) * inner stride. That covers contiguous tensors,
+    row-strided matrices, and the [num_tokens, heads, head_dim] views of a fused projection. Anything else is copied.
     """
     n = x.shape[-1]
     if x.is_contiguous():

@@ -66,8 +66,9 @@ else:
     # libdevice.mul_rn would flush subnormals, which bfloat16 and float32 share.
     @triton.jit
     def product(x, y):
-        """float32 x * y, never contracted. A rounded product in a sum is else narrowed to 16 bits, and then fused with the sum
-        (fma.rn.bf16): its rounding is lost, and with it a last bit of one in five sums of two products."""
+        """float32 x * y, never contracted. A rounded product in a sum is else narrowed to 16 bits, and then fused
+        with the sum (fma.rn.bf16): its rounding is lost, and with it a last bit of one in five sums of two products.
+        """
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -91,7 +92,8 @@ else:
         """x as float32: two instructions for two bfloat16, where the compiler takes three."""
         if x.dtype == tl.bfloat16 and x.numel > 1:  # of a single element there are no two to pack
             return tl.inline_asm_elementwise(
-                "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+                "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True,
+                pack=2
             )  # fmt: skip
         else:
             return x.to(tl.float32)
@@ -160,14 +162,14 @@ def _gelu(x, dtype: tl.constexpr):
     if dtype == tl.float32:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif dtype == tl.bfloat16:
-        # The distribution function is the logistic function of x P(x^2), here with P to relative errors of 1.3e-3, a third
-        # of what rounding gives, for x above -5; below, the result is off by 2e-9 at most.
+        # The distribution function is the logistic function of x P(x^2), here with P to relative errors of 1.3e-3, a
+        # third of what rounding gives, for x above -5; below, the result is off by 2e-9 at most.
         u = x * x
         p = -2.2976465 + u * (-0.10939677 + u * (1.4235603e-3 + u * -1.3032e-5))
         return x * rcp(1.0 + ex2(x * p))
     else:
-        # The upper tail to 1e-7, in half the instructions (Abramowitz and Stegun, 7.1.26, of |x| / sqrt(2), coefficients
-        # halved).
+        # The upper tail to 1e-7, in half the instructions (Abramowitz and Stegun, 7.1.26, of |x| / sqrt(2),
+        # coefficients halved).
         t = rcp(1.0 + 0.23164189263955 * tl.abs(x))
         tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
         tail = tail * ex2((x * x) * -0.7213475204444817)

@@ -1,7 +1,8 @@
 """Compiling Triton's kernels several at a time, before they are needed.
 
-A kernel that is not on disk takes a second or more to compile, one after the other in the order of their first launch. Triton
-can compile in threads what is launched in its asynchronous mode; its compiler leaves Python's lock while it works.
+A kernel that is not on disk takes a second or more to compile, one after the other in the order of their first
+launch. Triton can compile in threads what is launched in its asynchronous mode; its compiler leaves Python's lock
+while it works.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _asked: ContextVar[set[tuple[int, str, int]] | None] = ContextVar("compiling_onl
 
 
 class _Replaced:
-    """Triton's launch and compilation, which are the process's: replaced while any thread is within the block, and put back by the last."""
+    """Triton's launch and compilation, which are the process's: replaced while any thread is within the block, and
+    put back by the last."""
 
     lock = Lock()
     threads = 0
@@ -29,9 +31,11 @@ class _Replaced:
 
 @contextmanager
 def compiling_only(threads: int | None = None) -> Iterator[None]:
-    """Within the block a launch of a Triton kernel by this thread compiles it and runs nothing; at its end all are compiled.
+    """Within the block a launch of a Triton kernel by this thread compiles it and runs nothing; at its end all are
+    compiled.
 
-    What kernels would have written is whatever was in that memory: run only what looks at no value. Everything else runs as ever.
+    What kernels would have written is whatever was in that memory: run only what looks at no value. Everything else
+    runs as ever.
 
     Args:
         threads: that compile; by default as many as there are processors.
@@ -70,7 +74,8 @@ def _launch_replaced() -> Iterator[None]:
                 launch(self, *args, grid=grid, warmup=True, **kwargs)  # nothing is returned that could be launched
 
             def compile_once(self, key, signature, device, *rest, **kwargs):
-                # Until a kernel is there, Triton works out anew at each launch where on disk it would be: half a millisecond.
+                # Until a kernel is there, Triton works out anew at each launch where on disk it would be: half a
+                # millisecond.
                 asked = _asked.get()
                 if asked is not None:
                     if (id(self), key, device) in asked:

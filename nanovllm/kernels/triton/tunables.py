@@ -1,11 +1,13 @@
 """What can be tuned: for each choice of a kernel, what it may depend on and what a plan must fulfil to launch at all.
 
-The built-in choices stay where they are, beside the kernels; a kernel takes them for every key that was not measured. What is a
-sensible plan, and so worth trying, is `perf.autotune`'s business. Classes and kernels are named, not imported.
+The built-in choices stay where they are, beside the kernels; a kernel takes them for every key that was not measured.
+What is a sensible plan, and so worth trying, is the business of `nanovllm.tune`. Classes and kernels are named, not
+imported.
 
-The same request must give the same bits where a kernel says so. Only prefill attention does, for a sequence whatever is beside it: its
-key has nothing that counts a batch. Decode attention cuts a sequence by the lengths beside it, and products and norms choose by the
-number of rows, with or without measurements. Elementwise kernels compute the same bits whatever the plan.
+The same request must give the same bits where a kernel says so. Only prefill attention does, for a sequence whatever
+is beside it: its key has nothing that counts a batch. Decode attention cuts a sequence by the lengths beside it, and
+products and norms choose by the number of rows, with or without measurements. Elementwise kernels compute the same
+bits whatever the plan.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def _row_kernel(name: str, plan: str, *kernels: str) -> Tunable:
     )  # fmt: skip
 
 
-_PIECES = "pieces:norm_pieces_kernel"  # of many rows, where a plan's warps and one row a program allow it; of few by layer_norm, with any plan
+# of many rows, where a plan's warps and one row a program allow it; of few by layer_norm, with any plan
+_PIECES = "pieces:norm_pieces_kernel"
 
 RMS_NORM = _row_kernel("rms_norm", "RowPlan", "norm:_rms_norm_kernel", _PIECES)
 ADD_RMS_NORM = _row_kernel("add_rms_norm", "WarpPlan", "norm:_add_rms_norm_kernel")
@@ -97,7 +100,7 @@ def _rotary(name: str) -> Tunable:
 ROTARY = _rotary("rotary")
 ROTARY_STORE = _rotary("rotary_store")
 
-# --------------------------------------------------------------------------------------------------------------- products
+# ---------------------------------------------------------------------------------------- products
 
 
 def _refuse_product(plan: Any, key: Key) -> str | None:
@@ -128,12 +131,13 @@ PRODUCT = Tunable(
     "product",
     {"m": int, "n": int, "k": int, "dtype": torch.dtype, "gated": bool, "tma": bool},
     (f"{_GEMM}.product_plan:StreamPlan", f"{_GEMM}.product_plan:TilePlan"),
-    (f"{_GEMM}.stream_kernel:stream_kernel", f"{_GEMM}.stream_kernel:add_splits", f"{_GEMM}.tiled_kernel:tile_kernel", f"{_GEMM}.tiled_kernel:tma_kernel"),
+    (f"{_GEMM}.stream_kernel:stream_kernel", f"{_GEMM}.stream_kernel:add_splits", f"{_GEMM}.tiled_kernel:tile_kernel",
+    f"{_GEMM}.tiled_kernel:tma_kernel"),
     _refuse_product,
     batch=("m",), rounded={"m": lambda m: bucket(m, steps=4)},
 )  # fmt: skip
-"""[m, k] x [n (gated: 2 n), k]^T with a row-major weight. m is a bucket, beyond 256 of a quarter of a power of two: how the last
-wave of tiles fills the GPU decides there."""
+"""[m, k] x [n (gated: 2 n), k]^T with a row-major weight. m is a bucket, beyond 256 of a quarter of a power of two:
+how the last wave of tiles fills the GPU decides there."""
 
 
 def product_key(m: int, n: int, k: int, dtype: torch.dtype, gated: bool, tma: bool) -> tuple[Any, ...]:
@@ -202,14 +206,15 @@ HOPPER_PRODUCT = Tunable(
     batch=("tokens",),
     rounded={"tokens": lambda tokens: hopper_product_tokens(tokens, 256)},
 )
-"""tokens: what a program that may have all of them is compiled for. split: whether float32 sums of parts of the columns are wanted, which
-the next kernel adds."""
+"""tokens: what a program that may have all of them is compiled for. split: whether float32 sums of parts of the
+columns are wanted, which the next kernel adds."""
 
 
 def hopper_product_tokens(tokens: int, block: int) -> int:
     """What programs are compiled for that share up to 256 tokens, each at most `block` of them.
 
-    Up to 128 it is a power of two, one tile; up to 256 the least of 8, 16, 32, 64, 96, 128, 160, 192 and 256, some of them two tiles.
+    Up to 128 it is a power of two, one tile; up to 256 the least of 8, 16, 32, 64, 96, 128, 160, 192 and 256, some of
+    them two tiles.
     """
     if block == 128 or tokens <= 64:
         return min(128, max(8, bucket(tokens)))
@@ -222,7 +227,7 @@ def hopper_product_key(
     return hopper_product_tokens(tokens, 256), outputs, size, dtype, gated, split
 
 
-# -------------------------------------------------------------------------------------------------------------- attention
+# --------------------------------------------------------------------------------------- attention
 
 
 def _refuse_tile(plan: Any, key: Key) -> str | None:
@@ -236,7 +241,8 @@ def _refuse_tile(plan: Any, key: Key) -> str | None:
 ATTENTION_DECODE = Tunable(
     "attention_decode",
     {
-        "num_seqs": int, "kv_heads": int, "group": int, "head_dim": int, "dtype": torch.dtype, "cache_dtype": torch.dtype,
+        "num_seqs": int, "kv_heads": int, "group": int, "head_dim": int, "dtype": torch.dtype,
+        "cache_dtype": torch.dtype,
         "block_size": int, "rotate": bool,
     },
     (f"{_ATTENTION}.decode_plan:DecodePlan",),
@@ -244,12 +250,16 @@ ATTENTION_DECODE = Tunable(
     _refuse_tile,
     batch=("num_seqs",), rounded={"num_seqs": bucket},
 )  # fmt: skip
-"""No lengths: a captured graph replays with any. rotate: whether the kernel also norms, rotates and stores the new token."""
+"""No lengths: a captured graph replays with any.
+
+rotate: whether the kernel also norms, rotates and stores the new token.
+"""
 
 ATTENTION_DECODE_HOPPER = Tunable(
     "attention_decode_hopper",
     {
-        "num_seqs": int, "kv_heads": int, "group": int, "head_dim": int, "dtype": torch.dtype, "cache_dtype": torch.dtype,
+        "num_seqs": int, "kv_heads": int, "group": int, "head_dim": int, "dtype": torch.dtype,
+        "cache_dtype": torch.dtype,
         "block_size": int, "new": bool,
     },
     (f"{_ATTENTION}.decode_plan:HopperDecodePlan",),
@@ -257,7 +267,10 @@ ATTENTION_DECODE_HOPPER = Tunable(
     lambda plan, key: plan.refused(key["head_dim"], key["block_size"], key["cache_dtype"].itemsize, key["group"]),
     batch=("num_seqs",), rounded={"num_seqs": bucket},
 )  # fmt: skip
-"""As `ATTENTION_DECODE`, for what the kernel for Hopper takes there. new: whether the last token comes with the call."""
+"""As `ATTENTION_DECODE`, for what the kernel for Hopper takes there.
+
+new: whether the last token comes with the call.
+"""
 
 _PREFILL = {"group": int, "head_dim": int, "dtype": torch.dtype, "cache_dtype": torch.dtype, "block_size": int}
 
@@ -273,8 +286,8 @@ ATTENTION_PREFILL = Tunable(
     (f"{_ATTENTION}.prefill_kernel:prefill_kernel",), _refuse_prefill,
     rounded={"few_rows": lambda rows: rows and min(64, max(16, bucket(rows)))},
 )  # fmt: skip
-"""few_rows: the query rows of the longest run where these are at most 64, as a bucket, since such runs have always had plans of their
-own; else 0."""
+"""few_rows: the query rows of the longest run where these are at most 64, as a bucket, since such runs have always
+had plans of their own; else 0."""
 
 
 def _refuse_hopper(plan: Any, key: Key) -> str | None:
@@ -293,8 +306,10 @@ ATTENTION_PREFILL_HOPPER = Tunable(
 ALL: Mapping[str, Tunable] = {
     t.name: t
     for t in (
-        RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SOFTMAX, ACTIVATE_AND_MUL, ACTIVATION, ADD_ACTIVATION, MUL_ADD, EMBEDDING, ROTARY,
-        ROTARY_STORE, PRODUCT, SMALL_PRODUCT, HOPPER_PRODUCT, ATTENTION_DECODE, ATTENTION_DECODE_HOPPER, ATTENTION_PREFILL,
+        RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SOFTMAX, ACTIVATE_AND_MUL, ACTIVATION, ADD_ACTIVATION, MUL_ADD, EMBEDDING,
+        ROTARY,
+        ROTARY_STORE, PRODUCT, SMALL_PRODUCT, HOPPER_PRODUCT, ATTENTION_DECODE, ATTENTION_DECODE_HOPPER,
+        ATTENTION_PREFILL,
         ATTENTION_PREFILL_HOPPER,
     )
 }  # fmt: skip

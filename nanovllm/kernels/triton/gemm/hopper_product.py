@@ -19,11 +19,13 @@ _TILE = 64
 # Numbers of tokens that are two tiles: how many are in the first.
 _FIRST = {96: 64, 160: 128, 192: 128, 256: 128}
 _BLOCK = 128
-# Above this many tokens the library is the faster one. For large weights, which blocks of tokens would read again, it is so earlier.
+# Above this many tokens the library is the faster one. For large weights, which blocks of tokens would read again, it
+# is so earlier.
 MAX_TOKENS = 256
 _MOST_OF_LARGE = 192
 _LARGE_WEIGHT = 8 << 20
-# Shared memory for tiles: of a program that has a multiprocessor to itself or shares it with one of the next kernel, of two and of three.
+# Shared memory for tiles: of a program that has a multiprocessor to itself or shares it with one of the next kernel,
+# of two and of three.
 _ROOM = 200 << 10
 _HALF = 108 << 10
 _THIRD = 74 << 10
@@ -49,7 +51,8 @@ class HopperProductPlan:
 def plan_hopper_product(
     num_tokens: int, num_rows: int, size: int, may_split: bool, multiprocessors: int
 ) -> HopperProductPlan:
-    """For x [num_tokens, size] and a weight of `num_rows` rows. Measured on an H200 in whole layers of Qwen3-0.6B and 8B.
+    """For x [num_tokens, size] and a weight of `num_rows` rows. Measured on an H200 in whole layers of Qwen3-0.6B and
+    8B.
 
     Args:
         may_split: whether float32 sums of parts of the columns are wanted.
@@ -62,7 +65,8 @@ def plan_hopper_product(
         wanted = cdiv(columns, 12) if columns < 64 else columns // 32
         splits = max(1, min(wanted, waves * multiprocessors // tiles))
     columns = cdiv(columns, splits)
-    # Two tiles of tokens: of a large weight, which is then read once, and of sums that are split, where two blocks would be half empty.
+    # Two tiles of tokens: of a large weight, which is then read once, and of sums that are split, where two blocks
+    # would be half empty.
     wide = num_tokens > 64 if num_rows * size >= _LARGE_WEIGHT else may_split and _BLOCK < num_tokens <= _MOST_OF_LARGE
     block = 2 * _BLOCK if wide else _BLOCK
     group = (ROWS + tunables.hopper_product_tokens(num_tokens, block)) * _TILE * 2
@@ -97,8 +101,8 @@ def _is_hopper(index: int) -> bool:
 def worth(num_rows: int, size: int, gated: bool, dtype: torch.dtype) -> range:
     """The numbers of tokens that products with a weight of this shape are worth it for, on a GPU that has them.
 
-    Measured on an H200 with the decoder layers and the LM head of Qwen3. A layer's weights share the hidden size, the lesser of
-    their two, so that they are all taken for one token, or none is.
+    Measured on an H200 with the decoder layers and the LM head of Qwen3. A layer's weights share the hidden size, the
+    lesser of their two, so that they are all taken for one token, or none is.
     """
     if dtype not in (torch.bfloat16, torch.float16) or size <= 0 or size % _TILE:
         return range(0)
@@ -116,7 +120,8 @@ def num_tokens_taken(weight: torch.Tensor, gated: bool = False) -> range:
         weight.is_cuda and _is_hopper(weight.device.index) and weight.is_contiguous() and weight.data_ptr() % 16 == 0
     ):
         return range(0)
-    return worth(*weight.shape, gated, weight.dtype)
+    rows, size = weight.shape
+    return worth(rows, size, gated, weight.dtype)
 
 
 # Rows of a weight whose products are few programs, if they have all of its columns: a quarter of the GPU's.
@@ -128,10 +133,11 @@ _MOST_READ = 640 << 10
 def most_tokens_whole(num_rows: int, size: int, itemsize: int = 2) -> int:
     """Up to how many tokens a product is worth it whose columns are not split, as in `linear`; `worth` is about any.
 
-    On an H200 each of few programs reads, of the weight and of all tokens, about 100 bytes a ns: 8 x 1024 x 2048 takes 3.7 us,
-    8 x 1024 x 3072 5.1 and 64 x 1024 x 3072 8.9; the library takes 5.9, 7.5 and 7.9. The limit between 8 and 64 is an estimate.
-    160 x 4096 x 1024 takes 7.4 and the library 5.8, 256 x 4096 x 1024 6.5 and 6.7; but behind the library's product attention starts
-    only when that has ended. 160 x 6144 x 4096 takes 24 and the library 20.
+    On an H200 each of few programs reads, of the weight and of all tokens, about 100 bytes a ns: 8 x 1024 x 2048
+    takes 3.7 us, 8 x 1024 x 3072 5.1 and 64 x 1024 x 3072 8.9; the library takes 5.9, 7.5 and 7.9. The limit between
+    8 and 64 is an estimate. 160 x 4096 x 1024 takes 7.4 and the library 5.8, 256 x 4096 x 1024 6.5 and 6.7; but
+    behind the library's product attention starts only when that has ended. 160 x 6144 x 4096 takes 24 and the library
+    20.
     """
     if num_rows > _FEW_ROWS:
         return MAX_TOKENS if num_rows * size < _LARGE_WEIGHT else _BLOCK
@@ -151,7 +157,8 @@ def num_tokens_whole(weight: torch.Tensor) -> range:
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, whole: bool = False) -> bool:
-    """Whether `product` can and should be used for x [num_tokens, size]; whole: with columns that are not split, not gated."""
+    """Whether `product` can and should be used for x [num_tokens, size]; whole: with columns that are not split, not
+    gated."""
     aligned = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if not aligned or x.dtype != weight.dtype:
         return False
@@ -174,7 +181,8 @@ def product(
     """x W^T + b, or if gated silu(x G^T) * (x U^T), for what `takes` says.
 
     Args:
-        x: [num_tokens, size], bfloat16 or float16; weight: [rows, size], if gated the rows of the gate, then those of the up projection.
+        x: [num_tokens, size], bfloat16 or float16; weight: [rows, size], if gated the rows of the gate, then those of
+            the up projection.
         split: leave float32 sums [splits, num_tokens, rows] of parts of the columns, without bias.
         plan: instead of the tuned one, or where there is none of the one that `plan_hopper_product` picks.
     """

@@ -1,14 +1,18 @@
-"""y = x W^T for up to a few hundred tokens, for Hopper: the weights stream through shared memory once, into its tensor cores.
+"""y = x W^T for up to a few hundred tokens, for Hopper: the weights stream through shared memory once, into its
+tensor cores.
 
-A program has 64 rows of the weight, the M of the tensor-core instruction, and up to 256 tokens, its N: in one tile or in two. The last
-tile of tokens may overlap the one before, so that it ends where the tokens do: the copy engine takes twice the time and more for rows
-that there are not. One thread asks it for the first tiles of the weight before the program waits for the kernel before it, and for
-the tokens after that; tiles that are used up make room for later ones. So while a kernel waits, the next one's weights are on their way, and what
-remains between two kernels is about the latency of one read of the tokens.
+A program has 64 rows of the weight, the M of the tensor-core instruction, and up to 256 tokens, its N: in one tile or
+in two. The last tile of tokens may overlap the one before, so that it ends where the tokens do: the copy engine takes
+twice the time and more for rows that there are not. One thread asks it for the first tiles of the weight before the
+program waits for the kernel before it, and for the tokens after that; tiles that are used up make room for later
+ones. So while a kernel waits, the next one's weights are on their way, and what remains between two kernels is about
+the latency of one read of the tokens.
 
-With SPLITS the columns of the weight are dealt out to programs too. Each leaves float32 sums, which `sum_norm_kernel` adds up.
+With SPLITS the columns of the weight are dealt out to programs too. Each leaves float32 sums, which `sum_norm_kernel`
+adds up.
 
-It is written in Gluon, Triton's lower level: Triton itself would take the weights through registers, or wait before it asks for them.
+It is written in Gluon, Triton's lower level: Triton itself would take the weights through registers, or wait before
+it asks for them.
 """
 
 from triton.experimental import gluon
@@ -51,7 +55,8 @@ def load_tokens(descriptor, tiles, full, chunk, first_token):
 
 @gluon.jit
 def store(
-    sums, bias, y, tile, split, first_token, num_tokens, dtype: gl.constexpr, TOKENS: gl.constexpr, OUTPUTS: gl.constexpr,
+    sums, bias, y, tile, split, first_token, num_tokens, dtype: gl.constexpr, TOKENS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """The outputs of sums [64, TOKENS] of the tokens from `first_token` on."""
@@ -76,7 +81,9 @@ def store(
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def hopper_product_kernel(
-    weight,  # boxes of [CHUNKS, 64, 64] of [SIZE / 64, rows, 64]; if GATED of [CHUNKS, 4, 2, 8, 64] of [SIZE / 64, rows / 16, 2, 8, 64]
+    # boxes of [CHUNKS, 64, 64] of [SIZE / 64, rows, 64]; if GATED of [CHUNKS, 4, 2, 8, 64] of [SIZE / 64, rows / 16,
+    # 2, 8, 64]
+    weight,
     x,  # boxes of [CHUNKS, TOKENS, 64] of [SIZE / 64, num_tokens, 64]
     x_more,  # boxes of [CHUNKS, MORE, 64] of the same, if MORE
     bias,  # [OUTPUTS], if BIAS

@@ -1,8 +1,9 @@
 """How `products` cuts a product into programs.
 
-A plan is a function of the shape alone, never of a measurement at run time. So results have the same bits every time, and a
-CUDA graph may record any call. The constants below are microseconds measured on an H200 (bfloat16, PyTorch 2.11, Triton
-3.6). They rank the plans of one shape. On another GPU the ranking is still sensible, and results are right with any plan.
+A plan is a function of the shape alone, never of a measurement at run time. So results have the same bits every time,
+and a CUDA graph may record any call. The constants below are microseconds measured on an H200 (bfloat16, PyTorch
+2.11, Triton 3.6). They rank the plans of one shape. On another GPU the ranking is still sensible, and results are
+right with any plan.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def _stream_plan(m: int, sums: int, k: int, sms: int) -> StreamPlan:
 
 
 def _splits(programs: int, blocks: int, outputs: int, sms: int) -> int:
-    """Into how many parts of k to divide the work of each of `programs`, which have `blocks` of 64 x 128 elements each."""
+    """Into how many parts of k to divide the work of each of `programs`, which have `blocks` of 64 x 128 elements
+    each."""
 
     def cost(splits: int) -> float:
         read = programs * blocks * 64 * 128 * 2 / _READ
@@ -123,7 +125,7 @@ def _add_splits(splits: int, outputs: int) -> float:
 
 def _tma_plan(m: int, n: int, sums: int, k: int, gated: bool, sms: int) -> TilePlan:
     read = 2 * (sums * k + m * k) / _READ
-    best, least = None, float("inf")
+    best, least = (0, 0, 0), float("inf")
     for (block_m, width), step in _TILES.items():
         block_n = width // 2 if gated else width
         tiles = cdiv(m, block_m) * cdiv(n, block_n)

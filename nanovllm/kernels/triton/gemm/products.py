@@ -1,4 +1,5 @@
-"""The ops `linear_bias_act` and `gated_mlp`, and `linear_silu_and_mul` of many tokens, on `stream_kernel` and `tiled_kernel`."""
+"""The ops `linear_bias_act` and `gated_mlp`, and `linear_silu_and_mul` of many tokens, on `stream_kernel` and
+`tiled_kernel`."""
 
 from __future__ import annotations
 
@@ -18,19 +19,23 @@ from nanovllm.kernels.triton.launch import adjacent, num_sms
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 MANY_TOKENS = 4096
-"""From here on `silu_and_mul_of_many` uses its one plan: there are enough tiles that the last wave of programs hardly counts."""
+"""From here on `silu_and_mul_of_many` uses its one plan: there are enough tiles that the last wave of programs hardly
+counts."""
 _MOST_COLUMNS = 2048
 _MANY_PLAN = TilePlan(128, 128, 64, 16, 1, 8, 4, tma=True, flatten=True)
 
 TMA_SHARED = 227 << 10
-"""Bytes of shared memory that the tiles of the TMA kernel take at most. Data-center GPUs have as much, others do not."""
+"""Bytes of shared memory that the tiles of the TMA kernel take at most.
+
+Data-center GPUs have as much, others do not.
+"""
 
 
 @cache
 def features(device: torch.device) -> tuple[bool, bool]:
     """Whether a kernel can be launched while the one before it runs, and whether the TMA kernel's tiles have room."""
     dependent = has_dependent_launch(device)
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if dependent else 0
+    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) if dependent else 0
     return dependent, room >= TMA_SHARED
 
 
@@ -79,7 +84,8 @@ def many_tokens(weight: torch.Tensor) -> range:
 
 
 def silu_and_mul_of_many(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The op `linear_silu_and_mul` for many tokens: x [num_tokens, size] that `tma_fits`, num_tokens in `many_tokens(weight)`."""
+    """The op `linear_silu_and_mul` for many tokens: x [num_tokens, size] that `tma_fits`, num_tokens in
+    `many_tokens(weight)`."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     gemm(x, weight, None, out, "silu", True, _MANY_PLAN, "ieee", features(x.device)[0], num_sms(x), stepwise=True)
     return out
@@ -92,7 +98,10 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 def linear_bias_act(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none"
 ) -> torch.Tensor:
-    """The op `linear_bias_act`, rounded once. Takes any strides; x of more than two dimensions is copied if it must be."""
+    """The op `linear_bias_act`, rounded once.
+
+    Takes any strides; x of more than two dimensions is copied if it must be.
+    """
     check_linear(x, weight, bias, activation)
     out = matmul(_matrix(x), weight, adjacent(bias), activation, False)
     return out.view(*x.shape[:-1], weight.shape[0])

@@ -1,10 +1,11 @@
-"""y = norm(x + residual) W^T for a few tokens: on the multiply-add units, and from 2 tokens on also on the tensor cores.
+"""y = norm(x + residual) W^T for a few tokens: on the multiply-add units, and from 2 tokens on also on the tensor
+cores.
 
-A step of a few tokens reads every weight once, so its time is the time to read: reads must be wide, many must be in flight,
-and none may wait without need. A program therefore asks for all of its weights first, and only then waits for the kernel
-before it (programmatic dependent launch), whose result is its input. It lets the kernel after it start at once, which does
-the same. So the weights of the next kernels stream into registers or shared memory while this one still computes. How many
-do depends on how few registers a kernel uses for anything but weights.
+A step of a few tokens reads every weight once, so its time is the time to read: reads must be wide, many must be in
+flight, and none may wait without need. A program therefore asks for all of its weights first, and only then waits for
+the kernel before it (programmatic dependent launch), whose result is its input. It lets the kernel after it start at
+once, which does the same. So the weights of the next kernels stream into registers or shared memory while this one
+still computes. How many do depends on how few registers a kernel uses for anything but weights.
 
 Both kernels round as the ops that they fuse.
 """
@@ -62,7 +63,8 @@ def vector_kernel(
     y,  # [TOKENS, num_rows]
     new_residual,  # [TOKENS, SIZE], if ADD
     num_rows, x_stride, residual_stride, eps,
-    TOKENS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # of the weight, a program; half of them gate, half up, if GATED
     BLOCK: tl.constexpr,  # columns of a tile: 16 bytes a lane, so that the warps lie side by side along a row
     LANE: tl.constexpr,  # elements in 16 bytes
@@ -123,7 +125,8 @@ def vector_kernel(
 @triton.jit
 def matrix_kernel(
     x, residual, norm_weight, weight, bias, y, new_residual, num_tokens, num_rows, x_stride, residual_stride, eps,
-    TOKENS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # of the weight, a program; half of them gate, half up, if GATED
     SPLIT: tl.constexpr,  # parts that a block of columns has, one a warp
     DEPTH: tl.constexpr,  # columns of a part
@@ -134,11 +137,12 @@ def matrix_kernel(
     """As `vector_kernel` for num_tokens tokens, at most TOKENS, on the tensor cores.
 
     The weights go on to shared memory, still before the wait. They are the first operand, whose 16 rows a tensor-core
-    instruction fills; the tokens are its columns, so 8 of them cost no padding. The columns of a row are dealt out to the
-    warps (the batch dimension of the product). Each warp sums its own; the sums are added at the end, in a fixed order.
+    instruction fills; the tokens are its columns, so 8 of them cost no padding. The columns of a row are dealt out to
+    the warps (the batch dimension of the product). Each warp sums its own; the sums are added at the end, in a fixed
+    order.
 
-    With LATE no product waits for the sum of squares, and no input is held until it is known, so that more tokens fit. An input
-    times the norm's weight is rounded once instead of twice; float16 could overflow there.
+    With LATE no product waits for the sum of squares, and no input is held until it is known, so that more tokens
+    fit. An input times the norm's weight is rounded once instead of twice; float16 could overflow there.
     """
     dtype: tl.constexpr = y.dtype.element_ty
     BLOCK: tl.constexpr = SPLIT * DEPTH

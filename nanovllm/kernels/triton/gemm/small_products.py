@@ -1,11 +1,12 @@
-"""The products of a decoder layer for few tokens as ops: a kernel or two each where a plan exists, else the ops that they fuse.
+"""The products of a decoder layer for few tokens as ops: a kernel or two each where a plan exists, else the ops that
+they fuse.
 
-`linear_silu_and_mul` has a kernel for many tokens too. Strided vectors are copied. A weight that is not contiguous goes to
-the library.
+`linear_silu_and_mul` has a kernel for many tokens too. Strided vectors are copied. A weight that is not contiguous
+goes to the library.
 
-With dependent launch a kernel reads its weights, of the product and of the norm, while the kernel before it may still run.
-So kernels are launched like that only if the weights are parameters, which no kernel writes (`are_constant`). Inputs may be
-what the kernel before writes.
+With dependent launch a kernel reads its weights, of the product and of the norm, while the kernel before it may still
+run. So kernels are launched like that only if the weights are parameters, which no kernel writes (`are_constant`).
+Inputs may be what the kernel before writes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def _launch(
     grid = (cdiv(num_outputs, outputs),)
     if isinstance(plan, VectorPlan):
         vector_kernel[grid](
-            *tensors, *numbers, TOKENS=num_tokens, BLOCK=plan.block, LANE=16 // x.element_size(), num_warps=plan.warps, **constants
+            *tensors, *numbers, TOKENS=num_tokens, BLOCK=plan.block, LANE=16 // x.element_size(),
+            num_warps=plan.warps, **constants
         )  # fmt: skip
     else:
         matrix_kernel[grid](

@@ -1,8 +1,9 @@
 """Few tokens: the weight streams through the multiprocessors once, and reading it is the cost.
 
-One token runs on the ordinary units, more on the tensor cores with the weight as the left operand and the tokens, padded
-to a power of two, as the right one. Where the rows of the weight are too few to keep every multiprocessor reading, programs
-share a row's sum (SPLIT), and a second kernel adds their parts in order: no atomics, the same bits every time.
+One token runs on the ordinary units, more on the tensor cores with the weight as the left operand and the tokens,
+padded to a power of two, as the right one. Where the rows of the weight are too few to keep every multiprocessor
+reading, programs share a row's sum (SPLIT), and a second kernel adds their parts in order: no atomics, the same bits
+every time.
 """
 
 import torch
@@ -78,9 +79,10 @@ def stream(
 ) -> None:  # fmt: skip
     """out [m, n] = kind(x [m, k] @ weight^T + bias) for m up to plan.tokens; see `products.matmul`.
 
-    pdl: launch while the kernel before still runs, and wait for it on the device.
-    early: with pdl and for one token, load the weight before that wait. Right only if the kernel before does not write the
-        weight and itself waits, before it lets this one start, for all that came earlier, as the gate-up kernel of `gated_mlp` does.
+    pdl: launch while the kernel before still runs, and wait for it on the device. early: with pdl and for one token,
+    load the weight before that wait. Right only if the kernel before does not write the
+        weight and itself waits, before it lets this one start, for all that came earlier, as the gate-up kernel of
+        `gated_mlp` does.
     """
     m, k = x.shape
     n = out.shape[1]

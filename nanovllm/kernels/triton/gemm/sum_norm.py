@@ -50,7 +50,8 @@ def sum_norm_kernel(
 def sum_add_rms_norm(
     parts: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm of residual + the sum of parts [splits, num_tokens, size], that sum), each rounded as `add_rms_norm` rounds."""
+    """(the norm of residual + the sum of parts [splits, num_tokens, size], that sum), each rounded as `add_rms_norm`
+    rounds."""
     splits, num_tokens, size = parts.shape
     residual = residual.contiguous()
     norm_weight, bias = adjacent(norm_weight), adjacent(bias)

@@ -1,7 +1,7 @@
 """Many tokens: a tiled product whose cost is arithmetic.
 
-Two kernels: one with pointers, for any strides, alignment and GPU; and one whose tiles the Tensor Memory Accelerator (Hopper
-and later) brings and takes, in as many programs as there are multiprocessors.
+Two kernels: one with pointers, for any strides, alignment and GPU; and one whose tiles the Tensor Memory Accelerator
+(Hopper and later) brings and takes, in as many programs as there are multiprocessors.
 """
 
 import torch
@@ -71,12 +71,12 @@ def tma_kernel(
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, HALVES: tl.constexpr, ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [programs], each with every programs-th tile. x, weight and, but for splits, out are tensor descriptors: what lies
-    outside of a tensor reads as zero and is not written.
+    """Grid [programs], each with every programs-th tile. x, weight and, but for splits, out are tensor descriptors:
+    what lies outside of a tensor reads as zero and is not written.
 
     GATED: the weight is seen as [2, n, k], so that one load brings the rows of the gate and then those of the up
-    projection, and one product multiplies both; with ROUND (and without splits) gate, up and activation are each rounded. HALVES:
-    finish and store a wide tile in two pieces, since erf needs registers.
+    projection, and one product multiplies both; with ROUND (and without splits) gate, up and activation are each
+    rounded. HALVES: finish and store a wide tile in two pieces, since erf needs registers.
     """
     if PDL:
         gdc_wait()
@@ -156,7 +156,8 @@ def gemm(
             if gated
             else TensorDescriptor.from_tensor(weight, tile),
             bias,
-            target if split else TensorDescriptor.from_tensor(out, [plan.block_m, plan.block_n // (2 if halves else 1)]),
+            target if split else TensorDescriptor.from_tensor(out, [plan.block_m,
+            plan.block_n // (2 if halves else 1)]),
             m, n, k, k_split, kind, gated, plan.splits, plan.block_m, plan.block_n, plan.block_k, plan.group_m,
             plan.flatten, halves, stepwise, pdl, num_warps=plan.warps, num_stages=plan.stages, **launch_options(pdl),
         )  # fmt: skip
@@ -172,7 +173,8 @@ def gemm(
 
 
 def tma_fits(*tensors: torch.Tensor) -> bool:
-    """Whether matrices are aligned as the Tensor Memory Accelerator needs them: 16 bytes, rows side by side in memory."""
+    """Whether matrices are aligned as the Tensor Memory Accelerator needs them: 16 bytes, rows side by side in
+    memory."""
     return all(
         t.stride(1) == 1
         and t.stride(0) * t.element_size() % 16 == 0

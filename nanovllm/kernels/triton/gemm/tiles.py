@@ -27,7 +27,8 @@ else:
 def weight_rows(first, n, ROWS: tl.constexpr, GATED: tl.constexpr):
     """The rows of a weight for the ROWS sums that belong to the outputs from `first` on, and which of them exist.
 
-    GATED: n is half the weight's rows, an output needs a row of the gate and one of the up projection, and they alternate.
+    GATED: n is half the weight's rows, an output needs a row of the gate and one of the up projection, and they
+    alternate.
     """
     r = tl.arange(0, ROWS)
     if GATED:
@@ -57,7 +58,8 @@ def multiply_vector(
 ):  # fmt: skip
     """w[rows, first:end] @ x[first:end]: [rows]. For one token, where the loads of w are all that counts.
 
-    EARLY: the kernel before may still be writing x, but not w; each tile of w is loaded a step ahead, the first before the wait.
+    EARLY: the kernel before may still be writing x, but not w; each tile of w is loaded a step ahead, the first
+    before the wait.
     """
     cols = tl.arange(0, BLOCK_K)
     acc = tl.zeros([w_rows.shape[0], BLOCK_K], tl.float32)
@@ -124,7 +126,8 @@ def multiply_two_tiles(
 
 @triton.jit
 def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(tile row, tile column) of a program: GROUP_M rows of tiles at a time, so that what runs together shares operands."""
+    """(tile row, tile column) of a program: GROUP_M rows of tiles at a time, so that what runs together shares
+    operands."""
     per_group = GROUP_M * tiles_n
     first = index // per_group * GROUP_M
     rows = tl.minimum(tiles_m - first, GROUP_M)
@@ -152,8 +155,8 @@ def store_sums(
 ):  # fmt: skip
     """Finish and store sums [rows, cols] of the outputs from column `first` on. `rows` are rows of the output.
 
-    GATED: sums of the gate and the up projection alternate. SPLIT: the sums are a part of each, so they go as they are to
-    place `split` of `out`, [splits, m, n or if GATED 2 n] float32; `add_splits` finishes them.
+    GATED: sums of the gate and the up projection alternate. SPLIT: the sums are a part of each, so they go as they
+    are to place `split` of `out`, [splits, m, n or if GATED 2 n] float32; `add_splits` finishes them.
     """
     if SPLIT:
         width = n

@@ -1,7 +1,8 @@
 """Elementwise chains in one pass: gelu(x + bias) and a * b + c.
 
-An operand is either a full tensor or one row that is broadcast: a matrix with a row stride of 0, which is loaded as wide
-as any other (from the cache), without taking an index modulo the row's length. A program takes a piece of one row.
+An operand is either a full tensor or one row that is broadcast: a matrix with a row stride of 0, which is loaded as
+wide as any other (from the cache), without taking an index modulo the row's length. A program takes a piece of one
+row.
 """
 
 import torch
@@ -23,7 +24,10 @@ def _add_activation_kernel(
     KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, STREAM: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """EVEN: BLOCK divides size. STREAM: neither x nor y is to stay in the cache. DEPENDENT: as `small_elementwise` says."""
+    """EVEN: BLOCK divides size.
+
+    STREAM: neither x nor y is to stay in the cache. DEPENDENT: as `small_elementwise` says.
+    """
     dtype = y.dtype.element_ty
     row, piece = piece_of_row(blocks, BLOCKS)
     start = piece.to(tl.int64) * BLOCK
@@ -69,7 +73,8 @@ def _mul_add_kernel(
 
 
 def _operands(x: torch.Tensor, others: dict[str, torch.Tensor]):
-    """(x, rows, size, [stride of x and of each other], the others): one long row where nothing is broadcast or strided."""
+    """(x, rows, size, [stride of x and of each other], the others): one long row where nothing is broadcast or
+    strided."""
     n = x.shape[-1]
     for name, t in others.items():
         if t.shape != x.shape and t.shape != (n,):
@@ -123,7 +128,10 @@ def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh
 
 
 def element_wise_mul_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """The op `element_wise_mul_add`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
+    """The op `element_wise_mul_add`.
+
+    Takes row-strided matrices as they are; other non-contiguous tensors are copied.
+    """
     y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if not a.numel():
         return y

@@ -33,8 +33,8 @@ _MOST_PACKED = 0x7C00  # infinity in float16
 def _kept(v, halves, limit):
     """16-bit v where the low 15 bits of its random half are at least `limit`, else 0; limit is at most _MOST_PACKED.
 
-    In two instructions for two elements: without their signs, float16 numbers compare as their bits do, with NaN, which the
-    unordered comparison takes for larger, above infinity.
+    In two instructions for two elements: without their signs, float16 numbers compare as their bits do, with NaN,
+    which the unordered comparison takes for larger, above infinity.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; abs.f16x2 t, $2; set.geu.u32.f16x2 t, t, $3; and.b32 $0, $1, t; }",
@@ -46,9 +46,9 @@ def _kept(v, halves, limit):
 def _scaled(v, high, low, LOW: tl.constexpr):
     """bfloat16 v * (high + low) in at most two instructions for two elements, where float32 takes seven.
 
-    high is a bfloat16; low is rounded to one, positive (so that infinity stays) if LOW, else 0. The product with low is rounded
-    too: for five probabilities in six that never changes the result, else it does for 1 to 5 of the 128 significands that v
-    may have, by one unit in the last place.
+    high is a bfloat16; low is rounded to one, positive (so that infinity stays) if LOW, else 0. The product with low
+    is rounded too: for five probabilities in six that never changes the result, else it does for 1 to 5 of the 128
+    significands that v may have, by one unit in the last place.
     """
     if LOW:
         return tl.inline_asm_elementwise(
@@ -76,10 +76,10 @@ def _chain_kernel(
     DROPOUT: tl.constexpr, PACKED: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     PIECES: tl.constexpr, EVEN: tl.constexpr, MANY: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """EVEN: PIECES * BLOCK = size, always with more than one piece. MANY: none of x, residual and y is to stay in the cache, and weight
-    and bias are loaded when they are used, if there is more than one piece. AHEAD: the random bits, which need no input, are computed
-    while the row is on its way. DEPENDENT: launched before the kernel that writes x has ended. limit: dropout keeps where the low 15
-    bits of the random half are at least as large.
+    """EVEN: PIECES * BLOCK = size, always with more than one piece. MANY: none of x, residual and y is to stay in the
+    cache, and weight and bias are loaded when they are used, if there is more than one piece. AHEAD: the random bits,
+    which need no input, are computed while the row is on its way. DEPENDENT: launched before the kernel that writes x
+    has ended. limit: dropout keeps where the low 15 bits of the random half are at least as large.
 
     PACKED: of 16-bit elements two at a time; then, of bfloat16, scale + scale_low is the factor, as in `_scaled`.
     """
@@ -106,7 +106,8 @@ def _chain_kernel(
         if not LATE:
             w, b = weights[i], biases[i]
         else:
-            # Of many rows, which hide what these take from L2: in registers all along they would cost every third program.
+            # Of many rows, which hide what these take from L2: in registers all along they would cost every third
+            # program.
             w, b = tl.load(weight + place), tl.load(bias + place)
         v = layer_normed(loaded[i], statistics, not LATE or dtype == tl.float32) * wide(w) + wide(b)
         v = to_dtype(rounded(v, dtype) + others[i].to(tl.float32), dtype)
@@ -169,7 +170,8 @@ def layernorm_residual_dropout_gelu(
         low = 0.0
         if packed and x.dtype == torch.bfloat16:
             scale, low = _split(scale)
-        # Measured on an H200: 3 to 5 % less for float32 rows of 1024, nothing for 16 bits, where it costs programs a multiprocessor.
+        # Measured on an H200: 3 to 5 % less for float32 rows of 1024, nothing for 16 bits, where it costs programs a
+        # multiprocessor.
         ahead = limit > 0 and many and x.element_size() == 4 and pieces * block <= _MOST_AHEAD * 32 * warps
         _chain_kernel[(rows,)](
             x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, low,

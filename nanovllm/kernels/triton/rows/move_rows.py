@@ -14,7 +14,8 @@ from nanovllm.kernels.triton.rows.pieces import MANY_ROWS
 
 @triton.jit
 def to_fp8(x):
-    """float32 -> the bits of the nearest float8_e4m3fn, ties to even, as uint8; beyond +-448 the largest one, NaN stays NaN.
+    """float32 -> the bits of the nearest float8_e4m3fn, ties to even, as uint8; beyond +-448 the largest one, NaN
+    stays NaN.
 
     In integer operations, so that GPUs without a conversion instruction run it too.
     """
@@ -33,7 +34,8 @@ def to_fp8(x):
 def quantised(x, scale_ptr, head, dtype: tl.constexpr, SCALES: tl.constexpr, FP8: tl.constexpr):
     """x / scale as a cache of `dtype` has it. SCALES: 0 none, 1 one, 2 one a head.
 
-    `head`, the heads of x's elements, broadcasts to x and is within bounds also where x is not used. FP8: float8_e4m3fn's bits, as uint8.
+    `head`, the heads of x's elements, broadcasts to x and is within bounds also where x is not used. FP8:
+    float8_e4m3fn's bits, as uint8.
     """
     if SCALES == 1:
         x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(tl.load(scale_ptr), x.shape))
@@ -54,7 +56,8 @@ def store_quantised(target, x, scale_ptr, head, mask, SCALES: tl.constexpr, FP8:
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store_kvcache_kernel(
-    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_stride, v_stride, k_slot_stride, v_slot_stride, size, head_dim,
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_stride, v_stride, k_slot_stride, v_slot_stride, size,
+    head_dim,
     BLOCK: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -77,7 +80,8 @@ def slot_stride(cache: torch.Tensor, name: str) -> int:
     """Elements between the slots of a cache [num_blocks, block_size, num_kv_heads, head_dim].
 
     Raises:
-        ValueError: slots are not equally spaced, or a slot's heads not next to each other. (A copy would not be written to.)
+        ValueError: slots are not equally spaced, or a slot's heads not next to each other. (A copy would not be
+            written to.)
     """
     _, block_size, num_kv_heads, head_dim = cache.shape
     block, slot, head, element = cache.stride()
@@ -159,6 +163,7 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         early = can_launch_early(weight)
         warps = plan.warps if plan else warps_for(block, 8 if rows <= MANY_ROWS else 16)
         _embedding_kernel[(rows * blocks,)](
-            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, early, num_warps=warps, launch_pdl=early
+            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, early, num_warps=warps,
+            launch_pdl=early
         )  # fmt: skip
     return y

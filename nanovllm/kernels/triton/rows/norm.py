@@ -1,8 +1,9 @@
 """RMS normalisation, alone and with the residual addition before it; layer normalisation.
 
-A row is held in registers, so that it is read once: in one block, or in exact `pieces`. Rows of more than `_MAX_BLOCK` elements
-are read twice. Layer norms, and RMS norms where that pays, are launched before their predecessor has ended, and wait for
-it (programmatic dependent launch), if the weights, which are loaded before that wait, are parameters of a module.
+A row is held in registers, so that it is read once: in one block, or in exact `pieces`. Rows of more than
+`_MAX_BLOCK` elements are read twice. Layer norms, and RMS norms where that pays, are launched before their
+predecessor has ended, and wait for it (programmatic dependent launch), if the weights, which are loaded before that
+wait, are parameters of a module.
 """
 
 import torch
@@ -118,8 +119,8 @@ def _row_warps(block: int, rows: int) -> int:
 def _cut(rows: int, size: int, per_program: int, warps: int | None) -> tuple[int, int] | None:
     """(pieces, warps) of rows that `norm_pieces_kernel` takes; None: the kernel with one block a row does.
 
-    warps: of a plan, which decides the pieces with it. Of powers of two above 1024 a block leaves nothing idle either, and pieces
-    gained nothing.
+    warps: of a plan, which decides the pieces with it. Of powers of two above 1024 a block leaves nothing idle
+    either, and pieces gained nothing.
     """
     block = next_power_of_2(size)
     if rows <= MANY_ROWS or per_program > 1 or block < 1024 or (size == block > 1024):
@@ -150,7 +151,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if cut:
         pieces, warps = cut
         norm_pieces_kernel[(rows,)](
-            x, weight, weight, y, inner, outer_stride, inner_stride, size, eps, size // pieces, pieces, False, True, early,
+            x, weight, weight, y, inner, outer_stride, inner_stride, size, eps, size // pieces, pieces, False, True,
+            early,
             num_warps=warps, launch_pdl=early,
         )  # fmt: skip
         return y
@@ -164,7 +166,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `add_rms_norm`. In place where x and residual are contiguous and apart: both results reuse their arguments' memory.
+    """The op `add_rms_norm`. In place where x and residual are contiguous and apart: both results reuse their
+    arguments' memory.
 
     Takes row-strided matrices as they are; other non-contiguous tensors, the weight too, are copied.
     """

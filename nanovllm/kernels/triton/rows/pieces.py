@@ -1,8 +1,8 @@
 """Rows as exact tiles: a row of 5120 is 5 pieces of 1024 instead of one block of 8192 with three idle eighths.
 
-A thread has 8 elements of every piece, and all of a row's loads are under way before the first is waited for. Where there
-are many rows others hide what a reduction takes, and idle lanes are what costs. Where there are few, idle lanes cost too if there is
-much arithmetic; then a thread has 4 elements, so that there are more warps.
+A thread has 8 elements of every piece, and all of a row's loads are under way before the first is waited for. Where
+there are many rows others hide what a reduction takes, and idle lanes are what costs. Where there are few, idle lanes
+cost too if there is much arithmetic; then a thread has 4 elements, so that there are more warps.
 """
 
 import triton
@@ -20,14 +20,16 @@ _MOST_FEW = 7
 
 
 def pieces_of(size: int, warps: int, most: int) -> int:
-    """How many pieces of 8 elements a thread make up a row exactly, if at least 2 and at most `most` (of registers); else 0."""
+    """How many pieces of 8 elements a thread make up a row exactly, if at least 2 and at most `most` (of registers);
+    else 0."""
     block = 32 * _THREAD * warps
     pieces = size // block
     return pieces if size % block == 0 and 2 <= pieces <= most and warps <= 8 else 0
 
 
 def few_pieces(size: int) -> tuple[int, int] | None:
-    """(pieces, warps) of rows where there are few, 4 elements of every piece a thread; None: one block, or pieces that are too small."""
+    """(pieces, warps) of rows where there are few, 4 elements of every piece a thread; None: one block, or pieces
+    that are too small."""
     block = max(1, size & -size)
     pieces = size // block
     return (pieces, max(1, min(16, block // 128))) if 2 <= pieces <= _MOST_FEW and block >= 256 else None
@@ -61,10 +63,11 @@ def _add_both(a, b, c, d):
 def layer_statistics(x, tiles, col, size, eps, BLOCK: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr):
     """(centre, mean, scale) of a row at x, also given as tiles: its layer norm is (v - centre - mean) * scale.
 
-    E[v^2] - E[v]^2 would cancel for a mean far from zero. Of v - centre, the mean of the first elements, it does not: the
-    square of that mean is at most (size / 32 - 1) variances, whatever the row, and a few of them but for contrived ones. So
-    both sums need one exchange between the warps instead of two. 16-bit results lose nothing that shows (the scale is off by
-    2.4e-5 at most, in the worst rows tried); float32 results, of which more is expected, take the second pass over registers.
+    E[v^2] - E[v]^2 would cancel for a mean far from zero. Of v - centre, the mean of the first elements, it does not:
+    the square of that mean is at most (size / 32 - 1) variances, whatever the row, and a few of them but for
+    contrived ones. So both sums need one exchange between the warps instead of two. 16-bit results lose nothing that
+    shows (the scale is off by 2.4e-5 at most, in the worst rows tried); float32 results, of which more is expected,
+    take the second pass over registers.
     """
     first = tl.arange(0, 32)
     centre = tl.sum(tl.load(x + first, first < size, other=0.0).to(tl.float32), 0) / tl.minimum(size, 32)
@@ -94,11 +97,12 @@ def layer_statistics(x, tiles, col, size, eps, BLOCK: tl.constexpr, PIECES: tl.c
 
 @triton.jit
 def layer_normed(v, statistics, EXACT: tl.constexpr):
-    """A tile of a row, normalised. EXACT: v - centre is, where v is far from zero and near it; else centre + mean is rounded,
-    which takes a register less."""
+    """A tile of a row, normalised. EXACT: v - centre is, where v is far from zero and near it; else centre + mean is
+    rounded, which takes a register less."""
     centre, mean, scale = statistics
     if EXACT:
-        # The same centre, but not to the compiler, which would keep all of v - centre in registers rather than subtract again.
+        # The same centre, but not to the compiler, which would keep all of v - centre in registers rather than
+        # subtract again.
         return (wide(v) - (centre + 0.0 * mean)) * scale + (-mean * scale)
     else:
         return (wide(v) - (centre + mean)) * scale

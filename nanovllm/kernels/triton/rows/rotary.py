@@ -1,4 +1,5 @@
-"""Rotary position embedding of q and k: alone, with the RMS norm of each head before it, and with the cache store after it."""
+"""Rotary position embedding of q and k: alone, with the RMS norm of each head before it, and with the cache store
+after it."""
 
 from __future__ import annotations
 
@@ -19,17 +20,20 @@ _MANY_TOKENS = 1024
 
 def _heads_and_warps(num_tokens: int, num_heads: int, most_heads: int, block: int, x: torch.Tensor) -> tuple[int, int]:
     """Heads a program, and its warps, for `num_heads` heads a token in all, at most `most_heads` of one kind."""
-    # A warp's 16-byte loads cover 256 elements: 4 heads of 128. For few tokens a program has half as many heads as its four
-    # warps could load like that: more SMs share the work, and a thread computes half as much one after the other.
+    # A warp's 16-byte loads cover 256 elements: 4 heads of 128. For few tokens a program has half as many heads as
+    # its four warps could load like that: more SMs share the work, and a thread computes half as much one after the
+    # other.
     warp_heads = max(1, 256 // block)
     few = num_tokens * num_heads <= 16 * num_sms(x) * warp_heads
     return min(warp_heads * (2 if few else 4), next_power_of_2(most_heads)), 4
 
 
 def _tokens(
-    num_tokens: int, num_q_heads: int, num_k_heads: int, num_heads: int, head_dim: int, itemsize: int, heads: int, warps: int
+    num_tokens: int, num_q_heads: int, num_k_heads: int, num_heads: int, head_dim: int, itemsize: int, heads: int,
+    warps: int
 ) -> int:  # fmt: skip
-    """Tokens a program of `rotary_tokens_kernel`, which has all `num_heads` heads of a token in tiles of `heads`; 0: not suited.
+    """Tokens a program of `rotary_tokens_kernel`, which has all `num_heads` heads of a token in tiles of `heads`; 0:
+    not suited.
 
     It needs many tokens, whole tiles of heads, and 64 registers a thread for the loads that are under way.
     """
@@ -72,7 +76,8 @@ class _Store(NamedTuple):
 
 
 def _launch(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float, cos_sin_cache: torch.Tensor, store: _Store | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(rotated q, rotated k: a new tensor, or the cache)."""
@@ -111,7 +116,8 @@ def _launch(
     if tokens:
         tokens = 1 if store else tokens
         rotary_tokens_kernel[(num_tokens // tokens,)](
-            *tensors, *strides, eps, num_q_heads // heads, num_k_heads // heads, block, norm, heads, tokens, *modes, **options
+            *tensors, *strides, eps, num_q_heads // heads, num_k_heads // heads, block, norm, heads, tokens, *modes,
+            **options
         )  # fmt: skip
     else:
         pieces = cdiv(num_q_heads, heads) + (2 if store else 1) * cdiv(num_k_heads, heads)
@@ -124,7 +130,8 @@ def _launch(
 def rotary_embedding(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cos_sin_cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `rotary_embedding`. q and k may have any token and head strides, the table any between rows; results are contiguous.
+    """The op `rotary_embedding`. q and k may have any token and head strides, the table any between rows; results are
+    contiguous.
 
     Tensors whose elements are not side by side, positions too, are copied.
     """
@@ -132,7 +139,8 @@ def rotary_embedding(
 
 
 def qk_norm_rope(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor,
+    eps: float,
     cos_sin_cache: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The op `qk_norm_rope`. As `rotary_embedding`; weights are copied if strided."""

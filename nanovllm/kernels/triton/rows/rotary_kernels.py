@@ -1,7 +1,7 @@
 """The kernels of `rotary`: heads of q and k rotated, with the RMS norm before and the cache store after it.
 
-A program loads the two halves of its heads as two tiles, since an element is rotated with its partner in the other half.
-Heads are loaded before the angles, whose address is known only when the token's position has come.
+A program loads the two halves of its heads as two tiles, since an element is rotated with its partner in the other
+half. Heads are loaded before the angles, whose address is known only when the token's position has come.
 """
 
 import triton
@@ -79,7 +79,8 @@ def _load_tiles(x, head, head_stride, HALF: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def _load_row(source, head, HALF: tl.constexpr, dtype: tl.constexpr):
-    """The halves of a row as tiles with a copy for each head: every thread loads what it needs, and none waits for another."""
+    """The halves of a row as tiles with a copy for each head: every thread loads what it needs, and none waits for
+    another."""
     col = tl.broadcast_to(tl.arange(0, HALF)[None, :], [head.shape[0], HALF])
     return rounded(tl.load(source + col).to(tl.float32), dtype), rounded(
         tl.load(source + HALF + col).to(tl.float32), dtype
@@ -107,18 +108,21 @@ def _store_tile(tile, slot, scale, piece, head, HALF: tl.constexpr, SCALES: tl.c
     store_quantised(target + HALF, tile[1], scale, known, None, SCALES, FP8)
 
 
-# Positions and slots are rows of one tensor: their alignment depends on the number of tokens, and no kernel depends on it.
+# Positions and slots are rows of one tensor: their alignment depends on the number of tokens, and no kernel depends
+# on it.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def rotary_tokens_kernel(
     positions, q, k, v, q_weight, k_weight, cos_sin_cache, q_out, k_out, v_out, slot_mapping, k_scale, v_scale,
-    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cache_stride, k_slot_stride, v_slot_stride, eps,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cache_stride, k_slot_stride,
+    v_slot_stride, eps,
     Q_PIECES: tl.constexpr, K_PIECES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, STORE: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """All heads of TOKENS tokens a program, in tiles of HEADS, without masks: all of a token's loads are started first.
 
-    STORE: k_out and v_out are caches. k is rotated into its token's slot, v copied into it. DEPENDENT: see `rotary_kernel`.
+    STORE: k_out and v_out are caches. k is rotated into its token's slot, v copied into it. DEPENDENT: see
+    `rotary_kernel`.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -169,8 +173,8 @@ def rotary_kernel(
 ):  # fmt: skip
     """Grid (tokens, pieces of HEADS heads): those of q and k, which are rotated, and with STORE those of v.
 
-    STORE: as in `rotary_tokens_kernel`. DEPENDENT: launched before the kernel before it has ended. It only waits: a kernel
-    that it let start could read the cache before the new tokens are there.
+    STORE: as in `rotary_tokens_kernel`. DEPENDENT: launched before the kernel before it has ended. It only waits: a
+    kernel that it let start could read the cache before the new tokens are there.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -195,7 +199,8 @@ def rotary_kernel(
         else:
             head = (piece - q_pieces) * HEADS + tl.arange(0, HEADS)
             y1, y2, mask = _rotated_heads(
-                k + token * k_stride, k_weight, table, head, num_k_heads, k_head_stride, half_dim, eps, dtype, NORM, BLOCK
+                k + token * k_stride, k_weight, table, head, num_k_heads, k_head_stride, half_dim, eps, dtype, NORM,
+                BLOCK
             )  # fmt: skip
             slot = tl.load(slot_mapping + token).to(tl.int64)
             target = k_out + slot * k_slot_stride + head[:, None] * (2 * half_dim) + col[None, :]

@@ -1,6 +1,7 @@
 """Softmax over the last dimension: one pass where a row fits into registers, else two over the row in memory.
 
-The two passes are one program's for each row, or, where rows are fewer than multiprocessors, those of many programs each.
+The two passes are one program's for each row, or, where rows are fewer than multiprocessors, those of many programs
+each.
 """
 
 import torch
@@ -37,7 +38,8 @@ def _softmax_kernel(x, y, rows, size, stride, ROWS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _softmax_parts_kernel(x, parts, size, stride, pieces, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Of piece program_id(1) of row program_id(0): the largest value, and the sum of exponentials relative to it, side by side.
+    """Of piece program_id(1) of row program_id(0): the largest value, and the sum of exponentials relative to it,
+    side by side.
 
     DEPENDENT: launched before the kernel that writes x has ended.
     """
@@ -60,8 +62,9 @@ def _softmax_pieces_kernel(
 ):
     """The softmax of piece program_id(1) of row program_id(0), when the row's parts are there.
 
-    DEPENDENT: launched when the programs that write parts end. They waited for x to be written, so x need not be waited for; but it is
-    read past the first-level cache, which may hold what was there before, since nobody has waited on this multiprocessor.
+    DEPENDENT: launched when the programs that write parts end. They waited for x to be written, so x need not be
+    waited for; but it is read past the first-level cache, which may hold what was there before, since nobody has
+    waited on this multiprocessor.
     """
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -104,14 +107,16 @@ def _long_softmax_kernel(x, y, size, stride, BLOCK: tl.constexpr):
 
 
 def _warps(rows: int, elements: int) -> int:
-    """Of a program. Up to 1024 rows a thread has 8 elements, but more than 8 warps for 4096 wait longer for each other than they save."""
+    """Of a program. Up to 1024 rows a thread has 8 elements, but more than 8 warps for 4096 wait longer for each
+    other than they save."""
     if rows > 1024:
         return warps_for(elements, 16)
     return warps_for(elements, 8, 8 if elements <= 4096 else 16)
 
 
 def _split_softmax(x: torch.Tensor, y: torch.Tensor, rows: int, size: int, stride: int) -> None:
-    """Rows that are fewer than multiprocessors, each by many programs: first what they need of each other, then the result."""
+    """Rows that are fewer than multiprocessors, each by many programs: first what they need of each other, then the
+    result."""
     part = _PART if rows <= _FEW_ROWS and size <= _MOST_PARTS * _PART else _LARGE_PART
     pieces = cdiv(size, part)
     parts = torch.empty((rows, pieces, 2), dtype=torch.float32, device=x.device)

@@ -3,10 +3,10 @@
 A row's kept tokens are those with a logit above a threshold, and of those equal to it the ones with the lowest ids. Two
 launches, three if a row of the batch has top-p, find the threshold and the last such id:
 
-1. With top-p alone, `_mass_kernel` adds up the mass of the logits in each of many narrow bins.
-2. `_gather_kernel` copies a row's *candidates* for the threshold. With top-k these are the logits not below the k-th largest
-   of the maxima of groups: k groups hold one each, so the k-th largest logit is at least that. With top-p alone they are
-   the logits in the bin where the mass from above first reaches p.
+1. With top-p alone, `_mass_kernel` adds up the mass of the logits in each of many narrow bins. 2. `_gather_kernel`
+copies a row's *candidates* for the threshold. With top-k these are the logits not below the k-th largest
+   of the maxima of groups: k groups hold one each, so the k-th largest logit is at least that. With top-p alone they
+   are the logits in the bin where the mass from above first reaches p.
 3. `resolve_kernel`, one program a row, finds the threshold among the candidates.
 
 Masses are sums of integers, in units of 2^-40 of the largest weight, as in the reference: exact in any order.
@@ -52,8 +52,8 @@ def _kth_largest(values, k, SHIFT: tl.constexpr):
 def _bin(x, best, t, p, vocab_size, BINS: tl.constexpr):
     """The bin of logits, rising as they fall; BINS or more where the logit cannot be top-p's threshold.
 
-    It cannot if the vocabulary's V tokens together, at its weight w relative to the largest, would not reach the last 1 - p
-    of the mass: V w <= 1 - p. (Half of that, for the rounding of what follows.)
+    It cannot if the vocabulary's V tokens together, at its weight w relative to the largest, would not reach the last
+    1 - p of the mass: V w <= 1 - p. (Half of that, for the rounding of what follows.)
     """
     width = -tl.log((1.0 - p) * 0.5 / vocab_size) * t * (1.0 / BINS)
     return tl.minimum((best - x) / width, 2.0 * BINS).to(tl.int32)
@@ -162,8 +162,8 @@ def filter_thresholds(
     thresholds = torch.empty((rows, 2), dtype=torch.int32, device=device)
     has_k, has_p = int(top_k is not None), int(top_p is not None)
     # Something of the same type in place of a filter that is off, so that no kernel is compiled twice.
-    k = top_k.contiguous() if has_k else counters
-    p = top_p.contiguous() if has_p else temperature
+    k = counters if top_k is None else top_k.contiguous()
+    p = temperature if top_p is None else top_p.contiguous()
     groups = maxima.shape[1]
     padded_groups = next_power_of_2(groups)
     row_inputs = (logits, temperature, k, p, maxima, counters, bins)

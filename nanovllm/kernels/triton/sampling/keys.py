@@ -12,7 +12,8 @@ BINS = 1024
 # Logits of which `maxima` keeps the largest: the blocks that a draw first chooses from.
 GROUP = tl.constexpr(BLOCK)
 
-# int32 fields of a row's counters: 0 candidates, 2 and 3 the row's mass, 4 and 5 the mass above the candidates (64 bits each).
+# int32 fields of a row's counters: 0 candidates, 2 and 3 the row's mass, 4 and 5 the mass above the candidates (64
+# bits each).
 COUNTERS = tl.constexpr(8)
 
 # Low bits of a logit's key that its dtype leaves constant.

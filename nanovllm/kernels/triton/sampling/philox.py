@@ -47,7 +47,8 @@ else:
 
     @triton.jit
     def _product(x, M: tl.constexpr):
-        """(low, high half) of uint32 x * M, always in one instruction; the compiler takes two where it knows bits of x."""
+        """(low, high half) of uint32 x * M, always in one instruction; the compiler takes two where it knows bits of
+        x."""
         return tl.inline_asm_elementwise(
             "{ .reg .b64 t; mul.wide.u32 t, $2, $3; mov.b64 {$0, $1}, t; }",
             "=r,=r,r,r", [x, M], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
@@ -63,7 +64,8 @@ else:
 
 @triton.jit
 def _words_of_one(c0, c1, k0, k1, ROUNDS: tl.constexpr):
-    """As `philox_four`, of ROUNDS rounds, for one c1 and key, scalars: what they alone decide in the first rounds is computed once a warp."""
+    """As `philox_four`, of ROUNDS rounds, for one c1 and key, scalars: what they alone decide in the first rounds is
+    computed once a warp."""
     A: tl.constexpr = 0xD2511F53
     B: tl.constexpr = 0xCD9E8D57
     low, high = _product(c0, A)
@@ -87,11 +89,12 @@ def _words_of_one(c0, c1, k0, k1, ROUNDS: tl.constexpr):
 
 @triton.jit
 def philox_halves(first, c1, k0, k1, COUNT: tl.constexpr, EACH: tl.constexpr, ROUNDS: tl.constexpr):
-    """[COUNT] uint16: the eight halves of the output words of Philox4x32-ROUNDS for the counters (first + i, c1, 0, 0), side by side.
+    """[COUNT] uint16: the eight halves of the output words of Philox4x32-ROUNDS for the counters (first + i, c1, 0,
+    0), side by side.
 
-    Half h of word w (0 is the low one) of counter c stands at position 8 * (c - first) + 2 * w + h. EACH, 8 or 4, is how many
-    side by side a thread is to hold: none moves to another thread; with 4, two threads compute the same counter.
-    COUNT is a multiple of 8.
+    Half h of word w (0 is the low one) of counter c stands at position 8 * (c - first) + 2 * w + h. EACH, 8 or 4, is
+    how many side by side a thread is to hold: none moves to another thread; with 4, two threads compute the same
+    counter. COUNT is a multiple of 8.
     """
     lane = tl.arange(0, COUNT // EACH)
     c0 = (first + lane // (8 // EACH)).to(tl.uint32)

@@ -1,9 +1,9 @@
 """From a row's candidates to the threshold of its filters: the second half of `sampling_filters`.
 
-A few hundred candidates are compared with each other. Up to `CAPACITY` are held in registers while the threshold is found
-bit by bit, from the highest: is the count (top-k), or the mass (top-p), of the logits from here on still large enough? A
-row with more (thousands of equal logits, or a top-k beyond the number of groups) is searched so in memory, which is right
-but slow.
+A few hundred candidates are compared with each other. Up to `CAPACITY` are held in registers while the threshold is
+found bit by bit, from the highest: is the count (top-k), or the mass (top-p), of the logits from here on still large
+enough? A row with more (thousands of equal logits, or a top-k beyond the number of groups) is searched so in memory,
+which is right but slow.
 """
 
 import triton
@@ -22,8 +22,9 @@ def _tally(
     row, count, keys, weights, ids, from_key, below_id, best, t,
     MODE: tl.constexpr, SHIFT: tl.constexpr, IN_MEMORY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many logits have a key >= from_key (MODE "count"), their mass ("mass"), or how many have that very key and an id
-    below `below_id` ("ties"): int64. The logits are blocks in registers, or `count` of them at `row` in memory."""
+    """How many logits have a key >= from_key (MODE "count"), their mass ("mass"), or how many have that very key and
+    an id below `below_id` ("ties"): int64. The logits are blocks in registers, or `count` of them at `row` in memory.
+    """
     if IN_MEMORY:
         total = tl.zeros([BLOCK], tl.int64)
         for start in range(0, count, BLOCK):
@@ -95,7 +96,8 @@ def _resolve(
 
 @triton.jit
 def _resolve_few(candidates, candidate_ids, scratch, count, vocab_size, k, p, best, t, total_mass, base_mass):
-    """As `_resolve`, for at most FEW candidates, with the whole key: each is compared with all others, some at a time."""
+    """As `_resolve`, for at most FEW candidates, with the whole key: each is compared with all others, some at a
+    time."""
     lane = tl.arange(0, FEW)
     inside = lane < count
     x = tl.load(candidates + lane, inside, other=-float("inf"))
@@ -157,7 +159,8 @@ def resolve_kernel(
         base_mass = tl.load((counters + row * COUNTERS + 4).to(tl.pointer_type(tl.int64)))
         if (count > 0) & (count <= FEW):
             key, last_id = _resolve_few(
-                candidates + row * CAPACITY, candidate_ids + row * CAPACITY, bins + row * BINS, count, vocab_size, k, p, best, t,
+                candidates + row * CAPACITY, candidate_ids + row * CAPACITY, bins + row * BINS, count, vocab_size, k,
+                p, best, t,
                 total_mass, base_mass,
             )  # fmt: skip
             key = key >> SHIFT

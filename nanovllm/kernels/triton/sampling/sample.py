@@ -1,14 +1,14 @@
 """Sampling one token per row, in the two levels of the op's reference: a block of columns, then a token of it.
 
-The vocabulary of every row is split over several programs, so that one row alone occupies the whole GPU. Each leaves the
-largest logit and the weight of its blocks; the last program of a row to finish draws the block, reads it again and draws
-the token. Without filters that is one launch, which reads the logits once. With filters the largest logits come first
-(`_maxima_kernel`), then `sampling_filters` turns top-k and top-p into a threshold, and then only blocks that hold
-a token to keep are read.
+The vocabulary of every row is split over several programs, so that one row alone occupies the whole GPU. Each leaves
+the largest logit and the weight of its blocks; the last program of a row to finish draws the block, reads it again
+and draws the token. Without filters that is one launch, which reads the logits once. With filters the largest logits
+come first (`_maxima_kernel`), then `sampling_filters` turns top-k and top-p into a threshold, and then only blocks
+that hold a token to keep are read.
 
-No sum depends on the split or on the order in which programs run, and ties go to the lowest id. Nothing waits for the host
-and every launch has a fixed shape. Few things make the compiler start again (numbers that change with the batch do
-not): the dtype, whether there are filters, and whether the kernel starts before its predecessor has ended.
+No sum depends on the split or on the order in which programs run, and ties go to the lowest id. Nothing waits for the
+host and every launch has a fixed shape. Few things make the compiler start again (numbers that change with the batch
+do not): the dtype, whether there are filters, and whether the kernel starts before its predecessor has ended.
 """
 
 import torch
@@ -76,7 +76,8 @@ def _pick(
     c1 = position.to(tl.uint32)
     lane = tl.arange(0, GROUP)
     PARTS: tl.constexpr = (BLOCKS + GROUP - 1) // GROUP
-    # All loads first, since each takes as long as the rest of this function. Past L1: other programs have written these.
+    # All loads first, since each takes as long as the rest of this function. Past L1: other programs have written
+    # these.
     largest = ()
     weight = ()
     weighed = tl.where(t == 0.0, 0, blocks)  # a greedy row may have no weights
@@ -215,22 +216,8 @@ def _filtered_draw_kernel(
         tl.store(counters + row, 0)
         seed, position = tl.load(seeds + row), tl.load(positions + row)
         token = _pick(
-            logits,
-            maxima,
-            weights,
-            1,
-            t,
-            seed,
-            position,
-            vocab_size,
-            blocks,
-            threshold,
-            last_id,
-            least,
-            True,
-            SHIFT,
-            BLOCKS,
-        )
+            logits, maxima, weights, 1, t, seed, position, vocab_size, blocks, threshold, last_id, least, True, SHIFT, BLOCKS
+        )  # fmt: skip
         tl.store(out + row, token.to(tl.int64))
 
 

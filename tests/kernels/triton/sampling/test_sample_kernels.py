@@ -1,12 +1,9 @@
-"""The Triton kernel of `sample` draws the reference's tokens. Where and how it runs: see test_triton_ops.py."""
+"""The Triton kernel of `sample` draws the reference's tokens."""
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-INTERPRETED = triton.knobs.runtime.interpret
-RUNS_HERE = INTERPRETED or torch.cuda.is_available()
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 from nanovllm.kernels.ops.sample import BLOCK, exponentials
 from nanovllm.kernels.ops.sample import sample as sample_op
@@ -14,6 +11,8 @@ from nanovllm.kernels.triton import counters
 from nanovllm.kernels.triton.sampling import resolve
 from nanovllm.kernels.triton.sampling.sample import sample
 from tests.interpreter import check_interpreted
+from tests.kernels.triton.common import DEVICE, keep_what_runs_here
+from tests.kernels.triton.common import randn as normal
 
 ROWS = 256 if DEVICE == "cuda" else 6
 VOCABULARIES = [1, 5, 1000, 2600] + ([1024, 32003, 49152, 151936] if DEVICE == "cuda" else [])
@@ -47,7 +46,7 @@ def arguments(rows, vocab_size, filters, seed=0):
 
 
 def randn(rows, vocab_size, dtype, scale=3.0, seed=0):
-    return (torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype).to(DEVICE)
+    return normal(rows, vocab_size, dtype=dtype, seed=seed, scale=scale)
 
 
 NAMES = ("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions")
@@ -209,11 +208,9 @@ if DEVICE == "cuda":
             agree(logits, args)
 
 
-# Only what can run here is collected; without a GPU the interpreter runs it, in a process of its own.
-if not RUNS_HERE:
-    for _name in [name for name in globals() if name.startswith("test_")]:
-        del globals()[_name]
+@pytest.mark.slow
+def test_in_the_interpreter():
+    check_interpreted(__file__)
 
-    @pytest.mark.slow
-    def test_in_the_interpreter():
-        check_interpreted(__file__)
+
+keep_what_runs_here(globals())

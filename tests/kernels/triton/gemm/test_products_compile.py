@@ -1,81 +1,21 @@
-"""Every launch that `linear_bias_act` and `gated_mlp` make, compiled for sm_80, sm_90 and sm_100 without a GPU.
-
-As in `test_triton_ops_compile`: the wrappers run on CPU tensors with the launch replaced by a recorder.
-"""
+"""Every launch that `linear_bias_act` and `gated_mlp` make, compiled for sm_80, sm_90 and sm_100 without a GPU."""
 
 import re
-import subprocess
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
-
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
 from nanovllm.kernels.triton.gemm import products
 from nanovllm.kernels.triton.gemm.products import gated_mlp, linear_bias_act
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
+from tests.kernels.triton.compiled import compiled, launches_of, resources, tensors
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Shared memory a program may have: on sm_80 what the smallest GPU of compute capability 8 has.
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-
-
-@contextmanager
-def recorded(launches):
-    """Within the block every launch of a kernel is appended to `launches` as (kernel, arguments, options)."""
-    original = JITFunction.run
-
-    def run(self, *args, grid, warmup, **options):
-        assert all(0 < size < 2**31 for size in grid[:1]) and all(0 < size < 2**16 for size in grid[1:]), grid
-        launches.append((self, args, options))
-
-    JITFunction.run = run
-    try:
-        yield
-    finally:
-        JITFunction.run = original
-
-
-def compiled(kernel, args, options, capability):
-    """What Triton would compile for this launch."""
-    signature, constants, attributes = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[parameter.name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, TensorDescriptor):
-            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-            if value.data_ptr() % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def resources(binary, tmp_path):
-    """(registers, bytes of stack, bytes of local memory) a thread, as the assembler allotted them."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(binary.asm["cubin"])
-    done = subprocess.run(
-        [TOOLS / "cuobjdump", "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    )
-    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", done.stdout)
-    assert found, done.stdout
-    return tuple(int(n) for n in found.groups())
 
 
 def calls(dtype, features, monkeypatch):
@@ -83,9 +23,7 @@ def calls(dtype, features, monkeypatch):
     monkeypatch.setattr(products, "features", lambda device: features)
     monkeypatch.setattr(products, "num_sms", lambda x: 132)
 
-    def t(*shape):
-        return torch.empty(shape, dtype=dtype)
-
+    t = tensors(dtype)
     for m in (1, 16, 64, 256, 2048):
         for n, k in ((4096, 1024), (1024, 3072)) + (((6144, 4096),) if m >= 256 else ()):
             yield f"linear {m}x{k} {n}", lambda m=m, n=n, k=k: linear_bias_act(t(m, k), t(n, k), t(n), "gelu")
@@ -104,12 +42,8 @@ def calls(dtype, features, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_no_spills_and_wide_loads(dtype, capability, features, tmp_path, monkeypatch):
     seen, kernels = set(), set()
-    for name, call in calls(dtype, features, monkeypatch):
-        launches = []
-        with recorded(launches):
-            call()
-        assert launches, f"{name} launched nothing"
-        for kernel, args, options in launches:
+    for case in calls(dtype, features, monkeypatch):
+        for name, kernel, args, options in launches_of([case]):
             fixed = tuple(
                 v for p, v in zip(kernel.params, args) if p.is_constexpr or v is None or (type(v) is int and v == 1)
             )

@@ -1,22 +1,11 @@
-"""Every launch that the wrappers make, compiled for sm_80, sm_90 and sm_100 without a GPU.
-
-The wrappers run on CPU tensors with the launch replaced by a recorder, so what is compiled is what would be launched: the
-same constants, warps and argument properties (a tensor's alignment, an integer's divisibility by 16).
-"""
+"""Every launch that the wrappers of row kernels make, compiled for sm_80, sm_90 and sm_100 without a GPU."""
 
 import re
-import subprocess
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
-
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
@@ -24,83 +13,13 @@ import nanovllm.kernels.triton.rows as ops
 from nanovllm.hardware import probe_kernels as copying
 from nanovllm.kernels.triton import early_start
 from nanovllm.kernels.triton.sampling.advance import advance_rows
-
-CAPABILITIES = [80, 90, 100]
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.uint8: "u8",
-}  # fmt: skip
-
-
-@contextmanager
-def recorded(launches):
-    """Within the block every launch of a kernel is appended to `launches` as (kernel, arguments, options)."""
-    original = JITFunction.run
-
-    def run(self, *args, grid, warmup, **options):
-        launches.append((self, args, options))
-
-    JITFunction.run = run
-    try:
-        yield
-    finally:
-        JITFunction.run = original
-
-
-def specialised(kernel, args):
-    """What Triton compiles a kernel for, of a launch's arguments: (types, constants, attributes)."""
-    signature, constants, attributes = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        fixed = parameter.is_constexpr or (type(value) is int and value == 1 and not parameter.do_not_specialize)
-        if fixed:
-            signature[parameter.name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32"
-    return signature, constants, attributes
-
-
-def compiled(kernel, args, options, capability):
-    """What Triton would compile for this launch."""
-    source = ASTSource(kernel, *specialised(kernel, args))
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def resources(binary, tmp_path):
-    """(registers, bytes of stack, bytes of local memory) a thread, as the assembler allotted them."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(binary.asm["cubin"])
-    done = subprocess.run(
-        [TOOLS / "cuobjdump", "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    )
-    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", done.stdout)
-    assert found, done.stdout
-    return tuple(int(n) for n in found.groups())
-
-
-def wide(ptx, what):
-    """How many 16-byte accesses of device memory there are; `what` is "ld" or "st"."""
-    return len(re.findall(rf"{what}\.global[a-zA-Z0-9_.:]*\.(?:v4\.b32|v2\.b64|v4\.f32|v8\.b16)", ptx))
+from nanovllm.kernels.triton.sampling.sample import sample
+from tests.kernels.triton.compiled import CAPABILITIES, compiled, launches_of, parameter, resources, tensors, wide
 
 
 def half_wide(ptx, what):
     """As `wide`, of 8 bytes."""
     return len(re.findall(rf"{what}\.global[a-zA-Z0-9_.:]*\.(?:v2\.b32|b64|v2\.f32|v4\.b16)", ptx))
-
-
-def tensors(dtype):
-    def make(*shape):
-        return torch.empty(shape, dtype=dtype)
-
-    return make
 
 
 def norm_cases(t):
@@ -176,17 +95,6 @@ def attention_cases(t):
     yield "embedding", lambda: ops.embedding(slots, t(1000, 1024))
 
 
-def launches_of(cases):
-    launches = []
-    with recorded(launches):
-        for name, call in cases:
-            before = len(launches)
-            call()
-            assert len(launches) > before, f"{name} launched nothing"
-            launches[before:] = [(name, *launch) for launch in launches[before:]]
-    return launches
-
-
 def by_turns(capability, dtype, launches):
     """On sm_90 each launch, elsewhere every second: what sm_80 compiles in one dtype, sm_100 does in the other."""
     if capability == 90:
@@ -256,7 +164,7 @@ def dependent_cases(tensor):
     """With parameters as weights: any other is not read early, and its kernel not launched so."""
 
     def t(*shape):
-        return torch.nn.Parameter(tensor(*shape), requires_grad=False) if len(shape) == 1 else tensor(*shape)
+        return parameter(tensor(*shape)) if len(shape) == 1 else tensor(*shape)
 
     yield "rms_norm", True, lambda: ops.rms_norm(t(8, 1024), t(1024), 1e-6)
     yield "rms_norm of heads", True, lambda: ops.rms_norm(t(4, 8, 128), t(128), 1e-6)
@@ -279,7 +187,13 @@ def dependent_cases(tensor):
     yield "fused_add_gelu", False, lambda: ops.fused_add_gelu(t(64, 3072), t(3072))
     yield "element_wise_mul_add", False, lambda: ops.element_wise_mul_add(t(64, 1024), t(64, 1024), t(1024))
     yield "embedding", False, lambda: ops.embedding(torch.zeros(200, dtype=torch.int64), t(1000, 1024))
-    yield "sample", False, lambda: ops.sample(*sampling_arguments(1, torch.bfloat16, 0, 0, 0))
+    yield (
+        "sample",
+        False,
+        lambda: sample(
+            torch.empty(1, 151936, dtype=torch.bfloat16), torch.ones(1), None, None, None, *torch.ones(2, 1).long()
+        ),
+    )
     yield "advance_rows", False, advance
 
 
@@ -337,14 +251,14 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
         (1024, 4096, True),
         (1025, 64, True),
     ):
-        weight = torch.nn.Parameter(t(size), requires_grad=False)
+        weight = parameter(t(size))
         for *_, options in launches_of(
             [("", lambda n=rows, w=weight: ops.add_rms_norm(t(n, len(w)), t(n, len(w)), w, 1e-6))]
         ):
             assert options["launch_pdl"] == early, (rows, size)
 
     def column(size):
-        return torch.nn.Parameter(t(size, 2)[:, 1], requires_grad=False)
+        return parameter(t(size, 2)[:, 1])
 
     for name, call in (
         ("rms_norm", lambda: ops.rms_norm(t(8, 1024), t(1024), 1e-6)),
@@ -360,62 +274,3 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
             assert not options["launch_pdl"], f"{name}: reads a weight early that the kernel before may write"
     for *_, options in launches_of([("", lambda: ops.silu_and_mul(t(4096, 6144)))]):
         assert not options["launch_pdl"]
-
-
-def sampling_arguments(rows, dtype, top_k, top_p, min_p):
-    def full(kind, on=True):
-        return torch.ones(rows, dtype=kind) if on else None
-
-    return (
-        torch.empty(rows, 151936, dtype=dtype), full(torch.float32), full(torch.int32, top_k), full(torch.float32, top_p),
-        full(torch.float32, min_p), full(torch.int64), full(torch.int64),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("filters", [(0, 0, 0), (1, 1, 1), (0, 1, 0)], ids=str)
-def test_sampling_does_not_spill(filters, dtype, capability, tmp_path):
-    for rows in (1, 256):
-        call = sampling_arguments(rows, dtype, *filters)
-        for name, kernel, args, options in launches_of([("sample", lambda call=call: ops.sample(*call))]):
-            binary = compiled(kernel, args, options, capability)
-            registers, stack, local = resources(binary, tmp_path)
-            assert stack == local == 0, f"{name} {kernel.__name__}: {registers} registers, {stack} stack, {local} local"
-            if "resolve" not in kernel.__name__:  # candidates to resolve are few
-                assert wide(binary.asm["ptx"], "ld"), f"{name} {kernel.__name__}: no 16-byte load"
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_draw_reads_logits_once_and_moves_little_between_threads(capability):
-    """A warp has whole blocks: reductions are shuffles, and two barriers a tile are for the store of what they found."""
-    ((_, kernel, args, options),) = launches_of(
-        [("", lambda: ops.sample(*sampling_arguments(256, torch.bfloat16, 0, 0, 0)))]
-    )
-    ptx = compiled(kernel, args, options, capability).asm["ptx"]
-    before = ptx.partition("atom.global")[0]
-    assert len(re.findall(r"bar\.sync", before)) <= 2 + 2 and len(re.findall(r"st\.shared", before)) <= 2
-    assert len(re.findall(r"ex2\.approx", before)) == args[kernel.arg_names.index("TILE")] * 256 // (
-        32 * options["num_warps"]
-    )
-
-
-def test_few_variants_of_sampling(monkeypatch):
-    """What a batch changes makes the compiler start again for nothing but filters, and launches before the predecessor's end."""
-    monkeypatch.setattr(early_start, "has_dependent_launch", lambda device: True)
-    found = {}
-    wanted = [(0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)]
-    for rows in (1, 2, 3, 7, 16, 32, 33, 64, 100, 128, 200, 256, 512, 1056, 2000):
-        for filters in wanted:
-            logits, *rest = sampling_arguments(rows, torch.bfloat16, *filters)
-            # Views into larger tensors, with any alignment.
-            rest = [None if r is None else torch.ones(rows + 1, dtype=r.dtype)[rows % 2 :][:rows] for r in rest]
-            launches = []
-            with recorded(launches):
-                ops.sample(logits, *rest)
-            for kernel, args, options in launches:
-                found.setdefault(kernel.__name__, set()).add(repr((specialised(kernel, args), sorted(options.items()))))
-    assert {name: len(variants) for name, variants in found.items()} == {
-        "_draw_kernel": 2, "_maxima_kernel": 2, "_filtered_draw_kernel": 2, "_mass_kernel": 1, "_gather_kernel": 1,
-        "resolve_kernel": 1,
-    }  # fmt: skip

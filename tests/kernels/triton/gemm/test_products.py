@@ -1,17 +1,9 @@
-"""The Triton kernels of `linear_bias_act` and `gated_mlp` against float64 and against the references.
-
-With a GPU they run there at real shapes, else in Triton's interpreter on small ones, in a process of its own.
-"""
+"""The Triton kernels of `linear_bias_act` and `gated_mlp` against float64 and against the references."""
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-INTERPRETED = triton.knobs.runtime.interpret
-RUNS_HERE = INTERPRETED or torch.cuda.is_available()
-GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
-
 from nanovllm.kernels.extra.gated_mlp import gated_mlp as native_gated_mlp
 from nanovllm.kernels.extra.linear_bias_act import ACTIVATIONS
 from nanovllm.kernels.extra.linear_bias_act import linear_bias_act as native_linear_bias_act
@@ -19,8 +11,12 @@ from nanovllm.kernels.triton.gemm import products
 from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan, plan_product
 from nanovllm.kernels.triton.gemm.products import features, gated_mlp, linear_bias_act, matmul
 from tests.interpreter import check_interpreted
+from tests.kernels.triton.common import DEVICE as DEVICE_NAME
+from tests.kernels.triton.common import DTYPES, GPU, keep_what_runs_here, strided
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = pytest.mark.usefixtures("poison")
+
+DEVICE = torch.device(DEVICE_NAME, 0) if GPU else torch.device("cpu")
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 TMA = not GPU or features(DEVICE)[1]
 # [m, k] x [n, k]^T: one row, one column, odd sizes, sizes of a tile and one more, no row, no sum.
@@ -79,30 +75,6 @@ def check_gated(got, x, gate_up, activation):
     activated = ACTIVATIONS[activation](gate)
     bound = 2e-5 * ((size[0] + 1e-3) * up.abs() + activated.abs() * size[1])
     within(got, activated * up, RELATIVE[x.dtype] * (activated * up).abs() + bound, x.dtype)
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Memory that a kernel gets is NaN, and what follows it must stay so."""
-    original, allocated = torch.empty, []
-
-    def poisoned(*size, dtype=torch.float32, device=None, **kwargs):
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-        memory = original(shape.numel() + 64, dtype=dtype, device=device, **kwargs).fill_(float("nan"))
-        allocated.append(memory)
-        return memory[: shape.numel()].view(shape)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-    yield
-    for memory in allocated:
-        assert memory[-64:].isnan().all(), "wrote past the end"
-
-
-def strided(x):
-    """x with other elements between its rows; those are NaN, so that reading one shows."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 8), float("nan"), dtype=x.dtype, device=x.device)
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
 
 
 def every_other(x):
@@ -344,12 +316,11 @@ def test_in_the_interpreter():
     check_interpreted(__file__)
 
 
-# Only what can run here is collected, so that nothing is reported as skipped.
-_GPU_ONLY = {
-    "test_in_a_graph_with_new_data",
-    "test_a_weight_written_just_before_is_read_new",
-    "test_float32_is_not_tf32_unless_pytorch_is_told",
-}
-for _name in [name for name in globals() if name.startswith("test_")]:
-    if (_name == "test_in_the_interpreter") == RUNS_HERE or (_name in _GPU_ONLY and not GPU):
-        del globals()[_name]
+keep_what_runs_here(
+    globals(),
+    gpu_only=(
+        "test_in_a_graph_with_new_data",
+        "test_a_weight_written_just_before_is_read_new",
+        "test_float32_is_not_tf32_unless_pytorch_is_told",
+    ),
+)

@@ -1,0 +1,27 @@
+"""How near results of the kernels of rows must be, and the shapes they are tried with."""
+
+import torch
+
+from tests.kernels.triton.common import GPU
+
+RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
+# Sizes that are no power of two, one element, one more than a block, and rows too long for registers.
+SHAPES = [(1, 1), (3, 96), (0, 64), (2, 3, 130), (7, 33), (2, 1024), (1, 1025), (2, 33000)]
+if GPU:
+    SHAPES += [(1, 1024), (256, 4096), (64, 5120), (2048, 2560), (3, 151936)]
+
+
+def close(got, expected, dtype, slack=1.0):
+    assert got.dtype == dtype and got.shape == expected.shape
+    tolerance = RELATIVE[dtype] * slack
+    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def like(got, native):
+    """Equal but for the last bit of a few: reductions may add in another order."""
+    assert got.dtype == native.dtype and got.shape == native.shape
+    if got.numel():
+        tolerance = 4 * RELATIVE[got.dtype]
+        torch.testing.assert_close(got.double(), native.double(), rtol=tolerance, atol=tolerance)
+        different = (got != native).double().mean().item()
+        assert got.dtype == torch.float32 or different < 0.01 or got.numel() < 2000, f"{different:.1%} differ"

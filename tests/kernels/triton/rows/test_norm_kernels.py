@@ -1,0 +1,195 @@
+"""RMS norm, layer norm and softmax against float64 and the references."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+import nanovllm.kernels.triton.rows as ops
+from nanovllm.kernels.ops.norm import add_rms_norm as native_add_rms_norm
+from nanovllm.kernels.ops.norm import rms_norm as native_rms_norm
+from tests.interpreter import check_interpreted
+from tests.kernels.triton.common import DEVICE, DTYPES, GPU, keep_what_runs_here, randn, strided
+from tests.kernels.triton.rows.comparisons import RELATIVE, SHAPES, close, like
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def rms_norm_64(x, weight):
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm(shape, dtype):
+    x, weight = randn(*shape, dtype=dtype, scale=3), randn(shape[-1], dtype=dtype, seed=1)
+    for given in (x, strided(x)):
+        before = given.clone()
+        y = ops.rms_norm(given, weight, 1e-6)
+        close(y, rms_norm_64(x, weight), dtype)
+        like(y, native_rms_norm.native(x, weight, 1e-6))
+        assert torch.equal(given, before) and y.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_of_the_heads_of_a_fused_projection(dtype):
+    for tokens in (1, 5, 300 if GPU else 9):
+        qkv = randn(tokens, 7, 128, dtype=dtype, seed=tokens)
+        weight = randn(128, dtype=dtype, seed=1)
+        for view in qkv.split((4, 2, 1), dim=1):
+            close(ops.rms_norm(view, weight, 1e-6), rms_norm_64(view, weight), dtype)
+
+
+def test_rms_norm_does_not_overflow():
+    x = torch.full((2, 64), 6e4, dtype=torch.float16, device=DEVICE)
+    assert torch.equal(ops.rms_norm(x, torch.ones_like(x[0]), 1e-6), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_rms_norm(shape, dtype):
+    x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)
+    weight = randn(shape[-1], dtype=dtype, seed=2)
+    native_y, native_sum = native_add_rms_norm.native(x, residual, weight, 1e-6)
+    given = x.clone(), residual.clone()
+    y, total = ops.add_rms_norm(*given, weight, 1e-6)
+    assert torch.equal(total, native_sum)
+    like(y, native_y)
+    close(y, rms_norm_64(total, weight), dtype)
+    if x.numel():
+        assert (y.data_ptr(), total.data_ptr()) == tuple(t.data_ptr() for t in given)  # in place
+    apart = strided(x), strided(residual)
+    y, total = ops.add_rms_norm(*apart, weight, 1e-6)
+    assert torch.equal(total, native_sum)
+    assert apart[0].is_contiguous() or (torch.equal(apart[0], x) and torch.equal(apart[1], residual))
+    like(y, native_y)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm(shape, dtype):
+    x = randn(*shape, dtype=dtype) + 5
+    weight, bias = randn(shape[-1], dtype=dtype, seed=1), randn(shape[-1], dtype=dtype, seed=2)
+    expected = F.layer_norm(x.double(), shape[-1:], weight.double(), bias.double(), 1e-5)
+    for given in (x, strided(x)):
+        close(ops.layer_norm(given, weight, bias, 1e-5), expected, dtype, slack=3)
+
+
+def test_rows_without_elements():
+    x, none = randn(5, 0, dtype=torch.float32), randn(0, dtype=torch.float32)
+    assert ops.layer_norm(x, none, none, 1e-5).shape == (5, 0)
+    assert ops.layernorm_residual_dropout_gelu(x, x, none, none, p=0.5).shape == (5, 0)
+
+
+def far_rows(size):
+    """Rows whose mean is far from zero, or that begin with outliers: one, and so many that what a row is centred on is one."""
+    x = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
+    x[0] += 1e4
+    x[1] = x[1] * 100 - 1e4
+    x[2, 0] = 3e4
+    x[3, :40] = 1e4
+    x[4, -1] = -3e4
+    return x
+
+
+@pytest.mark.parametrize("size", [1024, 1280, 40] + ([1100, 5120, 20000] if GPU else []))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norms_of_rows_far_from_zero(dtype, size, monkeypatch):
+    from nanovllm.kernels.triton.rows import layernorm_chain, norm
+
+    x = far_rows(size).to(dtype).to(DEVICE)
+    weight, bias = randn(size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
+    expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
+    for most_rows in (1 << 30, 0):
+        for module in (norm, layernorm_chain):
+            monkeypatch.setattr(module, "MANY_ROWS", most_rows)
+        close(ops.layer_norm(x, weight, bias, 1e-5), expected, dtype, slack=3)
+        y = ops.layernorm_residual_dropout_gelu(x, torch.zeros_like(x), weight, bias)
+        # In float16 the first row is nearly constant; of many rows the chain has its mean in one number.
+        rows = slice(1, None) if dtype == torch.float16 and not most_rows else slice(None)
+        close(y[rows], F.gelu(expected[rows]), dtype, slack=6)
+
+
+@pytest.fixture
+def few_multiprocessors(monkeypatch):
+    """So few that long rows are not shared by programs."""
+    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton.rows.softmax"], "num_sms", lambda x: 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_of_long_rows_by_one_program_each(few_multiprocessors, dtype):
+    test_softmax((2, 33000), dtype)
+    test_softmax_of_infinities(40000)
+
+
+def test_softmax_of_rows_in_large_parts(monkeypatch):
+    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton.rows.softmax"], "_FEW_ROWS", 0)
+    test_softmax((2, 33000), torch.bfloat16)
+
+
+def test_softmax_of_one_row_is_the_same_beside_others():
+    x = randn(3, 40000, dtype=torch.float32)
+    assert torch.equal(ops.softmax(x)[1:2], ops.softmax(x[1:2]))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax(shape, dtype):
+    for scale in (1.0, 100.0):
+        x = randn(*shape, dtype=dtype, scale=scale)
+        for given in (x, strided(x)):
+            got = ops.softmax(given)
+            assert got.dtype == dtype
+            # Relative to the value: most of a long row is far below any absolute tolerance.
+            expected = torch.softmax(x.double(), -1)
+            torch.testing.assert_close(
+                got.double(), expected, rtol=RELATIVE[dtype] * (3 if scale > 1 else 1), atol=6e-8
+            )
+
+
+@pytest.mark.parametrize("size", [5, 40000])
+def test_softmax_of_infinities(size):
+    x = torch.full((4, size), -float("inf"), device=DEVICE)
+    x[1, 3] = 2.0
+    x[2, :] = 3e38
+    x[3, 1::2] = 1.0
+    torch.testing.assert_close(ops.softmax(x), torch.softmax(x, -1), rtol=1e-5, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "size, pieces", [(1024, 2), (1280, 5), (1536, 3), (5120, 5), (7168, 7), (1100, 0), (2048, 0), (512, 0)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_many_rows(many, size, pieces, dtype):
+    from nanovllm.kernels.triton.rows import norm
+
+    cut = norm._cut(3, size, 1, None)
+    assert (cut[0] if cut else 0) == pieces
+    x = randn(3, size, dtype=dtype, scale=3) + 2
+    weight, bias = randn(size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
+    expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
+    for given in (x, strided(x)):
+        like(ops.rms_norm(given, weight, 1e-6), native_rms_norm.native(x, weight, 1e-6))
+        close(ops.layer_norm(given, weight, bias, 1e-5), expected, dtype, slack=3)
+    heads = randn(2, 5, size, dtype=dtype)[:, 1:4]
+    like(ops.rms_norm(heads, weight, 1e-6), native_rms_norm.native(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_many_rows_keep_infinities_to_their_row(many, dtype):
+    x, weight = randn(4, 1280, dtype=dtype), randn(1280, dtype=dtype, seed=1)
+    x[1, 1279], x[2, 300] = float("inf"), float("nan")
+    rms, layer = ops.rms_norm(x, weight, 1e-6), ops.layer_norm(x, weight, weight, 1e-6)
+    assert rms[2].isnan().all() and layer[1:3].isnan().all() and rms[1].isnan().sum() == 1
+    assert rms[::3].isfinite().all() and layer[::3].isfinite().all()
+
+
+@pytest.mark.slow
+def test_in_the_interpreter():
+    check_interpreted(__file__)
+
+
+keep_what_runs_here(globals())

@@ -1,0 +1,186 @@
+"""Rotation, the cache store and the embedding against the references; a captured step of kernels that start early."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+import nanovllm.kernels.triton.rows as ops
+from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rope
+from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding
+from tests.interpreter import check_interpreted
+from tests.kernels.triton.common import DEVICE, DTYPES, GPU, keep_what_runs_here, randn, strided
+from tests.kernels.triton.rows.comparisons import like
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (1, 1, 32), (5, 5, 96)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotary_embedding_and_qk_norm_rope(heads, dtype):
+    num_heads, num_kv_heads, head_dim = heads
+    q_weight, k_weight = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
+    for tokens in (0, 1, 6) + ((256, 3000) if GPU else ()):
+        qkv = randn(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=tokens)
+        q, k, _ = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        angles = torch.outer(torch.arange(500.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2))
+        table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+        positions = torch.randint(500, (tokens,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        before = qkv.clone()
+        for got, native in zip(
+            ops.rotary_embedding(positions, q, k, table), native_rotary_embedding.native(positions, q, k, table)
+        ):
+            assert torch.equal(got, native) and got.is_contiguous()
+        got = ops.qk_norm_rope(positions, q, k, q_weight, k_weight, 1e-6, table)
+        native = native_qk_norm_rope.native(positions, q, k, q_weight, k_weight, 1e-6, table)
+        for g, n in zip(got, native):
+            like(g, n)
+        assert torch.equal(qkv, before)
+
+
+def test_positions_and_slots_out_of_range_are_named(monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
+    q, k, v = (randn(3, heads, 32, dtype=torch.float32, seed=i) for i, heads in enumerate((4, 2, 2)))
+    k_cache, v_cache = torch.zeros(2, 2, 4, 2, 32, device=DEVICE)
+    weight, table = torch.ones(32, device=DEVICE), torch.zeros(9, 32, device=DEVICE)
+    slots, good = torch.tensor([0, 1, 7], device=DEVICE), torch.tensor([8, 0, 1], device=DEVICE)
+
+    def store(positions, slots=slots):
+        return ops.qk_norm_rope_store(positions, q, k, v, table, k_cache, v_cache, slots)
+
+    calls = (
+        store,
+        lambda positions: ops.rotary_embedding(positions, q, k, table),
+        lambda positions: ops.qk_norm_rope(positions, q, k, weight, weight, 1e-6, table),
+    )
+    for call in calls:
+        call(good)
+        for bad in (9, -1):
+            with pytest.raises(ValueError, match=f"positions: token 1 has position {bad}, expected 0 to 8"):
+                call(torch.tensor([8, bad, 1], device=DEVICE))
+    for bad in (8, -1):
+        wrong = torch.tensor([0, 1, bad], device=DEVICE)
+        with pytest.raises(ValueError, match=f"slot_mapping: token 2 has slot {bad} "):
+            store(good, wrong)
+        with pytest.raises(ValueError, match=f"slot_mapping: token 2 has slot {bad} "):
+            ops.store_kvcache(k, v, k_cache, v_cache, wrong)
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 64), (12, 4, 128), (8, 8, 96)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotation_of_many_tokens(many, heads, dtype):
+    num_heads, num_kv_heads, head_dim = heads
+    weights = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
+    angles = torch.outer(torch.arange(50.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2))
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+    for tokens in (2, 3):
+        qkv = randn(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=tokens)
+        q, k, _ = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        positions = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        got = ops.rotary_embedding(positions, q, k, table)
+        for g, native in zip(got, native_rotary_embedding.native(positions, q, k, table)):
+            assert torch.equal(g, native) and g.is_contiguous()
+        normed = ops.qk_norm_rope(positions, q, k, *weights, 1e-6, table)
+        for g, native in zip(normed, native_qk_norm_rope.native(positions, q, k, *weights, 1e-6, table)):
+            like(g, native)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_store_kvcache(dtype):
+    for tokens, num_kv_heads, head_dim in ((0, 2, 32), (1, 8, 128), (11, 3, 64)):
+        qkv = randn(tokens, 4 * num_kv_heads, head_dim, dtype=dtype)
+        v = qkv[:, 3 * num_kv_heads :]
+        k = qkv[:, num_kv_heads : 2 * num_kv_heads].contiguous()
+        slots = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:tokens].to(DEVICE)
+        k_cache, v_cache = (randn(5, 4, num_kv_heads, head_dim, dtype=dtype, seed=s) for s in (1, 2))
+        expected = k_cache.clone(), v_cache.clone()
+        expected[0].flatten(0, 1)[slots], expected[1].flatten(0, 1)[slots] = k, v
+        assert ops.store_kvcache(k, v, k_cache, v_cache, slots) is None
+        assert torch.equal(k_cache, expected[0]) and torch.equal(v_cache, expected[1])
+        # A layer of a cache that holds K and V of a slot side by side.
+        both = torch.stack((k_cache, v_cache), 2)
+        if tokens:
+            ops.store_kvcache(v, k, both[:, :, 0], both[:, :, 1], slots)
+            assert torch.equal(both[:, :, 0].flatten(0, 1)[slots], v) and torch.equal(
+                both[:, :, 1].flatten(0, 1)[slots], k
+            )
+
+
+def test_store_kvcache_names_a_cache_it_cannot_write():
+    k = randn(1, 2, 32, dtype=torch.float32)
+    cache = randn(4, 2, 4, 32, dtype=torch.float32)
+    with pytest.raises(ValueError, match="^v_cache: "):
+        ops.store_kvcache(
+            k,
+            k,
+            cache.transpose(1, 2).contiguous(),
+            cache.transpose(1, 2),
+            torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding(dtype):
+    for tokens, size in ((0, 8), (1, 1024), (7, 33), (5, 5120)):
+        weight = randn(50, size, dtype=dtype)
+        ids = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        assert torch.equal(ops.embedding(ids, weight), weight[ids])
+        assert torch.equal(ops.embedding(ids, strided(weight)), weight[ids])
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypatch):
+    """A captured step of them, between matrix products: every replay has the bits of one in which none is launched early."""
+    from nanovllm.kernels.triton import early_start
+
+    monkeypatch.undo()  # no kernel that fills memory between two of the step
+    dtype, size, inner, vocab = torch.bfloat16, 1024, 3072, 32000
+    table, weight = randn(vocab, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+    weight = torch.nn.Parameter(weight, requires_grad=False)  # read before the kernel before has ended
+    ups = [randn(2 * inner, size, dtype=dtype, seed=s, scale=size**-0.5) for s in range(2, 8)]
+    downs = [randn(size, inner, dtype=dtype, seed=s, scale=inner**-0.5) for s in range(8, 14)]
+    first = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = first.clone()
+    zeros, hot = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.ones(rows, device=DEVICE)
+
+    def step():
+        x = ops.embedding(ids, table)
+        residual = x.clone()
+        x = ops.rms_norm(x, weight, 1e-6)
+        for up, down in zip(ups, downs):
+            x = F.linear(ops.silu_and_mul(F.linear(x, up)), down)
+            x, residual = ops.add_rms_norm(x, residual, weight, 1e-6)
+        ids.copy_(ops.sample(F.linear(x, table), hot, None, None, None, zeros, zeros))
+        return x, residual
+
+    def captured():
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        return graph, results
+
+    def run(graph, results):
+        ids.copy_(first)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        return [t.clone() for t in (*results, ids)]
+
+    early = captured()
+    monkeypatch.setattr(early_start, "has_dependent_launch", lambda device: False)
+    expected = run(*captured())
+    assert all(t.isfinite().all() for t in expected[:2])
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(run(*early), expected))
+
+
+@pytest.mark.slow
+def test_in_the_interpreter():
+    check_interpreted(__file__)
+
+
+keep_what_runs_here(globals(), gpu_only=("test_kernels_that_are_launched_early_wait_for_what_they_read",))
