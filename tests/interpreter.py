@@ -1,13 +1,15 @@
 """Tests in Triton's interpreter: a process for them, and less time in it.
 
-At every call of a jitted function within a kernel, triton 3.6 to 3.9 look through some hundred attributes of `triton.language`
-for those that are still to be replaced by the interpreter's. At the launch they all were, but this search takes a third of the
-time of a small kernel. `quicken` has it look at one attribute of each module and class first: they are replaced together.
+At every call of a jitted function within a kernel, triton 3.6 to 3.9 look through some hundred attributes of
+`triton.language` for those that are still to be replaced by the interpreter's. At the launch they all were, but this
+search takes a third of the time of a small kernel. `quicken` has it look at one attribute of each module and class
+first: they are replaced together.
 
-More is slow there. Which numpy type stands for one of Triton's is looked up in a table made anew each time; types and shapes are
-compared after constants within them have been unwrapped, where there are none; and a reduction by a function of the kernel's own
-combines one element after another, each a tensor. `quicken` keeps the table, compares at once, and has neighbours combined in pairs, all
-pairs in one call, until one is left: as many combinations, in another order, as on a GPU.
+More is slow there. Which numpy type stands for one of Triton's is looked up in a table made anew each time; types and
+shapes are compared after constants within them have been unwrapped, where there are none; and a reduction by a
+function of the kernel's own combines one element after another, each a tensor. `quicken` keeps the table, compares at
+once, and has neighbours combined in pairs, all pairs in one call, until one is left: as many combinations, in another
+order, as on a GPU.
 """
 
 import inspect

@@ -131,8 +131,9 @@ PRODUCT = Tunable(
     "product",
     {"m": int, "n": int, "k": int, "dtype": torch.dtype, "gated": bool, "tma": bool},
     (f"{_GEMM}.product_plan:StreamPlan", f"{_GEMM}.product_plan:TilePlan"),
-    (f"{_GEMM}.stream_kernel:stream_kernel", f"{_GEMM}.stream_kernel:add_splits", f"{_GEMM}.tiled_kernel:tile_kernel",
-    f"{_GEMM}.tiled_kernel:tma_kernel"),
+    tuple(f"{_GEMM}.{name}" for name in (
+        "stream_kernel:stream_kernel", "stream_kernel:add_splits", "tiled_kernel:tile_kernel", "tiled_kernel:tma_kernel"
+    )),
     _refuse_product,
     batch=("m",), rounded={"m": lambda m: bucket(m, steps=4)},
 )  # fmt: skip
@@ -156,8 +157,6 @@ def _refuse_small_product(plan: Any, key: Key) -> str | None:
         return "rows, depth: tensor cores take 8 rows and 16 columns or more"
     if plan.late and key["dtype"] != torch.bfloat16:
         return "late: float16 could overflow before the norm"
-    if plan.late and key["norm"] and key["dtype"] == torch.float16:
-        return "late: the products before the norm can overflow in float16"
     return "split: a warp each, at most 32" if plan.split > 32 else None
 
 
@@ -184,7 +183,8 @@ def _refuse_hopper_product(plan: Any, key: Key) -> str | None:
         return "splits: nothing adds the sums of parts for this call"
     columns = _HOPPER_TILE * plan.chunks * plan.slots * plan.rounds
     if plan.splits * columns < key["size"]:
-        return f"splits, chunks, slots, rounds: {plan.splits} x {columns} columns of {key['size']}, the others are left out"
+        covered = f"{plan.splits} x {columns} columns of {key['size']}, the others are left out"
+        return f"splits, chunks, slots, rounds: {covered}"
     if (plan.splits - 1) * columns >= key["size"]:
         return "splits: programs without columns"
     if plan.block not in (128, 256):

@@ -1,7 +1,8 @@
 """Where the tests of Triton's kernels run, what they run on, and what they compare.
 
-With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when Triton
-is imported, by an environment variable, so it gets a process of its own: each file's `test_in_the_interpreter`.
+With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when
+Triton is imported, by an environment variable, so it gets a process of its own: each file's
+`test_in_the_interpreter`.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ _GUARD = 128
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Memory that a kernel gets is NaN (integers: the largest number), and what lies around it must stay so."""
     original, allocated = torch.empty, []
-    # On its first use in a process `with torch.device(...)` notes which functions make tensors; a patched one would be noted
-    # instead of torch's, and the context would have no effect on it ever after.
+    # On its first use in a process `with torch.device(...)` notes which functions make tensors; a patched one would
+    # be noted instead of torch's, and the context would have no effect on it ever after.
     with torch.device("cpu"):
         original(0)
 

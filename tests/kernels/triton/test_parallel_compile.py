@@ -122,7 +122,8 @@ import nanovllm.kernels.triton.rows as ops
 from nanovllm.kernels.triton.parallel_compile import compiling_only
 x = torch.randn(8, 1024, device="cuda").bfloat16()
 w = torch.ones(1024, device="cuda").bfloat16()
-calls = [lambda: ops.rms_norm(x, w, 1e-6), lambda: ops.softmax(x), lambda: ops.silu_and_mul(x), lambda: ops.fused_add_gelu(x, x)]
+calls = [lambda: ops.rms_norm(x, w, 1e-6), lambda: ops.softmax(x), lambda: ops.silu_and_mul(x),
+lambda: ops.fused_add_gelu(x, x)]
 with compiling_only():
     for call in calls:
         call()

@@ -70,7 +70,8 @@ def test_a_product_for_hopper_refuses_what_cannot_work(plan, differ, said):
 @pytest.mark.parametrize(
     "plan, differ",
     [
-        ((1, 4, 2, 2), {}), ((16, 1, 1, 1), {}), ((2, 1, 9, 1), {}), ((4, 4, 1, 1), {}), ((1, 1, 9, 2), {"tokens": 256}),
+        ((1, 4, 2, 2), {}), ((16, 1, 1, 1), {}), ((2, 1, 9, 1), {}), ((4, 4, 1, 1), {}), ((1, 1, 9, 2),
+        {"tokens": 256}),
         ((1, 8, 3, 1), {"tokens": 8, "size": 1536}), ((1, 2, 4, 2), {"gated": True, "split": False, "outputs": 4104}),
         ((1, 1, 25, 1), {"tokens": 8, "dtype": torch.float16, "size": 1600, "split": False}),
     ],
@@ -104,9 +105,12 @@ def test_decode_attention_for_hopper_refuses_what_its_launch_does():
     made = tunable.plan_from_json(plan, key)
     assert tunable.plan_to_json(made) == plan and made.refused(128, 64, 2, 2) is None
     for change, said in (
-        ({"warps": 8}, "warps: expected 1, 2, 4 or 8"), ({"box": 128}, "box: expected 8, 16"), ({"slots": 7}, "slots: 229376 bytes"),
-        ({"chunk": 16}, "chunk: expected 1, 2, 4 or 8"), ({"pieces": 1 << 14}, "pieces: expected 1 to 16383"), ({"least": 0}, "least"),
-        ({"cluster": 3}, "cluster: expected 0, 2, 4, 8 or 16"), ({"cluster": -2}, "cluster: expected a whole number from 0 on"),
+        ({"warps": 8}, "warps: expected 1, 2, 4 or 8"), ({"box": 128}, "box: expected 8, 16"), ({"slots": 7},
+        "slots: 229376 bytes"),
+        ({"chunk": 16}, "chunk: expected 1, 2, 4 or 8"), ({"pieces": 1 << 14}, "pieces: expected 1 to 16383"),
+        ({"least": 0}, "least"),
+        ({"cluster": 3}, "cluster: expected 0, 2, 4, 8 or 16"), ({"cluster": -2},
+        "cluster: expected a whole number from 0 on"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             tunable.plan_from_json(plan | change, key)
@@ -115,7 +119,8 @@ def test_decode_attention_for_hopper_refuses_what_its_launch_does():
         tunable.plan_from_json(plan, key)
 
 
-# --------------------------------------------------------------------------------------------------- reaching the launch
+# --------------------------------------------------------------------------------------------------- reaching the
+# launch
 
 
 def launched(call):
@@ -164,7 +169,10 @@ def small_product(norm, tokens=2):
 
 
 def hopper_product(**options):
-    """As on a Hopper GPU, up to the launch. The tensors stay, since descriptors of them are told apart by their addresses."""
+    """As on a Hopper GPU, up to the launch.
+
+    The tensors stay, since descriptors of them are told apart by their addresses.
+    """
     pytest.importorskip("triton.experimental.gluon")
     from nanovllm.kernels.triton.gemm import hopper_product
 
@@ -191,28 +199,40 @@ def rotary(store, tokens=4):
 
 # tunable, a call, the plan's fields, and the same as constants of the kernel (num_warps, num_stages: options)
 CALLS = [
-    (tunables.RMS_NORM, lambda: op("rms_norm")(*tensors((4, 64), (64,)), 1e-6), {"rows": 2, "warps": 2}, {"ROWS": 2, "num_warps": 2}),
-    (tunables.ADD_RMS_NORM, lambda: op("add_rms_norm")(*tensors((4, 64), (4, 64), (64,)), 1e-6), {"warps": 16}, {"num_warps": 16}),
-    (tunables.LAYER_NORM, lambda: op("layer_norm")(*tensors((4, 64), (64,), (64,)), 1e-6), {"warps": 16}, {"num_warps": 16}),
+    (tunables.RMS_NORM, lambda: op("rms_norm")(*tensors((4, 64), (64,)), 1e-6), {"rows": 2, "warps": 2}, {"ROWS": 2,
+    "num_warps": 2}),
+    (tunables.ADD_RMS_NORM, lambda: op("add_rms_norm")(*tensors((4, 64), (4, 64), (64,)), 1e-6), {"warps": 16},
+    {"num_warps": 16}),
+    (tunables.LAYER_NORM, lambda: op("layer_norm")(*tensors((4, 64), (64,), (64,)), 1e-6), {"warps": 16},
+    {"num_warps": 16}),
     # Of many rows or tokens the kernel follows from the plan and the shape.
-    (tunables.RMS_NORM, lambda: op("rms_norm")(*tensors((2048, 3072), (3072,)), 1e-6), {"rows": 1, "warps": 2}, {"PIECES": 6, "BLOCK": 512, "num_warps": 2}),
-    (tunables.RMS_NORM, lambda: op("rms_norm")(*tensors((2048, 3072), (3072,)), 1e-6), {"rows": 2, "warps": 4}, {"ROWS": 2, "BLOCK": 4096, "num_warps": 4}),
-    (tunables.LAYER_NORM, lambda: op("layer_norm")(*tensors((2048, 3072), (3072,), (3072,)), 1e-6), {"warps": 8}, {"BLOCK": 4096, "num_warps": 8}),
+    (tunables.RMS_NORM, lambda: op("rms_norm")(*tensors((2048, 3072), (3072,)), 1e-6), {"rows": 1, "warps": 2},
+    {"PIECES": 6, "BLOCK": 512, "num_warps": 2}),
+    (tunables.RMS_NORM, lambda: op("rms_norm")(*tensors((2048, 3072), (3072,)), 1e-6), {"rows": 2, "warps": 4},
+    {"ROWS": 2, "BLOCK": 4096, "num_warps": 4}),
+    (tunables.LAYER_NORM, lambda: op("layer_norm")(*tensors((2048, 3072), (3072,), (3072,)), 1e-6), {"warps": 8},
+    {"BLOCK": 4096, "num_warps": 8}),
     (tunables.ROTARY, lambda: rotary(False, 2048), {"heads": 2, "warps": 8}, {"HEADS": 2, "TOKENS": 1, "num_warps": 8}),
     (tunables.ROTARY, lambda: rotary(False, 2048), {"heads": 4, "warps": 1}, {"HEADS": 4, "num_warps": 1}),
     (tunables.SOFTMAX, lambda: op("softmax")(*tensors((4, 64))), {"rows": 2, "warps": 2}, {"ROWS": 2, "num_warps": 2}),
-    (tunables.ACTIVATE_AND_MUL, lambda: op("silu_and_mul")(*tensors((4, 128))), {"block": 32, "warps": 2}, {"BLOCK": 32, "num_warps": 2}),
-    (tunables.ACTIVATION, lambda: op("fused_activation")(*tensors((4, 64)), "silu"), {"block": 64, "warps": 4}, {"BLOCK": 64, "num_warps": 4}),
-    (tunables.ADD_ACTIVATION, lambda: op("fused_add_gelu")(*tensors((4, 64), (64,))), {"block": 32, "warps": 4}, {"BLOCK": 32, "num_warps": 4}),
-    (tunables.MUL_ADD, lambda: op("element_wise_mul_add")(*tensors((4, 64), (64,), (4, 64))), {"block": 32, "warps": 4}, {"BLOCK": 32, "num_warps": 4}),
-    (tunables.EMBEDDING, lambda: op("embedding")(torch.zeros(3, dtype=torch.int64), *tensors((9, 64))), {"block": 32, "warps": 4}, {"BLOCK": 32, "num_warps": 4}),
+    (tunables.ACTIVATE_AND_MUL, lambda: op("silu_and_mul")(*tensors((4, 128))), {"block": 32, "warps": 2},
+    {"BLOCK": 32, "num_warps": 2}),
+    (tunables.ACTIVATION, lambda: op("fused_activation")(*tensors((4, 64)), "silu"), {"block": 64, "warps": 4},
+    {"BLOCK": 64, "num_warps": 4}),
+    (tunables.ADD_ACTIVATION, lambda: op("fused_add_gelu")(*tensors((4, 64), (64,))), {"block": 32, "warps": 4},
+    {"BLOCK": 32, "num_warps": 4}),
+    (tunables.MUL_ADD, lambda: op("element_wise_mul_add")(*tensors((4, 64), (64,), (4, 64))), {"block": 32,
+    "warps": 4}, {"BLOCK": 32, "num_warps": 4}),
+    (tunables.EMBEDDING, lambda: op("embedding")(torch.zeros(3, dtype=torch.int64), *tensors((9, 64))), {"block": 32,
+    "warps": 4}, {"BLOCK": 32, "num_warps": 4}),
     (tunables.ROTARY, lambda: rotary(False), {"heads": 2, "warps": 8}, {"HEADS": 2, "num_warps": 8}),
     (tunables.ROTARY_STORE, lambda: rotary(True), {"heads": 2, "warps": 8}, {"HEADS": 2, "num_warps": 8}),
     (tunables.PRODUCT, lambda: op("linear_bias_act")(*tensors((40, 64), (96, 64))),
      {"plan": "StreamPlan", "tokens": 64, "rows": 32, "block_k": 16, "splits": 2, "warps": 2, "stages": 5},
      {"TOKENS": 64, "ROWS": 32, "BLOCK_K": 16, "SPLIT": True, "num_warps": 2, "num_stages": 5}),
     (tunables.PRODUCT, lambda: op("gated_mlp")(*tensors((300, 64), (256, 64), (64, 128))),
-     {"plan": "TilePlan", "block_m": 32, "block_n": 16, "block_k": 32, "group_m": 3, "splits": 1, "warps": 2, "stages": 5, "tma": False, "flatten": False},
+     {"plan": "TilePlan", "block_m": 32, "block_n": 16, "block_k": 32, "group_m": 3, "splits": 1, "warps": 2,
+     "stages": 5, "tma": False, "flatten": False},
      {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 32, "GROUP_M": 3, "GATED": True, "num_warps": 2, "num_stages": 5}),
     (tunables.SMALL_PRODUCT, lambda: small_product(True), {"plan": "VectorPlan", "rows": 2, "block": 16, "warps": 1},
      {"ROWS": 2, "BLOCK": 16, "TOKENS": 2, "num_warps": 1}),
@@ -220,12 +240,16 @@ CALLS = [
      {"ROWS": 64, "SPLIT": 2, "DEPTH": 32, "num_warps": 2}),
     (tunables.HOPPER_PRODUCT, hopper_product, {"splits": 1, "chunks": 2, "slots": 3, "rounds": 3, "block": 128},
      {"CHUNKS": 2, "SLOTS": 3, "ROUNDS": 3, "SPLITS": 1, "TOKENS": 32, "MORE": 0}),
-    (tunables.HOPPER_PRODUCT, lambda: hopper_product(split=True), {"splits": 3, "chunks": 1, "slots": 6, "rounds": 1, "block": 256},
+    (tunables.HOPPER_PRODUCT, lambda: hopper_product(split=True), {"splits": 3, "chunks": 1, "slots": 6, "rounds": 1,
+    "block": 256},
      {"CHUNKS": 1, "SLOTS": 6, "ROUNDS": 1, "SPLITS": 3}),
-    (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2, "early": False, "least": 2},
+    (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2,
+    "early": False, "least": 2},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),
-    (tunables.ATTENTION_DECODE_HOPPER, hopper_attention, {"pieces": 7, "least": 3, "warps": 2, "slots": 5, "box": 8, "chunk": 2, "empty_last": True, "cluster": 4},
-     {"WARPS": 2, "SLOTS": 5, "BOX": 8, "CHUNK": 2, "EMPTY_LAST": True, "CLUSTER": 4, "most_pieces": 7, "least": 3, "num_warps": 2}),
+    (tunables.ATTENTION_DECODE_HOPPER, hopper_attention, {"pieces": 7, "least": 3, "warps": 2, "slots": 5, "box": 8,
+    "chunk": 2, "empty_last": True, "cluster": 4},
+     {"WARPS": 2, "SLOTS": 5, "BOX": 8, "CHUNK": 2, "EMPTY_LAST": True, "CLUSTER": 4, "most_pieces": 7, "least": 3,
+     "num_warps": 2}),
     (tunables.ATTENTION_PREFILL, lambda: attention(prefill=8), {"rows": 32, "tile": 16, "warps": 2, "stages": 4},
      {"ROWS": 32, "TILE": 16, "STAGES": 4, "num_warps": 2, "num_stages": 4}),
 ]  # fmt: skip

@@ -132,15 +132,9 @@ def _chain_kernel(
 
 
 def layernorm_residual_dropout_gelu(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float = 1e-5,
-    p: float = 0.0,
-    seed: int = 0,
-    approximate: str = "none",
-) -> torch.Tensor:
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5,
+    p: float = 0.0, seed: int = 0, approximate: str = "none",
+) -> torch.Tensor:  # fmt: skip
     """The op `layernorm_residual_dropout_gelu`. Takes row-strided matrices; copies other non-contiguous tensors.
 
     Raises:

@@ -108,14 +108,9 @@ def num_scales(scale: torch.Tensor | None) -> int:
 
 
 def store_kvcache(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """The op `store_kvcache`. k and v may have any stride between tokens; other non-contiguous ones are copied."""
     check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if values_checked(k.device):

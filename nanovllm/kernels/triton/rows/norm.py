@@ -54,18 +54,9 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    y,
-    new_residual,
-    x_stride,
-    residual_stride,
-    size,
-    eps,
-    BLOCK: tl.constexpr,
+    x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     """DEPENDENT: launched before the kernel that writes x has ended."""
     dtype = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -179,13 +170,9 @@ def add_rms_norm(
 
 
 def add_rms_norm_out(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    y: torch.Tensor,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor,
     new_residual: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`add_rms_norm` into given contiguous tensors, each of which may be x or residual themselves."""
     size = x.shape[-1]
     weight = adjacent(weight)

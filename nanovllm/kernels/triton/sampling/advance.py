@@ -47,15 +47,10 @@ def _advance_kernel(
 
 
 def advance_rows(
-    tokens: torch.Tensor,
-    ints: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    last_tokens: torch.Tensor,
-    block_size: int,
-    host_tokens: torch.Tensor | None = None,
+    tokens: torch.Tensor, ints: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor,
+    last_tokens: torch.Tensor, block_size: int, host_tokens: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """As `engine.decode_state.advance_rows`; `tokens` may be the first row of `ints`, `host_tokens` pinned memory of
     the host."""
     assert tokens.is_contiguous() and ints.stride(1) == context_lens.stride(0) == block_table.stride(1) == 1

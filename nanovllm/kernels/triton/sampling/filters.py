@@ -140,14 +140,9 @@ def _gather_kernel(
 
 
 def filter_thresholds(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    maxima: torch.Tensor,
-    counters: torch.Tensor,
-    bins: torch.Tensor,
-) -> torch.Tensor:
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None,
+    maxima: torch.Tensor, counters: torch.Tensor, bins: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """[R, 2] int32: the key (`order_key`, shifted) of each row's threshold, and the last id kept among equals.
 
     Args:

@@ -216,20 +216,16 @@ def _filtered_draw_kernel(
         tl.store(counters + row, 0)
         seed, position = tl.load(seeds + row), tl.load(positions + row)
         token = _pick(
-            logits, maxima, weights, 1, t, seed, position, vocab_size, blocks, threshold, last_id, least, True, SHIFT, BLOCKS
+            logits, maxima, weights, 1, t, seed, position, vocab_size, blocks, threshold, last_id, least, True, SHIFT,
+            BLOCKS
         )  # fmt: skip
         tl.store(out + row, token.to(tl.int64))
 
 
 def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None, seeds: torch.Tensor, positions: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """The op `sample`. Rows of logits may have any stride; a stride within a row, or in a parameter, is copied away."""
     check_sample(logits, temperature, top_p, min_p)
     rows, vocab_size = logits.shape

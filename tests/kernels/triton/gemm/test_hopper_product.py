@@ -1,4 +1,5 @@
-"""Products of few tokens on Hopper: against float64 there; elsewhere the plans, what is taken, and what the kernels compile to."""
+"""Products of few tokens on Hopper: against float64 there; elsewhere the plans, what is taken, and what the kernels
+compile to."""
 
 import itertools
 from types import SimpleNamespace
@@ -21,10 +22,11 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
 DTYPES = [torch.bfloat16, torch.float16]
 RELATIVE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-# QKV, output, gate-up and down projections (rows of the weight, columns) of Qwen3-0.6B, 8B and SmolLM2-135M, and odd ones:
-# rows that end inside a program's 64, one tile of columns, columns that no number of slots divides.
+# QKV, output, gate-up and down projections (rows of the weight, columns) of Qwen3-0.6B, 8B and SmolLM2-135M, and odd
+# ones: rows that end inside a program's 64, one tile of columns, columns that no number of slots divides.
 SHAPES = [
-    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (24576, 4096), (4096, 12288), (960, 576), (576, 1536),
+    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (24576, 4096), (4096, 12288), (960, 576),
+    (576, 1536),
     (16, 64), (80, 64), (208, 1088), (48, 4416), (1040, 320),
 ]  # fmt: skip
 TOKENS = (1, 3, 8, 9, 16, 31, 32, 33, 64, 80, 100, 129, 160, 176, 208, 256)
@@ -141,7 +143,8 @@ def test_fused_ops_round_as_the_ops_they_fuse(dtype, scale, poison):
 
 @on_hopper
 def test_tokens_do_not_see_each_other():
-    """A token's bits do not depend on the others, whose numbers may be infinite or not numbers; and no run differs from another."""
+    """A token's bits do not depend on the others, whose numbers may be infinite or not numbers; and no run differs
+    from another."""
     x, weight = make(32, 4096, 1024, torch.bfloat16, 0)
     first = hopper_product.product(x, weight)
     x = x.clone()
@@ -154,7 +157,8 @@ def test_tokens_do_not_see_each_other():
 
 @on_hopper
 def test_a_chain_replays_with_new_tokens():
-    """Kernels that start before their predecessors have ended read what those wrote, in a graph too, ten thousand times."""
+    """Kernels that start before their predecessors have ended read what those wrote, in a graph too, ten thousand
+    times."""
     tokens, hidden, inner = 32, 1024, 3072
     _, gate_up = make(tokens, 2 * inner, hidden, torch.bfloat16, 1)
     _, down = make(tokens, hidden, inner, torch.bfloat16, 2)
@@ -202,7 +206,8 @@ def test_plans_cover_every_column_and_fit():
 
 def weight_like(rows, size, dtype=torch.bfloat16, contiguous=True, address=0):
     return SimpleNamespace(
-        shape=(rows, size), dtype=dtype, is_cuda=True, device=SimpleNamespace(index=0), is_contiguous=lambda: contiguous,
+        shape=(rows, size), dtype=dtype, is_cuda=True, device=SimpleNamespace(index=0),
+        is_contiguous=lambda: contiguous,
         data_ptr=lambda: address,
     )  # fmt: skip
 

@@ -15,9 +15,11 @@ from tests.kernels.sass_wgmma import machine_code, touched_in_flight
 from tests.kernels.triton.compiled import resources
 
 COMPILED = [
-    (8, 4096, 1024, {}), (32, 6144, 1024, {"gated": True}), (64, 6144, 1024, {"gated": True}), (32, 1024, 3072, {"split": True}),
-    (64, 4096, 12288, {"split": True}), (64, 6144, 4096, {"bias": True}), (256, 6144, 1024, {"gated": True}), (96, 24576, 4096, {"gated": True}), (192, 4096, 12288, {"split": True}),
-    (160, 6144, 1024, {"gated": True}), (128, 6144, 1024, {"gated": True}), (8, 24576, 4096, {"gated": True}),
+    (8, 4096, 1024, {}), (8, 24576, 4096, {"gated": True}), (32, 6144, 1024, {"gated": True}),
+    (32, 1024, 3072, {"split": True}), (64, 6144, 1024, {"gated": True}), (64, 4096, 12288, {"split": True}),
+    (64, 6144, 4096, {"bias": True}), (96, 24576, 4096, {"gated": True}), (128, 6144, 1024, {"gated": True}),
+    (160, 6144, 1024, {"gated": True}),
+    (192, 4096, 12288, {"split": True}), (256, 6144, 1024, {"gated": True}),
 ]  # fmt: skip
 
 
@@ -40,12 +42,14 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
         return f"tensordesc<bf16{list(box)},{layout!r}>"
 
     constants = {
-        "OUTPUTS": rows // 2 if gated else rows, "TOKENS": first, "MORE": padded - first, "CHUNKS": plan.chunks, "SLOTS": plan.slots,
+        "OUTPUTS": rows // 2 if gated else rows, "TOKENS": first, "MORE": padded - first, "CHUNKS": plan.chunks,
+        "SLOTS": plan.slots,
         "ROUNDS": plan.rounds, "SPLITS": plan.splits, "GATED": gated, "BIAS": bias,
     }  # fmt: skip
     signature = {
         "weight": boxes(plan.chunks, 4, 2, 8, 64) if gated else boxes(plan.chunks, 64, 64),
-        "x": boxes(plan.chunks, first, 64), "x_more": boxes(plan.chunks, padded - first or first, 64), "bias": "*bf16", "y": "*fp32" if split else "*bf16", "num_tokens": "i32",
+        "x": boxes(plan.chunks, first, 64), "x_more": boxes(plan.chunks, padded - first or first, 64),
+        "bias": "*bf16", "y": "*fp32" if split else "*bf16", "num_tokens": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     binary = triton.compile(

@@ -36,10 +36,12 @@ if GPU:
     SHAPES += [(m, k, n) for m in (1, 5, 16, 33, 64, 256, 2048) for k, n in ((1024, 4096), (3072, 1024))]
     SHAPES += [(1, 4096, 12288), (130, 1000, 3001), (300, 1001, 517), (129, 2048, 151936)]
 PLANS = [
-    StreamPlan(1, 4, 64, 1, 4, 1), StreamPlan(1, 2, 32, 3, 4, 1), StreamPlan(1, 8, 128, 1, 4, 3), StreamPlan(16, 16, 32, 1, 4, 2),
+    StreamPlan(1, 4, 64, 1, 4, 1), StreamPlan(1, 2, 32, 3, 4, 1), StreamPlan(1, 8, 128, 1, 4, 3), StreamPlan(16, 16,
+    32, 1, 4, 2),
     StreamPlan(16, 32, 16, 4, 4, 2), StreamPlan(32, 64, 64, 2, 4, 3), StreamPlan(64, 64, 64, 1, 4, 4),
     TilePlan(64, 16, 16, 2, 1, 4, 2), TilePlan(16, 32, 32, 2, 3, 4, 2), TilePlan(64, 64, 64, 8, 2, 4, 3),
-    TilePlan(64, 16, 32, 3, 1, 4, 2, True), TilePlan(64, 32, 64, 3, 1, 4, 2, True, True), TilePlan(64, 16, 16, 3, 3, 4, 2, True),
+    TilePlan(64, 16, 32, 3, 1, 4, 2, True), TilePlan(64, 32, 64, 3, 1, 4, 2, True, True), TilePlan(64, 16, 16, 3, 3,
+    4, 2, True),
     TilePlan(64, 256, 32, 2, 1, 8, 2, True, True),
 ]  # fmt: skip
 
@@ -181,7 +183,8 @@ def test_which_numbers_of_tokens_are_many(monkeypatch):
 
     def weight(rows, size, dtype=torch.bfloat16):
         return type("Weight", (), {
-            "shape": (rows, size), "dtype": dtype, "is_cuda": True, "device": DEVICE, "stride": lambda self, i: (size, 1)[i],
+            "shape": (rows, size), "dtype": dtype, "is_cuda": True, "device": DEVICE, "stride": lambda self, i: (size,
+            1)[i],
             "element_size": lambda self: 2, "data_ptr": lambda self: 256,
         })()  # fmt: skip
 
@@ -266,7 +269,10 @@ def test_in_a_graph_with_new_data():
             randn(1024, 3072, dtype=torch.bfloat16, scale=0.03),
         )
         bias = randn(1024, dtype=torch.bfloat16)
-        run = lambda x=x, g=gate_up, d=down, b=bias: linear_bias_act(gated_mlp(x, g, d), d[:, :1024], b, "gelu")  # noqa: E731
+
+        def run(x=x, gate_up=gate_up, down=down, bias=bias):
+            return linear_bias_act(gated_mlp(x, gate_up, down), down[:, :1024], bias, "gelu")
+
         run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,7 +1,7 @@
 """The small-batch products against float64 and against the ops that they fuse; what they compile to.
 
-With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when Triton
-is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`.
+With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when
+Triton is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`.
 """
 
 from types import SimpleNamespace
@@ -31,7 +31,8 @@ from tests.kernels.triton.common import DEVICE, DTYPES, INTERPRETED, RUNS_HERE, 
 pytestmark = pytest.mark.usefixtures("poison")
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 TOKENS = [1, 3, 8]
-# (outputs, size): no power of two, one element, several tiles, fewer columns than a tile, rows left over in the last program.
+# (outputs, size): no power of two, one element, several tiles, fewer columns than a tile, rows left over in the last
+# program.
 SHAPES = [(1, 1), (19, 1000), (5, 33), (16, 1024), (5, 2100), (3, 3072), (2, 3073), (3, 8200)]
 # Qwen3-0.6B, 1.7B and 8B: QKV, output, gate-up and down projections.
 REAL = [(4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072), (4096, 2048), (6144, 2048), (2048, 6144),
@@ -63,11 +64,12 @@ def close(got, expected, dtype):
 
 
 def like(got, native):
-    """The same roundings in the same places: only the order of the sums differs, so few results do, by one rounding or two.
+    """The same roundings in the same places: only the order of the sums differs, so few results do, by one rounding
+    or two.
 
-    Where results are few, one that differs is much of the norm. It may differ by four roundings, each at most torch.finfo.eps
-    of it: a gate of -3 that is rounded the other way changes silu(gate) by 1.9 times as much, and with it the two roundings
-    that follow.
+    Where results are few, one that differs is much of the norm. It may differ by four roundings, each at most
+    torch.finfo.eps of it: a gate of -3 that is rounded the other way changes silu(gate) by 1.9 times as much, and
+    with it the two roundings that follow.
     """
     assert got.dtype == native.dtype and got.shape == native.shape
     wanted = native.double()
@@ -136,11 +138,13 @@ def test_magnitudes(scale):
 
 @needs_kernels
 @pytest.mark.parametrize("tokens, cut", [
-    (2, MatrixPlan(16, 8, 32, late=True)), (5, MatrixPlan(32, 4, 16, late=True)), (16, MatrixPlan(16, 8, 16, late=True)),
+    (2, MatrixPlan(16, 8, 32, late=True)), (5, MatrixPlan(32, 4, 16, late=True)), (16, MatrixPlan(16, 8, 16,
+    late=True)),
     (29, MatrixPlan(8, 8, 32, late=True)),
 ])  # fmt: skip
 def test_norms_after_the_product(tokens, cut, monkeypatch):
-    """Rounded once less than the reference: as near to it as two ways of rounding are, and no farther from the exact result."""
+    """Rounded once less than the reference: as near to it as two ways of rounding are, and no farther from the exact
+    result."""
 
     def near(got, native):
         assert (got.double() - native.double()).norm() < 1e-2 * native.double().norm()
@@ -225,7 +229,8 @@ def test_plans_are_small_enough_and_made_of_shapes_alone():
     assert max_tokens(64, 64, False, torch.float64) == 0
 
 
-# ------------------------------------------------------------------------------------------------------------------- GPU
+# -------------------------------------------------------------------------------------------------------------------
+# GPU
 
 
 @pytest.mark.gpu

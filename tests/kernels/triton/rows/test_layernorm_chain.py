@@ -65,8 +65,8 @@ def test_dropout_mask_of_the_reference():
         assert torch.equal(y != 0, kept_by_hand(3, size, limit, seed))
 
 
-# 0.984375 is above what is compared in pairs; 0.5 has a factor that bfloat16 holds; 0.96 is the first whose factor is split
-# inexactly; the last and the first leave and drop one in 32768.
+# 0.984375 is above what is compared in pairs; 0.5 has a factor that bfloat16 holds; 0.96 is the first whose factor is
+# split inexactly; the last and the first leave and drop one in 32768.
 @pytest.mark.parametrize("p", [2**-15, 0.1, 0.5, 0.96, 0.984375, 1 - 2**-15], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout_mask_is_the_references(dtype, p, monkeypatch):

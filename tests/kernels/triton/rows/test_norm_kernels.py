@@ -85,7 +85,8 @@ def test_rows_without_elements():
 
 
 def far_rows(size):
-    """Rows whose mean is far from zero, or that begin with outliers: one, and so many that what a row is centred on is one."""
+    """Rows whose mean is far from zero, or that begin with outliers: one, and so many that what a row is centred on
+    is one."""
     x = torch.randn(5, size, generator=torch.Generator().manual_seed(0))
     x[0] += 1e4
     x[1] = x[1] * 100 - 1e4

@@ -130,7 +130,8 @@ def test_embedding(dtype):
 
 @pytest.mark.parametrize("rows", [1, 32])
 def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypatch):
-    """A captured step of them, between matrix products: every replay has the bits of one in which none is launched early."""
+    """A captured step of them, between matrix products: every replay has the bits of one in which none is launched
+    early."""
     from nanovllm.kernels.triton import early_start
 
     monkeypatch.undo()  # no kernel that fills memory between two of the step

@@ -115,7 +115,8 @@ def test_no_spills_and_wide_accesses(cases, dtype, capability, tmp_path):
         assert wide(ptx, "ld"), f"{name}: no 16-byte load"
         # What the programs of a row tell each other is two numbers each; a thread has 4 elements of a token's tile.
         narrow = kernel.__name__ in ("_softmax_parts_kernel", "store_tokens_kernel")
-        # Of few tokens a thread of the heads' kernels has 4 elements side by side: more threads, and each has less to norm and rotate.
+        # Of few tokens a thread of the heads' kernels has 4 elements side by side: more threads, and each has less to
+        # norm and rotate.
         few = name in ("rotary_embedding of 1", "qk_norm_rope of 1", "store") and half_wide(ptx, "st")
         assert wide(ptx, "st") or narrow or few, f"{name}: no 16-byte store"
 
@@ -198,7 +199,10 @@ def dependent_cases(tensor):
 
 
 def test_a_copy_loads_and_stores_16_bytes_at_a_time():
-    """Of odd sizes too, but for their last bytes; all loads before the first store. Early ones wait before they load."""
+    """Of odd sizes too, but for their last bytes; all loads before the first store.
+
+    Early ones wait before they load.
+    """
     plans = copying.copy_plans(dependent_launch=True)
     assert len({plan.early for plan in plans}) == 2
     for plan in plans:
@@ -222,7 +226,8 @@ def advance():
 
 
 def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
-    """Every program waits, once, before all loads but the norms' weights; only the elementwise ones let dependents start, right behind it."""
+    """Every program waits, once, before all loads but the norms' weights; only the elementwise ones let dependents
+    start, right behind it."""
     monkeypatch.setattr(early_start, "has_dependent_launch", lambda device: True)
     elementwise = "silu_and_mul", "fused_activation", "fused_add_gelu", "element_wise_mul_add"
     for case, early_loads, call in dependent_cases(tensors(torch.bfloat16)):
@@ -237,7 +242,8 @@ def test_dependent_kernels_wait_before_they_read_what_others_write(monkeypatch):
             ), name
             # Nothing but arithmetic comes before, so no program takes a way around the wait.
             assert not re.search(r"\bbra\b|\bret;|st\.global|atom|red\.global", before), name
-            # The second kernel of two may read what the first has waited for, but past a cache in which older data may be.
+            # The second kernel of two may read what the first has waited for, but past a cache in which older data
+            # may be.
             second = kernel.__name__ == "_softmax_pieces_kernel"
             assert bool(re.search(r"ld\.global", before)) == (early_loads or second) and re.search(
                 r"ld\.global", after

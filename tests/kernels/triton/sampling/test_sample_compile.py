@@ -19,7 +19,8 @@ def sampling_arguments(rows, dtype, top_k, top_p, min_p):
         return torch.ones(rows, dtype=kind) if on else None
 
     return (
-        torch.empty(rows, 151936, dtype=dtype), full(torch.float32), full(torch.int32, top_k), full(torch.float32, top_p),
+        torch.empty(rows, 151936, dtype=dtype), full(torch.float32), full(torch.int32, top_k), full(torch.float32,
+        top_p),
         full(torch.float32, min_p), full(torch.int64), full(torch.int64),
     )  # fmt: skip
 
@@ -40,7 +41,7 @@ def test_sampling_does_not_spill(filters, dtype, capability, tmp_path):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_draw_reads_logits_once_and_moves_little_between_threads(capability):
-    """A warp has whole blocks: reductions are shuffles, and two barriers a tile are for the store of what they found."""
+    """A warp has whole blocks: reductions are shuffles, and two barriers a tile are for the store of their results."""
     ((_, kernel, args, options),) = launches_of(
         [("", lambda: sample(*sampling_arguments(256, torch.bfloat16, 0, 0, 0)))]
     )
@@ -53,7 +54,8 @@ def test_a_draw_reads_logits_once_and_moves_little_between_threads(capability):
 
 
 def test_few_variants_of_sampling(monkeypatch):
-    """What a batch changes makes the compiler start again for nothing but filters, and launches before the predecessor's end."""
+    """What a batch changes makes the compiler start again for nothing but filters, and launches before the
+    predecessor's end."""
     monkeypatch.setattr(early_start, "has_dependent_launch", lambda device: True)
     found = {}
     wanted = [(0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)]
