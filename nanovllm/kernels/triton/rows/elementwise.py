@@ -97,7 +97,7 @@ def _block(rows: int, size: int) -> int:
 
 
 def _add_plan(rows: int, size: int, kind: str, itemsize: int) -> tuple[int, int]:
-    """(block, warps) of `_add_activation_kernel`: of many elements two 16-byte loads of x a thread, and no idle part."""
+    """(block, warps) of `_add_activation_kernel`: two 16-byte loads of x a thread for many elements, none idle."""
     if rows * size > _FEW_ELEMENTS:
         most = 1024 if itemsize == 4 else 4096 if kind == "gelu" else 2048
         block = largest_block(size, most, 512)

@@ -1,4 +1,4 @@
-"""What the kernels of `sample` share: the order of logits as integers, their maxima, weights, and a row's parameters."""
+"""What the kernels of `sample` share: logits as ordered integers, their maxima and weights, a row's parameters."""
 
 import torch
 import triton

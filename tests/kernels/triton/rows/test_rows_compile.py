@@ -114,7 +114,8 @@ def test_no_spills_and_wide_accesses(cases, dtype, capability, tmp_path):
         ptx = binary.asm["ptx"]
         assert wide(ptx, "ld"), f"{name}: no 16-byte load"
         # What the programs of a row tell each other is two numbers each; a thread has 4 elements of a token's tile.
-        narrow = kernel.__name__ in ("_softmax_parts_kernel", "store_tokens_kernel")
+        stores = kernel.__name__ == "rotary_tokens_kernel" and "store" in name
+        narrow = kernel.__name__ == "_softmax_parts_kernel" or stores
         # Of few tokens a thread of the heads' kernels has 4 elements side by side: more threads, and each has less to
         # norm and rotate.
         few = name in ("rotary_embedding of 1", "qk_norm_rope of 1", "store") and half_wide(ptx, "st")
