@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -33,17 +33,30 @@ def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> Non
             raise TypeError(f"{kind} got an unknown argument {name!r}; {remedy}")
 
 
-def rejects_unknown(cls: T) -> T:
+def rejects_unknown(cls: T | None = None, *, renamed: Mapping[str, str] | None = None) -> Any:
     """Class decorator, above `@dataclass`: unknown keywords of the constructor raise as `reject_unknown` says.
 
     The generated `__init__` is wrapped rather than a `__new__` or a metaclass added, so that `help()`, editors and
     `inspect.signature` go on showing the fields.
+
+    Args:
+        renamed: older names of arguments, which are taken as well.
     """
+    if cls is None:
+        return functools.partial(rejects_unknown, renamed=renamed)
     init = cls.__init__
     known = [f.name for f in fields(cls) if f.init]
+    names = renamed or {}
 
     @functools.wraps(init)
-    def __init__(self, *args, **kwargs):
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for old, new in names.items():
+            if old in kwargs:
+                if new in kwargs:
+                    raise TypeError(
+                        f"{cls.__name__} got {old!r}, an older name of {new!r}, and {new!r}; pass one of them"
+                    )
+                kwargs[new] = kwargs.pop(old)
         reject_unknown(cls.__name__, kwargs, known)
         init(self, *args, **kwargs)
 

@@ -6,16 +6,19 @@ import numbers
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.arguments import full_dtype, rejects_unknown
+
+if TYPE_CHECKING:
+    from nanovllm.engine.fast.policy import FastPolicy
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")
 
 
-@rejects_unknown
+@rejects_unknown(renamed={"ride_prompts": "piggyback_prefill"})
 @dataclass(frozen=True)
 class EngineConfig:
     """Arguments of `LLM(model, ...)`. Names follow vLLM and nano-vLLM.
@@ -58,15 +61,14 @@ class EngineConfig:
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     capture_prefill: bool | None = None
-    """Steps of up to 4,096 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes. None: where
-    decode steps are. True: without CUDA graphs they are padded alike, for tests."""
-    capture_full_steps: bool | None = None
-    """So are steps of `max_num_batched_tokens` tokens, if those are more, for hosts that launch their kernels more slowly than the GPU
-    runs them. It takes memory for the activations of one more such step, beyond `gpu_memory_utilization`. None: where steps with prompts
-    are captured, and the model is so small that this may be so (`engine/fast/prefill_graphs.py`)."""
-    ride_prompts: bool | None = None
-    """Prompts given to `generate` are computed beside decodes, a few tokens a step, if that lets all end sooner; first tokens come later.
-    None: where steps are CUDA graphs and a layer has so many weights that decodes leave room for it (`engine/fast/piggyback.py`)."""
+    """Steps of up to 4,096 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes. None:
+    where decode steps are. True: without CUDA graphs they are padded alike, for tests."""
+    piggyback_prefill: bool | None = None
+    """Prompts given to `generate` are computed together with decodes, a few tokens a step, if that lets all end sooner;
+    first tokens come later. None: where steps are CUDA graphs and a layer has so many weights that decodes leave room for it
+    (`engine/fast/piggyback.py`). `ride_prompts` is an older name of this argument."""
+    fast_policy: FastPolicy | None = None
+    """Which fast paths are on, one by one, for tests and measurements (`engine/fast/policy.py`); the arguments above win."""
     async_scheduling: bool | None = None
     """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""
     tensor_parallel_size: int = 1
@@ -111,8 +113,7 @@ class EngineConfig:
             need(isinstance(getattr(self, name), bool), name, "must be True or False")
         for name, otherwise in (
             ("capture_prefill", "to capture where decode steps are captured"),
-            ("capture_full_steps", "to decide from the model"),
-            ("ride_prompts", "to decide from the device and the model"),
+            ("piggyback_prefill", "to decide from the device and the model"),
             ("async_scheduling", "to decide from the device"),
             ("use_custom_kernels", "for what the model's config.json says"),
         ):
@@ -131,11 +132,6 @@ class EngineConfig:
                 name,
                 "must be a positive integer, or None to decide from the device",
             )
-        need(
-            not (self.capture_full_steps and self.capture_prefill is False),
-            "capture_full_steps",
-            "needs the graphs of smaller steps, which capture_prefill=False turns off; leave one of them out",
-        )
         share = self.gpu_memory_utilization
         need(
             isinstance(share, numbers.Real) and not isinstance(share, bool) and 0 < share <= 1,

@@ -113,7 +113,7 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
 @pytest.mark.parametrize("path", sorted(config_files.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
 def test_the_list_on_a_gpu_of_that_name_shows_what_is_shipped_for_it(path, monkeypatch):
     """And, where versions differ, that it is not used and why."""
-    import nanovllm.engine.model_runner as runner
+    import nanovllm.engine.devices as runner
 
     monkeypatch.delenv(config_files.DIRECTORY_VARIABLE, raising=False)
     monkeypatch.setattr(runner, "select_device", lambda name: torch.device("cuda", 0))
@@ -159,7 +159,7 @@ def timed(files, monkeypatch):
     """As on a GPU, with a timer that says what it is told to. Returns a function that takes another timer."""
     import contextlib
 
-    import nanovllm.engine.model_runner as runner
+    import nanovllm.engine.devices as runner
     from nanovllm.hardware import gpu_presets
     from nanovllm.tune import run as session
 

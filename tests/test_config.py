@@ -48,10 +48,6 @@ def test_is_never_mutated():
         (dict(kvcache_block_size=2048), "kvcache_block_size=2048"),
         (dict(tensor_parallel_size=2), "tensor_parallel_size=2: only 1 is supported for now; run one engine per GPU"),
         (dict(tensor_parallel_size=0), "tensor_parallel_size=0"),
-        (
-            dict(capture_full_steps=True, capture_prefill=False),
-            "capture_full_steps=True: needs the graphs of smaller steps",
-        ),
         (dict(use_custom_kernels="no"), "use_custom_kernels='no': must be True or False, or None"),
         (dict(use_custom_kernels=0), "use_custom_kernels=0: must be True or False"),
         (dict(seed=-1), "seed=-1"),
@@ -106,10 +102,13 @@ def test_what_is_true_or_false_is_nothing_else(field, value):
             EngineConfig("m", **{field.name: None})
 
 
-@pytest.mark.parametrize("full, smaller", [(True, None), (True, True), (False, False), (None, False)])
-def test_full_steps_are_refused_only_if_asked_for_without_smaller_ones(full, smaller):
-    config = EngineConfig("m", capture_full_steps=full, capture_prefill=smaller)
-    assert (config.capture_full_steps, config.capture_prefill) == (full, smaller)
+def test_an_older_name_is_taken_alone():
+    for value in (True, False, None):
+        assert EngineConfig("m", ride_prompts=value).piggyback_prefill is value
+    with pytest.raises(TypeError, match="'ride_prompts', an older name of 'piggyback_prefill', and"):
+        EngineConfig("m", ride_prompts=True, piggyback_prefill=True)
+    with pytest.raises(TypeError, match="unknown argument 'capture_full_steps'; did you mean"):
+        EngineConfig("m", capture_full_steps=True)
 
 
 def test_paths_become_strings():

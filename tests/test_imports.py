@@ -142,6 +142,17 @@ def test_no_circle_of_imports():
     assert not left, "\n".join(map(", ".join, left))
 
 
+def test_the_engine_knows_its_fast_paths_by_one_interface():
+    fast = "nanovllm.engine.fast."
+    knows = {
+        (name, imported.removeprefix(fast))
+        for name in MODULES
+        for imported in ours(name)
+        if imported.startswith(fast) and not name.startswith("engine.fast")
+    }
+    assert knows == {("engine.model_runner", "paths")}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_slow_packages_are_imported_where_they_are_used(name):
     heavy = [imported for imported, top in imports(name) if top and imported.split(".")[0] in HEAVY]

@@ -149,7 +149,11 @@ class Instrument:
             for path, module in model.named_modules():
                 self._hook(path, module)
         if with_stages:
-            for part in (engine, *vars(engine).values(), *vars(engine.runner).values()):
+            parts = [engine, *vars(engine).values(), *vars(engine.runner).values()]
+            fast = getattr(engine.runner, "fast", None)
+            if fast is not None:
+                parts += [*vars(fast).values(), getattr(fast.decoder, "state", None)]
+            for part in parts:
                 if type(part).__module__.startswith("nanovllm.engine.") and hasattr(part, "__dict__"):
                     self._wrap_methods(part)
         execute = engine.runner.execute

@@ -69,7 +69,7 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     trace = merge(windows)
     add_memory_track(trace, memory)
     write_trace(trace, Path(job.trace))
-    rides = engine.llm.engine.runner.rides
+    rides = engine.llm.engine.runner.fast.piggyback is not None
     engine.close()
     return {
         "costs": costs,
@@ -128,11 +128,11 @@ def _drive(
     try:
         with recorded():
             steps(
-                1 if core.runner.rides else PREFILL_STEPS, keep=True
+                1 if core.runner.fast.piggyback is not None else PREFILL_STEPS, keep=True
             )  # on the second one some may ride already, with few decodes
             _synchronize()
         while (late := not_begun()) and core.has_unfinished:
-            if 2 * len(late) <= len(requests) and core.runner.decoding.carries(instrument.last_step):
+            if 2 * len(late) <= len(requests) and instrument.last_step.kind.value == "piggybacked":
                 with recorded():
                     steps(DECODE_STEPS, keep=True)
                     _synchronize()

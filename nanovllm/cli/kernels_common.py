@@ -33,7 +33,7 @@ def prepare(
     device: str, plugins: list[str] | None, must_load: bool = True
 ) -> tuple[torch.device, dict[str, Op], list[str]]:
     """(the device, the ops by name, what the plugins' providers have as their origin)."""
-    from nanovllm.engine.model_runner import select_device
+    from nanovllm.engine.devices import select_device
     from nanovllm.kernels import all_ops
     from nanovllm.kernels.op.plugins import failures, load_plugins
 

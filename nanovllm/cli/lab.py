@@ -50,7 +50,7 @@ def _command(name: str) -> Callable[..., None]:
         seed: _Seed = None,
         refresh: _Refresh = False,
     ) -> None:
-        from nanovllm.engine.model_runner import select_device
+        from nanovllm.engine.devices import select_device
         from nanovllm.lab.lesson import lesson
         from nanovllm.lab.run import run
         from nanovllm.lab.show import plot as draw
@@ -109,7 +109,7 @@ def mlp(
     seed: _Seed = None,
 ) -> None:
     """How the time of training steps of an MLP grows with steps, layers, batch and dim, and where it does not."""
-    from nanovllm.engine.model_runner import select_device
+    from nanovllm.engine.devices import select_device
     from nanovllm.lab.mlp import Shape, run_sweeps
     from nanovllm.lab.show_mlp import plot as draw
     from nanovllm.lab.show_mlp import show

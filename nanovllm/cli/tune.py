@@ -141,7 +141,7 @@ def _jobs(requests: list[Request], dtype: str, model: DeviceModel) -> list[Job]:
 
 
 def _model(gpu: str | None, device: str) -> DeviceModel:
-    from nanovllm.engine.model_runner import select_device
+    from nanovllm.engine.devices import select_device
     from nanovllm.hardware.gpu_presets import device_model, this_device
 
     if gpu is not None:
@@ -158,7 +158,7 @@ def _tune(
 ) -> None:
     import torch
 
-    from nanovllm.engine.model_runner import select_device
+    from nanovllm.engine.devices import select_device
     from nanovllm.hardware.gpu_presets import this_device
     from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, gpu_of
     from nanovllm.tune.run import LEAST_SECONDS, MEASURED, ContextLost

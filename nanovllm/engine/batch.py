@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from nanovllm.engine.kv_cache import kv_slot
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.layers.attention import AttentionMetadata, SharedPrefixes
 
@@ -15,12 +17,12 @@ from nanovllm.layers.attention import AttentionMetadata, SharedPrefixes
 class Batch:
     """The host side of a forward pass: one row a token, decodes first, then the runs of tokens of the others.
 
-    A token that was sampled in a step whose result the host has not read yet is written as -1 - slot; `resolve_tokens`
-    replaces it on the device by the last token sampled in that slot.
+    A token that was sampled in a step whose result the host has not read yet is written as -1 - seq_slot; `resolve_tokens`
+    replaces it on the device by the last token sampled in that seq_slot.
     """
 
     tokens: np.ndarray
-    """[3, num_tokens] int64: token ids, positions, cache slots."""
+    """[3, num_tokens] int64: token ids, positions, kv_slots."""
     context_lens: np.ndarray
     """[num_decodes] int32."""
     block_table: np.ndarray
@@ -49,9 +51,14 @@ class Batch:
 
     @classmethod
     def build(cls, step: ScheduledStep, block_size: int) -> Batch:
-        parts = step.parts
-        num_decodes = step.num_decodes
-        tokens = np.empty((3, step.num_tokens), np.int64)
+        """The batch of a step; its single-token parts come first."""
+        return cls.of_parts(step.parts, block_size)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[ScheduledSequence], block_size: int) -> Batch:
+        """The batch of some parts of a step, of which those of a single token come first."""
+        num_decodes = sum(part.num_tokens == 1 for part in parts)
+        tokens = np.empty((3, sum(part.num_tokens for part in parts)), np.int64)
         max_blocks = max(-(-(p.start + p.num_tokens) // block_size) for p in parts)
         block_table = np.zeros((len(parts), max_blocks), np.int32)
         context_lens = np.empty(num_decodes, np.int32)
@@ -65,15 +72,15 @@ class Batch:
             block_table[i, : len(table)] = table
             if n == 1:
                 pending = start >= len(seq.token_ids)
-                tokens[0, row] = -1 - part.slot if pending else seq.token_ids[start]
+                tokens[0, row] = -1 - part.seq_slot if pending else seq.token_ids[start]
                 tokens[1, row] = start
-                tokens[2, row] = table[-1] * block_size + start % block_size
+                tokens[2, row] = kv_slot(table[-1], start, block_size)
                 context_lens[i] = start + 1
             else:
                 positions = np.arange(start, start + n)
                 tokens[0, row : row + n] = seq.token_ids[start : start + n]
                 tokens[1, row : row + n] = positions
-                tokens[2, row : row + n] = block_table[i, positions // block_size] * block_size + positions % block_size
+                tokens[2, row : row + n] = kv_slot(block_table[i, positions // block_size], positions, block_size)
             row += n
             if seq.params.prompt_logprobs is not None and start < seq.prompt_len:
                 # Row j predicts token start + j + 1, of which those inside the prompt are wanted.
@@ -163,12 +170,13 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
-    # The caching allocator does not hand pinned memory out again before the copy has run. NumPy copies: PyTorch would wake its threads.
+    # The caching allocator does not hand pinned memory out again before the copy has run. NumPy copies, since PyTorch would
+    # wake its threads.
     pinned = torch.empty_like(tensor, pin_memory=True)
     pinned.numpy()[...] = array
     return pinned.to(device, non_blocking=True)
 
 
 def resolve_tokens(token_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
-    """Replace -1 - slot by `last_tokens[slot]`: token_ids [num_tokens] int64, last_tokens [max_num_seqs] int64."""
+    """Replace -1 - seq_slot by `last_tokens[seq_slot]`; token_ids [num_tokens] and last_tokens [max_num_seqs] are int64."""
     return torch.where(token_ids < 0, last_tokens[(-1 - token_ids).clamp(min=0)], token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from nanovllm.arguments import full_dtype
 from nanovllm.layers.attention import LayerCache
 from nanovllm.model_config import ModelConfig
 
-# Where nobody says how large the cache should be on a CPU, it takes at most this share of the free memory.
+# On a CPU a cache whose size was not asked for takes at most this share of the free memory.
 _CPU_SHARE = 0.25
 _MIB = 2**20
 
@@ -36,6 +37,16 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_siz
     return 2 * config.num_hidden_layers * block_size * num_kv_heads * config.head_dim * dtype.itemsize
 
 
+def kv_slot(block: Any, position: Any, block_size: int) -> Any:
+    """The place of a token in the cache: integers, NumPy arrays or tensors.
+
+    Args:
+        block: the block that holds the token: entry `position // block_size` of its sequence's block table.
+        position: the token's position in its sequence.
+    """
+    return block * block_size + position % block_size
+
+
 def allocate(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
@@ -47,7 +58,7 @@ def allocate(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Pages that the operating system clears when they are first touched: gigabytes at once, and blocks nobody uses take no memory.
+    # The operating system clears pages when they are first touched: gigabytes at once, and unused blocks take no memory.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
@@ -69,14 +80,15 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, usef
     if fits < needed:
         missing = (needed + 1) * per_block - available
         raise OutOfCacheMemory(
-            f"the KV cache needs {(needed + 1) * per_block / _MIB:.1f} MiB for {needed} block(s) and a padding block, but only"
-            f" {max(available, 0) / _MIB:.1f} MiB are left beside weights and activations: {missing / _MIB:.1f} MiB are missing; {remedy}"
+            f"the KV cache needs {(needed + 1) * per_block / _MIB:.1f} MiB for {needed} block(s) and a padding block,"
+            f" but only {max(available, 0) / _MIB:.1f} MiB are left beside weights and activations:"
+            f" {missing / _MIB:.1f} MiB are missing; {remedy}"
         )
     return wanted if wanted is not None else min(fits, useful)
 
 
 def available_bytes_cpu(asked: bool) -> int:
-    """This machine's free memory, or the share of it that a cache may take where nobody `asked` for a size."""
+    """This machine's free memory in bytes; unless the user `asked` for a size, only the share of it that a cache may take."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return free if asked else int(_CPU_SHARE * free)
 

@@ -14,7 +14,8 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import decode
-from nanovllm.engine.model_runner import ModelRunner, select_device
+from nanovllm.engine.devices import select_device
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -66,7 +67,8 @@ class LLMEngine:
             self.runner.max_num_batched_tokens,
             self.runner.max_model_len,
             self.eos_token_ids,
-            self.runner.rides,
+            self.runner.fast.piggyback,
+            self.runner.fast.reserve_tokens_ahead,
         )
         on_gpu = self.runner.device.type == "cuda"
         asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
@@ -111,20 +113,20 @@ class LLMEngine:
         self._num_requests += 1
         return request
 
-    def queue(self, request: Request, patient: bool = False) -> None:
-        """patient: nobody waits for its first tokens, so that its prompt may be computed late (`pacing`)."""
+    def queue(self, request: Request, offline: bool = False) -> None:
+        """offline: only the whole output is waited for, so that the prompt may be computed late (piggybacked prefill)."""
         for completion in request.completions:
             self._completions[completion.seq] = request, completion
-            completion.seq.offline = patient and request.params.prompt_logprobs is None
+            completion.seq.offline = offline and request.params.prompt_logprobs is None
             self.scheduler.add(completion.seq)
 
     def queue_batch(self, requests: list[Request]) -> None:
         """Queue requests of which none is of use before all have ended."""
-        if self.scheduler.rides:  # who may have the most output first
+        if self.scheduler.pacer is not None:  # the longest outputs first
             longest = self.runner.max_model_len
             requests = sorted(requests, key=lambda r: -min(r.params.max_tokens, longest - len(r.prompt_token_ids)))
         for request in requests:
-            self.queue(request, patient=True)
+            self.queue(request, offline=True)
 
     def abort(self, request: Request) -> None:
         """End a request wherever it is; its outputs keep the tokens they have. Does nothing to a finished one."""

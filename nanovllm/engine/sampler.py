@@ -16,6 +16,9 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm.outputs import Logprob
 
+PROMPT_LOGPROBS_ROWS = 256
+"""Positions of a prompt whose logits are in memory at the same time: those of 16,384 would take gigabytes."""
+
 
 class SamplingRow(NamedTuple):
     """What the engine says about one row that samples in this step."""
@@ -25,17 +28,43 @@ class SamplingRow(NamedTuple):
     """The key of the sequence's random numbers; its low 64 bits count."""
     position: int
     """Which draw this is: the new token's position in the sequence, so that a recomputed sequence draws the same."""
-    slot: int
+    seq_slot: int
     """The sequence's row in the sampler's penalty state; no two rows of a step share one."""
     banned_token_ids: Sequence[int] = ()
     """Tokens that must not be sampled now: end and stop tokens before `min_tokens` is reached."""
 
     @classmethod
-    def of(cls, seq: TokenSequence, position: int, slot: int) -> SamplingRow:
+    def of(cls, seq: TokenSequence, position: int, seq_slot: int) -> SamplingRow:
         """The row of a sequence that gets its token number `position`."""
         params = seq.params
         banned = tuple(seq.stop_ids) if position - seq.prompt_len < params.min_tokens else ()
-        return cls(params, seq.seed, position, slot, banned)
+        return cls(params, seq.seed, position, seq_slot, banned)
+
+
+class PackedSampling(NamedTuple):
+    """What R rows say about sampling, as arrays of the device's types."""
+
+    draws: np.ndarray
+    """[3, R] int64: seed (the same 64 bits, signed), position, seq_slot."""
+    floats: np.ndarray
+    """[6, R] float32: temperature, top-p, min-p, and repetition, presence and frequency penalty."""
+    top_k: np.ndarray
+    """[R] int32"""
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingRow]) -> PackedSampling:
+        draws = [(row.seed % 2**64, row.position, row.seq_slot) for row in rows]
+        params = [row.params for row in rows]
+        floats = [
+            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for p in params
+        ]
+        return cls(
+            np.array(draws, np.uint64).reshape(-1, 3).T.view(np.int64),
+            # A temperature beyond float32 stays finite: logit / inf would be NaN for a logit of -inf.
+            np.array(floats, np.float64).reshape(-1, 6).clip(max=np.finfo(np.float32).max).astype(np.float32).T,
+            np.array([min(p.top_k, np.iinfo(np.int32).max) for p in params], np.int32),
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +83,7 @@ class SamplingMetadata:
     """[R] int64"""
     positions: torch.Tensor
     """[R] int64"""
-    slots: torch.Tensor
+    seq_slots: torch.Tensor
     """[R] int64"""
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     """Repetition, presence and frequency penalty, [R] float32 each."""
@@ -85,22 +114,8 @@ class SamplingMetadata:
 
         host = torch.empty(6 * num_rows + 2 * num_banned + (num_rows + 1) // 2, dtype=torch.int64, pin_memory=pin)
         ints, bans, floats, top_k = (t.numpy() for t in fields(host))
-        ints.view(np.uint64)[:] = (
-            np.array([(row.seed % 2**64, row.position, row.slot) for row in rows], dtype=np.uint64)
-            .reshape(num_rows, 3)
-            .T
-        )
+        ints[:], floats[:], top_k[:] = PackedSampling.of(rows)
         bans[:] = np.array(banned, dtype=np.int64).reshape(num_banned, 2).T
-        wide = np.array(
-            [
-                (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-                for p in params
-            ],
-            dtype=np.float64,
-        ).reshape(num_rows, 6)
-        # A temperature beyond float32 stays finite: logit / inf would be NaN for a logit of -inf.
-        floats[:] = wide.clip(max=np.finfo(np.float32).max).T
-        top_k[:] = [min(p.top_k, np.iinfo(np.int32).max) for p in params]
 
         dev_ints, dev_bans, dev_floats, dev_top_k = fields(host.to(device, non_blocking=pin))
         wanted = [p.logprobs for p in params if p.logprobs is not None]
@@ -111,7 +126,7 @@ class SamplingMetadata:
             min_p=dev_floats[2] if any(p.uses_filters and p.min_p > 0 for p in params) else None,
             seeds=dev_ints[0],
             positions=dev_ints[1],
-            slots=dev_ints[2],
+            seq_slots=dev_ints[2],
             penalties=(dev_floats[3], dev_floats[4], dev_floats[5]) if any(p.uses_penalties for p in params) else None,
             banned=(dev_bans[0], dev_bans[1]) if banned else None,
             all_greedy=all(p.greedy for p in params),
@@ -143,11 +158,14 @@ class LogprobsTensors(NamedTuple):
         token_ids = self.token_ids[index, : 1 + num_logprobs].tolist()
         logprobs = self.logprobs[index, : 1 + num_logprobs].tolist()
         text = decode or (lambda token_id: None)
-        record = {token_ids[0]: Logprob(logprobs[0], int(self.ranks[index]), text(token_ids[0]))}
-        best = logprobs[1:]
-        for token_id, logprob in zip(token_ids[1:], best):
-            record.setdefault(token_id, Logprob(logprob, 1 + best.index(logprob), text(token_id)))
-        return record
+        row = {token_ids[0]: Logprob(logprobs[0], int(self.ranks[index]), text(token_ids[0]))}
+        rank, previous = 0, None
+        for place, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:]), 1):
+            if logprob != previous:
+                rank, previous = place, logprob
+            if token_id not in row:
+                row[token_id] = Logprob(logprob, rank, text(token_id))
+        return row
 
 
 class SamplerOutput(NamedTuple):
@@ -160,13 +178,13 @@ class SamplerOutput(NamedTuple):
 class Sampler:
     """Turns logits into token ids on the device; nothing in it waits for the device.
 
-    It owns the penalty state: for each of `max_num_seqs` slots which tokens the prompt holds and how often each token
-    is in the output. The state is 5 bytes * max_num_seqs * vocab_size, and exists from the first request that uses a
-    penalty on. A slot belongs to the sequence last admitted to it; the rows of sequences without penalties hold
-    rubbish, which their penalties (1, 0 and 0) ignore.
+    It owns the penalty state: for each of `max_num_seqs` seq_slots which tokens the prompt holds and how often each token is
+    in the output. The state is 5 bytes * max_num_seqs * vocab_size and exists from the first request that uses a penalty on.
+    A seq_slot belongs to the sequence last admitted to it. The rows of sequences without penalties hold values that their
+    penalties (1, 0 and 0) ignore.
 
     Args:
-        max_num_seqs: number of slots.
+        max_num_seqs: number of seq_slots.
         vocab_size: columns of the logits.
         device: where the logits are.
         sample_op: a provider of the op `sample`.
@@ -179,42 +197,45 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.sample_op = sample_op
-        self._prompt_mask: torch.Tensor | None = None
-        self._output_counts: torch.Tensor | None = None
+        self._penalty_state: tuple[torch.Tensor, torch.Tensor] | None = None
+        """[max_num_seqs, vocab_size] each: whether the prompt has a token (bool), its count in the output (int32)."""
 
     def admit(
-        self, slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], params: SamplingParams
+        self, seq_slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        """Give `slot` to a sequence, before its first sampling step and again whenever it resumes with new tokens.
+        """Give a seq_slot to a sequence, before its first sampling step and again whenever it resumes with new tokens.
 
         Args:
-            slot: in [0, max_num_seqs).
+            seq_slot: in [0, max_num_seqs).
             prompt_token_ids, output_token_ids: what the sequence holds so far, each in [0, vocab_size).
             params: nothing is done unless they use a penalty.
         """
         if not params.uses_penalties:
             return
-        if self._prompt_mask is None:
+        if self._penalty_state is None:
             shape = (self.max_num_seqs, self.vocab_size)
-            self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            self._prompt_mask = torch.zeros(
-                shape, dtype=torch.bool, device=self.device
-            )  # last: it says that both are there
-        self._prompt_mask[slot].zero_().index_fill_(0, self._to_device(prompt_token_ids), True)
+            output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self._penalty_state = torch.zeros(shape, dtype=torch.bool, device=self.device), output_counts
+        prompt_mask, output_counts = self._penalty_state
+        prompt_mask[seq_slot].zero_().index_fill_(0, self._to_device(prompt_token_ids), True)
         output = self._to_device(output_token_ids)
-        self._output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        output_counts[seq_slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def release_penalty_state(self) -> None:
+        """Give the penalty state's memory back; the next sequence with a penalty makes it anew."""
+        self._penalty_state = None
 
     def __call__(self, logits: torch.Tensor, meta: SamplingMetadata) -> SamplerOutput:
         """Sample one token per row, and count it in the penalty state of rows with penalties.
 
         Args:
             logits: [R, V], any float dtype; not modified.
-            meta: of the same R rows; no slot twice.
+            meta: of the same R rows; no seq_slot twice.
         """
         # Log-probabilities are of the model's own distribution, before penalties, bans and temperature, as in vLLM.
         raw = logits
         if meta.penalties is not None:
-            logits = self._penalize(logits, meta)
+            logits = self._penalize(logits, meta, *meta.penalties)
         if meta.banned is not None:
             logits = logits.clone() if logits is raw else logits
             logits.index_put_(meta.banned, logits.new_full((), -torch.inf))
@@ -224,26 +245,25 @@ class Sampler:
             token_ids = self.sample_op(
                 logits, meta.temperature, meta.top_k, meta.top_p, meta.min_p, meta.seeds, meta.positions
             )
-        if meta.penalties is not None:
+        if meta.penalties is not None and self._penalty_state is not None:
             ones = torch.ones_like(token_ids, dtype=torch.int32)
-            self._output_counts.view(-1).scatter_add_(0, meta.slots * self.vocab_size + token_ids, ones)
+            self._penalty_state[1].view(-1).scatter_add_(0, meta.seq_slots * self.vocab_size + token_ids, ones)
         if meta.max_logprobs is None:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, compute_logprobs(raw, token_ids, meta.max_logprobs))
 
-    def _penalize(self, logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
-        if self._prompt_mask is None or self._output_counts is None:
+    def _penalize(self, logits: torch.Tensor, meta: SamplingMetadata, *penalties: torch.Tensor) -> torch.Tensor:
+        """float32 [R, V]. penalties: repetition, presence and frequency, as in `SamplingMetadata`."""
+        if self._penalty_state is None:
             raise RuntimeError("a row uses penalties, but no such sequence was admitted; call Sampler.admit first")
+        prompt_mask, output_counts = self._penalty_state
         penalized = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         n = rows_per_chunk(self.vocab_size)
         for start in range(0, len(logits), n):
             rows = slice(start, start + n)
-            slots = meta.slots[rows]
+            slots = meta.seq_slots[rows]
             penalized[rows] = apply_penalties(
-                logits[rows],
-                self._prompt_mask[slots],
-                self._output_counts[slots],
-                *(penalty[rows] for penalty in meta.penalties),
+                logits[rows], prompt_mask[slots], output_counts[slots], *(penalty[rows] for penalty in penalties)
             )
         return penalized
 

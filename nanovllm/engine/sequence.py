@@ -25,8 +25,8 @@ class Sequence:
 
     __slots__ = (
         "seq_id", "index", "params", "seed", "prompt_len", "token_ids", "num_pending", "num_computed_tokens",
-        "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "slot", "status", "finish_reason", "stop_reason",
-        "max_len", "stop_ids", "offline", "cache_salt",
+        "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "seq_slot", "status", "finish_reason",
+        "stop_reason", "max_len", "stop_ids", "offline", "cache_salt",
     )  # fmt: skip
 
     def __init__(
@@ -54,8 +54,9 @@ class Sequence:
         """Chained hashes of the leading full blocks of known tokens; kept over preemption."""
         self.num_registered_blocks = 0
         """Leading blocks of the block table that were offered to the prefix cache."""
-        self.slot = -1
-        """Where the buffers kept by slot (last tokens, token counts) have this sequence while it runs; not its row of the decode state, which moves."""
+        self.seq_slot = -1
+        """The sequence's place in per-sequence buffers (last tokens, token counts) while it runs; -1 while it does not.
+        Its row of the decode state is another number, which changes."""
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -64,8 +65,7 @@ class Sequence:
         self.stop_ids: frozenset[int] = frozenset()
         """Tokens that end the sequence, set when it is queued."""
         self.offline = False
-        """Whether only the time of its last token matters, not that of its first; its prompt may then be computed late
-        (`engine/fast/piggyback.py`)."""
+        """Whether the caller waits for the whole output only, so that the prompt may be computed late: piggybacked prefill."""
         self.cache_salt = cache_salt
         """Cached prefixes are shared only among sequences of the same salt."""
 
@@ -89,10 +89,11 @@ class Sequence:
 
     def end(self, reason: str, stop_reason: int | str | None = None) -> None:
         """It is over, and what it held has been taken back."""
-        self.block_table, self.slot = [], -1
+        self.block_table, self.seq_slot = [], -1
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
 
     def __repr__(self) -> str:
-        return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens computed)"
+        progress = f"{self.num_computed_tokens}/{self.num_tokens} tokens computed"
+        return f"Sequence({self.seq_id}, {self.status.value}, {progress})"

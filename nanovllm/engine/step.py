@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 from nanovllm.engine.sequence import Sequence
+
+
+class StepKind(Enum):
+    """What a step computes, which decides how it can be run."""
+
+    DECODE = "decode"
+    """The last token of each sequence alone."""
+    PIGGYBACKED = "piggybacked"
+    """Decodes, and pieces of prompts that only leave their keys and values: no piece ends its prompt, log-probabilities of a
+    piece are not wanted, and neither kind attends to what the other writes in this step."""
+    MIXED = "mixed"
+    """Everything else: pieces of prompts, with or without decodes."""
+
+
+class StepBudget(NamedTuple):
+    """The tokens that a step may take."""
+
+    num_tokens: int
+    """Of the whole step."""
+    piggybacked: int | None = None
+    """Tokens of prompts that are piggybacked on the step's decodes; None: prompts are computed at full speed."""
+    max_pieces: int = 0
+    """Prompts that may be piggybacked."""
 
 
 class ScheduledSequence(NamedTuple):
@@ -17,13 +41,13 @@ class ScheduledSequence(NamedTuple):
     num_tokens: int
     samples: bool
     """Whether the step reaches the sequence's end, so that its last token's logits give a new token."""
-    slot: int
+    seq_slot: int
     admitted: bool
-    """Whether the sequence takes its slot in this step, so that the slot's device state must be set up."""
+    """Whether the sequence takes its seq_slot in this step, so that the device state of the seq_slot must be set up."""
 
     @property
     def decodes(self) -> bool:
-        """Whether the part is the sequence's last token alone, and of the prompt's logits nobody wants more than its."""
+        """Whether the part is the sequence's last token alone, and no other row of logits is wanted."""
         return (
             self.num_tokens == 1
             and self.samples
@@ -36,13 +60,27 @@ class ScheduledStep:
     """Everything of one step; single-token parts come first.
 
     A *continuation* is a step of the same decodes as the step before it, each one token further. It is described by the
-    first step of its run and how many steps have passed since, so that it costs nothing in proportion to the batch.
+    first step of its run and the number of steps since, so that its cost does not grow with the batch.
     """
 
     first: tuple[ScheduledSequence, ...]
     """The parts of the run's first step."""
+    kind: StepKind
     offset: int = 0
-    """Steps since then."""
+    """Steps since the run's first one."""
+
+    @classmethod
+    def of(cls, parts: tuple[ScheduledSequence, ...], piggyback: bool = False) -> ScheduledStep:
+        """A step of these parts. piggyback: it is of kind PIGGYBACKED if its parts allow it."""
+        if all(part.decodes for part in parts):
+            return cls(parts, StepKind.DECODE)
+        piggyback = piggyback and any(part.samples for part in parts)
+        for part in parts:
+            if part.samples:
+                piggyback = piggyback and part.decodes and not part.admitted
+            else:
+                piggyback = piggyback and part.seq.params.prompt_logprobs is None
+        return cls(parts, StepKind.PIGGYBACKED if piggyback else StepKind.MIXED)
 
     @property
     def continues(self) -> bool:
@@ -52,7 +90,7 @@ class ScheduledStep:
     def parts(self) -> tuple[ScheduledSequence, ...]:
         if not self.offset:
             return self.first
-        return tuple(ScheduledSequence(p.seq, p.start + self.offset, 1, True, p.slot, False) for p in self.first)
+        return tuple(ScheduledSequence(p.seq, p.start + self.offset, 1, True, p.seq_slot, False) for p in self.first)
 
     @cached_property
     def sampling(self) -> tuple[Sequence, ...]:
@@ -60,31 +98,20 @@ class ScheduledStep:
         return tuple(p.seq for p in self.first if p.samples)
 
     @cached_property
-    def decodes_only(self) -> bool:
-        return self.continues or all(p.decodes for p in self.first)
+    def decodes(self) -> tuple[ScheduledSequence, ...]:
+        """The parts that sample; in a step of kind DECODE or PIGGYBACKED these are its decodes."""
+        if self.kind is StepKind.DECODE:
+            return self.parts
+        return tuple(p for p in self.parts if p.samples)
 
     @cached_property
-    def decoding(self) -> ScheduledStep:
-        """Its decodes alone."""
-        return self if self.decodes_only else ScheduledStep(tuple(p for p in self.first if p.samples))
-
-    @cached_property
-    def riding(self) -> ScheduledStep | None:
-        """The pieces of prompts that can ride on its decodes: none of them ends, nobody wants log-probabilities of them, and
-        no decode attends to what they write, nor they to what a decode does.
-
-        None if there are none, or if it is not so.
-        """
-        riders = tuple(p for p in self.first if not p.samples)
-        if not riders or len(riders) == len(self.first):
-            return None
-        if any(p.seq.params.prompt_logprobs is not None for p in riders):
-            return None
-        return ScheduledStep(riders) if all(p.decodes and not p.admitted for p in self.first if p.samples) else None
+    def pieces(self) -> tuple[ScheduledSequence, ...]:
+        """The parts that do not sample: pieces of prompts that do not end in this step."""
+        return tuple(p for p in self.parts if not p.samples)
 
     def next(self) -> ScheduledStep:
         """The continuation of this step."""
-        step = ScheduledStep(self.first, self.offset + 1)
+        step = ScheduledStep(self.first, self.kind, self.offset + 1)
         step.__dict__["sampling"] = self.sampling  # the same sequences: no need to collect them again
         return step
 
@@ -94,4 +121,5 @@ class ScheduledStep:
 
     @property
     def num_decodes(self) -> int:
+        """Parts of a single token."""
         return sum(p.num_tokens == 1 for p in self.first)

@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from nanovllm.engine.fast.token_ring import TokenRing
 from nanovllm.engine.sampler import LogprobsTensors
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
@@ -28,10 +27,11 @@ class StepResult:
     """A step's tokens and log-probabilities. Made when the step is launched: the copies to the host run behind it.
 
     Args:
-        token_ids: [n] int64, one for each part of the step that samples: on the device, or where `ring` has them.
+        token_ids: [n] int64, one for each part of the step that samples: on the device, or in host memory that the device
+            writes to by itself and that keeps them until they have been read.
         logprobs: of the same rows.
         order: [n] int64, the row of each of these parts; None: they are in order.
-        ring: whose latest cell the tokens come to; None: they are on the device, and do not change.
+        device: that computes the step; None: where `token_ids` is.
     """
 
     def __init__(
@@ -41,18 +41,16 @@ class StepResult:
         logprobs: LogprobsTensors | None = None,
         prompt: Several[PromptLogprobs] = (),
         order: np.ndarray | None = None,
-        ring: TokenRing | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.step = step
         self._ready: torch.cuda.Event | None = None
-        if token_ids.is_cuda or (ring is not None and ring.on_gpu):
-            token_ids = token_ids.to("cpu", non_blocking=True)  # nothing to do for what is in the ring
+        if (device or token_ids.device).type == "cuda":
+            token_ids = token_ids.to("cpu", non_blocking=True)  # nothing to do for what is in host memory
             logprobs = None if logprobs is None else logprobs.cpu(non_blocking=True)
             prompt = [PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in prompt]
             self._ready = torch.cuda.Event()
             self._ready.record()
-        if ring is not None:
-            ring.hold(self)
         self._token_ids = token_ids
         self._read: list[int] | None = None
         self._logprobs = logprobs

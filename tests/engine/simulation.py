@@ -5,8 +5,9 @@ and values, a hash chained over the tokens up to each position, as real keys and
 writes its tokens through the block tables, then checks that what each sequence sees through its block table is its own
 past and nothing else.
 
-A real layer stores the keys and values of a step before it attends to any, unless every part is a single token, or the others ride
-on such parts: then one kernel does both (`qk_norm_rope_attention`), so that no part may attend to what another part of the step writes.
+A real layer stores the keys and values of a step before it attends to any, unless every part is a single token, or the other
+parts are piggybacked: then one kernel does both (`qk_norm_rope_attention`), so that no part may attend to what another part
+of the step writes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 from collections import deque
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import ScheduledStep, Scheduler
+from nanovllm.engine.fast.piggyback import Piggyback
+from nanovllm.engine.fast.policy import PiggybackSizes
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 7
@@ -80,7 +84,7 @@ class Device:
         written: set[int] = set()
         for part in step.parts:  # a layer stores the keys and values of the whole step before it attends
             if part.admitted:
-                self.penalty_state[part.slot] = list(part.seq.token_ids)
+                self.penalty_state[part.seq_slot] = list(part.seq.token_ids)
             truth = self._truth(part.seq).upto(part.start + part.num_tokens)
             for position in range(part.start, part.start + part.num_tokens):
                 token = self._input(part, position)
@@ -89,7 +93,7 @@ class Device:
                 assert cell not in written, f"{part} writes a cell that another part of the step writes"
                 written.add(cell)
                 self.cache[cell] = truth.chain[position]
-        if all(part.num_tokens == 1 for part in step.parts) or step.riding is not None:
+        if all(part.num_tokens == 1 for part in step.parts) or step.kind is StepKind.PIGGYBACKED:
             for part in step.parts:
                 past = {self._cell(part.seq, position) for position in range(part.start)}
                 assert not past & written, f"{part} attends to what another part of the step writes"
@@ -101,10 +105,10 @@ class Device:
                 seen = self.cache.get(self._cell(part.seq, position))
                 assert seen == truth.chain[position], f"{part} sees at {position} what is not its own past"
             if part.samples:
-                assert self.penalty_state[part.slot] == truth.tokens[:end], (
-                    f"{part}: the slot's token counts are of others"
+                assert self.penalty_state[part.seq_slot] == truth.tokens[:end], (
+                    f"{part}: the seq_slot's token counts are of others"
                 )
-                sampled.append((part.slot, next_token(self.cache[self._cell(part.seq, end - 1)], part.seq.seed)))
+                sampled.append((part.seq_slot, next_token(self.cache[self._cell(part.seq, end - 1)], part.seq.seed)))
         for slot, token in sampled:
             self.last_tokens[slot] = token
             self.penalty_state[slot].append(token)
@@ -123,7 +127,7 @@ class Device:
             return part.seq.token_ids[position]
         assert part.num_tokens == 1, "only a lone token can come from the step before"
         self.num_pending_inputs += 1
-        return self.last_tokens[part.slot]
+        return self.last_tokens[part.seq_slot]
 
 
 class Simulation:
@@ -139,10 +143,14 @@ class Simulation:
         max_model_len=16,
         steps_ahead=0,
         caching=True,
-        rides=False,
+        piggyback: PiggybackSizes | None = None,
+        reserve_tokens_ahead=32,
     ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, caching)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs, budget, max_model_len, (EOS,), rides)
+        pacer = None if piggyback is None else Piggyback(max_num_seqs, piggyback)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs, budget, max_model_len, (EOS,), pacer, reserve_tokens_ahead
+        )
         self.device = Device(block_size)
         self.steps_ahead = steps_ahead
         self.in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
@@ -222,11 +230,11 @@ class Simulation:
         lengths = [p.num_tokens for p in step.parts]
         assert min(lengths) >= 1 and sum(lengths) == step.num_tokens <= self.scheduler.max_num_batched_tokens
         assert [n == 1 for n in lengths] == [True] * step.num_decodes + [False] * (len(lengths) - step.num_decodes)
-        assert len({id(p.seq) for p in step.parts}) == len({p.slot for p in step.parts}) == len(lengths)
+        assert len({id(p.seq) for p in step.parts}) == len({p.seq_slot for p in step.parts}) == len(lengths)
         for part in step.parts:
             seq = part.seq
             before = seq.num_tokens - part.samples
-            assert part.samples == (part.start + part.num_tokens == before) and part.slot == seq.slot
+            assert part.samples == (part.start + part.num_tokens == before) and part.seq_slot == seq.seq_slot
             if part.admitted and part.start:
                 self.seen.add("prefix hit")
             if part.admitted and seq.num_output_tokens:
@@ -239,12 +247,12 @@ class Simulation:
                 self.seen.add("continued while someone waits")
         if step.num_decodes and step.num_decodes < len(lengths):
             self.seen.add("mixed")
-        if self.scheduler.rides and step.riding is not None:
-            self.seen.add("rode")
-            if any(p.admitted and p.seq.num_output_tokens for p in step.riding.parts):
-                self.seen.add("rode when resumed")
-            if any(p.num_tokens == 1 for p in step.riding.parts):
-                self.seen.add("rode with one token")
+        if step.kind is StepKind.PIGGYBACKED:
+            self.seen.add("piggybacked")
+            if any(p.admitted and p.seq.num_output_tokens for p in step.pieces):
+                self.seen.add("piggybacked when resumed")
+            if any(p.num_tokens == 1 for p in step.pieces):
+                self.seen.add("piggybacked with one token")
         if self.device.num_pending_inputs:
             self.seen.add("input from the step before")
 

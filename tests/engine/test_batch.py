@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens
-from nanovllm.engine.fast.cuda_graphs import DecodeBuckets, batch_buckets, context_buckets
-from nanovllm.engine.scheduler import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.simulation import Device, Simulation
 
@@ -22,9 +21,11 @@ def make(token_ids, blocks, prompt_len=None, **params):
 
 
 def build(*parts, block_size=4):
-    """parts: (sequence, start, number of tokens, samples), in slots 0, 1, ..."""
+    """parts: (sequence, start, number of tokens, samples), in seq_slots 0, 1, ..."""
     return Batch.build(
-        ScheduledStep(tuple(ScheduledSequence(seq, s, n, samples, slot, False) for slot, (seq, s, n, samples) in enumerate(parts))),
+        ScheduledStep.of(
+            tuple(ScheduledSequence(seq, s, n, samples, i, False) for i, (seq, s, n, samples) in enumerate(parts))
+        ),
         block_size,
     )  # fmt: skip
 
@@ -164,25 +165,3 @@ def test_every_step_of_random_load(seed):
         for _ in range(rng.randint(0, 3)):
             sim.step()
     sim.drain()
-
-
-# ------------------------------------------------------------------------------------------------ sizes of decode batches
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 16, 17, 100, 256, 300, 512, 1000])
-def test_every_batch_size_has_a_bucket_that_wastes_little(max_num_seqs):
-    sizes = batch_buckets(max_num_seqs)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
-    buckets = DecodeBuckets(max_num_seqs, 4096)
-    for n in range(1, max_num_seqs + 1):
-        rows, _ = buckets.fit(n, 1)
-        assert n <= rows <= max(n + 15, n * 1.25)
-
-
-@pytest.mark.parametrize("max_model_len", [1, 100, 512, 513, 4096, 5000])
-def test_every_context_length_has_a_bucket(max_model_len):
-    assert context_buckets(max_model_len)[-1] == max_model_len
-    buckets = DecodeBuckets(8, max_model_len)
-    for n in {1, max_model_len // 2 or 1, max_model_len - 1 or 1, max_model_len}:
-        _, context = buckets.fit(1, n)
-        assert n <= context <= max(512, 2 * n) and context <= max_model_len

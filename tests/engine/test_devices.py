@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import model_runner
+from nanovllm.engine import devices, model_runner
+from nanovllm.engine.fast import decode_runner, paths
 from tests import tiny
 
 PROMPTS = [[1, 2, 3], list(range(40)), [5] * 17]
@@ -48,16 +49,18 @@ def test_the_engine_allocates_launches_and_records_on_its_device(directory, monk
         )
 
     monkeypatch.setattr(model_runner, "on_device", on_device)
-    for owner, name in ((model_runner, "load_model"), (model_runner, "DecodeState"), (model_runner, "StepResult")):
+    for owner, name in (
+        (model_runner, "load_model"), (paths, "DecodeState"), (model_runner, "StepResult"), (decode_runner, "StepResult"),
+    ):  # fmt: skip
         watch(owner, name)
     watch(model_runner.kv_cache, "allocate")
     llm = make(directory, "cpu")
-    for name in ("forward", "_set_up_admitted"):
+    for name in ("hidden", "_set_up_admitted"):
         watch(llm.engine.runner, name)
-    watch(llm.engine.runner.decoding, "launch")
+    watch(llm.engine.runner.fast, "decode")
     generate(llm)
     assert {call[0] for call in seen} == {
-        "load_model", "allocate", "DecodeState", "forward", "_set_up_admitted", "launch", "StepResult",
+        "load_model", "allocate", "DecodeState", "hidden", "_set_up_admitted", "decode", "StepResult",
     }  # fmt: skip
     assert all(call[1:] == (torch.device("cpu"),) for call in seen) and not current
 
@@ -66,7 +69,7 @@ def test_the_engine_allocates_launches_and_records_on_its_device(directory, monk
 def test_on_device_makes_the_gpu_current_and_puts_back_what_was():
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     with torch.cuda.device(0):
-        with model_runner.on_device(last):
+        with devices.on_device(last):
             assert torch.cuda.current_device() == last.index
         assert torch.cuda.current_device() == 0
 

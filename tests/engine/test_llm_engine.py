@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine import llm_engine
-from nanovllm.engine.fast import piggyback
+from nanovllm.engine.fast.piggyback import Piggyback
+from nanovllm.engine.fast.policy import PiggybackSizes
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.step import StepKind
 from nanovllm.llm import _Progress
 from tests import tiny
 from tests.engine.simulation import EOS, VOCAB, Device, expected_output
@@ -52,9 +55,9 @@ class SimulatedRunner:
 
     device = torch.device("cpu")
 
-    def __init__(self, num_blocks, budget, max_model_len, rides=False):
+    def __init__(self, num_blocks, budget, max_model_len, piggyback=None):
         self.num_kvcache_blocks, self.max_num_batched_tokens, self.max_model_len = num_blocks, budget, max_model_len
-        self.rides = rides
+        self.fast = SimpleNamespace(piggyback=piggyback, reserve_tokens_ahead=32)
         self.simulated = Device(BLOCK)
         self.fail_next = None
         self.broken = False
@@ -62,8 +65,8 @@ class SimulatedRunner:
 
     def execute(self, step):
         fails, self.fail_next = self.fail_next, None
-        if self.rides and step.riding is not None:
-            self.seen.add("rode")
+        if step.kind is StepKind.PIGGYBACKED:
+            self.seen.add("piggybacked")
         if self.broken:
             token_ids = [0 for part in step.parts if part.samples]
         else:
@@ -90,9 +93,11 @@ def simulated_engine(
     max_num_seqs=4,
     asynchronous=False,
     caching=True,
-    rides=False,
+    piggyback=None,
 ):
-    runner = SimulatedRunner(num_blocks, budget, max_model_len, rides)
+    """piggyback: the sizes of steps with piggybacked prompts; None: there are none."""
+    pacer = None if piggyback is None else Piggyback(max_num_seqs, piggyback)
+    runner = SimulatedRunner(num_blocks, budget, max_model_len, pacer)
     monkeypatch.setattr(llm_engine, "ModelRunner", lambda *_: runner)
     engine = LLMEngine(
         EngineConfig(
@@ -131,14 +136,13 @@ def documents():
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_random_load(monkeypatch, asynchronous, failures):
     """Whatever happens to the others, whoever is not aborted gets its own tokens, and all is given back."""
-    for name, value in dict(TOTALS=(8, 12, 20), ROWS=2, LEAST=2, LEAST_AT_ONCE=4, MAX_RIDERS=2).items():
-        monkeypatch.setattr(piggyback, name, value)
+    sizes = PiggybackSizes(totals=(8, 12, 20), row_multiple=2, min_tokens=2, min_tokens_at_once=4, max_pieces=2)
     seen = set()
     for seed in range(60):
-        rng, rides = random.Random(seed), seed % 2 == 1
+        rng, piggyback = random.Random(seed), sizes if seed % 2 == 1 else None
         engine = simulated_engine(
             monkeypatch, num_blocks=rng.randint(4, 9), budget=rng.randint(1, 60), max_num_seqs=rng.randint(1, 5),
-            asynchronous=asynchronous, caching=rng.random() < 0.8, rides=rides,
+            asynchronous=asynchronous, caching=rng.random() < 0.8, piggyback=piggyback,
         )  # fmt: skip
         requests, lost = [], set()
         for _ in range(rng.randint(5, 40)):
@@ -151,7 +155,7 @@ def test_random_load(monkeypatch, asynchronous, failures):
                     n=rng.randint(1, 3), seed=rng.randrange(3), max_tokens=max_tokens, min_tokens=rng.choice((0, max_tokens)),
                 )  # fmt: skip
                 requests.append((engine.make_request(prompt, params), prompt))
-                engine.queue(requests[-1][0], patient=rides and rng.random() < 0.9)
+                engine.queue(requests[-1][0], offline=piggyback is not None and rng.random() < 0.9)
             elif kind == "abort" and requests:
                 request = rng.choice(requests)[0]
                 if not request.finished:
@@ -185,7 +189,7 @@ def test_random_load(monkeypatch, asynchronous, failures):
                 else:
                     assert (completion.token_ids, completion.finish_reason) == (tokens, reason)
         seen.update(engine.runner.seen)
-    assert seen == {"rode"} | ({"failed", "survived"} if failures else set())
+    assert seen == {"piggybacked"} | ({"failed", "survived"} if failures else set())
 
 
 @pytest.mark.parametrize("when", ["launch", "read"])
@@ -517,7 +521,11 @@ def test_an_interrupt_leaves_the_engine_clean(directory, reference, monkeypatch,
     llm = make(directory, async_scheduling=asynchronous)
     prompts = random_prompts(LENGTHS)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    owners = {"execute": llm.engine.runner, "state": llm.engine.runner.state, "scheduler": llm.engine.scheduler}
+    owners = {
+        "execute": llm.engine.runner,
+        "state": llm.engine.runner.fast.decoder.state,
+        "scheduler": llm.engine.scheduler,
+    }
     owner, name = owners[where.split(".")[0]], where.split(".")[-1]
     original, calls = getattr(owner, name), []
 

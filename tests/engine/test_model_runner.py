@@ -1,30 +1,121 @@
-"""Which rows a step asks the model for."""
+"""Which rows a step asks the model for, the memory that a start accounts for, and an engine's end."""
 
-from types import SimpleNamespace
+import gc
+import random
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.fast.cuda_graphs import DecodeBuckets
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.engine.model_setup import run_largest_steps
+from nanovllm.engine.sampler import PROMPT_LOGPROBS_ROWS
+from tests import tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize(
-    "wanted, num_tokens, on_gpu",
-    [
-        ([], 7, 0), ([2], 7, 1), ([0, 1, 6], 7, 4), (list(range(7)), 7, None), (list(range(1, 7)), 7, 8), (list(range(1, 18)), 99, 20),
-        (list(range(1, 31)), 99, 30),
-    ],
-    ids=["none", "one", "three", "all", "more than there are", "as many as run at once", "more than that, for log-probabilities"],
-)  # fmt: skip
-def test_wanted_rows_are_padded_to_a_size_that_decodes_have(wanted, num_tokens, on_gpu):
-    batch = SimpleNamespace(logits_rows=np.asarray(wanted, np.int64), num_tokens=num_tokens)
-    for device, count in (("cuda", on_gpu), ("cpu", None if on_gpu is None else len(wanted))):
-        runner = SimpleNamespace(
-            device=torch.device(device), config=SimpleNamespace(max_num_seqs=20), buckets=DecodeBuckets(20, 64)
-        )
-        rows = ModelRunner._padded_rows(runner, batch)
-        assert (rows is None) == (count is None)
-        if rows is not None:
-            assert rows.dtype == np.int64 and rows.tolist() == wanted + [0] * (count - len(wanted))
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.save(path, "qwen3", vocab_size=331, max_position_embeddings=1024)
+    return path
+
+
+def make(directory, **arguments):
+    defaults = dict(
+        device=DEVICE, dtype="float32", kvcache_block_size=16, num_kvcache_blocks=100, max_model_len=700, max_num_seqs=20,
+        skip_tokenizer_init=True,
+    )  # fmt: skip
+    return LLM(directory, **defaults | arguments)
+
+
+def watch_logits(paged):
+    """The numbers of rows whose logits are computed from now on."""
+    sizes, logits = [], paged.logits
+    paged.logits = lambda hidden, out=None: (sizes.append(len(hidden)), logits(hidden, out))[1]
+    return sizes
+
+
+def wanting(rows, num_tokens):
+    empty = np.empty(0, np.int32)
+    rows = np.asarray(rows, np.int64)
+    return Batch(
+        np.zeros((3, num_tokens), np.int64), empty, empty[None], 0, (num_tokens,), (num_tokens,), rows, rows, ()
+    )
+
+
+def test_wanted_rows_are_padded_to_a_size_that_decodes_have(directory):
+    fast = make(directory, enforce_eager=True, fast_policy=FastPolicy(padding=True)).engine.runner.fast
+    for wanted, count in (([], 0), ([2], 1), ([0, 1, 6], 4), (range(1, 7), 8), (range(1, 18), 20), (range(1, 31), 30)):
+        rows = fast.pad(wanting(wanted, 99)).logits_rows
+        assert rows.dtype == np.int64 and rows.tolist() == [*wanted] + [0] * (count - len(wanted))
+
+
+def test_prompt_logprobs_need_the_logits_of_few_rows_at_a_time(directory):
+    """Of a prompt of many rows the values are those of a prompt that is computed in pieces."""
+    prompt = [random.Random(0).randrange(331) for _ in range(2 * PROMPT_LOGPROBS_ROWS + 50)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=2)
+    outputs = []
+    for budget in (1024, 100):
+        llm = make(directory, max_num_batched_tokens=budget, enforce_eager=True)
+        sizes = watch_logits(llm.engine.runner.paged)
+        outputs.append(llm.generate([prompt], params, use_tqdm=False)[0])
+        assert max(sizes) <= PROMPT_LOGPROBS_ROWS
+    first, second = outputs
+    assert first["token_ids"] == second["token_ids"]
+    assert first.prompt_logprobs[0] is None and len(first.prompt_logprobs) == len(prompt)
+    for a, b in zip(first.prompt_logprobs[1:], second.prompt_logprobs[1:]):
+        assert [(i, x.rank) for i, x in a.items()] == [(i, x.rank) for i, x in b.items()]
+        assert all(x.logprob == pytest.approx(b[i].logprob, abs=1e-4) for i, x in a.items())
+
+
+def test_the_largest_steps_use_penalties_and_prompt_logprobs(directory):
+    """So their memory is in the profiled peak."""
+    runner = make(directory, max_num_batched_tokens=1024).engine.runner
+    sampler, seen = runner.sampler, []
+    admit = sampler.admit
+    sampler.admit = lambda slot, prompt, output, params: (seen.append(params), admit(slot, prompt, output, params))
+    sizes = watch_logits(runner.paged)
+    with torch.inference_mode():
+        run_largest_steps(runner.paged, sampler, runner.limits)
+    sampler.release_penalty_state()
+    assert seen[0].uses_penalties and sizes == [PROMPT_LOGPROBS_ROWS, 20]
+
+
+@pytest.mark.parametrize("policy", [FastPolicy(), FastPolicy.off()], ids=["fast", "plain"])
+def test_an_engine_is_freed_when_it_is_deleted(directory, policy):
+    """Without a collection, so that a second engine finds the GPU's memory free."""
+    llm = make(directory, fast_policy=policy, capture_prefill=True, max_num_batched_tokens=64)
+    params = [
+        SamplingParams(max_tokens=5, logprobs=1),
+        SamplingParams(max_tokens=7, prompt_logprobs=1, presence_penalty=1),
+    ]
+    llm.generate([[1, 2, 3], list(range(100))], params, use_tqdm=False)
+    runner = llm.engine.runner
+    freed = [weakref.ref(x) for x in (llm.engine, runner, runner.model, runner.paged, runner.fast, runner.caches[0].k)]
+    gc.collect()
+    gc.disable()
+    try:
+        del llm, runner
+        assert [ref() for ref in freed] == [None] * len(freed)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+def test_a_second_engine_starts_in_the_same_process(directory):
+    """Each takes 60 % of the GPU's memory."""
+    for _ in range(2):
+        gc.disable()
+        try:
+            llm = LLM("qwen3-0.6b", load_format="dummy", gpu_memory_utilization=0.6, max_num_seqs=32)
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5), use_tqdm=False)
+            before = torch.cuda.memory_allocated()
+            del llm
+            assert torch.cuda.memory_allocated() < before / 10
+        finally:
+            gc.enable()

@@ -1,11 +1,19 @@
 """The sampler: metadata from rows, the penalty state over several steps, bans, and log-probabilities."""
 
 import random
+import time
 
 import pytest
 import torch
 
-from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow, compute_logprobs, prompt_logprobs
+from nanovllm.engine.sampler import (
+    LogprobsTensors,
+    Sampler,
+    SamplingMetadata,
+    SamplingRow,
+    compute_logprobs,
+    prompt_logprobs,
+)
 from nanovllm.kernels.ops.sample import sample
 from nanovllm.sampling_params import SamplingParams
 
@@ -40,8 +48,8 @@ def forbidden_op(*_):
 
 def test_metadata_carries_every_row(device):
     rows = [
-        SamplingRow(SamplingParams(temperature=0.5, top_k=3), seed=7, position=10, slot=2, banned_token_ids=(1, 5)),
-        SamplingRow(SamplingParams(top_p=0.9, repetition_penalty=1.2), seed=2**64 - 1, position=2**40, slot=0),
+        SamplingRow(SamplingParams(temperature=0.5, top_k=3), seed=7, position=10, seq_slot=2, banned_token_ids=(1, 5)),
+        SamplingRow(SamplingParams(top_p=0.9, repetition_penalty=1.2), seed=2**64 - 1, position=2**40, seq_slot=0),
         SamplingRow(SamplingParams(min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5, logprobs=2), -5, 0, 7, [3]),
     ]
     meta = build(rows, device)
@@ -52,7 +60,7 @@ def test_metadata_carries_every_row(device):
         "min_p": (torch.float32, [0, 0, 0.1]),
         "seeds": (torch.int64, [7, -1, -5]),
         "positions": (torch.int64, [10, 2**40, 0]),
-        "slots": (torch.int64, [2, 0, 7]),
+        "seq_slots": (torch.int64, [2, 0, 7]),
     }
     for name, (dtype, values) in expected.items():
         got = getattr(meta, name)
@@ -172,22 +180,23 @@ def test_the_state_counts_the_sampled_tokens(device):
     params = SamplingParams(frequency_penalty=0.5)
     sampler = make_sampler(device)
     sampler.admit(3, [1, 1, 2], [4, 4], params)
+    prompt_of, counts_of = (lambda slot, state=state: state[slot] for state in sampler._penalty_state)
     counts = torch.zeros(VOCAB, dtype=torch.int32)
     counts[4] = 2
     for step in range(20):
         meta = build([SamplingRow(GREEDY, 1, step, 5), SamplingRow(params, 1, step, 3)], device)
         counts[sampler(random_logits(2, device, seed=step), meta).token_ids[1]] += 1
-    assert torch.equal(sampler._output_counts[3].cpu(), counts) and counts.sum() == 22
-    assert sampler._prompt_mask[3].nonzero().flatten().tolist() == [1, 2]
+    assert torch.equal(counts_of(3).cpu(), counts) and counts.sum() == 22
+    assert prompt_of(3).nonzero().flatten().tolist() == [1, 2]
     sampler.admit(3, [9], [], params)
-    assert sampler._output_counts[3].sum() == 0 and sampler._prompt_mask[3].nonzero().tolist() == [[9]]
+    assert counts_of(3).sum() == 0 and prompt_of(3).nonzero().tolist() == [[9]]
 
 
 def test_state_is_allocated_only_when_a_penalty_is_used(device):
     sampler = make_sampler(device)
     sampler.admit(0, [1], [], SamplingParams(top_k=5))
     sampler(random_logits(1, device), build([SamplingRow(SamplingParams(top_k=5), 0, 0, 0)], device))
-    assert sampler._prompt_mask is None
+    assert sampler._penalty_state is None
     with pytest.raises(RuntimeError, match="admit"):
         sampler(random_logits(1, device), build([SamplingRow(SamplingParams(presence_penalty=1), 0, 0, 0)], device))
 
@@ -203,7 +212,7 @@ def test_penalties_are_chunked_by_memory_only(monkeypatch):
         for slot in range(8):
             sampler.admit(slot, [slot, 20], [slot + 1] * slot, params)
         meta = build([SamplingRow(params, 0, 0, 7 - i) for i in range(8)], "cpu")
-        results.append(sampler._penalize(random_logits(8, "cpu"), meta))
+        results.append(sampler._penalize(random_logits(8, "cpu"), meta, *meta.penalties))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -260,6 +269,16 @@ def test_a_row_becomes_a_dict_with_the_own_token_first():
     assert len(common.row(0, 1)) == 2 and list(common.row(0, 0)) == [4]
 
 
+def test_the_ranks_of_many_take_linear_time():
+    """A dictionary of the whole vocabulary, with many equal values."""
+    values = torch.arange(100_000, 0, -1) // 3
+    tensors = LogprobsTensors(torch.arange(100_000)[None], -1.0 / values[None], torch.tensor([1]))
+    start = time.perf_counter()
+    row = tensors.row(0, 99_999)
+    assert time.perf_counter() - start < 2  # a search for each would take a minute
+    assert len(row) == 100_000 and [row[i].rank for i in (1, 2, 3, 4, 5)] == [1, 2, 2, 2, 5]
+
+
 # ------------------------------------------------------------------------------------------------ on the device
 
 
@@ -295,7 +314,7 @@ def test_a_step_never_waits_for_the_device_and_can_be_captured():
         captured = sampler(logits, meta)
     graph.replay()
     assert torch.equal(captured.token_ids, eager.token_ids)
-    assert torch.equal(sampler._output_counts[0].sum(), torch.tensor(3, device="cuda"))
+    assert torch.equal(sampler._penalty_state[1][0].sum(), torch.tensor(3, device="cuda"))
     assert all(torch.equal(a, b) for a, b in zip(captured.logprobs, eager.logprobs))
 
 

@@ -30,11 +30,11 @@ def test_rows_are_those_of_all(tmp_path, architecture, layers, rows):
     runner = LLM(tmp_path, skip_tokenizer_init=True, device="cpu", **options).engine.runner
     rows = rows if isinstance(rows, slice) else torch.tensor(rows, dtype=torch.int64)
     with torch.inference_mode():
-        every = runner.forward(batch())
+        every = runner.paged.hidden(batch())
         caches = [(c.k.clone(), c.v.clone()) for c in runner.caches]
         for cache in runner.caches:
             cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
-        some = runner.forward(batch(), rows)
+        some = runner.paged.hidden(batch(), rows)
     assert every.shape == (TOKENS, 48) and some.shape == every[rows].shape
     torch.testing.assert_close(some, every[rows], rtol=1e-5, atol=1e-5)
     for (k, v), cache in zip(caches, runner.caches):

@@ -1,84 +1,61 @@
 """Decode steps as CUDA graphs: one launch instead of one for each kernel.
 
 A graph has fixed shapes, so there is one for each of a few batch sizes, and a batch is padded to the next larger one. The
-reference's attention does work in proportion to the bound on the context length, so for it there are a few of these
-bounds as well; a kernel that reads the lengths on the device needs only the largest. They are captured when the engine
-starts, in one piece of memory, but for those of shared prefixes and those that prompts ride on: each of these when the first
-batch of its size comes.
+reference's attention does work in proportion to the bound on the context length, so for it there are a few of these bounds
+as well; a kernel that reads the lengths on the device needs only the largest. Graphs are captured when the engine starts,
+all in one piece of memory. Those of shared prefixes and of piggybacked prompts are captured when the first batch of their
+size comes, since most engines see few of these sizes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
-from nanovllm.engine.fast import piggyback
-from nanovllm.engine.fast.decode_state import SamplingMode
-from nanovllm.engine.fast.prefix_groups import LEAST_ROWS
+from nanovllm.engine.fast.step_shape import DecodeBuckets, SamplingMode, StepShape
 from nanovllm.hardware.cuda_graph_memory import GraphMemory, recover_generator
 
 _LARGEST_SMALL_BATCH = 64
-_LARGEST_WHOLE_STEP = 32
 
 
-def batch_buckets(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, 8, then steps of about an eighth; the last is `max_num_seqs`, so none is missed."""
-    sizes = {s for s in (1, 2, 4, 8) if s < max_num_seqs}
-    size = 16
-    while size < max_num_seqs:
-        sizes.add(size)
-        size += 16 if size < 256 else 32 if size < 512 else size // 8
-    return sorted(sizes | {max_num_seqs})
+class Graph(Protocol):
+    """Launches that were captured."""
+
+    def replay(self) -> Any: ...
 
 
-def context_buckets(max_model_len: int) -> list[int]:
-    """Bounds on the context length: powers of two from 512; the last is `max_model_len`."""
-    sizes = []
-    size = 512
-    while size < max_model_len:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, max_model_len]
+class GraphBackend(Protocol):
+    """Captures launches. What a function launches for the first time must have run within `first_calls` before."""
+
+    def first_calls(self, fn: Callable[[], object]) -> None:
+        """Run a function that makes first calls: these create, compile or measure what must not be in a capture."""
+
+    def capture(self, fn: Callable[[], object]) -> Graph:
+        """What `fn` launches. The graph depends on no host value, and `fn` leaves nothing but static buffers behind."""
 
 
-class DecodeBuckets:
-    """The sizes that decode batches are padded to, with or without graphs, so that both compute the same thing.
+class CudaGraphs:
+    """Captures CUDA graphs of one device, on one stream and in one piece of memory: no two of them run at the same time."""
 
-    Args:
-        by_context: whether attention costs what the bound on the context length says, not what the lengths are.
-        sharing: whether there are steps that attend to shared prefixes once (`PrefixGroups`).
-        riding: whether prompts ride on decodes (`pacing`).
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = GraphMemory()
+        self._stream = torch.cuda.Stream(device)  # kernels have counters and workspaces for each stream
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        by_context: bool = True,
-        sharing: bool = False,
-        riding: bool = False,
-    ) -> None:
-        self.by_context = by_context
-        self.batch_sizes = batch_buckets(max_num_seqs)
-        self.shared_sizes = [size for size in self.batch_sizes if sharing and size >= LEAST_ROWS]
-        self.context_lens = context_buckets(max_model_len) if by_context else [max_model_len]
-        rows = sorted({piggyback.padded_rows(size, max_num_seqs) for size in self.batch_sizes})
-        self.riding_sizes = [(n, tokens) for n in rows for tokens in piggyback.riding_sizes(n)] if riding else []
-        """(rows, tokens that ride beside them)"""
-        # By context there would be many more graphs, of a slow kernel.
-        self.whole_sizes = [size for size in self.batch_sizes if size <= _LARGEST_WHOLE_STEP and not by_context]
+    def first_calls(self, fn: Callable[[], object]) -> None:
+        """As in `GraphBackend`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            fn()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # graphs have memory of their own
 
-    def fit(self, num_seqs: int, max_context_len: int) -> tuple[int, int]:
-        """The smallest (batch size, context length) that holds a batch."""
-        return (
-            self.batch_sizes[bisect_left(self.batch_sizes, num_seqs)],
-            self.context_lens[bisect_left(self.context_lens, max_context_len)],
-        )
+    def capture(self, fn: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """As in `GraphBackend`."""
+        return capture(fn, self._stream, self._memory)
 
 
 def capture(
@@ -86,8 +63,8 @@ def capture(
 ) -> torch.cuda.CUDAGraph:
     """What `fn` launches on `stream`, as a graph. memory: of other graphs; None: its own.
 
-    `torch.cuda.graph` would empty the caching allocator, wait for the GPU, and ask several times whether there is one, 0.75 ms each time.
-    What `fn` launches for the first time must have run on this stream before.
+    `torch.cuda.graph` would empty the caching allocator, wait for the GPU, and ask several times whether there is one, which
+    takes 0.75 ms each time. What `fn` launches for the first time must have run on this stream before.
 
     Raises:
         Whatever fn raised; RuntimeError, if it did what a graph cannot hold.
@@ -114,105 +91,85 @@ def capture(
 
 
 class DecodeGraphs:
-    """Captured decode steps over static device state: the model up to the logits, then sampling and the state's advance.
+    """Captured decode steps over static device state, found by their `StepShape`.
 
-    The two halves are graphs of their own: what sampling a batch needs changes from step to step, and capturing the model
-    again for each kind of sampling takes time. It gains the 4 us between two graphs and a copy of the logits, 2 us, which
-    is worth it where a step is short: small batches have graphs of whole steps as well.
+    A step is two graphs, the model up to the logits, then sampling and the state's advance: what sampling a batch needs
+    changes from step to step, and capturing the model again for each kind of sampling takes time. One graph saves the 4 us
+    between two and a copy of the logits, 2 us, which is worth it where a step is short: small batches have graphs of whole
+    steps as well.
 
     Args:
-        model: (rows, context length, whether prefixes are shared, tokens that ride) -> None: from the state's first rows to
-            static logits.
-        draw: (rows, mode) -> None: from these logits to the state of the next step.
-        whole: (rows, context length, mode) -> None: both in one, with no shared prefixes nor riders.
-        ride: (rows, tokens that ride) -> None: a first call of `model` with riders, all of them padding.
         modes: the kinds of sampling to capture.
-        brief: entered for the first calls, which create and measure what must not be in a capture.
-        All must depend on no host value that changes, and leave nothing but static buffers behind.
     """
 
-    def __init__(
-        self,
-        model: Callable[[int, int, bool, int], object],
-        draw: Callable[[int, SamplingMode], object],
-        whole: Callable[[int, int, SamplingMode], object],
-        ride: Callable[[int, int], object],
-        buckets: DecodeBuckets,
-        modes: Sequence[SamplingMode],
-        device: torch.device,
-        brief: AbstractContextManager[None] | None = None,
-    ) -> None:
-        largest, longest = buckets.batch_sizes[-1], buckets.context_lens[-1]
-        # What is created, compiled or measured in a first call. Small batches may have other kernels.
-        first: list[tuple[Any, ...]] = [(model, largest, longest, False, 0)]
-        first += [
-            (model, rows, buckets.context_lens[0], False, 0)
-            for rows in buckets.batch_sizes
-            if rows <= _LARGEST_SMALL_BATCH
+    def __init__(self, backend: GraphBackend, buckets: DecodeBuckets, modes: Sequence[SamplingMode]) -> None:
+        self._backend = backend
+        self._buckets = buckets
+        self._modes = modes
+        self._graphs: dict[StepShape, Graph] = {}
+
+    def capture(
+        self, launch: Callable[[StepShape], object], first_call: Callable[[StepShape], object], brief: AbstractContextManager[None]
+    ) -> None:  # fmt: skip
+        """Capture the steps that most engines need.
+
+        Args:
+            launch: runs a step of a shape on static buffers.
+            first_call: as `launch`, for steps that are not captured and compute padding alone.
+            brief: entered for the first calls, such as `PagedModel.two_layers`.
+        """
+        with brief:
+            self._backend.first_calls(lambda: [first_call(shape) for shape in self._first_shapes()])
+        for shape in self._shapes():
+            self._graphs[shape] = self._backend.capture(lambda shape=shape: launch(shape))
+
+    def _first_shapes(self) -> list[StepShape]:
+        """What is created, compiled or measured in a first call. Small batches may have other kernels."""
+        buckets, longest = self._buckets, self._buckets.longest
+        largest = buckets.batch_sizes[-1]
+        small = [rows for rows in buckets.batch_sizes if rows <= _LARGEST_SMALL_BATCH]
+        return [
+            StepShape(largest, longest),
+            *(StepShape(rows, buckets.context_lens[0]) for rows in small),
+            *(StepShape(rows, longest, shared=True) for rows in buckets.shared_sizes),
+            *(StepShape(rows, longest, piggybacked=tokens) for rows, tokens in buckets.piggybacked_sizes),
+            *(StepShape(largest, mode=mode) for mode in self._modes),
         ]
-        first += [(model, rows, longest, True, 0) for rows in buckets.shared_sizes]
-        first += [(ride, rows, tokens) for rows, tokens in buckets.riding_sizes]
-        first += [(draw, largest, mode) for mode in modes]
-        with brief or nullcontext():
-            self._prepare(first, device)
-        # Largest first, so that the smaller ones fit into what it already has.
-        self._model = {
-            (rows, context, False, 0): self._capture(model, rows, context, False, 0)
-            for rows in reversed(buckets.batch_sizes)
-            for context in reversed(buckets.context_lens)
-        }
-        # The rest of them when they are first wanted: most engines see few of these sizes.
-        self._model |= {
-            (rows, longest, True, 0): self._capture(model, rows, longest, True, 0) for rows in buckets.shared_sizes[-1:]
-        }
-        self._capture_model = partial(self._capture, model)
-        self._draw = {
-            (rows, mode): self._capture(draw, rows, mode) for rows in reversed(buckets.batch_sizes) for mode in modes
-        }
-        self._whole = {
-            (rows, mode): self._capture(whole, rows, longest, mode)
-            for rows in reversed(buckets.whole_sizes)
-            for mode in modes
-        }
 
-    def _prepare(self, calls: Sequence[tuple[Any, ...]], device: torch.device) -> None:
-        """Run these (function, *arguments) once, on the stream that captures."""
-        self._memory = GraphMemory()
-        self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            for fn, *args in calls:
-                fn(*args)
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # graphs have memory of their own
-
-    def _capture(self, fn: Callable[..., object], *args: Any) -> torch.cuda.CUDAGraph:
-        return capture(lambda: fn(*args), self._stream, self._memory)
+    def _shapes(self) -> list[StepShape]:
+        """What is captured at the start: the largest first, so that smaller ones fit into the memory that these have."""
+        buckets, longest, modes = self._buckets, self._buckets.longest, self._modes
+        sizes, contexts = buckets.batch_sizes[::-1], buckets.context_lens[::-1]
+        return [
+            *(StepShape(rows, context) for rows in sizes for context in contexts),
+            *(StepShape(rows, longest, shared=True) for rows in buckets.shared_sizes[-1:]),
+            *(StepShape(rows, mode=mode) for rows in sizes for mode in modes),
+            *(StepShape(rows, longest, mode=mode) for rows in buckets.whole_sizes[::-1] for mode in modes),
+        ]
 
     @property
-    def stream(self) -> torch.cuda.Stream:
-        """The stream that captures, for which kernels have their counters and workspaces already."""
-        return self._stream
-
-    @property
-    def memory(self) -> GraphMemory:
-        """Of the graphs; others may share it that never run at the same time."""
-        return self._memory
+    def shapes(self) -> set[StepShape]:
+        """What is captured by now."""
+        return set(self._graphs)
 
     def __len__(self) -> int:
-        return len(self._model) + len(self._draw) + len(self._whole)
+        return len(self._graphs)
 
-    def run(self, rows: int, max_context_len: int, shared: bool, riding: int, mode: SamplingMode) -> bool:
-        """Replay a step. False: this kind of sampling was not captured; the step ends with the static logits."""
-        whole = None if shared or riding else self._whole.get((rows, mode))
+    def run(self, shape: StepShape, launch: Callable[[StepShape], object]) -> bool:
+        """Replay a step. False: its kind of sampling was not captured, and the step ends with the static logits.
+
+        launch: as for `capture`, for a shape that comes for the first time.
+        """
+        graphs = self._graphs
+        whole = graphs.get(shape)
         if whole is not None:
             whole.replay()
             return True
-        key = rows, max_context_len, shared, riding
-        if key not in self._model:
-            self._model[key] = self._capture_model(*key)
-        self._model[key].replay()
-        draw = self._draw.get((rows, mode))
+        model = StepShape(shape.rows, shape.context, shape.shared, shape.piggybacked)
+        if model not in graphs:
+            graphs[model] = self._backend.capture(lambda: launch(model))
+        graphs[model].replay()
+        draw = graphs.get(StepShape(shape.rows, mode=shape.mode))
         if draw is not None:
             draw.replay()
         return draw is not None

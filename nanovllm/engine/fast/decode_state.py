@@ -1,11 +1,11 @@
 """The decode state on the device: one row for each sequence that decodes, advanced by the step itself.
 
 Inputs, cache addresses and sampling parameters of a row stay where they are from step to step; after sampling, `advance`
-moves every row on by one token. The host keeps a mirror of what a row holds, and sends a *record* (one row's complete
-state) only where the two differ: a sequence came, another took its row, or it needs a block that the device does not know
-of. All records of a step travel in one copy from pinned memory, and with them those of all other rows whose block table grew
-(blocks are reserved ahead), so that most steps send nothing. A row that no sequence has is a *padding row*: it computes one token in a block that
-nobody owns, and never advances.
+moves every row on by one token. The host keeps a mirror of what a row holds, and sends a *row update* (one row's complete
+state) only where the two differ: a sequence came, another one took its row, or the device lacks a block that it needs. All
+row updates of a step travel in one copy from pinned memory, and with them those of all other rows whose block table grew
+(blocks are reserved ahead), so that most steps send nothing. A row without a sequence is a *padding row*: it computes one
+token in the padding block, and never advances.
 
 Everything here runs on CPU tensors too; on a GPU `advance` may be a Triton kernel, and is part of the captured graph.
 """
@@ -14,59 +14,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
-from enum import IntEnum
 
 import numpy as np
 import torch
 
 from nanovllm.engine.batch import DeviceBatch, resolve_tokens
 from nanovllm.engine.fast.prefix_groups import PrefixGroups
+from nanovllm.engine.fast.step_shape import SamplingMode
 from nanovllm.engine.fast.token_ring import TokenRing
+from nanovllm.engine.kv_cache import kv_slot
+from nanovllm.engine.paged_model import PagedModel
+from nanovllm.engine.sampler import PackedSampling, SamplingRow
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledStep
+from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 
-# A record: its row, the int64 fields, the int32 fields (two a word), the block table (two a word).
-_TOKEN, _POSITION, _CACHE_SLOT, _DRAW, _SEED, _SLOT, _ACTIVE, _NUM_INTS = range(8)
+# A row update: its row, the int64 fields, the int32 fields (two a word), the block table (two a word).
+_TOKEN, _POSITION, _KV_SLOT, _DRAW, _SEED, _SEQ_SLOT, _ACTIVE, _NUM_INTS = range(8)
 _CONTEXT_LEN, _TOP_K, _TEMPERATURE, _TOP_P, _MIN_P, _NUM_SMALL = range(6)
 _FIRST_SMALL = 1 + _NUM_INTS
 _FIRST_BLOCK = _FIRST_SMALL + (_NUM_SMALL + 1) // 2
 
 
-class SamplingMode(IntEnum):
-    """What sampling a batch needs: what its most demanding row needs."""
-
-    GREEDY = 0
-    PLAIN = 1
-    """Temperature."""
-    FILTERED = 2
-    """top-k, top-p or min-p as well."""
-    GENERAL = 3
-    """Penalties, banned tokens or log-probabilities, which the state has no place for."""
-
-
 class DecodeState:
-    """The rows, their mirror on the host, and the last token of every slot.
+    """The rows and their mirror on the host.
 
     Args:
-        max_num_seqs: number of rows, and of the scheduler's slots.
-        max_blocks: columns of the block table.
-        padding_block: a block that no sequence owns.
+        paged: of whose sequences the rows are. There are as many rows as sequences may run.
         advance: what moves rows on; `advance_rows` or a kernel with its arguments.
-        prefixes: keeps count of who shares leading blocks; None: nobody asks.
+        prefixes: keeps count of the sequences that share leading blocks; None: nothing asks for it.
         ring: what `advance` leaves the tokens in for the host; None: the host copies them.
     """
 
     def __init__(
         self,
-        max_num_seqs: int,
-        max_blocks: int,
-        block_size: int,
-        padding_block: int,
-        device: torch.device,
+        paged: PagedModel,
         advance: Callable[..., None] | None = None,
         prefixes: PrefixGroups | None = None,
         ring: TokenRing | None = None,
     ) -> None:
+        max_num_seqs, max_blocks = paged.max_num_seqs, paged.max_blocks
+        block_size, padding_block, device = paged.block_size, paged.padding_block, paged.device
         self.max_num_seqs = max_num_seqs
         self.prefixes = prefixes
         self.ring = ring
@@ -75,20 +62,19 @@ class DecodeState:
         self.device = device
         self._advance = advance or advance_rows
         self._ints = torch.zeros(_NUM_INTS, max_num_seqs, dtype=torch.int64, device=device)
-        self._ints[_CACHE_SLOT] = padding_block * block_size
-        self._ints[_SLOT] = max_num_seqs
+        self._ints[_KV_SLOT] = kv_slot(padding_block, 0, block_size)
+        self._ints[_SEQ_SLOT] = max_num_seqs
         self._small = torch.zeros(_NUM_SMALL, max_num_seqs, dtype=torch.int32, device=device)
         self._small[_CONTEXT_LEN] = 1
         self._floats = self._small.view(torch.float32)
         self._block_table = torch.full((max_num_seqs, max_blocks), padding_block, dtype=torch.int32, device=device)
-        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        """[max_num_seqs + 1] int64: the token last sampled in each slot; the last entry is the padding rows'."""
+        self._last_tokens = paged.last_tokens
 
         self.num_rows = 0
         """Rows that sequences have: the first ones."""
         self._seqs: list[Sequence | None] = [None] * max_num_seqs
-        self._row_of_slot = np.full(max_num_seqs, -1)
-        self._slot_of_row = np.full(max_num_seqs, -1)
+        self._row_of_seq_slot = np.full(max_num_seqs, -1)
+        self._seq_slot_of_row = np.full(max_num_seqs, -1)
         self._positions = np.zeros(max_num_seqs, np.int64)  # of the token that the row computes next
         self._num_blocks = np.zeros(max_num_seqs, np.int64)  # entries of its block table that the device has
         self._modes = np.zeros(max_num_seqs, np.int64)
@@ -97,16 +83,16 @@ class DecodeState:
 
     # ---------------------------------------------------------------------------------------------- before a step
 
-    def forget(self, slot: int) -> None:
-        """The slot has a new owner."""
-        row = self._row_of_slot[slot]
+    def forget(self, seq_slot: int) -> None:
+        """The seq_slot has a new owner."""
+        row = self._row_of_seq_slot[seq_slot]
         if row >= 0:
-            self._row_of_slot[slot] = self._slot_of_row[row] = -1
+            self._row_of_seq_slot[seq_slot] = self._seq_slot_of_row[row] = -1
             self._positions[row] = -1
 
     def reset(self) -> None:
         """Nothing is known of the device's rows, since a step failed: all of them are sent before they are used again."""
-        self._row_of_slot[:] = self._slot_of_row[:] = self._positions[:] = -1
+        self._row_of_seq_slot[:] = self._seq_slot_of_row[:] = self._positions[:] = -1
         self.num_rows = len(self._seqs)
         if self.prefixes is not None:
             self.prefixes.reset()
@@ -114,10 +100,10 @@ class DecodeState:
             self.ring.reset()
 
     def place(self, step: ScheduledStep) -> np.ndarray:
-        """Give every sequence of a step that only decodes a row, and make the device's rows what the step needs.
+        """Give every decode of a step of kind DECODE or PIGGYBACKED a row, and make the device's rows what the step needs.
 
         Returns:
-            [num_seqs] int64: the row of each part. Together they are rows 0 .. num_seqs - 1.
+            [num_seqs] int64: the row of each decode. Together they are rows 0 .. num_seqs - 1.
         """
         if self.ring is not None:
             self.ring.claim()
@@ -125,22 +111,21 @@ class DecodeState:
             n = self.num_rows
             changed, moved = [], False
             if (self._positions[:n] // self.block_size >= self._num_blocks[:n]).any():
-                changed = np.flatnonzero(_table_lengths(self._seqs[:n]) > self._num_blocks[:n]).tolist()
+                changed = np.flatnonzero(_table_lengths(self.seqs) > self._num_blocks[:n]).tolist()
         else:
-            changed, moved = self._place_anew(step)
+            changed, moved = self._place_anew(step.decodes)
         if changed:
             self._send(changed)
         if moved and self.prefixes is not None:
             self.prefixes.update(self.num_rows, self._positions)
         return self._rows
 
-    def _place_anew(self, step: ScheduledStep) -> tuple[list[int], bool]:
+    def _place_anew(self, parts: Several[ScheduledSequence]) -> tuple[list[int], bool]:
         """(rows to send, whether another sequence has one of the rows or their number has changed)"""
-        parts = step.parts
         n, before = len(parts), self.num_rows
-        slots = np.fromiter((p.slot for p in parts), np.int64, n)
+        seq_slots = np.fromiter((p.seq_slot for p in parts), np.int64, n)
         starts = np.fromiter((p.start for p in parts), np.int64, n)
-        rows = self._row_of_slot[slots]
+        rows = self._row_of_seq_slot[seq_slots]
         keeps = (0 <= rows) & (rows < n)
         free = np.ones(n, bool)
         free[rows[keeps]] = False
@@ -148,11 +133,11 @@ class DecodeState:
         here = ~keeps | (self._positions[rows] != starts) | (starts // self.block_size >= self._num_blocks[rows])
         if here.any() or n < before:  # something is sent: what grew goes with it
             here |= _table_lengths(p.seq for p in parts) > self._num_blocks[rows]
-        owned = self._slot_of_row[self._slot_of_row >= 0]
-        self._row_of_slot[owned] = -1
-        self._slot_of_row[:] = -1
-        self._row_of_slot[slots] = rows
-        self._slot_of_row[rows] = slots
+        owned = self._seq_slot_of_row[self._seq_slot_of_row >= 0]
+        self._row_of_seq_slot[owned] = -1
+        self._seq_slot_of_row[:] = -1
+        self._row_of_seq_slot[seq_slots] = rows
+        self._seq_slot_of_row[rows] = seq_slots
         self._positions[rows] = starts
         for i in np.flatnonzero(here).tolist():
             self._take(int(rows[i]), parts[i].seq)
@@ -173,48 +158,53 @@ class DecodeState:
             self._modes[row] = SamplingMode.FILTERED if params.uses_filters else SamplingMode.PLAIN
 
     def _send(self, rows: list[int]) -> None:
-        """Write the records of some rows, and copy them to the device without waiting."""
-        seqs = [self._seqs[row] for row in rows]
-        num_blocks = max((len(seq.block_table) for seq in seqs if seq is not None), default=1)
+        """Write the updates of some rows, and copy them to the device without waiting."""
+        taken = [(i, row, seq) for i, row in enumerate(rows) if (seq := self._seqs[row]) is not None]
+        num_blocks = max((len(seq.block_table) for _, _, seq in taken), default=1)
         shape = (len(rows), _FIRST_BLOCK + (num_blocks + 1) // 2)
         host = torch.empty(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        record = host.numpy()
-        small = record[:, _FIRST_SMALL:_FIRST_BLOCK].view(np.int32)
+        updates = host.numpy()
+        ints = updates[:, 1:_FIRST_SMALL]
+        small = updates[:, _FIRST_SMALL:_FIRST_BLOCK].view(np.int32)
         floats = small.view(np.float32)
-        blocks = record[:, _FIRST_BLOCK:].view(np.int32)
+        blocks = updates[:, _FIRST_BLOCK:].view(np.int32)
+        # Padding rows first; a temperature of 0 is the cheapest.
+        updates[:, 0] = rows
+        ints[:] = (0, 0, kv_slot(self.padding_block, 0, self.block_size), 0, 0, self.max_num_seqs, 0)
+        small[:, : _TEMPERATURE + 1] = (1, 0, 0)
+        floats[:, _TOP_P : _MIN_P + 1] = (1, 0)
         blocks[:] = self.padding_block
-        for i, (row, seq) in enumerate(zip(rows, seqs)):
-            if seq is None:
-                record[i, :_FIRST_SMALL] = (row, 0, 0, self.padding_block * self.block_size, 0, 0, len(self._seqs), 0)
-                small[i, : _TEMPERATURE + 1] = (1, 0, 0)  # a temperature of 0 is the cheapest
-                floats[i, _TOP_P : _MIN_P + 1] = (1, 0)
-                continue
-            params, table = seq.params, seq.block_table
-            position = int(self._positions[row])
-            slot = int(self._slot_of_row[row])
-            # A token that the host does not know yet is in its slot on the device.
-            token = seq.token_ids[position] if position < len(seq.token_ids) else -1 - slot
-            cache_slot = table[position // self.block_size] * self.block_size + position % self.block_size
-            seed = (seq.seed + 2**63) % 2**64 - 2**63  # the same 64 bits, signed
-            record[i, :_FIRST_SMALL] = (row, token, position, cache_slot, position + 1, seed, slot, 1)
-            small[i, : _TOP_K + 1] = (position + 1, min(params.top_k, 2**31 - 1))
-            # A temperature beyond float32 stays finite: logit / inf would be NaN for a logit of -inf.
-            temperature = min(params.temperature, float(np.finfo(np.float32).max))
-            floats[i, _TEMPERATURE : _MIN_P + 1] = (temperature, params.top_p, params.min_p)
+        sampling: list[SamplingRow] = []
+        for i, row, seq in taken:
+            table, position = seq.block_table, int(self._positions[row])
+            seq_slot = int(self._seq_slot_of_row[row])
+            # A token that the host does not know yet is in its seq_slot on the device.
+            ints[i, _TOKEN] = seq.token_ids[position] if position < len(seq.token_ids) else -1 - seq_slot
+            ints[i, _POSITION] = position
+            ints[i, _KV_SLOT] = kv_slot(table[position // self.block_size], position, self.block_size)
+            ints[i, _ACTIVE] = 1
+            small[i, _CONTEXT_LEN] = position + 1
             blocks[i, : len(table)] = table
             self._num_blocks[row] = len(table)
             if self.prefixes is not None:
                 self.prefixes.set_table(row, blocks[i, : len(table)])
+            sampling.append(SamplingRow(seq.params, seq.seed, position + 1, seq_slot))
+        if taken:
+            places = [i for i, _, _ in taken]
+            packed = PackedSampling.of(sampling)
+            ints[places, _SEED], ints[places, _DRAW], ints[places, _SEQ_SLOT] = packed.draws
+            floats[places, _TEMPERATURE : _MIN_P + 1] = packed.floats[:3].T
+            small[places, _TOP_K] = packed.top_k
         self._write(host.to(self.device, non_blocking=True), num_blocks)
 
-    def _write(self, records: torch.Tensor, num_blocks: int) -> None:
-        rows = records[:, 0]
-        tokens = resolve_tokens(records[:, 1 + _TOKEN], self.last_tokens)
-        self._ints.index_copy_(1, rows, records[:, 1:_FIRST_SMALL].T)
+    def _write(self, updates: torch.Tensor, num_blocks: int) -> None:
+        rows = updates[:, 0]
+        tokens = resolve_tokens(updates[:, 1 + _TOKEN], self._last_tokens)
+        self._ints.index_copy_(1, rows, updates[:, 1:_FIRST_SMALL].T)
         self._ints[_TOKEN].index_copy_(0, rows, tokens)
-        small = records[:, _FIRST_SMALL:_FIRST_BLOCK].view(torch.int32)
+        small = updates[:, _FIRST_SMALL:_FIRST_BLOCK].view(torch.int32)
         self._small.index_copy_(1, rows, small[:, :_NUM_SMALL].T)
-        blocks = records[:, _FIRST_BLOCK:].view(torch.int32)
+        blocks = updates[:, _FIRST_BLOCK:].view(torch.int32)
         self._block_table[:, :num_blocks].index_copy_(0, rows, blocks[:, :num_blocks])
 
     # ---------------------------------------------------------------------------------------------- the step's needs
@@ -232,17 +222,17 @@ class DecodeState:
         return int(self._positions[: self.num_rows].max()) + 1
 
     @property
-    def seqs(self) -> Several[Sequence]:
+    def seqs(self) -> list[Sequence]:
         """The placed sequences by row."""
-        return self._seqs[: self.num_rows]
+        return [seq for seq in self._seqs[: self.num_rows] if seq is not None]
 
     def positions(self) -> list[int]:
         """By row: the position of the token that the step computes."""
         return self._positions[: self.num_rows].tolist()
 
-    def slots(self) -> list[int]:
-        """By row: the sequence's slot."""
-        return self._slot_of_row[: self.num_rows].tolist()
+    def seq_slots(self) -> list[int]:
+        """By row: the sequence's seq_slot."""
+        return self._seq_slot_of_row[: self.num_rows].tolist()
 
     # ---------------------------------------------------------------------------------------------- on the device
 
@@ -252,11 +242,11 @@ class DecodeState:
         shared: with the groups that `prefixes` keeps.
         """
         return DeviceBatch.from_tensors(
-            self._ints[: _CACHE_SLOT + 1, :num_rows],
+            self._ints[: _KV_SLOT + 1, :num_rows],
             self._small[_CONTEXT_LEN, :num_rows],
             self._block_table[:num_rows],
             max_context_len,
-            shared=self.prefixes.tensors(num_rows) if shared else None,
+            shared=self.prefixes.tensors(num_rows) if shared and self.prefixes is not None else None,
         )
 
     def sampling_arguments(self, num_rows: int, filtered: bool) -> tuple[torch.Tensor | None, ...]:
@@ -277,7 +267,7 @@ class DecodeState:
             self._ints[:, :n],
             self._small[_CONTEXT_LEN, :n],
             self._block_table[:n],
-            self.last_tokens,
+            self._last_tokens,
             self.block_size,
             *(() if self.ring is None else (self.ring.tokens, self.ring.count)),
         )
@@ -289,7 +279,7 @@ class DecodeState:
             self.ring.advanced()
 
     def tokens(self) -> torch.Tensor:
-        """[num_seqs] int64: each row's latest token; a view of the ring's cell, or, without a ring, of what the next step overwrites."""
+        """[num_seqs] int64: each row's latest token. A view of the ring's cell; without a ring, of what the next step overwrites."""
         tokens = self._ints[_TOKEN] if self.ring is None else self.ring.latest()
         return tokens[: self.num_rows]
 
@@ -308,21 +298,21 @@ def advance_rows(
     host_tokens: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
 ) -> None:
-    """Move rows on by one token, in place; the reference of `kernels.triton_ops.sampling_advance`.
+    """Move rows on by one token, in place; the reference of `kernels.triton.sampling.advance`.
 
     Args:
         tokens: [n] int64, what was sampled.
-        ints: [7, n] int64: each row's token, its position and its cache slot; the position of the next draw; seed; slot;
+        ints: [7, n] int64: each row's token, its position and its kv_slot; the position of the next draw; seed; seq_slot;
             and 1, or 0 for padding, whose position stays.
         context_lens: [n] int32.
-        block_table: [n, max_blocks] int32. Where the next token needs a block that the table does not have yet, the cache
-            slot is wrong until the host has sent it.
-        last_tokens: [max_num_seqs + 1] int64, by slot.
-        host_tokens, count: [depth, max_num_seqs] and [1] int64, both or none: row count % depth takes the tokens, and count grows
-            by one. See `TokenRing`; the reference needs both on one device.
+        block_table: [n, max_blocks] int32. Where the next token needs a block that the table does not have yet, the kv_slot
+            is wrong until the host has sent it.
+        last_tokens: [max_num_seqs + 1] int64, by seq_slot.
+        host_tokens, count: [depth, max_num_seqs] and [1] int64, both or none: row count % depth takes the tokens, and count
+            grows by one. See `TokenRing`; the reference needs both on one device.
     """
     active = ints[_ACTIVE]
-    last_tokens[ints[_SLOT]] = tokens
+    last_tokens[ints[_SEQ_SLOT]] = tokens
     ints[_TOKEN] = tokens
     ints[_POSITION] += active
     ints[_DRAW] += active
@@ -330,7 +320,7 @@ def advance_rows(
     position = ints[_POSITION]
     column = (position // block_size).clamp_(max=block_table.shape[1] - 1)
     block = block_table.gather(1, column[:, None])[:, 0]
-    ints[_CACHE_SLOT] = block * block_size + position % block_size
-    if host_tokens is not None:
+    ints[_KV_SLOT] = kv_slot(block, position, block_size)
+    if host_tokens is not None and count is not None:
         host_tokens[count % len(host_tokens), : len(tokens)] = tokens
         count += 1

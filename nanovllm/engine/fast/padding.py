@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch, DeviceBatch
+from nanovllm.engine.kv_cache import kv_slot
+from nanovllm.engine.paged_model import PagedModel
 
 _ALIGNMENT = 2  # int64 words: what kernels are compiled for must not depend on the number of tokens
 
@@ -33,7 +35,7 @@ class PaddedInputs(NamedTuple):
     """Padded runs; all are views of one buffer, so that they reach the device in one copy."""
 
     tokens: torch.Tensor
-    """[3, num_tokens] int64: token ids, positions, cache slots, as in `Batch`."""
+    """[3, num_tokens] int64: token ids, positions, kv_slots, as in `Batch`."""
     logits_rows: torch.Tensor
     """[num_seqs] int64: the rows whose logits are wanted, and then row 0."""
     context_lens: torch.Tensor
@@ -69,7 +71,7 @@ class PaddedInputs(NamedTuple):
         padding = capacity - num_tokens
         tokens[:, :num_tokens] = batch.tokens
         tokens[:2, num_tokens:] = 0
-        tokens[2, num_tokens:] = padding_block * block_size
+        tokens[2, num_tokens:] = kv_slot(padding_block, 0, block_size)
         rows[: len(batch.logits_rows)] = batch.logits_rows
         rows[len(batch.logits_rows) :] = 0
         lens[:num_seqs] = (*batch.context_lens, *batch.prefill_context_lens)
@@ -87,21 +89,17 @@ class PaddedRuns:
     """Static inputs on the device, and what is sent to them.
 
     Args:
-        largest: the bucket that takes most room.
-        max_model_len: a bound on every context length.
-        padding_block: a block that no sequence owns.
+        largest: the bucket that takes most memory.
     """
 
-    def __init__(
-        self, largest: RunsBucket, max_model_len: int, block_size: int, padding_block: int, device: torch.device
-    ) -> None:
-        self._block_size = block_size
-        self._padding_block = padding_block
+    def __init__(self, largest: RunsBucket, paged: PagedModel) -> None:
+        self._block_size = paged.block_size
+        self._padding_block = paged.padding_block
         # The padding is a sequence too, at most as long as the largest bucket.
-        self._max_blocks = -(-max(max_model_len, largest.num_tokens) // block_size)
+        self._max_blocks = -(-max(paged.max_model_len, largest.num_tokens) // paged.block_size)
         # Steps run in order on one stream: all sizes share the memory of the largest.
         words = PaddedInputs.num_words(largest, self._max_blocks)
-        self._static = torch.zeros(words, dtype=torch.int64, device=device)
+        self._static = torch.zeros(words, dtype=torch.int64, device=paged.device)
 
     def send(self, batch: Batch, bucket: RunsBucket) -> None:
         """Make the static inputs those of a batch; on CUDA from pinned memory, without waiting for the copy."""
@@ -113,7 +111,7 @@ class PaddedRuns:
         self._static[:num_words].copy_(host, non_blocking=on_gpu)
 
     def batch(self, bucket: RunsBucket) -> tuple[DeviceBatch, torch.Tensor]:
-        """(what the model's forward takes, [num_seqs] int64 the rows whose logits are wanted): views of the static inputs."""
+        """(what the model's forward takes, [num_seqs] int64: the rows whose logits are wanted), views of the static inputs."""
         inputs = PaddedInputs.of(self._static, bucket, self._max_blocks)
         # Every bound is the bucket's: tile sizes follow from them, and must hold for any runs.
         batch = DeviceBatch.from_tensors(

@@ -1,25 +1,21 @@
 """Which sequences of a decode batch share leading blocks, and whether attending to these once is worth it.
 
-Sequences that share a prefix have the same blocks there (prefix cache hits, n > 1), so block tables say all. They are looked at
-when sequences come or go, and never while a run continues: a table only grows at its end, by blocks that nobody else has.
+Sequences that share a prefix have the same blocks there (prefix cache hits, n > 1), so block tables say all. They are
+compared when sequences come or go, and never while a run continues: a table only grows at its end, by unshared blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from nanovllm.engine.paged_model import PagedModel
 from nanovllm.layers.attention import SharedPrefixes
 
 MAX_GROUPS = 64
-LEAST_ROWS = 16
-"""Batches of fewer sequences are not looked at: their steps are captured without the shared pass alone."""
-LEAST_SAVED_BYTES = 32 * 2**20
-"""Of a layer's cache, by which a step has to read less. The pass over the shared part takes about 5 us more than reading its blocks
-once, in which time an H200 reads this much from its second-level cache, where repeated blocks are found."""
 
 
 class Group(NamedTuple):
@@ -36,7 +32,7 @@ class Group(NamedTuple):
 
 
 def find_groups(tables: np.ndarray, limits: np.ndarray, most: int = MAX_GROUPS) -> list[Group]:
-    """The disjoint groups that together save most, or at equal savings the larger ones; at most `most`, which save most each.
+    """The disjoint groups that together save most blocks, at equal savings the larger ones; at most `most` of them.
 
     Args:
         tables: [n, max_blocks] int32, by row: block numbers from 0 on.
@@ -89,43 +85,43 @@ class PrefixGroups:
     """The groups of the decode state's rows, on the device, for `AttentionMetadata.shared`.
 
     Args:
-        max_num_seqs: rows.
-        max_blocks: columns of the block table.
         token_bytes: that a token takes in the cache of a layer.
+        min_rows: batches of fewer sequences have no groups.
+        min_saved_bytes: of a layer's cache that a step has to save, for the groups to be worthwhile.
     """
 
-    def __init__(
-        self, max_num_seqs: int, max_blocks: int, block_size: int, token_bytes: int, device: torch.device
-    ) -> None:
-        self._block_size = block_size
-        self._block_bytes = block_size * token_bytes
-        self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+    def __init__(self, paged: PagedModel, token_bytes: int, min_rows: int, min_saved_bytes: int) -> None:
+        max_num_seqs, device = paged.max_num_seqs, paged.device
+        self._block_size = paged.block_size
+        self._block_bytes = paged.block_size * token_bytes
+        self._min_rows, self._min_saved_bytes = min_rows, min_saved_bytes
+        self._tables = np.zeros((max_num_seqs, paged.max_blocks), np.int32)
         self._size = max_num_seqs
         self._device = torch.zeros(3 * MAX_GROUPS + 2 * max_num_seqs, dtype=torch.int32, device=device)
         self._sent = np.zeros(len(self._device), np.int32)
         self.groups: Several[Group] = ()
-        """That the placed rows have, whether they are used or not."""
+        """The groups of the placed rows, whether they are used or not."""
         self.worthwhile = False
-        """Whether the next step is to attend to shared blocks once; the tensors are of this step only if so."""
+        """Whether the next step attends to shared blocks once; only then are the tensors those of this step."""
 
     def set_table(self, row: int, blocks: np.ndarray) -> None:
         """The row has these blocks in its table."""
         self._tables[row, : len(blocks)] = blocks
 
     def update(self, num_rows: int, positions: np.ndarray) -> None:
-        """Other sequences have the first `num_rows` rows; they compute the tokens at `positions` next.
+        """The first `num_rows` rows have other sequences; they compute the tokens at `positions` next.
 
         Only blocks before that of the token are shared: it is about to be written.
         """
         self.groups = ()
-        if num_rows >= LEAST_ROWS:
+        if num_rows >= self._min_rows:
             self.groups = find_groups(self._tables[:num_rows], positions[:num_rows] // self._block_size)
-        self.worthwhile = sum(group.saved for group in self.groups) * self._block_bytes >= LEAST_SAVED_BYTES
+        self.worthwhile = sum(group.saved for group in self.groups) * self._block_bytes >= self._min_saved_bytes
         if self.worthwhile:
             self._send()
 
     def reset(self) -> None:
-        """Nothing is known of what the device has."""
+        """Nothing is known of the device's tensors."""
         self._sent[:] = -1
         self.groups, self.worthwhile = (), False
 
@@ -147,6 +143,6 @@ class PrefixGroups:
         groups, rows, lens = self._parts(self._device)
         return SharedPrefixes(groups, rows[:num_rows], lens[:num_rows])
 
-    def _parts(self, flat):
+    def _parts(self, flat: Any) -> tuple[Any, Any, Any]:
         end = 3 * MAX_GROUPS
         return flat[:end].reshape(MAX_GROUPS, 3), flat[end : end + self._size], flat[end + self._size :]

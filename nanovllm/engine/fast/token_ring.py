@@ -1,8 +1,8 @@
-"""Where decode steps leave their tokens for the host: memory of the host, which the device writes to by itself.
+"""Host memory in which decode steps leave their tokens: the device writes to it by itself.
 
-A copy after each step would stand between that step and the next on the stream, which costs several times what copying a
-few numbers does: the copy is another engine's work, for which the stream waits twice. Here the kernel that ends a step stores
-its tokens in the next cell of a ring, and counts on the device which one that is, so that a captured graph does both.
+A copy after each step would stand between that step and the next on the stream, which costs several times what copying a few
+numbers does: another engine of the GPU copies, and the stream waits for it twice. Instead the kernel that ends a step stores
+its tokens in the next cell of a ring, and counts on the device which cell that is, so that a captured graph does both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.step_result import StepResult
 
 DEPTH = 4
-"""More than there are steps in flight, so that nobody waits for a cell."""
+"""More than there are steps in flight, so that no step waits for a cell."""
 
 
 class TokenRing:

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.fast.cuda_graphs import DecodeBuckets, batch_buckets, context_buckets
-from nanovllm.engine.fast.decode_runner import DecodeRunner
-from nanovllm.engine.fast.warm_up import warm_up
-from nanovllm.engine.model_runner import ModelRunner, can_capture
-from nanovllm.kernels import Kernels, all_ops
-from tests import tiny
+from nanovllm.config import EngineConfig
+from nanovllm.engine.fast.choice import can_capture, enabled_paths
+from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.engine.fast.step_shape import DecodeBuckets, batch_buckets, context_buckets
+from nanovllm.engine.step import StepKind
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 9, 16, 17, 100, 256, 511, 512, 513, 1000])
@@ -34,38 +33,75 @@ def test_every_context_length_has_a_bucket(max_model_len):
         assert length <= buckets.fit(1, length)[1] <= max(512, 2 * length)
 
 
-def chosen(**providers):
-    return Kernels({op: (all_ops()[op].providers[name], all_ops()[op].native) for op, name in providers.items()})
+class Chosen:
+    """Kernels of which no more is known than their providers."""
+
+    def __init__(self, **providers):
+        self.providers = dict(attention_decode="triton", attention_prefill="triton") | providers
+
+    def provider(self, name):
+        provider = self.providers[name]
+        return SimpleNamespace(name=provider, capturable=provider not in ("flashinfer", "planned"))
 
 
-@pytest.mark.parametrize(
-    "provider, captured", [("native", True), ("triton", True), ("flash_attn", True), ("flashinfer", False)]
-)
+@pytest.mark.parametrize("provider, captured", [("native", True), ("triton", True), ("flashinfer", False)])
 def test_what_the_host_plans_is_not_captured(provider, captured):
     """A capture would record the reference instead, at the largest context length."""
-    assert can_capture(chosen(attention_decode=provider)) is captured
+    assert can_capture(Chosen(attention_decode=provider)) is captured
+
+
+GPU = torch.device("cuda")
+
+
+def enabled(policy=None, layer_mib=1, device=GPU, prefix_caching=True, kernels=None, **arguments):
+    policy = FastPolicy.of(EngineConfig("m", fast_policy=policy, **arguments))
+    return enabled_paths(policy, kernels or Chosen(), device, layer_mib * 2**20, prefix_caching)
 
 
 @pytest.mark.parametrize(
-    "asked, captures, by_context, prefill, width, rides",
+    "asked, eager, decode, prefill, layer_mib, piggybacks",
     [
-        (None, True, False, "triton", 2**14, True),
-        (None, True, False, "triton", 2**13, False),  # too few weights
-        (None, True, True, "triton", 2**14, False),
-        (None, False, False, "triton", 2**14, False),
-        (None, True, False, "native", 2**14, False),
-        (True, True, False, "native", 2**12, False),  # a capture would fail, when the first prompt rides
-        (True, True, False, "triton", 2**12, True),
-        (True, False, False, "native", 2**12, True),
-        (False, True, False, "triton", 2**14, False),
+        (None, False, "triton", "triton", 256, True),
+        (None, False, "triton", "triton", 255, False),  # too few weights
+        (None, False, "native", "triton", 256, False),
+        (None, True, "triton", "triton", 256, False),
+        (None, False, "triton", "planned", 256, False),
+        (True, False, "triton", "planned", 1, False),  # a capture would fail, when the first prompt is piggybacked
+        (True, False, "triton", "triton", 1, True),
+        (True, True, "triton", "planned", 1, True),
+        (False, False, "triton", "triton", 256, False),
     ],
 )
-def test_prompts_ride_where_that_can_be_captured_and_is_worth_it(asked, captures, by_context, prefill, width, rides):
-    layer = torch.nn.Linear(width, width, device="meta", dtype=torch.bfloat16)
-    runner = SimpleNamespace(
-        config=SimpleNamespace(ride_prompts=asked), model=SimpleNamespace(model=SimpleNamespace(layers=[layer]))
-    )
-    assert ModelRunner._rides(runner, chosen(attention_prefill=prefill), captures, by_context) is rides
+def test_prompts_are_piggybacked_where_that_can_be_captured_and_is_worth_it(
+    asked, eager, decode, prefill, layer_mib, piggybacks
+):
+    kernels = Chosen(attention_decode=decode, attention_prefill=prefill)
+    for name in ("piggyback_prefill", "ride_prompts"):
+        paths = enabled(layer_mib=layer_mib, kernels=kernels, enforce_eager=eager, **{name: asked})
+        assert paths.piggyback_prefill is piggybacks
+
+
+@pytest.mark.parametrize(
+    "options, decode, prefill",
+    [
+        ({}, (True, True), (True, True)),
+        (dict(enforce_eager=True), (False, True), (False, False)),
+        (dict(enforce_eager=True, capture_prefill=True), (False, True), (False, True)),
+        (dict(capture_prefill=False), (True, True), (False, False)),
+        (dict(device=torch.device("cpu")), (False, False), (False, False)),
+        (dict(device=torch.device("cpu"), capture_prefill=True), (False, False), (False, True)),
+        (dict(policy=FastPolicy(padding=False)), (False, False), (False, False)),
+        (dict(policy=FastPolicy(device_state=False)), (False, True), (True, True)),
+        (dict(kernels=Chosen(attention_decode="flashinfer"), capture_prefill=True), (False, True), (False, False)),
+        (dict(kernels=Chosen(attention_prefill="flashinfer"), capture_prefill=True), (True, True), (False, False)),
+    ],
+    ids=str,
+)
+def test_what_is_captured_and_padded(options, decode, prefill, monkeypatch):
+    monkeypatch.delenv("NANOVLLM_CHECK", raising=False)
+    paths = enabled(**options)
+    assert (paths.decode_graphs, paths.decode_padding) == decode
+    assert (paths.prefill_graphs, paths.prefill_padding) == prefill
 
 
 @pytest.mark.gpu
@@ -93,45 +129,24 @@ def test_captured_steps_equal_eager_ones():
 
 
 @pytest.mark.gpu
-def test_captured_steps_with_riders_equal_eager_ones(monkeypatch):
+def test_captured_steps_with_piggybacked_prompts_equal_eager_ones():
     """Two kinds of attention at the same time, in bfloat16, beside 1 to 60 decodes."""
     rng = random.Random(4)
     prompts = [[rng.randrange(151936) for _ in range(rng.randint(1, 600))] for _ in range(60)]
     params = [
         SamplingParams(temperature=0.8, ignore_eos=True, max_tokens=rng.randint(1, 300), seed=i) for i in range(60)
     ]
-    rode = []
-    launch = DecodeRunner.launch
-    monkeypatch.setattr(
-        DecodeRunner, "launch", lambda self, step: (rode.append(step.riding is not None), launch(self, step))[1]
-    )
     outputs = []
     for enforce_eager in (False, True, False):
         llm = LLM(
-            "qwen3-0.6b", load_format="dummy", enforce_eager=enforce_eager, capture_prefill=True, ride_prompts=True, max_num_seqs=64,
-            max_model_len=1024, num_kvcache_blocks=300,
+            "qwen3-0.6b", load_format="dummy", enforce_eager=enforce_eager, capture_prefill=True, piggyback_prefill=True,
+            max_num_seqs=64, max_model_len=1024, num_kvcache_blocks=300,
         )  # fmt: skip
+        decode, kinds = llm.engine.runner.fast.decode, []
+        llm.engine.runner.fast.decode = lambda step, decode=decode, kinds=kinds: (
+            kinds.append(step.kind),
+            decode(step),
+        )[1]
         outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
-        assert sum(rode) > 50 * len(outputs)
+        assert kinds.count(StepKind.PIGGYBACKED) > 50
     assert outputs[0] == outputs[1] == outputs[2]
-
-
-@pytest.mark.parametrize("budget", [1, 2, 7, 2048])
-def test_the_warm_up_fits_any_budget(budget, tmp_path, monkeypatch):
-    """What a GPU engine runs when it starts, here on the CPU; it must leave the padding block's neighbours alone."""
-    monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)  # what it names may need a GPU
-    tiny.save(tmp_path)
-    llm = LLM(
-        tmp_path,
-        device="cpu",
-        skip_tokenizer_init=True,
-        max_num_batched_tokens=budget,
-        max_num_seqs=5,
-        num_kvcache_blocks=8,
-    )
-    runner = llm.engine.runner
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    with torch.inference_mode():
-        warm_up(runner)
-    assert all(not cache.k[:-1].any() and not cache.v[:-1].any() for cache in runner.caches)
-    assert (budget < 3) != bool(runner.caches[0].k[-1].any())

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from nanovllm.engine.fast.decode_state import DecodeState, SamplingMode, advance_rows
+from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.step import ScheduledSequence, ScheduledStep, StepKind
+from nanovllm.layers.attention import LayerCache
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.simulation import Device, Simulation
 
@@ -17,8 +19,17 @@ PADDING = 99
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-def make_state(device="cpu", max_blocks=8, block_size=4, max_num_seqs=MAX_SEQS):
-    return DecodeState(max_num_seqs, max_blocks, block_size, PADDING, torch.device(device))
+def paged_model(device="cpu", max_blocks=8, block_size=4, max_num_seqs=MAX_SEQS):
+    """A cache without a model."""
+    cache = LayerCache(*torch.zeros(2, PADDING + 1, block_size, 1, 1, device=device))
+    return PagedModel(None, [cache], max_num_seqs, max_blocks * block_size)
+
+
+def make_state(device="cpu", **sizes):
+    paged = paged_model(device, **sizes)
+    state = DecodeState(paged)
+    state.last_tokens = paged.last_tokens
+    return state
 
 
 def make(blocks, length, prompt_len=1, seed=0, **params):
@@ -29,8 +40,8 @@ def make(blocks, length, prompt_len=1, seed=0, **params):
 
 
 def step_of(*entries):
-    """entries: (sequence, slot, start)"""
-    return ScheduledStep(tuple(ScheduledSequence(seq, start, 1, True, slot, False) for seq, slot, start in entries))
+    """entries: (sequence, seq_slot, start)"""
+    return ScheduledStep.of(tuple(ScheduledSequence(seq, start, 1, True, slot, False) for seq, slot, start in entries))
 
 
 def is_padding(state, row):
@@ -142,7 +153,7 @@ def test_the_last_row_takes_the_place_of_one_that_ended():
     assert is_padding(state, 3) and [s is seqs[i] for s, i in zip(state.seqs, (0, 3, 2))] == [True] * 3
 
 
-def test_a_slot_with_a_new_owner_is_not_taken_for_the_old_one():
+def test_a_seq_slot_with_a_new_owner_is_not_taken_for_the_old_one():
     state = make_state()
     old, new = make([3], 3), make([7], 3)
     state.place(step_of((old, 1, 2)))
@@ -267,8 +278,8 @@ class StateDevice(Device):
         if not step.continues:
             for part in step.parts:
                 if part.admitted:
-                    state.forget(part.slot)
-        if step.decodes_only:
+                    state.forget(part.seq_slot)
+        if step.kind is StepKind.DECODE:
             self.steps += 1
             rows = state.place(step).tolist()
             assert sorted(rows) == list(range(len(step.parts))) and state.num_rows == len(rows)
@@ -284,7 +295,7 @@ class StateDevice(Device):
                 assert seeds[row] == part.seq.seed and state.seqs[row] is part.seq
             assert all(is_padding(state, row) for row in range(len(rows), MAX_SEQS))
         tokens = super().execute(step)
-        if step.decodes_only:
+        if step.kind is StepKind.DECODE:
             drawn = np.full(min(MAX_SEQS, len(rows) + 1), 12345)  # a padding row draws something too
             drawn[rows] = tokens
             state.advance(torch.from_numpy(drawn))
@@ -292,7 +303,7 @@ class StateDevice(Device):
             assert state.tokens()[rows].tolist() == tokens
         else:
             for part, token in zip((p for p in step.parts if p.samples), tokens):
-                state.last_tokens[part.slot] = token
+                state.last_tokens[part.seq_slot] = token
         return tokens
 
 

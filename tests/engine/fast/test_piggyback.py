@@ -1,4 +1,4 @@
-"""How prompts are spread over decode steps: who rides ends in time, what cannot is computed at once, and nobody else waits."""
+"""How prompts are spread over decode steps: piggybacked ones end in time, others go at once, and no request waits."""
 
 import random
 from collections import OrderedDict
@@ -6,40 +6,43 @@ from collections import OrderedDict
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.fast import piggyback
-from nanovllm.engine.fast.cuda_graphs import DecodeBuckets
-from nanovllm.engine.fast.piggyback import Pace, pace, padded_rows, riding_sizes
+from nanovllm.engine.fast.piggyback import Pace, Piggyback
+from nanovllm.engine.fast.step_shape import DecodeBuckets
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import StepKind
 from nanovllm.sampling_params import SamplingParams
 
 
-def test_rows_and_riders_fill_one_of_the_totals():
-    assert (
-        padded_rows(1, 512) == padded_rows(16, 512) == 16 and padded_rows(17, 512) == 32 and padded_rows(17, 20) == 20
-    )
-    assert riding_sizes(16) == [240, 368] and riding_sizes(224) == [32, 160]
-    assert riding_sizes(225) == [159] and riding_sizes(352) == [32] and riding_sizes(353) == []
+def test_rows_and_piggybacked_tokens_fill_one_of_the_totals():
+    sizes = Piggyback(512)
+    assert sizes.padded_rows(1) == sizes.padded_rows(16) == 16 and sizes.padded_rows(17) == 32
+    assert Piggyback(20).padded_rows(17) == 20
+    assert sizes.token_counts(16) == [240, 368] and sizes.token_counts(224) == [32, 160]
+    assert sizes.token_counts(225) == [159] and sizes.token_counts(352) == [32] and sizes.token_counts(353) == []
     for rows in range(1, 600):
-        assert all(tokens >= piggyback.LEAST and rows + tokens in piggyback.TOTALS for tokens in riding_sizes(rows))
+        for tokens in sizes.token_counts(rows):
+            assert tokens >= sizes.sizes.min_tokens and rows + tokens in sizes.sizes.totals
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 11, 20, 256, 260, 300, 512, 1000])
-def test_rows_beside_riders_are_a_captured_batch_size(max_num_seqs):
+def test_rows_beside_piggybacked_prompts_are_a_captured_batch_size(max_num_seqs):
     """Else sampling would have no graph, and attention would not have been compiled before the capture."""
-    buckets = DecodeBuckets(max_num_seqs, 1000, by_context=False, riding=True)
+    piggyback = Piggyback(max_num_seqs)
+    buckets = DecodeBuckets(max_num_seqs, 1000, by_context=False, piggyback=piggyback)
     for num_decodes in range(1, max_num_seqs + 1):
-        rows = padded_rows(num_decodes, max_num_seqs)
-        assert num_decodes <= rows and (rows in buckets.batch_sizes or not riding_sizes(rows))
-        assert {(rows, tokens) for tokens in riding_sizes(rows)} <= set(buckets.riding_sizes)
+        rows = piggyback.padded_rows(num_decodes)
+        counts = piggyback.token_counts(rows)
+        assert num_decodes <= rows and (rows in buckets.batch_sizes or not counts)
+        assert {(rows, tokens) for tokens in counts} <= set(buckets.piggybacked_sizes)
 
 
 @pytest.mark.parametrize(
     "ends, horizon, prompts, expected",
     [
-        ([100] * 16, 100, [(2400, 90)], Pace(riding=240)),  # 10 steps
-        ([100] * 16, 100, [(2401, 90)], Pace(riding=368)),
-        ([100] * 16, 100, [(3680, 90)], Pace(riding=368)),
+        ([100] * 16, 100, [(2400, 90)], Pace(piggybacked=240)),  # 10 steps
+        ([100] * 16, 100, [(2401, 90)], Pace(piggybacked=368)),
+        ([100] * 16, 100, [(3680, 90)], Pace(piggybacked=368)),
         ([100] * 16, 100, [(3681, 90)], Pace(at_once=3681)),
         (
             [100] * 16,
@@ -53,16 +56,16 @@ def test_rows_beside_riders_are_a_captured_batch_size(max_num_seqs):
             [100] * 15,
             100,
             [(1200, 90), (1200, 90)],
-            Pace(riding=240),
+            Pace(piggybacked=240),
         ),  # the first of them is a row, and there is one for it
-        ([100] * 16, 100, [(1200, 90), (1200, 90)], Pace(riding=368)),  # it takes 16 of the other's tokens
-        ([100] * 16, 100, [(1200, 90), (1200, 85)], Pace(riding=240)),
+        ([100] * 16, 100, [(1200, 90), (1200, 90)], Pace(piggybacked=368)),  # it takes 16 of the other's tokens
+        ([100] * 16, 100, [(1200, 90), (1200, 85)], Pace(piggybacked=240)),
         ([100] * 16, 100, [(1840, 90), (1840, 90)], Pace(at_once=1840)),
-        ([100] * 208, 100, [(480, 90)], Pace(riding=48)),
-        ([5] * 16 + [100] * 208, 100, [(496, 88)], Pace(riding=32)),  # 5 steps of 32 tokens, 7 of 48
-        ([5] * 16 + [100] * 208, 100, [(497, 88)], Pace(riding=160)),
+        ([100] * 208, 100, [(480, 90)], Pace(piggybacked=48)),
+        ([5] * 16 + [100] * 208, 100, [(496, 88)], Pace(piggybacked=32)),  # 5 steps of 32 tokens, 7 of 48
+        ([5] * 16 + [100] * 208, 100, [(497, 88)], Pace(piggybacked=160)),
         ([50] * 16 + [100] * 224, 100, [(320, 40)], Pace()),  # no room until the first ones end
-        ([50] * 16 + [100] * 224, 100, [(320, 41)], Pace(riding=144)),
+        ([50] * 16 + [100] * 224, 100, [(320, 41)], Pace(piggybacked=144)),
         ([100] * 512, 100, [(1000, 10)], Pace(at_once=1024)),
         ([], 5, [(2000, 0)], Pace(at_once=2000)),  # nothing ends before the horizon
         (
@@ -72,58 +75,60 @@ def test_rows_beside_riders_are_a_captured_batch_size(max_num_seqs):
             Pace(at_once=3812),
         ),  # nobody decodes yet: the first of them sets the end
         ([], None, [(500, 100), (3312, 91), (600, 50)], Pace(at_once=1024)),
-        ([], None, [(500, 100)] * 100, Pace(at_once=16384)),  # equal ones have no time to ride
+        ([], None, [(500, 100)] * 100, Pace(at_once=16384)),  # equal ones have no time to be piggybacked
         ([900] * 16, None, [(2000, 100), (500, 90)], Pace(at_once=2000)),  # those that decode are waited for by others
         ([100] * 16, 100, [(2000, 300), (2400, 200)], Pace(at_once=2000)),  # then the first ends last
-        ([100] * 16, 100, [(1, 99)] * 16, Pace(riding=240)),
+        ([100] * 16, 100, [(1, 99)] * 16, Pace(piggybacked=240)),
         ([100] * 16, 100, [(1, 98)] * 33, Pace(at_once=1024)),  # no more than 16 on a step
     ],
 )
 def test_pace_by_hand(ends, horizon, prompts, expected):
-    assert pace(ends, horizon, prompts, 512, 16384) == expected
+    assert Piggyback(512).pace(ends, horizon, prompts, 16384) == expected
 
 
-def test_prompts_that_lack_a_slot_are_expected_to_wait_for_one():
+def test_prompts_that_lack_a_seq_slot_are_expected_to_wait_for_one():
     """Through the only free one go four, each in 17 steps and 200 more; for five there is no time."""
-    assert pace([1000] * 19, 1000, [(4000, 200)] * 4, 20, 16384) == Pace(riding=236)
-    assert pace([1000] * 19, 1000, [(4000, 200)] * 5, 20, 16384) == Pace(at_once=8000)
-    assert pace([2] + [1000] * 19, 1000, [(472, 996)], 20, 16384) == Pace(riding=236)
-    assert pace([3] + [1000] * 19, 1000, [(472, 996)], 20, 16384) == Pace(at_once=1024)
+    assert Piggyback(20).pace([1000] * 19, 1000, [(4000, 200)] * 4, 16384) == Pace(piggybacked=236)
+    assert Piggyback(20).pace([1000] * 19, 1000, [(4000, 200)] * 5, 16384) == Pace(at_once=8000)
+    assert Piggyback(20).pace([2] + [1000] * 19, 1000, [(472, 996)], 16384) == Pace(piggybacked=236)
+    assert Piggyback(20).pace([3] + [1000] * 19, 1000, [(472, 996)], 16384) == Pace(at_once=1024)
 
 
-def run(lengths, outputs, rides, offline=True, slots=512):
-    """(steps that rode, all steps, tokens of prompts in each step without riders) of sequences that all have their full output."""
+def run(lengths, outputs, piggyback, offline=True, slots=512):
+    """(steps with piggybacked prompts, all steps, tokens of prompts in each step at full speed) of sequences that all have their full output."""
     blocks = BlockManager(2000, 256, enable_prefix_caching=False)
-    scheduler = Scheduler(blocks, slots, 16384, 4096, (), rides)
+    pacer = Piggyback(slots)
+    scheduler = Scheduler(blocks, slots, 16384, 4096, (), pacer if piggyback else None, 32)
     for i in sorted(range(len(lengths)), key=lambda i: -outputs[i]):
         seq = Sequence(i, [1] * lengths[i], SamplingParams(max_tokens=outputs[i], ignore_eos=True), 0)
         seq.offline = offline
         scheduler.add(seq)
-    rode, steps, at_once = 0, 0, []
+    piggybacked, steps, at_once = 0, 0, []
     while scheduler.has_unfinished:
         step = scheduler.schedule()
         scheduler.check()
         steps += 1
-        if step.riding is not None:
-            rode += 1
-            rows = padded_rows(step.decoding.num_tokens, slots)
-            assert step.decoding.decodes_only and step.riding.num_tokens <= riding_sizes(rows)[-1]
-            assert len(step.riding.parts) <= piggyback.MAX_RIDERS
-        elif not step.decodes_only:
+        if step.kind is StepKind.PIGGYBACKED:
+            piggybacked += 1
+            counts = pacer.token_counts(pacer.padded_rows(len(step.decodes)))
+            assert all(part.decodes for part in step.decodes)
+            assert sum(piece.num_tokens for piece in step.pieces) <= counts[-1]
+            assert len(step.pieces) <= pacer.sizes.max_pieces
+        elif step.kind is StepKind.MIXED:
             at_once.append(step.num_tokens - step.num_decodes)
         scheduler.update(step, [2] * len(step.sampling))
-    return rode, steps, at_once
+    return piggybacked, steps, at_once
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_prompts_ride_and_all_end_no_later(seed):
+def test_prompts_are_piggybacked_and_all_end_no_later(seed):
     rng = random.Random(seed)
     lengths = [rng.randint(100, 1024) for _ in range(256)]
     outputs = [rng.randint(100, 1024) for _ in range(256)]
-    _, steps, at_once = run(lengths, outputs, rides=False)
+    _, steps, at_once = run(lengths, outputs, piggyback=False)
     assert len(at_once) >= 9 and steps >= max(outputs)
-    rode, steps, at_once = run(lengths, outputs, rides=True)
-    assert rode > 800 and at_once and sum(at_once) < 5000
+    piggybacked, steps, at_once = run(lengths, outputs, piggyback=True)
+    assert piggybacked > 800 and at_once and sum(at_once) < 5000
     assert steps <= max(outputs) + 1
 
 
@@ -132,10 +137,10 @@ def test_where_slots_are_short_all_end_no_later():
     assert run(lengths, outputs, True, slots=20)[1] <= run(lengths, outputs, False, slots=20)[1] + 1
 
 
-@pytest.mark.parametrize("rides", [False, True])
-def test_a_prompt_whose_whole_does_not_fit_is_not_begun(rides):
+@pytest.mark.parametrize("pacer", [None, Piggyback(8)])
+def test_a_prompt_whose_whole_does_not_fit_is_not_begun(pacer):
     """Its first piece would: it would be preempted, and begin again, for as long as the other runs."""
-    scheduler = Scheduler(BlockManager(20, 16, False), 8, 16384, 320, (), rides)
+    scheduler = Scheduler(BlockManager(20, 16, False), 8, 16384, 320, (), pacer)
     computed = 0
     for length, output in ((16, 200), (300, 10)):
         seq = Sequence(length, [1] * length, SamplingParams(max_tokens=output, ignore_eos=True), 0)
@@ -160,15 +165,15 @@ def add_offline(scheduler, length, outputs):
         scheduler.add(seq)
 
 
-def test_equal_requests_and_those_that_someone_waits_for_do_not_ride():
+def test_equal_requests_and_streams_are_not_piggybacked():
     assert run([300] * 100, [200] * 100, True) == run([300] * 100, [200] * 100, False)
     lengths, outputs = [300] * 100, list(range(100, 200))
     assert run(lengths, outputs, True)[0] > 50
     assert run(lengths, outputs, True, offline=False) == run(lengths, outputs, False, offline=False)
 
 
-def test_one_who_waits_lets_all_prompts_go_at_once():
-    scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), True)
+def test_a_stream_lets_all_prompts_go_at_once():
+    scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), Piggyback(512))
     add_offline(scheduler, 1000, range(500, 100, -20))
 
     def go():
@@ -177,14 +182,14 @@ def test_one_who_waits_lets_all_prompts_go_at_once():
         return step
 
     go()
-    assert go().riding is not None and go().riding is not None
+    assert go().kind is StepKind.PIGGYBACKED and go().kind is StepKind.PIGGYBACKED
     scheduler.add(Sequence(20, [1] * 1000, SamplingParams(max_tokens=10), 0))
     step = go()
-    assert step.riding is None and step.num_tokens > 10_000
+    assert step.kind is not StepKind.PIGGYBACKED and step.num_tokens > 10_000
 
 
-def test_after_an_early_end_nobody_rides():
-    scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (7,), True)
+def test_after_an_early_end_nothing_is_piggybacked():
+    scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (7,), Piggyback(512))
 
     def go(token=2):
         step = scheduler.schedule()
@@ -193,26 +198,26 @@ def test_after_an_early_end_nobody_rides():
 
     add_offline(scheduler, 1000, range(500, 100, -20))
     go()
-    assert go().riding is not None and go(7).riding is not None
+    assert go().kind is StepKind.PIGGYBACKED and go(7).kind is StepKind.PIGGYBACKED
     step = go()
-    assert step.riding is None and step.num_tokens > 10_000
+    assert step.kind is not StepKind.PIGGYBACKED and step.num_tokens > 10_000
     while scheduler.has_unfinished:
-        assert go().riding is None
+        assert go().kind is not StepKind.PIGGYBACKED
     add_offline(scheduler, 1000, range(500, 100, -20))
     go()
-    assert go().riding is not None  # the next ones are believed again
+    assert go().kind is StepKind.PIGGYBACKED  # the next ones are believed again
 
 
-def test_many_short_prompts_ride_on_several_steps():
+def test_many_short_prompts_are_piggybacked_on_several_steps():
     lengths, outputs = [2000] + [4] * 64, [300] + [20] * 64
-    rode, steps, at_once = run(lengths, outputs, True)
-    assert rode == 64 // piggyback.MAX_RIDERS and at_once == [2000] and steps == 300
+    piggybacked, steps, at_once = run(lengths, outputs, True)
+    assert piggybacked == 64 // Piggyback(512).sizes.max_pieces and at_once == [2000] and steps == 300
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_prompts_do_not_wait_for_the_end_of_what_others_wait_for(offline):
+def test_prompts_do_not_wait_for_the_end_of_a_stream(offline):
     """`generate` returns with its own last token, however long a stream beside it will be."""
-    scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), True)
+    scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), Piggyback(512))
     for i, output in enumerate((3000, *[100] * 40)):
         seq = Sequence(i, [1] * 500, SamplingParams(max_tokens=output, ignore_eos=True), 0)
         seq.offline = offline or i > 0
@@ -221,7 +226,7 @@ def test_prompts_do_not_wait_for_the_end_of_what_others_wait_for(offline):
             step = scheduler.schedule()
             scheduler.update(step, [2])
     step = scheduler.schedule()
-    assert (step.riding is not None) is offline
+    assert (step.kind is StepKind.PIGGYBACKED) is offline
     assert offline or step.num_tokens == 16384
 
 
@@ -232,7 +237,7 @@ class Unlooked(OrderedDict):
 
 
 def test_where_slots_are_short_prompts_go_at_once_and_a_long_queue_is_not_looked_at():
-    scheduler = Scheduler(BlockManager(500, 256, False), 8, 256, 4096, (), True)
+    scheduler = Scheduler(BlockManager(500, 256, False), 8, 256, 4096, (), Piggyback(8))
     add_offline(scheduler, 100, range(2000, 0, -100))
     scheduler.waiting = Unlooked(scheduler.waiting)
     steps = []

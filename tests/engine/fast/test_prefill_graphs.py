@@ -1,28 +1,26 @@
 """Padded steps with prompts: the same tokens as unpadded ones, on any machine; captured against eager ones on a GPU."""
 
-import logging
 import random
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import model_runner
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.fast import prefill_graphs
 from nanovllm.engine.fast.padding import NOTHING, PaddedInputs, RunsBucket
-from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets, slow_hosts_lag
+from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets
 from nanovllm.kernels.testing.memory_guard import MemoryGuard
-from nanovllm.model_config import ModelConfig
-from nanovllm.models.model_presets import preset
-from nanovllm.models.registry import model_class
 from tests import tiny
-from tests.native import NATIVE
+from tests.engine.fast.replayed import BACKEND, ReplayedFunctions, lengths_on_the_device
+from tests.engine.fast.test_decode_state import paged_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
+USUAL = FastPolicy()
+SMALL = FastPolicy(prefill_sizes=(4, 8, 24, 40, 100))
 LENGTHS = [1, 2, 15, 16, 17, 31, 48, 90, 3, 64, 5, 33]
 
 
@@ -32,48 +30,14 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 48, 90, 3, 64, 5, 33]
 @pytest.mark.parametrize("budget", [1, 7, 63, 64, 65, 1000, 4096, 16384])
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 64, 512])
 def test_every_step_has_the_smallest_bucket_with_room(budget, max_num_seqs):
-    buckets = prefill_buckets(budget, max_num_seqs)
+    buckets = prefill_buckets(budget, max_num_seqs, USUAL.prefill_sizes, USUAL.prefill_seqs)
     assert buckets == sorted(set(buckets)) and buckets[-1].num_tokens == min(budget, 4096)
-    runner = PrefillRunner(None, None, buckets, 100, BLOCK, 7, torch.device("cpu"))
+    runner = PrefillRunner(paged_model(), buckets)
     for num_tokens in range(1, budget + 1, max(1, budget // 300)):
         for num_seqs in {n for n in (0, 1, 2, 64, 65, 256, 257, max_num_seqs) if n <= min(num_tokens, max_num_seqs)}:
             room = [b for b in buckets if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs]
             assert runner.fit(num_tokens, num_seqs) == (room[0] if room else None)
             assert bool(room) == (num_tokens <= 4096 and num_seqs <= 256)
-
-
-@pytest.mark.parametrize("budget, largest", [(16384, 16384), (5000, 5000), (4096, 4096), (300, 300)])
-def test_full_steps_have_a_bucket_if_asked_for_and_only_they(budget, largest):
-    buckets = prefill_buckets(budget, 512, full=True)
-    assert buckets[-2:] == [RunsBucket(largest, 64), RunsBucket(largest, 256)]
-    assert [b for b in buckets if b.num_tokens <= 4096] == prefill_buckets(budget, 512)
-    runner = PrefillRunner(None, None, buckets, 100, BLOCK, 7, torch.device("cpu"))
-    for num_tokens in {min(n, budget) for n in (100, 4096, 4097, 4687, 4688, 5000, 15359, 15360, 16000, 16384)}:
-        found = runner.fit(num_tokens, 65)
-        if num_tokens > 4096:
-            assert found == (RunsBucket(largest, 256) if num_tokens >= 15 / 16 * largest else None)
-        else:
-            size = min(size for size in (*prefill_graphs.SIZES, largest) if size >= num_tokens)
-            assert found == RunsBucket(size, min(size, 256))
-
-
-@pytest.mark.parametrize(
-    "name, num_tokens, lag",
-    [
-        ("qwen3-0.6b", 16384, True),
-        ("qwen3-0.6b", 19900, True),
-        ("qwen3-0.6b", 20100, False),  # 1.77e13 flops, 2**44 are 1.76e13
-        ("qwen3-1.7b", 16384, False),
-        ("qwen3-1.7b", 6200, True),
-        ("smollm2-135m", 65536, True),
-        ("qwen3-8b", 4097, False),
-    ],
-)
-def test_a_slow_host_lags_behind_small_layers_and_few_tokens(name, num_tokens, lag):
-    config = ModelConfig.from_dict(preset(name))
-    with torch.device("meta"):
-        model = model_class(config.architecture)(config, 8, NATIVE)
-    assert slow_hosts_lag(model.model.layers, num_tokens) is lag
 
 
 # ------------------------------------------------------------------------------------------------ padding
@@ -144,13 +108,8 @@ def directory(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def small_sizes(monkeypatch):
-    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8, 24, 40, 100))
-
-
-def make(directory, **arguments):
-    defaults = dict(
+def make(directory, fast_policy=SMALL, **arguments):
+    defaults = dict(fast_policy=fast_policy,
         device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=100, max_model_len=160, max_num_seqs=11,
         max_num_batched_tokens=100, skip_tokenizer_init=True,
     )  # fmt: skip
@@ -168,7 +127,7 @@ def prompts_of(lengths, seed=0):
 def generate(llm, prompts, params):
     """Token ids of every completion; what each launched step had: (tokens, decodes, runs, bucket or None)."""
     steps = []
-    prefill = llm.engine.runner.prefill
+    prefill = llm.engine.runner.fast.prefill
     if prefill is not None:
         launch = prefill.launch
 
@@ -208,7 +167,7 @@ def expected(directory):
         pytest.param(dict(enforce_eager=True), id="eager"),
     ],
 )
-def test_greedy_tokens_are_those_of_unpadded_steps(directory, small_sizes, expected, arguments):
+def test_greedy_tokens_are_those_of_unpadded_steps(directory, expected, arguments):
     llm = make(directory, capture_prefill=True, **arguments)
     with torch.inference_mode():
         for cache in llm.engine.runner.caches:  # what lies in the padding block must not matter
@@ -223,78 +182,41 @@ def test_greedy_tokens_are_those_of_unpadded_steps(directory, small_sizes, expec
     assert generate(llm, prompts_of(LENGTHS)[::-1], GREEDY)[0] == expected[::-1]  # now with a warm prefix cache
 
 
-def test_full_steps_give_the_same_tokens(directory, monkeypatch, expected):
-    """Steps of 64 tokens, where the usual sizes end at 8."""
-    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8))
-    llm = make(directory, capture_prefill=True, capture_full_steps=True, max_num_batched_tokens=64)
-    got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
-    assert got == expected
-    full = [step for step in steps if step[0] >= 60]
-    assert all(bucket == (64, 11) for *_, bucket in full) and any(decodes and runs for _, decodes, runs, _ in full)
-    assert all(bucket is None for tokens, _, _, bucket in steps if 8 < tokens < 60)
-
-
-@pytest.mark.parametrize("asked", [None, True, False])
-@pytest.mark.parametrize("small", [True, False])
-def test_full_steps_are_by_default_for_small_layers(directory, monkeypatch, asked, small):
-    """Weights of layers that are just small enough, or one too many."""
-    layers = make(directory).engine.runner.model.model.layers
-    flops = 2 * 64 * sum(parameter.numel() for parameter in layers.parameters())
-    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8))
-    monkeypatch.setattr(prefill_graphs, "MOST_FULL_FLOPS", flops if small else flops - 1)
-    runner = make(directory, capture_prefill=True, capture_full_steps=asked, max_num_batched_tokens=64).engine.runner
-    assert runner.prefill.buckets[-1] == ((64, 11) if (small if asked is None else asked) else (8, 8))
-
-
 def test_real_sizes(directory, expected):
-    llm = make(directory, capture_prefill=True, max_num_batched_tokens=None, max_num_seqs=30)
+    llm = make(directory, USUAL, capture_prefill=True, max_num_batched_tokens=None, max_num_seqs=30)
     got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
     assert got == expected and [bucket for *_, bucket in steps] == [(512, 30)]
 
 
-def test_padding_writes_to_the_padding_block_alone_and_is_finite(directory, small_sizes, monkeypatch):
+def test_padding_writes_to_the_padding_block_alone_and_is_finite(directory, monkeypatch):
     """The cache after a load is that of unpadded steps, and every row of the hidden states, wanted or not, is a number."""
     caches, seen = [], []
-
-    def poisoned(batch, rows):
-        with MemoryGuard():  # what is not initialised is NaN
-            seen.append(runner.forward(batch))
-            wanted = runner.forward(batch, rows)  # the same keys and values again
-        torch.testing.assert_close(wanted, seen[-1][rows], rtol=1e-4, atol=1e-4)
-        return wanted
-
     for capture_prefill in (False, True):
         # Eager, so that every step comes to `poisoned`, on a GPU too.
         llm = make(directory, capture_prefill=capture_prefill, async_scheduling=False, enforce_eager=True)
-        runner = llm.engine.runner
+        paged = llm.engine.runner.paged
+        hidden = paged.hidden
+
+        def poisoned(batch, rows, hidden=hidden):
+            with MemoryGuard():  # what is not initialised is NaN
+                seen.append(hidden(batch))
+                wanted = hidden(batch, rows)  # the same keys and values again
+            torch.testing.assert_close(wanted, seen[-1][rows], rtol=1e-4, atol=1e-4)
+            return wanted
+
         if capture_prefill:
-            monkeypatch.setattr(runner.prefill, "_forward", poisoned)
+            monkeypatch.setattr(paged, "hidden", poisoned)
         generate(llm, prompts_of(LENGTHS), GREEDY)
-        caches.append(runner.caches)
+        caches.append(paged.caches)
     assert seen and all(hidden.isfinite().all() for hidden in seen)
-    assert caches[1][0].k[-1].any() and not caches[1][0].k[-1, 1:].any()  # one slot of it
+    assert caches[1][0].k[-1].any() and not caches[1][0].k[-1, 1:].any()  # one token of it
     for plain, padded in zip(*caches):
         torch.testing.assert_close(padded.k[:-1], plain.k[:-1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(padded.v[:-1], plain.v[:-1], rtol=1e-4, atol=1e-4)
 
 
-def pretend_to_capture(llm, monkeypatch):
-    """As on a GPU, with functions in place of graphs; what an earlier step left behind must not matter."""
-    runner, replayed = llm.engine.runner, []
-
-    def capture(self, bucket, logits, stream, memory):
-        return SimpleNamespace(replay=lambda: replayed.append(bucket) or self._run(bucket, logits))
-
-    monkeypatch.setattr(PrefillRunner, "_prepare", lambda *args: None)
-    monkeypatch.setattr(PrefillRunner, "_capture", capture)
-    shape = (runner.config.max_num_seqs, runner.model_config.vocab_size)
-    runner.prefill.capture(torch.full(shape, torch.nan, device=DEVICE), None, None)
-    assert len(runner.prefill) == len(runner.prefill.buckets)
-    return replayed
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_captured_steps_give_the_same_tokens(directory, small_sizes, monkeypatch, asynchronous):
+def test_captured_steps_give_the_same_tokens(directory, asynchronous):
     """Static logits and inputs, with all kinds of sampling; steps that want more logits than a graph has run eagerly."""
     kinds = [
         dict(temperature=0),
@@ -310,73 +232,33 @@ def test_captured_steps_give_the_same_tokens(directory, small_sizes, monkeypatch
         for i in range(len(prompts))
     ]
     want = generate(make(directory, async_scheduling=False, capture_prefill=False), prompts, params)[0]
-    llm = make(directory, capture_prefill=True, async_scheduling=asynchronous)
-    replayed = pretend_to_capture(llm, monkeypatch) if DEVICE == "cpu" else None
+    policy = replace(SMALL, graph_backend=BACKEND)
+    with lengths_on_the_device() as kernels:
+        llm = make(
+            directory, policy, async_scheduling=asynchronous, kernel_priority=kernels if DEVICE == "cpu" else None
+        )
+    prefill = llm.engine.runner.fast.prefill
+    assert len(prefill) == len(prefill.buckets)
     got, steps = generate(llm, prompts, params)
     assert got == want
     assert {True, False} == {bucket is not None for *_, bucket in steps}
-    if replayed is not None:
-        assert replayed == [bucket for *_, bucket in steps if bucket is not None] and len(set(replayed)) > 2
+    assert len({bucket for *_, bucket in steps if bucket is not None}) > 2
 
 
-@pytest.mark.parametrize("least, kept", [(9, [4, 8, 8]), (8, None)], ids=["full steps", "others"])
-def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, monkeypatch, caplog, expected, least, kept):
-    """With one warning; of the sizes that need less it is an error, which the runner reports."""
-    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8))
-    monkeypatch.setattr(prefill_graphs, "SEQS", (5, 11))
-    llm = make(directory, capture_prefill=True, capture_full_steps=True, max_num_batched_tokens=64)
-    prefill = llm.engine.runner.prefill
-    assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8), (64, 5), (64, 11)]
+def test_a_capture_that_fails_is_one_warning_and_steps_run_eagerly(directory, caplog, expected):
+    class Failing(ReplayedFunctions):
+        def capture(self, fn):
+            raise RuntimeError("operation not permitted")
 
-    def capture(self, bucket, logits, stream, memory):
-        if bucket.num_tokens >= least:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(PrefillRunner, "_prepare", lambda *args: None)
-    monkeypatch.setattr(PrefillRunner, "_capture", capture)
-    if kept is None:
-        with pytest.raises(torch.OutOfMemoryError):
-            prefill.capture(torch.empty(0), None, None)
-        return
-    caplog.set_level(logging.WARNING, prefill_graphs.__name__)
-    prefill.capture(torch.empty(0), None, None)
-    assert [bucket.num_tokens for bucket in prefill.buckets] == kept and len(prefill) == len(kept)
-    (record,) = caplog.records
-    assert "no memory for a CUDA graph of steps of 64 tokens" in record.getMessage()
-    prefill._graphs.clear()  # padded, without graphs
-    got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
-    assert got == expected and any(tokens > 60 and bucket is None for tokens, _, _, bucket in steps)
-
-
-def test_by_default_steps_with_prompts_are_captured_where_decode_steps_are(directory):
-    """On a GPU, that is; without graphs they are not padded either."""
-    runner = make(directory).engine.runner
-    assert (runner.prefill is not None) == (runner.decoding.graphs is not None) == (DEVICE == "cuda")
-    assert runner.prefill is None or len(runner.prefill) == len(runner.prefill.buckets)
-    for off in (dict(enforce_eager=True), dict(capture_prefill=False)):
-        assert make(directory, **off).engine.runner.prefill is None
-
-
-@pytest.mark.parametrize("provider, fails", [("triton", True), ("native", False)])
-def test_what_cannot_be_captured_runs_eagerly_with_one_warning(directory, monkeypatch, caplog, provider, fails):
-    runner = make(directory, capture_prefill=True).engine.runner
-    tried = []
-
-    def capture(self, logits, stream, memory, brief):
-        tried.append(memory)
-        raise RuntimeError("operation not permitted")
-
-    monkeypatch.setattr(PrefillRunner, "capture", capture)
-    runner.decoding.graphs = SimpleNamespace(stream="stream", memory="memory")
-    kernels = SimpleNamespace(providers={"attention_prefill": provider})
-    caplog.set_level(logging.WARNING, model_runner.__name__)
-    prefill = runner._padded_prefill(kernels, captures=True)
-    assert (prefill is not None) is fails  # nothing is tried with a provider that is known not to be captured
-    assert prefill is None or runner._captured(prefill, torch.empty(11, 331)) is None
-    assert tried == ["memory"] * fails
-    (record,) = caplog.records
+    policy = replace(SMALL, graph_backend=Failing, device_state=False)
+    with lengths_on_the_device() as kernels:
+        llm = make(directory, policy, device="cpu", kernel_priority=kernels)
+    assert llm.engine.runner.fast.prefill is None
+    (record,) = (r for r in caplog.records if r.levelname == "WARNING")
     assert "steps with prompts run without CUDA graphs" in record.getMessage()
-    assert ("operation not permitted" in record.getMessage()) is fails
+    assert "operation not permitted" in record.getMessage()
+    if DEVICE == "cpu":
+        assert generate(llm, prompts_of(LENGTHS), GREEDY)[0] == expected
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
@@ -399,16 +281,14 @@ def qwen(**arguments):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("budget", [300, 2048, 6000])
+@pytest.mark.parametrize("budget", [300, 2048])
 def test_captured_steps_equal_eager_ones(budget):
-    """Mixed steps of every size in bfloat16, full ones too; eager steps are padded alike, so that all tokens are equal."""
+    """Mixed steps of every size in bfloat16; eager steps are padded alike, so that all tokens are equal."""
     prompts, params = load(3)
     outputs = []
     for enforce_eager in (False, True):
-        llm = qwen(
-            capture_prefill=True, capture_full_steps=True, enforce_eager=enforce_eager, max_num_batched_tokens=budget
-        )
-        prefill = llm.engine.runner.prefill
+        llm = qwen(capture_prefill=True, enforce_eager=enforce_eager, max_num_batched_tokens=budget)
+        prefill = llm.engine.runner.fast.prefill
         assert len(prefill) == (0 if enforce_eager else len(prefill.buckets))
         got, steps = generate(llm, prompts, params)
         assert any(decodes and runs and bucket for _, decodes, runs, bucket in steps)
@@ -422,7 +302,7 @@ def test_captured_logits_and_caches_are_those_of_unpadded_steps():
     """Each step twice, replayed and then unpadded, into the same places of the cache: they agree as bfloat16 does."""
     llm = qwen(capture_prefill=True, max_num_batched_tokens=2048)
     runner = llm.engine.runner
-    launch, errors = runner.prefill.launch, []
+    launch, errors = runner.fast.prefill.launch, []
 
     def compared(batch):
         got = launch(batch)
@@ -430,12 +310,12 @@ def test_captured_logits_and_caches_are_those_of_unpadded_steps():
         got = got.clone()
         caches = [t[:-1] for c in (runner.caches[0], runner.caches[-1]) for t in (c.k, c.v)]
         padded = [cache.clone() for cache in caches]
-        want = runner._run_mixed(batch)
+        want = runner.paged.logits(runner.hidden(batch))[: len(batch.logits_rows)]
         for a, b in [(got, want)] * bool(len(want)) + list(zip(padded, caches)):
             errors.append(float((a.float() - b.float()).norm() / b.float().norm()))
         return got
 
-    runner.prefill.launch = compared
+    runner.fast.prefill.launch = compared
     assert len(llm.generate(*load(4, count=24), use_tqdm=False)) == 24
     assert errors and max(errors) < 0.05
 
@@ -444,7 +324,7 @@ def test_captured_logits_and_caches_are_those_of_unpadded_steps():
 def test_a_captured_step_waits_for_nothing():
     llm = qwen(capture_prefill=True, max_num_batched_tokens=2048)
     runner = llm.engine.runner
-    launch, launched = runner.prefill.launch, []
+    launch, launched = runner.fast.prefill.launch, []
 
     def watched(batch):
         torch.cuda.set_sync_debug_mode("error")
@@ -455,7 +335,7 @@ def test_a_captured_step_waits_for_nothing():
             torch.cuda.set_sync_debug_mode("default")
         return logits
 
-    runner.prefill.launch = watched
+    runner.fast.prefill.launch = watched
     llm.generate(*load(5, count=8), use_tqdm=False)
     assert launched and all(launched)
 
@@ -481,6 +361,6 @@ def test_a_failed_capture_leaves_a_working_engine(monkeypatch, caplog):
     want = generate(qwen(), prompts, params)[0]
     monkeypatch.setattr(PrefillRunner, "_run", waits)
     llm = qwen(capture_prefill=True)
-    assert llm.engine.runner.prefill is None
+    assert llm.engine.runner.fast.prefill is None
     assert sum("their capture failed" in record.getMessage() for record in caplog.records) == 1
     assert generate(llm, prompts, params)[0] == want

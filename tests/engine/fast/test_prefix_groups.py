@@ -9,22 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.fast import prefix_groups
-from nanovllm.engine.fast.cuda_graphs import DecodeBuckets
 from nanovllm.engine.fast.decode_state import DecodeState
+from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.fast.prefix_groups import PrefixGroups, find_groups
+from nanovllm.engine.fast.step_shape import DecodeBuckets
+from nanovllm.engine.step import StepKind
 from nanovllm.kernels import Provider, all_ops
 from nanovllm.kernels.ops.shared_prefixes import check_shared_values
 from tests import tiny
 from tests.engine.fast import test_decode_state as decode_state_tests
 from tests.engine.simulation import Simulation
 
-
-@pytest.fixture
-def eager(monkeypatch):
-    """Whatever is shared is worth it."""
-    monkeypatch.setattr(prefix_groups, "LEAST_ROWS", 2)
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED_BYTES", 1)
+ALWAYS = FastPolicy(min_shared_rows=2, min_saved_bytes=1)
+"""Whatever is shared is worth it."""
 
 
 # ------------------------------------------------------------------------------------------------ what the groups are
@@ -128,18 +125,16 @@ class Watched(PrefixGroups):
 class SharingDevice(decode_state_tests.StateDevice):
     def __init__(self, block_size, max_blocks):
         super().__init__(block_size, max_blocks)
-        size = decode_state_tests.MAX_SEQS
-        prefixes = Watched(size, max_blocks, block_size, 1, torch.device("cpu"))
-        state = DecodeState(
-            size, max_blocks, block_size, decode_state_tests.PADDING, torch.device("cpu"), prefixes=prefixes
-        )
-        self.state = prefixes.state = state
+        paged = decode_state_tests.paged_model(block_size=block_size, max_blocks=max_blocks)
+        prefixes = Watched(paged, 1, ALWAYS.min_shared_rows, ALWAYS.min_saved_bytes)
+        self.state = prefixes.state = DecodeState(paged, prefixes=prefixes)
+        self.state.last_tokens = paged.last_tokens
         self.shared = 0
 
     def execute(self, step):
         tokens = super().execute(step)
         state = self.state
-        if step.decodes_only and state.prefixes.worthwhile:
+        if step.kind is StepKind.DECODE and state.prefixes.worthwhile:
             # `super` has advanced the state: the step's tokens are the last of these lengths but one.
             m = state.batch(decode_state_tests.MAX_SEQS, 1, shared=True).metadata
             n = state.num_rows
@@ -153,7 +148,7 @@ class SharingDevice(decode_state_tests.StateDevice):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_groups_follow_arrivals_and_departures(seed, eager):
+def test_groups_follow_arrivals_and_departures(seed):
     rng = random.Random(seed)
     block_size = rng.randint(1, 4)
     max_blocks = -(-24 // block_size)
@@ -175,10 +170,24 @@ def test_groups_follow_arrivals_and_departures(seed, eager):
         assert sim.device.shared and prefixes.found
 
 
-def test_groups_are_sent_where_they_changed(eager, monkeypatch):
-    prefixes = PrefixGroups(4, 3, 4, 1, torch.device("cpu"))
+def four_tables(min_rows=2, min_saved_bytes=1):
+    """Four rows with blocks of four tokens of a byte each."""
+    paged = decode_state_tests.paged_model(max_num_seqs=4, max_blocks=3)
+    prefixes = PrefixGroups(paged, 1, min_rows, min_saved_bytes)
     for row, blocks in enumerate(([5, 6, 7], [5, 6, 8], [1, 2], [5, 3])):
         prefixes.set_table(row, np.array(blocks))
+    return prefixes
+
+
+def test_few_rows_and_small_savings_are_left_alone():
+    for min_rows, min_bytes, groups, worthwhile in ((4, 8, 1, True), (4, 9, 1, False), (5, 8, 0, False)):
+        prefixes = four_tables(min_rows, min_bytes)
+        prefixes.update(4, np.array([9, 7, 6, 7]))
+        assert len(prefixes.groups) == groups and prefixes.worthwhile is worthwhile
+
+
+def test_groups_are_sent_where_they_changed():
+    prefixes = four_tables()
     positions = np.array([9, 10, 6, 7])
     prefixes.update(3, positions)
     m = prefixes.tensors(4)
@@ -200,21 +209,13 @@ def test_groups_are_sent_where_they_changed(eager, monkeypatch):
         and m.group_rows[:3].tolist() == [0, 1, 3]
         and m.shared_lens.tolist() == [4, 4, 0, 4]
     )
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED_BYTES", 9)
-    prefixes.update(4, np.array([9, 7, 6, 7]))
-    assert prefixes.groups and not prefixes.worthwhile
-    monkeypatch.setattr(prefix_groups, "LEAST_ROWS", 5)
-    prefixes.update(4, positions)
-    assert not prefixes.groups
 
 
 def test_captures_of_steps_that_share():
     assert DecodeBuckets(256, 4096).shared_sizes == []
-    sizes = DecodeBuckets(256, 4096, False, True).shared_sizes
-    assert sizes == [16 * i for i in range(1, 17)]
-    assert DecodeBuckets(11, 4096, False, True).shared_sizes == [] and DecodeBuckets(
-        20, 4096, False, True
-    ).shared_sizes == [16, 20]
+    assert DecodeBuckets(256, 4096, False, 16).shared_sizes == [16 * i for i in range(1, 17)]
+    assert DecodeBuckets(11, 4096, False, 16).shared_sizes == []
+    assert DecodeBuckets(20, 4096, False, 16).shared_sizes == [16, 20]
 
 
 # ------------------------------------------------------------------------------------------------ through the engine
@@ -256,8 +257,8 @@ def recorded():
         del all_ops()[name].providers["recorded"]
 
 
-def make(directory, **arguments):
-    defaults = dict(
+def make(directory, fast_policy=ALWAYS, **arguments):
+    defaults = dict(fast_policy=fast_policy,
         device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=100, max_model_len=160, max_num_seqs=20,
         max_num_batched_tokens=200, skip_tokenizer_init=True,
     )  # fmt: skip
@@ -287,7 +288,7 @@ def workload(seed=0):
     "options", [{}, dict(num_kvcache_blocks=17), dict(async_scheduling=True, max_num_batched_tokens=50)], ids=str
 )
 @pytest.mark.parametrize("names", [SHARED_OPS[:1], SHARED_OPS[1:], (*SHARED_OPS, *FUSED)], ids=str)
-def test_tokens_are_those_without_sharing(directory, recorded, eager, names, options):
+def test_tokens_are_those_without_sharing(directory, recorded, names, options):
     prompts, params = workload()
     expected = generate(make(directory, **options), prompts, params)
     assert not recorded
@@ -301,11 +302,11 @@ def test_tokens_are_those_without_sharing(directory, recorded, eager, names, opt
         assert llm.engine.scheduler.num_preemptions > 0
 
 
-def test_aborts_and_steps_that_fail_leave_the_groups_right(directory, recorded, eager, monkeypatch):
+def test_aborts_and_steps_that_fail_leave_the_groups_right(directory, recorded, monkeypatch):
     prompts, params = workload(1)
     expected = generate(make(directory), prompts, params)
     llm = make(directory, kernel_priority={name: ["recorded"] for name in SHARED_OPS})
-    engine, prefixes = llm.engine, llm.engine.runner.state.prefixes
+    engine, prefixes = llm.engine, llm.engine.runner.fast.decoder.state.prefixes
     requests = [engine.add_request(p, q) for p, q in zip(prompts, params)]
     steps = 0
     while engine.has_unfinished:
@@ -323,19 +324,15 @@ def test_aborts_and_steps_that_fail_leave_the_groups_right(directory, recorded, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prefixes, "_send", interrupted)
-    monkeypatch.setattr(prefix_groups, "LEAST_ROWS", 2)
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED_BYTES", 1)
     with pytest.raises(KeyboardInterrupt):
         generate(llm, prompts, params)
     assert not prefixes.worthwhile
-    monkeypatch.setattr(prefix_groups, "LEAST_ROWS", 2)
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED_BYTES", 1)
     assert generate(llm, prompts, params) == expected
 
 
-def test_a_continued_run_looks_at_nothing(directory, recorded, eager, monkeypatch):
+def test_a_continued_run_looks_at_nothing(directory, recorded, monkeypatch):
     llm = make(directory, kernel_priority={SHARED_OPS[0]: ["recorded"]})
-    prefixes, updates = llm.engine.runner.state.prefixes, []
+    prefixes, updates = llm.engine.runner.fast.decoder.state.prefixes, []
     update = prefixes.update
     monkeypatch.setattr(prefixes, "update", lambda *args: updates.append(args) or update(*args))
     prompt = workload()[0][0]
@@ -344,25 +341,28 @@ def test_a_continued_run_looks_at_nothing(directory, recorded, eager, monkeypatc
 
 
 def test_without_a_kernel_or_a_prefix_cache_nothing_is_kept(directory, recorded):
-    assert make(directory).engine.runner.state.prefixes is None
     priority = {SHARED_OPS[0]: ["recorded"]}
-    assert make(directory, kernel_priority=priority, enable_prefix_caching=False).engine.runner.state.prefixes is None
-    # Named by the user, the plain op counts: a fused one that nobody named does not stand in for it.
-    assert make(directory, kernel_priority={"attention_decode": ["native"]}).engine.runner.state.prefixes is None
+    for options in (
+        {},
+        dict(kernel_priority=priority, enable_prefix_caching=False),
+        dict(kernel_priority=priority, fast_policy=FastPolicy(prefix_groups=False)),
+        # Named by the user, the plain op counts: a fused one that was not named does not stand in for it.
+        dict(kernel_priority={"attention_decode": ["native"]}),
+    ):
+        assert make(directory, **options).engine.runner.fast.decoder.state.prefixes is None
 
 
 def test_small_savings_are_left_alone(directory, recorded):
     """By default: 16 rows, and 32 MiB of a layer's cache."""
-    llm = make(directory, kernel_priority={SHARED_OPS[0]: ["recorded"]})
+    llm = make(directory, FastPolicy(), kernel_priority={SHARED_OPS[0]: ["recorded"]})
     prompts, params = workload()
     generate(llm, prompts, params)
     assert not recorded
 
 
 @pytest.mark.gpu
-def test_steps_that_share_are_captured_when_they_first_come(tmp_path, monkeypatch):
+def test_steps_that_share_are_captured_when_they_first_come(tmp_path):
     """From 80 sequences of one long prefix down to 16, while the step before is still running."""
-    monkeypatch.setattr(prefix_groups, "LEAST_SAVED_BYTES", 1)
     tiny.save(tmp_path, "qwen3", vocab_size=300, head_dim=64, max_position_embeddings=1024)
     rng = random.Random(2)
     draw = lambda n: [rng.randrange(300) for _ in range(n)]  # noqa: E731
@@ -374,11 +374,12 @@ def test_steps_that_share_are_captured_when_they_first_come(tmp_path, monkeypatc
     outputs = []
     for enforce_eager in (True, False):
         llm = make(
-            tmp_path, device="cuda", max_num_seqs=80, max_model_len=512, num_kvcache_blocks=1000, max_num_batched_tokens=1024,
+            tmp_path, FastPolicy(min_saved_bytes=1), device="cuda", max_num_seqs=80, max_model_len=512, num_kvcache_blocks=1000, max_num_batched_tokens=1024,
             enforce_eager=enforce_eager, capture_prefill=True,
         )  # fmt: skip
         llm.generate([prompts[0]], SamplingParams(max_tokens=1), use_tqdm=False)  # its blocks are there to be shared
         outputs.append(generate(llm, prompts, params))
     assert outputs[0] == outputs[1]
-    captured = {rows for rows, _, shared in llm.engine.runner.decoding.graphs._model if shared}
-    assert captured == set(llm.engine.runner.buckets.shared_sizes) == {16, 32, 48, 64, 80}
+    fast = llm.engine.runner.fast
+    captured = {shape.rows for shape in fast.decoder.graphs.shapes if shape.shared}
+    assert captured == set(fast.buckets.shared_sizes) == {16, 32, 48, 64, 80}

@@ -42,7 +42,10 @@ class Steps:
         self.ring.claim()
         self.on_device(tokens)
         self.ring.advanced()
-        return StepResult(ScheduledStep(()), self.ring.latest()[: len(tokens)], order=order, ring=self.ring)
+        latest = self.ring.latest()[: len(tokens)]
+        result = StepResult(ScheduledStep.of(()), latest, order=order, device=self.ring.count.device)
+        self.ring.hold(result)
+        return result
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,9 +11,13 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from nanovllm.engine.fast.warm_up import _SMALL, one_collection
+from nanovllm import LLM
+from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.engine.fast.warm_up import SMALL_BATCHES
+from nanovllm.engine.model_setup import garbage_collected_at_the_end
 from nanovllm.kernels import all_ops
 from nanovllm.tune.launches import Launch, recorded
+from tests import tiny
 
 BF16 = torch.bfloat16
 # (hidden size, heads, KV heads, head_dim, intermediate size): Qwen3-0.6B, 8B, SmolLM2-135M.
@@ -67,11 +71,25 @@ def variants(shape: tuple[int, ...], num_tokens: int, cache_dtype: torch.dtype) 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_large_steps_launch_what_the_warm_up_launched(shape, cache_dtype):
     known = {}
-    for decodes, runs in _SMALL:
+    for decodes, runs in SMALL_BATCHES:
         known |= variants(shape, decodes + sum(runs), cache_dtype)
     for num_tokens in (4097, 4224, 5000, 8191, 12176, 12823, 16353, 16384):
         new = {v: n for v, n in variants(shape, num_tokens, cache_dtype).items() if v not in known}
         assert not new, f"{num_tokens} tokens compile {new}"
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7, 2048])
+def test_the_warm_up_fits_any_budget(budget, tmp_path, monkeypatch):
+    """What a GPU engine runs when it starts, here on the CPU; it must leave the padding block's neighbours alone."""
+    monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)  # what it names may need a GPU
+    tiny.save(tmp_path)
+    llm = LLM(
+        tmp_path, device="cpu", skip_tokenizer_init=True, max_num_batched_tokens=budget, max_num_seqs=5, num_kvcache_blocks=8,
+        fast_policy=FastPolicy(warm_up=True),
+    )  # fmt: skip
+    caches = llm.engine.runner.caches
+    assert all(not cache.k[:-1].any() and not cache.v[:-1].any() for cache in caches)
+    assert (budget < 3) != bool(caches[0].k[-1].any())
 
 
 def full_collections():
@@ -83,7 +101,7 @@ def test_garbage_is_collected_once_after_a_start_and_not_within(fails):
     before = full_collections()
     cycle = weakref.WeakSet()
     with pytest.raises(RuntimeError) if fails else nullcontext():
-        with one_collection():
+        with garbage_collected_at_the_end():
             for _ in range(200_000):  # enough for a hundred collections
                 held = Cycle()
                 cycle.add(held)
@@ -97,7 +115,7 @@ def test_a_start_leaves_a_collector_that_is_off_as_it_is():
     gc.disable()
     try:
         before = full_collections()
-        with one_collection():
+        with garbage_collected_at_the_end():
             pass
         assert not gc.isenabled() and full_collections() == before
     finally:

@@ -1,0 +1,40 @@
+"""The device and the dtype that an engine runs with."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from nanovllm.weights.checkpoint import Checkpoint
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a GPU the current one: kernels, graphs, events and pinned memory go to that, not to where their arguments are."""
+    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
+
+
+def select_device(name: str) -> torch.device:
+    """The device that a `device` argument names; a ValueError if this machine does not have it."""
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise ValueError(f"device={name!r}: not a device; use 'auto', 'cpu', 'cuda' or 'cuda:N'") from e
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(f"device={name!r}: this machine has {count} CUDA device(s); use 'auto' or 'cpu'")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def select_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations."""
+    if name == "auto":
+        name = checkpoint.config.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    return getattr(torch, name)

@@ -1,0 +1,161 @@
+"""The fast paths of an engine. This is all that the rest of the engine knows of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.fast.choice import by_context, enabled_paths
+from nanovllm.engine.fast.cuda_graphs import CudaGraphs, GraphBackend
+from nanovllm.engine.fast.decode_runner import DecodeRunner
+from nanovllm.engine.fast.decode_state import DecodeState
+from nanovllm.engine.fast.piggyback import Piggyback
+from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets
+from nanovllm.engine.fast.prefix_groups import PrefixGroups
+from nanovllm.engine.fast.step_shape import DecodeBuckets
+from nanovllm.engine.fast.token_ring import TokenRing
+from nanovllm.engine.fast.warm_up import WarmUp
+from nanovllm.engine.model_setup import StartTimer, StepLimits
+from nanovllm.engine.paged_model import PagedModel
+from nanovllm.engine.sampler import Sampler
+from nanovllm.engine.step import ScheduledStep, StepKind
+from nanovllm.engine.step_result import StepResult
+from nanovllm.kernels import Kernels
+from nanovllm.models.decoder import DecoderForCausalLM
+
+logger = logging.getLogger(__name__)
+
+
+class FastPaths:
+    """What makes the steps of a `ModelRunner` faster; any part of it may be missing.
+
+    Made before the KV cache is sized, so that the cache leaves memory for the static logits; `start` makes the rest.
+
+    Attributes:
+        enabled: the paths that this engine has.
+        piggyback: what the scheduler asks how many tokens of prompts a step takes; None: as many as fit.
+        reserve_tokens_ahead: for the scheduler.
+        decoder: runs decode steps over device-resident state; None: every step is built by the host.
+        prefill: runs padded steps; None: none is padded.
+    """
+
+    def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
+        self.policy = FastPolicy.of(config)
+        layer_bytes = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+        self.enabled = enabled_paths(self.policy, kernels, device, layer_bytes, config.enable_prefix_caching)
+        self.reserve_tokens_ahead = self.policy.reserve_tokens_ahead
+        self.piggyback: Piggyback | None = None
+        if self.enabled.piggyback_prefill:
+            self.piggyback = Piggyback(config.max_num_seqs, self.policy.piggyback)
+        self.decoder: DecodeRunner | None = None
+        self.prefill: PrefillRunner | None = None
+        self._by_context = by_context(kernels)
+        self._sampling_kernel = kernels.providers["sample"] == "triton"
+        capture = self.policy.capture_sampling
+        self._capture_sampling = self._sampling_kernel if capture is None else capture
+        self._logits: torch.Tensor | None = None
+        if self.enabled.decode_graphs or self.enabled.prefill_graphs:
+            dtype = next(model.parameters()).dtype
+            self._logits = torch.empty((config.max_num_seqs, model.config.vocab_size), dtype=dtype, device=device)
+
+    def start(self, paged: PagedModel, sampler: Sampler, limits: StepLimits, timer: StartTimer) -> None:
+        """Make the buffers, compile kernels and capture graphs."""
+        enabled, policy = self.enabled, self.policy
+        self.buckets = DecodeBuckets(
+            paged.max_num_seqs,
+            paged.max_model_len,
+            self._by_context,
+            policy.min_shared_rows if enabled.prefix_groups else None,
+            self.piggyback,
+        )
+        if enabled.device_state:
+            self.decoder = DecodeRunner(
+                paged,
+                sampler,
+                self._decode_state(paged),
+                self.buckets if enabled.decode_padding else None,
+                self._capture_sampling,
+                self.piggyback,
+            )
+        if enabled.prefill_padding:
+            sizes = prefill_buckets(
+                limits.max_num_batched_tokens, limits.max_num_seqs, policy.prefill_sizes, policy.prefill_seqs
+            )
+            self.prefill = PrefillRunner(paged, sizes)
+        warm_up = WarmUp(paged, sampler, self.buckets, limits)
+        if self._logits is not None:
+            self._capture(self._logits, paged, warm_up, timer)
+        if enabled.warm_up:
+            warm_up.run()
+            timer.end("first steps")
+
+    def _decode_state(self, paged: PagedModel) -> DecodeState:
+        on_gpu = paged.device.type == "cuda"
+        prefixes = None
+        if self.enabled.prefix_groups:
+            cache = paged.caches[0]
+            token_bytes = 2 * cache.k[0, 0].nbytes
+            prefixes = PrefixGroups(paged, token_bytes, self.policy.min_shared_rows, self.policy.min_saved_bytes)
+        # On a GPU it takes a kernel to store to the host's memory.
+        ring = TokenRing(paged.max_num_seqs, paged.device) if self._sampling_kernel or not on_gpu else None
+        return DecodeState(paged, _advance_kernel() if self._sampling_kernel else None, prefixes, ring)
+
+    def _capture(self, logits: torch.Tensor, paged: PagedModel, warm_up: WarmUp, timer: StartTimer) -> None:
+        visits: list[Callable[[torch.Tensor], None]] = []
+        if self.decoder is not None and self.enabled.decode_graphs:
+            visits.append(self.decoder.visit)
+        if self.prefill is not None and self.enabled.prefill_graphs:
+            visits.append(self.prefill.visit)
+        if self.enabled.warm_up and paged.device.type == "cuda":
+            warm_up.compile_ahead([lambda visit=visit: visit(logits) for visit in visits])
+            timer.end("kernels")
+        make = self.policy.graph_backend or CudaGraphs
+        backend: GraphBackend = make(paged.device)
+        if self.decoder is not None and self.enabled.decode_graphs:
+            self.decoder.capture(logits, backend, paged.two_layers())
+        if self.prefill is not None and self.enabled.prefill_graphs:
+            try:
+                self.prefill.capture(logits, backend, paged.two_layers())
+            except Exception as e:
+                logger.warning("steps with prompts run without CUDA graphs, since their capture failed: %s", e)
+                self.prefill = None
+        timer.end("graphs")
+
+    # ------------------------------------------------------------------------------------------------ serving
+
+    def forget(self, seq_slot: int) -> None:
+        """The seq_slot has a new owner."""
+        if self.decoder is not None:
+            self.decoder.state.forget(seq_slot)
+
+    def decode(self, step: ScheduledStep) -> StepResult | None:
+        """Launch a step whose inputs are on the device; None: the step is not one of these."""
+        if self.decoder is None or step.kind is StepKind.MIXED:
+            return None
+        return self.decoder.launch(step)
+
+    def logits(self, batch: Batch) -> torch.Tensor | None:
+        """Logits of the wanted rows of a batch as a padded step, valid until the next one; None: it is not padded."""
+        return None if self.prefill is None else self.prefill.launch(batch)
+
+    def pad(self, batch: Batch) -> Batch:
+        """A batch for a step that runs kernel by kernel, so that kernels of the same sizes are launched again and again."""
+        if not self._by_context:
+            batch = replace(batch, max_context_len=self.buckets.longest)  # the bound that captured steps have
+        wanted = len(batch.logits_rows)
+        if not self.enabled.decode_padding or not 0 < wanted <= self.buckets.batch_sizes[-1]:
+            return batch
+        return replace(batch, logits_rows=np.pad(batch.logits_rows, (0, self.buckets.fit(wanted, 1)[0] - wanted)))
+
+
+def _advance_kernel() -> Callable[..., None]:
+    from nanovllm.kernels.triton.sampling.advance import advance_rows
+
+    return advance_rows

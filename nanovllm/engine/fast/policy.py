@@ -1,0 +1,95 @@
+"""Which fast paths are on, and the constants that they go by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nanovllm.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class PiggybackSizes:
+    """The sizes of steps on which prompts are piggybacked."""
+
+    totals: tuple[int, ...] = (256, 384)
+    """Tokens of such a step, decodes included: it is padded to one of these. Multiples of the matrix products' tiles."""
+    row_multiple: int = 16
+    """Decodes are padded to a multiple of this, and more than `totals[0]` of them to a multiple of twice this: so to sizes
+    for which sampling has a graph (`batch_buckets`)."""
+    min_tokens: int = 32
+    """Tokens of prompts that there must be room for."""
+    max_pieces: int = 16
+    """Sequences whose prompts are piggybacked on one step."""
+    min_tokens_at_once: int = 1024
+    """Tokens of prompts in a step that computes them at full speed, if there are so many: fewer take nearly as long."""
+    min_layer_bytes: int = 256 * 2**20
+    """Of a layer's weights, for piggybacking to be worth a second kind of attention in each layer."""
+
+
+@dataclass(frozen=True)
+class FastPolicy:
+    """One switch for each fast path. None: where it can be and is worth it.
+
+    A path that another one needs is a reason not to use the latter: without `device_state` there are no captured decode
+    steps, prefix groups and piggybacked prompts; without `padding` there are no CUDA graphs.
+    """
+
+    device_state: bool = True
+    """The inputs of decode steps stay on the device, and each step prepares those of the next."""
+    cuda_graphs: bool = True
+    """Steps are CUDA graphs, on a GPU whose kernels can be captured."""
+    prefill_graphs: bool | None = None
+    """So are steps with pieces of prompts. True: where no graph can be captured they are padded alike, for tests."""
+    padding: bool | None = None
+    """Steps are padded to a few sizes. None: decode steps on a GPU, steps with pieces of prompts where they are captured."""
+    prefix_groups: bool = True
+    """Attention reads the blocks that several sequences share once, if a kernel that does so was chosen."""
+    piggyback_prefill: bool | None = None
+    """Offline prompts are computed together with decodes, a few tokens a step. None: where decode steps are CUDA graphs and
+    the model's layers are large."""
+    warm_up: bool | None = None
+    """Kernels are compiled when the engine starts, not while it serves. None: on a GPU."""
+
+    reserve_tokens_ahead: int = 32
+    """Tokens that a decoding sequence has cache blocks for beyond the step's, after blocks were reserved; 0: none are."""
+    prefill_sizes: tuple[int, ...] = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    """Tokens of a padded step with pieces of prompts. Larger steps keep the GPU busy for as long as the host launches them."""
+    prefill_seqs: tuple[int, ...] = (64, 256)
+    """Sequences of such a step: it computes as many rows of logits, and its attention looks at each, there or not."""
+    min_shared_rows: int = 16
+    """Decode steps of fewer sequences do not attend to shared prefixes once."""
+    min_saved_bytes: int = 32 * 2**20
+    """Of a layer's cache that a step with prefix groups has to save. The pass over the shared part takes about 5 us more than
+    reading its blocks once; in that time an H200 reads so much from its second-level cache, where repeated blocks are."""
+    capture_sampling: bool | None = None
+    """Decode graphs sample as well. None: where sampling is one kernel; the reference is thousands of launches."""
+    piggyback: PiggybackSizes = field(default_factory=PiggybackSizes)
+    graph_backend: Callable[[Any], Any] | None = None
+    """(device) -> `GraphBackend`, what captures steps. None: CUDA graphs. Tests pass one that calls functions again."""
+
+    @classmethod
+    def off(cls, **switches: Any) -> FastPolicy:
+        """Every fast path off but those that are named."""
+        names = ("device_state", "cuda_graphs", "prefill_graphs", "padding", "prefix_groups")
+        off: dict[str, Any] = dict.fromkeys((*names, "piggyback_prefill", "warm_up"), False)
+        return cls(**{**off, "reserve_tokens_ahead": 0, **switches})
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> FastPolicy:
+        """The policy that an engine's arguments ask for.
+
+        Raises:
+            TypeError: `fast_policy` is something else.
+        """
+        policy = cls() if config.fast_policy is None else config.fast_policy
+        if not isinstance(policy, cls):
+            raise TypeError(f"fast_policy={policy!r:.80}: must be a nanovllm.engine.fast.policy.FastPolicy, or None")
+        if config.enforce_eager:
+            policy = replace(policy, cuda_graphs=False)
+        if config.capture_prefill is not None:
+            policy = replace(policy, prefill_graphs=config.capture_prefill)
+        if config.piggyback_prefill is not None:
+            policy = replace(policy, piggyback_prefill=config.piggyback_prefill)
+        return policy

@@ -1,0 +1,166 @@
+"""Before the first step: how long the start takes, how much memory steps need, and the KV cache in what memory is left."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine import kv_cache
+from nanovllm.engine.batch import DeviceBatch
+from nanovllm.engine.paged_model import PagedModel
+from nanovllm.engine.sampler import PROMPT_LOGPROBS_ROWS, Sampler, SamplingMetadata, SamplingRow, prompt_logprobs
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class StartTimer:
+    """Seconds that the parts of the start took, on the host's clock: the GPU may still be at work when one ends."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, part: str) -> None:
+        now = time.perf_counter()
+        self._seconds[part], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self._seconds.items())
+
+
+@contextmanager
+def garbage_collected_at_the_end() -> Iterator[None]:
+    """Within the block Python does not look for garbage; it does so once at the end.
+
+    A start creates so many objects that Python would look at all of them, a few hundred thousand, many times, and once more
+    while requests wait. The block does nothing where the user has switched the collector off.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest steps, and the KV cache that they use.
+
+    Attributes:
+        max_model_len: the longest sequence, bounded by the model, and by the KV cache once its size is known.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    cache_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> StepLimits:
+        """What the arguments ask for, within the model's limits. dtype: of the model."""
+        return cls(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
+            max_model_len=_bounded_len(config.max_model_len, model.max_position_embeddings, "the model's limit"),
+            block_size=config.kvcache_block_size,
+            cache_dtype=kv_cache.cache_dtype(config.kv_cache_dtype, dtype),
+        )
+
+
+def within_blocks(limits: StepLimits, num_blocks: int) -> StepLimits:
+    """These limits with a KV cache of so many blocks."""
+    longest = num_blocks * limits.block_size
+    return replace(limits, max_model_len=_bounded_len(limits.max_model_len, longest, "the KV cache's size"))
+
+
+def _bounded_len(wanted: int, limit: int, what: str) -> int:
+    if wanted > limit:
+        logger.warning("max_model_len=%d is lowered to %d, %s", wanted, limit, what)
+    return min(wanted, limit)
+
+
+def num_kvcache_blocks(config: EngineConfig, model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits) -> int:
+    """How many blocks the KV cache gets; a GPU runs the largest steps once to see how much memory is left.
+
+    Raises:
+        OutOfCacheMemory: not even one block fits, or not as many as the config names.
+    """
+    per_block = kv_cache.block_bytes(model.config, limits.block_size, limits.cache_dtype)
+    useful = limits.max_num_seqs * -(-limits.max_model_len // limits.block_size)
+    device = sampler.device
+    if device.type == "cuda":
+        peak = profile_peak(model, sampler, limits)
+        available = kv_cache.available_bytes_cuda(device, config.gpu_memory_utilization, peak)
+        remedy = (
+            "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or use a smaller"
+            " kvcache_block_size"
+        )
+    else:
+        available = kv_cache.available_bytes_cpu(asked=config.num_kvcache_blocks is not None)
+        remedy = "free memory, or set num_kvcache_blocks and kvcache_block_size lower"
+    return kv_cache.num_blocks_that_fit(available, per_block, config.num_kvcache_blocks, useful, remedy)
+
+
+def profile_peak(model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits) -> int:
+    """PyTorch's peak memory in bytes over the largest steps, weights included.
+
+    These are a prefill with prompt log-probabilities, and decodes with filters, penalties and log-probabilities. The penalty
+    state, which stays once a request has used it, is there throughout.
+    """
+    device = sampler.device
+    torch.cuda.reset_peak_memory_stats(device)
+    num_blocks = -(-limits.max_model_len // limits.block_size)
+    caches = kv_cache.allocate(model.config, num_blocks, limits.block_size, limits.cache_dtype, device)
+    try:
+        run_largest_steps(PagedModel(model, caches, limits.max_num_seqs, limits.max_model_len), sampler, limits)
+    finally:
+        sampler.release_penalty_state()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return peak - kv_cache.block_bytes(model.config, limits.block_size, limits.cache_dtype) * (num_blocks + 1)
+
+
+def run_largest_steps(paged: PagedModel, sampler: Sampler, limits: StepLimits) -> None:
+    """Run the steps that take most memory. All sequences use the same blocks: only the memory matters."""
+    device, max_num_seqs = paged.device, limits.max_num_seqs
+    length = min(limits.max_model_len, limits.max_num_batched_tokens)
+    num_seqs = max(1, min(limits.max_num_batched_tokens // length, max_num_seqs))
+    blocks = torch.arange(paged.max_blocks, dtype=torch.int32, device=device)
+    params = SamplingParams(top_k=10, top_p=0.5, logprobs=1, repetition_penalty=1.1)
+    sampler.admit(0, [0], [], params)
+    positions = torch.arange(length, device=device).repeat(num_seqs)
+    prefill = DeviceBatch.from_tensors(
+        torch.stack((torch.zeros_like(positions), positions, positions)),
+        torch.full((num_seqs,), length, dtype=torch.int32, device=device),
+        blocks.expand(num_seqs, -1),
+        0,
+        torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * length,
+        length,
+    )
+    hidden = paged.hidden(prefill)
+    rows = min(PROMPT_LOGPROBS_ROWS, len(hidden))
+    prompt_logprobs(paged.logits(hidden[:rows]), prefill.token_ids[:rows], 1)
+    del prefill, hidden
+    decode = DeviceBatch.from_tensors(
+        torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device),
+        torch.ones(max_num_seqs, dtype=torch.int32, device=device),
+        blocks.expand(max_num_seqs, -1),
+        limits.max_model_len,
+    )
+    rows_of_all = [SamplingRow(params, seed=0, position=0, seq_slot=i) for i in range(max_num_seqs)]
+    sampler(paged.logits(paged.hidden(decode)), SamplingMetadata.build(rows_of_all, device))
