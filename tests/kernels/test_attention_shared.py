@@ -336,7 +336,7 @@ def test_graph_replays_follow_the_groups(norm):
 def test_both_passes_compile_without_spills(
     count, heads, kv_heads, dim, dtype, cache_dtype, rotate, capability, monkeypatch, tmp_path
 ):
-    from tests.kernels import test_triton_ops_compile as compile_tests
+    from tests.kernels.triton import compiled as compile_tests
 
     for module in (shared, decode):
         monkeypatch.setattr(module, "has_dependent_launch", lambda device: capability >= 90)

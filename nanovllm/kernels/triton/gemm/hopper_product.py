@@ -204,7 +204,8 @@ def product(
     kernel, descriptor = _hopper()
     # Columns in tiles of 64, the outermost dimension: so one request brings a group of tiles, one after the other.
     if gated:
-        shape, strides = (columns, outputs // 8, 2, 8, _TILE), (_TILE, 8 * size, outputs * size, size, 1)
+        shape: tuple[int, ...] = (columns, outputs // 8, 2, 8, _TILE)
+        strides: tuple[int, ...] = (_TILE, 8 * size, outputs * size, size, 1)
         box: tuple[int, ...] = (plan.chunks, ROWS // 16, 2, 8, _TILE)
     else:
         shape, strides, box = (columns, rows, _TILE), (_TILE, size, 1), (plan.chunks, ROWS, _TILE)
