@@ -26,27 +26,53 @@ _PHASES = ("decode", "prefill")
 _NOTHING = "{}: nothing to fuse, it runs no kernel"
 
 
+_Preset = Annotated[
+    str | None, typer.Option(help="A model, whose decoder layer is taken; qwen3-0.6b if nothing is named.")
+]
+_Module = Annotated[
+    str | None,
+    typer.Option(
+        help="A module of your own: package.module:function or file.py:function, which returns (module, arguments)."
+    ),
+]
+_Loops = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file with loop nests in Python instead: may they be fused and tiled? One nest is tiled. Needs islpy."
+    ),
+]
+_Size = Annotated[list[str] | None, typer.Option(help="With --loops: the value of a name, such as N=64; repeatable.")]
+_Context = Annotated[
+    int | None, typer.Option(help="Tokens of each sequence, the new ones among them; by default 1024.")
+]
+_Phase = Annotated[str, typer.Option(help="decode: sequences of one new token each; prefill: one prompt.")]
+_Measure = Annotated[
+    bool, typer.Option("--measure", help="Run every group: unfused, with torch.compile, with our ops.")
+]
+_Save = Annotated[
+    Path | None,
+    typer.Option(help="Keep measurements in <device>/fusion.json of this folder; of a GPU by default in results."),
+]
+
+
 def fuse(
-    preset: Annotated[str | None, typer.Option(help="A model, whose decoder layer is taken; qwen3-0.6b if nothing is named.")] = None,
-    module: Annotated[
-        str | None,
-        typer.Option(help="A module of your own: package.module:function or file.py:function, which returns (module, arguments)."),
-    ] = None,
-    loops: Annotated[Path | None, typer.Option(help="A file with loop nests in Python instead: may they be fused and tiled? One nest is tiled.")] = None,
-    size: Annotated[list[str] | None, typer.Option(help="With --loops: the value of a name, such as N=64; repeatable.")] = None,
+    preset: _Preset = None,
+    module: _Module = None,
+    loops: _Loops = None,
+    size: _Size = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the batch.")] = 64,
-    context: Annotated[int | None, typer.Option(help="Tokens of each sequence, the new ones among them; by default 1024.")] = None,
-    phase: Annotated[str, typer.Option(help="decode: sequences of one new token each; prefill: one prompt.")] = "decode",
+    context: _Context = None,
+    phase: _Phase = "decode",
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; by default the preset's.")] = None,
     gpu: Annotated[str | None, typer.Option(help=f"Predict for this GPU: {GPUS}. By default h100.")] = None,
     left: Annotated[bool, typer.Option("--left", help="Also show what was left unfused, and why.")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Run every group: unfused, with torch.compile, with our ops.")] = False,
+    measure: _Measure = False,
     device: Annotated[str, typer.Option(help="Where to measure: auto, cpu, cuda, cuda:N.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Measure torch.compile too.")] = True,
     iters: Annotated[int, typer.Option(help="Timed calls of each.")] = 30,
-    save: Annotated[Path | None, typer.Option(help="Keep measurements in <device>/fusion.json of this folder; of a GPU by default in results.")] = None,
+    save: _Save = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Which operators of a module to run as one kernel, what that saves on a GPU, and which of our ops does it."""
     if phase not in _PHASES:
         raise ValueError(f"--phase {phase}: expected one of {', '.join(_PHASES)}")
@@ -68,21 +94,18 @@ def fuse(
     from nanovllm.cli.fuse_target import layer_of_preset, own_module
 
     where = select_device(device) if measure else None
-
-    def make() -> Target:
-        if module:
-            return own_module(module, where)
-        return layer_of_preset(preset or "qwen3-0.6b", tokens, context, phase, dtype, where)
-
-    if measure:
+    if module:
+        target = own_module(module, where)
+    else:
+        target = layer_of_preset(preset or "qwen3-0.6b", tokens, context, phase, dtype, where)
+    if where is not None:
         if model is not None:
             raise ValueError("--gpu and --measure: what is measured is predicted for the device that it is measured on")
         folder = save or (Path("results") if where.type == "cuda" else None)
-        _measure(make(), where, compile, iters, folder, as_json)
+        _measure(target, where, compile, iters, folder, as_json)
         return
     from nanovllm.fuse.report_tables import decisions_table, groups_table
 
-    target = make()
     report = _analyzer(target, model or device_model("h100")).report()
     if as_json:
         print(json.dumps({**target.about, **report.to_json()}, indent=1))
@@ -104,15 +127,14 @@ def _analyzer(target: Target, device: FusionDevice) -> FusionAnalyzer:
 
 
 def _summary(report: Any) -> str:
-    kernels, groups = sum(len(r.kernels) for r in report.rows), len(report.rows)
-    served = sum(
-        not r.served.startswith("none") and len(r.served_by) == 1 and "of" not in r.served.split() for r in report.rows
-    )
     if not report.fused:
         return "Every tensor is empty, so no kernel has anything to do."
+    kernels, groups = sum(len(r.kernels) for r in report.rows), len(report.rows)
+    served = sum(len(r.served_by) == 1 and "of" not in r.served.split() for r in report.rows)
     return (
         f"{kernels} kernels become {groups}: {1e6 * report.unfused:.1f} -> {1e6 * report.fused:.1f} us predicted, "
-        f"{report.unfused / report.fused:.1f} times as fast. One op of ours does all of {served} of the {groups} groups."
+        f"{report.unfused / report.fused:.1f} times as fast. "
+        f"One op of ours does all of {served} of the {groups} groups."
     )
 
 

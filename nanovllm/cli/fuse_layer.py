@@ -98,7 +98,7 @@ def decoder_layer(
     if context < least:
         raise ValueError(f"context: expected at least {least} tokens, the new ones among them, not {context}")
     config = ModelConfig.from_dict({**preset(name), "num_hidden_layers": 1, "vocab_size": 8})
-    dtype = dtype or getattr(torch, config.dtype)
+    dtype = dtype or getattr(torch, str(config.dtype))
     device = torch.device(device)
     torch_default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -121,12 +121,8 @@ def decoder_layer(
     if not decode:
         known["cu_seqlens_q"] = torch.tensor([0, tokens], dtype=torch.int32)
     cache = (sequences * blocks, _BLOCK, config.num_kv_heads, config.head_dim)
-    floats = {
-        "x": (tokens, config.hidden_size),
-        "residual": (tokens, config.hidden_size),
-        "k_cache": cache,
-        "v_cache": cache,
-    }
+    hidden = (tokens, config.hidden_size)
+    floats = {"x": hidden, "residual": hidden, "k_cache": cache, "v_cache": cache}
     random = torch.Generator(device).manual_seed(0) if device.type != "meta" else None
     arguments: dict[str, Any] = {
         key: torch.empty(shape, dtype=dtype, device=device).normal_(generator=random) for key, shape in floats.items()

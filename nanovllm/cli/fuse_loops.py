@@ -34,8 +34,8 @@ def show_loops(path: Path, sizes: list[str], model: DeviceModel, as_json: bool) 
             if high <= low:
                 given = f" with {', '.join(f'{name}={value}' for name, value in values.items())}" if values else ""
                 raise ValueError(
-                    f"--loops {path}: nest {i} runs no iteration{given}: `for {variable} in range({low}, {high})` is empty, "
-                    "so there is nothing to fuse or tile"
+                    f"--loops {path}: nest {i} runs no iteration{given}: `for {variable} in range({low}, {high})` is "
+                    "empty, so there is nothing to fuse or tile"
                 )
     capacity = model.shared_per_block // 4
     found = _fused_nests(nests) if len(nests) > 1 else _one_nest(nests[0])
@@ -63,8 +63,8 @@ def show_loops(path: Path, sizes: list[str], model: DeviceModel, as_json: bool) 
     elif "tile" in found:
         t = found["tile"]
         print(
-            f"Tiles for {capacity:,} floats (the shared memory of a block on {model.name}): {t['tile']}, {t['tiles']:,} of them, "
-            f"{t['footprint']:,} elements each, {t['traffic']:,} moved in all"
+            f"Tiles for {capacity:,} floats (the shared memory of a block on {model.name}): {t['tile']}, "
+            f"{t['tiles']:,} of them, {t['footprint']:,} elements each, {t['traffic']:,} moved in all"
         )
 
 

@@ -1,4 +1,4 @@
-"""What `nanovllm fuse` looks at: the decoder layer of a preset, or a module of the user's own, each with its arguments."""
+"""What `nanovllm fuse` looks at: the decoder layer of a preset or a module of the user's own, with its arguments."""
 
 from __future__ import annotations
 
@@ -53,15 +53,16 @@ def own_module(text: str, where: torch.device | None) -> Target:
         raise ValueError(f"--module {text}: {_raised(e)}") from e
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(f"--module {text}: expected (module, arguments), not {type(made).__name__}")
-    module, args, kwargs = (*made, {})[:3]
+    module, args = made[:2]
+    kwargs: Any = made[2] if len(made) == 3 else {}
     if isinstance(args, Mapping):
-        args, kwargs = (), {**args, **kwargs}
+        kwargs = {**args, **kwargs}
+        args = ()
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
-        raise ValueError(
-            f"--module {text}: expected the arguments as a tuple or by name, not {type(args).__name__}, {type(kwargs).__name__}"
-        )
+        given = f"{type(args).__name__}, {type(kwargs).__name__}"
+        raise ValueError(f"--module {text}: expected the arguments as a tuple or by name, not {given}")
     if where is not None:
         _check_values(text, module, args, kwargs)
         module = module.to(where) if isinstance(module, torch.nn.Module) else module
@@ -86,13 +87,12 @@ def _check_values(text: str, module: Any, args: Any, kwargs: Mapping[str, Any]) 
         tensors += [(name, "buffer", t) for name, t in module.named_buffers()]
     for name, what, t in tensors:
         if isinstance(t, torch.Tensor) and t.is_meta:
-            how = (
-                f"make it with values, such as torch.randn({', '.join(map(str, t.shape))})"
-                if what == "argument"
-                else "make the module without the meta device"
-            )
+            how = "make the module without the meta device"
+            if what == "argument":
+                how = f"make it with values, such as torch.randn({', '.join(map(str, t.shape))})"
             raise ValueError(
-                f"--module {text}: {what} {name} is on the meta device, and --measure needs values: {how}; only predictions do without"
+                f"--module {text}: {what} {name} is on the meta device, and --measure needs values: {how}; only "
+                "predictions do without"
             )
 
 
@@ -103,6 +103,7 @@ def _function(text: str) -> Callable[[], Any]:
     try:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None and spec.loader is not None
             loaded = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(loaded)
         else:

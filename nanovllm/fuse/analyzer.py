@@ -1,7 +1,8 @@
-"""From a module to a decision: its groups, what each is predicted to bring on a device, and which of our ops serves it."""
+"""The groups of a module, what each is predicted to bring on a device, and which op of ours does it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from torch.fx import Node as FxNode
 
 from nanovllm.fuse import match
-from nanovllm.fuse.cost import FusionCostModel, FusionDevice
+from nanovllm.fuse.cost import FusionCostModel, FusionDevice, InputsIn
 from nanovllm.fuse.graph import OpGraph, build
 from nanovllm.fuse.grouping import Decision, Group, Grower
 from nanovllm.fuse.match import Match
@@ -101,18 +102,19 @@ class FusionReport:
             rest = {k: v for k, v in asdict(r).items() if k not in ("unfused", "fused", "repeated")}
             return {**rest, **seconds}
 
+        def decision(d: Decision) -> dict[str, Any]:
+            gain_us = round(1e6 * d.gain, 4)
+            return {
+                "producer": d.producer,
+                "consumer": d.consumer,
+                "gain_us": gain_us,
+                "made": d.made,
+                "reason": d.reason,
+            }
+
         return {
-            "device": self.device,
-            "unfused_us": round(1e6 * self.unfused, 4),
-            "fused_us": round(1e6 * self.fused, 4),
-            "groups": [row(r) for r in self.rows],
-            "decisions": [
-                {
-                    "producer": d.producer, "consumer": d.consumer, "gain_us": round(1e6 * d.gain, 4), "made": d.made,
-                    "reason": d.reason,
-                }
-                for d in self.decisions
-            ],
+            "device": self.device, "unfused_us": round(1e6 * self.unfused, 4), "fused_us": round(1e6 * self.fused, 4),
+            "groups": [row(r) for r in self.rows], "decisions": [decision(d) for d in self.decisions],
         }  # fmt: skip
 
 
@@ -123,7 +125,7 @@ class FusionAnalyzer:
         module: an nn.Module, a torch.fx.GraphModule, a function of tensors, or a torch.export.ExportedProgram.
         example_inputs: its positional arguments. Only shapes and dtypes matter, so tensors may be on the meta device.
         kwargs: its keyword arguments.
-        device: a GPU with a preset ("h100"), a `perf.presets.DeviceModel`, or a `perf.fusion.host.Host`.
+        device: a GPU with a preset ("h100"), or a model of a device such as `DeviceModel` or `Host`.
         known: values of integer inputs by name which decide how much work an op has, where the example is on the meta
             device: lengths of sequences, block tables.
         inputs: where what enters a group lies; see `FusionCostModel`.
@@ -142,12 +144,12 @@ class FusionAnalyzer:
         *,
         device: str | FusionDevice = "h100",
         known: Mapping[str, torch.Tensor] | None = None,
-        inputs: str = "computed",
+        inputs: InputsIn = "computed",
         siblings: bool = True,
     ) -> None:
         if isinstance(example_inputs, torch.Tensor):
             raise ValueError("example_inputs: expected a sequence of arguments, not one tensor; write (x,)")
-        self.device = device_model(device) if isinstance(device, str) else device
+        self.device: FusionDevice = device_model(device) if isinstance(device, str) else device
         self.cost = FusionCostModel(self.device, inputs)
         self.graph: OpGraph = build(module, example_inputs, kwargs, _known(kwargs, known))
         self._grower = Grower(self.graph, self.cost.gain, siblings)
@@ -177,25 +179,19 @@ class FusionAnalyzer:
                 taken.append(m)
                 left -= m.kernels
         beyond = [m.op for m in self.matches if m.kernels > group.members]
-        return Served(
-            tuple(m.op for m in taken),
-            len(group.members) - len(left),
-            tuple(dict.fromkeys(reversed(beyond))),
-            tuple(taken),
-        )
+        ops, covered = tuple(m.op for m in taken), len(group.members) - len(left)
+        return Served(ops, covered, tuple(dict.fromkeys(reversed(beyond))), tuple(taken))
 
     def report(self) -> FusionReport:
         """Predict every group."""
         rows = []
         for number, group in enumerate(self.groups, 1):
             estimate, served = self.cost.fused(group), self.served(group)
-            kinds: dict[str, int] = {}
-            for k in group.kernels:
-                kinds[str(k.kind)] = kinds.get(str(k.kind), 0) + 1
+            kinds = Counter(str(k.kind) for k in group.kernels)
             row = Row(
-                number, group.name, tuple(k.name for k in group.kernels), kinds, self.cost.unfused(group), estimate.seconds,
-                group.unfused_bytes, estimate.bytes, group.flops, estimate.occupancy, estimate.passes, estimate.repeated,
-                served.text(len(group.kernels)), served.ops, served.beyond,
+                number, group.name, tuple(k.name for k in group.kernels), dict(kinds), self.cost.unfused(group),
+                estimate.seconds, group.unfused_bytes, estimate.bytes, group.flops, estimate.occupancy, estimate.passes,
+                estimate.repeated, served.text(len(group.kernels)), served.ops, served.beyond,
             )  # fmt: skip
             rows.append(row)
         return FusionReport(self.device.name, tuple(rows), tuple(map(self._explained, self.decisions)))
@@ -208,9 +204,8 @@ class FusionAnalyzer:
         why = [f"{1e6 * e.repeated:.1f} us of it work that every tile repeats"] if e.repeated > 1e-7 else []
         why += ["rows read twice"] if e.passes > 1 else []
         why += [f"occupancy {100 * e.occupancy:.0f} %"] if e.occupancy < 0.25 else []
-        return replace(
-            d, reason=f"as one it would take {1e6 * e.seconds:.1f} us" + (f" ({', '.join(why)})" if why else "")
-        )
+        details = f" ({', '.join(why)})" if why else ""
+        return replace(d, reason=f"as one it would take {1e6 * e.seconds:.1f} us{details}")
 
 
 def _known(kwargs: Mapping[str, Any] | None, known: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
 """What kind of work an ATen operator is, and which dimensions a reduction combines.
 
-The kinds are those of TVM's operator fusion (Chen et al., "TVM", OSDI 2018, section 3), with matrix products apart: element by
-element, broadcast, injective (each output element is one input element, moved), reduction, matrix product, opaque.
+The kinds are those of TVM's operator fusion (Chen et al., "TVM", OSDI 2018, section 3), with matrix products apart:
+element by element, broadcast, injective (each output element is one input element, moved), reduction, matrix product,
+opaque.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ PER_ELEMENT = (Kind.ELEMENTWISE, Kind.BROADCAST)
 _ROW_NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
 NORMALISATIONS = (*_ROW_NORMS, "softmax", "_softmax", "log_softmax", "_log_softmax", "group_norm")
 _REDUCTIONS = set(NORMALISATIONS) | set(
-    "sum mean amax amin max min prod var std var_mean norm linalg_vector_norm logsumexp argmax argmin any all cumsum cumprod".split()
+    """sum mean amax amin max min prod var std var_mean norm linalg_vector_norm logsumexp argmax argmin any all cumsum
+    cumprod""".split()
 )
 # (input, target, ..., reduction): of classes, and element by element.
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss")
@@ -43,17 +45,20 @@ _LOSSES = (
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )  # fmt: skip
-# Pointwise operators that PyTorch does not tag as such: operators of Python, other names of tagged ones, and composites.
+# Pointwise operators that PyTorch does not tag as such: operators of Python, other names of tagged ones, and
+# composites.
 _POINTWISE = set(
-    """__and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ absolute arccos arccosh
-    arcsin arcsinh arctan arctan2 arctanh divide fix floor_divide greater greater_equal hardswish isreal less less_equal
-    log_sigmoid masked_fill_ multiply negative not_equal rsub special_expit special_ndtr subtract where""".split()
+    """__and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ absolute arccos
+    arccosh arcsin arcsinh arctan arctan2 arctanh divide fix floor_divide greater greater_equal hardswish isreal less
+    less_equal log_sigmoid masked_fill_ multiply negative not_equal rsub special_expit special_ndtr
+    subtract where""".split()
 )
 # Their rows are read through an index: what they read from must lie in memory.
 GATHERS = ("index", "index_select", "embedding", "gather", "index_put", "index_put_", "take_along_dim")
 _INJECTIVE = set(GATHERS) | set(
-    """cat stack clone contiguous reshape flatten repeat repeat_interleave roll flip constant_pad_nd pad arange full zeros ones
-    empty full_like zeros_like ones_like scalar_tensor tril triu expand_as one_hot copy_ fill_ zero_ empty_like new_empty new_full
+    """cat stack clone contiguous reshape flatten repeat repeat_interleave roll flip constant_pad_nd pad arange full
+    zeros ones empty full_like zeros_like ones_like scalar_tensor tril triu expand_as one_hot copy_ fill_ zero_
+    empty_like new_empty new_full
     new_ones new_zeros eye linspace lift_fresh_copy tile hstack fliplr rot90""".split()
 )
 _CASTS = ("to", "_to_copy", "type_as")

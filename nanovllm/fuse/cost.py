@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch.fx import Node as FxNode
@@ -27,40 +27,19 @@ from nanovllm.fuse.classify import GATHERS, NORMALISATIONS, PER_ELEMENT, Kind, i
 from nanovllm.fuse.fx_nodes import fake
 from nanovllm.fuse.graph import Kernel, Read
 from nanovllm.fuse.grouping import Group
+from nanovllm.fuse.host import Host
+from nanovllm.hardware.gpu_presets import DeviceModel
 
-
-class FusionDevice(Protocol):
-    """What is asked of a device. `hardware.gpu_presets.DeviceModel` has it; for a CPU `fuse.host.Host` does.
-
-    Sizes are in bytes and 32-bit registers, rates a second, times in seconds. `warps_per_sm` 0: no limit on what is resident.
-    """
-
-    name: str
-    sms: int
-    registers_per_sm: int
-    registers_per_thread: int
-    shared_per_sm: int
-    shared_per_block: int
-    warps_per_sm: int
-    bandwidth: float
-    l2_bytes: int
-    l2_bandwidth: float
-    l2_latency: float
-    dram_latency: float
-    launch: float
-
-    @property
-    def vector_flops(self) -> float: ...
-
-    def rate(self, dtype: str) -> float: ...
-
-
+FusionDevice = DeviceModel | Host
+"""Sizes in bytes and 32-bit registers, rates a second, times in seconds. `warps_per_sm` 0: any number is resident."""
+InputsIn = Literal["computed", "memory", "cache"]
 _ACCESS = 16  # bytes of a vector load, the most that a thread asks for at once
 _REGISTERS = 24  # of a thread, for addresses and loop counters
 _TILE = 128  # rows and columns of a product's tile, as large libraries take them; fewer rows where there are fewer
 _TILE_THREADS = 256
-# What a product takes beyond launch, latency and bytes: its pipeline fills before the first and drains after the last step.
-# Measured on an H200: cuBLAS multiplies one row by 1024 x 4096, x 6144 and x 151936 weights in 5.1, 5.7 and 77.7 us.
+# What a product takes beyond launch, latency and bytes: its pipeline fills before the first and drains after the last
+# step. Measured on an H200: cuBLAS multiplies one row by 1024 x 4096, x 6144 and x 151936 weights in 5.1, 5.7 and 77.7
+# us.
 _PIPELINE = 1.4e-6
 
 
@@ -87,16 +66,17 @@ class FusionCostModel:
     """Predicts kernels and groups on a device.
 
     Args:
-        inputs: where what enters a group lies. "computed": in the L2 cache if another kernel of the graph has just computed it
-            and it takes at most a quarter of the cache, else in memory, as in a model that runs. "memory" or "cache": all
-            of it there, as when a group is timed by itself.
-        overlap: the share of the shorter of moving and computing that is hidden behind the longer. 0: the plain sum. By default
-            what an H200 does: torch's gelu of 16384 x 16384 floats takes 510 us there, of which moving takes 488 us and
-            computing, by this count, 97 us; a product of 8192^3 in bfloat16 takes 1381 us (of 91 and 1394 us).
+        inputs: where what enters a group lies. "computed": in the L2 cache if another kernel of the graph has just
+            computed it and it takes at most a quarter of the cache, else in memory, as in a model that runs. "memory"
+            or "cache": all of it there, as when a group is timed by itself.
+        overlap: the share of the shorter of moving and computing that is hidden behind the longer. 0: the plain sum. By
+            default what an H200 does: torch's gelu of 16384 x 16384 floats takes 510 us there, of which moving takes
+            488 us and computing, by this count, 97 us; a product of 8192^3 in bfloat16 takes 1381 us (of 91 and 1394
+            us).
     """
 
     device: FusionDevice
-    inputs: Literal["computed", "memory", "cache"] = "computed"
+    inputs: InputsIn = "computed"
     overlap: float = 0.75
 
     def unfused(self, group: Group) -> float:
@@ -108,7 +88,7 @@ class FusionCostModel:
         return self.fused(a).seconds + self.fused(b).seconds - self.fused(both).seconds
 
     def kernel(self, k: Kernel, own: Collection[FxNode] = ()) -> Estimate:
-        """One kernel of the graph by itself. `own`: kernels that ran just before, so that their results are in the cache."""
+        """One kernel of the graph by itself. `own`: kernels that ran just before; their results are in the cache."""
         if k.empty:
             return Estimate(0.0, 0, 0)
         reads: dict[FxNode, int] = {}
@@ -135,8 +115,9 @@ class FusionCostModel:
     ) -> Iterator[Estimate]:
         """A program for each row, and where it may be, elements shared out in any way.
 
-        It may if nothing is reduced, and if nothing else in the kernel needs what is reduced: then every program reduces some
-        elements, and a second kernel reduces their results. A library's kernel by itself has a way for any shape.
+        It may if nothing is reduced, and if nothing else in the kernel needs what is reduced: then every program
+        reduces some elements, and a second kernel reduces their results. A library's kernel by itself has a way for any
+        shape.
         """
         shared_reads = sum(reads[base] for base in _broadcast(members) if base in reads)
         own = fast + slow - shared_reads
@@ -187,8 +168,8 @@ class FusionCostModel:
     def _rows(self, kernels: list[Kernel], length: int, programs: int) -> tuple[float, int, float]:
         """(occupancy, passes, threads in all) of row programs: in registers, else in shared memory, else read twice.
 
-        Threads are counted as they have work: of a block that is rounded up to a power of two some have none. So a longer row
-        never has fewer elements a thread.
+        Threads are counted as they have work: of a block that is rounded up to a power of two some have none. So a
+        longer row never has fewer elements a thread.
         """
         d = self.device
         threads = min(1024, max(32, 1 << math.ceil(math.log2(max(1, length / 8)))))
@@ -216,8 +197,8 @@ class FusionCostModel:
 
         Args:
             threads: how many there are, of which not all need be resident at once.
-            own: bytes that each thread reads a part of. Of a value that is broadcast all threads read the same, and the more of
-                them there are, the less of its bytes is one thread's; it waits in no thread's queue.
+            own: bytes that each thread reads a part of. Of a value that is broadcast all threads read the same, and the
+                more of them there are, the less of its bytes is one thread's; it waits in no thread's queue.
         """
         d = self.device
         seconds = (slow + written) / d.bandwidth + fast / d.l2_bandwidth
@@ -276,7 +257,7 @@ class FusionCostModel:
 
 
 def _parts(kernels: list[Kernel]) -> int:
-    """Into how many parts a row falls that nothing connects: the groups of a group norm, if the rest is element by element."""
+    """Parts of a row that nothing connects: the groups of a group norm, if the rest is element by element."""
     norms = [k for k in kernels if k.reduced]
     parts = {independent_parts(k.fx) for k in norms}
     alike = all(k.kind in PER_ELEMENT and k.domain == norms[0].domain for k in kernels if norms and not k.reduced)
@@ -310,7 +291,8 @@ def _is_broadcast(k: Kernel, r: Read, domain: tuple[int, ...]) -> bool:
 def _most_alive(kernels: Iterable[Kernel]) -> int:
     """The most results of the size of a row that are needed at once, if kernels run in program order.
 
-    A result is alive from its computation to its last use among them; what is read from outside is loaded where it is used.
+    A result is alive from its computation to its last use among them; what is read from outside is loaded where it is
+    used.
     """
     kernels = list(kernels)
     largest = max((math.prod(k.domain) for k in kernels), default=1)

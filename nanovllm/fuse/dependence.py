@@ -1,9 +1,9 @@
 """Dependences between accesses of affine loop nests, as sets of distances between iterations.
 
-Two accesses of one array, at iteration i and at iteration j, depend on each other where they meet in one element; j - i is the
-distance. The sets are exact, however many iterations there are: they are integer sets of isl (Verdoolaege, "isl: An Integer Set
-Library for the Polyhedral Model", 2010), through its Python binding islpy. Distance vectors: Allen and Kennedy, "Optimizing
-Compilers for Modern Architectures" (2001).
+Two accesses of one array, at iteration i and at iteration j, depend on each other where they meet in one element; j - i
+is the distance. The sets are exact, however many iterations there are: they are integer sets of isl (Verdoolaege, "isl:
+An Integer Set Library for the Polyhedral Model", 2010), through its Python binding islpy. Distance vectors: Allen and
+Kennedy, "Optimizing Compilers for Modern Architectures" (2001).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DependenceKind(str, Enum):
 
 
 class Distances:
-    """The distances at which two accesses meet: a set of integer vectors, one level of the loops a dimension, outermost first."""
+    """The distances at which two accesses meet: integer vectors with a part for each loop, outermost first."""
 
     def __init__(self, vectors: isl.Set) -> None:
         self.vectors = vectors
@@ -60,8 +60,9 @@ class Distances:
     def mixed(self, first: int, last: int, both_ways: bool) -> Point | None:
         """A distance that forbids tiles over the levels first .. last - 1, if there is one.
 
-        Such a distance is 0 in the levels before and has a negative part in those levels. both_ways: the accesses are of one
-        nest, where a negative distance is a positive one of the other way round; then it must have parts of both signs.
+        Such a distance is 0 in the levels before and has a negative part in those levels. both_ways: the accesses are
+        of one nest, where a negative distance is a positive one of the other way round; then it must have parts of both
+        signs.
         """
         outer = [f"v{k} = 0" for k in range(first)]
         signs = [" or ".join(f"v{k} {sign} 0" for k in range(first, last)) or "false" for sign in "<>"]
@@ -79,7 +80,7 @@ class Distances:
 
 @dataclass(frozen=True)
 class Dependence:
-    """Two accesses that meet. `nests`: their places in the program; `prevents`: the nests cannot be fused at all levels."""
+    """Two accesses that meet. `nests`: their places; `prevents`: the nests cannot be fused at all levels."""
 
     kind: DependenceKind
     array: str
@@ -107,7 +108,7 @@ class Dependence:
 
 
 def distances(a: Access, b: Access, first: LoopNest, second: LoopNest) -> Distances | None:
-    """Every j - i for which `a` at iteration i of `first` and `b` at iteration j of `second` are one element; None if none is.
+    """Every j - i for which `a` at iteration i of `first` and `b` at iteration j of `second` are one element, if any.
 
     Where one nest is deeper, the other has loops of one iteration inside.
     """

@@ -1,4 +1,4 @@
-"""From a module to a graph of ATen operators, by torch.export: nothing is computed, so tensors may be on the meta device."""
+"""From a module to a graph of ATen operators, by torch.export. Nothing is computed; meta tensors will do."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 SUPPORTED = (
-    "supported are an nn.Module, a torch.fx.GraphModule, a function of tensors or a torch.export.ExportedProgram, with fixed "
-    "shapes, no branch on a tensor's value, and operators of ATen or ones that are registered with a fake implementation"
+    "supported are an nn.Module, a torch.fx.GraphModule, a function of tensors or a torch.export.ExportedProgram, with "
+    "fixed shapes, no branch on a tensor's value, and operators of ATen or ones that are registered with a fake "
+    "implementation"
 )
 
 
@@ -66,15 +67,11 @@ def _fixed(program: torch.export.ExportedProgram, name: str) -> torch.export.Exp
         for t in value if isinstance(value, (tuple, list)) else (value,):
             if not isinstance(t, torch.Tensor):
                 continue
+            where = f"cannot trace {name}: {node.name} ({node.target})"
             if unusual := _unusual(t):
-                raise TraceError(
-                    f"cannot trace {name}: {node.name} ({node.target}) is {unusual}, whose memory is not known; {SUPPORTED}"
-                )
+                raise TraceError(f"{where} is {unusual}, whose memory is not known; {SUPPORTED}")
             if not all(isinstance(n, int) for n in (*t.shape, *t.stride())):
-                shape = ", ".join(map(str, t.shape))
-                raise TraceError(
-                    f"cannot trace {name}: {node.name} ({node.target}) has the shape [{shape}]; {SUPPORTED}"
-                )
+                raise TraceError(f"{where} has the shape [{', '.join(map(str, t.shape))}]; {SUPPORTED}")
     return program
 
 
@@ -93,7 +90,7 @@ def _unusual(t: torch.Tensor) -> str | None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keep the tracer from printing half a graph and a traceback before it raises: the exception says it in one line."""
+    """Keep the tracer from printing half a graph and a traceback; the exception says it in one line."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -109,20 +106,22 @@ def _reason(error: Exception) -> str:
     if "DataDependent" in kind or "data-dependent" in str(error).lower():
         kind = "it branches on a tensor's value, or its shapes follow from one"
     if kind == "UnsupportedOperatorException":
-        return f"the operator {str(error).split()[0]} has no fake implementation (torch.library.register_fake gives it one)"
+        operator = str(error).split()[0]
+        return f"the operator {operator} has no fake implementation (torch.library.register_fake gives it one)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{kind}: {lines[0][:300]}" if lines else kind
 
 
 def place_of(error: BaseException) -> str:
-    """ " (file.py:12)", the user's own line at which an error arose; nothing if it arose nowhere but in PyTorch and here."""
+    """ " (file.py:12)", the user's own line at which an error arose; "" if it arose only in PyTorch and here."""
     seen: list[str] = []
-    while error is not None:
-        for frame, line in traceback.walk_tb(error.__traceback__):
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, line in traceback.walk_tb(cause.__traceback__):
             file = frame.f_code.co_filename
             if file.endswith(".py") and not any(Path(file).is_relative_to(root) for root in _NOT_THE_USERS):
                 seen.append(f" ({_short(file)}:{line})")
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return seen[-1] if seen else ""
 
 

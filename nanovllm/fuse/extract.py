@@ -110,7 +110,7 @@ class _Writer:
 
 
 def _out_of_place(target: Any) -> Any:
-    """`t` for `t_`: a call that describes its argument anew in place would not find it as it was when it is made again."""
+    """`t` for `t_`: a view made in place would not find its argument unchanged when it is made again."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.inplace_view not in target.tags:
         return target
     return getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").rstrip("_"), target)
@@ -120,7 +120,8 @@ def values(graph: OpGraph, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
     """Run the whole graph once on real tensors: the value of every node that a group may need from outside.
 
     Raises:
-        ValueError: a tensor is on the meta device, so there is nothing to run with; or the module raises when it is run.
+        ValueError: a tensor is on the meta device, so there is nothing to run with; or the module raises when it is
+            run.
     """
     program = graph.program
     signature = program.graph_signature

@@ -58,7 +58,7 @@ def flops_of(node: FxNode, kind: Kind, known: Known) -> int:
 
 
 def declared_cost(node: FxNode, known: Known) -> tuple[int, int] | None:
-    """(bytes, flops) that one of our ops declares for such a call; None if it is no op of ours, or needs values to say."""
+    """(bytes, flops) that an op of ours declares for such a call; None for other operators, or if it needs values."""
     namespace, _, name = op_name(node).rpartition(".")
     declared = all_ops().get(name) if namespace == "nanovllm" else None
     if declared is None or declared.cost is None:

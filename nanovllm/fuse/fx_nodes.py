@@ -1,6 +1,7 @@
 """What a node of a traced graph is: its operator's name and arguments, its tensors and their memory, and its effects.
 
-An effect is writing to an argument, taking a value to the host or drawing random numbers. A view has none and runs no kernel.
+An effect is writing to an argument, taking a value to the host or drawing random numbers. A view has none and runs no
+kernel.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def is_ignored(node: FxNode) -> bool:
 
 
 def reads_to_host(node: FxNode) -> bool:
-    """Whether an operator takes a tensor's value to the host, as `tensor.item()` does; it waits for all kernels before."""
+    """Whether an operator takes a tensor's value to the host, as `tensor.item()` does, after all kernels before."""
     return overload(node) is not None and op_name(node) in _HOST_READS
 
 

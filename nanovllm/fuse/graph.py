@@ -200,7 +200,7 @@ class _Builder:
         self.base[node] = self.base[source]
         self.views[node] = (*self.views[source], node)
         self.hosts[node] = self._hosts(node)
-        if source in self.known and all(n in self.known for n in node.all_input_nodes):
+        if callable(node.target) and all(n in self.known for n in node.all_input_nodes):
             self.known[node] = node.target(*torch.fx.node.map_arg(node.args, self.known.__getitem__), **node.kwargs)
 
     def _kernel(self, node: FxNode) -> None:

@@ -1,8 +1,8 @@
 """Which kernels become one: groups grown by dependence, shape and single-consumer rules, the best merge first.
 
 Every kernel starts as a group of its own. A merge joins a producer with a consumer, or two kernels that read the same
-value. It must be legal (`legality.py`) and leave the groups without a cycle. Of all merges the one with the largest gain is
-made, until none gains, as XLA's priority fusion does.
+value. It must be legal (`legality.py`) and leave the groups without a cycle. Of all merges the one with the largest
+gain is made, until none gains, as XLA's priority fusion does.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch
 class Host:
     """A CPU with the attributes of `FusionDevice`.
 
-    Its caches hide latency and there is no limit on registers that a compiler could not work around, so those are left out.
-    `launch` is what PyTorch takes to call an operator.
+    Its caches hide latency and there is no limit on registers that a compiler could not work around, so those are left
+    out. `launch` is what PyTorch takes to call an operator.
     """
 
     name: str
@@ -44,7 +44,8 @@ def measure_host(dtypes: tuple[str, ...] = ("float32",), cache_bytes: int = 1 <<
 
     Args:
         dtypes: whose matrix products to measure.
-        cache_bytes: a working set that stays in a core's own cache. Values up to a quarter of four of these count as cached.
+        cache_bytes: a working set that stays in a core's own cache. Values up to a quarter of four of these count as
+            cached.
     """
     large = torch.ones(32 << 20, dtype=torch.float32)  # 128 MiB
     target = torch.empty_like(large)

@@ -1,12 +1,12 @@
 """May these kernels be one kernel? Rules of shape, dependence and single consumers.
 
-A fused kernel without a matrix product gives each of its programs one *row*: the first dimensions of every member's domain
-have one common product, the number of rows, and what a member reads of another lies in the same row. A pointwise chain has
-rows of one element, a norm rows of a hidden vector, a rotation rows of a head.
+A fused kernel without a matrix product gives each of its programs one *row*: the first dimensions of every member's
+domain have one common product, the number of rows, and what a member reads of another lies in the same row. A pointwise
+chain has rows of one element, a norm rows of a hidden vector, a rotation rows of a head.
 
-With a matrix product the programs hold tiles of it. What computes its left operand row by row (a norm) may run before the
-product in each of them, a prologue. What is pointwise in its result may run after it on the accumulators, an epilogue. What
-computes its right operand (the dequantisation of a weight) must be pointwise.
+With a matrix product the programs hold tiles of it. What computes its left operand row by row (a norm) may run before
+the product in each of them, a prologue. What is pointwise in its result may run after it on the accumulators, an
+epilogue. What computes its right operand (the dequantisation of a weight) must be pointwise.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
 
 
 def row_members(before: list[Kernel], product: Kernel) -> list[Kernel]:
-    """Of what comes before a product that which is done row by row: all but what only its right operand and its bias need."""
+    """The kernels before a product that work row by row: all that its right operand and its bias do not need alone."""
     inner = {k.fx: k for k in before}
     operands = (*matmul_operands(product.fx), matmul_bias(product.fx))
     left, right, bias = (operand_side(n, product, inner) for n in operands)

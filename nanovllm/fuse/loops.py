@@ -1,10 +1,11 @@
 """May loop nests that run one after the other become one, down to which level, and if not, would a delay help?
 
-Fused down to level k, iteration j of the second nest runs with iteration j of the first. Whatever iteration i of the first does to
-an element that iteration j of the second touches still comes first if j does not lie before i. So a dependence prevents fusion
-if its distance j - i, cut to k levels, is negative (Kennedy and McKinley, "Maximizing Loop Parallelism and Improving Data
-Locality via Loop Fusion and Distribution", 1993). Where the distances are bounded, running the second nest that much later
-makes fusion legal (Manjikian and Abdelrahman, "Fusion of Loops for Parallelism and Locality", 1997).
+Fused down to level k, iteration j of the second nest runs with iteration j of the first. Whatever iteration i of the
+first does to an element that iteration j of the second touches still comes first if j does not lie before i. So a
+dependence prevents fusion if its distance j - i, cut to k levels, is negative (Kennedy and McKinley, "Maximizing Loop
+Parallelism and Improving Data Locality via Loop Fusion and Distribution", 1993). Where the distances are bounded,
+running the second nest that much later makes fusion legal (Manjikian and Abdelrahman, "Fusion of Loops for Parallelism
+and Locality", 1997).
 """
 
 from __future__ import annotations
@@ -73,9 +74,10 @@ class LoopFusionAnalyzer:
 
     @cached_property
     def shift(self) -> tuple[Point, ...] | None:
-        """How many iterations later each nest must run, level by level, for the nests to be fused, and tiled, at all levels.
+        """How many iterations later each nest must run, level by level, to be fused, and tiled, at all levels.
 
-        All zeros where nothing need be done. None: bounds differ, or a nest would only begin with the last iteration of another.
+        All zeros where nothing need be done. None: bounds differ, or a nest would only begin with the last iteration of
+        another.
         """
         depth = max(n.depth for n in self.nests)
         if self.common < depth:

@@ -1,7 +1,8 @@
 """Which of our ops computes what a graph writes out.
 
-Every op has a reference in PyTorch. Traced, it is a pattern. Where the pattern occurs in a graph, and nothing inside of it
-is needed elsewhere, the op can take the place of those kernels. So no rule has to be written for an op, not even a plugin's.
+Every op has a reference in PyTorch. Traced, it is a pattern. Where the pattern occurs in a graph, and nothing inside of
+it is needed elsewhere, the op can take the place of those kernels. So no rule has to be written for an op, not even a
+plugin's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Match:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """An op's reference as a network. `inputs`: its tensor arguments; `fixed`: all others; `roots`: matching starts there."""
+    """An op's reference. `inputs`: its tensor arguments; `fixed`: the others; `roots`: where matching starts."""
 
     op: Op
     network: Network
@@ -116,7 +117,7 @@ def find(graph: OpGraph) -> list[Match]:
 
 @cache
 def patterns(name: str, dtype: torch.dtype) -> tuple[Pattern, ...]:
-    """The patterns of an op for inputs of a dtype; none of attention and sampling, which stay ops of their own in a graph."""
+    """The patterns of an op for inputs of a dtype; none of attention and sampling, which stay ops in a graph."""
     declared = all_ops()[name]
     if declared.inputs is None or dtype not in declared.inputs.dtypes or "attention" in name or name == "sample":
         return ()

@@ -1,7 +1,8 @@
 """Predicted beside measured: every group unfused, through torch.compile and through our ops.
 
-On CUDA a call is timed within a CUDA graph (launches by the host do not show), each call of it with inputs of its own, so that
-they come from memory where they are large enough to leave the L2 cache. On a CPU it is a wall clock, with warm caches.
+On CUDA a call is timed within a CUDA graph, so that launches by the host do not show. Each call of the graph has inputs
+of its own, so that they come from memory where they are large enough to leave the L2 cache. On a CPU it is a wall
+clock, with warm caches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4, to
 
 @dataclass(frozen=True)
 class Measured:
-    """One way to run a group: seconds, or why there are none; with seconds and a reason, why results were not compared."""
+    """One way to run a group: seconds, or a reason why there are none; with both, why results were not compared."""
 
     seconds: float | None
     reason: str = ""
@@ -77,8 +78,8 @@ class Agreement:
     """How well predictions and measurements agree.
 
     Attributes:
-        rank: Spearman's correlation of the predicted with the measured gains of groups of several kernels; None for fewer than
-            three of them.
+        rank: Spearman's correlation of the predicted with the measured gains of groups of several kernels; None for
+            fewer than three of them.
         unfused_error, fused_error: the median of |predicted - measured| / measured.
     """
 
@@ -124,13 +125,13 @@ def measure(
 def agreement(rows: Sequence[Comparison]) -> Agreement:
     """Correlation and errors over groups; of fused times only where something was fused."""
     several = [r for r in rows if r.kernels > 1 and r.measured_gain is not None]
-    gains = [(r.predicted_unfused - r.predicted_fused, r.measured_gain) for r in several]
+    gains = [(r.predicted_unfused - r.predicted_fused, r.measured_gain or 0.0) for r in several]
     unfused = [
         abs(r.predicted_unfused / r.unfused.seconds - 1) for r in rows if r.unfused.seconds and r.predicted_unfused
     ]
     fused = [abs(r.predicted_fused / r.fused - 1) for r in several if r.fused]
     return Agreement(
-        spearman([a for a, _ in gains], [b for _, b in gains]) if len(gains) > 2 else None,
+        spearman(*zip(*gains)) if len(gains) > 2 else None,
         statistics.median(unfused) if unfused else None,
         statistics.median(fused) if fused else None,
     )
@@ -149,11 +150,13 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]
 
 
-# ------------------------------------------------------------------------------------------------------------- one group
+# ------------------------------------------------------------------------------------------------------------- one
+# group
 
 
 def _compare(
-    analyzer: FusionAnalyzer, number: int, group: Group, found: dict[FxNode, Any], ways: Sequence[str], backend: str, iters: int
+    analyzer: FusionAnalyzer, number: int, group: Group, found: dict[FxNode, Any], ways: Sequence[str], backend: str,
+    iters: int,
 ) -> Comparison:  # fmt: skip
     plain = extract(group)
     inputs = [found[n] for n in plain.inputs]

@@ -51,7 +51,7 @@ def written(k: Kernel) -> set[int]:
 
 
 def private(graph: OpGraph, k: Kernel, own: Iterable[FxNode]) -> bool:
-    """Whether what `k` writes in place is made, written and read by kernels of `own` only: then it need not exist in memory."""
+    """Whether only kernels of `own` make, write and read what `k` writes in place: it need not exist in memory then."""
     own = set(own)
     made = set().union(*(_new_memory(fx) for fx in own))
     return all(

@@ -9,8 +9,8 @@
             C[i, j] = B[i, j] + B[i, j - 1]
     \"\"\", N=8, M=8)
 
-A nest is a loop in a loop in a loop, perfectly nested, with numbers or sizes as bounds; its innermost body is assignments to
-elements of arrays, whose indices are affine: sums of loop variables with whole factors.
+A nest is a loop in a loop in a loop, perfectly nested, with numbers or sizes as bounds. Its innermost body is
+assignments to elements of arrays, whose indices are affine: sums of loop variables with whole factors.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 SUPPORTED = (
-    "supported are perfectly nested `for i in range(low, high)` loops with numbers or sizes as bounds, and in the innermost one "
-    "assignments to array elements with affine indices, such as A[i, 2 * j + 1] = f(B[i, j])"
+    "supported are perfectly nested `for i in range(low, high)` loops with numbers or sizes as bounds, and in the "
+    "innermost one assignments to array elements with affine indices, such as A[i, 2 * j + 1] = f(B[i, j])"
 )
 FUNCTIONS: Mapping[str, Callable[..., float]] = {
     "abs": abs, "max": max, "min": min, "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "tanh": math.tanh,

@@ -1,7 +1,7 @@
 """A graph of kernels as a network of values by which two graphs are compared: what matters to a result, nothing else.
 
-Left out are names, reshapes, numbers of rows and the order of what commutes. Kept are operators, which part of a value a
-slice takes, along which dimensions an operand is broadcast or a reduction goes (counted from the last), and scalars.
+Left out are names, reshapes, numbers of rows and the order of what commutes. Kept are operators, which part of a value
+a slice takes, along which dimensions an operand is broadcast or a reduction goes (counted from the last), and scalars.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ def _broadcast(operand: FxNode, domain: tuple[int, ...]) -> tuple[int, ...]:
 def uses_match(wanted: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
     """Whether an operand enters in the same way: same position, own elements along the same dimensions.
 
-    Dimensions of size 1 say nothing, and those before the pattern's first stand for rows: they must be there if its first is.
+    Dimensions of size 1 say nothing, and those before the pattern's first stand for rows: they must be there if its
+    first is.
     """
     if not wanted or not given or wanted[0] != given[0]:
         return wanted == given == ()

@@ -1,4 +1,4 @@
-"""Matrix products among ATen operators: which are (some einsums and convolutions too), their operands and their sizes."""
+"""Matrix products among ATen operators, some einsums and convolutions too: their operands and their sizes."""
 
 from __future__ import annotations
 

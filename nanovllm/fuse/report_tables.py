@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def _table(title: str | None = None, **options: object) -> Table:
+def _table(title: str | None = None, show_footer: bool = False) -> Table:
     from rich.table import Table
 
-    return Table(title=title, title_justify="left", **options)
+    return Table(title=title, title_justify="left", show_footer=show_footer)
 
 
 def groups_table(report: FusionReport) -> Table:
@@ -25,13 +25,15 @@ def groups_table(report: FusionReport) -> Table:
     kernels = sum(len(r.kernels) for r in report.rows)
     columns = [
         ("#", ""), ("one kernel of", "sum"), ("kernels", f"{kernels}"), ("KB", f"{moved[0]:,.0f}"),
-        ("us", f"{1e6 * report.unfused:.1f}"), ("KB\nfused", f"{moved[1]:,.0f}"), ("us\nfused", f"{1e6 * report.fused:.1f}"),
+        ("us", f"{1e6 * report.unfused:.1f}"), ("KB\nfused", f"{moved[1]:,.0f}"),
+        ("us\nfused", f"{1e6 * report.fused:.1f}"),
         ("us\ngained", f"{1e6 * (report.unfused - report.fused):.1f}"), ("our op", ""),
     ]  # fmt: skip
     for heading, footer in columns:
-        words = heading in ("one kernel of", "our op")
-        justify, least = ("left", 20) if words else ("right", None)
-        table.add_column(heading, footer=footer, justify=justify, overflow="fold", no_wrap=not words, min_width=least)
+        if heading in ("one kernel of", "our op"):
+            table.add_column(heading, footer=footer, overflow="fold", min_width=20)
+        else:
+            table.add_column(heading, footer=footer, justify="right", overflow="fold", no_wrap=True)
     for r in report.rows:
         several = len(r.kernels) > 1
         table.add_row(
@@ -59,19 +61,13 @@ def measured_table(rows: Sequence[Comparison]) -> Table:
     table = _table()
     for heading in ("#", "one kernel of", "inputs in"):
         table.add_column(heading, justify="right" if heading == "#" else "left", overflow="fold")
-    for heading in (
-        "unfused us\npred.",
-        "\nmeas.",
-        "fused us\npred.",
-        "compile\nmeas.",
-        "our ops\nmeas.",
-    ):
+    for heading in ("unfused us\npred.", "\nmeas.", "fused us\npred.", "compile\nmeas.", "our ops\nmeas."):
         table.add_column(heading, justify="right")
     table.add_column("our op", overflow="fold")
     for r in rows:
         table.add_row(
-            str(r.number), r.ops, r.inputs, f"{1e6 * r.predicted_unfused:.1f}", _cell(r.unfused), f"{1e6 * r.predicted_fused:.1f}",
-            _cell(r.compile), _cell(r.ours), r.served,
+            str(r.number), r.ops, r.inputs, f"{1e6 * r.predicted_unfused:.1f}", _cell(r.unfused),
+            f"{1e6 * r.predicted_fused:.1f}", _cell(r.compile), _cell(r.ours), r.served,
         )  # fmt: skip
     return table
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.fuse.measure import Comparison, Measured, agreement
+from nanovllm.fuse.measure import WAYS, Comparison, Measured, agreement
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import provenance
 
@@ -66,13 +66,11 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def _group(r: Comparison) -> dict[str, Any]:
-    row = {
-        k: v
-        for k, v in asdict(r).items()
-        if k not in ("predicted_unfused", "predicted_fused", "unfused", "compile", "ours")
-    }
-    row |= {"predicted_unfused_us": _micros(r.predicted_unfused), "predicted_fused_us": _micros(r.predicted_fused)}
-    return row | {name: _measured(getattr(r, name)) for name in ("unfused", "compile", "ours")}
+    return {
+        **{name: getattr(r, name) for name in ("number", "ops", "kernels", "served", "inputs")},
+        "predicted_unfused_us": _micros(r.predicted_unfused), "predicted_fused_us": _micros(r.predicted_fused),
+        **{name: _measured(getattr(r, name)) for name in WAYS},
+    }  # fmt: skip
 
 
 def _measured(m: Measured) -> dict[str, Any]:

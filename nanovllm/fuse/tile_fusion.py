@@ -1,11 +1,13 @@
 """Fused nests cut into tiles: whether that is legal, which size moves the least, and the order in which tiles run.
 
-Loops may be cut into rectangular tiles, which then run one after the other, if no dependence that these loops carry has a negative
-part in one of them: the band is fully permutable (Irigoin and Triolet, "Supernode Partitioning", 1988; Wolf and Lam, "A Data
-Locality Optimizing Algorithm", 1991). A delay of the later nests can make it so (`LoopFusionAnalyzer.shift`).
+Loops may be cut into rectangular tiles, which then run one after the other, if no dependence that these loops carry has
+a negative part in one of them: the band is fully permutable (Irigoin and Triolet, "Supernode Partitioning", 1988; Wolf
+and Lam, "A Data Locality Optimizing Algorithm", 1991). A delay of the later nests can make it so
+(`LoopFusionAnalyzer.shift`).
 
-A tile's footprint is what it touches: for each array and dimension the span of its indices over the tile. Cut so that the footprint
-fits into a cache or shared memory, every tile loads its footprint once, and what is computed and used within it never leaves.
+A tile's footprint is what it touches: for each array and dimension the span of its indices over the tile. Cut so that
+the footprint fits into a cache or shared memory, every tile loads its footprint once, and what is computed and used
+within it never leaves.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class TilePlan:
         tile: iterations of each loop, outermost first.
         footprint: elements that a tile touches.
         tiles: how many there are.
-        traffic: elements that all tiles load and store, each its footprint once; arrays that live only within tiles left out.
+        traffic: elements that all tiles load and store, each its footprint once; arrays that live only within tiles
+            left out.
     """
 
     tile: Point
@@ -153,9 +156,8 @@ class TileFusion:
         ]
         fitting = [p for p in map(self.plan, itertools.product(*sizes)) if p.footprint <= capacity]
         if not fitting:
-            raise ValueError(
-                f"capacity: a tile of one iteration touches {self.footprint((1,) * len(sizes))} elements, not {capacity}"
-            )
+            least = self.footprint((1,) * len(sizes))
+            raise ValueError(f"capacity: a tile of one iteration touches {least} elements, not {capacity}")
         # Of equals the one that is longest in the innermost loop, where elements are neighbours.
         return min(fitting, key=lambda p: (p.traffic, p.tiles, [-t for t in reversed(p.tile)]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,8 @@ class Check:
 
     Attributes:
         cases: how many were compared.
-        error: the worst error of an element over what is allowed: the tolerance times (its value + the typical value of its row).
+        error: the worst error of an element over what is allowed, which is the tolerance times (its value + the typical
+            value of its row).
         failures: what was wrong, a line a case.
         reason: why nothing was compared.
         how: "", or "interpreter" where Triton's interpreter ran the kernel.
@@ -66,10 +66,12 @@ def check(
 
 
 def compare(lesson: Lesson, way: Way, inputs: Inputs) -> tuple[float, str | None]:
-    """(error over what is allowed, what was wrong or None) of one call. Outputs are poisoned before and guarded behind."""
+    """(error over what is allowed, what was wrong or None) of one call, its outputs poisoned and guarded."""
     assert way.call is not None
     before = [t.clone() for t in inputs]
-    with torch.inference_mode(), _guarded(way) as guard:
+    # torch.compile would compile the kernel for the guard's sake.
+    guarded = contextlib.nullcontext() if way.name == "compile" else MemoryGuard()
+    with torch.inference_mode(), guarded as guard:
         got = way.call(*inputs)
     if guard is not None and (damage := guard.check()) is not None:
         return torch.inf, damage
@@ -100,7 +102,7 @@ def compare_rows(lesson: Lesson, way: Way, inputs: Inputs) -> tuple[float, str |
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, str | None]:
-    """(the worst error over what is allowed for `got`'s dtype, what is wrong if that is above 1). want: the same in float64."""
+    """(the worst error over what is allowed, what is wrong if that is above 1). want: the same in float64."""
     if got.shape != want.shape:
         return torch.inf, f"gave the shape {list(got.shape)} instead of {list(want.shape)}"
     typical = want.square().mean(-1, keepdim=True).sqrt()
@@ -112,16 +114,10 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, str | None
         return worst, None
     at = tuple(int(n) for n in torch.unravel_index(error.argmax(), error.shape))
     wrong = int((error > 1).sum())
-    return (
-        worst,
-        f"{got[at]:.6g} instead of {want[at]:.6g} at {list(at)}; {wrong} of {error.numel()} elements are wrong",
-    )
+    said = f"{got[at]:.6g} instead of {want[at]:.6g} at {list(at)}; {wrong} of {error.numel()} elements are wrong"
+    return worst, said
 
 
-@contextlib.contextmanager
-def _guarded(way: Way) -> Iterator[MemoryGuard | None]:
-    if way.name == "compile":  # it would be compiled for the guard's sake
-        yield None
-        return
-    with MemoryGuard() as guard:
-        yield guard
+def error_line(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

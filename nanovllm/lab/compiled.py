@@ -29,7 +29,8 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> tuple[str, Re
     """(PTX, reading) of what Triton compiles for a launch; nothing runs, and no GPU is needed.
 
     Args:
-        launch: its tensors may be on the meta device; they are taken to be aligned to 16 bytes, as PyTorch allocates them.
+        launch: its tensors may be on the meta device; they are taken to be aligned to 16 bytes, as PyTorch allocates
+            them.
         capability: what to compile for, such as (9, 0).
 
     Raises:

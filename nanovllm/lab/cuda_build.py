@@ -1,7 +1,8 @@
 """Compiles a lesson's .cu file with nvcc: to a library that Python loads, or to PTX to look at.
 
-A library is built at first use in `$TORCH_EXTENSIONS_DIR` (else ~/.cache/torch_extensions) / nanovllm_lab_<hash>, where the
-package's own kernels are built too (nanovllm/kernels/cuda/build.py). The hash covers sources, flags and compiler, so none is stale.
+A library is built at first use in `$TORCH_EXTENSIONS_DIR` (else ~/.cache/torch_extensions) / nanovllm_lab_<hash>, where
+the package's own kernels are built too (nanovllm/kernels/cuda/build.py). The hash covers sources, flags and compiler,
+so none is stale.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def load(name: str, capability: tuple[int, int]) -> ctypes.CDLL:
     """The library of <name>.cu for an architecture; compiles it if that was not done before.
 
     Raises:
-        RuntimeError: the compiler failed, the message has its output; or other users can write to the library's directory.
+        RuntimeError: the compiler failed, the message has its output; or other users can write to the library's
+            directory.
     """
     home = _home()
     flags = [*NVCC_FLAGS, arch_flag(capability), "-shared", "-Xcompiler=-fPIC"]

@@ -14,26 +14,16 @@ from dataclasses import asdict
 import torch
 
 from nanovllm.lab.check import Check, check
-from nanovllm.lab.lesson import Lesson, lesson
+from nanovllm.lab.lesson import Lesson, dtype_name, lesson
 from nanovllm.lab.ways import ways
 
 
 def check_interpreted(lesson: Lesson, dtype: torch.dtype, seed: int) -> Check:
     """`check` of the Triton way in another process, whose Triton interprets."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        __name__,
-        lesson.name,
-        str(dtype).removeprefix("torch."),
-        str(seed),
-    ]
     # NumPy, which computes there, warns of overflows that a GPU passes over in silence: hence -W.
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
-    )
+    command = [sys.executable, "-W", "ignore", "-m", __name__, lesson.name, dtype_name(dtype), str(seed)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return Check("triton", failures=(f"the interpreter failed: {last}",), how="interpreter")

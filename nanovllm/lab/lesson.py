@@ -19,7 +19,7 @@ LARGEST_DIM = 32768  # a row is held by one Triton program
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a Triton kernel, kept apart from running it so that it can also be compiled for a GPU that is not here.
+    """One launch of a Triton kernel. It can be run, or only compiled, also for a GPU that is not here.
 
     Attributes:
         args: the arguments that are not constants, in order: tensors, integers, floats.
@@ -51,7 +51,8 @@ class Lesson:
         formula: the function, for people.
         dtypes: what the ways take, the default first. On a CPU float32 is the default, and always taken.
         inputs: (rows, dim, dtype, device, generator) -> random arguments, the first of them [rows, dim].
-        exact: the function in float64, for arguments in float64. Row r of the result depends on row r of the first argument only.
+        exact: the function in float64, for arguments in float64. Row r of the result depends on row r of the first
+            argument only.
         plain: written out with elementary operations of PyTorch.
         own: what PyTorch has for it.
         cuda: (the compiled library of <name>.cu, *arguments) -> result.
@@ -89,8 +90,13 @@ def lesson(name: str) -> Lesson:
 NAMES = ("gelu", "softmax", "layernorm", "matmul")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def normal(*shape: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Random numbers; the bits that a kernel computes with decide how much power, hence clock, it takes: never zeros."""
+    """Random numbers. Never zeros: the bits that a kernel computes with decide its power, hence its clock."""
     return torch.randn(shape, device=device, generator=generator).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""a @ b in Triton: a program is a tile of the result; the compiler pipelines the loads and picks the tensor-core instruction."""
+"""a @ b in Triton: a program is a tile of the result; the compiler pipelines loads and picks instructions."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,8 @@
 """How the time of training steps of an MLP grows: with steps, layers, batch and dim.
 
-Arithmetic says: in proportion to steps, layers and batch, and with the square of dim. What is measured says where that holds and
-where something else is the limit: the host, which launches a kernel after the other, or kernels too small to fill the device.
+Arithmetic says: in proportion to steps, layers and batch, and with the square of dim. What is measured says where that
+holds and where something else is the limit: the host, which launches a kernel after the other, or kernels too small to
+fill the device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 from nanovllm.hardware.measured_rates import Rates, rates
 from nanovllm.hardware.versions import versions
+from nanovllm.lab.lesson import dtype_name
 from nanovllm.lab.profiled import Ran, kernels_that_ran
 
 SWEEPS = ("steps", "layers", "batch", "dim")
@@ -85,7 +87,7 @@ class Sweeps:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -135,7 +137,7 @@ def run_sweeps(
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     seed = time.time_ns() % 2**31 if seed is None else seed
     tell("measuring the device")
-    found = rates(device, (str(dtype).removeprefix("torch."),))
+    found = rates(device, (dtype_name(dtype),))
     points = {}
     for name in chosen:
         row: list[Point] = []
@@ -178,6 +180,7 @@ def make_run(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) 
 def _measure(
     shape: Shape, device: torch.device, dtype: torch.dtype, found: Rates, profile: bool, seed: int, first: Point | None
 ) -> Point:
+    run: Any = None
     try:
         run = make_run(shape, device, dtype, seed)
         seconds = _wall_time(run, device)
@@ -186,14 +189,13 @@ def _measure(
     except torch.OutOfMemoryError:
         return Point(shape, reason="out of memory")
     finally:
-        run = None
+        run = None  # frees its memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    rate = found.matmul[str(dtype).removeprefix("torch.")]
-    ratio = flops_ratio = 1.0
-    if first is not None:
-        ratio = seconds / first.seconds if first.seconds else None
-        flops_ratio = shape.flops / first.shape.flops
+    rate = found.matmul[dtype_name(dtype)]
+    ratio, flops_ratio = (1.0, 1.0) if first is None else (None, shape.flops / first.shape.flops)
+    if first is not None and first.seconds:
+        ratio = seconds / first.seconds
     return Point(shape, seconds, ratio, flops_ratio, shape.flops / seconds / rate, ran)
 
 

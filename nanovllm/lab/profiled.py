@@ -14,8 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 _BOOKKEEPING = {
     f"aten::{name}"
     for name in (
-        "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "item", "_local_scalar_dense", "reshape",
-        "resolve_conj", "resolve_neg", "result_type", "select", "slice", "t", "to", "_to_copy", "transpose", "unsqueeze", "view",
+        "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "item",
+        "_local_scalar_dense", "reshape", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "t", "to", "_to_copy",
+        "transpose", "unsqueeze", "view",
         "layer_norm", "linear", "matmul", "softmax", "square", "zeros", "zero_",  # they call what computes
     )
 }  # fmt: skip
@@ -23,7 +24,7 @@ _BOOKKEEPING = {
 
 @dataclass(frozen=True)
 class Ran:
-    """A kernel of a GPU, or on a CPU an operator or a function that torch.compile wrote: how often, and seconds in all."""
+    """A GPU's kernel, or a CPU's operator or compiled function: how often it ran, and seconds in all."""
 
     name: str
     count: int
@@ -31,7 +32,7 @@ class Ran:
 
 
 def kernels_that_ran(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Ran, ...]:
-    """What one call runs, in the order of first appearance. The call should have been made before: else it compiles here."""
+    """What one call runs, in the order of first appearance. Make the call once before, else it compiles here."""
     on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as recorded:

@@ -1,15 +1,15 @@
 """Reads PTX, the assembly language of NVIDIA GPUs, and says in words what it means for speed.
 
-PTX is what a compiler front end emits; the assembler ptxas turns it into machine code and hands out registers. Loads and their
-widths are decided in PTX, registers and spills only by ptxas: hence a reading of both. The instruction set is described in
-NVIDIA's "Parallel Thread Execution ISA".
+PTX is what a compiler front end emits; the assembler ptxas turns it into machine code and hands out registers. Loads
+and their widths are decided in PTX, registers and spills only by ptxas: hence a reading of both. The instruction set is
+described in NVIDIA's "Parallel Thread Execution ISA".
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.hardware.gpu_presets import DeviceModel
@@ -23,15 +23,16 @@ _REPORT = re.compile(
 )
 _LONG_LIST = re.compile(r"\{[^{}]{25,}\}")  # more than four registers
 _UNITS = {
-    "ex2": "powers of two; exp is one of them and a multiplication", "rcp": "reciprocals", "rsqrt": "reciprocal square roots",
-    "sqrt": "square roots", "tanh": "tanh", "lg2": "logarithms",
+    "ex2": "powers of two; exp is one of them and a multiplication", "rcp": "reciprocals", "sqrt": "square roots",
+    "rsqrt": "reciprocal square roots", "tanh": "tanh", "lg2": "logarithms",
 }  # fmt: skip
 _MEANINGS = {
     "wgmma.mma": "Hopper's tensor-core instruction: 4 warps together, operands straight from shared memory",
     "tcgen05.mma": "Blackwell's tensor-core instruction: one thread starts it, sums in tensor memory",
     "mma": "tensor cores, a warp at a time, operands from registers",
     "ldmatrix": "shared memory to registers in the layout that mma wants",
-    "wmma.load": "a tile from shared memory to registers in the layout that mma wants; ptxas makes ldmatrix or plain loads of it",
+    "wmma.load": "a tile from shared memory to registers in the layout that mma wants; ptxas makes ldmatrix or "
+                 "plain loads of it",
     "wmma.store": "a tile of sums from registers to shared memory",
     "cp.async.bulk": "a bulk tensor copy (TMA): one thread asks for a whole tile, hardware computes the addresses",
     "fma": "a multiplication and an addition in one instruction, rounded once",
@@ -41,7 +42,8 @@ _MEANINGS = {
     "barrier": "the threads of a block wait for each other",
     "warp barrier": "the threads of a warp wait for each other",
     "bra": "a jump: a loop, or past work that is not for this thread",
-    **{unit: f"{what}; on the special-function unit, at a quarter or less of the fma rate" for unit, what in _UNITS.items()},
+    **{unit: f"{what}; on the special-function unit, at a quarter or less of the fma rate"
+       for unit, what in _UNITS.items()},
 }  # fmt: skip
 
 
@@ -64,7 +66,8 @@ class Reading:
         accesses: loads and stores through registers.
         async_copies: cp.async instructions by bytes: device memory to shared memory past the registers.
         counts, examples: other instructions of interest by name: how often, and the first of them.
-        registers, spilled, shared: 32-bit registers a thread, bytes a thread that found none, bytes of static shared memory a block.
+        registers, spilled, shared: 32-bit registers a thread, bytes a thread that found none, bytes of static shared
+            memory a block.
         dynamic_shared: bytes of shared memory that the launch asks for besides.
         threads: a block's.
     """
@@ -79,9 +82,6 @@ class Reading:
     shared: int
     dynamic_shared: int
     threads: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def explained(r: Reading) -> list[Line]:
     lines = [Line(a.example, a.count, _meaning(a)) for a in r.accesses]
     for size, count in sorted(r.async_copies.items()):
         meaning = (
-            f"{size} bytes from device to shared memory past the registers: the thread goes on while they are under way, "
-            "which is what a pipeline of stages is made of"
+            f"{size} bytes from device to shared memory past the registers: the thread goes on while they are under "
+            "way, which is what a pipeline of stages is made of"
         )
         lines.append(Line(r.examples[str(size)], count, meaning))
     order = list(_MEANINGS)
@@ -193,8 +193,8 @@ def _meaning(a: Access) -> str:
     if a.bytes >= 16:
         return line + "the widest there is" if a.bytes == 16 else line + "wider than 16, which only Blackwell has"
     return line + (
-        f"{16 // a.bytes} times the instructions of 16-byte accesses; alignment is not known, or neighbours of a thread are not "
-        "neighbours in memory"
+        f"{16 // a.bytes} times the instructions of 16-byte accesses; alignment is not known, or neighbours of a "
+        "thread are not neighbours in memory"
     )
 
 
@@ -208,9 +208,9 @@ def resources_in_words(r: Reading, device: DeviceModel) -> list[str]:
     verb = "runs" if limit == "shared memory" else "run"
     why = "as many as there can be" if warps == device.warps_per_sm else f"{limit} {verb} out first"
     lines = [
-        f"{r.registers} registers a thread, {r.threads} threads and {shared:,} bytes of shared memory a block: a multiprocessor of "
-        f"{device.name} holds {fit.blocks} such block{'' if fit.blocks == 1 else 's'}, {warps} of at most {device.warps_per_sm} "
-        f"warps: {why}."
+        f"{r.registers} registers a thread, {r.threads} threads and {shared:,} bytes of shared memory a block: "
+        f"a multiprocessor of {device.name} holds {fit.blocks} such block{'' if fit.blocks == 1 else 's'}, "
+        f"{warps} of at most {device.warps_per_sm} warps: {why}."
     ]
     if r.spilled:
         lines.append(f"Spilled: registers ran out, and {r.spilled} bytes a thread go to memory and back.")

@@ -12,10 +12,10 @@ import torch
 from nanovllm.hardware.gpu_presets import DeviceModel, device_model, this_device
 from nanovllm.hardware.versions import versions
 from nanovllm.kernels.op.availability import triton_support
-from nanovllm.lab.check import Check, check
+from nanovllm.lab.check import Check, check, error_line
 from nanovllm.lab.compiled import cuda_reading, triton_reading
 from nanovllm.lab.interpret import check_here, check_interpreted
-from nanovllm.lab.lesson import WAYS, Lesson
+from nanovllm.lab.lesson import Lesson, dtype_name
 from nanovllm.lab.ptx import Reading, explained, resources_in_words
 from nanovllm.lab.timing import Limits, Row, check_sizes, limits, measure
 from nanovllm.lab.ways import Way, check_names, ways
@@ -63,29 +63,23 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "lesson": self.lesson.name,
-            "formula": self.lesson.formula,
-            "device": self.limits.device,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "seed": self.seed,
-            "versions": versions(),
+            "lesson": self.lesson.name, "formula": self.lesson.formula, "device": self.limits.device,
+            "dtype": dtype_name(self.dtype), "seed": self.seed, "versions": versions(),
             "limits": {"bytes_per_second": self.limits.bandwidth, "matmul_flops_per_second": self.limits.matmul},
-            "checks": [asdict(c) for c in self.checks],
-            "rows": [r.as_dict() for r in self.rows],
-            "compiled_for": self.gpu.name,
-            "ptx": [
-                {
-                    "way": x.way,
-                    "dim": x.dim,
-                    "dtype": str(x.dtype).removeprefix("torch."),
-                    "reason": x.reason,
-                    "ptx": x.ptx,
-                    "reading": None if x.reading is None else asdict(x.reading),
-                    "lines": [] if x.reading is None else [asdict(line) for line in explained(x.reading)],
-                    "resources": [] if x.reading is None else resources_in_words(x.reading, self.gpu),
-                }
-                for x in self.listings
-            ],
+            "checks": [asdict(c) for c in self.checks], "rows": [r.as_dict() for r in self.rows],
+            "compiled_for": self.gpu.name, "ptx": [self._listing_as_dict(x) for x in self.listings],
+        }  # fmt: skip
+
+    def _listing_as_dict(self, x: Listing) -> dict[str, Any]:
+        found = {"way": x.way, "dim": x.dim, "dtype": dtype_name(x.dtype), "reason": x.reason, "ptx": x.ptx}
+        if x.reading is None:
+            return {**found, "reading": None, "lines": [], "resources": []}
+        lines = [asdict(line) for line in explained(x.reading)]
+        return {
+            **found,
+            "reading": asdict(x.reading),
+            "lines": lines,
+            "resources": resources_in_words(x.reading, self.gpu),
         }
 
 
@@ -119,8 +113,7 @@ def run(
     dtype = dtype or (torch.float32 if on_cpu else lesson.dtypes[0])
     taken = dict.fromkeys((*lesson.dtypes, torch.float32)) if on_cpu else lesson.dtypes
     if dtype not in taken:
-        known = ", ".join(str(d).removeprefix("torch.") for d in taken)
-        raise ValueError(f"dtype: {lesson.name} takes {known}, not {str(dtype).removeprefix('torch.')}")
+        raise ValueError(f"dtype: {lesson.name} takes {', '.join(map(dtype_name, taken))}, not {dtype_name(dtype)}")
     dims, chosen = check_sizes(sizes, device), check_names(names)
     if gpu is None and device.type == "cuda":
         model = this_device(device)
@@ -131,13 +124,11 @@ def run(
     limit = limits(lesson, device, dtype, refresh)
     if "cuda" in chosen:
         tell("compiling CUDA C++")
-    candidates = ways(lesson, device, dtype, chosen)
     checks, usable = [], []
-    for way in candidates:
+    for way in ways(lesson, device, dtype, chosen):
         tell(f"checking {way.name}")
-        found = _check(lesson, way, device, dtype, seed)
-        checks.append(found)
-        usable.append(_unless_wrong(way, found))
+        checks.append(_check(lesson, way, device, dtype, seed))
+        usable.append(_unless_wrong(way, checks[-1]))
     rows = []
     for dim in dims:
         for way in usable:
@@ -164,7 +155,7 @@ def _check(lesson: Lesson, way: Way, device: torch.device, dtype: torch.dtype, s
     except torch.OutOfMemoryError:
         return Check(way.name, reason="out of memory")
     except Exception as error:  # a way that fails is a row of the table; the others are still of use
-        said = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        said = error_line(error)
         if way.name == "compile":  # for want of a C++ compiler, most often
             return Check(way.name, reason=f"torch.compile failed: {said}")
         return Check(way.name, failures=(said,))
@@ -182,7 +173,6 @@ def _unless_wrong(way: Way, found: Check) -> Way:
 
 
 def _listing(lesson: Lesson, name: str, dim: int, dtype: torch.dtype, gpu: DeviceModel) -> Listing:
-    assert name in WAYS
     reader = cuda_reading if name == "cuda" else triton_reading
     try:
         ptx, reading = reader(lesson, dim, dtype, divmod(gpu.capability, 10))

@@ -5,20 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nanovllm.lab.lesson import WAYS
+from nanovllm.lab.lesson import WAYS, dtype_name
 from nanovllm.lab.ptx import explained, resources_in_words
 from nanovllm.lab.run import Listing, Result
 from nanovllm.lab.timing import Row
 
 _TITLES = {
-    "plain": "PyTorch, written out", "torch": "PyTorch's own", "compile": "torch.compile", "cuda": "CUDA C++", "triton": "Triton",
+    "plain": "PyTorch, written out", "torch": "PyTorch's own", "compile": "torch.compile", "cuda": "CUDA C++",
+    "triton": "Triton",
 }  # fmt: skip
 
 
 def show(result: Result, console: Any) -> None:
     """Print all of it to a rich console."""
     lesson, limit = result.lesson, result.limits
-    dtype = str(result.dtype).removeprefix("torch.")
+    dtype = dtype_name(result.dtype)
     roof = f"{limit.bandwidth / 1e9:,.0f} GB/s"
     if limit.matmul:
         roof += f", {limit.matmul / 1e12:,.2f} TFLOP/s in {dtype}"
@@ -33,8 +34,8 @@ def show(result: Result, console: Any) -> None:
     print_table(console, title, _timings(result))
     if any((r.share or 0) > 1 for r in result.rows) and result.device.type == "cpu":
         console.print(
-            "Above 100 %: what fits into a cache of the CPU is not held back by its memory; or the machine was busy when its limits were "
-            "measured (--refresh measures them again).",
+            "Above 100 %: what fits into a cache of the CPU is not held back by its memory; or the machine was busy "
+            "when its limits were measured (--refresh measures them again).",
             highlight=False,
         )
     kernels = _kernels(result)
@@ -73,11 +74,13 @@ def _timings(result: Result) -> Any:
         table.add_row(
             str(r.dim), r.way, f"{1e6 * t.median:,.1f}", f"{1e6 * t.p20:,.1f}-{1e6 * t.p80:,.1f}",
             _megabytes(r.least_bytes), _megabytes(r.bytes) + ("" if r.counted else " *"),
-            f"{rate_of(r, flops):,.2f}" if flops else f"{rate_of(r, flops):,.0f}", f"{r.share:.0%}", str(sum(k.count for k in r.ran)),
+            f"{rate_of(r, flops):,.2f}" if flops else f"{rate_of(r, flops):,.0f}", f"{r.share:.0%}",
+            str(sum(k.count for k in r.ran)),
         )  # fmt: skip
     table.caption = (
         ("" if flops else "GB/s: the least there is to move, over the time, so that ways compare. ")
-        + "MB moved: what PyTorch's operations read and write in all; * taken as the least, for kernels that we did not count."
+        + "MB moved: what PyTorch's operations read and write in all; * taken as the least, for kernels that we did "
+        "not count."
     )
     return table
 
@@ -108,7 +111,7 @@ def _kernels(result: Result) -> Any:
 
 
 def _show_listing(listing: Listing, result: Result, console: Any) -> None:
-    title = f"{_TITLES[listing.way]} compiled for {result.gpu.name}, {str(listing.dtype).removeprefix('torch.')}, dim {listing.dim}"
+    title = f"{_TITLES[listing.way]} compiled for {result.gpu.name}, {dtype_name(listing.dtype)}, dim {listing.dim}"
     if listing.reading is None:
         console.print(f"{title}: {listing.reason}", highlight=False, markup=False)
         return
@@ -137,11 +140,10 @@ def plot(result: Result, path: Path) -> None:
     Raises:
         ValueError: matplotlib is not installed, or nothing was timed.
     """
-    figure_of = _matplotlib_figure()
     if not any(r.timing for r in result.rows):
         raise ValueError("plot: nothing was timed, so there is nothing to draw")
     flops = result.limits.matmul is not None
-    figure = figure_of(figsize=(6.4, 4.4), layout="constrained")
+    figure = new_figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.add_subplot()
     for way in WAYS:
         points = [(r.dim, rate_of(r, flops)) for r in result.rows if r.way == way and r.timing]
@@ -155,23 +157,19 @@ def plot(result: Result, path: Path) -> None:
     axes.minorticks_off()
     axes.set(
         xlabel="dim", ylabel="TFLOP/s" if flops else "GB/s of the least traffic", ylim=(0, None),
-        title=f"{result.lesson.name}, {str(result.dtype).removeprefix('torch.')}, {result.limits.device}",
+        title=f"{result.lesson.name}, {dtype_name(result.dtype)}, {result.limits.device}",
     )  # fmt: skip
     axes.legend(frameon=False)
     save_figure(figure, path)
 
 
-def _matplotlib_figure() -> Any:
+def new_figure(**options: Any) -> Any:
+    """A matplotlib figure; a ValueError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("plot: it needs matplotlib; pip install matplotlib") from None
-    return Figure
-
-
-def new_figure(**options: Any) -> Any:
-    """A matplotlib figure; a ValueError without matplotlib."""
-    return _matplotlib_figure()(**options)
+    return Figure(**options)
 
 
 def check_figure(path: Path) -> None:
@@ -206,26 +204,9 @@ def print_table(console: Any, title: str, table: Any) -> None:
 
 
 _NUMBERS = {
-    "dim",
-    "us",
-    "ms",
-    "p20-p80",
-    "MB least",
-    "MB moved",
-    "GB/s",
-    "TFLOP/s",
-    "of limit",
-    "kernels",
-    "times",
-    "cases",
-    "written",
-    "time",
-    "flops",
-    "share",
-    "steps",
-    "layers",
-    "batch",
-}
+    "dim", "us", "ms", "p20-p80", "MB least", "MB moved", "GB/s", "TFLOP/s", "of limit", "kernels", "times", "cases",
+    "written", "time", "flops", "share", "steps", "layers", "batch",
+}  # fmt: skip
 
 
 def _escaped(text: str) -> str:

@@ -13,8 +13,9 @@ def show(result: Sweeps, console: Any) -> None:
     """Print a table for each sweep, and with a profile one for each of its ends."""
     b, rate = result.base, result.rates.matmul[result.dtype_name]
     console.print(
-        f"Training steps of an MLP in {result.dtype_name} on {result.rates.device}: {b.steps} steps, {b.layers} layers, batch {b.batch}, "
-        f"dim {b.dim}, one of them swept at a time. Matrix products reach {rate / 1e12:,.2f} TFLOP/s here, measured.",
+        f"Training steps of an MLP in {result.dtype_name} on {result.rates.device}: {b.steps} steps, "
+        f"{b.layers} layers, batch {b.batch}, dim {b.dim}, one of them swept at a time. "
+        f"Matrix products reach {rate / 1e12:,.2f} TFLOP/s here, measured.",
         highlight=False,
     )
     for name, points in result.points.items():
@@ -25,8 +26,8 @@ def show(result: Sweeps, console: Any) -> None:
                 table.add_row(value, *[""] * 5, p.reason)
                 continue
             table.add_row(
-                value, f"{1e3 * p.seconds:,.3f}", _times(p.ratio), _times(p.flops_ratio), f"{p.shape.flops / p.seconds / 1e12:,.2f}",
-                f"{p.share:.0%}",
+                value, f"{1e3 * p.seconds:,.3f}", _times(p.ratio), _times(p.flops_ratio),
+                f"{p.shape.flops / p.seconds / 1e12:,.2f}", f"{p.share:.0%}",
             )  # fmt: skip
         print_table(console, f"{name}: the median run, host time included", table)
         if (line := in_words(name, points)) is not None:
@@ -59,8 +60,8 @@ def in_words(name: str, points: tuple[Point, ...]) -> str | None:
 
 def _profile(name: str, point: Point, what: str) -> tuple[str, Any]:
     """(title, table) of the kernels or operators that took longest."""
-    total = sum(k.seconds for k in point.ran)
-    title = f"{name} {getattr(point.shape, name)} under the profiler: {sum(k.count for k in point.ran)} {what}s, {1e3 * total:,.3f} ms in them"
+    total, count = sum(k.seconds for k in point.ran), sum(k.count for k in point.ran)
+    title = f"{name} {getattr(point.shape, name)} under the profiler: {count} {what}s, {1e3 * total:,.3f} ms in them"
     table = table_of(what, "times", "us", "share")
     for k in sorted(point.ran, key=lambda k: -k.seconds)[:8]:
         table.add_row(
@@ -82,12 +83,12 @@ def plot(result: Sweeps, path: Path) -> None:
     figure = new_figure(figsize=(3.4 * len(result.points), 3.4), layout="constrained")
     for i, (name, points) in enumerate(result.points.items()):
         axes = figure.add_subplot(1, len(result.points), i + 1)
-        timed = [p for p in points if p.seconds is not None]
+        timed = [(p.shape, 1e3 * p.seconds) for p in points if p.seconds is not None]
         if timed:
-            values = [getattr(p.shape, name) for p in timed]
-            first = timed[0]
-            axes.plot(values, [1e3 * p.seconds for p in timed], marker="o", label="measured")
-            scale = [1e3 * first.seconds * p.shape.flops / first.shape.flops for p in timed]
+            values = [getattr(shape, name) for shape, _ in timed]
+            first, first_ms = timed[0]
+            axes.plot(values, [ms for _, ms in timed], marker="o", label="measured")
+            scale = [first_ms * shape.flops / first.flops for shape, _ in timed]
             axes.plot(values, scale, linestyle="--", color="black", linewidth=1, label="in proportion to flops")
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)

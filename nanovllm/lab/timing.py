@@ -1,4 +1,4 @@
-"""How long each way of a lesson takes over sizes, how many bytes it moves, and which share of the hardware's limit that is."""
+"""How long each way of a lesson takes over sizes, how many bytes it moves, and its share of the hardware's limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.hardware.measured_rates import Rates, rates
 from nanovllm.hardware.timing import Timing, time_kernel
-from nanovllm.lab.check import compare_rows
-from nanovllm.lab.lesson import LARGEST_DIM, Inputs, Lesson
+from nanovllm.lab.check import compare_rows, error_line
+from nanovllm.lab.lesson import LARGEST_DIM, Inputs, Lesson, dtype_name
 from nanovllm.lab.profiled import Ran, kernels_that_ran
 from nanovllm.lab.traffic import torch_traffic
 from nanovllm.lab.ways import Way
@@ -43,8 +43,8 @@ class Row:
 
     Attributes:
         timing: seconds; None where `reason` says why.
-        bytes: what it moves through device memory. counted: from PyTorch's operations, which each read and write all of their
-            tensors; else the least that any kernel must move.
+        bytes: what it moves through device memory. counted: from PyTorch's operations, which each read and write all of
+            their tensors; else the least that any kernel must move.
         limit: the least seconds that the device allows.
         error: of sampled rows, over what is allowed.
         ran: the kernels of one call.
@@ -72,7 +72,7 @@ class Row:
 
 def limits(lesson: Lesson, device: torch.device, dtype: torch.dtype, refresh: bool = False) -> Limits:
     """Of the device, measured once and cached (nanovllm/hardware/measured_rates.py)."""
-    names = (str(dtype).removeprefix("torch."),) if lesson.name == "matmul" else ()
+    names = (dtype_name(dtype),) if lesson.name == "matmul" else ()
     found: Rates = rates(device, names, refresh)
     return Limits(found.device, found.bandwidth, found.matmul[names[0]] if names else None)
 
@@ -105,6 +105,7 @@ def measure(
         reason = f"only up to {lesson.plain_limit[0]}: {lesson.plain_limit[1]}"
     if reason is not None or way.call is None:
         return replace(row, reason=reason)
+    inputs: Any = None
     try:
         inputs = lesson.inputs(dim, dim, dtype, device, torch.Generator(device).manual_seed(seed))
         error, failure = compare_rows(lesson, way, inputs)
@@ -120,11 +121,9 @@ def measure(
     except torch.OutOfMemoryError:
         return replace(row, reason="out of memory")
     except Exception as error:  # the other ways and sizes are still of use
-        return replace(
-            row, reason=f"failed: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-        )
+        return replace(row, reason=f"failed: {error_line(error)}")
     finally:
-        inputs = None
+        inputs = None  # frees their memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

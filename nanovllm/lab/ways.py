@@ -47,7 +47,7 @@ def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 class _Compiled:
-    """torch.compile of a function, once for each shape: what it makes of a shape that it knows is what is of interest."""
+    """torch.compile of a function, once for each shape, so that it knows the shape when it compiles."""
 
     def __init__(self, fn: Callable[..., torch.Tensor]) -> None:
         self._fn = fn
@@ -58,7 +58,7 @@ class _Compiled:
         if key not in self._by_shape:
             torch._dynamo.reset()  # else PyTorch stops compiling after eight shapes
             # On a CPU the profiler sees its kernels only when told so.
-            options = {"cpp.enable_kernel_profile": True} if args[0].device.type == "cpu" else None
+            options: Any = {"cpp.enable_kernel_profile": True} if args[0].device.type == "cpu" else None
             self._by_shape = {key: torch.compile(self._fn, dynamic=False, fullgraph=True, options=options)}
         return self._by_shape[key](*args)
 

@@ -575,6 +575,6 @@ def test_measure_on_a_gpu(tmp_path, monkeypatch):
         f"fused {1e6 * r.predicted_fused:.1f} predicted, compile {1e6 * r.compile.seconds:.1f}, ours {1e6 * r.ours.seconds:.1f} us"
         for r in rows
     )
-    # Of the five groups of several kernels two pairs have nearly the same gain: the two norms, and the two products with
-    # something after them. Either order of both leaves a correlation of 0.8.
+    # Of the five groups of several kernels two pairs have nearly the same gain: the two norms, and the two products
+    # with something after them. Either order of both leaves a correlation of 0.8.
     assert found.rank > 0.75 and found.unfused_error < 0.5 and found.fused_error < 0.5, f"{found}\n{told}"

@@ -1,7 +1,7 @@
 """The CUDA C++ of the lessons and of the guide computes the right thing: compiled for the CPU, a thread for each CUDA thread.
 
-`cuda_on_cpu.hpp` has the little of CUDA that they use. The sources are taken as they are but for what is not C++: launches,
-inline PTX, dynamic shared memory. Needs a compiler for C++20 and CUDA's headers; the GPU tests need neither.
+`cuda_on_cpu.hpp` has the little of CUDA that they use. The sources are taken as they are but for what is not C++:
+launches, inline PTX, dynamic shared memory. Needs a compiler for C++20 and CUDA's headers; the GPU tests need neither.
 """
 
 import ctypes
@@ -98,7 +98,8 @@ def test_the_guides_kernels(tmp_path):
     numbers = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
     for dtype, number in numbers.items():
         for tuned in (0, 1):
-            # (rows, size, gap): scalar; a vector a thread; not a multiple; a gap that keeps alignment and one that does not; four a thread.
+            # (rows, size, gap): scalar; a vector a thread; not a multiple; a gap that keeps alignment and one that does
+            # not; four a thread.
             for rows, size, gap in ((1, 1, 0), (2, 1024, 0), (2, 1025, 0), (3, 96, 8), (2, 96, 3), (2, 8200, 0)):
                 x, weight = torch.randn(rows, size + gap).to(dtype)[:, :size], torch.randn(size).to(dtype)
                 y = torch.full((rows, size), torch.nan, dtype=dtype)
