@@ -15,8 +15,8 @@ _BOOKKEEPING = {
     f"aten::{name}"
     for name in (
         "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "item",
-        "_local_scalar_dense", "reshape", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "t", "to", "_to_copy",
-        "transpose", "unsqueeze", "view",
+        "_local_scalar_dense", "reshape", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "t", "to",
+        "_to_copy", "transpose", "unsqueeze", "view",
         "layer_norm", "linear", "matmul", "softmax", "square", "zeros", "zero_",  # they call what computes
     )
 }  # fmt: skip
