@@ -44,7 +44,8 @@ def rejects_unknown(cls: T | None = None, *, renamed: Mapping[str, str] | None =
     """
     if cls is None:
         return functools.partial(rejects_unknown, renamed=renamed)
-    init = cls.__init__
+    wrapped: Any = cls  # a class, whose constructor a type checker takes for that of an instance
+    init = wrapped.__init__
     known = [f.name for f in fields(cls) if f.init]
     names = renamed or {}
 
@@ -60,5 +61,5 @@ def rejects_unknown(cls: T | None = None, *, renamed: Mapping[str, str] | None =
         reject_unknown(cls.__name__, kwargs, known)
         init(self, *args, **kwargs)
 
-    cls.__init__ = __init__
+    wrapped.__init__ = __init__
     return cls

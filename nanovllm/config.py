@@ -69,6 +69,8 @@ class EngineConfig:
     (`engine/fast/piggyback.py`). `ride_prompts` is an older name of this argument."""
     fast_policy: FastPolicy | None = None
     """Which fast paths are on, one by one, for tests and measurements (`engine/fast/policy.py`); the arguments above win."""
+    max_logprobs: int = 20
+    """Most `logprobs` and `prompt_logprobs` that a request may ask for, since their cost grows with them. -1: any number."""
     async_scheduling: bool | None = None
     """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""
     tensor_parallel_size: int = 1
@@ -121,6 +123,12 @@ class EngineConfig:
             need(value is None or isinstance(value, bool), name, f"must be True or False, or None {otherwise}")
         for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "tensor_parallel_size"):
             need(positive_int(getattr(self, name)), name, "must be a positive integer")
+        most = self.max_logprobs
+        need(
+            isinstance(most, int) and not isinstance(most, bool) and most >= -1,
+            "max_logprobs",
+            "must be an integer of at least 0, or -1 for any number",
+        )
         for name in ("max_num_batched_tokens", "num_kvcache_blocks"):
             value = getattr(self, name)
             # nano-vLLM spells "decide for me" as -1.

@@ -11,6 +11,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
+from nanovllm.engine.step_loop import StepLoop, Waiter
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -26,7 +27,10 @@ class LLM:
         **kwargs: see `nanovllm.config.EngineConfig`.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: an argument or the model is not as it should be; the message says what.
+        ValueError, TypeError, FileNotFoundError: an argument or the model is wrong; the message says what.
+
+    Threads may share an LLM: calls of `generate`, `chat` and `stream` that come at the same time share its batches, and each
+    returns when its own requests have ended.
 
     Example:
         llm = LLM("path/to/Qwen3-0.6B")
@@ -35,7 +39,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **kwargs: Any) -> None:
-        self.engine = LLMEngine(EngineConfig(model, **kwargs))
+        self.engine = LLMEngine(EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs))
+        self._loop = StepLoop(self.engine)
 
     @property
     def tokenizer(self) -> Any:
@@ -66,7 +71,8 @@ class LLM:
 
         Args:
             prompts: one prompt or a list of them; a prompt is a string, a list of token ids, or a dict with "prompt" or
-                "prompt_token_ids".
+                "prompt_token_ids". A dict may also have a "cache_salt", as in vLLM: cached prefixes are shared only among
+                prompts of the same salt.
             sampling_params: for all prompts, or one for each.
             use_tqdm: show a progress bar with prompt and output tokens a second.
 
@@ -75,10 +81,12 @@ class LLM:
 
         Raises:
             ValueError, TypeError: a prompt or parameter that cannot be served; then none of them was started.
+            RuntimeError: a step failed that another thread ran and that computed one of these requests.
         """
         prompts = _as_list(prompts)
-        one_each = isinstance(sampling_params, (list, tuple))
-        params = list(sampling_params) if one_each else [sampling_params] * len(prompts)
+        params: Any = sampling_params
+        one_each = isinstance(params, (list, tuple))
+        params = list(params) if one_each else [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} sampling_params; pass one for all, or one for each"
@@ -112,10 +120,13 @@ class LLM:
         variables = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(variables, Mapping):
             raise TypeError(
-                f'chat_template_kwargs={variables!r:.80}: must be a dict, for example {{"enable_thinking": False}}, or None'
+                f"chat_template_kwargs={variables!r:.80}: must be a dict, for example"
+                ' {"enable_thinking": False}, or None'
             )
         one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = {"messages": messages} if one else {f"messages[{i}]": c for i, c in enumerate(messages)}
+        conversations: dict[str, Any] = (
+            {"messages": messages} if one else {f"messages[{i}]": c for i, c in enumerate(messages)}
+        )
         prompts = [self._chat_prompt(name, c, variables) for name, c in conversations.items()]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -136,13 +147,16 @@ class LLM:
             raise ValueError("this model has no chat template; use generate with a plain prompt")
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
         # The template writes the special tokens itself.
-        return {"prompt": text, "prompt_token_ids": self.engine.encode(text, name, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.engine.prompts.encode(text, name, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, yielding its text piece by piece, never half a character.
 
-        Leaving the iterator early aborts the request. Several streams may be open at once: they share the batch. If a step fails that
-        another one of them, or `generate`, ran, this one ends with a RuntimeError.
+        Leaving the iterator early aborts the request. Several streams may be open at once: they share the batch.
+
+        Raises:
+            ValueError, TypeError: the request cannot be served.
+            RuntimeError: in the iterator: a step failed that another stream or thread ran and that computed this request.
         """
         if self.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer, and this engine has none; use generate")
@@ -152,46 +166,42 @@ class LLM:
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[str]:
-        shown = 0
+        waiter = Waiter([request])
         try:
             try:
                 self.engine.queue(request)  # here, since an iterator that is never started cannot clean up
                 while True:
-                    finished = request.finished
-                    text = request.completions[0].settled_text
-                    if len(text) > shown:
-                        yield text[shown:]
-                        shown = len(text)
-                    elif finished:
+                    self._loop.wait(waiter, lambda: waiter.over or waiter.has_text)
+                    over, text = waiter.over, waiter.take_text()
+                    if text:
+                        yield text
+                    elif over:
+                        waiter.raise_if_lost()
                         if request.completions[0].seq.finish_reason == "abort":
-                            raise RuntimeError(
-                                "the stream's text is incomplete: a step that ran for another request as well failed"
-                            )
+                            raise RuntimeError("the output is incomplete: the stream's request was aborted")
                         return
-                    elif not request.finished:
-                        self.engine.step()
             finally:
-                self.engine.abort(request)
+                self._end(waiter, [request])
         finally:  # again, since an interrupt may have come at the first time, when the stream was left early
-            self.engine.abort(request)
+            self._end(waiter, [request])
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
+        waiter = Waiter(requests)
         try:
-            with _Progress(requests) if show_progress else nullcontext() as progress:
+            with _Progress(requests, waiter) if show_progress else nullcontext() as progress:
                 if progress is not None:
                     progress.show()
-                self.engine.queue_batch(requests)
-                unfinished = set(requests)
-                while unfinished:
-                    for request in self.engine.step():
-                        if request.finished:
-                            unfinished.discard(request)
-                    if progress is not None:
-                        progress.update(len(requests) - len(unfinished))
+                self.engine.queue(*requests, offline=True)
+                self._loop.wait(waiter, lambda: waiter.over, None if progress is None else progress.update)
+            waiter.raise_if_lost()
         finally:  # an interrupt may have come at any line: all that was queued is taken back
-            for request in requests:
-                self.engine.abort(request)
+            self._end(waiter, requests)
         return [request.output() for request in requests]
+
+    def _end(self, waiter: Waiter, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request)
+        waiter.close()
 
 
 def _as_list(prompts: Any) -> list[Any]:
@@ -201,7 +211,8 @@ def _as_list(prompts: Any) -> list[Any]:
         prompts = iter(prompts)
     except TypeError:
         raise TypeError(
-            f"prompts={prompts!r:.80}: must be a prompt or a list of prompts; a prompt is a string, a list of token ids or a dict with one of them"
+            f"prompts={prompts!r:.80}: must be a prompt or a list of prompts; a prompt is a string, a list of token ids"
+            " or a dict with one of them"
         ) from None
     prompts = list(prompts)
     # A flat list of integers is one prompt of token ids.
@@ -222,11 +233,12 @@ def _no_conversation(name: str, value: Any) -> TypeError:
 class _Progress:
     """A progress bar over requests, with prompt and output tokens a second."""
 
-    def __init__(self, requests: list[Request]) -> None:
+    def __init__(self, requests: list[Request], waiter: Waiter) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._requests = requests
+        self._waiter = waiter
         self._next_update = 0.0
         self._bar = Progress(
             TextColumn("Generating"),
@@ -248,10 +260,11 @@ class _Progress:
             self._bar.stop()
 
     def show(self) -> None:
-        """In the block, not when it is entered: what is shown before an interrupt is taken back at its end."""
+        """Called in the `with` block, not on entering it, so that the bar is taken back if an interrupt comes."""
         self._bar.start()
 
-    def update(self, num_finished: int) -> None:
+    def update(self) -> None:
+        num_finished = len(self._requests) - len(self._waiter.unfinished)
         elapsed = self._bar.tasks[0].elapsed or 0.0
         # Counting tokens takes time in proportion to the requests: ten times a second is enough.
         if elapsed <= 0 or (elapsed < self._next_update and num_finished < len(self._requests)):

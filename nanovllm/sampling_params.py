@@ -9,6 +9,12 @@ from typing import Any
 
 from nanovllm.arguments import rejects_unknown
 
+MAX_N = 128
+"""Most completions of a request: OpenAI's limit. Each is a sequence of its own, which the engine keeps from the start."""
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
+"""Every new piece of text is searched for every stop string, and a stream keeps back as much text as the longest one has.
+OpenAI allows 4 stop strings; 64 of 1,024 characters cost about 0.1 ms a token on the host."""
+
 
 @rejects_unknown
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class SamplingParams:
     """Keep the stop string at the text's end."""
 
     def __post_init__(self) -> None:
-        self._int("n", 1)
+        self._int("n", 1, MAX_N, remedy="; send several requests for more")
         self._float("temperature", 0, math.inf, "; pass 0 for greedy decoding")
         self._int("top_k", -1, remedy="; pass 0 to keep all tokens")
         self._float("top_p", 0, 1, "; pass 1 to keep all tokens", above=True)
@@ -142,6 +148,12 @@ class SamplingParams:
             self._fail("stop", "must be a string, a list of strings, or None")
         if "" in stop:
             self._fail("stop", "an empty stop string would end every text at once; leave it out")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop: {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed; leave some out")
+        if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
+            raise ValueError(
+                f"stop: a string of {longest} characters, at most {MAX_STOP_LENGTH} are allowed; shorten it"
+            )
         self._set("stop", tuple(stop))
 
     def _stop_token_ids(self) -> None:

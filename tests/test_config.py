@@ -35,6 +35,8 @@ def test_is_never_mutated():
         (dict(max_num_seqs=-1), "max_num_seqs=-1"),
         (dict(max_num_batched_tokens=0), "max_num_batched_tokens=0"),
         (dict(num_kvcache_blocks=0), "num_kvcache_blocks=0"),
+        (dict(max_logprobs=-2), "max_logprobs=-2: must be an integer of at least 0, or -1 for any number"),
+        (dict(max_logprobs=None), "max_logprobs=None"),
         (dict(num_kvcache_blocks=-2), "num_kvcache_blocks=-2"),
         (dict(num_kvcache_blocks=np.array([1, 2])), "num_kvcache_blocks=array([1, 2]): must be a positive integer"),
         (

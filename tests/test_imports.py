@@ -35,7 +35,7 @@ TO_UNDO: set[tuple[str, str]] = set()
 CIRCLES_TO_UNDO: set[str] = set()
 # A second or more to import, and not needed by whoever serves token ids or only asks for help.
 HEAVY = {"transformers", "rich", "tokenizers", "huggingface_hub", "gguf"}
-WITHOUT_TORCH = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.detokenizer"}
+WITHOUT_TORCH = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.detokenizer", "engine.prompts"}
 
 
 def module_name(path):

@@ -72,7 +72,7 @@ def test_properties(kwargs, greedy, filters, penalties):
 
 NAN, INF = float("nan"), float("inf")
 BAD = [
-    ("n", [0, -1, 1.0, True, "1", None]),
+    ("n", [0, -1, 129, 1.0, True, "1", None]),
     ("temperature", [-0.1, NAN, INF, "0.5", True, None, 10**400]),
     ("top_k", [-2, 1.5, True, "5", None]),
     ("top_p", [0, 0.0, -0.5, 1.0001, NAN, "0.9", True, None]),
@@ -103,8 +103,22 @@ def test_bad_values_are_named_with_a_remedy(name, value):
 
 
 @pytest.mark.parametrize(
+    "stop, words",
+    [
+        (["x"] * 65, "stop: 65 strings, at most 64 are allowed; leave some out"),
+        (["x", "y" * 1025], "stop: a string of 1025 characters, at most 1024 are allowed; shorten it"),
+    ],
+)
+def test_stop_strings_have_limits(stop, words):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(stop=stop)
+    assert str(error.value) == words
+
+
+@pytest.mark.parametrize(
     "kwargs",
     [
+        dict(n=128, stop=["x" * 1024] * 64),
         dict(temperature=1e-9),
         dict(top_p=1),
         dict(top_p=1e-9),

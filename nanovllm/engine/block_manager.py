@@ -4,19 +4,27 @@ A *full* block of known tokens is registered under a hash chained over all token
 equal prefixes. A registered block stays findable after its last user frees it, until it is handed out again: free
 blocks are reused least recently used first, and a sequence's last blocks before its first ones.
 
-Registering happens when the step that computes a block is *scheduled*. That is early enough for a request of the same
+The hash is BLAKE2b with a random key for each block manager: without the key nobody can construct token ids that have
+the hash of another request's prefix, and so read its cache. The first hash of a sequence also depends on its
+`cache_salt`, so that requests with different salts share nothing, and cannot learn from response times what others
+asked. A block of 256 tokens takes 7.9 us to hash, of which 5 us go to packing the ids; unkeyed XXH3-128 took 7.1 us
+(one core of an AMD EPYC, best of 90 runs:
+`python -m timeit -s "import array, hashlib; ids = list(range(150000, 154096)); key = hashlib.blake2b(digest_size=16,
+key=b'k' * 32)" "h = key.copy(); h.update(b'0' * 16); h.update(array.array('i', ids[0:256])); h.digest()"`).
+
+Blocks are registered when the step that computes them is *scheduled*. That is early enough for a request of the same
 step to share the block: in every layer all of a step's keys and values are stored before any attention reads them, and
-later steps run after it on the same stream. A block that a single token completes is registered a step later, since a step
-of single tokens alone stores and attends in one kernel; and so is one that a prompt completes which rides on such a step.
+later steps run after it on the same stream. There is one exception. A step of single tokens stores and attends in one
+kernel, so a block that a single token or a piggybacked prompt completes is registered one step later.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-
-import numpy as np
-import xxhash
 
 from nanovllm.engine.sequence import Sequence
 
@@ -28,10 +36,11 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._keyed_hash = hashlib.blake2b(digest_size=16, key=secrets.token_bytes(32))
         self.reset()
 
     def reset(self) -> None:
-        """All blocks are free and hold nothing, whatever was being done with them; nobody may go on using one."""
+        """Make all blocks free and forget what they hold, even in the middle of another method's work."""
         self._ref_counts = [0] * self.num_blocks
         # Free blocks in the order of reuse.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
@@ -51,7 +60,7 @@ class BlockManager:
         Nothing changes: `admit` takes them.
         """
         if not self.enable_prefix_caching or seq.params.prompt_logprobs is not None:
-            return []  # the logits of every prompt token are wanted, so all of them are computed
+            return []  # prompt log-probabilities need the logits of every prompt token
         self._extend_hashes(seq, len(seq.token_ids))
         found = []
         for digest in seq.block_hashes[: (seq.num_tokens - 1) // self.block_size]:
@@ -61,14 +70,14 @@ class BlockManager:
             found.append(block)
         return found
 
-    def admit(self, seq: Sequence, prefix: list[int], num_tokens: int, room: int = 0) -> bool:
-        """Give a waiting sequence `prefix` (from `match_prefix`) and blocks for `num_tokens` in all; False if too few are free.
+    def admit(self, seq: Sequence, prefix: list[int], num_tokens: int, must_fit: int = 0) -> bool:
+        """Give a waiting sequence `prefix` (from `match_prefix`) and new blocks, for `num_tokens` tokens in all.
 
-        room: tokens for which so many must be free, if more.
+        Returns False, with nothing changed, if there are too few free blocks for `num_tokens` or for `must_fit` tokens.
         """
         assert not seq.block_table
         revived = sum(self._ref_counts[b] == 0 for b in prefix)
-        if self.blocks_needed(max(num_tokens, room)) - len(prefix) > len(self._free) - revived:
+        if self.blocks_needed(max(num_tokens, must_fit)) - len(prefix) > len(self._free) - revived:
             return False
         for block in prefix:
             if self._ref_counts[block] == 0:
@@ -77,10 +86,13 @@ class BlockManager:
         seq.block_table = list(prefix)
         return self.grow(seq, num_tokens)
 
-    def grow(self, seq: Sequence, num_tokens: int, spare: int = 0) -> bool:
-        """Extend the sequence's blocks to hold `num_tokens`; False, with nothing changed, if not `spare` would stay free."""
+    def grow(self, seq: Sequence, num_tokens: int, keep_free: int = 0) -> bool:
+        """Extend the sequence's blocks to hold `num_tokens`.
+
+        Returns False, with nothing changed, if fewer than `keep_free` blocks would stay free.
+        """
         missing = self.blocks_needed(num_tokens) - len(seq.block_table)
-        if missing > len(self._free) - spare:
+        if missing > len(self._free) - keep_free:
             return False
         for _ in range(missing):
             block, _ = self._free.popitem(last=False)
@@ -125,10 +137,18 @@ class BlockManager:
     def _extend_hashes(self, seq: Sequence, num_tokens: int) -> None:
         hashes = seq.block_hashes
         for i in range(len(hashes), num_tokens // self.block_size):
-            # 128 bits, so that a chance collision is out of the question.
-            h = xxhash.xxh3_128(hashes[-1] if hashes else b"")
-            h.update(np.asarray(seq.token_ids[i * self.block_size : (i + 1) * self.block_size], np.int64).tobytes())
-            hashes.append(h.digest())
+            digest = self._keyed_hash.copy()
+            digest.update(hashes[-1] if hashes else self._first_parent(seq))
+            digest.update(array("i", seq.token_ids[i * self.block_size : (i + 1) * self.block_size]))
+            hashes.append(digest.digest())
+
+    def _first_parent(self, seq: Sequence) -> bytes:
+        """What stands for the hash of the block before the first one."""
+        digest = self._keyed_hash.copy()
+        if seq.cache_salt is not None:
+            # The prefix byte keeps the empty salt apart from none.
+            digest.update(b"s" + seq.cache_salt.encode("utf-8", "surrogatepass"))
+        return digest.digest()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert the invariants, given every sequence that may hold blocks."""

@@ -1,37 +1,97 @@
-"""Token ids to text, token by token, never in the middle of a character."""
+"""Token ids to text: all at once, or token by token, never in the middle of a character.
+
+Both give the same text, whatever the tokens are. Tokens stand for bytes, and bytes that are no UTF-8 become U+FFFD, one
+for each maximal part of a character (as `bytes.decode(errors="replace")` and byte-level tokenizers do). SentencePiece
+tokenizers with byte tokens would replace every byte of a run, the right ones too, as soon as one of them is wrong;
+a stream has shown the right ones by then, so the text here keeps them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-_UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
-_LONGEST = 4  # bytes of a character
-_FIRST, _LAST = 8, 19  # tokens of a long run that are looked at, at its two ends
-
-
-class _Ends(NamedTuple):
-    """What is to be looked at of a long run."""
-
-    first: list[int]
-    num_first: int
-    """Characters that they are by themselves."""
-    cuts: int
-    """Numbers of last tokens to try, 1 if it is wrong bytes that the run begins with; 0: the run has to be decoded whole."""
-    silent: frozenset[int]
-    """Tokens without a text."""
+_REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
+_MOST_HELD = 16
+"""Tokens that are kept back for an incomplete character, of a tokenizer whose bytes are not known. A character has at most
+four bytes; the others may be tokens without a text between them."""
 
 
-class Detokenizer:
-    """Decodes one completion as it grows, and finds its stop strings.
+class Pieces(Protocol):
+    """One text as it grows."""
 
-    A token's text can depend on its neighbours (a leading space, bytes of one character spread over tokens), so each
-    new piece is the difference between decoding a short run of tokens with and without the new ones. A piece that
-    ends in an incomplete character is kept back until the character is whole. `text` is therefore what decoding all
-    tokens at once gives. What a token costs does not depend on how much is kept back (`_goes_on`).
+    def push(self, token_id: int) -> str:
+        """Take a token; returns the characters that are complete now."""
+        ...
+
+    def finish(self) -> str:
+        """No more tokens will come; returns what was kept back."""
+        ...
+
+
+class TextDecoder:
+    """Decodes the tokens of a tokenizer.
 
     Args:
         tokenizer: a transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        found = None if backend is None else _byte_decoder(backend.decoder)
+        self._to_bytes: Callable[[str], bytes] | None = found[0] if found else None
+        self._num_stripped = found[1] if found else 0
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of token ids, exactly as they stand: no clean-up of spaces before punctuation."""
+        if self._to_bytes is not None:
+            of = self.bytes_of
+            text = b"".join([of(token, skip_special_tokens) for token in token_ids]).decode(errors="replace")
+            stripped = text.lstrip(" ")
+            return text[min(self._num_stripped, len(text) - len(stripped)) :]
+        text = self.decode_whole(token_ids, skip_special_tokens)
+        if _REPLACEMENT not in text:
+            return text
+        pieces = self.pieces(skip_special_tokens)
+        return "".join([pieces.push(token) for token in token_ids]) + pieces.finish()
+
+    def pieces(self, skip_special_tokens: bool) -> Pieces:
+        """A new text, to be decoded token by token, each in constant time."""
+        if self._to_bytes is not None:
+            return _BytePieces(self, self._num_stripped, skip_special_tokens)
+        return _DifferencePieces(self, skip_special_tokens)
+
+    def bytes_of(self, token_id: int, skip_special_tokens: bool) -> bytes:
+        """What a token stands for; nothing for one that the tokenizer does not know, as in decoding all at once."""
+        if skip_special_tokens and token_id in self._special:
+            return b""
+        found = self._bytes.get(token_id)
+        if found is None:
+            assert self._to_bytes is not None
+            token = self._tokenizer.backend_tokenizer.id_to_token(token_id)
+            found = self._bytes[token_id] = b"" if token is None else self._to_bytes(token)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token by itself, for reports of single tokens."""
+        return self.decode_whole([token_id], skip_special_tokens=False)
+
+    def decode_whole(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """What the tokenizer itself says."""
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+
+class Detokenizer:
+    """Decodes one completion as it grows, and finds its stop strings. `text` is what decoding all tokens at once gives.
+
+    Args:
         stop: strings that end the text.
         min_tokens: tokens before a stop string counts.
         include_stop: keep the stop string at the text's end.
@@ -39,87 +99,42 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Any,
+        decoder: TextDecoder,
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._pieces = decoder.pieces(skip_special_tokens)
         self._stop = tuple(stop)
+        self._longest_stop = max(map(len, stop), default=1)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
-        self._token_ids: list[int] = []
-        self._prefix = 0  # decoding starts here, a little before ...
-        self._read = 0  # ... the first token whose text is not in `text` yet
-        self._known = ""  # the text between the two
-        self._ends: _Ends | None = None  # see `_goes_on`
+        self._num_tokens = 0
         self.text = ""
 
     def append(self, token_id: int) -> str | None:
         """Take one more token; returns the stop string that it completed, with `text` cut there, or None."""
-        self._token_ids.append(token_id)
-        if self._goes_on():
-            return None
-        piece = self._decode(self._token_ids[self._prefix :])
-        if len(piece) <= len(self._known) or piece.endswith(_UNFINISHED):
-            return None
-        piece = piece[len(self._known) :]
-        self._prefix, self._read = self._read, len(self._token_ids)
-        self._known, self._ends = self._decode(self._token_ids[self._prefix :]), None
-        return self._extend(piece)
+        self._num_tokens += 1
+        return self._extend(self._pieces.push(token_id))
 
     def finish(self) -> str | None:
         """No more tokens will come: take over what was kept back. Returns a stop string as `append` does."""
-        piece = self._decode(self._token_ids[self._prefix :])[len(self._known) :]
-        self._prefix = self._read = len(self._token_ids)
-        self._known = ""
-        return self._extend(piece)
+        return self._extend(self._pieces.finish())
 
     @property
     def settled_length(self) -> int:
         """Characters of `text` that no stop string can still take back."""
         if self._include_stop or not self._stop:
             return len(self.text)
-        return max(0, len(self.text) - max(map(len, self._stop)) + 1)
-
-    def _goes_on(self) -> bool:
-        """Whether a long run that is kept back surely still ends in an incomplete character, by its two ends alone.
-
-        The last tokens say it if they have four bytes, the longest character; they do if they add four characters to the text.
-        They are so many because up to three bytes become one U+FFFD. The first tokens are there because some tokenizers decode
-        all byte tokens that follow each other to U+FFFD as soon as one of them is wrong. So that no cut makes them wrong: of
-        four cuts in a row one is between two characters.
-        """
-        token_ids = self._token_ids
-        if len(token_ids) - self._read < _FIRST + _LONGEST + _LAST:
-            return False
-        if self._ends is None:
-            self._ends = self._look_at_first(token_ids[self._read : self._read + _FIRST + _LONGEST - 1])
-        first, num_first, cuts, silent = self._ends
-        if not cuts or not silent.isdisjoint(token_ids[-_LAST:]):
-            return False
-        for number in range(_LAST - cuts + 1, _LAST + 1):
-            text = self._decode(first + token_ids[-number:])
-            if not text.endswith(_UNFINISHED) or len(text) < num_first + _LONGEST:
-                return False
-        return True
-
-    def _look_at_first(self, token_ids: list[int]) -> _Ends:
-        silent = frozenset(self._tokenizer.all_special_ids) if self._skip_special_tokens else frozenset()
-        if not silent.isdisjoint(token_ids):  # a character's tokens may be anywhere between them
-            return _Ends([], 0, 0, silent)
-        starts = [token_ids[:n] for n in range(_FIRST, _FIRST + _LONGEST)]
-        lengths = [len(self._decode(start)) for start in starts]
-        # Wrong bytes are characters of their own, right ones are fewer characters than bytes.
-        length, first = min(zip(lengths, starts), key=lambda found: found[0] / len(found[1]))
-        return _Ends(first, length, 1 if length >= len(first) else _LONGEST, silent)
+        return max(0, len(self.text) - self._longest_stop + 1)
 
     def _extend(self, piece: str) -> str | None:
+        if not piece:
+            return None
         searched = len(self.text)
         self.text += piece
-        if len(self._token_ids) <= self._min_tokens:
+        if self._num_tokens <= self._min_tokens:
             return None
         # The earliest occurrence that the new piece completed; among equals the first in the user's order.
         best: tuple[int, str] | None = None
@@ -133,12 +148,112 @@ class Detokenizer:
         self.text = self.text[: at + len(stop)] if self._include_stop else self.text[:at]
         return stop
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return decode(self._tokenizer, token_ids, self._skip_special_tokens)
+
+class _BytePieces:
+    """Of a tokenizer whose tokens' bytes are known.
+
+    Args:
+        num_stripped: spaces at the text's beginning that are left out, if there are as many.
+    """
+
+    def __init__(self, decoder: TextDecoder, num_stripped: int, skip_special_tokens: bool) -> None:
+        self._bytes_of = decoder.bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_stripped = num_stripped
+        self._skip_special_tokens = skip_special_tokens
+
+    def push(self, token_id: int) -> str:
+        piece = self._utf8.decode(self._bytes_of(token_id, self._skip_special_tokens))
+        return self._strip(piece) if self._num_stripped else piece
+
+    def finish(self) -> str:
+        return self._strip(self._utf8.decode(b"", final=True))
+
+    def _strip(self, piece: str) -> str:
+        while piece and self._num_stripped:
+            if piece[0] != " ":
+                self._num_stripped = 0
+                break
+            piece = piece[1:]
+            self._num_stripped -= 1
+        return piece
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """The text of token ids, exactly as they stand: no clean-up of spaces before punctuation."""
-    return tokenizer.decode(
-        list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
+class _DifferencePieces:
+    """Of any other tokenizer. A token's text can depend on its neighbours, for example a space before it, so a piece is the
+    difference between decoding a short run of tokens with and without the new ones."""
+
+    def __init__(self, decoder: TextDecoder, skip_special_tokens: bool) -> None:
+        self._decode = lambda token_ids: decoder.decode_whole(token_ids, skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._num_read = 0
+        """Leading tokens of `_token_ids` whose text is `_known` and was given out; the others are kept back."""
+        self._known = ""
+
+    def push(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        text = self._decode(self._token_ids)
+        full = len(self._token_ids) - self._num_read >= _MOST_HELD
+        if len(text) <= len(self._known):
+            if full:  # tokens without a text
+                del self._token_ids[self._num_read :]
+            return ""
+        if text.endswith(_REPLACEMENT) and not full:
+            return ""
+        piece = text[len(self._known) :]
+        self._token_ids = self._token_ids[self._num_read :]
+        self._num_read = len(self._token_ids)
+        self._known = self._decode(self._token_ids)
+        return piece
+
+    def finish(self) -> str:
+        return self._decode(self._token_ids)[len(self._known) :]
+
+
+def _byte_decoder(decoder: Any) -> tuple[Callable[[str], bytes], int] | None:
+    """(a token's bytes from its name, spaces to leave out at the text's beginning), or None for an unknown kind."""
+    if decoder is None:
+        return None
+    state = json.loads(decoder.__getstate__())
+    if state["type"] == "ByteLevel":
+        byte_of = _byte_level_alphabet()
+
+        def byte_level(token: str) -> bytes:
+            try:
+                return bytes([byte_of[character] for character in token])
+            except KeyError:  # an added token, which has its text as it is
+                return token.encode()
+
+        return byte_level, 0
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    start = kinds.index("ByteFallback") if "ByteFallback" in kinds else 0
+    replaced = [(step.get("pattern", {}).get("String"), step.get("content")) for step in steps[:start]]
+    strip = steps[start + 2 :]
+    if (
+        kinds[start : start + 2] != ["ByteFallback", "Fuse"]
+        or set(kinds[:start]) - {"Replace"}
+        or any(old is None for old, _ in replaced)
+        or [step["type"] for step in strip] not in ([], ["Strip"])
+        or any(step["content"] != " " or step["stop"] for step in strip)
+    ):
+        return None
+
+    def byte_fallback(token: str) -> bytes:
+        for old, new in replaced:
+            token = token.replace(old, new)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes.fromhex(token[3:5])
+            except ValueError:
+                pass
+        return token.encode()
+
+    return byte_fallback, sum(step["start"] for step in strip)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's: a printable byte is the character of its number, the others are characters from U+0100 on, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
+import threading
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.detokenizer import decode
+from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.devices import select_device
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.prompts import PromptReader
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_result import StepResult
+from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.kernels import Kernels, resolve_kernels
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.checkpoint import locate
@@ -31,12 +33,19 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Continuous batching over one model.
 
-    `add_request` and `abort` may be called between any two `step`s. With asynchronous scheduling a step is launched
-    before the one before it is read: the device never waits for the host, and a sequence that turns out to have ended
-    had one token too many computed, which is dropped.
+    With asynchronous scheduling a step is launched before the one before it is read: the device never waits for the host,
+    and a sequence that turns out to have ended had one token too many computed, which is dropped.
+
+    Threads: `make_request`, `queue` and `abort` may be called by any thread. `queue` and `abort` may also be called inside of a
+    step, by a signal handler or by the garbage collector: they only append to an inbox, which the next step applies in
+    order before it does anything else. Steps run one at a time. `StepLoop` shares them among threads that wait; a
+    thread of its own may run them as well, and `Request.listener` tells others what came of it.
+
+    Args:
+        make_runner: for tests: what makes the ModelRunner.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, make_runner: Callable[..., ModelRunner] = ModelRunner) -> None:
         self.config = config
         checkpoint = locate(config)
         self.model_config = checkpoint.config
@@ -50,7 +59,8 @@ class LLMEngine:
             if self.tokenizer is None:
                 if checkpoint.format != "dummy" or config.tokenizer:
                     raise ValueError(
-                        f"{source} holds no tokenizer; pass tokenizer= a directory that does, or skip_tokenizer_init=True to serve token ids"
+                        f"{source} holds no tokenizer; pass tokenizer= a directory that does, or"
+                        " skip_tokenizer_init=True to serve token ids"
                     )
         ends = eos_token_ids(
             checkpoint.path
@@ -58,9 +68,9 @@ class LLMEngine:
             else dict(checkpoint.config.raw),
             self.tokenizer,
         )
-        # A tokenizer may know more tokens than the model, whose logits have no column for them, and some files say -1 for none.
+        # A tokenizer may know more tokens than the model has logits for, and some files say -1 for none.
         self.eos_token_ids = tuple(token for token in ends if 0 <= token < checkpoint.config.vocab_size)
-        self.runner = ModelRunner(config, checkpoint, device, self.kernels)
+        self.runner = make_runner(config, checkpoint, device, self.kernels)
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching),
             config.max_num_seqs,
@@ -73,21 +83,27 @@ class LLMEngine:
         on_gpu = self.runner.device.type == "cuda"
         asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
         self._steps_ahead = 1 if asynchronous else 0
+        self._decoder = None if self.tokenizer is None else TextDecoder(self.tokenizer)
+        self._token_text = None if self._decoder is None else self._decoder.token_text
+        self.prompts = PromptReader(self.tokenizer, self.model_config.vocab_size, self.runner.max_model_len)
         self._in_flight: deque[StepResult] = deque()
         self._completions: dict[Sequence, tuple[Request, Completion]] = {}
-        self._num_requests = 0
+        self._inbox: deque[tuple[Request, bool]] = deque()
+        """Requests to start (False) and to abort (True), in order. Appending to a deque is atomic."""
+        self._stepping = threading.Lock()
+        self._stepping_thread: int | None = None
+        self.num_lost = 0
+        """Requests that were lost by steps that failed."""
+        self._request_ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        """Whether a step has anything to do."""
+        return bool(self._inbox) or self.scheduler.has_unfinished or bool(self._in_flight)
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None, incremental: bool = False) -> Request:
-        """Queue a prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids".
-
-        Raises:
-            ValueError, TypeError: the prompt cannot be served; nothing has changed.
-        """
+        """`make_request` and `queue`."""
         request = self.make_request(prompt, params, incremental)
         self.queue(request)
         return request
@@ -99,187 +115,167 @@ class LLMEngine:
         incremental: bool = False,
         names: tuple[str, str] = ("prompt", "sampling_params"),
     ) -> Request:
-        """Check a prompt and its parameters, without queueing them yet. names: what the user calls the two."""
+        """Check a prompt and its parameters, without queueing them yet.
+
+        Args:
+            prompt: a text, token ids, or a dict with "prompt" or "prompt_token_ids", and maybe "cache_salt".
+            names: what the user calls the prompt and the parameters.
+
+        Raises:
+            ValueError, TypeError: the request cannot be served.
+        """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(
                 f"{names[1]}={params!r:.80}: must be SamplingParams, not {type(params).__name__}; pass for example"
                 " SamplingParams(temperature=0.6, max_tokens=64), or None for the defaults"
             )
-        text, token_ids = self._tokenize(prompt, names[0])
-        self._check(token_ids, params)
+        self._check(params)
+        checked = self.prompts.read(prompt, names[0])
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        request = Request(self._num_requests, text, token_ids, params, seed, self.tokenizer, incremental)
-        self._num_requests += 1
-        return request
+        return Request(next(self._request_ids), checked, params, seed, self._decoder, incremental)
 
-    def queue(self, request: Request, offline: bool = False) -> None:
-        """offline: only the whole output is waited for, so that the prompt may be computed late (piggybacked prefill)."""
-        for completion in request.completions:
-            self._completions[completion.seq] = request, completion
-            completion.seq.offline = offline and request.params.prompt_logprobs is None
-            self.scheduler.add(completion.seq)
+    def queue(self, *requests: Request, offline: bool = False) -> None:
+        """Start requests with the next step.
 
-    def queue_batch(self, requests: list[Request]) -> None:
-        """Queue requests of which none is of use before all have ended."""
-        if self.scheduler.pacer is not None:  # the longest outputs first
+        offline: only the time when all of them have ended matters, not that of their first tokens. Their prompts may then be
+            computed late (`engine/fast/piggyback.py`), and those with the longest outputs start first.
+        """
+        if offline and self.scheduler.pacer is not None:
             longest = self.runner.max_model_len
-            requests = sorted(requests, key=lambda r: -min(r.params.max_tokens, longest - len(r.prompt_token_ids)))
+            requests = tuple(
+                sorted(requests, key=lambda r: -min(r.params.max_tokens, longest - len(r.prompt_token_ids)))
+            )
         for request in requests:
-            self.queue(request, offline=True)
+            request.offline = offline
+            self._inbox.append((request, False))
 
     def abort(self, request: Request) -> None:
-        """End a request wherever it is; its outputs keep the tokens they have. Does nothing to a finished one."""
-        try:
-            for completion in request.completions:
-                self.scheduler.finish(completion.seq, "abort")
-                self._drop(completion)
-        except BaseException:  # an interrupt, maybe halfway through giving back blocks
-            self._abandon_running()
-            raise
+        """End a request with the next step; its outputs keep the tokens they have. Does nothing to a finished one."""
+        if not request.finished:
+            self._inbox.append((request, True))
 
     def step(self) -> list[Request]:
         """Launch the next step and read the oldest one that is due; returns the requests that got tokens.
 
         Raises:
-            Whatever the forward pass raised. The requests that ran are ended with "abort"; the engine goes on.
+            Whatever the forward pass raised. The requests that ran are ended with "abort" and have it as their `failure`; the
+            engine goes on with the others.
         """
-        try:
-            step = self.scheduler.schedule()
-            if step is not None:
-                self._in_flight.append(self.runner.execute(step))
-            if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
-                result = self._in_flight.popleft()
-                return self._read(result, result.token_ids())
-            return []
-        except BaseException:
-            self._abandon_running()
-            raise
+        if self._stepping_thread == threading.get_ident() and self._stepping.locked():
+            raise RuntimeError("a step was started inside of a step, for example by a signal handler; only abort there")
+        with self._stepping:
+            try:
+                self._stepping_thread = threading.get_ident()
+                self._apply_inbox()
+                step = self.scheduler.schedule()
+                if step is not None:
+                    self._in_flight.append(self.runner.execute(step))
+                if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
+                    result = self._in_flight.popleft()
+                    return self._read(result, result.token_ids())
+                return []
+            except BaseException as error:
+                self._abandon_running(error)
+                raise
+            finally:
+                self._stepping_thread = None
+
+    def check(self) -> None:
+        """Assert the invariants; cheap enough to call after every operation in a test."""
+        self.scheduler.check()
+        sequences = {*self.scheduler.running, *self.scheduler.waiting}
+        assert set(self._completions) == sequences, "requests and scheduler disagree about what is unfinished"
+        if not sequences:
+            blocks = self.scheduler.blocks
+            assert blocks.num_free_blocks == blocks.num_blocks, "blocks are lost"
+
+    def _apply_inbox(self) -> None:
+        """An entry is removed after it was applied, and may be applied twice, since an interrupt can come at any line."""
+        while self._inbox:
+            request, aborted = self._inbox[0]
+            for completion in request.completions:
+                seq = completion.seq
+                if aborted:
+                    self.scheduler.finish(seq, "abort")
+                    request.notify()
+                    self._completions.pop(seq, None)
+                elif not seq.finished and seq not in self._completions:
+                    self._completions[seq] = request, completion
+                    seq.offline = request.offline and request.params.prompt_logprobs is None
+                    self.scheduler.add(seq)
+            self._inbox.popleft()
 
     def _read(self, result: StepResult, token_ids: list[int]) -> list[Request]:
         for prompt in result.prompt_logprobs:
             self._read_prompt_logprobs(prompt)
         grown = self.scheduler.update(result.step, token_ids)
-        row_of = None
-        if result.logprobs is not None:
+        logprobs, row_of = result.logprobs, {}
+        if logprobs is not None:
             row_of = {seq: row for row, seq in enumerate(result.step.sampling)}
         requests: dict[Request, None] = {}
+        ended = []
         completions = self._completions
         for seq in grown:
             request, completion = completions[seq]
             requests[request] = None
-            # Most tokens are only counted: nobody looks at the text of a sequence that goes on.
+            # Most tokens are only counted: nothing needs the text of a sequence that goes on.
             if completion.is_watched:
-                if completion.logprobs is not None:
-                    row = result.logprobs.row(row_of[seq], seq.params.logprobs, self._decode_token)
-                    completion.logprobs.append(row)
+                if completion.logprobs is not None and logprobs is not None:
+                    completion.logprobs.append(logprobs.row(row_of[seq], seq.params.logprobs or 0, self._token_text))
                 stop = completion.append(seq.token_ids[-1])
                 if stop is not None:
                     self.scheduler.finish(seq, "stop", stop)
                     if seq.finish_reason == "length":  # the last token allowed completed the stop string
                         seq.finish_reason, seq.stop_reason = "stop", stop
+                if request.incremental:
+                    request.notify()
             if request.first_token_time is None or seq.finished:
                 request.note_token()
                 if seq.finished:
-                    self._drop(completion)
+                    ended.append(seq)
+        for seq in ended:  # after all that is said of the request: a listener may be in another thread
+            completions[seq][0].notify()
+            del completions[seq]
         return list(requests)
 
-    def _read_prompt_logprobs(self, prompt: Any) -> None:
+    def _read_prompt_logprobs(self, prompt: PromptLogprobs) -> None:
         found = self._completions.get(prompt.seq)
-        if found is None:
+        if found is None or found[0].prompt_logprobs is None:
             return
-        for i in range(len(prompt.tensors.ranks)):
-            found[0].prompt_logprobs[prompt.start + i] = prompt.tensors.row(
-                i, prompt.seq.params.prompt_logprobs, self._decode_token
-            )
+        rows, count = prompt.tensors, prompt.seq.params.prompt_logprobs or 0
+        for i in range(len(rows.ranks)):
+            found[0].prompt_logprobs[prompt.start + i] = rows.row(i, count, self._token_text)
 
-    def _decode_token(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else decode(self.tokenizer, [token_id], skip_special_tokens=False)
+    def _abandon_running(self, failure: BaseException) -> None:
+        """End every sequence that ran or had a step in flight: after a failure nothing that was computed can be trusted.
 
-    def _drop(self, completion: Completion) -> None:
-        self._completions.pop(completion.seq, None)
-
-    def _abandon_running(self) -> None:
-        """After a failure: nothing that ran, or was to run on what ran, can be trusted.
-
-        An interrupt can come in the midst of anything, so who ran is not asked of the scheduler: it is whoever does not wait.
+        An interrupt can come in the middle of anything, so the scheduler's list of running sequences is not used: the
+        sequences that do not wait are ended.
         """
         self._in_flight.clear()
         self.scheduler.reset()
-        waiting = set(self.scheduler.waiting)
-        for seq in [seq for seq in self._completions if seq not in waiting]:
-            if not seq.finished:
-                seq.end("abort")
-            del self._completions[seq]
+        waiting = self.scheduler.waiting
+        for seq, (request, _) in list(self._completions.items()):
+            if seq not in waiting:
+                if not seq.finished:
+                    seq.end("abort")
+                self.num_lost += request.failure is None
+                request.failure = failure
+                request.notify()
+                del self._completions[seq]
 
-    def _tokenize(self, prompt: Any, name: str) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-            if unknown or not prompt:
+    def _check(self, params: SamplingParams) -> None:
+        most = self.config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and 0 <= most < count:
                 raise ValueError(
-                    f'{name}={prompt!r:.80}: a prompt dict has "prompt" or "prompt_token_ids", not {sorted(map(str, prompt))}'
+                    f"{name}={count}: this engine reports at most {most} for a token; lower it, or pass"
+                    f" max_logprobs={count} to LLM"
                 )
-            text = prompt.get("prompt")
-            if "prompt_token_ids" in prompt:
-                return text, self._token_ids(prompt["prompt_token_ids"], name)
-            prompt = text
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    "this engine has no tokenizer, so it serves token ids: pass a list of integers, or tokenizer= to LLM"
-                )
-            token_ids = self.encode(prompt, name)
-            self._check_ids(token_ids, min, max)
-            return prompt, token_ids
-        return None, self._token_ids(prompt, name)
-
-    def encode(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokenizer's ids of a text; a ValueError that calls it `name` if it holds half a character."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{name}={text!r:.80}: half of a surrogate pair, at position {error.start}, is no text; remove it"
-            ) from None
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _token_ids(self, prompt: Any, name: str) -> list[int]:
-        try:
-            array = np.asarray(prompt)
-        except (ValueError, TypeError, OverflowError, RuntimeError):  # ragged, or not an array at all
-            array = np.empty(0)
-        if array.ndim == 1 and array.dtype.kind in "iu":
-            self._check_ids(array, np.min, np.max)  # sooner done than of a list
-            return array.tolist()
-        try:
-            if isinstance(prompt, (bytes, bytearray, Set)) or array.dtype.kind == "b":
-                raise TypeError
-            token_ids = [int(t.__index__()) for t in prompt]
-        except (TypeError, AttributeError):
-            raise TypeError(
-                f"{name}: a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}"
-            ) from None
-        self._check_ids(token_ids, min, max)
-        return token_ids
-
-    def _check_ids(self, token_ids: Any, least: Callable[[Any], Any], most: Callable[[Any], Any]) -> None:
         vocab_size = self.model_config.vocab_size
-        if len(token_ids) and ((low := least(token_ids)) < 0 or most(token_ids) >= vocab_size):
-            raise ValueError(
-                f"token id {low if low < 0 else most(token_ids)} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
-            )
-
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
-        if not token_ids:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        limit = self.runner.max_model_len
-        if len(token_ids) >= limit:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, but max_model_len={limit} allows {limit - 1} and one of output;"
-                " shorten the prompt or raise max_model_len"
-            )
-        vocab_size = self.model_config.vocab_size
-        for token_id in params.stop_token_ids:
+        for token_id in params.stop_token_ids or ():
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}")
         if params.stop and self.tokenizer is None:

@@ -1,29 +1,33 @@
-"""A user's request: one prompt, its `n` completions, and what is said of them."""
+"""A user's request: one prompt, its `n` completions, and their outputs."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from nanovllm.engine.detokenizer import Detokenizer, decode
+from nanovllm.engine.detokenizer import Detokenizer, TextDecoder
+from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 
 class Completion:
-    """One sequence of a request, with its text as far as someone wants it before the end."""
+    """One sequence of a request, and its text.
 
-    def __init__(self, seq: Sequence, tokenizer: Any, incremental: bool) -> None:
+    Text is decoded token by token only for streams and stop strings, since that costs host time; otherwise once, at the end.
+    """
+
+    def __init__(self, seq: Sequence, decoder: TextDecoder | None, incremental: bool) -> None:
         params = seq.params
+        assert isinstance(params.stop, tuple)  # SamplingParams makes it one
         self.seq = seq
-        self._tokenizer = tokenizer
-        # Decoding token by token costs host time, so only who streams or looks for stop strings pays for it.
+        self._decoder = decoder
         self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None and (incremental or params.stop):
+        if decoder is not None and (incremental or params.stop):
             self._detokenizer = Detokenizer(
-                tokenizer, params.skip_special_tokens, params.stop, params.min_tokens, params.include_stop_str_in_output
+                decoder, params.skip_special_tokens, params.stop, params.min_tokens, params.include_stop_str_in_output
             )
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
 
@@ -53,7 +57,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        if self._tokenizer is None:
+        if self._decoder is None:
             return ""
         if self._detokenizer is not None:
             return self._detokenizer.text
@@ -61,7 +65,7 @@ class Completion:
         token_ids = self.seq.output_token_ids
         if self.seq.finish_reason == "stop" and not params.include_stop_str_in_output:
             token_ids = token_ids[:-1]
-        return decode(self._tokenizer, token_ids, params.skip_special_tokens)
+        return self._decoder.decode(token_ids, params.skip_special_tokens)
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(
@@ -75,40 +79,49 @@ class Completion:
 
 
 class Request:
-    """One prompt and its completions. Made by `LLMEngine.add_request`.
+    """One prompt and its completions. Made by `LLMEngine.make_request`.
 
     Args:
         request_id: unique in the engine; sequence ids follow from it.
         seed: of the first completion's draws; the others count up from it.
         incremental: keep the text current while tokens come, for streaming.
+
+    Attributes:
+        offline: only the time of the request's end matters, not that of its first token.
+        listener: called with the request by the thread that runs the engine's steps: when a completion ended, when the request
+            was lost, and for an incremental request when it got a token. It must be quick and must not raise.
+        failure: what a failed step raised, if the request was lost by it.
     """
 
     def __init__(
         self,
         request_id: int,
-        prompt: str | None,
-        prompt_token_ids: list[int],
+        prompt: Prompt,
         params: SamplingParams,
         seed: int,
-        tokenizer: Any,
+        decoder: TextDecoder | None,
         incremental: bool,
     ) -> None:
         self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt = prompt.text
+        self.prompt_token_ids = prompt.token_ids
         self.params = params
+        self.incremental = incremental
+        self.offline = False
+        self.listener: Callable[[Request], None] | None = None
+        self.failure: BaseException | None = None
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None] * len(prompt_token_ids)
+            self.prompt_logprobs = [None] * len(prompt.token_ids)
         self.completions = []
         for index in range(params.n):
             # The prompt's log-probabilities are the same for all completions: the first computes them.
             own = params if index == 0 or params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
-            seq = Sequence(request_id, prompt_token_ids, own, (seed + index) % 2**64, index)
-            self.completions.append(Completion(seq, tokenizer, incremental))
+            seq = Sequence(request_id, prompt.token_ids, own, (seed + index) % 2**64, index, prompt.cache_salt)
+            self.completions.append(Completion(seq, decoder, incremental))
 
     @property
     def finished(self) -> bool:
@@ -118,8 +131,13 @@ class Request:
     def num_output_tokens(self) -> int:
         return sum(c.seq.num_output_tokens for c in self.completions)
 
+    def notify(self) -> None:
+        """Tell the listener that there is news."""
+        if self.listener is not None:
+            self.listener(self)
+
     def note_token(self) -> None:
-        """A completion got a token: keep the times."""
+        """Keep the time of a completion's token."""
         now = time.perf_counter()
         if self.first_token_time is None:
             self.first_token_time = now
@@ -128,7 +146,6 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The request as its user sees it, finished or not."""
-        since = lambda t: None if t is None else t - self.arrival_time  # noqa: E731
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -137,8 +154,11 @@ class Request:
             finished=self.finished,
             prompt_logprobs=self.prompt_logprobs,
             metrics=RequestMetrics(
-                time_to_first_token=since(self.first_token_time),
-                total_time=since(self.finish_time),
+                time_to_first_token=self._seconds_until(self.first_token_time),
+                total_time=self._seconds_until(self.finish_time),
                 num_cached_tokens=self.completions[0].seq.num_cached_tokens or 0,
             ),
         )
+
+    def _seconds_until(self, moment: float | None) -> float | None:
+        return None if moment is None else moment - self.arrival_time

@@ -14,8 +14,8 @@ from nanovllm.sampling_params import SamplingParams
 BLOCK = 4
 
 
-def make(token_ids, **params):
-    return Sequence(0, list(token_ids), SamplingParams(**params), seed=0)
+def make(token_ids, cache_salt=None, **params):
+    return Sequence(0, list(token_ids), SamplingParams(**params), seed=0, cache_salt=cache_salt)
 
 
 def compute(manager, seq, num_tokens=None):
@@ -106,8 +106,27 @@ def test_a_block_is_shared_only_behind_the_same_past():
 def test_tokens_that_differ_far_up_differ_in_hash():
     manager = BlockManager(16, BLOCK)
     compute(manager, make([1, 2, 3, 4, 5]))
-    for token in (1 + 2**8, 1 + 2**16, 1 + 2**32):
+    for token in (1 + 2**8, 1 + 2**16, 1 + 2**24):
         assert manager.match_prefix(make([token, 2, 3, 4, 5])) == []
+
+
+def test_hashes_cannot_be_foretold():
+    """Else token ids with the hash of another request's prefix could be constructed, which would then read its cache."""
+    first, second = make(range(9)), make(range(9))
+    for seq in (first, second):
+        BlockManager(16, BLOCK).match_prefix(seq)
+    assert len(first.block_hashes) == 2 and not set(first.block_hashes) & set(second.block_hashes)
+
+
+def test_prefixes_are_shared_among_sequences_of_the_same_salt():
+    manager = BlockManager(32, BLOCK)
+    salts = [None, "a", "b", "\ud800"]
+    seqs = {salt: compute(manager, make(range(9), salt)) for salt in salts}
+    assert len({tuple(seq.block_table) for seq in seqs.values()}) == 4
+    for salt, seq in seqs.items():
+        assert manager.match_prefix(make(range(9), salt)) == seq.block_table[:2]
+    assert manager.match_prefix(make(range(9), "")) == []
+    manager.check(seqs.values())
 
 
 def test_the_last_token_is_always_left_to_compute():

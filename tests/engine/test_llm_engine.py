@@ -6,130 +6,21 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import EngineConfig
-from nanovllm.engine import llm_engine
-from nanovllm.engine.fast.piggyback import Piggyback
 from nanovllm.engine.fast.policy import PiggybackSizes
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.step import StepKind
 from nanovllm.llm import _Progress
 from tests import tiny
-from tests.engine.simulation import EOS, VOCAB, Device, expected_output
+from tests.engine.simulated_engine import BLOCK, Broken, assert_clean, documents, drain, simulated_engine
+from tests.engine.simulation import expected_output
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCK = 16
-
 
 # ------------------------------------------------------------------------------------------------ a simulated device
-
-
-class Broken(Exception):
-    """What a failing device raises."""
-
-
-class SimulatedResult:
-    def __init__(self, step, token_ids, runner, fails):
-        self.step, self._token_ids, self._runner, self._fails = step, token_ids, runner, fails
-        self.logprobs, self.prompt_logprobs = None, []
-
-    def token_ids(self):
-        if self._fails:
-            self._runner.broken = False
-            raise Broken("while reading")
-        return self._token_ids
-
-
-class SimulatedRunner:
-    """A ModelRunner on a simulated device that fails when told to, having spoilt all that the step wrote.
-
-    A step that fails on the device is known to have failed only when it is read: what is launched until then computes
-    rubbish.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(self, num_blocks, budget, max_model_len, piggyback=None):
-        self.num_kvcache_blocks, self.max_num_batched_tokens, self.max_model_len = num_blocks, budget, max_model_len
-        self.fast = SimpleNamespace(piggyback=piggyback, reserve_tokens_ahead=32)
-        self.simulated = Device(BLOCK)
-        self.fail_next = None
-        self.broken = False
-        self.seen = set()
-
-    def execute(self, step):
-        fails, self.fail_next = self.fail_next, None
-        if step.kind is StepKind.PIGGYBACKED:
-            self.seen.add("piggybacked")
-        if self.broken:
-            token_ids = [0 for part in step.parts if part.samples]
-        else:
-            token_ids = self.simulated.execute(step)
-        if fails or self.broken:
-            for part in step.parts:
-                for position in range(part.start, part.start + part.num_tokens):
-                    self.simulated.cache[self.simulated._cell(part.seq, position)] = None
-            self.simulated.last_tokens.clear()
-        if fails == "launch":
-            self.broken = False
-            raise Broken("while launching")
-        fails = fails == "read" and not self.broken
-        self.broken |= fails
-        return SimulatedResult(step, token_ids, self, fails)
-
-
-def simulated_engine(
-    monkeypatch,
-    *,
-    num_blocks=8,
-    budget=40,
-    max_model_len=64,
-    max_num_seqs=4,
-    asynchronous=False,
-    caching=True,
-    piggyback=None,
-):
-    """piggyback: the sizes of steps with piggybacked prompts; None: there are none."""
-    pacer = None if piggyback is None else Piggyback(max_num_seqs, piggyback)
-    runner = SimulatedRunner(num_blocks, budget, max_model_len, pacer)
-    monkeypatch.setattr(llm_engine, "ModelRunner", lambda *_: runner)
-    engine = LLMEngine(
-        EngineConfig(
-            "smollm2-135m", load_format="dummy", skip_tokenizer_init=True, kvcache_block_size=BLOCK, max_num_seqs=max_num_seqs,
-            async_scheduling=asynchronous, enable_prefix_caching=caching,
-        )
-    )  # fmt: skip
-    engine.scheduler.eos_token_ids = frozenset({EOS})
-    return engine
-
-
-def drain(engine):
-    for _ in range(3000):
-        if not engine.has_unfinished:
-            return
-        try:
-            engine.step()
-        except Broken:
-            pass
-        engine.scheduler.check()
-    raise AssertionError("no end")
-
-
-def assert_clean(engine):
-    assert not engine.has_unfinished and not engine._in_flight and not engine._completions
-    engine.scheduler.check()
-    assert engine.scheduler.blocks.num_free_blocks == engine.scheduler.blocks.num_blocks
-
-
-def documents():
-    rng = random.Random(5)
-    return [[rng.randrange(VOCAB) for _ in range(64)] for _ in range(2)]
 
 
 @pytest.mark.parametrize("failures", [False, True])
@@ -141,7 +32,7 @@ def test_random_load(monkeypatch, asynchronous, failures):
     for seed in range(60):
         rng, piggyback = random.Random(seed), sizes if seed % 2 == 1 else None
         engine = simulated_engine(
-            monkeypatch, num_blocks=rng.randint(4, 9), budget=rng.randint(1, 60), max_num_seqs=rng.randint(1, 5),
+            num_blocks=rng.randint(4, 9), budget=rng.randint(1, 60), max_num_seqs=rng.randint(1, 5),
             asynchronous=asynchronous, caching=rng.random() < 0.8, piggyback=piggyback,
         )  # fmt: skip
         requests, lost = [], set()
@@ -173,7 +64,7 @@ def test_random_load(monkeypatch, asynchronous, failures):
                     aborted = {r for r in before if any(c.seq.finish_reason == "abort" for c in r.completions)}
                     seen.update("survived" for _ in before - aborted)
                     lost |= aborted
-                engine.scheduler.check()
+                engine.check()
         drain(engine)
         assert_clean(engine)
         for request, prompt in requests:
@@ -195,7 +86,7 @@ def test_random_load(monkeypatch, asynchronous, failures):
 @pytest.mark.parametrize("when", ["launch", "read"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_failure_ends_what_ran_and_nothing_else(monkeypatch, when, asynchronous):
-    engine = simulated_engine(monkeypatch, max_num_seqs=1, asynchronous=asynchronous)
+    engine = simulated_engine(max_num_seqs=1, asynchronous=asynchronous)
     prompt = documents()[0][:40]
     runs, waits = (engine.add_request(prompt, SamplingParams(max_tokens=20, ignore_eos=True, seed=1)) for _ in range(2))
     engine.step()
@@ -214,7 +105,7 @@ def test_a_failure_ends_what_ran_and_nothing_else(monkeypatch, when, asynchronou
 
 @pytest.mark.parametrize("asynchronous, launched_at_first_result", [(False, 1), (True, 2)])
 def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch, asynchronous, launched_at_first_result):
-    engine = simulated_engine(monkeypatch, asynchronous=asynchronous)
+    engine = simulated_engine(asynchronous=asynchronous)
     launched = []
     execute = engine.runner.execute
     monkeypatch.setattr(engine.runner, "execute", lambda step: launched.append(step) or execute(step))
@@ -227,13 +118,13 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch, asynch
 
 
 def test_a_step_with_nothing_to_do(monkeypatch):
-    engine = simulated_engine(monkeypatch)
+    engine = simulated_engine()
     assert engine.step() == [] and not engine.has_unfinished
 
 
 def test_a_failure_while_a_preempted_sequence_waits_for_its_token(monkeypatch):
     """That token is lost: the sequence would wait for it for ever, and everybody behind it."""
-    engine = simulated_engine(monkeypatch, num_blocks=4, asynchronous=True, caching=False)
+    engine = simulated_engine(num_blocks=4, asynchronous=True, caching=False)
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
     requests = [engine.add_request(documents()[0][:n], params) for n in (20, 21, 22)]
     execute = engine.runner.execute
@@ -255,7 +146,7 @@ def test_a_failure_while_a_preempted_sequence_waits_for_its_token(monkeypatch):
 
 
 def test_abort_of_a_finished_request_changes_nothing(monkeypatch):
-    engine = simulated_engine(monkeypatch)
+    engine = simulated_engine()
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
     drain(engine)
     engine.abort(request)
@@ -538,7 +429,6 @@ def test_an_interrupt_leaves_the_engine_clean(directory, reference, monkeypatch,
     monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, params, use_tqdm=False)
-    llm.engine.step()  # what may still be in flight
     assert_clean(llm.engine)
     assert generate(llm, prompts, params) == [tiny.greedy(reference, p, 10) for p in prompts]
 
@@ -634,8 +524,6 @@ def test_an_interrupt_at_any_line_leaves_the_engine_clean(directory, call, every
             at_lines(lambda: call(llm), interrupt)
         except KeyboardInterrupt:
             reached += 1
-        assert not llm.engine._completions and not llm.engine.scheduler.has_unfinished, where
-        drain(llm.engine)  # what may still be in flight
         assert_clean(llm.engine)
         assert generate_all(llm) == expected, where
     assert reached > 0.9 * len(chosen)
@@ -663,7 +551,7 @@ def test_an_interrupt_takes_the_progress_bar_back(directory):
         for thread in set(threading.enumerate()) - others:  # the bar has a thread that draws it
             thread.join(1)
             assert not thread.is_alive(), where
-        assert not llm.engine.has_unfinished, where
+        assert_clean(llm.engine)
 
 
 def test_streams_of_others_end_with_an_error_when_a_forward_pass_raises(directory, monkeypatch):
@@ -679,6 +567,6 @@ def test_streams_of_others_end_with_an_error_when_a_forward_pass_raises(director
     monkeypatch.setattr(llm.engine.runner, "execute", failing)
     with pytest.raises(RuntimeError):
         llm.generate("other", SamplingParams(max_tokens=2), use_tqdm=False)
-    with pytest.raises(RuntimeError, match="the stream's text is incomplete"):
+    with pytest.raises(RuntimeError, match="the output is incomplete"):
         list(stream)
     assert_clean(llm.engine)

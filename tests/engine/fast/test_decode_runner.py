@@ -160,8 +160,9 @@ def test_those_that_may_have_the_most_output_are_queued_first(directory, piggyba
     requests = [
         engine.make_request(prompt, SamplingParams(max_tokens=n)) for prompt, n in zip(random_prompts(lengths), most)
     ]
-    engine.queue_batch(requests)
-    queued = [seq.prompt_len for seq in engine.scheduler.waiting]
+    engine.queue(*requests, offline=True)
+    engine.step()
+    queued = [seq.prompt_len for seq in (*engine.scheduler.running, *engine.scheduler.waiting)]
     assert queued == ([100, 6, 5, 120] if piggyback else lengths)
     for request in requests:
         engine.abort(request)
@@ -215,7 +216,8 @@ def test_results_survive_the_steps_after_them(directory):
     """The tokens of a step are read after the next step has overwritten the state they come from."""
     llm = make(directory, async_scheduling=True)
     engine = llm.engine
-    request = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    request = engine.make_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    engine.scheduler.add(request.completions[0].seq)
     results = []
     while (step := engine.scheduler.schedule()) is not None:
         results.append((step, engine.runner.execute(step)))
@@ -223,7 +225,6 @@ def test_results_survive_the_steps_after_them(directory):
             engine.scheduler.update(results[-2][0], results[-2][1].token_ids())
     early = [result.token_ids() for _, result in results]
     assert [t for (t,) in early][:11] == request.completions[0].seq.output_token_ids
-    engine.abort(request)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,213 @@
+"""From what a user passes as a prompt to checked token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Set
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_EASY_CHARACTERS = 16
+"""Texts of so many characters a token that fits are tokenised at once: that takes less time than to look at the vocabulary."""
+
+
+class Prompt(NamedTuple):
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None
+
+
+class PromptReader:
+    """Turns prompts to token ids, and refuses those that cannot be served before they cost time or memory.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None for an engine that serves token ids only.
+        vocab_size: of the model; a token id is less.
+        max_model_len: most tokens of a prompt and its output, of which there is at least one.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def read(self, prompt: Any, name: str) -> Prompt:
+        """A prompt's text and token ids. name: what the user calls the prompt.
+
+        Args:
+            prompt: a text, token ids, or a dict with "prompt" or "prompt_token_ids", and maybe "cache_salt".
+
+        Raises:
+            ValueError, TypeError: the prompt cannot be served.
+        """
+        salt = text = None
+        if isinstance(prompt, Mapping):
+            if not prompt or set(prompt) - _KEYS or not set(prompt) - {"cache_salt"}:
+                raise ValueError(
+                    f'{name}={prompt!r:.80}: a prompt dict has "prompt" or "prompt_token_ids", and maybe "cache_salt",'
+                    f" not {sorted(map(str, prompt))}"
+                )
+            text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+            if "cache_salt" in prompt and not (isinstance(salt, str) and salt):
+                raise ValueError(
+                    f"{name}: cache_salt={salt!r:.80}: must be a string that is not empty; or leave it out"
+                )
+            if "prompt_token_ids" in prompt:
+                return Prompt(text, self._token_ids(prompt["prompt_token_ids"], name), salt)
+            prompt = text
+        if not isinstance(prompt, str):
+            return Prompt(None, self._token_ids(prompt, name), salt)
+        token_ids = self.encode(prompt, name)
+        self._check_ids(token_ids, min, max)
+        self._check_length(len(token_ids))
+        return Prompt(prompt, token_ids, salt)
+
+    def encode(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokenizer's ids of a text; a ValueError that calls it `name` if that cannot be."""
+        if self._tokenizer is None:
+            raise ValueError(
+                "this engine has no tokenizer, so it serves token ids: pass a list of integers, or tokenizer= to LLM"
+            )
+        self._check_characters(text)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name}={text!r:.80}: half of a surrogate pair, at position {error.start}, is no text; remove it"
+            ) from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_characters(self, text: str) -> None:
+        """Refuse a text that surely has too many tokens, before the seconds and gigabytes that tokenising it takes."""
+        fits = self._max_model_len - 1
+        if len(text) <= fits * _EASY_CHARACTERS or self._most_characters is None:
+            return
+        most = fits * self._most_characters.number
+        if len(text) > most:
+            length = len("".join(text.split())) if self._most_characters.without_spaces else len(text)
+            if length > most:
+                raise ValueError(
+                    f"the prompt has {len(text)} characters, but max_model_len={self._max_model_len} allows {fits} tokens"
+                    f" and one of output, and a token has at most {self._most_characters.number} characters;"
+                    " shorten the prompt or raise max_model_len"
+                )
+
+    @cached_property
+    def _most_characters(self) -> MostCharacters | None:
+        return most_characters(self._tokenizer)
+
+    def _check_length(self, length: int) -> None:
+        if not length:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        limit = self._max_model_len
+        if length >= limit:
+            raise ValueError(
+                f"the prompt has {length} tokens, but max_model_len={limit} allows {limit - 1} and one of output;"
+                " shorten the prompt or raise max_model_len"
+            )
+
+    def _token_ids(self, prompt: Any, name: str) -> list[int]:
+        if isinstance(prompt, (list, tuple)):
+            self._check_length(len(prompt))  # before millions of entries are looked at
+        try:
+            array = np.asarray(prompt)
+        except (ValueError, TypeError, OverflowError, RuntimeError):  # ragged, or not an array at all
+            array = np.empty(0)
+        if array.ndim == 1 and array.dtype.kind in "iu":
+            self._check_length(len(array))
+            self._check_ids(array, np.min, np.max)  # sooner done than of a list
+            return array.tolist()
+        try:
+            if isinstance(prompt, (bytes, bytearray, Set)) or array.dtype.kind == "b":
+                raise TypeError
+            token_ids = [int(t.__index__()) for t in prompt]
+        except (TypeError, AttributeError):
+            raise TypeError(
+                f"{name}: a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}"
+            ) from None
+        self._check_length(len(token_ids))
+        self._check_ids(token_ids, min, max)
+        return token_ids
+
+    def _check_ids(self, token_ids: Any, least: Callable[[Any], Any], most: Callable[[Any], Any]) -> None:
+        size = self._vocab_size
+        if len(token_ids) and ((low := least(token_ids)) < 0 or most(token_ids) >= size):
+            wrong = low if low < 0 else most(token_ids)
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {size} (0 to {size - 1})")
+
+
+class MostCharacters(NamedTuple):
+    """No token covers more than `number` characters of a text."""
+
+    number: int
+    without_spaces: bool
+    """Whether white space does not count, since some tokens cover any number of spaces beside them."""
+
+
+def most_characters(tokenizer: Any) -> MostCharacters | None:
+    """How many characters of a text a token can cover, or None where there is no such number.
+
+    There is none where a tokenizer drops characters (normalisers that strip, white space that only separates, characters that
+    the vocabulary does not have), or where one token stands for any run of them. The names of a token's bytes or
+    characters are as many as the characters it covers, or more.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(backend.model).__name__ != "BPE":
+        return None
+    if backend.model.continuing_subword_prefix or backend.model.end_of_word_suffix:
+        return None
+    shrinks = _shrinks(_steps(backend.normalizer, "normalizers"))
+    cuts = _steps(backend.pre_tokenizer, "pretokenizers")
+    if shrinks is None or not all(map(_keeps_characters, cuts)):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    if backend.model.byte_fallback:
+        every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
+    elif any(step["type"] == "ByteLevel" for step in (*cuts, *_steps(backend.normalizer, "normalizers"))):
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        every_byte = ByteLevel.alphabet()
+    else:
+        return None
+    if not all(byte in vocabulary for byte in every_byte):
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    return MostCharacters(shrinks * max(map(len, vocabulary)), any(token.lstrip or token.rstrip for token in added))
+
+
+def _steps(component: Any, name: str) -> list[dict[str, Any]]:
+    """The JSON of a tokenizer's component, or of the components of a sequence, which tokenizer.json calls `name`."""
+    if component is None:
+        return []
+    state = json.loads(component.__getstate__())
+    if state["type"] != "Sequence":
+        return [state]
+    # Sequences may hold sequences.
+    flat: list[dict[str, Any]] = []
+    for step in state[name]:
+        flat += step[name] if step["type"] == "Sequence" else [step]
+    return flat
+
+
+def _shrinks(normalizers: list[dict[str, Any]]) -> int | None:
+    """How many characters at most become one, or None if any number may."""
+    most = 1
+    for step in normalizers:
+        kind = step["type"]
+        if kind in ("NFC", "NFKC"):
+            most *= 4  # no character is composed of more (Unicode Standard Annex 15)
+        elif kind == "Replace" and step["pattern"].get("String") and step["content"]:
+            most *= -(-len(step["pattern"]["String"]) // len(step["content"]))
+        elif kind not in ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"):
+            return None
+    return most
+
+
+def _keeps_characters(cut: dict[str, Any]) -> bool:
+    kind = cut["type"]
+    if kind in ("Split", "Punctuation"):
+        return cut["behavior"] != "Removed"
+    return kind in ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
