@@ -14,9 +14,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 # They take half a minute to two and a half without a GPU. Begun first (with --no-loadscope-reorder), longest first,
 # they do not keep one process busy while others have nothing to do.
 _LONGEST = (
-    "test_triton_attention.py", "test_rows_compile.py", "test_triton_attention_prefill.py", "test_products_compile.py",
+    "test_decode.py", "test_rows_compile.py", "test_prefill.py", "test_products_compile.py",
     "test_verify.py", "test_smollm2.py", "test_guide.py", "test_small_products_compile.py",
-    "test_attention_shared.py", "test_bench.py",
+    "test_decode_shared.py", "test_bench.py",
     "test_products.py", "test_sample.py", "test_tiles_compile.py", "test_sample_compile.py", "test_quickstart.py",
     "test_norm_kernels.py", "test_small_products.py", "test_sample_kernels.py", "test_rotary_kernels.py",
 )  # fmt: skip

@@ -44,7 +44,7 @@ def builtin(problem: Any, device: DeviceModel) -> Plan | None:
     if isinstance(problem, GemmProblem):
         return _product(problem, device)
     if isinstance(problem, AttentionProblem):
-        from nanovllm.kernels.triton.attention.prefill import plan_prefill
+        from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
 
         chosen = plan_prefill(
             problem.group,

@@ -102,7 +102,9 @@ def _gemm(p: GemmProblem, where: torch.device, model: DeviceModel, sets: int | N
 
 
 def _attention(p: AttentionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
-    from nanovllm.kernels.triton.attention.prefill import PrefillPlan, attention_prefill
+    from nanovllm.kernels.ops.paged_kv import PagedKV
+    from nanovllm.kernels.triton.attention.prefill import attention_prefill
+    from nanovllm.kernels.triton.attention.prefill_plan import PrefillPlan
 
     if not p.causal:
         raise ValueError("causal: the attention of nanovllm is causal")
@@ -131,7 +133,7 @@ def _attention(p: AttentionProblem, where: torch.device, model: DeviceModel, set
         c = plan.config
         tiles = PrefillPlan(c.rows, c.tile, c.warps, c.stages)
         q, k, v = t
-        return attention_prefill(q, k, v, table, starts, lengths, p.query, scale, plan=tiles)
+        return attention_prefill(q, PagedKV(k, v, table, lengths, p.context), starts, p.query, scale, plan=tiles)
 
     mask = torch.ones(p.query, p.context, dtype=torch.bool, device=where).tril(p.context - p.query)
 

@@ -98,7 +98,7 @@ class Instrument:
                 return fn(*args, **kwargs)
             # A provider may take more than the op has: where the result goes, say.
             given = {name: value for name, value in kwargs.items() if name in declared.signature.parameters}
-            arguments = declared.signature.bind(*args, **given).arguments
+            arguments = declared.records.flatten(declared.signature.bind(*args, **given).arguments)
             key = Call(op, provider, self._place(op, arguments), self._phase)
             # Before the call: it may write to its arguments.
             if self._mode == "cost" and not self._depth:

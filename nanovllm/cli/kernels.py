@@ -79,7 +79,7 @@ def why(
             row["reason"] = row["reason"] or declared.refuses(provider, arguments)
             if row["reason"] is None:
                 try:
-                    row["reason"] = declared.refusal(provider, **arguments)
+                    row["reason"] = declared.refusal(provider, **declared.records.group(arguments))
                 except KernelError as e:
                     row["reason"] = str(e)
     because = explain(declared, where, origins)

@@ -96,8 +96,9 @@ class _Writer:
         if m not in self.called:
             declared = all_ops()[m.op]
             given = map_arg(dict(m.arguments), self._value)
-            bound = declared.signature.bind(**given)
-            result = self.graph.call_function(default_function(declared, self.device), bound.args, bound.kwargs)
+            bound = declared.records.flat.bind(**given)
+            function = declared.records.taking_fields(default_function(declared, self.device))
+            result = self.graph.call_function(function, bound.args, bound.kwargs)
             self.called[m] = result
             several = len(m.outputs) > 1
             for i, fx in enumerate(m.outputs):

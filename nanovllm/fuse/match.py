@@ -100,7 +100,7 @@ def find(graph: OpGraph) -> list[Match]:
     for k in graph:
         namespace, _, name = k.op.rpartition(".")
         if namespace == "nanovllm" and name in all_ops():
-            arguments = dict(zip(all_ops()[name].signature.parameters, k.fx.args)) | dict(k.fx.kwargs)
+            arguments = dict(zip(all_ops()[name].records.flat.parameters, k.fx.args)) | dict(k.fx.kwargs)
             found.append(Match(name, frozenset({k.fx}), arguments, (k.fx,)))
     dtypes = {t.dtype for k in graph for t in fake(k.fx)} & {torch.float32, torch.bfloat16, torch.float16}
     names = {v.name for v in network.kernels}

@@ -7,25 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.kernels import Kernels
+from nanovllm.kernels import Kernels, NewTokens, PagedKV, SharedPrefixes
 from nanovllm.layers.selected_op import FusedOp, SelectedOp
 from nanovllm.layers.side_stream import side_stream
 
 if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
     from nanovllm.layers.rotary_embedding import RotaryEmbedding
-
-
-@dataclass(frozen=True)
-class SharedPrefixes:
-    """Which decodes of a batch share leading blocks: the arguments of the op `attention_decode_shared`."""
-
-    groups: torch.Tensor
-    """[num_groups, 3] int32"""
-    group_rows: torch.Tensor
-    """[num_seqs] int32"""
-    shared_lens: torch.Tensor
-    """[num_seqs] int32"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +45,11 @@ class AttentionMetadata:
     """Runs of prompt tokens that are computed together with a batch of decodes: their tokens follow those of the decodes, and
     every other field describes the decodes only. The attention of the two kinds runs concurrently, each with its own ops. So no
     decode may attend to what a piggybacked run writes, nor the other way round."""
+
+    def paged(self, cache: LayerCache) -> PagedKV:
+        """What a layer's attention needs of its cache."""
+        lens, bound = self.context_lens, self.max_context_len
+        return PagedKV(cache.k, cache.v, self.block_table, lens, bound, cache.k_scale, cache.v_scale)
 
 
 @dataclass(frozen=True)
@@ -142,23 +135,18 @@ class Attention:
                     self.of_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.piggybacked, out[n:])
                 self.of_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, piggybacked=None), out[:n])
             return out
-        norms = () if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
-        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+        norms = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+        new, kv = NewTokens(k, v, rotary.cos_sin_cache, *norms), m.paged(cache)
+        options = self.scale, self.window, self.soft_cap
         if self._qk_norm_rope_attention_shared.used and m.shared is not None:
-            return self._qk_norm_rope_attention_shared(
-                q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.block_table, m.context_lens, m.shared.groups,
-                m.shared.group_rows, m.shared.shared_lens, m.max_context_len, self.scale, *norms, window=self.window,
-                soft_cap=self.soft_cap, out=out, **scales,
-            )  # fmt: skip
+            return self._qk_norm_rope_attention_shared(q, new, kv, m.shared, *options, out=out)
         if self._qk_norm_rope_attention.used and m.cu_seqlens_q is None and m.shared is None:
-            return self._qk_norm_rope_attention(
-                q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.block_table, m.context_lens, m.max_context_len,
-                self.scale, *norms, window=self.window, soft_cap=self.soft_cap, out=out, **scales,
-            )  # fmt: skip
+            return self._qk_norm_rope_attention(q, new, kv, *options, out=out)
         if self._qk_norm_rope_store.used:
             q = self._qk_norm_rope_store(
-                positions, q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.slot_mapping, *norms, **scales
-            )
+                positions, q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.slot_mapping, *norms, k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
+            )  # fmt: skip
             return self.attend(q, cache, m, out)
         q, k = rotary(positions, q, k, q_norm, k_norm)
         return self(q, k, v, cache, m, out)
@@ -180,33 +168,19 @@ class Attention:
         self, q: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As a call, where the keys and values of the batch are in the cache already."""
-        m, n = metadata, metadata.num_decodes
-        options = (self.scale, self.window, self.soft_cap, cache.k_scale, cache.v_scale)
+        m, n, kv = metadata, metadata.num_decodes, metadata.paged(cache)
+        options = self.scale, self.window, self.soft_cap
         if self._attention_decode_shared.used and m.shared is not None:
-            shared = (m.shared.groups, m.shared.group_rows, m.shared.shared_lens)
-            return self._attention_decode_shared(
-                q, cache.k, cache.v, m.block_table, m.context_lens, *shared, m.max_context_len, *options, out=out
-            )
+            return self._attention_decode_shared(q, kv, m.shared, *options, out=out)
         if m.cu_seqlens_q is None:
-            return self._attention_decode(
-                q, cache.k, cache.v, m.block_table, m.context_lens, m.max_context_len, *options, out=out
-            )
+            return self._attention_decode(q, kv, *options, out=out)
         if n:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-            self._attention_decode(
-                q[:n], cache.k, cache.v, m.block_table[:n], m.context_lens[:n], m.max_context_len, *options, out=out[:n]
-            )
-        runs = None if out is None else out[n:]
+            self._attention_decode(q[:n], kv.rows(slice(n)), *options, out=out[:n])
+        # How long the contexts of the runs are, the host does not know; a bound is what the table has room for.
+        runs = replace(kv.rows(slice(n, None)), max_context_len=kv.block_table.shape[1] * kv.block_size)
         result = self._attention_prefill(
-            q[n:],
-            cache.k,
-            cache.v,
-            m.block_table[n:],
-            m.cu_seqlens_q,
-            m.context_lens[n:],
-            m.max_query_len,
-            *options,
-            out=runs,
+            q[n:], runs, m.cu_seqlens_q, m.max_query_len, *options, out=None if out is None else out[n:],
             concurrent=m.concurrent,
-        )
+        )  # fmt: skip
         return out if n else result

@@ -38,9 +38,9 @@ def asked_on(tunable: Tunable, key: Key, device: DeviceModel) -> tuple[Tunable, 
         if unsuited(**{n: value for n, value in named.items() if n not in ("kv_heads", "rotate")}) is None:
             return tunables.ATTENTION_DECODE_HOPPER, key
     if tunable is tunables.ATTENTION_PREFILL and named["dtype"].itemsize == 2 and not named["few_rows"]:
-        from nanovllm.kernels.triton.attention.prefill import plan_hopper
+        from nanovllm.kernels.triton.attention.prefill_plan import plan_hopper_prefill
 
-        suited = plan_hopper(named["group"], named["head_dim"], named["block_size"])
+        suited = plan_hopper_prefill(named["group"], named["head_dim"], named["block_size"])
         if suited and named["cache_dtype"] == named["dtype"]:
             return tunables.ATTENTION_PREFILL_HOPPER, key[:-1]
     return tunable, key
@@ -64,17 +64,18 @@ def builtin_plan(tunable: Tunable, key: Key, arguments: Arguments, launch: Launc
 
         return plan_small_product(k["tokens"], k["outputs"], k["size"], k["gated"], k["dtype"])
     if tunable in (tunables.ATTENTION_DECODE, tunables.ATTENTION_DECODE_HOPPER):
-        from nanovllm.kernels.triton.attention.decode_plan import plan_decode, plan_hopper_decode
+        from nanovllm.kernels.triton.attention.decode_hopper_plan import plan_hopper_decode
+        from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 
         size, count, heads = k["cache_dtype"].itemsize, len(arguments["context_lens"]), (k["kv_heads"], k["group"])
         if tunable is tunables.ATTENTION_DECODE_HOPPER:
             return plan_hopper_decode(count, heads[0], k["head_dim"], device.sms, size, k["new"], k["group"])
         return plan_decode(count, *heads, k["head_dim"], size, k["dtype"] == torch.float32, device.sms, k["rotate"])
     if tunable in (tunables.ATTENTION_PREFILL, tunables.ATTENTION_PREFILL_HOPPER):
-        from nanovllm.kernels.triton.attention.prefill import plan_hopper, plan_prefill
+        from nanovllm.kernels.triton.attention.prefill_plan import plan_hopper_prefill, plan_prefill
 
         if tunable is tunables.ATTENTION_PREFILL_HOPPER:
-            return plan_hopper(k["group"], k["head_dim"], k["block_size"])
+            return plan_hopper_prefill(k["group"], k["head_dim"], k["block_size"])
         sizes = k["dtype"].itemsize, arguments["max_query_len"], k["cache_dtype"].itemsize
         return plan_prefill(k["group"], k["head_dim"], *sizes, device.capability // 10)
     assert launch is not None

@@ -234,7 +234,7 @@ def _job(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Named, d
         with ExitStack() as stack, recorded() as launches:
             asked = [(t, stack.enter_context(t.using(cpu, (), None))) for t in choices]
             with _fitting(job_target, shape):
-                job_target.launcher.fn(**arguments)
+                job_target.launcher.fn(**job_target.declared.records.group(arguments))
         wanted = ((t, k) for t, keys in asked for k in keys if job_target.wants(t.named(k)))
         tunable, key = next(wanted, (tunable, None))
         if key is None:

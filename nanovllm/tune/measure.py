@@ -45,10 +45,10 @@ class JobTimer:
             Skipped: the plan does not compile or launch.
         """
         logs = []
-        fn = self._job.target.launcher.fn
+        fn, group = self._job.target.launcher.fn, self._job.target.declared.records.group
         with self._job.tunable.using(self._device, self._job.key, plan) as asked:
             for sets in self._sets:
-                calls = [partial(fn, **s) for s in sets] * max(1, _CALLS // len(sets))
+                calls = [partial(fn, **group(s)) for s in sets] * max(1, _CALLS // len(sets))
                 timing = self._tried(plan, partial(time_in_graph, calls, rounds))
                 logs.append(math.log(timing.median))
         if self._job.key not in asked:
@@ -83,7 +83,7 @@ class JobTimer:
         def call(plan: Any, arguments: Arguments) -> Callable[[], None]:
             def run() -> None:
                 with job.tunable.using(self._device, job.key, plan):
-                    job.target.launcher.fn(**arguments)
+                    job.target.launcher.fn(**job.target.declared.records.group(arguments))
 
             return run
 

@@ -292,7 +292,7 @@ def _attention_prefill_hopper(tunable: Tunable, key: Key, device: DeviceModel) -
     packs = [p for p in powers(1, 64) if key["group"] % p == 0]
     values = {"pack": packs, "tile": (64, 128), "stages": (2, 3, 4), "programs": (0,)}
     shared = _shared(lambda p: 2 * dim * (128 + 2 * p.stages * p.tile) + _BARRIERS, device)
-    return [_space(tunable, "HopperPlan", key, values, shared)]
+    return [_space(tunable, "HopperPrefillPlan", key, values, shared)]
 
 
 _ELEMENTWISE = ("activate_and_mul", "fused_activation", "fused_add_gelu", "element_wise_mul_add", "embedding")

@@ -8,11 +8,9 @@ import torch
 from nanovllm.engine.batch import DeviceBatch
 from nanovllm.kernels import Provider, all_ops, resolve_kernels
 from nanovllm.kernels.op.registry import temporary
-from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
-from nanovllm.kernels.ops.attention_shared import attention_decode_shared
 from nanovllm.kernels.ops.checks import values_checked
+from nanovllm.kernels.ops.paged_kv import PagedKV
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
-from nanovllm.kernels.ops.qk_norm_rope_attention import qk_norm_rope_attention
 from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.kernels.ops.rotary import rotary_embedding
 from nanovllm.kernels.ops.store_kvcache import store_kvcache
@@ -20,6 +18,7 @@ from nanovllm.layers.attention import Attention, AttentionMetadata, LayerCache
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import RopeConfig
+from tests.kernels.flat import NATIVE as FLAT
 from tests.native import NATIVE
 from tests.providers import registered
 
@@ -103,8 +102,9 @@ def test_the_last_tokens_of_each_sequence(n, options):
         want[i, n - few :] = expected(q[mine], k[mine], v[mine], 0.3, **options)[length - few :]
         start += length
     given = queries.flatten(0, 1), cache.k, cache.v, table, torch.tensor(LENS).int(), 48, 0.3
-    padded = ATTENTION._decode_padded(*given, options.get("window"), options.get("soft_cap"), None, None)
-    for got in (attention_decode.native(*given, **options), padded):
+    kv = PagedKV(*given[1:6])
+    padded = ATTENTION._decode_padded(given[0], kv, n, 0.3, options.get("window"), options.get("soft_cap"))
+    for got in (FLAT.attention_decode(*given, **options), padded):
         torch.testing.assert_close(got.unflatten(0, (3, n)), want, rtol=1e-6, atol=1e-7)
         assert got.is_contiguous() and not got[: max(0, n - 1)].any()
 
@@ -245,9 +245,9 @@ def test_a_projection_that_does_not_fit(wrong, said):
 def test_a_sequence_without_tokens_gets_zeros():
     q, k, v, cache, table = batch()
     lens = torch.tensor([0, 0, 0], dtype=torch.int32)
-    assert not attention_decode.native(q[:3], cache.k, cache.v, table, lens, 40, 0.3).any()
+    assert not FLAT.attention_decode(q[:3], cache.k, cache.v, table, lens, 40, 0.3).any()
     cu = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
-    assert not attention_prefill.native(q[:3], cache.k, cache.v, table, cu, lens, 1, 0.3).any()
+    assert not FLAT.attention_prefill(q[:3], cache.k, cache.v, table, lens, 48, cu, 1, 0.3).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -263,9 +263,9 @@ def test_scales_are_not_rounded_to_16_bits(dtype):
     )
     options = (1.0, None, None, scale, scale)
     q = q.to(dtype)
-    got = attention_decode.native(q, *cache, table, lens, 32, *options)
+    got = FLAT.attention_decode(q, *cache, table, lens, 32, *options)
     cu = torch.tensor([0, 1], dtype=torch.int32)
-    assert torch.equal(attention_prefill.native(q, *cache, table, cu, lens, 1, *options), got)
+    assert torch.equal(FLAT.attention_prefill(q, *cache, table, lens, 32, cu, 1, *options), got)
     keys, values = cache.flatten(1, 2).double()[:, :, 0] * 0.37
     want = (q[0].double() @ keys.T).softmax(-1) @ values
     assert (got[0].double() - want).abs().max() < {torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype] * want.abs().max()
@@ -277,7 +277,7 @@ def call(**changes):
         "q": q[:3], "k_cache": cache.k, "v_cache": cache.v, "block_table": table,
         "context_lens": torch.tensor(LENS, dtype=torch.int32), "max_context_len": 48, "scale": 0.3,
     }  # fmt: skip
-    return attention_decode.native(**{**arguments, **changes})
+    return FLAT.attention_decode(**{**arguments, **changes})
 
 
 WIDE = torch.zeros(10, BLOCK, KV_HEADS, DIM)
@@ -375,9 +375,9 @@ def prefill(**changes):
     q, _, _, cache, table = batch(torch.float32)
     arguments = {
         "q": q[:12], "k_cache": cache.k, "v_cache": cache.v, "block_table": table, "cu_seqlens_q": int32(0, 1, 5, 12),
-        "context_lens": int32(*LENS), "max_query_len": 7, "scale": 0.3,
+        "context_lens": int32(*LENS), "max_context_len": 48, "max_query_len": 7, "scale": 0.3,
     }  # fmt: skip
-    return attention_prefill.native(**{**arguments, **changes})
+    return FLAT.attention_prefill(**{**arguments, **changes})
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def fused(lens=LENS, rows=48, **changes):
         "q": q[:3], "k": k[:3], "v": v[:3], "cos_sin_cache": torch.zeros(rows, DIM), "k_cache": cache.k, "v_cache": cache.v,
         "block_table": table, "context_lens": int32(*lens), "max_context_len": 48, "scale": 0.3,
     }  # fmt: skip
-    return qk_norm_rope_attention.native(**{**arguments, **changes})
+    return FLAT.qk_norm_rope_attention(**{**arguments, **changes})
 
 
 def shared(**changes):
@@ -446,7 +446,7 @@ def shared(**changes):
         "groups": torch.zeros(1, 3, dtype=torch.int32), "group_rows": int32(0, 1, 2), "shared_lens": int32(0, 0, 0),
         "max_context_len": 48, "scale": 0.3,
     }  # fmt: skip
-    return attention_decode_shared.native(**{**arguments, **changes})
+    return FLAT.attention_decode_shared(**{**arguments, **changes})
 
 
 def test_wrong_positions_are_named(checked):

@@ -15,14 +15,9 @@ from functools import cache
 
 import torch
 
-from nanovllm.kernels.external.packages import find, folder, import_error, refuse_common, version_of
-from nanovllm.kernels.ops.checks import (
-    check_attention_values,
-    check_prefill,
-    check_prefill_values,
-    check_query_tokens,
-    values_checked,
-)
+from nanovllm.kernels.external.packages import find, folder, import_error, raise_if, refuse_common, version_of
+from nanovllm.kernels.ops.checks import check_prefill, check_query_tokens
+from nanovllm.kernels.ops.paged_kv import PagedKV
 
 
 @dataclass(frozen=True)
@@ -148,177 +143,115 @@ def support(device: torch.device) -> str | None:
 
 
 def accepts_decode(
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    context_lens,
-    max_context_len,
-    scale,
-    window=None,
-    soft_cap=None,
-    k_scale=None,
-    v_scale=None,
+    q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> str | None:
     """Why FlashAttention cannot take these arguments of `attention_decode`, or None."""
-    return _refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale)
+    return _refuse(variant(q.device), q, kv)
 
 
 def accepts_prefill(
-    q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, scale, window=None, soft_cap=None, k_scale=None,
-    v_scale=None,
-) -> str | None:  # fmt: skip
-    """Why FlashAttention cannot take these arguments of `attention_prefill`, or None."""
-    return _refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale)
-
-
-def _refuse(chosen: Variant | None, q, k_cache, block_table, k_scale, v_scale) -> str | None:
-    if chosen is None:
-        return support(q.device)
-    reason = refuse_common(chosen.name, q, k_cache, block_table, k_scale, v_scale)
-    if reason is not None:
-        return reason
-    head_dim, block_size = q.shape[2], k_cache.shape[1]
-    if head_dim > chosen.max_head_dim or head_dim % 8:
-        return (
-            f"{chosen.name} takes a head_dim of at most {chosen.max_head_dim} that is a multiple of 8, got {head_dim}"
-        )
-    if block_size % chosen.block_multiple:
-        return f"{chosen.name} needs a block size that is a multiple of {chosen.block_multiple}, got {block_size}"
-    return None
-
-
-def attention_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_context_len: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses."""
-    _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
-    queries = check_query_tokens(
-        q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale
-    )
-    if values_checked(q.device):
-        check_attention_values(k_cache, block_table, context_lens, max_context_len)
-    starts = torch.arange(0, q.shape[0] + 1, queries, dtype=torch.int32, device=q.device)
-    return _attend(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        starts,
-        context_lens,
-        queries,
-        max_context_len,
-        scale,
-        window,
-        soft_cap,
-    )
-
-
-def attention_prefill(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
+    kv: PagedKV,
     cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
     max_query_len: int,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+) -> str | None:
+    """Why FlashAttention cannot take these arguments of `attention_prefill`, or None."""
+    return _refuse(variant(q.device), q, kv)
+
+
+def _refuse(chosen: Variant | None, q: torch.Tensor, kv: PagedKV) -> str | None:
+    if chosen is None:
+        return support(q.device)
+    reason = refuse_common(chosen.name, q, kv)
+    if reason is not None:
+        return reason
+    head_dim = q.shape[2]
+    if head_dim > chosen.max_head_dim or head_dim % 8:
+        return (
+            f"{chosen.name} takes a head_dim of at most {chosen.max_head_dim} that is a multiple of 8, got {head_dim}"
+        )
+    if kv.block_size % chosen.block_multiple:
+        return f"{chosen.name} needs a block size that is a multiple of {chosen.block_multiple}, got {kv.block_size}"
+    return None
+
+
+def attention_decode(
+    q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
+) -> torch.Tensor:
+    """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses."""
+    raise_if(_refuse(variant(q.device), q, kv))
+    queries = check_query_tokens(q, kv, scale, window, soft_cap)
+    starts = torch.arange(0, q.shape[0] + 1, queries, dtype=torch.int32, device=q.device)
+    return _attend(q, kv, starts, queries, scale, window, soft_cap)
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    kv: PagedKV,
+    cu_seqlens_q: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses."""
-    longest = block_table.shape[1] * k_cache.shape[1]  # a bound that the host knows
-    _check(_refuse(variant(q.device), q, k_cache, block_table, k_scale, v_scale))
-    check_prefill(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale
-    )
-    if values_checked(q.device):
-        check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len, longest)
-    return _attend(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, longest, scale, window, soft_cap
-    )
+    raise_if(_refuse(variant(q.device), q, kv))
+    check_prefill(q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)
+    return _attend(q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)
 
 
-def _attend(
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    starts,
-    lens,
-    max_query_len,
-    max_context_len,
-    scale,
-    window,
-    soft_cap,
-) -> torch.Tensor:
+def _attend(q, kv, starts, max_query_len, scale, window, soft_cap) -> torch.Tensor:
     """Behind the wrappers, which have checked the arguments."""
     if q.shape[0] == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # A query at the end of a run sees itself and `window - 1` tokens to its left.
     sides = (-1, -1) if window is None else (window - 1, 0)
-    return _CALLS[variant(q.device).package](
-        q, k_cache, v_cache, block_table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap or 0.0
-    )
+    return _CALLS[variant(q.device).package](q, kv, starts, max_query_len, scale, sides, soft_cap or 0.0)
 
 
-def _call_flash_attn_3(q, k, v, table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap):
+def _call_flash_attn_3(q, kv, starts, max_query_len, scale, sides, soft_cap):
     return _function("flash_attn_interface", "flash_attn_with_kvcache")(
-        q, k, v, cache_seqlens=lens, page_table=table, cu_seqlens_q=starts, max_seqlen_q=max_query_len, softmax_scale=scale,
+        q, kv.k_cache, kv.v_cache, cache_seqlens=kv.context_lens, page_table=kv.block_table, cu_seqlens_q=starts, max_seqlen_q=max_query_len, softmax_scale=scale,
         causal=True, window_size=sides, softcap=soft_cap,
     )  # fmt: skip
 
 
 def _call_vllm(number: int) -> Callable[..., torch.Tensor]:
-    def call(q, k, v, table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap):
+    def call(q, kv, starts, max_query_len, scale, sides, soft_cap):
         return _function("vllm.vllm_flash_attn.flash_attn_interface", "flash_attn_varlen_func")(
-            q, k, v, max_query_len, starts, max_context_len, seqused_k=lens, softmax_scale=scale, causal=True,
-            window_size=list(sides), softcap=soft_cap, block_table=table, fa_version=number,
+            q, kv.k_cache, kv.v_cache, max_query_len, starts, kv.max_context_len, seqused_k=kv.context_lens, softmax_scale=scale, causal=True,
+            window_size=list(sides), softcap=soft_cap, block_table=kv.block_table, fa_version=number,
         )  # fmt: skip
 
     return call
 
 
-def _call_flash_attn_4(q, k, v, table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap):
+def _call_flash_attn_4(q, kv, starts, max_query_len, scale, sides, soft_cap):
     left, right = (None if s < 0 else s for s in sides)
     result = _function("flash_attn.cute", "flash_attn_varlen_func")(
-        q, k, v, cu_seqlens_q=starts, seqused_k=lens, max_seqlen_q=max_query_len, max_seqlen_k=max_context_len, page_table=table,
+        q, kv.k_cache, kv.v_cache, cu_seqlens_q=starts, seqused_k=kv.context_lens, max_seqlen_q=max_query_len, max_seqlen_k=kv.max_context_len, page_table=kv.block_table,
         softmax_scale=scale, causal=True, window_size=(left, right), softcap=soft_cap,
     )  # fmt: skip
     return result[0] if isinstance(result, tuple) else result
 
 
-def _call_flash_attn_2(q, k, v, table, starts, lens, max_query_len, max_context_len, scale, sides, soft_cap):
-    if max_query_len <= _FEW and len(lens) * max_query_len == q.shape[0]:
+def _call_flash_attn_2(q, kv, starts, max_query_len, scale, sides, soft_cap):
+    if max_query_len <= _FEW and kv.num_seqs * max_query_len == q.shape[0]:
         # No run is longer, so all are as long: this function splits long contexts over the GPU.
         o = _function("flash_attn", "flash_attn_with_kvcache")(
-            q.unflatten(0, (len(lens), max_query_len)), k, v, cache_seqlens=lens, block_table=table, softmax_scale=scale,
+            q.unflatten(0, (kv.num_seqs, max_query_len)), kv.k_cache, kv.v_cache, cache_seqlens=kv.context_lens, block_table=kv.block_table, softmax_scale=scale,
             causal=True, window_size=sides, softcap=soft_cap,
         )  # fmt: skip
         return o.flatten(0, 1)
-    ends = torch.zeros(len(lens) + 1, dtype=torch.int32, device=q.device)
-    torch.cumsum(lens, 0, dtype=torch.int32, out=ends[1:])
+    ends = torch.zeros(kv.num_seqs + 1, dtype=torch.int32, device=q.device)
+    torch.cumsum(kv.context_lens, 0, dtype=torch.int32, out=ends[1:])
     return _function("flash_attn", "flash_attn_varlen_func")(
-        q, k, v, starts, ends, max_query_len, max_context_len, softmax_scale=scale, causal=True, window_size=sides,
-        softcap=soft_cap, block_table=table,
+        q, kv.k_cache, kv.v_cache, starts, ends, max_query_len, kv.max_context_len, softmax_scale=scale, causal=True, window_size=sides,
+        softcap=soft_cap, block_table=kv.block_table,
     )  # fmt: skip
-
-
-def _check(reason: str | None) -> None:
-    if reason is not None:
-        raise ValueError(reason)
 
 
 @cache

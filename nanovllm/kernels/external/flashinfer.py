@@ -17,14 +17,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.external.packages import find, folder, import_error, refuse_common, version_of
-from nanovllm.kernels.ops.checks import (
-    check_attention_values,
-    check_prefill,
-    check_prefill_values,
-    check_query_tokens,
-    values_checked,
-)
+from nanovllm.kernels.external.packages import find, folder, import_error, raise_if, refuse_common, version_of
+from nanovllm.kernels.ops.checks import check_prefill, check_query_tokens
+from nanovllm.kernels.ops.paged_kv import PagedKV
 
 NAME = "FlashInfer"
 HEAD_DIMS = (64, 128, 256)
@@ -50,170 +45,128 @@ def support(device: torch.device) -> str | None:
 
 
 def accepts_decode(
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    context_lens,
-    max_context_len,
-    scale,
-    window=None,
-    soft_cap=None,
-    k_scale=None,
-    v_scale=None,
+    q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> str | None:
     """Why FlashInfer cannot take these arguments of `attention_decode`, or None."""
-    return _refuse_decode(q, k_cache, block_table, context_lens, k_scale, v_scale)
-
-
-def accepts_prefill(
-    q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, scale, window=None, soft_cap=None, k_scale=None,
-    v_scale=None,
-) -> str | None:  # fmt: skip
-    """Why FlashInfer cannot take these arguments of `attention_prefill`, or None."""
-    return _refuse(q, k_cache, block_table, k_scale, v_scale)
-
-
-def _refuse_decode(q, k_cache, block_table, context_lens, k_scale, v_scale) -> str | None:
-    reason = _refuse(q, k_cache, block_table, k_scale, v_scale)
-    # What is no multiple of the sequences is an error, whoever is asked.
-    if reason is None and len(q) > len(context_lens) > 0 and len(q) % len(context_lens) == 0:
-        return f"{NAME}'s decode takes one query token a sequence, got {len(q) // len(context_lens)}"
+    reason = _refuse(q, kv)
+    # Queries that are no multiple of the sequences are an error, whatever the provider.
+    if reason is None and len(q) > kv.num_seqs > 0 and len(q) % kv.num_seqs == 0:
+        return f"{NAME}'s decode takes one query token a sequence, got {len(q) // kv.num_seqs}"
     return reason
 
 
-def _refuse(q, k_cache, block_table, k_scale, v_scale) -> str | None:
-    reason = refuse_common(NAME, q, k_cache, block_table, k_scale, v_scale)
+def accepts_prefill(
+    q: torch.Tensor,
+    kv: PagedKV,
+    cu_seqlens_q: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> str | None:
+    """Why FlashInfer cannot take these arguments of `attention_prefill`, or None."""
+    return _refuse(q, kv)
+
+
+def _refuse(q: torch.Tensor, kv: PagedKV) -> str | None:
+    reason = refuse_common(NAME, q, kv)
     if reason is not None:
         return reason
     if q.shape[2] not in HEAD_DIMS:
         return f"{NAME} takes a head_dim of {', '.join(map(str, HEAD_DIMS))}, got {q.shape[2]}"
-    if not k_cache.is_contiguous():
-        return f"{NAME} needs a contiguous cache, got strides {k_cache.stride()}"
+    if not kv.k_cache.is_contiguous():
+        return f"{NAME} needs a contiguous cache, got strides {kv.k_cache.stride()}"
     if q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return f"{NAME} plans a batch on the host from its lengths, which a CUDA graph cannot record"
     return None
 
 
 def attention_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_context_len: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses. Waits for the device."""
-    arguments = (
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        context_lens,
-        max_context_len,
-        scale,
-        window,
-        soft_cap,
-        k_scale,
-        v_scale,
-    )
-    return _plan_decode(_wrapper_of_stream, *arguments)()
+    return _plan_decode(_wrapper_of_stream, q, kv, scale, window, soft_cap)()
 
 
 def _plan_decode(
-    wrapper_for, q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window=None, soft_cap=None, k_scale=None,
-    v_scale=None,
-) -> Callable[[], torch.Tensor]:  # fmt: skip
+    wrapper_for: Callable[..., Any],
+    q: torch.Tensor,
+    kv: PagedKV,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Callable[[], torch.Tensor]:
     """What computes `attention_decode` of these lengths and blocks, from the queries and the cache as they are when it is called.
 
     wrapper_for: (kind, device, whether with tensor cores) -> the wrapper to plan with.
     """
-    _check(_refuse_decode(q, k_cache, block_table, context_lens, k_scale, v_scale))
-    check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
-    if values_checked(q.device):
-        check_attention_values(k_cache, block_table, context_lens, max_context_len)
+    raise_if(accepts_decode(q, kv, scale, window, soft_cap))
+    check_query_tokens(q, kv, scale, window, soft_cap)
     if len(q) == 0:
         return partial(torch.empty_like, q, memory_format=torch.contiguous_format)
-    lens, starts, blocks, last = _pages(block_table, context_lens, k_cache.shape[1])
-    num_heads, num_kv_heads = q.shape[1], k_cache.shape[2]
+    lens, starts, blocks, last = _pages(kv)
+    num_heads = q.shape[1]
     # The kernel without tensor cores reads the cache as fast, but is made for few query heads a KV head.
-    wrapper = wrapper_for("decode", q.device, num_heads // num_kv_heads not in (1, 2))
+    wrapper = wrapper_for("decode", q.device, num_heads // kv.num_kv_heads not in (1, 2))
     wrapper.plan(
-        starts, blocks, last, num_heads, num_kv_heads, q.shape[2], k_cache.shape[1], window_left=-1 if window is None else window - 1,
-        logits_soft_cap=soft_cap, q_data_type=q.dtype, kv_data_type=k_cache.dtype, sm_scale=scale,
+        starts, blocks, last, num_heads, kv.num_kv_heads, q.shape[2], kv.block_size, **_options(q, scale, window, soft_cap)
     )  # fmt: skip
-    return partial(_run, wrapper, q, (k_cache, v_cache), _rows(lens == 0, q.device))
+    return partial(_run, wrapper, q, kv, _rows(lens == 0, q.device))
 
 
 def attention_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
+    kv: PagedKV,
     cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
     max_query_len: int,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses. Waits for the device."""
-    arguments = (
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        cu_seqlens_q,
-        context_lens,
-        max_query_len,
-        scale,
-        window,
-        soft_cap,
-        k_scale,
-        v_scale,
-    )
-    return _plan_prefill(_wrapper_of_stream, *arguments)()
+    return _plan_prefill(_wrapper_of_stream, q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)()
 
 
 def _plan_prefill(
-    wrapper_for, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, scale, window=None, soft_cap=None,
-    k_scale=None, v_scale=None,
-) -> Callable[[], torch.Tensor]:  # fmt: skip
-    """What computes `attention_prefill` of these lengths and blocks, from the queries and the cache as they are when it is called.
-
-    wrapper_for: (kind, device, whether with tensor cores) -> the wrapper to plan with.
-    """
-    _check(_refuse(q, k_cache, block_table, k_scale, v_scale))
-    check_prefill(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale
-    )
-    if values_checked(q.device):
-        check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)
+    wrapper_for: Callable[..., Any],
+    q: torch.Tensor,
+    kv: PagedKV,
+    cu_seqlens_q: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Callable[[], torch.Tensor]:
+    """As `_plan_decode`, of `attention_prefill`."""
+    raise_if(_refuse(q, kv))
+    check_prefill(q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)
     if len(q) == 0:
         return partial(torch.empty_like, q, memory_format=torch.contiguous_format)
-    lens, starts, blocks, last = _pages(block_table, context_lens, k_cache.shape[1])
+    lens, starts, blocks, last = _pages(kv)
     runs = cu_seqlens_q.cpu()
     wrapper = wrapper_for("prefill", q.device, True)
     wrapper.plan(
-        runs, starts, blocks, last, q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1], causal=True, sm_scale=scale,
-        window_left=-1 if window is None else window - 1, logits_soft_cap=soft_cap, q_data_type=q.dtype, kv_data_type=k_cache.dtype,
+        runs, starts, blocks, last, q.shape[1], kv.num_kv_heads, q.shape[2], kv.block_size, causal=True,
+        **_options(q, scale, window, soft_cap),
     )  # fmt: skip
     empty = (lens == 0).repeat_interleave(runs.diff())
-    return partial(_run, wrapper, q, (k_cache, v_cache), _rows(empty, q.device))
+    return partial(_run, wrapper, q, kv, _rows(empty, q.device))
 
 
-def _pages(
-    block_table: torch.Tensor, context_lens: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _options(q: torch.Tensor, scale: float, window: int | None, soft_cap: float | None) -> dict[str, Any]:
+    """What both wrappers are told of a call, whose cache has the dtype of its queries."""
+    return {
+        "sm_scale": scale,
+        "window_left": -1 if window is None else window - 1,
+        "logits_soft_cap": soft_cap,
+        "q_data_type": q.dtype,
+        "kv_data_type": q.dtype,
+    }
+
+
+def _pages(kv: PagedKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(lengths, where each sequence's blocks start, all blocks, tokens in each last block); all but the blocks on the host."""
-    lens = context_lens.cpu()
+    lens, block_size, block_table = kv.context_lens.cpu(), kv.block_size, kv.block_table
     counts = (lens + block_size - 1) // block_size
     starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
     starts[1:] = counts.cumsum(0)
@@ -229,12 +182,10 @@ def _rows(empty: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     return empty.nonzero().flatten().to(device) if empty.any() else None
 
 
-def _run(
-    wrapper: Any, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], empty: torch.Tensor | None
-) -> torch.Tensor:
+def _run(wrapper: Any, q: torch.Tensor, kv: PagedKV, empty: torch.Tensor | None) -> torch.Tensor:
     """Launches only, so that a graph can hold it. Without `out` the prefill wrapper would fill its result with zeros first."""
     q = q.contiguous()
-    out = wrapper.run(q, cache, out=torch.empty_like(q))
+    out = wrapper.run(q, (kv.k_cache, kv.v_cache), out=torch.empty_like(q))
     return out if empty is None else out.index_fill_(0, empty, 0)
 
 
@@ -266,11 +217,6 @@ def _new_wrapper(kind: str, tensor_cores: bool, workspace: torch.Tensor) -> Any:
     if kind == "decode":
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
     return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-
-
-def _check(reason: str | None) -> None:
-    if reason is not None:
-        raise ValueError(reason)
 
 
 # Asked by `kernels bench`: called as the functions themselves, each gives what runs without planning again.

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.kernels.ops.paged_kv import PagedKV
+
 
 def find(package: str) -> ModuleSpec | None:
     """A top-level package, without importing it; None if it is not installed."""
@@ -50,24 +52,23 @@ def import_error(module: str, names: Sequence[str]) -> str | None:
     return None
 
 
-def refuse_common(
-    name: str,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> str | None:
+def refuse_common(name: str, q: torch.Tensor, kv: PagedKV) -> str | None:
     """What none of the libraries takes the way that we call it: scales, other dtypes, rows that are not adjacent."""
-    if k_cache.dtype != q.dtype:
-        return f"{name} needs a cache of the queries' dtype, got {_short(k_cache)} beside {_short(q)}"
+    if kv.k_cache.dtype != q.dtype:
+        return f"{name} needs a cache of the queries' dtype, got {_short(kv.k_cache)} beside {_short(q)}"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{name} takes float16 and bfloat16, got {_short(q)}"
-    if k_scale is not None or v_scale is not None:
+    if kv.k_scale is not None or kv.v_scale is not None:
         return f"{name} takes scales only for a float8 cache and float8 queries"
-    if k_cache.stride(3) != 1 or (block_table.shape[1] > 1 and block_table.stride(1) != 1):
+    if kv.k_cache.stride(3) != 1 or (kv.block_table.shape[1] > 1 and kv.block_table.stride(1) != 1):
         return f"{name} needs adjacent elements in head_dim and in the rows of block_table"
     return None
+
+
+def raise_if(reason: str | None) -> None:
+    """ValueError, if there is a reason for one."""
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def _short(x: torch.Tensor) -> str:

@@ -45,7 +45,7 @@ _triton(
     ops.linear_silu_and_mul, num_tokens=True,
 )  # fmt: skip
 _triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=interpretable_dot)
-_triton("attention.shared", ops.attention_decode_shared, ops.qk_norm_rope_attention_shared, accepts=interpretable_dot)
+_triton("attention.decode", ops.attention_decode_shared, ops.qk_norm_rope_attention_shared, accepts=interpretable_dot)
 _triton("attention.decode", ops.attention_decode, ops.qk_norm_rope_attention, accepts=interpretable_dot, takes_out=True)
 _triton("attention.prefill", ops.attention_prefill, accepts=interpretable_dot, takes_out=True, takes_concurrent=True)
 

@@ -38,12 +38,13 @@ class Op(OpDeclaration):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return getattr(torch.ops.nanovllm, self.name)(*args, **kwargs)
+            given = dict(zip(self.signature.parameters, args), **kwargs)
+            return getattr(torch.ops.nanovllm, self.name)(**self.records.flatten(given))
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as e:
             raise TypeError(f"{self.name}: {e}") from None
-        self.check(bound.arguments)
+        self.check(self.records.flatten(bound.arguments))
         return self.run(bound)
 
     def run(self, bound: inspect.BoundArguments, traced: bool = False) -> Any:
@@ -89,7 +90,7 @@ class Op(OpDeclaration):
                 wanted = " or ".join(map(str, self.inputs.dtypes))
                 return f"{name}: expected {wanted}, not {dtype}".replace("torch.", "")
         if (provider.origin is None or traced) and torch.is_grad_enabled():
-            for name, value in arguments.items():
+            for name, value in self.records.flatten(arguments).items():
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     traceable = "" if provider.origin is None else " that torch.compile can trace"
                     lacks = f"there is no backward pass{traceable}"

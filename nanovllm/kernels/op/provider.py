@@ -6,6 +6,7 @@ imports none of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -177,4 +178,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         gap = "" if value.is_contiguous() else f" strides {list(value.stride())}"
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{gap}"
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return f"{type(value).__name__}({describe_call((), fields)})"
     return f"{value!r:.40}"

@@ -31,6 +31,7 @@ from nanovllm.kernels.op.provider import (
     describe_call,
     reason_if_it_fails,
 )
+from nanovllm.kernels.op.records import Records
 
 if TYPE_CHECKING:
     from nanovllm.kernels.op.dispatch import Op
@@ -42,6 +43,7 @@ class OpDeclaration:
 
     Attributes:
         native: the reference.
+        records: which parameters of the reference are records. The declaration names their fields one by one.
         arguments: the patterns of tensor arguments, as in `ArgumentCheck`.
         inputs: realistic inputs, for tests and benchmarks.
         cost: (arguments as the reference takes them) -> what such a call must do at least.
@@ -83,8 +85,9 @@ class OpDeclaration:
         self.name = self.native.__name__
         self.signature = inspect.signature(self.native)
         self.tolerance = {**TOLERANCE, **self.tolerance}
-        self.check = ArgumentCheck(self.name, self.arguments, self.signature)
-        reject_unknown(f"arguments of {self.name}", self.arguments, self.signature.parameters)
+        self.records = Records(self.native)
+        self.check = ArgumentCheck(self.name, self.arguments, self.records.flat)
+        reject_unknown(f"arguments of {self.name}", self.arguments, self.records.flat.parameters)
         self.origin = current_plugin()
         self.providers = {NATIVE: Provider(NATIVE, self.native, capturable=self.native_capturable)}
 
@@ -144,6 +147,10 @@ class OpDeclaration:
         support = reason_if_it_fails(provider.support, f"op {self.name!r}, provider {provider.name!r}")
         origin = provider.origin or current_plugin()
         self.providers[provider.name] = dataclasses.replace(provider, support=support, origin=origin)
+
+    def bind(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
+        """Arguments by name, such as the op's inputs are, as its functions take them: with records in place of their fields."""
+        return self.signature.bind(**self.records.group(arguments))
 
     def refusal(self, provider: Provider, *args: Any, **kwargs: Any) -> str | None:
         """Why a provider does not take a call; None: it does.

@@ -26,9 +26,10 @@ _LIBRARIES: dict[str, torch.library.Library] = {}
 def register(declared: Op) -> None:
     """Define `torch.ops.nanovllm.<name>`: functional but for the arguments that the op is declared to write to.
 
-    Results are contiguous, whatever the provider. The schema follows from the reference's annotations.
+    Results are contiguous, whatever the provider. The schema follows from the reference's annotations. The fields of a record are
+    arguments of their own (`records.py`).
     """
-    schema = torch.library.infer_schema(declared.native, mutates_args=declared.mutates)
+    schema = torch.library.infer_schema(declared.records.taking_fields(declared.native), mutates_args=declared.mutates)
     library = torch.library.Library("nanovllm", "FRAGMENT")
     library.define(declared.name + schema, tags=())
     library.impl(declared.name, _implementation(declared), "CompositeExplicitAutograd")
@@ -52,15 +53,19 @@ def register_or_warn(declared: Op) -> None:
 
 
 def _implementation(declared: Op, traced: bool = False) -> Callable[..., Any]:
-    parameters = tuple(declared.signature.parameters)
+    parameters = tuple(declared.records.flat.parameters)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # As `signature.bind`, but quicker: the operator has matched arguments and parameters already.
-        bound = inspect.BoundArguments(declared.signature, dict(zip(parameters, args), **kwargs))
-        declared.check(bound.arguments)
+        arguments = dict(zip(parameters, args), **kwargs)
+        declared.check(arguments)
         for name in declared.reuses:  # a result must not be an argument's memory
-            bound.arguments[name] = bound.arguments[name].clone()
+            arguments[name] = arguments[name].clone()
+        # As `signature.bind`, but quicker: the operator has matched arguments and parameters already.
+        grouped = declared.records.group(arguments)
+        bound = inspect.BoundArguments(declared.signature, {n: grouped[n] for n in names if n in grouped})
         return _apart(declared.run(bound, traced), (*args, *kwargs.values()))
+
+    names = tuple(declared.signature.parameters)
 
     return call
 
@@ -104,7 +109,7 @@ def _on_device(keyset: int) -> bool:
 
 
 def _fake(declared: Op) -> Callable[..., Any]:
-    reference = declared.fake or declared.native
+    reference = declared.fake or declared.records.taking_fields(declared.native)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return _without_data(reference(*args, **kwargs))

@@ -9,6 +9,7 @@ from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV, SharedPrefixes
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
 from nanovllm.kernels.ops.qk_norm_rope_attention import qk_norm_rope_attention
 from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
@@ -17,6 +18,9 @@ from nanovllm.kernels.ops.sample import sample
 from nanovllm.kernels.ops.store_kvcache import store_kvcache
 
 __all__ = [
+    "NewTokens",
+    "PagedKV",
+    "SharedPrefixes",
     "add_rms_norm",
     "add_rms_norm_gate_up",
     "add_rms_norm_linear",

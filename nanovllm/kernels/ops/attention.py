@@ -1,8 +1,6 @@
-"""Attention over the paged KV cache: one query token a sequence or as few for each, and runs of query tokens.
+"""Attention over the paged KV cache: of one or a few query tokens a sequence, and of runs of query tokens.
 
-The cache layout is [num_blocks, block_size, num_kv_heads, head_dim] for K and for V; a sequence's token t lies in
-block `block_table[t // block_size]` at offset `t % block_size`. Query head h reads KV head h // (num_heads / num_kv_heads).
-A cache may have another dtype than the queries, float8_e4m3fn among them; a key is then `cached value * k_scale`.
+The cache is described by `PagedKV`.
 """
 
 import torch
@@ -10,98 +8,72 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.attention_inputs import FEW, PREFILL
-from nanovllm.kernels.ops.checks import (
-    check_attention_values,
-    check_prefill,
-    check_prefill_values,
-    check_query_tokens,
-    values_checked,
-)
+from nanovllm.kernels.ops.checks import check_prefill, check_query_tokens
+from nanovllm.kernels.ops.paged_kv import PagedKV
 
-# The reference gathers a sequence's blocks into contiguous memory; it works in pieces of about this size so that a large
-# batch or a long prompt needs no more.
+# The reference gathers a sequence's blocks into contiguous memory, in pieces of about this size. So a large batch or a long
+# prompt needs no more memory.
 _PIECE_BYTES = 256 * 2**20
 
 
 @op(**FEW)
 def attention_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_context_len: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> torch.Tensor:
-    """The last token of each sequence, or the last n of each, against all of its cached tokens (their own among them).
+    """The last token of each sequence, or the last n of each, against all of its cached tokens, its own included.
 
-    n is the same for all sequences, q.shape[0] / num_seqs, at least 1. Query i of n stands at position context_len - n + i and sees
-    the tokens up to its own. For few of them, such as a draft to be verified: contexts are split over the GPU, and every token is
-    read for all n. Many, or of different numbers, are `attention_prefill`'s ("A few query tokens" in docs/attention.md).
+    n is the same for all sequences: q.shape[0] / num_seqs, at least 1. Query i of n stands at position context_len - n + i and
+    sees the tokens up to its own. This op is for few query tokens, such as a draft to be verified: contexts are split over the
+    GPU, and every cached token is read once for all n. Many query tokens, or a different number for each sequence, are for
+    `attention_prefill` ("A few query tokens" in docs/attention.md).
 
     Args:
-        q: [num_seqs * n, num_heads, head_dim]: the queries of one sequence after those of another.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        block_table: [num_seqs, max_blocks] int32, columns adjacent; entries past a sequence's last block may be any valid block.
-        context_lens: [num_seqs] int32, contiguous: all tokens up to the last query, the n among them. A sequence of length 0 gets
-            zeros, and one of a length below n has zeros for its first queries, which stand before its first token.
-        max_context_len: a host-side bound on context_lens; the work is sized by it, so that a CUDA graph can be captured.
+        q: [num_seqs * n, num_heads, head_dim]: all queries of one sequence, then those of the next.
+        kv: the cache. Lengths count the n query tokens. A sequence of length 0 gets zeros. One of a length below n gets zeros for
+            its first queries, which stand before its first token.
         scale: multiplies q @ k.
         window: if given, a query attends to the last `window` tokens up to its own, which counts as one of them.
         soft_cap: if given, a score s, scale included, becomes soft_cap * tanh(s / soft_cap).
-        k_scale, v_scale: float32 [1] or [num_kv_heads], contiguous; a key is the cached value times k_scale. None: 1.
 
     Returns:
         [num_seqs * n, num_heads, head_dim], the dtype of q. Cache slots beyond context_lens never influence it, NaN or not.
 
     Raises:
-        ValueError: arguments do not fit together; lengths and blocks are looked at on a CPU, elsewhere with NANOVLLM_CHECK=1.
+        ValueError: arguments do not fit together. Lengths and blocks are checked on a CPU, elsewhere with NANOVLLM_CHECK=1.
     """
-    check_query_tokens(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
-    if values_checked(q.device):
-        check_attention_values(k_cache, block_table, context_lens, max_context_len)
-    options = (scale, window, soft_cap, k_scale, v_scale)
-    if q.device.type == "cpu":
-        return _decode_one_by_one(q, k_cache, v_cache, block_table, context_lens.tolist(), *options)
-    return _decode_padded(q, k_cache, v_cache, block_table, context_lens, max_context_len, *options)
+    queries = check_query_tokens(q, kv, scale, window, soft_cap)
+    compute = _decode_one_by_one if q.device.type == "cpu" else _decode_padded
+    return compute(q, kv, queries, scale, window, soft_cap)
 
 
-def _decode_padded(
-    q, k_cache, v_cache, block_table, context_lens, max_context_len, scale, window, soft_cap, k_scale, v_scale
-) -> torch.Tensor:
+def _decode_padded(q, kv: PagedKV, n: int, scale, window, soft_cap) -> torch.Tensor:
     # Every shape follows from shapes and host values, so that a CUDA graph can be captured.
-    num_tokens, num_heads, head_dim = q.shape
-    num_seqs = len(context_lens)
-    n = num_tokens // max(1, num_seqs)
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    positions = torch.arange(max_context_len, device=q.device)
+    head_dim = q.shape[2]
+    num_kv_heads, block_size, longest = kv.num_kv_heads, kv.block_size, kv.max_context_len
+    group = q.shape[1] // num_kv_heads
+    positions = torch.arange(longest, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     back = torch.arange(n - 1, -1, -1, device=q.device)
-    wide = _working_dtype(q, k_scale, v_scale)
-    rows = max(1, _PIECE_BYTES // max(1, max_context_len * num_kv_heads * head_dim * q.element_size()))
-    for start in range(0, num_seqs, rows):
+    wide = _working_dtype(q, kv)
+    rows = max(1, _PIECE_BYTES // max(1, longest * num_kv_heads * head_dim * q.element_size()))
+    for start in range(0, kv.num_seqs, rows):
         piece = slice(start, start + rows)
         tokens = slice(start * n, (start + rows) * n)
-        lens = context_lens[piece, None]
+        lens = kv.context_lens[piece, None]
         ends = (lens - back)[..., None]  # [rows, n, 1]: what a query sees ends there
-        valid = positions < ends  # [rows, n, max_context_len]
+        valid = positions < ends  # [rows, n, longest]
         if window is not None:
             valid &= positions >= ends - window
         # Masked scores do not keep a NaN out (0 * NaN is NaN), so dead positions read the sequence's last token instead.
         read = torch.where(valid[:, 0] if n == 1 else valid.any(1), positions, (lens - 1).clamp_min(0))
-        slots = block_table[piece].gather(1, read // block_size).long() * block_size + read % block_size
-        # [rows, num_kv_heads, max_context_len, head_dim]
-        k = _dequantised(_gather(k_cache, slots).transpose(1, 2), k_scale, wide)
-        v = _dequantised(_gather(v_cache, slots).transpose(1, 2), v_scale, wide)
+        slots = kv.block_table[piece].gather(1, read // block_size).long() * block_size + read % block_size
+        # [rows, num_kv_heads, longest, head_dim]
+        k = _dequantised(_gather(kv.k_cache, slots).transpose(1, 2), kv.k_scale, wide)
+        v = _dequantised(_gather(kv.v_cache, slots).transpose(1, 2), kv.v_scale, wide)
         # The query heads that share a KV head are treated as that head's query tokens: K and V are not repeated.
         mask = valid if n == 1 else valid.repeat_interleave(group, 1)
         o = _attend(_grouped(q[tokens].to(wide), n, num_kv_heads), k, v, mask[:, None], scale, soft_cap)
-        # A query that sees nothing, of a sequence that may have read a slot that holds anything.
+        # A query that sees nothing is of a sequence that may have read a slot that holds anything.
         out[tokens] = _ungrouped(o, n).masked_fill(ends.view(-1, 1, 1) <= 0, 0)
     return out
 
@@ -117,24 +89,17 @@ def _ungrouped(o, n) -> torch.Tensor:
     return o.unflatten(2, (n, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
-def _decode_one_by_one(
-    q, k_cache, v_cache, block_table, context_lens: list[int], scale, window, soft_cap, k_scale, v_scale
-) -> torch.Tensor:
+def _decode_one_by_one(q, kv: PagedKV, n: int, scale, window, soft_cap) -> torch.Tensor:
     # On a CPU lengths cost nothing to read, so no sequence is padded to the longest one.
-    num_tokens, num_heads, _ = q.shape
-    num_kv_heads = k_cache.shape[2]
     out = torch.zeros(q.shape, dtype=q.dtype)
-    if not context_lens:
-        return out
-    n = num_tokens // len(context_lens)
-    wide = _working_dtype(q, k_scale, v_scale)
-    grouped = _grouped(q.to(wide), n, num_kv_heads)
-    for i, length in enumerate(context_lens):
+    wide = _working_dtype(q, kv)
+    group = q.shape[1] // kv.num_kv_heads
+    grouped = _grouped(q.to(wide), n, kv.num_kv_heads)
+    for i, length in enumerate(kv.context_lens.tolist()):
         if length > 0:
             first = 0 if window is None else max(0, length - (n - 1) - window)
-            k = _sequence(k_cache, block_table[i], first, length, k_scale, wide)
-            v = _sequence(v_cache, block_table[i], first, length, v_scale, wide)
-            mask = None if n == 1 else _seen(n, first, length, window).repeat_interleave(num_heads // num_kv_heads, 0)
+            k, v = _sequence(kv, i, first, length, wide)
+            mask = None if n == 1 else _seen(n, first, length, window).repeat_interleave(group, 0)
             o = _attend(grouped[i], k, v, mask, scale, soft_cap)
             # All but the queries before the first token.
             out[(i + 1) * n - min(n, length) : (i + 1) * n] = _ungrouped(o[None], n)[-min(n, length) :]
@@ -151,58 +116,39 @@ def _seen(n: int, first: int, length: int, window: int | None) -> torch.Tensor:
 @op(**PREFILL, native_capturable=False)  # the reference reads the runs' lengths on the host
 def attention_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
+    kv: PagedKV,
     cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
     max_query_len: int,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs of query tokens, each causal over its own sequence: new prompts, cached prefixes, chunks of long prompts.
 
     Args:
         q: [num_tokens, num_heads, head_dim]: the last tokens of each sequence, one run after the other.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the new tokens already stored.
-        block_table: [num_seqs, max_blocks] int32, columns adjacent.
+        kv: the cache, the new tokens already stored.
         cu_seqlens_q: [num_seqs + 1] int32, contiguous: where each run starts in q, and where the last one ends.
-        context_lens: [num_seqs] int32, contiguous: all tokens of each sequence up to its last query.
         max_query_len: a host-side bound on the runs' lengths, from which tile sizes may follow.
-        scale: multiplies q @ k.
-        window: if given, a query attends to the last `window` tokens up to its own, which counts as one of them.
-        soft_cap: if given, a score s, scale included, becomes soft_cap * tanh(s / soft_cap).
-        k_scale, v_scale: float32 [1] or [num_kv_heads], contiguous; a key is the cached value times k_scale. None: 1.
+        scale, window, soft_cap: as in `attention_decode`.
 
     Returns:
         [num_tokens, num_heads, head_dim], the dtype of q; zeros for a query that sees nothing (context_len 0). The reference
         reads the lengths on the host, and on CUDA waits for them.
 
     Raises:
-        ValueError: arguments do not fit together; runs, lengths and blocks are looked at on a CPU, elsewhere with
-            NANOVLLM_CHECK=1.
+        ValueError: arguments do not fit together. Runs, lengths and blocks are checked on a CPU, elsewhere with NANOVLLM_CHECK=1.
     """
-    check_prefill(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, window, soft_cap, k_scale, v_scale, scale
-    )
-    if values_checked(q.device):
-        check_prefill_values(q, k_cache, block_table, cu_seqlens_q, context_lens, max_query_len)
-    group = q.shape[1] // k_cache.shape[2]
+    check_prefill(q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)
+    group = q.shape[1] // kv.num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    wide = _working_dtype(q, k_scale, v_scale)
+    wide = _working_dtype(q, kv)
     starts = cu_seqlens_q.tolist()
-    for i, length in enumerate(context_lens.tolist()):
-        start, num_new = starts[i], starts[i + 1] - starts[i]
+    for i, length in enumerate(kv.context_lens.tolist()):
+        run = slice(starts[i], starts[i + 1])
         # [num_heads, length, head_dim]
-        k = _sequence(k_cache, block_table[i], 0, length, k_scale, wide).repeat_interleave(group, 0)
-        v = _sequence(v_cache, block_table[i], 0, length, v_scale, wide).repeat_interleave(group, 0)
-        _prefill_one(
-            q[start : start + num_new].to(wide).transpose(0, 1), k, v, out[start : start + num_new].transpose(0, 1),
-            scale, window, soft_cap,
-        )  # fmt: skip
+        k, v = (x.repeat_interleave(group, 0) for x in _sequence(kv, i, 0, length, wide))
+        _prefill_one(q[run].to(wide).transpose(0, 1), k, v, out[run].transpose(0, 1), scale, window, soft_cap)
     return out
 
 
@@ -241,15 +187,17 @@ def _attend(q, k, v, mask, scale, soft_cap) -> torch.Tensor:
     return (scores.softmax(-1) @ v).to(dtype)
 
 
-def _sequence(cache, blocks, first, length, scale, dtype) -> torch.Tensor:
-    """The tokens [first, length) of one sequence, in `dtype`: [num_kv_heads, length - first, head_dim]."""
-    block_size = cache.shape[1]
-    skipped = first // block_size
-    blocks = blocks[skipped : -(-length // block_size)]
-    tokens = _bits(cache).index_select(0, blocks).view(cache.dtype).flatten(0, 1)
-    return _dequantised(
-        tokens[first - skipped * block_size : length - skipped * block_size].transpose(0, 1), scale, dtype
-    )
+def _sequence(kv: PagedKV, i: int, first: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the tokens [first, end) of sequence i, in `dtype`: [num_kv_heads, end - first, head_dim]."""
+    skipped = first // kv.block_size
+    blocks = kv.block_table[i, skipped : -(-end // kv.block_size)]
+
+    def read(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        tokens = _bits(cache).index_select(0, blocks).view(cache.dtype).flatten(0, 1)
+        tokens = tokens[first - skipped * kv.block_size : end - skipped * kv.block_size]
+        return _dequantised(tokens.transpose(0, 1), scale, dtype)
+
+    return read(kv.k_cache, kv.k_scale), read(kv.v_cache, kv.v_scale)
 
 
 def _gather(cache, slots) -> torch.Tensor:
@@ -262,9 +210,9 @@ def _bits(cache) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.element_size() == 1 else cache
 
 
-def _working_dtype(q, k_scale, v_scale) -> torch.dtype:
+def _working_dtype(q: torch.Tensor, kv: PagedKV) -> torch.dtype:
     """What is computed in: products with a scale are not rounded to 16 bits."""
-    return q.dtype if k_scale is None and v_scale is None else torch.promote_types(q.dtype, torch.float32)
+    return q.dtype if kv.k_scale is None and kv.v_scale is None else torch.promote_types(q.dtype, torch.float32)
 
 
 def _dequantised(x, scale, dtype) -> torch.Tensor:

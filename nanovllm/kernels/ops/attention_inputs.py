@@ -11,6 +11,13 @@ import torch
 
 from nanovllm.kernels.op.declaration import Cost, Inputs, Tensors, at_least_one, nbytes
 
+NEW_TOKENS = {
+    "k": "[num_seqs, num_kv_heads, head_dim]",
+    "v": "[num_seqs, num_kv_heads, head_dim]",
+    "cos_sin_cache": "float32[max_position, head_dim]",
+    "q_weight": "[head_dim]",
+    "k_weight": "[head_dim]",
+}
 _CACHE = "any[num_blocks, block_size, num_kv_heads, head_dim]"
 _COMMON = {
     "k_cache": _CACHE,
@@ -59,6 +66,33 @@ def _decode_inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, 
     return _few_inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, block_size)
 
 
+def projected_inputs(t: Tensors, attended: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `attention_decode` or `attention_decode_shared`, and the new tokens of the op that comes with a projection."""
+    num_seqs = len(attended["context_lens"])
+    _, _, num_kv_heads, head_dim = attended["k_cache"].shape
+    k, v = (t.normal(num_seqs, num_kv_heads, head_dim) for _ in range(2))
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.outer(torch.arange(attended["max_context_len"] + 1), frequencies)
+    return {
+        "q": attended.pop("q"),
+        "k": k,
+        "v": v,
+        "cos_sin_cache": t.spread(torch.cat((angles.cos(), angles.sin()), -1).to(t.device, torch.float32)),
+        **attended,
+        "q_weight": t.parameter(head_dim, scale=1),
+        "k_weight": t.parameter(head_dim, scale=1),
+        "eps": 1e-6,
+    }
+
+
+def with_new_tokens(cost: Cost, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Cost:
+    """The cost of an op with new tokens, whose keys and values are among what `cost` reads.
+
+    Here they come from the projection, and go to the cache.
+    """
+    return Cost(cost.bytes + nbytes(k, v), cost.flops + 7 * (q.numel() + k.numel()))
+
+
 def _few_inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, block_size, query_tokens=1):
     lens = _lengths(t, num_seqs, least, most)
     return {
@@ -84,13 +118,16 @@ def _prefill_inputs(t, num_seqs, least, most, cached, num_heads, num_kv_heads, h
     return {
         "q": t.normal(int(starts[-1]), num_heads, head_dim),
         **_paged(t, new + cached, num_kv_heads, head_dim, block_size),
+        "max_context_len": most + cached,
         "cu_seqlens_q": starts.to(t.device),
         "max_query_len": most,
         "scale": head_dim**-0.5,
     }
 
 
-def _prefill_cost(q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_query_len, scale, window=None, **_):
+def _prefill_cost(
+    q, k_cache, v_cache, block_table, context_lens, max_context_len, cu_seqlens_q, max_query_len, scale, window=None, **_
+):  # fmt: skip
     new = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long()
     lens = context_lens.long()
     if window is None:
@@ -107,6 +144,11 @@ def _cost(q: torch.Tensor, cache: torch.Tensor, tokens: int, pairs: int) -> Cost
     num_heads, head_dim = q.shape[1:]
     read = 2 * tokens * cache.shape[2] * head_dim * cache.element_size()
     return Cost(2 * nbytes(q) + read, 4 * pairs * num_heads * head_dim)
+
+
+def like_queries(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The result of an attention op, without values."""
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 # A score of a few hundred is off by some 1e-5 in float32, and so is the logarithm of its weight.
@@ -143,7 +185,7 @@ DECODE: dict[str, Any] = {
     ),
     "cost": _decode_cost,
     "tolerance": _TOLERANCE,
-    "fake": lambda q, *args, **kwargs: torch.empty_like(q, memory_format=torch.contiguous_format),
+    "fake": like_queries,
 }
 
 _INPUTS = DECODE["inputs"]
@@ -199,5 +241,5 @@ PREFILL: dict[str, Any] = {
     ),
     "cost": _prefill_cost,
     "tolerance": _TOLERANCE,
-    "fake": lambda q, *args, **kwargs: torch.empty_like(q, memory_format=torch.contiguous_format),
+    "fake": like_queries,
 }

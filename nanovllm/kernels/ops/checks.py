@@ -1,10 +1,9 @@
 """What the attention and cache ops ask of their arguments.
 
-`check_decode`, `check_query_tokens`, `check_prefill` and `check_store` look at shapes, dtypes and strides, which the host knows:
-they cost a few microseconds and are always on. `check_attention_values`, `check_positions`, `check_slots`, `check_token_ids` and
-`check_sampling` look at what block tables, lengths, positions, slots, token ids and sampling parameters say. On a CPU the host
-knows that too. Of a CUDA tensor only the device knows it: they wait for it, so there they run only with NANOVLLM_CHECK=1, and not
-while a CUDA graph is being captured.
+Shapes, dtypes and strides are known to the host. To check them costs a few microseconds, and they are always checked. The
+values in block tables, lengths, positions, slots, token ids and sampling parameters are checked where `values_checked` says so:
+always on a CPU. A CUDA tensor's values are known to the device only, and a check has to wait for it. So there they are checked
+only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ import os
 
 import torch
 
+from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV
+
 ENVIRONMENT_VARIABLE = "NANOVLLM_CHECK"
 FP8 = torch.float8_e4m3fn
 
 
 def values_checked(device: torch.device) -> bool:
-    """Whether this call is to check what tensors say: always on a CPU, on request where that means waiting for the device."""
+    """Whether this call is to check the values of tensors: always on a CPU, on request where that means waiting for the device."""
     if torch.compiler.is_compiling():
         return False  # tensors without values
     if device.type == "cpu":
@@ -59,109 +60,93 @@ def check_scale(scale: torch.Tensor | None, name: str, num_kv_heads: int) -> Non
 
 
 def check_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    window: int | None,
-    soft_cap: float | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    scale: float,
+    q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> None:
     """ValueError, naming the argument, for what no attention op takes, however many query tokens a sequence has."""
     if q.dim() != 3:
         raise ValueError(f"q: expected [num_tokens, num_heads, head_dim], got {list(q.shape)}")
-    check_caches(k_cache, v_cache, None, q.shape[2])
-    num_kv_heads = k_cache.shape[2]
-    if not num_kv_heads:
-        raise ValueError(f"k_cache: expected at least one KV head, got {list(k_cache.shape)}")
-    if q.shape[1] % num_kv_heads:
-        raise ValueError(f"q: expected a multiple of the cache's {num_kv_heads} heads, got {q.shape[1]} heads")
-    if context_lens.dtype != torch.int32 or context_lens.dim() != 1 or not context_lens.is_contiguous():
-        raise ValueError(f"context_lens: expected contiguous int32 [num_seqs], got {_describe(context_lens)}")
-    num_seqs = context_lens.shape[0]
-    if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.shape[0] != num_seqs:
-        raise ValueError(f"block_table: expected int32 [{num_seqs}, max_blocks], got {_describe(block_table)}")
-    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-        raise ValueError(f"block_table: expected adjacent columns, got strides {block_table.stride()}")
+    check_caches(kv.k_cache, kv.v_cache, None, q.shape[2])
+    if not kv.num_kv_heads:
+        raise ValueError(f"k_cache: expected at least one KV head, got {list(kv.k_cache.shape)}")
+    if q.shape[1] % kv.num_kv_heads:
+        raise ValueError(f"q: expected a multiple of the cache's {kv.num_kv_heads} heads, got {q.shape[1]} heads")
+    lens, table = kv.context_lens, kv.block_table
+    if lens.dtype != torch.int32 or lens.dim() != 1 or not lens.is_contiguous():
+        raise ValueError(f"context_lens: expected contiguous int32 [num_seqs], got {_describe(lens)}")
+    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != kv.num_seqs:
+        raise ValueError(f"block_table: expected int32 [{kv.num_seqs}, max_blocks], got {_describe(table)}")
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise ValueError(f"block_table: expected adjacent columns, got strides {table.stride()}")
     if window is not None and (not isinstance(window, int) or not 0 < window < 1 << 30):
         raise ValueError(f"window: expected None or a whole number of tokens from 1 to 2**30 - 1, got {window}")
     if not 0 < scale < math.inf:  # kernels take the largest score before they scale it
         raise ValueError(f"scale: expected a positive finite number, got {scale}")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ValueError(f"soft_cap: expected None or a positive finite number, got {soft_cap}")
-    check_scale(k_scale, "k_scale", num_kv_heads)
-    check_scale(v_scale, "v_scale", num_kv_heads)
+    check_scale(kv.k_scale, "k_scale", kv.num_kv_heads)
+    check_scale(kv.v_scale, "v_scale", kv.num_kv_heads)
 
 
 def check_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    window: int | None,
-    soft_cap: float | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
+    kv: PagedKV,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    new: NewTokens | None = None,
 ) -> None:
-    """ValueError, naming the argument, for what no provider of an op of one query token a sequence can take."""
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
-    if q.shape[0] != context_lens.shape[0]:
+    """ValueError, naming the argument, for shapes that no provider of an op of one query token a sequence can take.
+
+    new: of an op that gets the queries as they are projected, one new key and value for each.
+    """
+    check_attention(q, kv, scale, window, soft_cap)
+    if q.shape[0] != kv.num_seqs:
         raise ValueError(
-            f"q: expected [{context_lens.shape[0]}, num_heads, head_dim], a query token for each sequence of context_lens and "
+            f"q: expected [{kv.num_seqs}, num_heads, head_dim], a query token for each sequence of context_lens and "
             f"block_table, got {list(q.shape)}"
         )
+    if new is not None:
+        expected = (q.shape[0], *kv.k_cache.shape[2:])
+        if new.k.shape != expected or new.v.shape != expected:
+            raise ValueError(f"k, v: expected {list(expected)}, got {list(new.k.shape)} and {list(new.v.shape)}")
+        if (new.q_weight is None) != (new.k_weight is None):
+            raise ValueError("q_weight, k_weight: expected both or neither, got one")
 
 
 def check_query_tokens(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    window: int | None,
-    soft_cap: float | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    scale: float,
+    q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> int:
     """The query tokens of each sequence. ValueError, naming the argument, for what no provider of `attention_decode` can take."""
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
-    num_tokens, num_seqs = q.shape[0], context_lens.shape[0]
-    if num_tokens == num_seqs:
-        return 1
-    if not num_seqs or not num_tokens or num_tokens % num_seqs:
+    check_attention(q, kv, scale, window, soft_cap)
+    num_tokens, num_seqs = q.shape[0], kv.num_seqs
+    if num_tokens != num_seqs and (not num_seqs or not num_tokens or num_tokens % num_seqs):
         raise ValueError(
-            f"q: expected [n * {num_seqs}, num_heads, head_dim], the same number n of query tokens, at least 1, for each of the "
-            f"{num_seqs} sequences of context_lens and block_table, got {list(q.shape)}"
+            f"q: expected [n * {num_seqs}, num_heads, head_dim], the same number n of query tokens, at least 1, for each "
+            f"of the {num_seqs} sequences of context_lens and block_table, got {list(q.shape)}"
         )
-    return num_tokens // num_seqs
+    if values_checked(q.device):
+        check_attention_values(kv)
+    return num_tokens // num_seqs if num_seqs else 1
 
 
 def check_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
+    kv: PagedKV,
     cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    window: int | None,
-    soft_cap: float | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
+    max_query_len: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """ValueError, naming the argument, for what no provider of `attention_prefill` can take."""
-    check_attention(q, k_cache, v_cache, block_table, context_lens, window, soft_cap, k_scale, v_scale, scale)
-    shape = (context_lens.shape[0] + 1,)
+    check_attention(q, kv, scale, window, soft_cap)
+    shape = (kv.num_seqs + 1,)
     if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != shape or not cu_seqlens_q.is_contiguous():
         raise ValueError(
             f"cu_seqlens_q: expected contiguous int32 {list(shape)}, got {cu_seqlens_q.dtype} {list(cu_seqlens_q.shape)}"
         )
+    if values_checked(q.device):
+        _check_runs(q, kv, cu_seqlens_q, max_query_len)
 
 
 def check_store(
@@ -185,44 +170,19 @@ def check_store(
     check_scale(v_scale, "v_scale", k.shape[1])
 
 
-def check_new_tokens(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-) -> None:
-    """ValueError unless there is one new key and value for each query token, and a norm for both q and k or for none."""
-    expected = (q.shape[0], *k_cache.shape[2:])
-    if k.shape != expected or v.shape != expected:
-        raise ValueError(f"k, v: expected {list(expected)}, got {list(k.shape)} and {list(v.shape)}")
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight, k_weight: expected both or neither, got one")
-
-
-def check_attention_values(
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_context_len: int | None = None,
-    *,
-    least: int = 0,
-    positions: int | None = None,
-) -> None:
+def check_attention_values(kv: PagedKV, *, least: int = 0, positions: int | None = None) -> None:
     """ValueError naming the sequence and block where a length or block is out of range. Waits for the device.
 
     Args:
-        max_context_len: the bound that was given for context_lens, if one was.
         least: the least length that the op takes; 0 where a sequence without tokens is padding.
         positions: rows of cos_sin_cache, if the last token of each sequence is rotated.
     """
-    num_blocks, block_size = k_cache.shape[:2]
-    table, lens = block_table.cpu(), context_lens.cpu()
+    num_blocks, block_size = kv.k_cache.shape[:2]
+    table, lens = kv.block_table.cpu(), kv.context_lens.cpu()
     room = table.shape[1] * block_size
     bound, what = room, f"{table.shape[1]} blocks of {block_size} in block_table"
-    if max_context_len is not None and max_context_len < bound:
-        bound, what = max_context_len, f"max_context_len={max_context_len}"
+    if kv.max_context_len < bound:
+        bound, what = kv.max_context_len, f"max_context_len={kv.max_context_len}"
     if positions is not None and positions < bound:
         bound, what = positions, f"{positions} positions in cos_sin_cache"
     for i, length in enumerate(lens.tolist()):
@@ -239,18 +199,10 @@ def check_attention_values(
         )
 
 
-def check_prefill_values(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_query_len: int,
-    max_context_len: int | None = None,
-) -> None:
+def _check_runs(q: torch.Tensor, kv: PagedKV, cu_seqlens_q: torch.Tensor, max_query_len: int) -> None:
     """As `check_attention_values`, and for runs of queries that do not fit q, max_query_len or the lengths.
 
-    A sequence without queries may have any length, and one without tokens any queries: it is padding.
+    A sequence without queries may have any length. A sequence without tokens is padding, and may have any queries.
     """
     starts = cu_seqlens_q.tolist()
     if starts[0] != 0:
@@ -264,8 +216,8 @@ def check_prefill_values(
         raise ValueError(
             f"cu_seqlens_q: sequence {len(starts) - 2} ends at token {starts[-1]}, expected {q.shape[0]}, the tokens of q"
         )
-    check_attention_values(k_cache, block_table, context_lens, max_context_len)
-    for i, (start, end, length) in enumerate(zip(starts, starts[1:], context_lens.tolist())):
+    check_attention_values(kv)
+    for i, (start, end, length) in enumerate(zip(starts, starts[1:], kv.context_lens.tolist())):
         if end - start > max_query_len:
             raise ValueError(
                 f"max_query_len: expected at least {end - start}, the query tokens of sequence {i}, got {max_query_len}"

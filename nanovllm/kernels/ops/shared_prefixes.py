@@ -1,4 +1,4 @@
-"""Groups of sequences that share leading blocks, as the ops that attend to these blocks once take them: inputs, cost, checks."""
+"""What the ops that are told which sequences share leading blocks declare and check: inputs, cost, `SharedPrefixes`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.op.declaration import Cost, Tensors, nbytes
-from nanovllm.kernels.ops.checks import check_attention_values
+from nanovllm.kernels.ops.checks import check_attention_values, values_checked
+from nanovllm.kernels.ops.paged_kv import PagedKV, SharedPrefixes
 
 SHARED_ARGUMENTS = {
     "groups": "int32[num_groups, 3]",
@@ -29,9 +30,10 @@ def shared_inputs(
     head_dim: int,
     block_size: int,
 ) -> dict[str, Any]:
-    """Groups in turn of `shared` blocks, of one less, and so on; every fifth sequence is in none. Each has least to most more tokens.
+    """Arguments of `attention_decode_shared`. Blocks are shuffled, and slots that no sequence uses are NaN.
 
-    Blocks are shuffled, and slots that no sequence uses are NaN.
+    The first group shares `shared` blocks, the next one less, and so on. Every fifth sequence is in no group. Each sequence has
+    `least` to `most` tokens of its own.
     """
     of_row = [-1 if i % 5 == 4 else i % max(1, num_groups) for i in range(num_seqs)] if num_groups else [-1] * num_seqs
     members = [[i for i, g in enumerate(of_row) if g == group] for group in range(num_groups)]
@@ -75,19 +77,8 @@ def shared_inputs(
 
 
 def shared_cost(
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    context_lens,
-    groups,
-    group_rows,
-    shared_lens,
-    max_context_len,
-    scale,
-    window=None,
-    **_,
-) -> Cost:
+    q, k_cache, v_cache, block_table, context_lens, max_context_len, groups, group_rows, shared_lens, scale, window=None, **_
+) -> Cost:  # fmt: skip
     """What is shared is read once a group; with a window nothing counts as shared."""
     num_heads, head_dim = q.shape[1:]
     attended = context_lens if window is None else context_lens.clamp_max(window)
@@ -97,38 +88,28 @@ def shared_cost(
     return Cost(2 * nbytes(q) + read * per_token, 4 * tokens * num_heads * head_dim)
 
 
-def check_shared(
-    context_lens: torch.Tensor, groups: torch.Tensor, group_rows: torch.Tensor, shared_lens: torch.Tensor
-) -> None:
-    """ValueError, naming the argument, for groups of the wrong shape or dtype."""
+def check_shared(kv: PagedKV, shared: SharedPrefixes, positions: int | None = None) -> None:
+    """ValueError, naming the argument, for groups of the wrong shape or dtype, or that do not fit the lengths and blocks.
+
+    positions: as in `check_attention_values`, which this calls too.
+    """
+    groups = shared.groups
     if groups.dtype != torch.int32 or groups.dim() != 2 or groups.shape[1] != 3 or not groups.is_contiguous():
         raise ValueError(f"groups: expected contiguous int32 [num_groups, 3], got {groups.dtype} {list(groups.shape)}")
-    for name, x in (("group_rows", group_rows), ("shared_lens", shared_lens)):
-        if x.dtype != torch.int32 or x.shape != context_lens.shape or not x.is_contiguous():
-            raise ValueError(
-                f"{name}: expected contiguous int32 {list(context_lens.shape)}, got {x.dtype} {list(x.shape)}"
-            )
+    for name, x in (("group_rows", shared.group_rows), ("shared_lens", shared.shared_lens)):
+        if x.dtype != torch.int32 or x.shape != (kv.num_seqs,) or not x.is_contiguous():
+            raise ValueError(f"{name}: expected contiguous int32 [{kv.num_seqs}], got {x.dtype} {list(x.shape)}")
+    if values_checked(groups.device):
+        check_attention_values(kv, positions=positions)
+        _check_groups(kv, shared)
 
 
-def check_shared_values(
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_context_len: int,
-    groups: torch.Tensor,
-    group_rows: torch.Tensor,
-    shared_lens: torch.Tensor,
-    positions: int | None = None,
-) -> None:
-    """ValueError where groups, lengths and blocks do not fit together. Waits for the device.
-
-    positions: as in `check_attention_values`.
-    """
-    check_attention_values(k_cache, block_table, context_lens, max_context_len, positions=positions)
-    table, lens, rows, shared = (x.tolist() for x in (block_table, context_lens, group_rows, shared_lens))
-    block_size = k_cache.shape[1]
+def _check_groups(kv: PagedKV, shared: SharedPrefixes) -> None:
+    """ValueError where groups, lengths and blocks do not fit together. Waits for the device."""
+    table, lens, rows = (x.tolist() for x in (kv.block_table, kv.context_lens, shared.group_rows))
+    block_size = kv.block_size
     found: dict[int, int] = {}
-    for group, (first, count, tokens) in enumerate(groups.tolist()):
+    for group, (first, count, tokens) in enumerate(shared.groups.tolist()):
         if not tokens or not count:
             continue
         if tokens < 0 or tokens % block_size:
@@ -148,7 +129,7 @@ def check_shared_values(
                 raise ValueError(f"groups: group {group} shares {tokens} tokens, but sequence {row} has {lens[row]}")
             if table[row][:blocks] != table[rows[first]][:blocks]:
                 raise ValueError(f"groups: sequence {row} has other blocks than the first of group {group}")
-    for row, tokens in enumerate(shared):
+    for row, tokens in enumerate(shared.shared_lens.tolist()):
         if tokens != found.get(row, 0):
             raise ValueError(
                 f"shared_lens: sequence {row} shares {tokens} tokens, expected {found.get(row, 0)} as its group"

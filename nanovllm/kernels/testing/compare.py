@@ -115,14 +115,14 @@ def measure(
         return measured(reason="the time of Triton's interpreter says nothing")
     sets = _argument_sets(declared, case, device)
     try:
-        reason = declared.refusal(provider, **sets[0])
+        reason = declared.refusal(provider, **declared.records.group(sets[0]))
     except KernelError as e:
         reason = str(e)
     if reason is not None:
         return measured(reason=reason)
     calls: list[Callable[[], Any]] = []
     try:
-        for arguments in sets:
+        for arguments in map(declared.records.group, sets):
             if without_plan and provider.planned_fn is not None:
                 calls.append(provider.planned_fn(**arguments))
             else:

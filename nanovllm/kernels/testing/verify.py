@@ -86,7 +86,7 @@ def cases(declared: Op, full: bool, seed: int = 0, quick: bool = False) -> Itera
 def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
     """Run one case and compare results, written arguments and surroundings with what they should be."""
     arguments = case.arguments(declared, device)
-    bound = declared.signature.bind(**arguments)
+    bound = declared.bind(arguments)
     try:
         reason = declared.refusal(provider, *bound.args, **bound.kwargs)
     except KernelError as e:
@@ -100,7 +100,7 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
         if isinstance(value, torch.Tensor) and name not in (*declared.mutates, *declared.reuses)
     }
     given = _copied(arguments, (*declared.mutates, *declared.reuses))
-    bound = declared.signature.bind(**given)
+    bound = declared.bind(given)
     try:
         with MemoryGuard() as guard:
             got = provider.fn(*bound.args, **bound.kwargs)
@@ -151,7 +151,7 @@ def _reference(declared: Op, arguments: Arguments) -> list[torch.Tensor]:
     wide = _copied(wide, declared.mutates)
     if declared.compare is not None:
         return []
-    bound = declared.signature.bind(**wide)
+    bound = declared.bind(wide)
     results = _flat(declared.native(*bound.args, **bound.kwargs))
     return [*results, *(wide[name] for name in declared.mutates)]
 

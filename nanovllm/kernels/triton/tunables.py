@@ -262,7 +262,7 @@ ATTENTION_DECODE_HOPPER = Tunable(
         "cache_dtype": torch.dtype,
         "block_size": int, "new": bool,
     },
-    (f"{_ATTENTION}.decode_plan:HopperDecodePlan",),
+    (f"{_ATTENTION}.decode_hopper_plan:HopperDecodePlan",),
     (f"{_ATTENTION}.decode_hopper_kernel:decode_hopper_kernel",),
     lambda plan, key: plan.refused(key["head_dim"], key["block_size"], key["cache_dtype"].itemsize, key["group"]),
     batch=("num_seqs",), rounded={"num_seqs": bucket},
@@ -282,7 +282,7 @@ def _refuse_prefill(plan: Any, key: Key) -> str | None:
 
 
 ATTENTION_PREFILL = Tunable(
-    "attention_prefill", {**_PREFILL, "few_rows": int}, (f"{_ATTENTION}.prefill:PrefillPlan",),
+    "attention_prefill", {**_PREFILL, "few_rows": int}, (f"{_ATTENTION}.prefill_plan:PrefillPlan",),
     (f"{_ATTENTION}.prefill_kernel:prefill_kernel",), _refuse_prefill,
     rounded={"few_rows": lambda rows: rows and min(64, max(16, bucket(rows)))},
 )  # fmt: skip
@@ -299,8 +299,8 @@ def _refuse_hopper(plan: Any, key: Key) -> str | None:
 
 
 ATTENTION_PREFILL_HOPPER = Tunable(
-    "attention_prefill_hopper", _PREFILL, (f"{_ATTENTION}.prefill:HopperPlan",),
-    (f"{_ATTENTION}.prefill_hopper:prefill_hopper_kernel",), _refuse_hopper,
+    "attention_prefill_hopper", _PREFILL, (f"{_ATTENTION}.prefill_plan:HopperPrefillPlan",),
+    (f"{_ATTENTION}.prefill_hopper_kernel:prefill_hopper_kernel",), _refuse_hopper,
 )  # fmt: skip
 
 ALL: Mapping[str, Tunable] = {

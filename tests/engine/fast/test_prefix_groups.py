@@ -15,7 +15,8 @@ from nanovllm.engine.fast.prefix_groups import PrefixGroups, find_groups
 from nanovllm.engine.fast.step_shape import DecodeBuckets
 from nanovllm.engine.step import StepKind
 from nanovllm.kernels import Provider, all_ops
-from nanovllm.kernels.ops.shared_prefixes import check_shared_values
+from nanovllm.kernels.ops.paged_kv import PagedKV
+from nanovllm.kernels.ops.shared_prefixes import check_shared
 from tests import tiny
 from tests.engine.fast import test_decode_state as decode_state_tests
 from tests.engine.simulation import Simulation
@@ -141,7 +142,7 @@ class SharingDevice(decode_state_tests.StateDevice):
             lens = m.context_lens - (torch.arange(len(m.context_lens)) < n).int()
             cache = torch.empty(decode_state_tests.PADDING + 1, state.block_size, 1, 1)
             shared = m.shared
-            check_shared_values(cache, m.block_table, lens, 100, shared.groups, shared.group_rows, shared.shared_lens)
+            check_shared(PagedKV(cache, cache, m.block_table, lens, 100), shared)
             assert not shared.shared_lens[n:].any() and shared.shared_lens.any()
             self.shared += 1
         return tokens
@@ -240,10 +241,8 @@ def recorded():
         def fn(*args, **kwargs):
             given = all_ops()[name].signature.bind(*args, **kwargs).arguments
             if name in SHARED_OPS:
-                check_shared_values(*(given[a] for a in (
-                    "k_cache", "block_table", "context_lens", "max_context_len", "groups", "group_rows", "shared_lens",
-                )))  # fmt: skip
-                assert given["groups"][:, 2].any()
+                check_shared(given["kv"], given["shared"])
+                assert given["shared"].groups[:, 2].any()
             calls.append(name)
             return all_ops()[name].native(*args, **kwargs)
 

@@ -162,11 +162,11 @@ def test_only_the_reference_computes_in_float64(op, monkeypatch, caplog):
         pytest.raises(ValueError, match=f"use\\('mine'\\): {op.name} cannot run there .*: \\w+: {said}"),
         op.use("mine"),
     ):
-        op(**given)
+        op(**op.records.group(given))
     monkeypatch.setenv("NANOVLLM_KERNELS", f"{op.name}=mine")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            op(**given)
+            op(**op.records.group(given))
     assert len([r for r in caplog.records if said in r.message and f"{op.name}: mine" in r.message]) == 1
 
 
@@ -257,10 +257,10 @@ def test_none_and_what_is_no_tensor(op, provider):
         return
     given = op.inputs(Tensors(torch.float32, DEVICE), op.inputs.small[1], op.inputs.variants[0])
     for name in op.check.patterns:
-        optional = "None" in str(op.signature.parameters[name].annotation)
+        optional = "None" in str(op.records.flat.parameters[name].annotation)
         for wrong in [3.0, [1.0], "x"] + ([] if optional else [None]):
             with pytest.raises(ValueError, match=f"{op.name}: {name}: expected a tensor .*, not"):
-                by(provider, op.name, **{**given, name: wrong})
+                by(provider, op.name, **op.records.group({**given, name: wrong}))
 
 
 @pytest.mark.parametrize("eps", [None, "1e-6", -1e-6, math.nan, torch.tensor(1e-6)], ids=str)

@@ -29,7 +29,7 @@ def test_an_op_declares_all_of_itself(declared):
     for other in re.findall(r"The others are those of `(\w+)`", arguments):
         known |= set(all_ops()[other].signature.parameters)
     assert set(declared.signature.parameters) <= known, "what each argument is"
-    tensors = [n for n, p in declared.signature.parameters.items() if "Tensor" in str(p.annotation)]
+    tensors = [n for n, p in declared.records.flat.parameters.items() if "Tensor" in str(p.annotation)]
     assert set(declared.check.patterns) == set(tensors), "a pattern for every tensor"
     assert set(declared.mutates) | set(declared.reuses) <= set(tensors)
 
@@ -39,7 +39,7 @@ def test_its_inputs_fit_its_signature_and_its_patterns(declared):
     for shape in declared.inputs.small:
         for variant in declared.inputs.variants:
             arguments = Case(shape, torch.float32, variant, strided=True).arguments(declared, CPU)
-            declared.check(declared.signature.bind(**arguments).arguments)
+            declared.check(declared.records.flat.bind(**arguments).arguments)
             cost = declared.cost(**arguments)
             assert isinstance(cost, Cost) and cost.bytes >= 0 and cost.flops >= 0
             if 0 not in shape:

@@ -17,7 +17,7 @@ def test_opcheck(name):
     shapes = [s for s in declared.inputs.small if 0 not in s[:1]][:2]
     for shape, variant in zip(shapes, (*declared.inputs.variants, *declared.inputs.variants)):
         arguments = Case(shape, torch.float32, variant).arguments(declared, DEVICE)
-        bound = declared.signature.bind(**arguments)
+        bound = declared.records.flat.bind(**arguments)
         torch.library.opcheck(getattr(torch.ops.nanovllm, name).default, bound.args, bound.kwargs)
 
 

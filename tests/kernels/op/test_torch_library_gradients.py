@@ -35,7 +35,7 @@ def leaves(op, arguments):
     for name, a in arguments.items():
         if isinstance(a, torch.Tensor) and a.is_floating_point() and name not in op.mutates:
             a.requires_grad_()
-    return op.signature.bind(**arguments).args
+    return op.records.flat.bind(**arguments).args
 
 
 def cases(op):
@@ -49,7 +49,7 @@ def gradients(fn, op, arguments):
     args = leaves(op, arguments)
     result = fn(*args)
     results = [result] if isinstance(result, torch.Tensor) else list(result or ())
-    results += [a for name, a in zip(op.signature.parameters, args) if name in op.mutates]
+    results += [a for name, a in zip(op.records.flat.parameters, args) if name in op.mutates]
     results = [r for r in results if r.requires_grad]
     if not results:
         return None
@@ -64,9 +64,10 @@ def gradients(fn, op, arguments):
 def test_gradients_are_those_of_a_plain_call(name):
     op = all_ops()[name]
     # The reference of attention asks for lengths on the host: torch.compile breaks the graph there.
-    compiled = torch.compile(lambda *args: op(*args), fullgraph="attention" not in name, backend="aot_eager")
+    call = op.records.taking_fields(op)
+    compiled = torch.compile(lambda *args: call(*args), fullgraph="attention" not in name, backend="aot_eager")
     for arguments in cases(op):
-        want = gradients(op, op, arguments)
+        want = gradients(call, op, arguments)
         assert (want is None) == (name == "sample")
         for fn in (getattr(torch.ops.nanovllm, name), compiled):
             got = gradients(fn, op, arguments)
@@ -204,15 +205,15 @@ def test_a_provider_yields_to_the_reference_for_gradients_alone(mine, origin, la
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the reference asks for lengths on a CPU")
 def test_what_cannot_be_traced_says_so():
     op = all_ops()["attention_decode"]
-    args = leaves(op, next(cases(op)))
-    compiled = torch.compile(lambda *args: op(*args), **EAGER)
+    args, call = leaves(op, next(cases(op))), op.records.taking_fields(op)
+    compiled = torch.compile(lambda *args: call(*args), **EAGER)
     with pytest.raises(
         Exception,
         match=r"attention_decode requires grad here, .* call it under torch.no_grad\(\), or where the graph may break",
     ):
         compiled(*args)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(*args), op(*args))
+        torch.testing.assert_close(compiled(*args), call(*args))
 
 
 def test_arguments_are_checked_when_a_graph_for_training_is_traced():

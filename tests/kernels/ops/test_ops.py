@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.kernels.ops.paged_kv import PagedKV
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import RopeConfig
 from tests.native import NATIVE
@@ -212,18 +213,17 @@ def attention_float64(case):
 
 def decode(case, context_lens=None, max_context_len=None):
     lens = torch.tensor(case.context_lens, dtype=torch.int32, device=case.q.device)
-    args = case.q, case.k_cache, case.v_cache, case.table, lens, max_context_len or max(case.context_lens), case.scale
+    kv = PagedKV(case.k_cache, case.v_cache, case.table, lens, max_context_len or max(case.context_lens))
     # What CUDA graphs capture runs on a CPU as well, so it is held to the same here.
-    attention_close(ATTENTION._decode_padded(*args, None, None, None, None), case)
-    return NATIVE.attention_decode(*args)
+    attention_close(ATTENTION._decode_padded(case.q, kv, len(case.q) // len(lens), case.scale, None, None), case)
+    return NATIVE.attention_decode(case.q, kv, case.scale)
 
 
 def prefill(case):
     lens = torch.tensor(case.context_lens, dtype=torch.int32, device=case.q.device)
     starts = torch.tensor((0, *itertools.accumulate(case.query_lens)), dtype=torch.int32, device=case.q.device)
-    return NATIVE.attention_prefill(
-        case.q, case.k_cache, case.v_cache, case.table, starts, lens, max(case.query_lens), case.scale
-    )
+    kv = PagedKV(case.k_cache, case.v_cache, case.table, lens, max(case.context_lens))
+    return NATIVE.attention_prefill(case.q, kv, starts, max(case.query_lens), case.scale)
 
 
 def attention_close(got, case):

@@ -55,7 +55,7 @@ def results(op, provider, given):
     written = lambda k, v: k in op.mutates or (k in op.reuses and v.is_contiguous())  # noqa: E731
     given = {k: copy_of(v) if written(k, v) else v for k, v in given.items()}
     with op.use(provider):
-        got = op(**given)
+        got = op(**op.records.group(given))
     got = [] if got is None else [got] if isinstance(got, torch.Tensor) else list(got)
     return [*got, *(given[name] for name in op.mutates)]
 

@@ -211,17 +211,17 @@ def test_in_a_cuda_graph_with_new_data(op, provider):
         Case(op.inputs.decode[0], torch.float32, op.inputs.variants[0], seed=seed).arguments(op, device)
         for seed in (1, 2)
     )
-    if provider.accepts is not None and (reason := provider.accepts(**old)) is not None:
+    if provider.accepts is not None and (reason := provider.accepts(**op.records.group(old))) is not None:
         pytest.skip(reason)
     clone = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in new.items()}
-    expected = provider.fn(**clone)
+    expected = provider.fn(**op.records.group(clone))
     expected = [*_flat(expected), *(clone[name] for name in op.mutates)]
     static = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in old.items()}
-    provider.fn(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in old.items()})
+    provider.fn(**op.records.group({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in old.items()}))
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            got = provider.fn(**static)
+            got = provider.fn(**op.records.group(static))
     except RuntimeError:
         torch.cuda.synchronize()
         pytest.skip("reads lengths on the host, so it cannot be captured")

@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton")
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.source_hash import is_kernel
 from nanovllm.kernels.op.tunable import imported
+from nanovllm.kernels.ops.paged_kv import PagedKV
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.gemm.product_plan import plan_product
 from nanovllm.kernels.triton.gemm.small_product_plan import MatrixPlan
@@ -139,19 +140,21 @@ def attention(num_seqs=4, heads=8, kv_heads=4, dim=64, block=32, prefill=0):
         torch.empty((9, block, kv_heads, dim), dtype=BF16),
     )
     table, lens = torch.zeros((num_seqs, 4), dtype=torch.int32), torch.full((num_seqs,), 32, dtype=torch.int32)
+    kv = PagedKV(cache, cache, table, lens, 64)
     if prefill:
         starts = torch.arange(num_seqs + 1, dtype=torch.int32) * prefill
-        return all_ops()["attention_prefill"].providers["triton"].fn(q, cache, cache, table, starts, lens, prefill, 1.0)
-    return all_ops()["attention_decode"].providers["triton"].fn(q, cache, cache, table, lens, 64, 1.0)
+        return all_ops()["attention_prefill"].providers["triton"].fn(q, kv, starts, prefill, 1.0)
+    return all_ops()["attention_decode"].providers["triton"].fn(q, kv, 1.0)
 
 
 def hopper_attention():
     """As on a Hopper GPU, up to the launch."""
     pytest.importorskip("triton.experimental.gluon")
+    from nanovllm.kernels.triton.attention.call import DecodeCall
     from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper
 
     q, cache, table, lens = _kept_for_attention()
-    return launch_hopper(q, cache, cache, table, lens, 64, 1.0, (None, None), None, None)
+    return launch_hopper(DecodeCall(q, PagedKV(cache, cache, table, lens, 64), 1.0))
 
 
 @functools.cache

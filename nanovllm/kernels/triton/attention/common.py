@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 import triton
@@ -35,6 +36,15 @@ def has_hopper_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     return importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+@functools.cache
+def gluon_kernel(name: str) -> tuple[Any, Any]:
+    """(the kernel `name` of the module `name`, `gluon_compat.descriptor`), imported where they can run."""
+    module = importlib.import_module(f"nanovllm.kernels.triton.attention.{name}")
+    from nanovllm.kernels.triton.gluon_compat import descriptor
+
+    return getattr(module, name), descriptor
 
 
 def result_for(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -16,8 +16,10 @@ from nanovllm.kernels.external import flash_attn, flashinfer
 from nanovllm.kernels.external.packages import import_error
 from nanovllm.kernels.op import selection
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
+from nanovllm.kernels.ops.paged_kv import PagedKV
 
 GPU = torch.cuda.is_available()
+flat = attention_prefill.records.taking_fields  # arguments by name, the fields of the cache one by one
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
@@ -62,6 +64,7 @@ def example(
     return dict(
         q=q.to(dtype).to(device), k_cache=cache[0], v_cache=cache[1], block_table=table.to(device), cu_seqlens_q=starts.to(device),
         context_lens=torch.tensor(lens, dtype=torch.int32, device=device), max_query_len=max(query_lens), scale=dim**-0.5,
+        max_context_len=table.shape[1] * block_size,
     )  # fmt: skip
 
 
@@ -282,36 +285,38 @@ def test_what_flash_attention_refuses(monkeypatch, package, options, change, rea
         (example(**options), flash_attn.accepts_prefill, flash_attn.attention_prefill),
         (decode_example(**options), flash_attn.accepts_decode, flash_attn.attention_decode),
     ):
-        got = accepts(**{**arguments, **change})
+        got = flat(accepts)(**{**arguments, **change})
         assert got is None if reason is None else reason in got
         if reason is not None:
             with pytest.raises(ValueError) as error:
-                function(**{**arguments, **change})
+                flat(function)(**{**arguments, **change})
             assert str(error.value) == got
 
 
 def test_what_flashinfer_refuses(monkeypatch):
-    assert flashinfer.accepts_prefill(**example(**HALF)) is None
-    assert flashinfer.accepts_decode(**decode_example(**HALF)) is None
-    assert "takes float16 and bfloat16" in flashinfer.accepts_prefill(**example())
-    assert "head_dim of 64, 128, 256, got 96" in flashinfer.accepts_decode(**decode_example(dim=96, **HALF))
-    assert "scales" in flashinfer.accepts_decode(**decode_example(**HALF), v_scale=torch.ones(1))
+    assert flat(flashinfer.accepts_prefill)(**example(**HALF)) is None
+    assert flat(flashinfer.accepts_decode)(**decode_example(**HALF)) is None
+    assert "takes float16 and bfloat16" in flat(flashinfer.accepts_prefill)(**example())
+    assert "head_dim of 64, 128, 256, got 96" in flat(flashinfer.accepts_decode)(**decode_example(dim=96, **HALF))
+    assert "scales" in flat(flashinfer.accepts_decode)(**decode_example(**HALF), v_scale=torch.ones(1))
     few = decode_example(n=3, **HALF)
-    assert flashinfer.accepts_decode(**few) == "FlashInfer's decode takes one query token a sequence, got 3"
+    assert flat(flashinfer.accepts_decode)(**few) == "FlashInfer's decode takes one query token a sequence, got 3"
     with pytest.raises(ValueError, match="takes one query token a sequence, got 3"):
-        flashinfer.attention_decode(**few)
+        flat(flashinfer.attention_decode)(**few)
     strided = example(**HALF)
     strided["k_cache"] = torch.zeros(9, 16, 4, 64, dtype=torch.bfloat16)[:, :, :2]
-    assert "contiguous cache" in flashinfer.accepts_prefill(**strided)
+    assert "contiguous cache" in flat(flashinfer.accepts_prefill)(**strided)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     q, cache = torch.empty(3, 6, 64, **HALF, device="meta"), torch.empty(4, 16, 2, 64, **HALF, device="meta")
     q_cuda = types.SimpleNamespace(dtype=q.dtype, shape=q.shape, device=CUDA)
-    assert "CUDA graph cannot record" in flashinfer._refuse(q_cuda, cache, torch.zeros(3, 2), None, None)
+    assert "CUDA graph cannot record" in flashinfer._refuse(
+        q_cuda, PagedKV(cache, cache, torch.zeros(3, 2), torch.ones(3), 32)
+    )
     assert not any(op.providers["flashinfer"].capturable for op in (attention_decode, attention_prefill))
 
 
 def test_support_is_needed_first():
-    reason = flash_attn.accepts_prefill(**example(**HALF))
+    reason = flat(flash_attn.accepts_prefill)(**example(**HALF))
     assert reason is not None and reason == flash_attn.support(CPU)
 
 
@@ -340,8 +345,10 @@ def attend(q, k, v, table, starts, lens, longest, scale, sides, soft_cap):
         n = int(starts[1])
         assert starts.tolist() == list(range(0, len(q) + 1, n))
         most = int(lens.max())
-        return attention_decode.native(q, k, v, table, lens, most, scale, window_of(sides), soft_cap or None)
-    return attention_prefill.native(q, k, v, table, starts, lens, longest, scale, window_of(sides), soft_cap or None)
+        kv = PagedKV(k, v, table, lens, most)
+        return attention_decode.native(q, kv, scale, window_of(sides), soft_cap or None)
+    kv = PagedKV(k, v, table, lens, table.shape[1] * k.shape[1])
+    return attention_prefill.native(q, kv, starts, longest, scale, window_of(sides), soft_cap or None)
 
 
 def fa3(
@@ -469,13 +476,14 @@ class Wrapper:
             table[i, :n] = blocks[starts[i] : starts[i + 1]]
         window = None if window_left < 0 else window_left + 1
         self.heads = num_heads, num_kv_heads, dim, block_size
-        self.arguments = (table, runs, lens, int(runs.diff().max()), sm_scale, window, logits_soft_cap)
+        self.table = table, lens, table.shape[1] * block_size
+        self.arguments = (runs, int(runs.diff().max()), sm_scale, window, logits_soft_cap)
 
     def run(self, q, cache, *, out):
         k, v = cache
         assert self.heads == (q.shape[1], k.shape[2], q.shape[2], k.shape[1])
         assert q.is_contiguous() and (out.shape, out.dtype) == (q.shape, q.dtype)
-        o = attention_prefill.native(q, k, v, *self.arguments)
+        o = attention_prefill.native(q, PagedKV(k, v, *self.table), *self.arguments)
         return out.copy_(torch.where(o == 0, float("nan"), o))  # what a sequence without tokens gets is not promised
 
 
@@ -520,8 +528,8 @@ def test_calls(monkeypatch, package, options):
         (attention_decode, decode_example((0, 300), **shape)),
         *((attention_decode, decode_example((3, 300), n, **shape)) for n in (2, 5, 20) if module is flash_attn),
     ):
-        got = getattr(module, declared.name)(**arguments, **options)
-        torch.testing.assert_close(got, declared.native(**arguments, **options))
+        got = flat(getattr(module, declared.name))(**arguments, **options)
+        torch.testing.assert_close(got, flat(declared.native)(**arguments, **options))
 
 
 PLANNED = [
@@ -541,14 +549,14 @@ def test_a_plan_is_made_once(monkeypatch, declared, make, lens, other_lens, opti
     arguments, others = ({**make(*n, **HALF), **options} for n in (lens, other_lens))
     q = arguments["q"]
     arguments["q"] = torch.cat([q, q], 1)[:, : q.shape[1]]  # strided: what is made contiguous is read at each call
-    run, run_other = planned(**arguments), planned(**others)
-    expected_other = declared.native(**others)
-    torch.testing.assert_close(whole(**others), expected_other)
+    run, run_other = flat(planned)(**arguments), flat(planned)(**others)
+    expected_other = flat(declared.native)(**others)
+    torch.testing.assert_close(flat(whole)(**others), expected_other)
     plans = Wrapper.plans
     for factor in (1.0, -0.5):
         for name in ("q", "k_cache", "v_cache"):
             arguments[name].mul_(factor)
-        expected = declared.native(**arguments)
+        expected = flat(declared.native)(**arguments)
         kept = {name: arguments[name].clone() for name in ("context_lens", "block_table")}
         for name in kept:
             arguments[name].fill_(1)
@@ -567,16 +575,16 @@ def test_a_plan_refuses_what_a_call_does(monkeypatch, declared, arguments):
     stand_in(monkeypatch, "flashinfer")
     planned = declared.providers["flashinfer"].planned_fn
     with pytest.raises(ValueError, match="takes float16 and bfloat16"):
-        planned(**arguments)
+        flat(planned)(**arguments)
     halved = {k: v.bfloat16() if k in ("q", "k_cache", "v_cache") else v for k, v in arguments.items()}
     with pytest.raises(ValueError, match="window: expected None or a whole number"):
-        planned(**halved, window=0)
+        flat(planned)(**halved, window=0)
     none = {**halved, "q": halved["q"][:0]}
     for name in ("block_table", "context_lens"):
         none[name] = none[name][:0]
     if declared is attention_prefill:
         none["cu_seqlens_q"] = none["cu_seqlens_q"][:1]
-    assert planned(**none)().shape == (0, 6, 64)
+    assert flat(planned)(**none)().shape == (0, 6, 64)
 
 
 @pytest.mark.parametrize("package", ["flash_attn", "flashinfer"])
@@ -584,7 +592,7 @@ def test_no_queries(monkeypatch, package):
     stand_in(monkeypatch, package)
     monkeypatch.setattr(flash_attn, "variant", lambda device: variant("flash_attn"))
     module = flashinfer if package == "flashinfer" else flash_attn
-    assert module.attention_prefill(**example((0,), (3,), block_size=256, **HALF)).shape == (0, 6, 64)
+    assert flat(module.attention_prefill)(**example((0,), (3,), block_size=256, **HALF)).shape == (0, 6, 64)
 
 
 @pytest.mark.parametrize("package", ["flash_attn", "flashinfer"])
@@ -596,19 +604,19 @@ def test_bad_arguments(monkeypatch, package):
     decode, prefill = decode_example(**shape), example(**shape)
     for fn, arguments in ((module.attention_decode, decode), (module.attention_prefill, prefill)):
         with pytest.raises(ValueError, match="window: expected None or a whole number of tokens from 1 to .*, got 0"):
-            fn(**arguments, window=0)
+            flat(fn)(**arguments, window=0)
         with pytest.raises(ValueError, match="context_lens: expected contiguous int32"):
-            fn(**{**arguments, "context_lens": arguments["context_lens"].long()})
+            flat(fn)(**{**arguments, "context_lens": arguments["context_lens"].long()})
         with pytest.raises(ValueError, match="context_lens: sequence 0 has length 3000"):
-            fn(**{**arguments, "context_lens": torch.full_like(arguments["context_lens"], 3000)})
+            flat(fn)(**{**arguments, "context_lens": torch.full_like(arguments["context_lens"], 3000)})
     with pytest.raises(
         ValueError, match=r"q: expected \[n \* 3, num_heads, head_dim\], .* 3 sequences .* got \[2, 6, 64\]"
     ):
-        module.attention_decode(**{**decode, "q": decode["q"][:2]})
+        flat(module.attention_decode)(**{**decode, "q": decode["q"][:2]})
     with pytest.raises(ValueError, match=r"cu_seqlens_q: expected contiguous int32 \[4\], got torch.int64 \[4\]"):
-        module.attention_prefill(**{**prefill, "cu_seqlens_q": prefill["cu_seqlens_q"].long()})
+        flat(module.attention_prefill)(**{**prefill, "cu_seqlens_q": prefill["cu_seqlens_q"].long()})
     with pytest.raises(ValueError, match="max_query_len: expected at least 9, the query tokens of sequence 2, got 8"):
-        module.attention_prefill(**{**prefill, "max_query_len": 8})
+        flat(module.attention_prefill)(**{**prefill, "max_query_len": 8})
 
 
 # ---- the real ones
@@ -633,14 +641,14 @@ def test_against_float64(module, options, shape, dtype):
             if module is flash_attn
         ),
     ):
-        reason = getattr(module, declared.name.replace("attention", "accepts"))(**arguments, **options)
+        reason = flat(getattr(module, declared.name.replace("attention", "accepts")))(**arguments, **options)
         if reason is not None:
             pytest.skip(reason)
-        got = getattr(module, declared.name)(**arguments, **options).double()
+        got = flat(getattr(module, declared.name))(**arguments, **options).double()
         wide = {
             k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()
         }
-        expected = declared.native(**wide, **options)
+        expected = flat(declared.native)(**wide, **options)
         assert (got - expected).norm() / expected.norm() < (1e-3 if dtype == torch.float16 else 6e-3)
 
 
@@ -653,7 +661,7 @@ def test_a_plan_in_a_graph(declared, make, lens, other_lens, heads):
         pytest.skip(reason)
     planned = declared.providers["flashinfer"].planned_fn
     arguments, others = (make(*n, **heads, **HALF, dim=128, block_size=256, device=CUDA) for n in (lens, other_lens))
-    run, run_other = planned(**arguments), planned(**others)
+    run, run_other = flat(planned)(**arguments), flat(planned)(**others)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -666,8 +674,8 @@ def test_a_plan_in_a_graph(declared, make, lens, other_lens, heads):
         for name in ("q", "k_cache", "v_cache"):
             arguments[name].mul_(factor)
         graph.replay()
-        torch.testing.assert_close(got, declared.native(**arguments), rtol=3e-2, atol=1e-2)
-        torch.testing.assert_close(got_other, declared.native(**others), rtol=3e-2, atol=1e-2)
+        torch.testing.assert_close(got, flat(declared.native)(**arguments), rtol=3e-2, atol=1e-2)
+        torch.testing.assert_close(got_other, flat(declared.native)(**others), rtol=3e-2, atol=1e-2)
 
 
 # Only what can run here is collected, so that nothing is reported as skipped.

@@ -136,10 +136,10 @@ def test_what_is_not_read():
 def test_a_wait_less_is_found():
     """Each wait of the prefill kernel, of either consumer, is needed; without it the reader says so."""
     pytest.importorskip("triton.experimental.gluon")
-    from nanovllm.kernels.triton.attention.prefill import plan_hopper
-    from tests.kernels.test_triton_attention_prefill import compile_hopper
+    from nanovllm.kernels.triton.attention.prefill_plan import plan_hopper_prefill
+    from tests.kernels.triton.attention.test_prefill import compile_hopper
 
-    sass = machine_code(compile_hopper(plan_hopper(2, 128, 256), 16, 8, 128, 256))
+    sass = machine_code(compile_hopper(plan_hopper_prefill(2, 128, 256), 16, 8, 128, 256))
     waits = list(re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", sass))
     assert len(waits) >= 8
     assert touched_in_flight(sass) == []

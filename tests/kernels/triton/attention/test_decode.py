@@ -18,11 +18,14 @@ INTERPRETED = triton.knobs.runtime.interpret
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 
+from nanovllm.kernels.triton.attention import decode
 from nanovllm.kernels.triton.attention.common import padded_count
-from nanovllm.kernels.triton.attention.decode import DecodePlan, attention_decode, plan_decode
 from nanovllm.kernels.triton.attention.decode_kernel import decode_kernel
-from nanovllm.kernels.triton.attention.decode_plan import tokens_together
+from nanovllm.kernels.triton.attention.decode_plan import DecodePlan, plan_decode, tokens_together
 from tests.interpreter import check_interpreted
+from tests.kernels.flat import flat
+
+attention_decode = flat("attention_decode", decode.attention_decode)
 
 F32, F16, BF16, F8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 6e-3}

@@ -14,12 +14,12 @@ if triton.knobs.runtime.interpret:
 pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels.triton.attention.common import LOG2E, padded_count
-from nanovllm.kernels.triton.attention.decode_plan import HopperDecodePlan as Plan
-from nanovllm.kernels.triton.attention.decode_plan import plan_hopper_decode
-from tests.kernels.decode_hopper import check_stored, compiled, expected, make
+from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan as Plan
+from nanovllm.kernels.triton.attention.decode_hopper_plan import plan_hopper_decode
 from tests.kernels.ptx_arithmetic import UnknownInstruction
 from tests.kernels.ptx_emulator import Machine
 from tests.kernels.ptx_launch import Memory, unknown
+from tests.kernels.triton.attention.hopper_calls import check_stored, compiled, expected, make
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ERROR = {"bf16": 1e-2, "fp16": 1.5e-3}

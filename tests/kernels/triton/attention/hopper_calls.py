@@ -9,7 +9,11 @@ from pathlib import Path
 import torch
 
 from nanovllm.kernels.ops.checks import FP8
-from nanovllm.kernels.triton.attention.decode import attention_decode, qk_norm_rope_attention
+from nanovllm.kernels.triton.attention import decode
+from tests.kernels.flat import flat
+
+attention_decode = flat("attention_decode", decode.attention_decode)
+qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
 
 MAX_POSITION = 8192
 

@@ -21,18 +21,26 @@ HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if GPU else "cpu"
 
 from nanovllm.kernels.triton.attention import prefill
-from nanovllm.kernels.triton.attention.prefill import (
-    HopperPlan,
+from nanovllm.kernels.triton.attention.prefill_kernel import prefill_kernel
+from nanovllm.kernels.triton.attention.prefill_plan import (
+    HopperPrefillPlan,
     PrefillPlan,
-    attention_prefill,
     fit_hopper,
-    plan_hopper,
+    plan_hopper_prefill,
     plan_prefill,
     prefill_registers,
 )
-from nanovllm.kernels.triton.attention.prefill_kernel import prefill_kernel
 from tests.interpreter import check_interpreted
+from tests.kernels.flat import flat
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
+
+attention_prefill = flat("attention_prefill", prefill.attention_prefill)
+
+
+def room(k_cache, table):
+    """Tokens that a sequence can have."""
+    return table.shape[1] * k_cache.shape[1]
+
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 6e-3}
@@ -116,7 +124,9 @@ def check(
     def run():
         # What the allocator hands out next is this, so that a row which is not written is seen.
         torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
-        return attention_prefill(q, k, v, table, starts, int32(lens), max(query_lens), dim**-0.5, plan=plan, **options)
+        return attention_prefill(
+            q, k, v, table, int32(lens), room(k, table), starts, max(query_lens), dim**-0.5, plan=plan, **options
+        )
 
     got = run()
     expected = reference(q, k, v, table, query_lens, lens, **options)
@@ -183,7 +193,9 @@ def test_company_counts_by_the_longest_run_only(options):
     def run(first, end, longest):
         rows = slice(starts[first], starts[end])
         here = int32([start - starts[first] for start in starts[first : end + 1]])
-        return attention_prefill(q[rows], k, v, table[first:end], here, lens[first:end], longest, 0.125, **options)
+        return attention_prefill(
+            q[rows], k, v, table[first:end], lens[first:end], room(k, table), here, longest, 0.125, **options
+        )
 
     together = run(0, 4, 33)
     for i in range(4):
@@ -195,7 +207,7 @@ def test_company_counts_by_the_longest_run_only(options):
 
 def test_no_tokens():
     k, v, table = paged([3], 2, 64, 16, F32)
-    got = attention_prefill(queries(0, 4, 64, F32), k, v, table, int32([0, 0]), int32([3]), 0, 0.125)
+    got = attention_prefill(queries(0, 4, 64, F32), k, v, table, int32([3]), 3, int32([0, 0]), 0, 0.125)
     assert got.shape == (0, 4, 64)
 
 
@@ -219,7 +231,7 @@ def test_bad_input(change, message, monkeypatch):
     k, v, table = paged([3], 2, 64, 16, F32)
     arguments = dict(
         q=queries(3, 4, 64, F32), k_cache=k, v_cache=v, block_table=table, cu_seqlens_q=int32([0, 3]), context_lens=int32([3]),
-        max_query_len=3, scale=0.125,
+        max_context_len=32, max_query_len=3, scale=0.125,
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
         attention_prefill(**{**arguments, **change})
@@ -260,12 +272,12 @@ def test_the_kernel_for_any_gpu(dim, heads, kv_heads, block_size, beside):
 def test_beside_other_kernels_it_leaves_them_room(monkeypatch):
     """Even where Hopper's kernel would take it, or another plan was tuned."""
     taken = []
-    monkeypatch.setattr(prefill, "_suits_hopper", lambda *args: True)
+    monkeypatch.setattr(prefill.prefill_hopper, "takes", lambda *args: True)
     monkeypatch.setattr(prefill.tunables.ATTENTION_PREFILL.__class__, "find", lambda *args: pytest.fail("tuned alone"))
     monkeypatch.setattr(prefill, "_launch_anywhere", lambda plan, *args: taken.append(plan))
     k, v, table = paged([200], 2, 128, 16, BF16)
     attention_prefill(
-        queries(100, 4, 128, BF16), k, v, table, int32([0, 100]), int32([200]), 100, 0.125, concurrent=True
+        queries(100, 4, 128, BF16), k, v, table, int32([200]), 200, int32([0, 100]), 100, 0.125, concurrent=True
     )
     assert taken == [plan_prefill(2, 128, 2, 100, capability=prefill.capability(k.device), concurrent=True)]
     alone, beside = (plan_prefill(2, 128, 2, 100, concurrent=beside) for beside in (False, True))
@@ -305,7 +317,12 @@ def test_very_different_lengths():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "plan",
-    [HopperPlan(1, 128, 2), HopperPlan(4, 64, 4), HopperPlan(2, 128, 3), HopperPlan(4, 64, 2, programs=3)],
+    [
+        HopperPrefillPlan(1, 128, 2),
+        HopperPrefillPlan(4, 64, 4),
+        HopperPrefillPlan(2, 128, 3),
+        HopperPrefillPlan(4, 64, 2, programs=3),
+    ],
 )
 def test_hopper_plans(plan):
     if not HOPPER:
@@ -324,7 +341,7 @@ def test_graph_replay():
     starts, lens = int32([0] * (count + 1)), int32([1] * count)
 
     def run():
-        return attention_prefill(q, k, v, table, starts, lens, 400, 128**-0.5)
+        return attention_prefill(q, k, v, table, lens, room(k, table), starts, 400, 128**-0.5)
 
     run()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -422,7 +439,7 @@ def compile_hopper(plan, heads, kv_heads, dim, block_size, **options):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from nanovllm.kernels.triton.attention.prefill_hopper import prefill_hopper_kernel
+    from nanovllm.kernels.triton.attention.prefill_hopper_kernel import prefill_hopper_kernel
 
     dim_pad = max(64, triton.next_power_of_2(dim))
     queries, wide = fit_hopper(plan, dim_pad)
@@ -452,7 +469,7 @@ def compile_hopper(plan, heads, kv_heads, dim, block_size, **options):
     (128, 1, 16, {"window": 1000, "soft_cap": 50.0}),
 ])  # fmt: skip
 def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, tmp_path):
-    binary = compile_hopper(plan_hopper(group, dim, block_size), 8 * group, 8, dim, block_size, **options)
+    binary = compile_hopper(plan_hopper_prefill(group, dim, block_size), 8 * group, 8, dim, block_size, **options)
     assert stack(binary, tmp_path) <= STACK
     assert binary.metadata.shared <= SHARED_MEMORY[90]
     assert touched_in_flight(machine_code(binary)) == []

@@ -8,9 +8,13 @@ INTERPRETED = triton.knobs.runtime.interpret
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 
-from nanovllm.kernels.triton.attention.decode import attention_decode, qk_norm_rope_attention
-from nanovllm.kernels.triton.attention.prefill import attention_prefill
+from nanovllm.kernels.triton.attention import decode, prefill
 from tests.interpreter import check_interpreted
+from tests.kernels.flat import flat
+
+attention_decode = flat("attention_decode", decode.attention_decode)
+qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
+attention_prefill = flat("attention_prefill", prefill.attention_prefill)
 
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter cannot multiply bfloat16 matrices
 LENS, HEADS, KV_HEADS, DIM, BLOCK = [20, 1, 33], 4, 2, 64, 16
@@ -26,7 +30,7 @@ def call(name, out=None):
     lens = torch.tensor(LENS, dtype=torch.int32, device=DEVICE)
     if name == "prefill":
         starts = torch.tensor([0, 2, 3, 8], dtype=torch.int32, device=DEVICE)
-        return attention_prefill(q, *caches, table, starts, lens, 5, 0.125, out=out)
+        return attention_prefill(q, *caches, table, lens, 48, starts, 5, 0.125, out=out)
     if name == "decode":
         return attention_decode(q, *caches, table, lens, 48, 0.125, out=out)
     angles = torch.randn(48, DIM, generator=g).to(DEVICE)

@@ -1,6 +1,6 @@
 """Decode attention on a Hopper GPU: against float64 and the kernel for any GPU, in graphs, and again and again.
 
-Without a GPU: `test_triton_attention_decode_hopper_plan.py`, and `test_ptx_decode_hopper.py`, which runs the compiled kernel.
+Without a GPU: `test_decode_hopper_plan.py`, and `test_decode_hopper_ptx.py`, which runs the compiled kernel.
 """
 
 import functools
@@ -16,12 +16,23 @@ if triton.knobs.runtime.interpret:
 
 from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.triton.attention import decode
-from nanovllm.kernels.triton.attention.decode import attention_decode, qk_norm_rope_attention
-from nanovllm.kernels.triton.attention.decode_plan import HopperDecodePlan as Plan
+from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan as Plan
 from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 from nanovllm.kernels.triton.counters import _counters
 from nanovllm.kernels.triton.gemm import hopper_product
-from tests.kernels.decode_hopper import check_stored, dims_apart, expected, heads_apart, make, run, tokens_apart
+from tests.kernels.flat import flat
+from tests.kernels.triton.attention.hopper_calls import (
+    check_stored,
+    dims_apart,
+    expected,
+    heads_apart,
+    make,
+    run,
+    tokens_apart,
+)
+
+attention_decode = flat("attention_decode", decode.attention_decode)
+qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
@@ -148,7 +159,7 @@ def launches(monkeypatch):
     seen = []
     for name in ("launch_hopper", "launch_decode"):
         original = getattr(decode, name)
-        monkeypatch.setattr(decode, name, lambda *a, n=name, f=original: seen.append(n) or f(*a))
+        monkeypatch.setattr(decode, name, lambda *a, n=name, f=original, **k: seen.append(n) or f(*a, **k))
     return seen
 
 

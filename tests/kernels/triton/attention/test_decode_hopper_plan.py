@@ -12,20 +12,39 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
-from nanovllm.kernels.triton.attention import decode, decode_hopper, decode_plan
+from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV
+from nanovllm.kernels.triton.attention import decode, decode_hopper, decode_hopper_plan
+from nanovllm.kernels.triton.attention.call import DecodeCall
 from nanovllm.kernels.triton.attention.common import padded_count
-from nanovllm.kernels.triton.attention.decode import attention_decode, qk_norm_rope_attention
-from nanovllm.kernels.triton.attention.decode_plan import DecodePlan, plan_hopper_decode
-from nanovllm.kernels.triton.attention.decode_plan import HopperDecodePlan as Plan
-from tests.kernels.decode_hopper import compiled, dims_apart, heads_apart, make, resources, run
+from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan as Plan
+from nanovllm.kernels.triton.attention.decode_hopper_plan import plan_hopper_decode
+from nanovllm.kernels.triton.attention.decode_plan import DecodePlan
+from tests.kernels.flat import flat
+from tests.kernels.triton.attention.hopper_calls import compiled, dims_apart, heads_apart, make, resources, run
+
+attention_decode = flat("attention_decode", decode.attention_decode)
+qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
 
 BF16, F16 = torch.bfloat16, torch.float16
 
 
 def given_for(lens=(40, 3), group=2, kv_heads=2, head_dim=128, block_size=64, dtype=BF16, **options):
     given = make(list(lens), group, kv_heads, head_dim, block_size, dtype, device="cpu", **options)
-    new = decode.new_tokens(given["k"], given["v"], given["cos_sin_cache"], None, None, 0.0)
-    return given["q"], given["k_cache"], given["v_cache"], new
+    return given["q"], given["k_cache"], given["v_cache"], NewTokens(given["k"], given["v"], given["cos_sin_cache"])
+
+
+def call_of(q, k_cache, v_cache, new, window=None, soft_cap=None, scales=(None, None), queries=1):
+    lens = torch.ones(len(q) // queries, dtype=torch.int32)
+    kv = PagedKV(k_cache, v_cache, lens[:, None], lens, 1, *scales)
+    return DecodeCall.of(q, kv, 1.0, window, soft_cap, new, queries=queries)
+
+
+def refused(*given, **options):
+    return decode_hopper.refused(call_of(*given, **options))
+
+
+def takes(*given, **options):
+    return decode_hopper.takes(call_of(*given, **options))
 
 
 def test_what_is_read_early():
@@ -40,8 +59,10 @@ def test_what_is_read_early():
         (parameter, column, table, False),
         (None, None, torch.randn(64, 5).mT, False),
     ):
-        new = decode.new_tokens(k, k.transpose(1, 2).contiguous().transpose(1, 2), angles, q_weight, k_weight, 1e-6)
-        assert new.early == early
+        strided = NewTokens(k, k.transpose(1, 2).contiguous().transpose(1, 2), angles, q_weight, k_weight, 1e-6)
+        call = DecodeCall.of(k, PagedKV(k, k, k, k, 1), 1.0, None, None, strided)
+        assert call.early == early
+        new = call.new
         given = [w for w in (new.k, new.v, new.cos_sin_cache, new.q_weight, new.k_weight) if w is not None]
         assert (
             all(w.stride(-1) == 1 for w in given) and torch.equal(new.v, k) and torch.equal(new.cos_sin_cache, angles)
@@ -50,11 +71,11 @@ def test_what_is_read_early():
 
 def test_what_is_taken(monkeypatch):
     taken = given_for()
-    assert not decode_hopper.takes(*taken)  # no GPU
+    assert not takes(*taken)  # no GPU
     monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
     q, k_cache, v_cache, new = taken
     for q_like, new_like in ((q, new), (q, None), (heads_apart(q), new), (dims_apart(q), None)):
-        assert decode_hopper.takes(q_like, k_cache, v_cache, new_like)
+        assert takes(q_like, k_cache, v_cache, new_like)
     for shape in (
         {"group": 8},
         {"group": 7, "kv_heads": 1},
@@ -64,9 +85,9 @@ def test_what_is_taken(monkeypatch):
         {"scales": (0, 0)},
         {"scales": (1, 2), "dtype": F16},
     ):
-        assert decode_hopper.takes(*given_for(**shape))
-    assert decode_hopper.takes(q[:0], k_cache, v_cache, None)
-    assert not decode_hopper.takes(q, k_cache, v_cache, None, queries=2)
+        assert takes(*given_for(**shape))
+    assert takes(q[:0], k_cache, v_cache, None)
+    assert not takes(q, k_cache, v_cache, None, queries=2)
 
 
 def strided(cache, step):
@@ -80,25 +101,23 @@ def test_what_is_not_taken_is_said():
     q, k_cache, v_cache, new = given_for()
     scale = torch.ones(1)
     for options in ({"window": 5}, {"soft_cap": 1.0}, {"scales": (scale, None)}, {"scales": (None, scale)}):
-        assert "expected none of them" in decode_hopper.refused(q, k_cache, v_cache, new, **options)
-    assert (
-        decode_hopper.refused(q, k_cache, v_cache, None, queries=2) == "q: expected one query token a sequence, got 2"
-    )
+        assert "expected none of them" in refused(q, k_cache, v_cache, new, **options)
+    assert refused(q, k_cache, v_cache, None, queries=2) == "q: expected one query token a sequence, got 2"
     float8 = given_for(scales=(0, 0))
-    assert decode_hopper.refused(*float8, scales=(scale, scale)) is None
-    assert "expected none of them" in decode_hopper.refused(*float8, soft_cap=1.0)
+    assert refused(*float8, scales=(scale, scale)) is None
+    assert "expected none of them" in refused(*float8, soft_cap=1.0)
     apart = [strided(c.view(torch.uint8), 8).view(c.dtype) for c in float8[1:3]]
-    assert "multiples of 16 bytes" in decode_hopper.refused(float8[0], *apart, None)
+    assert "multiples of 16 bytes" in refused(float8[0], *apart, None)
     for shape, said in (
         ({"dtype": torch.float32}, "the same 16-bit dtype"), ({"head_dim": 80}, "head_dim 64 or 128"), ({"head_dim": 256}, "head_dim"),
         ({"group": 9}, "up to 8 query heads a KV head, got 9"), ({"block_size": 32}, "blocks of a multiple of 64"),
         ({"block_size": 96}, "blocks of"), ({"lens": [5] * 513}, "up to 512 sequences, got 513"),
     ):  # fmt: skip
-        assert said in decode_hopper.refused(*given_for(**shape)), shape
+        assert said in refused(*given_for(**shape)), shape
     other = replace(new, v=new.v.to(F16))
-    assert "k, v: expected torch.bfloat16" in decode_hopper.refused(q, k_cache, v_cache, other)
-    assert "16-bit dtype" in decode_hopper.refused(q, k_cache.to(F16), v_cache.to(F16), None)
-    assert "1 to 2147483647 slots" in decode_hopper.refused(q, k_cache[:0], v_cache[:0], None)
+    assert "k, v: expected torch.bfloat16" in refused(q, k_cache, v_cache, other)
+    assert "16-bit dtype" in refused(q, k_cache.to(F16), v_cache.to(F16), None)
+    assert "1 to 2147483647 slots" in refused(q, k_cache[:0], v_cache[:0], None)
     for caches, said in (
         ([c[::2] for c in (k_cache, v_cache)], "blocks one after the other"),
         ([c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k_cache, v_cache)], "blocks one after the other"),
@@ -106,8 +125,8 @@ def test_what_is_not_taken_is_said():
         ([strided(c, 8)[..., 1:65] for c in (k_cache, v_cache)], "multiples of 16 bytes"),
     ):
         queries = q[..., : caches[0].shape[3]]
-        assert said in decode_hopper.refused(queries, *caches, None), said
-    assert decode_hopper.refused(q, *(strided(c, 8) for c in (k_cache, v_cache)), new) is None
+        assert said in refused(queries, *caches, None), said
+    assert refused(q, *(strided(c, 8) for c in (k_cache, v_cache)), new) is None
 
 
 def test_a_plan_that_cannot_be_launched_is_said():
@@ -137,8 +156,8 @@ def test_a_plan_that_cannot_be_launched_is_said():
 def test_a_plan_says_which_kernel(monkeypatch):
     calls = []
     monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
-    monkeypatch.setattr(decode, "launch_hopper", lambda *args: calls.append(("hopper", args[-3] is None, args[-2])))
-    monkeypatch.setattr(decode, "launch_decode", lambda *args: calls.append(("any", args[-5] is None, args[-4])))
+    monkeypatch.setattr(decode, "launch_hopper", lambda *args: calls.append(("hopper", args[0].new is None, args[1])))
+    monkeypatch.setattr(decode, "launch_decode", lambda call, plan, **_: calls.append(("any", call.new is None, plan)))
     plans = DecodePlan(7, 32, 4, 1, 16, False), Plan(5)
     for new in (True, False):
         given = make([40, 3], 2, 2, 128, 64, BF16, device="cpu", new=new)
@@ -169,13 +188,13 @@ def test_built_in_plans_can_be_launched_and_use_the_gpu():
         for itemsize, new, group in itertools.product((2, 1), (True, False), (1, 2, 8)):
             plan = plan_hopper_decode(num_seqs, kv_heads, dim, sms, itemsize, new, group)
             assert plan.refused(dim, 64, itemsize, group) is None
-            if 2 * plan.shared_memory(dim, itemsize) > decode_plan._SHARED and kv_heads * num_seqs <= sms:
+            if 2 * plan.shared_memory(dim, itemsize) > decode_hopper_plan._SHARED and kv_heads * num_seqs <= sms:
                 assert (
                     plan.pieces + num_seqs - 1
                 ) * kv_heads <= sms  # however the lengths fall, no program waits for another
-    most = [row[0] for row in decode_plan._CACHED]
+    most = [row[0] for row in decode_hopper_plan._CACHED]
     assert most == sorted(set(most)) and most[-1] < 9
-    for table in (decode_plan._MEASURED, decode_plan._FLOAT8):
+    for table in (decode_hopper_plan._MEASURED, decode_hopper_plan._FLOAT8):
         most = [row[0] for row in table]
         assert most[-1] is None and most[:-1] == sorted(set(most[:-1]))
     one = plan_hopper_decode(1, 8, 128, 132)
@@ -283,7 +302,7 @@ def test_clusters_are_launched_where_the_launcher_is_known(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **options: launched.append((grid, options["CLUSTER"]))
 
-    monkeypatch.setattr(decode_hopper, "_hopper", lambda: (Kernel(), lambda *args: args))
+    monkeypatch.setattr(decode_hopper, "gluon_kernel", lambda name: (Kernel(), lambda *args: args))
     for known in (True, False):
         monkeypatch.setattr(decode_hopper, "launches_clusters", lambda known=known: known)
         for plan in (Plan(5, cluster=4), Plan(5)):
@@ -294,8 +313,8 @@ def test_clusters_are_launched_where_the_launcher_is_known(monkeypatch):
 
 def test_a_built_in_plan_has_a_cluster_only_where_it_can_exchange(monkeypatch):
     table = (1, (1.0, 1, 4, 2, 32, 8, False, 16)), (8, (4.0, 4, 4, 3, 32, 8, True, 8)), (None, (1.0, 1, 4, 2, 16, 4))
-    monkeypatch.setattr(decode_plan, "_MEASURED", table)
-    monkeypatch.setattr(decode_plan, "_CACHED", ())
+    monkeypatch.setattr(decode_hopper_plan, "_MEASURED", table)
+    monkeypatch.setattr(decode_hopper_plan, "_CACHED", ())
     found = {}
     plan_hopper_decode.cache_clear()
     for count, group, new in itertools.product((1, 8, 64), (2, 4, 8), (True, False)):

@@ -10,13 +10,15 @@ import torch
 
 triton = pytest.importorskip("triton")
 from nanovllm.kernels.ops import attention_decode_shared as OP
-from nanovllm.kernels.triton.attention import decode, shared
-from nanovllm.kernels.triton.attention.decode import DecodePlan
-from nanovllm.kernels.triton.attention.shared import SharedPlan
+from nanovllm.kernels.triton.attention import decode, decode_launch
+from nanovllm.kernels.triton.attention.call import DecodeCall
+from nanovllm.kernels.triton.attention.decode_plan import DecodePlan, SharedPlan
+from nanovllm.kernels.triton.attention.shared_kernel import shared_kernel
 from tests.interpreter import check_interpreted
-from tests.kernels import test_qk_norm_rope_attention as fused
+from tests.kernels.flat import flat
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
-from tests.kernels.test_triton_attention import (
+from tests.kernels.triton.attention import test_decode_projected as fused
+from tests.kernels.triton.attention.test_decode import (
     BF16,
     DEVICE,
     F8,
@@ -29,6 +31,11 @@ from tests.kernels.test_triton_attention import (
     int32,
     reference,
 )
+
+attention_decode = flat("attention_decode", decode.attention_decode)
+qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
+attention_decode_shared = flat("attention_decode_shared", decode.attention_decode_shared)
+qk_norm_rope_attention_shared = flat("qk_norm_rope_attention_shared", decode.qk_norm_rope_attention_shared)
 
 PREFIXES = ("groups", "group_rows", "shared_lens")
 
@@ -50,7 +57,7 @@ def make(groups, own, num_heads, num_kv_heads, head_dim, block_size, dtype, num_
     for cache in (given["k_cache"], given["v_cache"]):
         raw = cache.view(torch.uint8) if cache.dtype == F8 else cache
         raw[unused] = 0x7F if cache.dtype == F8 else float("nan")
-    flat = [row for rows, _ in groups for row in rows]
+    in_groups = [row for rows, _ in groups for row in rows]
     described, place = [], 0
     for rows, blocks in groups:
         described.append([place, len(rows), blocks * block_size])
@@ -59,7 +66,7 @@ def make(groups, own, num_heads, num_kv_heads, head_dim, block_size, dtype, num_
     random.Random(3).shuffle(described)  # groups may come in any order, and some be none
     return given | {
         "groups": int32(described).view(-1, 3),
-        "group_rows": int32(flat + [10**6] * (len(own) - len(flat))),
+        "group_rows": int32(in_groups + [10**6] * (len(own) - len(in_groups))),
         "shared_lens": int32([tokens.get(row, 0) for row in range(len(own))]),
     }
 
@@ -83,21 +90,21 @@ def difference(got, expected):
 
 def check_plain(given, plan=None, rest=None):
     given = plain(given)
-    got = shared.attention_decode_shared(**given, plan=plan, rest=rest)
+    got = attention_decode_shared(**given, plan=plan, rest=rest)
     options = {n: given.get(n) for n in ("window", "soft_cap", "k_scale", "v_scale")}
     lens = given["context_lens"].tolist()
     expected = reference(*(given[n] for n in ("q", "k_cache", "v_cache", "block_table")), lens, **options)
     check(got, expected, given["q"].dtype)
     for _ in range(1 if INTERPRETED else 3):
-        assert torch.equal(got, shared.attention_decode_shared(**given, plan=plan, rest=rest))
+        assert torch.equal(got, attention_decode_shared(**given, plan=plan, rest=rest))
     if got.dtype == F32:
-        assert difference(got, decode.attention_decode(**without_groups(given))) < 1e-5
+        assert difference(got, attention_decode(**without_groups(given))) < 1e-5
 
 
 def check_fused(given, plan=None, rest=None):
     used, apart = fused.copied(given), fused.copied(given)
-    got = shared.qk_norm_rope_attention_shared(**used, plan=plan, rest=rest)
-    unshared = decode.qk_norm_rope_attention(**without_groups(apart))
+    got = qk_norm_rope_attention_shared(**used, plan=plan, rest=rest)
+    unshared = qk_norm_rope_attention(**without_groups(apart))
     dtype = got.dtype
     assert got.is_contiguous() and not got.isnan().any()
     if (given["context_lens"] > 0).all():
@@ -108,7 +115,7 @@ def check_fused(given, plan=None, rest=None):
     assert different.sum() <= 0.03 * given["k"].numel()
     assert torch.equal(fused.bits(used["v_cache"]), fused.bits(apart["v_cache"]))
     again = fused.copied(given)
-    assert torch.equal(got, shared.qk_norm_rope_attention_shared(**again, plan=plan, rest=rest))
+    assert torch.equal(got, qk_norm_rope_attention_shared(**again, plan=plan, rest=rest))
 
 
 SMALL = SharedPlan(16, 16, 4, 1, 3, 4)
@@ -140,14 +147,17 @@ def test_small(groups, own, heads, kv_heads, dim, block_size, dtype, plan, rest,
     check_fused(given, plan, rest)
 
 
-def test_the_shared_part_is_read_once(monkeypatch):
+def test_the_shared_part_is_read_once():
     """What a group shares is read from its first sequence's table, and from nowhere else."""
-    monkeypatch.setattr(shared, "values_checked", lambda device: False)
+
+    def unchecked(q, kv, shared, scale):
+        return decode_launch.launch_shared(DecodeCall.of(q, kv, scale, None, None, shared=shared), None, None)
+
     given = plain(make([([1, 0, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32))
-    expected = shared.attention_decode_shared(**given)
+    expected = attention_decode_shared(**given)
     table = given["block_table"].clone()
     table[[0, 2], :2] = 10**6  # far outside of the cache
-    assert torch.equal(shared.attention_decode_shared(**given | {"block_table": table}), expected)
+    assert torch.equal(flat("attention_decode_shared", unchecked)(**given | {"block_table": table}), expected)
 
 
 @pytest.mark.parametrize("pieces", [2, 3, 9])
@@ -156,10 +166,8 @@ def test_no_row_has_more_pieces_than_there_is_room_for(pieces, monkeypatch):
     given = make([([0, 1], 1), ([2, 3], 6)], [1, 1, 1, 1], 1, 1, 64, 16, F32)
     given["groups"] = given["groups"][given["groups"][:, 0].argsort()].contiguous()
     seen = []
-    launch = shared.launch_decode
-    monkeypatch.setattr(
-        shared, "launch_decode", lambda *args, **kwargs: seen.append(kwargs["shared"]) or launch(*args, **kwargs)
-    )
+    launch = decode_launch.launch_decode
+    monkeypatch.setattr(decode_launch, "launch_decode", lambda *args: seen.append(args[2]) or launch(*args))
     check_plain(given, SharedPlan(16, 16, 4, 1, 8, pieces))
     assert {2: 2, 3: 3, 9: 6}[pieces] == seen[0].counts[2:].max() <= len(seen[0].acc)
 
@@ -167,7 +175,7 @@ def test_no_row_has_more_pieces_than_there_is_room_for(pieces, monkeypatch):
 def test_large_logits():
     given = plain(make([([0, 1], 3)], [7, 20], 4, 2, 64, 16, F32))
     given |= {"q": given["q"] * 60, "k_cache": given["k_cache"] * 60}
-    got = shared.attention_decode_shared(**given, plan=SMALL)
+    got = attention_decode_shared(**given, plan=SMALL)
     check(
         got,
         reference(*(given[n] for n in ("q", "k_cache", "v_cache", "block_table")), given["context_lens"].tolist()),
@@ -198,7 +206,7 @@ def test_random_groups_and_plans(seed):
 
 def checked(**changes):
     given = plain(make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32))
-    return shared.attention_decode_shared(**given | changes)
+    return attention_decode_shared(**given | changes)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +248,7 @@ def test_groups_that_do_not_fit_are_named_on_request(changes, said, monkeypatch)
     with pytest.raises(
         ValueError, match=r"sequence 2 has length 62, expected 0 to 61 \(61 positions in cos_sin_cache\)"
     ):
-        shared.qk_norm_rope_attention_shared(**fused | {"cos_sin_cache": fused["cos_sin_cache"][:61]})
+        qk_norm_rope_attention_shared(**fused | {"cos_sin_cache": fused["cos_sin_cache"][:61]})
     with pytest.raises(ValueError, match=said):
         checked(**{n: int32(x) for n, x in changes.items()})
 
@@ -305,14 +313,14 @@ def test_graph_replays_follow_the_groups(norm):
         static["block_table"].zero_()[:, : case["block_table"].shape[1]] = case["block_table"]
 
     fill(cases[0])
-    shared.qk_norm_rope_attention_shared(**static)  # compiles
+    qk_norm_rope_attention_shared(**static)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = shared.qk_norm_rope_attention_shared(**static)
+        out = qk_norm_rope_attention_shared(**static)
     for case in cases:
         fill(case)
-        expected = shared.qk_norm_rope_attention_shared(**static).clone()
-        assert difference(expected, decode.qk_norm_rope_attention(**without_groups(static))) < 1.5e-2
+        expected = qk_norm_rope_attention_shared(**static).clone()
+        assert difference(expected, qk_norm_rope_attention(**without_groups(static))) < 1.5e-2
         for _ in range(10):
             graph.replay()
             assert torch.equal(out, expected)
@@ -338,9 +346,8 @@ def test_both_passes_compile_without_spills(
 ):
     from tests.kernels.triton import compiled as compile_tests
 
-    for module in (shared, decode):
-        monkeypatch.setattr(module, "has_dependent_launch", lambda device: capability >= 90)
-        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_launch, "has_dependent_launch", lambda device: capability >= 90)
+    monkeypatch.setattr(decode_launch, "num_multiprocessors", lambda device: 132)
     monkeypatch.setitem(compile_tests.TYPES, torch.int16, "i16")
     q, k, v = torch.empty(count, heads + 2 * kv_heads, dim, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
     caches = [torch.empty(3, 256, kv_heads, dim, dtype=cache_dtype) for _ in range(2)]
@@ -351,12 +358,11 @@ def test_both_passes_compile_without_spills(
 
     def call():
         if rotate:
-            rest = (2048, 1.0, *weights, 1e-6)
-            shared.qk_norm_rope_attention_shared(
-                q, k, v, torch.empty(4096, dim), *caches, table, lens, *prefixes, *rest, **options
-            )
+            norms = dict(zip(("q_weight", "k_weight"), weights), eps=1e-6)
+            new = q, k, v, torch.empty(4096, dim)
+            qk_norm_rope_attention_shared(*new, *caches, table, lens, 2048, *prefixes, 1.0, **norms, **options)
         else:
-            shared.attention_decode_shared(q, *caches, table, lens, *prefixes, 2048, 1.0, **options)
+            attention_decode_shared(q, *caches, table, lens, 2048, *prefixes, 1.0, **options)
 
     launches = compile_tests.launches_of([("shared", call)])
     assert [kernel.__name__ for _, kernel, _, _ in launches] == ["shared_kernel", "decode_kernel"]
@@ -371,7 +377,7 @@ def test_both_passes_compile_without_spills(
         assert not fused_shuffles(ptx)
         if dtype != F32:
             assert "cp.async.cg.shared.global [ %r" in ptx  # 16 bytes at a time, and asynchronous
-        if kernel is shared.shared_kernel and capability == 90 and count == 256 and dim <= 128 and cache_dtype == BF16:
+        if kernel is shared_kernel and capability == 90 and count == 256 and dim <= 128 and cache_dtype == BF16:
             assert "wgmma.mma_async" in ptx
         if "wgmma.mma_async" in ptx:
             assert touched_in_flight(machine_code(binary)) == []

@@ -14,8 +14,12 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 from nanovllm.kernels.triton.attention import decode, prefill
 from nanovllm.kernels.triton.attention.decode_plan import DecodePlan
-from nanovllm.kernels.triton.attention.prefill import PrefillPlan
+from nanovllm.kernels.triton.attention.prefill_plan import PrefillPlan
 from tests.interpreter import check_interpreted
+from tests.kernels.flat import flat
+
+attention_decode = flat("attention_decode", decode.attention_decode)
+attention_prefill = flat("attention_prefill", prefill.attention_prefill)
 
 F32, F16, F8 = torch.float32, torch.float16, torch.float8_e4m3fn
 TOLERANCE = {F32: 5e-6, F16: 2e-3}
@@ -101,7 +105,7 @@ def check(call, runs, lens, *, kv_heads, group, dim, block_size, dtype, fp8, win
 )
 def test_decode(lens, n, plan, **shape):
     def call(q, k, v, table, lengths, **options):
-        return decode.attention_decode(q, k, v, table, lengths, max(lens), plan=plan, **options)
+        return attention_decode(q, k, v, table, lengths, max(lens), plan=plan, **options)
 
     check(call, [n] * len(lens), lens, **shape)
 
@@ -117,9 +121,10 @@ def test_prefill(runs, plan, **shape):
     starts = torch.tensor([0, *new]).cumsum(0).int()
 
     def call(q, k, v, table, lengths, **options):
-        return prefill.attention_prefill(q, k, v, table, starts, lengths, max(new), plan=plan, **options)
+        return attention_prefill(q, k, v, table, lengths, max(lens), starts, max(new), plan=plan, **options)
 
-    check(call, new, [count + cached for count, cached in runs], **shape)
+    lens = [count + cached for count, cached in runs]
+    check(call, new, lens, **shape)
 
 
 def test_in_the_interpreter():

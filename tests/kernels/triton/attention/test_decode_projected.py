@@ -13,10 +13,14 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from nanovllm.kernels.ops import qk_norm_rope_attention as OP
-from nanovllm.kernels.triton.attention.decode import DecodePlan, qk_norm_rope_attention
+from nanovllm.kernels.triton.attention import decode
+from nanovllm.kernels.triton.attention.decode_plan import DecodePlan
 from nanovllm.kernels.triton.attention.rotate import load_heads, rotate_heads, rotated_halves
 from tests.interpreter import check_interpreted
-from tests.kernels.test_triton_attention import (
+from tests.kernels.flat import flat
+
+qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
+from tests.kernels.triton.attention.test_decode import (
     BF16,
     DEVICE,
     F8,

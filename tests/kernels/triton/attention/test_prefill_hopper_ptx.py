@@ -14,11 +14,11 @@ if triton.knobs.runtime.interpret:
 pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels.triton.attention.common import LOG2E
-from nanovllm.kernels.triton.attention.prefill import fit_hopper, plan_hopper
+from nanovllm.kernels.triton.attention.prefill_plan import fit_hopper, plan_hopper_prefill
 from tests.kernels.ptx_arithmetic import UnknownInstruction
 from tests.kernels.ptx_emulator import BASE, Machine
 from tests.kernels.ptx_launch import Memory, unknown
-from tests.kernels.test_triton_attention_prefill import compile_hopper, paged, queries, reference
+from tests.kernels.triton.attention.test_prefill import compile_hopper, paged, queries, reference
 
 WARPS = 12
 BEHIND = 4096
@@ -31,9 +31,9 @@ def emulate(
     """One launch -> (what it wrote, what it should have).
 
     Args:
-        plan: fields of a HopperPlan that are not the wrapper's. change: of the compiled code. options: of the kernel, or `window`, `soft_cap`.
+        plan: fields of a HopperPrefillPlan that are not the wrapper's. change: of the compiled code. options: of the kernel, or `window`, `soft_cap`.
     """
-    plan = dataclasses.replace(plan_hopper(heads // kv_heads, dim, block_size), **(plan or {}))
+    plan = dataclasses.replace(plan_hopper_prefill(heads // kv_heads, dim, block_size), **(plan or {}))
     dim_pad = max(64, triton.next_power_of_2(dim))
     query_buffers, _ = fit_hopper(plan, dim_pad)
     binary = compile_hopper(plan, heads, kv_heads, dim, block_size, **options)
