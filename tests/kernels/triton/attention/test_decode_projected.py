@@ -80,8 +80,8 @@ def expected_of(given):
         wide = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in given.items()}
         wide |= {n: given[n] for n in ("k_scale", "v_scale") if n in given}
         wide["cos_sin_cache"] = angles(given["q"].shape[2], torch.float64)
-        return OP.native(**wide)
-    return OP.native(**given)
+        return flat("qk_norm_rope_attention", OP.native)(**wide)
+    return flat("qk_norm_rope_attention", OP.native)(**given)
 
 
 def check_call(lens, *shape, plan=None, **options):
@@ -103,7 +103,7 @@ def check_call(lens, *shape, plan=None, **options):
 def check_caches(used, given):
     """The new tokens' slots hold what the separate ops store there, but for a last bit of k; the others what they held."""
     stored = copied(given)
-    OP.native(**stored)
+    flat("qk_norm_rope_attention", OP.native)(**stored)
     rtol = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2, F8: 0.13}[given["k_cache"].dtype]
     rounding = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2}[given["q"].dtype]
     for name in ("k_cache", "v_cache"):

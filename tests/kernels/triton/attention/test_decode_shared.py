@@ -75,8 +75,8 @@ def plain(given):
     """The arguments of `attention_decode_shared`, in whose cache the new tokens are already."""
     stored = fused.copied(given)
     lens = stored["context_lens"].clamp_min(1)  # an empty sequence has a block, in which nothing is read
-    fused.OP.native(**{n: x for n, x in stored.items() if n not in PREFIXES} | {"context_lens": lens})
-    names = OP.signature.parameters
+    flat("qk_norm_rope_attention", fused.OP.native)(**{n: x for n, x in stored.items() if n not in PREFIXES} | {"context_lens": lens})
+    names = OP.records.flat.parameters
     return {n: x for n, x in stored.items() if n in names}
 
 
