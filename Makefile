@@ -1,7 +1,10 @@
-# make example   read text that a real model wrote, with or without a GPU
-# make test      run the whole test suite; PYTEST_ARGS="-k gguf" narrows it
+# make example    read text that a real model wrote, with or without a GPU
+# make test       the tests that guard a change; PYTEST_ARGS="-k gguf" narrows them
+# make test-all   every test: also emulated PTX, long simulations, the proofs
+# make test-gpu   every test that needs a GPU, four at a time
+# make check      format, lint, types
 #
-# Needed: Python >= 3.10 with pip, and make. Both targets share one environment, $(VENV).
+# Needed: Python >= 3.10 with pip, and make. All targets share one environment, $(VENV).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,25 +18,45 @@ CPU_TORCH := torch==2.13.0+cpu
 HAS_GPU := $(shell command -v nvidia-smi 2>/dev/null)
 WANT_CPU_TORCH := $(if $(TORCH)$(HAS_GPU)$(filter Darwin,$(shell uname)),,yes)
 
-# Without a GPU two processes with a thread each; a test file stays in one of them, since its fixtures are costly.
-# With a GPU a single process: two would size their caches for the same memory.
-PYTEST_ARGS ?= $(if $(HAS_GPU),,-n 2 --dist loadfile --no-loadscope-reorder)
-ifndef HAS_GPU
-test: export OMP_NUM_THREADS := 1
-endif
+# Two processes with a thread each; a test file stays in one of them, since its fixtures are costly.
+PYTEST_ARGS ?=
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+GPU_PARALLEL ?= -n 4
+test test-rest test-all: export OMP_NUM_THREADS := 1
+test test-rest test-all: export CUDA_VISIBLE_DEVICES :=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: example test clean
+# The model is fetched first, so that the test processes do not all fetch it.
+FETCH_MODEL = $(BIN)/python -c "from nanovllm.weights.demo_model import demo_model_path; print('default model:', demo_model_path())"
+
+.PHONY: example test test-rest test-all test-gpu check clean
 
 example: $(VENV)/.installed-demo
 	$(BIN)/python example.py $(ARGS)
 
-# The model is fetched first, so that the test processes do not all fetch it.
 test: $(VENV)/.installed-demo,test
-	$(BIN)/python -c "from nanovllm.weights.demo_model import demo_model_path; print('default model:', demo_model_path())"
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(FETCH_MODEL)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# What `make test` leaves out.
+test-rest: $(VENV)/.installed-demo,test
+	$(FETCH_MODEL)
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-demo,test
+	$(FETCH_MODEL)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed-demo,test
+	$(FETCH_MODEL)
+	$(BIN)/python -m pytest $(GPU_PARALLEL) -m gpu $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-demo,test,check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 # The stamp's name ends in the extras that it stands for.
 $(VENV)/.installed-%: pyproject.toml
@@ -47,5 +70,5 @@ endif
 	touch "$@"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
