@@ -51,7 +51,9 @@ def is_type_checking(node):
 
 
 def imports(name):
-    """(imported module, whether it is at the top level) for every import of a module; those of TYPE_CHECKING do not count."""
+    """(imported module, whether it is at the top level) for every import of a module; those of TYPE_CHECKING do not
+    count.
+    """
     path = MODULES[name]
     package = ["nanovllm", *path.relative_to(PACKAGE).parts[:-1]]
 
@@ -64,7 +66,8 @@ def imports(name):
             elif isinstance(child, ast.ImportFrom):
                 base = package[: len(package) - child.level + 1] if child.level else []
                 module = ".".join([*base, *([child.module] if child.module else [])])
-                # `from package import module` imports the module; `from module import name` the module that has the name.
+                # `from package import module` imports the module; `from module import name` the module that has the
+                # name.
                 for alias in child.names:
                     full = f"{module}.{alias.name}"
                     yield (full if full.removeprefix("nanovllm.") in MODULES else module), top

@@ -65,7 +65,9 @@ def save(
 
 @lru_cache
 def tokenizer() -> Any:
-    """Byte-level BPE: the 256 bytes, every pair of lower-case letters, a space before each letter, three special tokens."""
+    """Byte-level BPE: the 256 bytes, every pair of lower-case letters, a space before each letter, three special
+    tokens.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -2,15 +2,16 @@
 
 The info string of a block says what it is:
 
-    ```python file=my_kernels.py    written to that file (any language); `gpu` after it: only where there are a GPU, nvcc and ninja
-    ```python                       run as a script
+    ```python file=my_kernels.py    written to that file (any language); `gpu` after it: only where there are a GPU,
+    nvcc and ninja ```python                       run as a script
     ```console                      lines that begin with "$ " are run; the lines below each are what it prints
     ```console gpu                  the same, only where there are a GPU, nvcc and ninja
     ```console fails                the last command must fail
     ```console model                needs the embedded model
     ```text                         prose; the only kind that is not run
 
-Every line shown must be printed, in that order; longer numbers may differ, and lines that are printed and not shown are no matter.
+Every line shown must be printed, in that order; longer numbers may differ, and lines that are printed and not shown are
+no matter.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def test_links_and_files_exist():
 def test_what_the_document_has_to_have():
     text = GUIDE.read_text()
     for wanted in (
-        "warehouse", "arithmetic intensity", "warm-up", "synchronis", "cold", "Fusion", "Tiling", "double buffering", "triple",
+        "warehouse", "arithmetic intensity", "warm-up", "synchronis", "cold", "Fusion", "Tiling", "double"
+        " buffering", "triple",
         "Bank conflicts", "Waves", "compute-sanitizer", "CUDA_LAUNCH_BLOCKING", "interpreter", "1.2x", "Fallback",
     ):  # fmt: skip
         assert wanted in text, wanted

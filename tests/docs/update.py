@@ -1,5 +1,7 @@
-"""`python -m tests.docs.update`: write what commands print now into docs/CUSTOM_KERNEL_QUICKSTART.md, and the table of ops into
-docs/kernels.md. Blocks that need a GPU are left as they are where there is none. Read the difference before you keep it.
+"""`python -m tests.docs.update`: write what commands print now into docs/CUSTOM_KERNEL_QUICKSTART.md, and the table of
+ops into docs/kernels.md. Blocks that need a GPU are left as they are where there is none. Read the difference before
+you keep
+it.
 """
 
 from __future__ import annotations
