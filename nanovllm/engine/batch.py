@@ -17,8 +17,8 @@ from nanovllm.layers.attention import AttentionMetadata, SharedPrefixes
 class Batch:
     """The host side of a forward pass: one row a token, decodes first, then the runs of tokens of the others.
 
-    A token that was sampled in a step whose result the host has not read yet is written as -1 - seq_slot; `resolve_tokens`
-    replaces it on the device by the last token sampled in that seq_slot.
+    A token that was sampled in a step whose result the host has not read yet is written as -1 - seq_slot;
+    `resolve_tokens` replaces it on the device by the last token sampled in that seq_slot.
     """
 
     tokens: np.ndarray
@@ -157,7 +157,9 @@ class DeviceBatch:
         )
 
     def with_piggybacked(self, runs: DeviceBatch) -> DeviceBatch:
-        """This batch of decodes, followed by runs of prompt tokens whose attention runs concurrently with that of the decodes."""
+        """This batch of decodes, followed by runs of prompt tokens whose attention runs concurrently with that of
+        the decodes.
+        """
         return DeviceBatch(
             torch.cat((self.token_ids, runs.token_ids)),
             torch.cat((self.positions, runs.positions)),
@@ -170,13 +172,15 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
-    # The caching allocator does not hand pinned memory out again before the copy has run. NumPy copies, since PyTorch would
-    # wake its threads.
+    # The caching allocator does not hand pinned memory out again before the copy has run. NumPy copies, since PyTorch
+    # would wake its threads.
     pinned = torch.empty_like(tensor, pin_memory=True)
     pinned.numpy()[...] = array
     return pinned.to(device, non_blocking=True)
 
 
 def resolve_tokens(token_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
-    """Replace -1 - seq_slot by `last_tokens[seq_slot]`; token_ids [num_tokens] and last_tokens [max_num_seqs] are int64."""
+    """Replace -1 - seq_slot by `last_tokens[seq_slot]`; token_ids [num_tokens] and last_tokens [max_num_seqs] are
+    int64.
+    """
     return torch.where(token_ids < 0, last_tokens[(-1 - token_ids).clamp(min=0)], token_ids)

@@ -12,15 +12,15 @@ from nanovllm.engine.step import ScheduledStep
 class DecodeRun:
     """The continuations of a decode step, until something has to be decided.
 
-    It knows in advance when a sequence will begin a block or reach its greatest length, so that a step looks only at these.
-    Where one sequence needs a block, all that will need one soon get theirs too, so that the device hears of new blocks once
-    in many steps. No sequence is preempted for a reserved block, none gets blocks beyond its greatest length, and as many
-    blocks stay free as all sequences may need for so many tokens.
+    It knows in advance when a sequence will begin a block or reach its greatest length, so that a step looks only at
+    these. Where one sequence needs a block, all that will need one soon get theirs too, so that the device hears of new
+    blocks once in many steps. No sequence is preempted for a reserved block, none gets blocks beyond its greatest
+    length, and as many blocks stay free as all sequences may need for so many tokens.
 
     Args:
         step: the first step, of kind DECODE, with all sequences that run.
-        reserve_tokens_ahead: tokens that a sequence has blocks for beyond the step's, after blocks were reserved; 0: none
-            are reserved.
+        reserve_tokens_ahead: tokens that a sequence has blocks for beyond the step's, after blocks were reserved; 0:
+            none are reserved.
     """
 
     def __init__(self, step: ScheduledStep, blocks: BlockManager, reserve_tokens_ahead: int) -> None:
@@ -30,7 +30,9 @@ class DecodeRun:
         self._last_offset = min(seq.max_len - seq.num_tokens for seq in step.sampling)
         """Continuations until a sequence reaches its greatest length."""
         self._block_starts: dict[int, list[Sequence]] = {}
-        """By continuation: the sequences whose token is the first of a block. Each is there once, with its next block."""
+        """By continuation: the sequences whose token is the first of a block. Each is there once, with its next
+        block.
+        """
         for seq in step.sampling:
             self._block_starts.setdefault(-seq.num_computed_tokens % blocks.block_size + 1, []).append(seq)
         self._reserve(step.sampling)  # the step differs from the one before it, so the device hears of something anyway

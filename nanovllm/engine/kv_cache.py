@@ -58,7 +58,8 @@ def allocate(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # The operating system clears pages when they are first touched: gigabytes at once, and unused blocks take no memory.
+    # The operating system clears pages when they are first touched: gigabytes at once, and unused blocks take no
+    # memory.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
@@ -88,7 +89,9 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, usef
 
 
 def available_bytes_cpu(asked: bool) -> int:
-    """This machine's free memory in bytes; unless the user `asked` for a size, only the share of it that a cache may take."""
+    """This machine's free memory in bytes; unless the user `asked` for a size, only the share of it that a cache may
+    take.
+    """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return free if asked else int(_CPU_SHARE * free)
 

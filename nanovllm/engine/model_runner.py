@@ -141,7 +141,10 @@ class ModelRunner:
     def _wanted_by_prompts(
         self, batch: Batch, logits: torch.Tensor | None
     ) -> tuple[list[PromptLogprobs], torch.Tensor]:
-        """(log-probabilities of prompts, logits of the rows that sample). logits: of all wanted rows, if they are there."""
+        """(log-probabilities of prompts, logits of the rows that sample).
+
+        logits: of all wanted rows, if they are there.
+        """
         logits_of: LogitsOf
         if logits is None:
             hidden = self.hidden(batch)

@@ -1,4 +1,6 @@
-"""Before the first step: how long the start takes, how much memory steps need, and the KV cache in what memory is left."""
+"""Before the first step: how long the start takes, how much memory steps need, and the KV cache in what memory is
+left.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ class StartTimer:
 def garbage_collected_at_the_end() -> Iterator[None]:
     """Within the block Python does not look for garbage; it does so once at the end.
 
-    A start creates so many objects that Python would look at all of them, a few hundred thousand, many times, and once more
-    while requests wait. The block does nothing where the user has switched the collector off.
+    A start creates so many objects that Python would look at all of them, a few hundred thousand, many times, and once
+    more while requests wait. The block does nothing where the user has switched the collector off.
     """
     if not gc.isenabled():
         yield
@@ -119,8 +121,8 @@ def num_kvcache_blocks(config: EngineConfig, model: DecoderForCausalLM, sampler:
 def profile_peak(model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits) -> int:
     """PyTorch's peak memory in bytes over the largest steps, weights included.
 
-    These are a prefill with prompt log-probabilities, and decodes with filters, penalties and log-probabilities. The penalty
-    state, which stays once a request has used it, is there throughout.
+    These are a prefill with prompt log-probabilities, and decodes with filters, penalties and log-probabilities. The
+    penalty state, which stays once a request has used it, is there throughout.
     """
     device = sampler.device
     torch.cuda.reset_peak_memory_stats(device)

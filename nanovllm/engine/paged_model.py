@@ -50,7 +50,9 @@ class PagedModel:
 
     @contextmanager
     def two_layers(self) -> Iterator[None]:
-        """Within the block the model runs two layers, for first calls that compile kernels and whose results are not read."""
+        """Within the block the model runs two layers, for first calls that compile kernels and whose results are not
+        read.
+        """
         caches = self.caches
         self.caches = caches[:2]  # the model runs as many layers as there are caches
         try:

@@ -178,10 +178,10 @@ class SamplerOutput(NamedTuple):
 class Sampler:
     """Turns logits into token ids on the device; nothing in it waits for the device.
 
-    It owns the penalty state: for each of `max_num_seqs` seq_slots which tokens the prompt holds and how often each token is
-    in the output. The state is 5 bytes * max_num_seqs * vocab_size and exists from the first request that uses a penalty on.
-    A seq_slot belongs to the sequence last admitted to it. The rows of sequences without penalties hold values that their
-    penalties (1, 0 and 0) ignore.
+    It owns the penalty state: for each of `max_num_seqs` seq_slots which tokens the prompt holds and how often each
+    token is in the output. The state is 5 bytes * max_num_seqs * vocab_size and exists from the first request that uses
+    a penalty on. A seq_slot belongs to the sequence last admitted to it. The rows of sequences without penalties hold
+    values that their penalties (1, 0 and 0) ignore.
 
     Args:
         max_num_seqs: number of seq_slots.

@@ -1,17 +1,19 @@
 """The scheduler: which sequences run in the next step, on how many tokens, in which cache blocks.
 
-A step may mix sequences that decode (one token each) with pieces of prompts, under one token budget. Running sequences go
-first, in the order of their admission; the rest of the budget admits waiting ones. If a sequence needs a block and none is
+A step may mix sequences that decode (one token each) with pieces of prompts, under one token budget. Running sequences
+go first, in the order of their admission; the rest of the budget admits waiting ones. If a sequence needs a block and
+none is
 free, the sequence admitted last is preempted: it gives up its blocks and is computed again later, its output kept.
 
-A step can be scheduled while the one before it is still in flight. Blocks and seq_slots are given back as soon as the host
-knows that a sequence is over, even then: steps run one after the other on one stream, so the next owner of a block writes to
-it after the step in flight has.
+A step can be scheduled while the one before it is still in flight. Blocks and seq_slots are given back as soon as the
+host
+knows that a sequence is over, even then: steps run one after the other on one stream, so the next owner of a block
+writes to it after the step in flight has.
 
 While no sequence comes, ends or lacks a block, steps repeat: the same sequences, each one token further (`DecodeRun`).
 
-With piggybacked prefill (`engine/fast/piggyback.py`) a step of decodes takes a few tokens of prompts as well, but never a
-prompt's last token, which is a decode of the next step.
+With piggybacked prefill (`engine/fast/piggyback.py`) a step of decodes takes a few tokens of prompts as well, but never
+a prompt's last token, which is a decode of the next step.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from nanovllm.engine.step import ScheduledSequence, ScheduledStep, StepBudget, S
 
 
 class PrefillPacer(Protocol):
-    """Decides how many tokens of prompts a step takes, where latency does not matter: see `engine/fast/piggyback.py`."""
+    """Decides how many tokens of prompts a step takes, where latency does not matter: see
+    `engine/fast/piggyback.py`.
+    """
 
     def budget(self, running: Collection[Sequence], waiting: Collection[Sequence], max_num_tokens: int) -> StepBudget:
         """The budget of the next step; it computes sequences that run and those that may be admitted, in order."""
@@ -49,7 +53,8 @@ class Scheduler:
         max_model_len: longest prompt plus output; the cache must hold at least one such sequence.
         eos_token_ids: tokens that end a sequence unless its `ignore_eos` is set.
         pacer: decides how many tokens of prompts a step takes; None: as many as fit.
-        reserve_tokens_ahead: tokens that a decoding sequence has blocks for beyond the step's, after blocks were reserved;
+        reserve_tokens_ahead: tokens that a decoding sequence has blocks for beyond the step's, after blocks were
+            reserved;
             0: no block is reserved.
     """
 
@@ -188,7 +193,8 @@ class Scheduler:
     def update(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
         """Take the tokens that a step sampled, one for each of its parts that samples, in order.
 
-        Returns the sequences that grew; some of them finished by it. Tokens of sequences that finished before are dropped.
+        Returns the sequences that grew; some of them finished by it. Tokens of sequences that finished before are
+        dropped.
         """
         grown = []
         assert len(step.sampling) == len(token_ids)
@@ -205,7 +211,9 @@ class Scheduler:
         return grown
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence, whether it waits, runs, has a step in flight or was never added, and take back what it holds."""
+        """End a sequence, whether it waits, runs, has a step in flight or was never added, and take back what it
+        holds.
+        """
         if seq.finished:
             return
         if seq.status is SequenceStatus.RUNNING:
@@ -223,8 +231,9 @@ class Scheduler:
         start = seq.num_computed_tokens
         early = piggyback or num_tokens == 1
         if early:
-            # Only what earlier steps compute: in a step of single tokens one kernel stores keys and attends to them. So no
-            # sequence may share the block that this token completes, or that a piggybacked piece completes, in this step.
+            # Only what earlier steps compute: in a step of single tokens one kernel stores keys and attends to them. So
+            # no sequence may share the block that this token completes, or that a piggybacked piece completes, in this
+            # step.
             self.blocks.register(seq)
         seq.num_computed_tokens += num_tokens
         samples = seq.num_computed_tokens == seq.num_tokens

@@ -25,8 +25,8 @@ class Sequence:
 
     __slots__ = (
         "seq_id", "index", "params", "seed", "prompt_len", "token_ids", "num_pending", "num_computed_tokens",
-        "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "seq_slot", "status", "finish_reason",
-        "stop_reason", "max_len", "stop_ids", "offline", "cache_salt",
+        "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "seq_slot", "status",
+        "finish_reason", "stop_reason", "max_len", "stop_ids", "offline", "cache_salt",
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +65,9 @@ class Sequence:
         self.stop_ids: frozenset[int] = frozenset()
         """Tokens that end the sequence, set when it is queued."""
         self.offline = False
-        """Whether the caller waits for the whole output only, so that the prompt may be computed late: piggybacked prefill."""
+        """Whether the caller waits for the whole output only, so that the prompt may be computed late: piggybacked
+        prefill.
+        """
         self.cache_salt = cache_salt
         """Cached prefixes are shared only among sequences of the same salt."""
 

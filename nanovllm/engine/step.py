@@ -16,8 +16,8 @@ class StepKind(Enum):
     DECODE = "decode"
     """The last token of each sequence alone."""
     PIGGYBACKED = "piggybacked"
-    """Decodes, and pieces of prompts that only leave their keys and values: no piece ends its prompt, log-probabilities of a
-    piece are not wanted, and neither kind attends to what the other writes in this step."""
+    """Decodes, and pieces of prompts that only leave their keys and values: no piece ends its prompt, log-probabilities
+    of a piece are not wanted, and neither kind attends to what the other writes in this step."""
     MIXED = "mixed"
     """Everything else: pieces of prompts, with or without decodes."""
 

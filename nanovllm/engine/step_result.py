@@ -27,8 +27,8 @@ class StepResult:
     """A step's tokens and log-probabilities. Made when the step is launched: the copies to the host run behind it.
 
     Args:
-        token_ids: [n] int64, one for each part of the step that samples: on the device, or in host memory that the device
-            writes to by itself and that keeps them until they have been read.
+        token_ids: [n] int64, one for each part of the step that samples: on the device, or in host memory that the
+            device writes to by itself and that keeps them until they have been read.
         logprobs: of the same rows.
         order: [n] int64, the row of each of these parts; None: they are in order.
         device: that computes the step; None: where `token_ids` is.

@@ -1,13 +1,15 @@
-"""A device that is a dictionary and a model that is a hash: what scheduler and block manager must get right, without torch.
+"""A device that is a dictionary and a model that is a hash: what scheduler and block manager must get right, without
+torch.
 
-A sequence's next token is a function of all its tokens so far and of its seed. The simulated cache holds, in place of keys
-and values, a hash chained over the tokens up to each position, as real keys and values depend on all of them. Every step
-writes its tokens through the block tables, then checks that what each sequence sees through its block table is its own
-past and nothing else.
+A sequence's next token is a function of all its tokens so far and of its seed. The simulated cache holds, in place of
+keys and values, a hash chained over the tokens up to each position, as real keys and values depend on all of them.
+Every step writes its tokens through the block tables, then checks that what each sequence sees through its block table
+is its own past and nothing else.
 
-A real layer stores the keys and values of a step before it attends to any, unless every part is a single token, or the other
-parts are piggybacked: then one kernel does both (`qk_norm_rope_attention`), so that no part may attend to what another part
-of the step writes.
+A real layer stores the keys and values of a step before it attends to any, unless every part is a single token, or the
+other
+parts are piggybacked: then one kernel does both (`qk_norm_rope_attention`), so that no part may attend to what another
+part of the step writes.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def next_token(chain: int, seed: int) -> int:
 def expected_output(
     prompt: list[int], seed: int, params: SamplingParams, max_model_len: int, stop_at: int | None = None
 ):
-    """(output tokens, finish reason, stop reason) of a request that nothing disturbs; `stop_at` stands for a stop string."""
+    """(output tokens, finish reason, stop reason) of a request that nothing disturbs; `stop_at` stands for a stop
+    string.
+    """
     truth = Truth(prompt, seed)
     for n in range(1, params.max_tokens + 1):
         tokens = truth.upto(len(prompt) + n).tokens
@@ -70,7 +74,9 @@ def expected_output(
 
 
 class Device:
-    """Executes scheduled steps on the simulated cache; raises AssertionError where a real device would compute nonsense."""
+    """Executes scheduled steps on the simulated cache; raises AssertionError where a real device would compute
+    nonsense.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -131,7 +137,9 @@ class Device:
 
 
 class Simulation:
-    """Scheduler, block manager and simulated device, driven as LLMEngine drives the real ones; checks after every move."""
+    """Scheduler, block manager and simulated device, driven as LLMEngine drives the real ones; checks after every
+    move.
+    """
 
     def __init__(
         self,

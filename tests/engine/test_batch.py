@@ -154,7 +154,8 @@ def test_every_step_of_random_load(seed):
     rng = random.Random(seed)
     block_size = rng.randint(1, 4)
     sim = Simulation(
-        block_size=block_size, max_model_len=20, num_blocks=-(-20 // block_size) + rng.randint(0, 4), max_num_seqs=rng.randint(1, 5),
+        block_size=block_size, max_model_len=20, num_blocks=-(-20 // block_size) + rng.randint(0, 4),
+        max_num_seqs=rng.randint(1, 5),
         budget=rng.randint(2, 12), steps_ahead=rng.randint(0, 1),
     )  # fmt: skip
     sim.device = BatchDevice(block_size)

@@ -1,4 +1,6 @@
-"""An engine computes on its own device, whichever is current where it is called, and beside an engine on another one."""
+"""An engine computes on its own device, whichever is current where it is called, and beside an engine on another
+one.
+"""
 
 import threading
 from contextlib import contextmanager
@@ -50,7 +52,8 @@ def test_the_engine_allocates_launches_and_records_on_its_device(directory, monk
 
     monkeypatch.setattr(model_runner, "on_device", on_device)
     for owner, name in (
-        (model_runner, "load_model"), (paths, "DecodeState"), (model_runner, "StepResult"), (decode_runner, "StepResult"),
+        (model_runner, "load_model"), (paths, "DecodeState"), (model_runner, "StepResult"), (decode_runner,
+        "StepResult"),
     ):  # fmt: skip
         watch(owner, name)
     watch(model_runner.kv_cache, "allocate")

@@ -75,7 +75,8 @@ def model(request, tmp_path_factory):
 
 def engine(directory, **kwargs) -> LLM:
     defaults = dict(
-        dtype="float32", device=DEVICE, skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=200, max_num_seqs=16,
+        dtype="float32", device=DEVICE, skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=200,
+        max_num_seqs=16,
         max_model_len=256,
     )  # fmt: skip
     return LLM(directory, **{**defaults, **kwargs})

@@ -27,7 +27,8 @@ def test_greedy_tokens(architecture, tmp_path):
 
     def tokens(**kernels):
         llm = LLM(
-            tmp_path, dtype="float32", device=DEVICE, skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=12,
+            tmp_path, dtype="float32", device=DEVICE, skip_tokenizer_init=True, kvcache_block_size=16,
+            num_kvcache_blocks=12,
             max_num_seqs=4, max_model_len=64, max_num_batched_tokens=32, **kernels,
         )  # fmt: skip
         return llm.kernels.providers, [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]

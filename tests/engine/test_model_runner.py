@@ -27,7 +27,8 @@ def directory(tmp_path_factory):
 
 def make(directory, **arguments):
     defaults = dict(
-        device=DEVICE, dtype="float32", kvcache_block_size=16, num_kvcache_blocks=100, max_model_len=700, max_num_seqs=20,
+        device=DEVICE, dtype="float32", kvcache_block_size=16, num_kvcache_blocks=100, max_model_len=700,
+        max_num_seqs=20,
         skip_tokenizer_init=True,
     )  # fmt: skip
     return LLM(directory, **defaults | arguments)

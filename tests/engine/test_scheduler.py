@@ -162,7 +162,8 @@ def test_offline_load_is_piggybacked_in_every_situation():
         rng = random.Random(seed)
         block_size = rng.randint(1, 3)
         sim = Simulation(
-            block_size=block_size, max_model_len=24, num_blocks=-(-24 // block_size) + rng.randint(0, 8), max_num_seqs=4,
+            block_size=block_size, max_model_len=24, num_blocks=-(-24 // block_size) + rng.randint(0, 8),
+            max_num_seqs=4,
             budget=12, steps_ahead=rng.randint(0, 1), caching=rng.random() < 0.5, piggyback=SMALL_SIZES,
             reserve_tokens_ahead=0,
         )  # fmt: skip
@@ -380,7 +381,8 @@ def test_blocks_are_reserved_ahead_but_none_beyond_the_end():
     while not long.finished:
         sim.step()
         tables.add(len(long.block_table))
-    # Where the short one ends there is a new run; after it only what is needed makes them grow, by 32 tokens, and at the end by less.
+    # Where the short one ends there is a new run; after it only what is needed makes them grow, by 32 tokens, and at
+    # the end by less.
     assert tables == {9, 11, 20, 23, 0}
     sim.drain()
 
@@ -391,8 +393,8 @@ def test_nobody_is_preempted_for_a_reserved_block():
         seqs = [sim.add([1, 2, i], SamplingParams(max_tokens=12, ignore_eos=True), i) for i in (3, 4)]
         sim.step()
         sim.step()
-        # They share their first block, so 41 of 44 were free: enough for the 5 that the first may need yet, not for as many of the second
-        # beside the 16 for each that stay free, room for 32 tokens.
+        # They share their first block, so 41 of 44 were free: enough for the 5 that the first may need yet, not for as
+        # many of the second beside the 16 for each that stay free, room for 32 tokens.
         assert [len(seq.block_table) for seq in seqs] == reserved and sim.blocks.num_free_blocks == free
         sim.drain()
     sim = Simulation(block_size=2, num_blocks=9, max_model_len=16, max_num_seqs=3, budget=16, caching=False)

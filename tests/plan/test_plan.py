@@ -21,7 +21,8 @@ from nanovllm.plan.resources import bytes_needed, combine
 H100, A100 = device_model("h100"), device_model("a100")
 # A GPU with round numbers: 10 multiprocessors, 1 GHz, 1 TB/s, 100 TFLOP/s, latencies of 1 and 0.5 us.
 ROUND = replace(
-    H100, name="round", sms=10, clock=1e9, bandwidth=1e12, l2_bandwidth=1e13, dram_latency=1e-6, l2_latency=0.5e-6, launch=1e-6,
+    H100, name="round", sms=10, clock=1e9, bandwidth=1e12, l2_bandwidth=1e13, dram_latency=1e-6, l2_latency=0.5e-6,
+    launch=1e-6,
     matmul={"bfloat16": 1e14, "float32": 1e13}, peak_matmul={"bfloat16": 1e14, "float16": 1e14, "float32": 1e13},
 )  # fmt: skip
 
@@ -122,7 +123,8 @@ def test_rounds_of_blocks_are_counted_not_listed():
 def test_loop_by_hand():
     fit = occupancy(ROUND, 64 << 10, 64, 4)  # 3 blocks
     assert fit.blocks == 3
-    # 1 MFLOP a step on 10 TFLOP/s a multiprocessor: 0.1 us. 25 blocks of 8 steps on 10: the busiest has 3, all resident.
+    # 1 MFLOP a step on 10 TFLOP/s a multiprocessor: 0.1 us. 25 blocks of 8 steps on 10: the busiest has 3, all
+    # resident.
     step = Step(1e6, 8192, 8192, 64, 8192, 8192, wgmma=True)
     parts, fixed = loop_seconds(ROUND, step, 8, 25, fit, waves(25, 3, 10), 4, 3, 1e14, 20_000)
     assert parts["compute"] == pytest.approx(24 * (0.1e-6 + 60e-9 / 3))
@@ -145,7 +147,8 @@ def test_loop_by_hand():
 def test_a_loop_without_tensor_cores_by_hand():
     """Two warps keep a unit busy, and the warps that multiply read the operands too."""
     fit = occupancy(ROUND, 64 << 10, 64, 4)
-    # 64 rows and columns, 32 of k, 4 bytes; 128 threads have 32 sums each, and read two times their root for each column of k.
+    # 64 rows and columns, 32 of k, 4 bytes; 128 threads have 32 sums each, and read two times their root for each
+    # column of k.
     step = Step(2 * 64 * 64 * 32, 8192, 8192, 64, 8192, 8192, wgmma=False, tensor_cores=False)
     parts, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 4, 3, 1e13, 0)
     read = 128 * 2 * math.sqrt(32) * 128
@@ -214,7 +217,9 @@ ODD = [
 
 @pytest.mark.parametrize("name", ["h100", "h200"])
 def test_the_engines_tile_is_planned(name):
-    """Also where rows are not aligned, or the rule takes a size that is not enumerated; few rows have another kernel."""
+    """Also where rows are not aligned, or the rule takes a size that is not enumerated; few rows have another
+    kernel.
+    """
     pytest.importorskip("triton")
     model, found = device_model(name), 0
     for problem in ODD:
@@ -229,7 +234,9 @@ def test_the_engines_tile_is_planned(name):
 
 
 def test_the_engines_tile_spills_where_it_is_not_planned():
-    """Compute capability 8.0, k a multiple of 8 and not of 16: what the compiler says of it is in test_tiles_compile.py."""
+    """Compute capability 8.0, k a multiple of 8 and not of 16: what the compiler says of it is in
+    test_tiles_compile.py.
+    """
     pytest.importorskip("triton")
     for problem in ODD:
         plans, own = plan_gemm(problem, A100), gemm.engine_tile(problem, A100)

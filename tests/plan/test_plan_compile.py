@@ -1,7 +1,8 @@
 """Predicted shared memory and registers against what the compiler reports, for a sample of plans; nothing runs.
 
-Products, attention and rows are drawn apart from the configurations that the lines were fitted to, though a few may coincide; the
-elementwise table was compiled for most of what is drawn here, so that part guards it rather than tests it.
+Products, attention and rows are drawn apart from the configurations that the lines were fitted to, though a few may
+coincide; the elementwise table was compiled for most of what is drawn here, so that part guards it rather than tests
+it.
 """
 
 import random
@@ -33,27 +34,32 @@ from nanovllm.plan import (
 from nanovllm.plan.compiling import Pointer, Scalar, compile_kernel
 
 GEMMS = [
-    GemmProblem(64, 4096, 4096), GemmProblem(1024, 6144, 2048, "float16"), GemmProblem(4096, 4096, 4096), GemmProblem(500, 999, 1001),
+    GemmProblem(64, 4096, 4096), GemmProblem(1024, 6144, 2048, "float16"), GemmProblem(4096, 4096, 4096),
+    GemmProblem(500, 999, 1001),
     GemmProblem(1024, 1024, 1024, "tfloat32"),
 ]  # fmt: skip
 ATTENTIONS = [
     AttentionProblem(2, 1024, 4096, 32, 8), AttentionProblem(1, 2048, 2048, 16, 16, 64, dtype="float16"),
-    AttentionProblem(2, 2048, 2048, 16, 4, 64), AttentionProblem(1, 777, 777, 32, 32), AttentionProblem(4, 1000, 4096, 16, 8, 64),
-    AttentionProblem(3, 333, 5000, 28, 4), AttentionProblem(16, 300, 3000, 24, 8, 96, dtype="float16"), AttentionProblem(1, 64, 700, 10, 2, 80),
+    AttentionProblem(2, 2048, 2048, 16, 4, 64), AttentionProblem(1, 777, 777, 32, 32), AttentionProblem(4, 1000, 4096,
+    16, 8, 64),
+    AttentionProblem(3, 333, 5000, 28, 4), AttentionProblem(16, 300, 3000, 24, 8, 96, dtype="float16"),
+    AttentionProblem(1, 64, 700, 10, 2, 80),
 ]  # fmt: skip
 ELEMENTWISE = [ElementwiseProblem(1 << 22, n, dtype=d) for n, d in ((1, "bfloat16"), (2, "float16"), (3, "float32"))]
 KINDS, ROW_DTYPES = ("softmax", "layer_norm", "rms_norm"), ("bfloat16", "float16", "float32")
 _CHANCE = random.Random(11)
 ROWS = [
-    ReductionProblem(KINDS[i % 3], _CHANCE.choice([64, 100, 1000, 8192]), _CHANCE.choice(sizes), _CHANCE.choice(ROW_DTYPES))
-    for i, sizes in enumerate(10 * [*3 * [[128, 768, 1024, 2048, 2560, 3072, 4096, 5120, 8192, 12288, 65536]], *3 * [range(32, 20000)]])
+    ReductionProblem(KINDS[i % 3], _CHANCE.choice([64, 100, 1000, 8192]), _CHANCE.choice(sizes),
+    _CHANCE.choice(ROW_DTYPES))
+    for i, sizes in enumerate(10 * [*3 * [[128, 768, 1024, 2048, 2560, 3072, 4096, 5120, 8192, 12288, 65536]],
+    *3 * [range(32, 20000)]])
 ]  # fmt: skip
 """Half of the sizes that models have, half any, most of which are not aligned."""
 
 
 def drawn(problems, planner, count, seed):
-    """(device, problem, plan) by turns for compute capability 9.0 and 8.0: of the first five plans, and of all, by turns of the problems.
-    The draw depends on their order no further."""
+    """(device, problem, plan) by turns for compute capability 9.0 and 8.0: of the first five plans, and of all, by
+    turns of the problems. The draw depends on their order no further."""
     chance = random.Random(seed)
     devices = [device_model("h100"), device_model("a100")]
     for i in range(count):
@@ -123,7 +129,9 @@ def test_the_first_choices_fit():
 
 @pytest.mark.parametrize("k", [1111, 1000])
 def test_rows_that_are_not_aligned_have_no_stages(k):
-    """Of 16-bit elements: what a block takes is the same for any number of them. The engine's tiles fit where they are planned."""
+    """Of 16-bit elements: what a block takes is the same for any number of them. The engine's tiles fit where they
+    are planned.
+    """
     problem = GemmProblem(777, 3333, k)
     for name, block_k, spills in (("h100", 32, 0), ("a100", 32, 0), ("h100", 64, 16), ("a100", 64, 1000)):
         device = device_model(name)
@@ -141,7 +149,8 @@ def test_rows_that_are_not_aligned_have_no_stages(k):
         ("rtx-4090", GemmTile(64, 128, 32, 4, 2), GEMMS[2]), ("rtx-4090", GemmTile(64, 128, 32, 8, 2), GEMMS[2]),
         ("a100", GemmTile(256, 128, 64, 8, 2), GEMMS[2]), ("a100", GemmTile(128, 128, 32, 8, 2), GEMMS[2]),
         ("a100", GemmTile(128, 64, 32, 8, 2, splits=2), GEMMS[2]), ("a100", GemmTile(128, 64, 32, 8, 2), GEMMS[4]),
-        ("h100", GemmTile(128, 128, 32, 8, 2), GemmProblem(777, 1008, 1111)), ("h100", GemmTile(128, 128, 32, 8, 2), GEMMS[2]),
+        ("h100", GemmTile(128, 128, 32, 8, 2), GemmProblem(777, 1008, 1111)), ("h100", GemmTile(128, 128, 32, 8, 2),
+        GEMMS[2]),
         ("h100", GemmTile(64, 64, 32, 8, 2, splits=4), GemmProblem(256, 1008, 5555)),
     ],
     ids=str,
@@ -170,10 +179,14 @@ def test_shared_memory_of_rows_with_a_weight():
 @pytest.mark.parametrize(
     "kind, size, dtype, tile",
     [
-        ("layer_norm", 1111, "bfloat16", ReductionTile(1, 2048, 8)), ("layer_norm", 333, "float32", ReductionTile(1, 512, 2)),
-        ("layer_norm", 4096, "bfloat16", ReductionTile(1, 4096, 4)), ("layer_norm", 4096, "float32", ReductionTile(1, 4096, 4)),
-        ("rms_norm", 1000, "bfloat16", ReductionTile(2, 1024, 4)), ("rms_norm", 50257, "bfloat16", ReductionTile(1, 2048, 4, False)),
-        ("rms_norm", 50257, "float32", ReductionTile(1, 2048, 8, False)), ("softmax", 3000, "float32", ReductionTile(1, 4096, 8)),
+        ("layer_norm", 1111, "bfloat16", ReductionTile(1, 2048, 8)), ("layer_norm", 333, "float32", ReductionTile(1,
+        512, 2)),
+        ("layer_norm", 4096, "bfloat16", ReductionTile(1, 4096, 4)), ("layer_norm", 4096, "float32", ReductionTile(1,
+        4096, 4)),
+        ("rms_norm", 1000, "bfloat16", ReductionTile(2, 1024, 4)), ("rms_norm", 50257, "bfloat16", ReductionTile(1,
+        2048, 4, False)),
+        ("rms_norm", 50257, "float32", ReductionTile(1, 2048, 8, False)), ("softmax", 3000, "float32", ReductionTile(1,
+        4096, 8)),
         ("softmax", 500, "bfloat16", ReductionTile(2, 512, 4)),
     ],
 )  # fmt: skip

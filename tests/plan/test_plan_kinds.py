@@ -37,7 +37,8 @@ from nanovllm.plan.resources import padded, positive
 H100, A100 = device_model("h100"), device_model("a100")
 # A GPU with round numbers: 10 multiprocessors, 1 GHz, 1 TB/s, 100 TFLOP/s, latencies of 1 and 0.5 us.
 ROUND = replace(
-    H100, name="round", sms=10, clock=1e9, bandwidth=1e12, l2_bandwidth=1e13, dram_latency=1e-6, l2_latency=0.5e-6, launch=1e-6,
+    H100, name="round", sms=10, clock=1e9, bandwidth=1e12, l2_bandwidth=1e13, dram_latency=1e-6, l2_latency=0.5e-6,
+    launch=1e-6,
     matmul={"bfloat16": 1e14, "float32": 1e13}, peak_matmul={"bfloat16": 1e14, "float16": 1e14, "float32": 1e13},
 )  # fmt: skip
 
@@ -56,8 +57,8 @@ PRODUCTS = (
     ((8192, 6144, 4096), GemmTile(128, 256, 64, 8, 3, 16, tma=True), 609.17),
     ((8192, 8192, 8192), GemmTile(128, 256, 64, 8, 3, 16, tma=True), 1646.86),
 )
-"""((m, n, k), tile, us): some of the 17,370 times on an H200 that the constants are fitted to (`nanovllm plan prove --times`, cold L2
-cache, PyTorch 2.11, Triton 3.6), so that this guards the fit and proves nothing."""
+"""((m, n, k), tile, us): some of the 17,370 times on an H200 that the constants are fitted to (`nanovllm plan prove
+--times`, cold L2 cache, PyTorch 2.11, Triton 3.6), so that this guards the fit and proves nothing."""
 ATTENTIONS = (
     ((16, 1024, 1024, 32, 8), AttentionTile(64, 32, 4, 3), 402.2),
     ((16, 1024, 1024, 32, 8), AttentionTile(128, 128, 8, 2), 472.3),
@@ -112,7 +113,9 @@ def test_attention_near_what_it_was_fitted_to():
 
 
 def test_streaming_near_what_was_measured_before():
-    """Kernels of `triton_ops` with their own blocks on an H200 (docs/performance.md: us, or the share of a copy's 4.12 TB/s)."""
+    """Kernels of `triton_ops` with their own blocks on an H200 (docs/performance.md: us, or the share of a copy's
+    4.12 TB/s).
+    """
     h200, copy = device_model("h200"), 4.12e12
     gate = elementwise.predict(ElementwiseTile(2048, 8), ElementwiseProblem(8192 * 3072, 2), h200)
     assert gate.seconds == pytest.approx(36.8e-6, rel=0.1)
@@ -170,7 +173,8 @@ def test_a_convolution_reads_a_large_image_again():
     image, weights, output = 2 * 64 * 56 * 56, 2 * 128 * 64 * 9, 2 * 128 * 56 * 56
     assert conv.dram_bytes(tile, p, H100, 1) == p.least_bytes == image + weights + output
     small = replace(ROUND, sms=14, l2_bytes=1 << 16)
-    # 7 x 7 spots of 2 blocks each; 14 at a time are 7 spots, a row of them: 10 rows of 56 pixels. 7 waves, each with all weights.
+    # 7 x 7 spots of 2 blocks each; 14 at a time are 7 spots, a row of them: 10 rows of 56 pixels. 7 waves, each with
+    # all weights.
     assert conv.dram_bytes(tile, p, small, 1) == 7 * (2 * 64 * 10 * 56 + weights) + output
     # Twice as many are two rows: 18 pixels high.
     assert conv.dram_bytes(tile, p, small, 2) == pytest.approx(3.5 * (2 * 64 * 18 * 56 + weights) + output)
@@ -363,20 +367,24 @@ def test_every_plan_of_a_reduction_fits(model, kind):
         (lambda: GemmProblem(1, 1, True), "k: expected a positive integer, not True"),
         (lambda: GemmProblem(1, 1, 1, "int4"), "dtype: expected one of bfloat16"),
         (lambda: GemmProblem(1, 1, 128, weight="int3"), "weight: expected one of int4"),
-        (lambda: GemmProblem(1, 1, 128, "float32", "int4"), "dtype: packed weights are converted to bfloat16 or float16"),
+        (lambda: GemmProblem(1, 1, 128, "float32", "int4"),
+        "dtype: packed weights are converted to bfloat16 or float16"),
         (lambda: GemmProblem(1, 1, 100, weight="int4"), "k: expected a multiple of the group of 128 weights, not 100"),
         (lambda: AttentionProblem(1, 1, 1, 3, 2), "heads: expected a multiple of the 2 KV heads, not 3"),
         (lambda: AttentionProblem(1, 8, 4, 1, 1), "context: expected at least the 8 query tokens, not 4"),
         (lambda: AttentionProblem(1, 1, 1, 1, 1, 512), "head_dim: expected at most 256, not 512"),
         (lambda: AttentionProblem(1, 1, 1, 1, 1, dtype="float32"), "dtype: expected one of bfloat16, float16"),
-        (lambda: ConvProblem(1, 1, 2, 9, 1, 5, 5, padding=1), "filter_height: 5 taps with dilation 1 need 5 pixels, the padded image has 4"),
+        (lambda: ConvProblem(1, 1, 2, 9, 1, 5, 5, padding=1),
+        "filter_height: 5 taps with dilation 1 need 5 pixels, the padded image has 4"),
         (lambda: ConvProblem(1, 1, 9, 9, 1, padding=-1), "padding: expected an integer of at least 0, not -1"),
         (lambda: ElementwiseProblem(8, 0), "inputs: expected a positive integer, not 0"),
         (lambda: ElementwiseProblem(8, dtype="int8"), "dtype: expected one of bfloat16"),
         (lambda: ReductionProblem("max", 1, 1), "kind: expected one of softmax, layer_norm, rms_norm, not 'max'"),
         (lambda: plan_gemm(GemmProblem(8, 8, 8, "float8"), A100), "dtype: nvidia-a100 does not multiply float8"),
-        (lambda: plan_elementwise(ElementwiseProblem(1024, 900), H100), "elementwise: nothing fits nvidia-h100: .* 470 reg.* a thread 247"),
-        (lambda: AttentionProblem(1, 8, 8, 512, 1), "heads: a tile holds at most 256 query heads of one KV head, not 512"),
+        (lambda: plan_elementwise(ElementwiseProblem(1024, 900), H100),
+        "elementwise: nothing fits nvidia-h100: .* 470 reg.* a thread 247"),
+        (lambda: AttentionProblem(1, 8, 8, 512, 1),
+        "heads: a tile holds at most 256 query heads of one KV head, not 512"),
         (lambda: positive(rows=-1), "rows: expected a positive integer, not -1"),
     ],
 )  # fmt: skip

@@ -31,7 +31,8 @@ class EnabledPaths:
 def enabled_paths(
     policy: FastPolicy, kernels: Kernels, device: torch.device, layer_bytes: int, prefix_caching: bool
 ) -> EnabledPaths:
-    """Decide the switches that the policy leaves open, and turn off what cannot be done, with a warning if it was asked for.
+    """Decide the switches that the policy leaves open, and turn off what cannot be done, with a warning if it was asked
+    for.
 
     Args:
         layer_bytes: of a layer's weights.
@@ -70,7 +71,8 @@ def _piggybacks(policy: FastPolicy, kernels: Kernels, decode_graphs: bool, layer
     if decode_graphs and not can_capture(kernels, "attention_prefill", logging.DEBUG):
         if wanted:
             logger.warning(
-                "prompts are not piggybacked on decodes: these are CUDA graphs, and the attention of prompts cannot be captured"
+                "prompts are not piggybacked on decodes: these are CUDA graphs, and the attention of prompts cannot"
+                " be captured"
             )
         return False
     worth_it = decode_graphs and not by_context(kernels) and layer_bytes >= policy.piggyback.min_layer_bytes
@@ -89,7 +91,10 @@ def shares_prefixes(kernels: Kernels) -> bool:
 
 
 def can_capture(kernels: Kernels, name: str = "attention_decode", level: int = logging.WARNING) -> bool:
-    """Whether a CUDA graph can hold a step with this attention. If not, since the host plans each step, it is logged."""
+    """Whether a CUDA graph can hold a step with this attention.
+
+    If not, since the host plans each step, it is logged.
+    """
     provider = kernels.provider(name)
     if not provider.capturable:
         steps = "decode steps" if name == "attention_decode" else "steps with prompts"

@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: one launch instead of one for each kernel.
 
-A graph has fixed shapes, so there is one for each of a few batch sizes, and a batch is padded to the next larger one. The
-reference's attention does work in proportion to the bound on the context length, so for it there are a few of these bounds
-as well; a kernel that reads the lengths on the device needs only the largest. Graphs are captured when the engine starts,
-all in one piece of memory. Those of shared prefixes and of piggybacked prompts are captured when the first batch of their
-size comes, since most engines see few of these sizes.
+A graph has fixed shapes, so there is one for each of a few batch sizes, and a batch is padded to the next larger one.
+The reference's attention does work in proportion to the bound on the context length, so for it there are a few of these
+bounds as well; a kernel that reads the lengths on the device needs only the largest. Graphs are captured when the
+engine starts, all in one piece of memory. Those of shared prefixes and of piggybacked prompts are captured when the
+first batch of their size comes, since most engines see few of these sizes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class GraphBackend(Protocol):
 
 
 class CudaGraphs:
-    """Captures CUDA graphs of one device, on one stream and in one piece of memory: no two of them run at the same time."""
+    """Captures CUDA graphs of one device, on one stream and in one piece of memory: no two of them run at the same
+    time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,8 +65,8 @@ def capture(
 ) -> torch.cuda.CUDAGraph:
     """What `fn` launches on `stream`, as a graph. memory: of other graphs; None: its own.
 
-    `torch.cuda.graph` would empty the caching allocator, wait for the GPU, and ask several times whether there is one, which
-    takes 0.75 ms each time. What `fn` launches for the first time must have run on this stream before.
+    `torch.cuda.graph` would empty the caching allocator, wait for the GPU, and ask several times whether there is one,
+    which takes 0.75 ms each time. What `fn` launches for the first time must have run on this stream before.
 
     Raises:
         Whatever fn raised; RuntimeError, if it did what a graph cannot hold.
@@ -94,9 +96,10 @@ class DecodeGraphs:
     """Captured decode steps over static device state, found by their `StepShape`.
 
     A step is two graphs, the model up to the logits, then sampling and the state's advance: what sampling a batch needs
-    changes from step to step, and capturing the model again for each kind of sampling takes time. One graph saves the 4 us
-    between two and a copy of the logits, 2 us, which is worth it where a step is short: small batches have graphs of whole
-    steps as well.
+    changes from step to step, and capturing the model again for each kind of sampling takes time. One graph saves the 4
+    us
+    between two and a copy of the logits, 2 us, which is worth it where a step is short: small batches have graphs of
+    whole steps as well.
 
     Args:
         modes: the kinds of sampling to capture.
@@ -109,7 +112,8 @@ class DecodeGraphs:
         self._graphs: dict[StepShape, Graph] = {}
 
     def capture(
-        self, launch: Callable[[StepShape], object], first_call: Callable[[StepShape], object], brief: AbstractContextManager[None]
+        self, launch: Callable[[StepShape], object], first_call: Callable[[StepShape], object],
+        brief: AbstractContextManager[None]
     ) -> None:  # fmt: skip
         """Capture the steps that most engines need.
 
@@ -137,7 +141,9 @@ class DecodeGraphs:
         ]
 
     def _shapes(self) -> list[StepShape]:
-        """What is captured at the start: the largest first, so that smaller ones fit into the memory that these have."""
+        """What is captured at the start: the largest first, so that smaller ones fit into the memory that these
+        have.
+        """
         buckets, longest, modes = self._buckets, self._buckets.longest, self._modes
         sizes, contexts = buckets.batch_sizes[::-1], buckets.context_lens[::-1]
         return [

@@ -21,12 +21,12 @@ from nanovllm.engine.step_result import StepResult
 class DecodeRunner:
     """One decode step after the other, over the same device buffers.
 
-    In a steady step the host replays a graph, or two, and nothing else: the tokens come to it by themselves (`TokenRing`). It
-    sends what changed before (see `DecodeState`), and takes part in sampling only where penalties, banned tokens or
-    log-probabilities are wanted.
+    In a steady step the host replays a graph, or two, and nothing else: the tokens come to it by themselves
+    (`TokenRing`). It sends what changed before (see `DecodeState`), and takes part in sampling only where penalties,
+    banned tokens or log-probabilities are wanted.
 
-    A step may have piggybacked pieces of prompts: the model runs on the rows and on these, which only leave their keys and
-    values.
+    A step may have piggybacked pieces of prompts: the model runs on the rows and on these, which only leave their keys
+    and values.
 
     Args:
         state: whose rows are computed.

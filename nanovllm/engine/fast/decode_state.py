@@ -1,11 +1,12 @@
 """The decode state on the device: one row for each sequence that decodes, advanced by the step itself.
 
-Inputs, cache addresses and sampling parameters of a row stay where they are from step to step; after sampling, `advance`
-moves every row on by one token. The host keeps a mirror of what a row holds, and sends a *row update* (one row's complete
-state) only where the two differ: a sequence came, another one took its row, or the device lacks a block that it needs. All
-row updates of a step travel in one copy from pinned memory, and with them those of all other rows whose block table grew
-(blocks are reserved ahead), so that most steps send nothing. A row without a sequence is a *padding row*: it computes one
-token in the padding block, and never advances.
+Inputs, cache addresses and sampling parameters of a row stay where they are from step to step; after sampling,
+`advance` moves every row on by one token. The host keeps a mirror of what a row holds, and sends a *row update* (one
+row's complete state) only where the two differ: a sequence came, another one took its row, or the device lacks a block
+that it needs. All row updates of a step travel in one copy from pinned memory, and with them those of all other rows
+whose block table grew (blocks are reserved ahead), so that most steps send nothing. A row without a sequence is a
+*padding
+row*: it computes one token in the padding block, and never advances.
 
 Everything here runs on CPU tensors too; on a GPU `advance` may be a Triton kernel, and is part of the captured graph.
 """
@@ -91,7 +92,9 @@ class DecodeState:
             self._positions[row] = -1
 
     def reset(self) -> None:
-        """Nothing is known of the device's rows, since a step failed: all of them are sent before they are used again."""
+        """Nothing is known of the device's rows, since a step failed: all of them are sent before they are used
+        again.
+        """
         self._row_of_seq_slot[:] = self._seq_slot_of_row[:] = self._positions[:] = -1
         self.num_rows = len(self._seqs)
         if self.prefixes is not None:
@@ -100,7 +103,8 @@ class DecodeState:
             self.ring.reset()
 
     def place(self, step: ScheduledStep) -> np.ndarray:
-        """Give every decode of a step of kind DECODE or PIGGYBACKED a row, and make the device's rows what the step needs.
+        """Give every decode of a step of kind DECODE or PIGGYBACKED a row, and make the device's rows what the step
+        needs.
 
         Returns:
             [num_seqs] int64: the row of each decode. Together they are rows 0 .. num_seqs - 1.
@@ -279,7 +283,9 @@ class DecodeState:
             self.ring.advanced()
 
     def tokens(self) -> torch.Tensor:
-        """[num_seqs] int64: each row's latest token. A view of the ring's cell; without a ring, of what the next step overwrites."""
+        """[num_seqs] int64: each row's latest token. A view of the ring's cell; without a ring, of what the next
+        step overwrites.
+        """
         tokens = self._ints[_TOKEN] if self.ring is None else self.ring.latest()
         return tokens[: self.num_rows]
 
@@ -302,14 +308,14 @@ def advance_rows(
 
     Args:
         tokens: [n] int64, what was sampled.
-        ints: [7, n] int64: each row's token, its position and its kv_slot; the position of the next draw; seed; seq_slot;
-            and 1, or 0 for padding, whose position stays.
+        ints: [7, n] int64: each row's token, its position and its kv_slot; the position of the next draw; seed;
+            seq_slot; and 1, or 0 for padding, whose position stays.
         context_lens: [n] int32.
-        block_table: [n, max_blocks] int32. Where the next token needs a block that the table does not have yet, the kv_slot
-            is wrong until the host has sent it.
+        block_table: [n, max_blocks] int32. Where the next token needs a block that the table does not have yet, the
+            kv_slot is wrong until the host has sent it.
         last_tokens: [max_num_seqs + 1] int64, by seq_slot.
-        host_tokens, count: [depth, max_num_seqs] and [1] int64, both or none: row count % depth takes the tokens, and count
-            grows by one. See `TokenRing`; the reference needs both on one device.
+        host_tokens, count: [depth, max_num_seqs] and [1] int64, both or none: row count % depth takes the tokens, and
+            count grows by one. See `TokenRing`; the reference needs both on one device.
     """
     active = ints[_ACTIVE]
     last_tokens[ints[_SEQ_SLOT]] = tokens

@@ -1,8 +1,8 @@
 """Runs of tokens of several sequences, padded to a shape that a CUDA graph can have, in static tensors.
 
-Padding tokens are one more run, an ordinary sequence whose blocks are all the padding block; the sequences that are missing
-are empty runs. So no kernel has a special case for padding, nothing that it writes is ever read by anyone else, and its
-rows are as finite as all others.
+Padding tokens are one more run, an ordinary sequence whose blocks are all the padding block; the sequences that are
+missing are empty runs. So no kernel has a special case for padding, nothing that it writes is ever read by anyone else,
+and its rows are as finite as all others.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class PaddedRuns:
         self._static[:num_words].copy_(host, non_blocking=on_gpu)
 
     def batch(self, bucket: RunsBucket) -> tuple[DeviceBatch, torch.Tensor]:
-        """(what the model's forward takes, [num_seqs] int64: the rows whose logits are wanted), views of the static inputs."""
+        """(what the model's forward takes, [num_seqs] int64: the rows whose logits are wanted), views of the static
+        inputs.
+        """
         inputs = PaddedInputs.of(self._static, bucket, self._max_blocks)
         # Every bound is the bucket's: tile sizes follow from them, and must hold for any runs.
         batch = DeviceBatch.from_tensors(

@@ -146,7 +146,9 @@ class FastPaths:
         return None if self.prefill is None else self.prefill.launch(batch)
 
     def pad(self, batch: Batch) -> Batch:
-        """A batch for a step that runs kernel by kernel, so that kernels of the same sizes are launched again and again."""
+        """A batch for a step that runs kernel by kernel, so that kernels of the same sizes are launched again and
+        again.
+        """
         if not self._by_context:
             batch = replace(batch, max_context_len=self.buckets.longest)  # the bound that captured steps have
         wanted = len(batch.logits_rows)

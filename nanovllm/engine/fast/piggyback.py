@@ -1,15 +1,17 @@
-"""Piggybacked prefill: how many tokens of prompts a decode step takes, where latency to the first token does not matter.
+"""Piggybacked prefill: how many tokens of prompts a decode step takes, where latency to the first token does not
+matter.
 
-A step of some hundred tokens takes little longer than reading the weights does, and a decode step has fewer. So prompts that
-are piggybacked on decode steps cost less than in steps of their own. The price is time to the first token, which does not
-matter to `LLM.generate`, since it returns when all requests are done.
+A step of some hundred tokens takes little longer than reading the weights does, and a decode step has fewer. So prompts
+that are piggybacked on decode steps cost less than in steps of their own. The price is time to the first token, which
+does not matter to `LLM.generate`, since it returns when all requests are done.
 
-A sequence that begins late ends late. So the sequences with the longest outputs go first, and each is to end together with
-the last of those that run already. Prompts are piggybacked on small steps if all then end in time. Otherwise steps are
-larger. If these do not suffice either, as many of the first prompts are computed at once as lets the others be piggybacked.
+A sequence that begins late ends late. So the sequences with the longest outputs go first, and each is to end together
+with the last of those that run already. Prompts are piggybacked on small steps if all then end in time. Otherwise steps
+are larger. If these do not suffice either, as many of the first prompts are computed at once as lets the others be
+piggybacked.
 
-The end of a sequence is known by its `max_tokens` alone. Once a sequence has ended earlier, at an end token or a stop string,
-the others may too, and would wait for an end that does not come; then no more prompts are piggybacked.
+The end of a sequence is known by its `max_tokens` alone. Once a sequence has ended earlier, at an end token or a stop
+string, the others may too, and would wait for an end that does not come; then no more prompts are piggybacked.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Piggyback:
         self.sizes = sizes or PiggybackSizes()
         self._max_num_seqs = max_num_seqs
         self._ended_early = False
-        """Whether an offline sequence ended before it had all tokens that it might have, since the scheduler was idle."""
+        """Whether an offline sequence ended before it had all tokens that it might have, since the scheduler was
+        idle.
+        """
 
     # ------------------------------------------------------------------------------------------------ sizes of steps
 
@@ -132,7 +136,9 @@ class Piggyback:
     def _rest_in_time(
         self, first: int, ends: Sequence[int], horizon: int, prompts: Sequence[Prompt], total: int
     ) -> bool:
-        """Whether, with the first prompts computed at once, all others end in time if piggybacked on steps of `total` tokens."""
+        """Whether, with the first prompts computed at once, all others end in time if piggybacked on steps of
+        `total` tokens.
+        """
         outputs = [prompt.output for prompt in prompts[:first]]
         horizon = max([horizon, *outputs])
         running: list[float] = [*ends, *outputs]

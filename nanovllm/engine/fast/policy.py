@@ -14,10 +14,12 @@ class PiggybackSizes:
     """The sizes of steps on which prompts are piggybacked."""
 
     totals: tuple[int, ...] = (256, 384)
-    """Tokens of such a step, decodes included: it is padded to one of these. Multiples of the matrix products' tiles."""
+    """Tokens of such a step, decodes included: it is padded to one of these. Multiples of the matrix products'
+    tiles.
+    """
     row_multiple: int = 16
-    """Decodes are padded to a multiple of this, and more than `totals[0]` of them to a multiple of twice this: so to sizes
-    for which sampling has a graph (`batch_buckets`)."""
+    """Decodes are padded to a multiple of this, and more than `totals[0]` of them to a multiple of twice this: so to
+    sizes for which sampling has a graph (`batch_buckets`)."""
     min_tokens: int = 32
     """Tokens of prompts that there must be room for."""
     max_pieces: int = 16
@@ -43,26 +45,36 @@ class FastPolicy:
     prefill_graphs: bool | None = None
     """So are steps with pieces of prompts. True: where no graph can be captured they are padded alike, for tests."""
     padding: bool | None = None
-    """Steps are padded to a few sizes. None: decode steps on a GPU, steps with pieces of prompts where they are captured."""
+    """Steps are padded to a few sizes.
+
+    None: decode steps on a GPU, steps with pieces of prompts where they are captured.
+    """
     prefix_groups: bool = True
     """Attention reads the blocks that several sequences share once, if a kernel that does so was chosen."""
     piggyback_prefill: bool | None = None
-    """Offline prompts are computed together with decodes, a few tokens a step. None: where decode steps are CUDA graphs and
-    the model's layers are large."""
+    """Offline prompts are computed together with decodes, a few tokens a step. None: where decode steps are CUDA graphs
+    and the model's layers are large."""
     warm_up: bool | None = None
     """Kernels are compiled when the engine starts, not while it serves. None: on a GPU."""
 
     reserve_tokens_ahead: int = 32
-    """Tokens that a decoding sequence has cache blocks for beyond the step's, after blocks were reserved; 0: none are."""
+    """Tokens that a decoding sequence has cache blocks for beyond the step's, after blocks were reserved; 0: none
+    are.
+    """
     prefill_sizes: tuple[int, ...] = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-    """Tokens of a padded step with pieces of prompts. Larger steps keep the GPU busy for as long as the host launches them."""
+    """Tokens of a padded step with pieces of prompts.
+
+    Larger steps keep the GPU busy for as long as the host launches them.
+    """
     prefill_seqs: tuple[int, ...] = (64, 256)
     """Sequences of such a step: it computes as many rows of logits, and its attention looks at each, there or not."""
     min_shared_rows: int = 16
     """Decode steps of fewer sequences do not attend to shared prefixes once."""
     min_saved_bytes: int = 32 * 2**20
-    """Of a layer's cache that a step with prefix groups has to save. The pass over the shared part takes about 5 us more than
-    reading its blocks once; in that time an H200 reads so much from its second-level cache, where repeated blocks are."""
+    """Of a layer's cache that a step with prefix groups has to save. The pass over the shared part takes about 5 us
+    more than reading its blocks once; in that time an H200 reads so much from its second-level cache, where repeated
+    blocks
+    are."""
     capture_sampling: bool | None = None
     """Decode graphs sample as well. None: where sampling is one kernel; the reference is thousands of launches."""
     piggyback: PiggybackSizes = field(default_factory=PiggybackSizes)

@@ -1,10 +1,11 @@
 """Steps with pieces of prompts, padded to a few sizes and captured as CUDA graphs: one launch instead of some hundred.
 
-Launched one by one, the kernels of such a step take the host 14 to 17 ms (Qwen3-0.6B, H200), whatever the step's size; up to
-some 5,000 tokens the GPU needs less. A graph has fixed shapes, so a step is padded to one of a few numbers of tokens, and to
-one of two bounds on its sequences. How these share the tokens does not matter: the op `attention_prefill` reads the runs'
-lengths on the device, and a sequence that decodes is a run of one token. The graphs are captured when the engine starts: in
-the middle of serving a capture would stall every sequence for longer than the eager step that it replaces.
+Launched one by one, the kernels of such a step take the host 14 to 17 ms (Qwen3-0.6B, H200), whatever the step's size;
+up to some 5,000 tokens the GPU needs less. A graph has fixed shapes, so a step is padded to one of a few numbers of
+tokens, and to one of two bounds on its sequences. How these share the tokens does not matter: the op
+`attention_prefill` reads the runs' lengths on the device, and a sequence that decodes is a run of one token. The graphs
+are captured when the engine
+starts: in the middle of serving a capture would stall every sequence for longer than the eager step that it replaces.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def find_groups(tables: np.ndarray, limits: np.ndarray, most: int = MAX_GROUPS) 
 
     Args:
         tables: [n, max_blocks] int32, by row: block numbers from 0 on.
-        limits: [n] how many leading blocks of each row may be shared; what lies behind them in its table is not looked at.
+        limits: [n] how many leading blocks of each row may be shared; what lies behind them in its table is not looked
+            at.
     """
     rows = np.flatnonzero(limits > 0)
     _, inverse, counts = np.unique(tables[rows, 0], return_inverse=True, return_counts=True)
@@ -58,10 +59,11 @@ def find_groups(tables: np.ndarray, limits: np.ndarray, most: int = MAX_GROUPS) 
 
 
 def _best(common: list[int]) -> list[tuple[int, int, int]]:
-    """(start, end, blocks) of the best groups of sorted tables, of which each two neighbours have `common` leading blocks.
+    """(start, end, blocks) of the best groups of sorted tables, of which each two neighbours have `common` leading
+    blocks.
 
-    The runs of tables with a prefix in common are a tree: the runs inside of one have a longer prefix in common. What saves
-    most inside of a run is the run itself, or the best of those inside of it together.
+    The runs of tables with a prefix in common are a tree: the runs inside of one have a longer prefix in common. What
+    saves most inside of a run is the run itself, or the best of those inside of it together.
     """
     found: list[tuple[int, int, int]] = []
     stack = [(0, 0, 0, found)]  # of open runs: blocks, start, what the runs inside of it save, and which they are

@@ -19,12 +19,13 @@ from nanovllm.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 SMALL_BATCHES: tuple[tuple[int, tuple[int, ...]], ...] = (
-    (0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (5, (40,)), (0, (100,)), (0, (100, 100)), (0, (100,) * 9),
+    (0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (5, (40,)), (0, (100,)), (0, (100, 100)), (0,
+    (100,) * 9),
     (0, (64,) * 65), (0, (1024,)),
 )  # fmt: skip
-"""(decodes, runs of tokens): runs of one token and more, alone and beside decodes, in numbers that kernels specialise on (1, 16)
-and others; as many long runs as attention has a kernel for each (`padded_count`); and 4,160 tokens, since from 4,096 on a
-product has a kernel of its own."""
+"""(decodes, runs of tokens): runs of one token and more, alone and beside decodes, in numbers that kernels specialise
+on (1, 16) and others; as many long runs as attention has a kernel for each (`padded_count`); and 4,160 tokens, since
+from 4,096 on a product has a kernel of its own."""
 
 
 class WarmUp:
@@ -55,7 +56,8 @@ class WarmUp:
             with torch.inference_mode(), self._paged.two_layers(), compiling_only():
                 for visit in visits:
                     visit()
-                # Steps that are too large for a graph: decodes have attention of their own there, with a plan for each size.
+                # Steps that are too large for a graph: decodes have attention of their own there, with a plan for each
+                # size.
                 self._run([*SMALL_BATCHES, *((size, (3,)) for size in sizes)])
         except Exception as e:
             logger.info("kernels are compiled one after the other: %s: %s", type(e).__name__, e)
@@ -66,7 +68,8 @@ class WarmUp:
         with self._paged.two_layers():
             self._run(list(SMALL_BATCHES))
         device, config = self._paged.device, self._paged.model.config
-        # Sampling kernels have a variant for few rows, which start before their predecessor has ended, and one for many.
+        # Sampling kernels have a variant for few rows, which start before their predecessor has ended, and one for
+        # many.
         weight = next(self._paged.model.parameters())
         hidden = torch.zeros(40, config.hidden_size, dtype=weight.dtype, device=device)
         filters = SamplingParams(top_k=min(10, config.vocab_size), top_p=0.9, min_p=0.01)

@@ -95,7 +95,6 @@ def test_prompts_are_piggybacked_where_that_can_be_captured_and_is_worth_it(
         (dict(kernels=Chosen(attention_decode="flashinfer"), capture_prefill=True), (False, True), (False, False)),
         (dict(kernels=Chosen(attention_prefill="flashinfer"), capture_prefill=True), (True, True), (False, False)),
     ],
-    ids=str,
 )
 def test_what_is_captured_and_padded(options, decode, prefill, monkeypatch):
     monkeypatch.delenv("NANOVLLM_CHECK", raising=False)
@@ -139,7 +138,8 @@ def test_captured_steps_with_piggybacked_prompts_equal_eager_ones():
     outputs = []
     for enforce_eager in (False, True, False):
         llm = LLM(
-            "qwen3-0.6b", load_format="dummy", enforce_eager=enforce_eager, capture_prefill=True, piggyback_prefill=True,
+            "qwen3-0.6b", load_format="dummy", enforce_eager=enforce_eager, capture_prefill=True,
+            piggyback_prefill=True,
             max_num_seqs=64, max_model_len=1024, num_kvcache_blocks=300,
         )  # fmt: skip
         decode, kinds = llm.engine.runner.fast.decode, []

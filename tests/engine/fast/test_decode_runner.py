@@ -1,4 +1,6 @@
-"""Decode steps over the device state: padded and "captured" on any machine, the same tokens in any company, no copies."""
+"""Decode steps over the device state: padded and "captured" on any machine, the same tokens in any company, no
+copies.
+"""
 
 import random
 from dataclasses import replace
@@ -29,14 +31,17 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def by_length():
-    """Where the reference would be used: attention that reads the lengths on the device, so that whole steps are captured."""
+    """Where the reference would be used: attention that reads the lengths on the device, so that whole steps are
+    captured.
+    """
     with lengths_on_the_device() as priority:
         yield dict(kernel_priority=priority) if DEVICE == "cpu" else {}
 
 
 def make(directory, **arguments):
     defaults = dict(
-        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=64, max_model_len=128, max_num_seqs=11,
+        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=64, max_model_len=128,
+        max_num_seqs=11,
         max_num_batched_tokens=40, skip_tokenizer_init=True,
     )  # fmt: skip
     return LLM(directory, **defaults | arguments)
@@ -71,7 +76,9 @@ KINDS = {
     "kinds", [*([k] for k in KINDS), ["greedy", "plain"], ["plain", "filtered"], list(KINDS)], ids=str
 )
 def test_captured_steps_give_the_same_tokens(directory, by_length, kinds, asynchronous, by_context):
-    """Padding, static logits or whole steps, sampling from the state, composition changes, with all that a batch may hold."""
+    """Padding, static logits or whole steps, sampling from the state, composition changes, with all that a batch may
+    hold.
+    """
     prompts = random_prompts(LENGTHS)
     params = [
         SamplingParams(**KINDS[kinds[i % len(kinds)]], seed=i, max_tokens=10 + 3 * i, ignore_eos=True)
@@ -289,10 +296,11 @@ def test_every_captured_batch_size_up_to_512_equals_the_eager_steps(directory, d
 @pytest.mark.parametrize("num_seqs", [5, 27])
 @pytest.mark.parametrize("replays", [3, pytest.param(10_000, marks=pytest.mark.gpu)])
 def test_ten_thousand_replays_of_a_step_give_the_same_bits(directory, by_length, replays, num_seqs, dtype):
-    """The same state before each; then the tokens, the state, keys, values and logits of each are compared. On a CPU they
-    are functions."""
+    """The same state before each; then the tokens, the state, keys, values and logits of each are compared. On a CPU
+    they are functions."""
     llm = make(
-        directory, dtype=dtype, max_num_seqs=32, num_kvcache_blocks=200, max_num_batched_tokens=2048, async_scheduling=False,
+        directory, dtype=dtype, max_num_seqs=32, num_kvcache_blocks=200, max_num_batched_tokens=2048,
+        async_scheduling=False,
         fast_policy=CAPTURED, **by_length,
     )  # fmt: skip
     engine, runner = llm.engine, llm.engine.runner

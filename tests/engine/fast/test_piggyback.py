@@ -95,7 +95,9 @@ def test_prompts_that_lack_a_seq_slot_are_expected_to_wait_for_one():
 
 
 def run(lengths, outputs, piggyback, offline=True, slots=512):
-    """(steps with piggybacked prompts, all steps, tokens of prompts in each step at full speed) of sequences that all have their full output."""
+    """(steps with piggybacked prompts, all steps, tokens of prompts in each step at full speed) of sequences that
+    all have their full output.
+    """
     blocks = BlockManager(2000, 256, enable_prefix_caching=False)
     pacer = Piggyback(slots)
     scheduler = Scheduler(blocks, slots, 16384, 4096, (), pacer if piggyback else None, 32)

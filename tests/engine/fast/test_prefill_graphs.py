@@ -59,7 +59,8 @@ def test_padding_is_a_run_of_its_own():
     got = inputs(RunsBucket(10, 4))
     got.fill(
         batch(
-            [[7, -2, 5, 6, 8], [20, 3, 0, 1, 2], [36, 51, 0, 1, 2]], [21, 4], [[9, 2], [3, 0], [0, 0]], (3,), (3,), [0, 1, 4]
+            [[7, -2, 5, 6, 8], [20, 3, 0, 1, 2], [36, 51, 0, 1, 2]], [21, 4], [[9, 2], [3, 0], [0, 0]], (3,), (3,), [0,
+            1, 4]
         ),
         padding_block=6, block_size=16,
     )  # fmt: skip
@@ -110,7 +111,8 @@ def directory(tmp_path_factory):
 
 def make(directory, fast_policy=SMALL, **arguments):
     defaults = dict(fast_policy=fast_policy,
-        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=100, max_model_len=160, max_num_seqs=11,
+        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=100, max_model_len=160,
+        max_num_seqs=11,
         max_num_batched_tokens=100, skip_tokenizer_init=True,
     )  # fmt: skip
     return LLM(directory, **defaults | arguments)
@@ -189,7 +191,9 @@ def test_real_sizes(directory, expected):
 
 
 def test_padding_writes_to_the_padding_block_alone_and_is_finite(directory, monkeypatch):
-    """The cache after a load is that of unpadded steps, and every row of the hidden states, wanted or not, is a number."""
+    """The cache after a load is that of unpadded steps, and every row of the hidden states, wanted or not, is a
+    number.
+    """
     caches, seen = [], []
     for capture_prefill in (False, True):
         # Eager, so that every step comes to `poisoned`, on a GPU too.
@@ -217,7 +221,9 @@ def test_padding_writes_to_the_padding_block_alone_and_is_finite(directory, monk
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_captured_steps_give_the_same_tokens(directory, asynchronous):
-    """Static logits and inputs, with all kinds of sampling; steps that want more logits than a graph has run eagerly."""
+    """Static logits and inputs, with all kinds of sampling; steps that want more logits than a graph has run
+    eagerly.
+    """
     kinds = [
         dict(temperature=0),
         dict(temperature=0.9, top_k=20, min_p=0.01),

@@ -1,4 +1,6 @@
-"""Groups of sequences that share leading blocks: against a search through all choices, under random load, and through the engine."""
+"""Groups of sequences that share leading blocks: against a search through all choices, under random load, and
+through the engine.
+"""
 
 import random
 
@@ -91,7 +93,9 @@ def test_block_numbers_of_several_bytes():
 
 
 def test_a_common_system_prompt_and_longer_prefixes_of_some():
-    """One block of all, or eight blocks of four pairs each: pairs save more, until there are enough who share the one."""
+    """One block of all, or eight blocks of four pairs each: pairs save more, until there are enough who share the
+    one.
+    """
     tables = np.arange(200 * 9, dtype=np.int32).reshape(200, 9) + 1
     tables[:, 0] = 0
     for pair in range(0, 8, 2):
@@ -155,7 +159,8 @@ def test_groups_follow_arrivals_and_departures(seed):
     max_blocks = -(-24 // block_size)
     sim = Simulation(
         block_size=block_size, max_model_len=24, num_blocks=max_blocks + rng.randint(0, 14),
-        max_num_seqs=rng.randint(2, decode_state_tests.MAX_SEQS), budget=rng.randint(8, 30), steps_ahead=rng.randint(0, 1),
+        max_num_seqs=rng.randint(2, decode_state_tests.MAX_SEQS), budget=rng.randint(8, 30), steps_ahead=rng.randint(0,
+        1),
     )  # fmt: skip
     sim.device = SharingDevice(block_size, max_blocks)
     for i in range(14):
@@ -258,7 +263,8 @@ def recorded():
 
 def make(directory, fast_policy=ALWAYS, **arguments):
     defaults = dict(fast_policy=fast_policy,
-        device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=100, max_model_len=160, max_num_seqs=20,
+        device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=100, max_model_len=160,
+        max_num_seqs=20,
         max_num_batched_tokens=200, skip_tokenizer_init=True,
     )  # fmt: skip
     return LLM(directory, **defaults | arguments)
@@ -373,7 +379,8 @@ def test_steps_that_share_are_captured_when_they_first_come(tmp_path):
     outputs = []
     for enforce_eager in (True, False):
         llm = make(
-            tmp_path, FastPolicy(min_saved_bytes=1), device="cuda", max_num_seqs=80, max_model_len=512, num_kvcache_blocks=1000, max_num_batched_tokens=1024,
+            tmp_path, FastPolicy(min_saved_bytes=1), device="cuda", max_num_seqs=80, max_model_len=512,
+            num_kvcache_blocks=1000, max_num_batched_tokens=1024,
             enforce_eager=enforce_eager, capture_prefill=True,
         )  # fmt: skip
         llm.generate([prompts[0]], SamplingParams(max_tokens=1), use_tqdm=False)  # its blocks are there to be shared

@@ -1,4 +1,6 @@
-"""That no step compiles a kernel in the middle of serving: what any number of tokens launches, the warm-up has launched before."""
+"""That no step compiles a kernel in the middle of serving: what any number of tokens launches, the warm-up has
+launched before.
+"""
 
 import gc
 import weakref
@@ -25,7 +27,9 @@ SHAPES = [(1024, 16, 8, 128, 3072), (4096, 32, 8, 128, 12288), (576, 9, 3, 64, 1
 
 
 def variant(launch: Launch) -> tuple:
-    """What Triton compiles a kernel for: constants, and of numbers and addresses whether they are 1, or multiples of 16."""
+    """What Triton compiles a kernel for: constants, and of numbers and addresses whether they are 1, or multiples of
+    16.
+    """
     of = []
     for p in launch.kernel.params:
         value = launch.arguments.get(p.name)
@@ -84,7 +88,8 @@ def test_the_warm_up_fits_any_budget(budget, tmp_path, monkeypatch):
     monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)  # what it names may need a GPU
     tiny.save(tmp_path)
     llm = LLM(
-        tmp_path, device="cpu", skip_tokenizer_init=True, max_num_batched_tokens=budget, max_num_seqs=5, num_kvcache_blocks=8,
+        tmp_path, device="cpu", skip_tokenizer_init=True, max_num_batched_tokens=budget, max_num_seqs=5,
+        num_kvcache_blocks=8,
         fast_policy=FastPolicy(warm_up=True),
     )  # fmt: skip
     caches = llm.engine.runner.caches
