@@ -206,7 +206,7 @@ def _ops(
     rates = profile.rates
     matmul = rates.matmul.get(profile.dtype) or float("inf")
     # A small model's weights may all stay in the cache from one step to the next.
-    own = [known[(phase, *owner)] for owner in device if (phase, *owner) in known]
+    own = [known[key] for key in ((phase, *owner) for owner in device) if key in known]
     fits = sum(per_step * cold for per_step, _, cold in own) <= rates.cache_bytes
     floors = {}
     for owner in device:

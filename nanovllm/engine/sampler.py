@@ -157,7 +157,7 @@ class LogprobsTensors(NamedTuple):
 
         token_ids = self.token_ids[index, : 1 + num_logprobs].tolist()
         logprobs = self.logprobs[index, : 1 + num_logprobs].tolist()
-        text = decode or (lambda token_id: None)
+        text: Callable[[int], str | None] = decode or (lambda token_id: None)
         row = {token_ids[0]: Logprob(logprobs[0], int(self.ranks[index]), text(token_ids[0]))}
         rank, previous = 0, None
         for place, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:]), 1):

@@ -106,7 +106,7 @@ class Scheduler:
         if self.pacer is not None and not self.has_unfinished:
             self.pacer.started()
         seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
-        seq.stop_ids = frozenset(seq.params.stop_token_ids) | (
+        seq.stop_ids = frozenset(seq.params.stop_token_ids or ()) | (
             frozenset() if seq.params.ignore_eos else self.eos_token_ids
         )
         self.waiting[seq] = None

@@ -47,7 +47,7 @@ def _shared_fields(a: type, b: type) -> list[str]:
 
 def distance(a: Any, b: Any) -> float:
     """How far two plans are apart: doublings and halvings of the numbers that both have."""
-    pairs = ((getattr(a, name), getattr(b, name)) for name in _shared_fields(type(a), type(b)))
+    pairs = ((getattr(a, name), getattr(b, name)) for name in _shared_fields(a.__class__, b.__class__))
     return sum(float(x != y) if isinstance(x, bool) or not (x and y) else abs(math.log2(x / y)) for x, y in pairs)
 
 

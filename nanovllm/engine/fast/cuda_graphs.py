@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -125,7 +126,7 @@ class DecodeGraphs:
         with brief:
             self._backend.first_calls(lambda: [first_call(shape) for shape in self._first_shapes()])
         for shape in self._shapes():
-            self._graphs[shape] = self._backend.capture(lambda shape=shape: launch(shape))
+            self._graphs[shape] = self._backend.capture(partial(launch, shape))
 
     def _first_shapes(self) -> list[StepShape]:
         """What is created, compiled or measured in a first call. Small batches may have other kernels."""
@@ -173,7 +174,7 @@ class DecodeGraphs:
             return True
         model = StepShape(shape.rows, shape.context, shape.shared, shape.piggybacked)
         if model not in graphs:
-            graphs[model] = self._backend.capture(lambda: launch(model))
+            graphs[model] = self._backend.capture(partial(launch, model))
         graphs[model].replay()
         draw = graphs.get(StepShape(shape.rows, mode=shape.mode))
         if draw is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -114,7 +115,7 @@ class FastPaths:
         if self.prefill is not None and self.enabled.prefill_graphs:
             visits.append(self.prefill.visit)
         if self.enabled.warm_up and paged.device.type == "cuda":
-            warm_up.compile_ahead([lambda visit=visit: visit(logits) for visit in visits])
+            warm_up.compile_ahead([partial(visit, logits) for visit in visits])
             timer.end("kernels")
         make = self.policy.graph_backend or CudaGraphs
         backend: GraphBackend = make(paged.device)

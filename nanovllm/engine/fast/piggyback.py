@@ -118,19 +118,19 @@ class Piggyback:
             prompts: as `Prompt`, in the order in which they are computed.
             most: tokens of prompts at full speed.
         """
-        prompts = [Prompt(*prompt) for prompt in prompts]
-        end = prompts[0].output if horizon is None else horizon
+        left = [Prompt(*prompt) for prompt in prompts]
+        end = left[0].output if horizon is None else horizon
         totals = self.sizes.totals
 
         def rest_in_time(first: int, total: int = totals[-1]) -> bool:
-            return self._rest_in_time(first, ends, end, prompts, total)
+            return self._rest_in_time(first, ends, end, left, total)
 
         for total in totals:
             if rest_in_time(0, total):
                 return Pace(piggybacked=self.room(self.padded_rows(len(ends)), total))
         # The more go at once, the fewer are piggybacked: what these take from the others' room is less.
-        first = bisect_left(range(len(prompts)), True, lo=1, key=rest_in_time)
-        tokens = sum(prompt.tokens for prompt in prompts[:first])
+        first = bisect_left(range(len(left)), True, lo=1, key=rest_in_time)
+        tokens = sum(prompt.tokens for prompt in left[:first])
         return Pace(at_once=min(max(tokens, self.sizes.min_tokens_at_once), most))
 
     def _rest_in_time(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -65,8 +66,7 @@ class PrefillRunner:
         self._logits = logits
         # The largest first, so that smaller ones fit into the memory that these have.
         self._graphs = {
-            bucket: backend.capture(lambda bucket=bucket: self._run(bucket, logits))
-            for bucket in reversed(self.buckets)
+            bucket: backend.capture(partial(self._run, bucket, logits)) for bucket in reversed(self.buckets)
         }
 
     def visit(self, logits: torch.Tensor) -> None:

@@ -68,7 +68,8 @@ def _best(common: list[int]) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
     stack = [(0, 0, 0, found)]  # of open runs: blocks, start, what the runs inside of it save, and which they are
     for end, blocks in enumerate([*common, 0], 1):
-        start, saved, inside = end - 1, 0, []
+        inside: list[tuple[int, int, int]] = []
+        start, saved = end - 1, 0
         while stack[-1][0] > blocks:
             run_blocks, start, saved, inside = stack.pop()
             own = run_blocks * (end - start - 1)

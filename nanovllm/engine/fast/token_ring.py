@@ -51,8 +51,8 @@ class TokenRing:
             self._count = 0
             self.count.zero_()
             self._in_step = True
-        result = self._results[self._count % DEPTH]
-        result = None if result is None else result()
+        reference = self._results[self._count % DEPTH]
+        result = None if reference is None else reference()
         if result is not None:
             result.token_ids()
 

@@ -70,7 +70,7 @@ def verify_in_processes(
         if lacks_memory(verdict):
             again = verify_case(by_name[op], by_name[op].providers[provider], device, verdict.case)
             verdicts[op, provider, index] = again
-    return {pair: [verdicts[(*pair, index)] for index in range(len(of_op[pair[0]]))] for pair in pairs}
+    return {pair: [verdicts[pair + (index,)] for index in range(len(of_op[pair[0]]))] for pair in pairs}
 
 
 def shares(of_op: dict[str, list[Case]], pairs: Sequence[Pair], jobs: int) -> list[list[Task]]:
