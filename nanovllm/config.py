@@ -24,7 +24,8 @@ class EngineConfig:
     """Arguments of `LLM(model, ...)`. Names follow vLLM and nano-vLLM.
 
     Raises:
-        ValueError: a value of the wrong type or out of range; the message names the argument, the value and what is allowed.
+        ValueError: a value of the wrong type or out of range; the message names the argument, the value and what is
+            allowed.
         TypeError: an unknown argument; the message names the nearest known one.
     """
 
@@ -37,7 +38,10 @@ class EngineConfig:
     load_format: str = "auto"
     """"auto" (by what the path holds), "safetensors", "gguf", or "dummy" (random weights)."""
     dtype: str = "auto"
-    """Weights and activations, "bfloat16" or "bf16" and so on. "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU."""
+    """Weights and activations, "bfloat16" or "bf16" and so on.
+
+    "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU.
+    """
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
     max_model_len: int = 4096
@@ -51,9 +55,10 @@ class EngineConfig:
     kvcache_block_size: int = 256
     """Tokens a KV cache block. Small blocks share more prefixes; large blocks make shorter block tables."""
     kv_cache_dtype: str = "auto"
-    """The KV cache. "auto": as `dtype`; "fp8" halves its memory and reads, at a small loss of accuracy (docs/attention.md).
-    Keys and values a float32 rounding apart can be an fp8 step apart, so log-probabilities depend on the batch even with float32 weights: by
-    up to 0.006 in trials with random tiny models on a CPU."""
+    """The KV cache. "auto": as `dtype`; "fp8" halves its memory and reads, at a small loss of accuracy
+    (docs/attention.md). Keys and values a float32 rounding apart can be an fp8 step apart, so log-probabilities depend
+    on the batch even
+    with float32 weights: by up to 0.006 in trials with random tiny models on a CPU."""
     num_kvcache_blocks: int | None = None
     """Fixes the KV cache's size in blocks. None: what memory is left after a profiled forward pass."""
     enable_prefix_caching: bool = True
@@ -61,16 +66,21 @@ class EngineConfig:
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     capture_prefill: bool | None = None
-    """Steps of up to 4,096 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes. None:
-    where decode steps are. True: without CUDA graphs they are padded alike, for tests."""
+    """Steps of up to 4,096 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes.
+    None: where decode steps are. True: without CUDA graphs they are padded alike, for tests."""
     piggyback_prefill: bool | None = None
     """Prompts given to `generate` are computed together with decodes, a few tokens a step, if that lets all end sooner;
-    first tokens come later. None: where steps are CUDA graphs and a layer has so many weights that decodes leave room for it
-    (`engine/fast/piggyback.py`). `ride_prompts` is an older name of this argument."""
+    first tokens come later. None: where steps are CUDA graphs and a layer has so many weights that decodes leave room
+    for it (`engine/fast/piggyback.py`). `ride_prompts` is an older name of this argument."""
     fast_policy: FastPolicy | None = None
-    """Which fast paths are on, one by one, for tests and measurements (`engine/fast/policy.py`); the arguments above win."""
+    """Which fast paths are on, one by one, for tests and measurements (`engine/fast/policy.py`); the arguments above
+    win.
+    """
     max_logprobs: int = 20
-    """Most `logprobs` and `prompt_logprobs` that a request may ask for, since their cost grows with them. -1: any number."""
+    """Most `logprobs` and `prompt_logprobs` that a request may ask for, since their cost grows with them.
+
+    -1: any number.
+    """
     async_scheduling: bool | None = None
     """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""
     tensor_parallel_size: int = 1

@@ -29,8 +29,8 @@ class LLM:
     Raises:
         ValueError, TypeError, FileNotFoundError: an argument or the model is wrong; the message says what.
 
-    Threads may share an LLM: calls of `generate`, `chat` and `stream` that come at the same time share its batches, and each
-    returns when its own requests have ended.
+    Threads may share an LLM: calls of `generate`, `chat` and `stream` that come at the same time share its batches, and
+    each returns when its own requests have ended.
 
     Example:
         llm = LLM("path/to/Qwen3-0.6B")
@@ -71,8 +71,8 @@ class LLM:
 
         Args:
             prompts: one prompt or a list of them; a prompt is a string, a list of token ids, or a dict with "prompt" or
-                "prompt_token_ids". A dict may also have a "cache_salt", as in vLLM: cached prefixes are shared only among
-                prompts of the same salt.
+                "prompt_token_ids". A dict may also have a "cache_salt", as in vLLM: cached prefixes are shared only
+                among prompts of the same salt.
             sampling_params: for all prompts, or one for each.
             use_tqdm: show a progress bar with prompt and output tokens a second.
 
@@ -156,7 +156,8 @@ class LLM:
 
         Raises:
             ValueError, TypeError: the request cannot be served.
-            RuntimeError: in the iterator: a step failed that another stream or thread ran and that computed this request.
+            RuntimeError: in the iterator: a step failed that another stream or thread ran and that computed this
+                request.
         """
         if self.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer, and this engine has none; use generate")

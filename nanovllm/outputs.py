@@ -8,7 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Logprob:
-    """One candidate token: its natural log-probability under the raw logits, its rank (1 is the most likely), its text."""
+    """One candidate token: its natural log-probability under the raw logits, its rank (1 is the most likely), its
+    text.
+    """
 
     logprob: float
     rank: int

@@ -10,10 +10,12 @@ from typing import Any
 from nanovllm.arguments import rejects_unknown
 
 MAX_N = 128
-"""Most completions of a request: OpenAI's limit. Each is a sequence of its own, which the engine keeps from the start."""
+"""Most completions of a request: OpenAI's limit. Each is a sequence of its own, which the engine keeps from the
+start.
+"""
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
-"""Every new piece of text is searched for every stop string, and a stream keeps back as much text as the longest one has.
-OpenAI allows 4 stop strings; 64 of 1,024 characters cost about 0.1 ms a token on the host."""
+"""Every new piece of text is searched for every stop string, and a stream keeps back as much text as the longest one
+has. OpenAI allows 4 stop strings; 64 of 1,024 characters cost about 0.1 ms a token on the host."""
 
 
 @rejects_unknown

@@ -1,9 +1,10 @@
-"""What a float8 KV cache costs in accuracy: `python -m tests.fp8_accuracy` (SmolLM2-135M-Instruct, on the CPU, a minute).
+"""What a float8 KV cache costs in accuracy: `python -m tests.fp8_accuracy` (SmolLM2-135M-Instruct, on the CPU, a
+minute).
 
-The text is the beginning of Charles Darwin's "On the Origin of Species" (1859, public domain), kept beside the tests so that it
-stays what it is; the figures of docs/attention.md are of its first 1,024 tokens. It goes through the same float32 model with caches
-of different dtypes, in pieces of 256 tokens that attend to all before them. Stated: the error of the logits relative to those with
-a float32 cache, and the perplexity.
+The text is the beginning of Charles Darwin's "On the Origin of Species" (1859, public domain), kept beside the tests so
+that it stays what it is; the figures of docs/attention.md are of its first 1,024 tokens. It goes through the same
+float32 model with caches of different dtypes, in pieces of 256 tokens that attend to all before them. Stated: the error
+of the logits relative to those with a float32 cache, and the perplexity.
 """
 
 from __future__ import annotations

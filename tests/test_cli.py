@@ -169,7 +169,8 @@ def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path
         return compare.Measurement(declared.name, candidate.name, case, reason="not measured")
 
     monkeypatch.setattr(compare, "measure", measure)
-    kernels_bench.bench("rms_norm", device="cpu", save=tmp_path / "it.json", dtype="float32", shape=None, provider=None, compile=False,
+    kernels_bench.bench("rms_norm", device="cpu", save=tmp_path / "it.json", dtype="float32", shape=None, provider=None,
+    compile=False,
                         kernel_plugin=None, save_table=None, as_json=False)  # fmt: skip
     assert "stopped early" in capsys.readouterr().err
     assert len(json.loads((tmp_path / "it.json").read_text())["measurements"]) == 1

@@ -112,7 +112,8 @@ def test_every_command_on_every_gpu(args, gpu):
 
 
 @pytest.mark.parametrize(
-    "kind, named", [("layernorm", "layer_norm"), ("LayerNorm", "layer_norm"), ("rms-norm", "rms_norm"), ("rmsnorm", "rms_norm")]
+    "kind, named", [("layernorm", "layer_norm"), ("LayerNorm", "layer_norm"), ("rms-norm", "rms_norm"), ("rmsnorm",
+    "rms_norm")]
 )  # fmt: skip
 def test_rows_by_other_names(kind, named):
     args = ("--rows", 64, "--size", 512, "--gpu", "h100", "--top", 1, "--json")
@@ -137,18 +138,27 @@ def test_compiled_beside_predicted():
     [
         (("gemm", "--m", 0, "--n", 1, "--k", 1, "--gpu", "h100"), "m: expected a positive integer, not 0"),
         ((*GEMM[:-1], "h300"), "gpu: no preset for 'h300'; known are h100, h200, "),
-        ((*GEMM[:-1], "a100", "--dtype", "fp8"), "dtype: nvidia-a100 does not multiply float8; it multiplies float32, tfloat32"),
-        ((*GEMM, "--dtype", "fp61"), "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'fp61'; did you mean 'float16'?"),
-        ((*GEMM, "--dtype", "int8"), "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'int8'; packed weights are --weight int8"),
+        ((*GEMM[:-1], "a100", "--dtype", "fp8"),
+        "dtype: nvidia-a100 does not multiply float8; it multiplies float32, tfloat32"),
+        ((*GEMM, "--dtype", "fp61"),
+        "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'fp61'; did you mean 'float16'?"),
+        ((*GEMM, "--dtype", "int8"),
+        "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'int8'; packed weights are --weight int8"),
         ((*GEMM, "--weight", "int3"), "weight: expected one of int4, int8, float8, not 'int3'; did you mean"),
-        (("gemm", "--m", 1, "--n", 1, "--k", 100, "--weight", "int4", "--gpu", "h100"), "k: expected a multiple of the group of 128 weights"),
+        (("gemm", "--m", 1, "--n", 1, "--k", 100, "--weight", "int4", "--gpu", "h100"),
+        "k: expected a multiple of the group of 128 weights"),
         ((*GEMM, "--weight", "int4", "--compile"), "gemm: no kernel of nanovllm multiplies bfloat16 by int4"),
-        (("attention", "--query", 8, "--context", 4, "--gpu", "h100"), "context: expected at least the 8 query tokens, not 4"),
-        (("attention", "--query", 8, "--heads", 3, "--kv-heads", 2, "--gpu", "h100"), "heads: expected a multiple of the 2 KV heads"),
-        (("conv", "--channels", 1, "--filters", 1, "--height", 2, "--width", 2, "--gpu", "h100"), "filter_height: 3 taps with dilation 1"),
-        (("conv", "--channels", 1, "--filters", 1, "--height", 2, "--width", 2, "--kernel", "3x3x3"), "--kernel: expected a size such as 3"),
+        (("attention", "--query", 8, "--context", 4, "--gpu", "h100"),
+        "context: expected at least the 8 query tokens, not 4"),
+        (("attention", "--query", 8, "--heads", 3, "--kv-heads", 2, "--gpu", "h100"),
+        "heads: expected a multiple of the 2 KV heads"),
+        (("conv", "--channels", 1, "--filters", 1, "--height", 2, "--width", 2, "--gpu", "h100"),
+        "filter_height: 3 taps with dilation 1"),
+        (("conv", "--channels", 1, "--filters", 1, "--height", 2, "--width", 2, "--kernel", "3x3x3"),
+        "--kernel: expected a size such as 3"),
         (("elementwise", "--elements", -4, "--gpu", "h100"), "elements: expected a positive integer, not -4"),
-        (("reduction", "median", "--rows", 4, "--size", 4, "--gpu", "h100"), "kind: expected one of softmax, layer_norm, rms_norm, not 'median'"),
+        (("reduction", "median", "--rows", 4, "--size", 4, "--gpu", "h100"),
+        "kind: expected one of softmax, layer_norm, rms_norm, not 'median'"),
     ],
 )  # fmt: skip
 def test_what_a_user_can_mend_is_one_line(args, message):

@@ -1,4 +1,6 @@
-"""The text that docs/attention.md states the accuracy of float8 caches on: its figures hold as long as it stays the same."""
+"""The text that docs/attention.md states the accuracy of float8 caches on: its figures hold as long as it stays the
+same.
+"""
 
 import hashlib
 from pathlib import Path

@@ -34,7 +34,8 @@ def reference():
 
 def make(directory, **arguments):
     defaults = dict(
-        device=DEVICE, kvcache_block_size=16, num_kvcache_blocks=40, max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=64,
+        device=DEVICE, kvcache_block_size=16, num_kvcache_blocks=40, max_model_len=MAX_LEN, max_num_seqs=8,
+        max_num_batched_tokens=64,
         enforce_eager=True,
     )  # fmt: skip
     return LLM(directory, **defaults | arguments)
@@ -71,7 +72,8 @@ def greedy_text(reference, prompt, max_tokens=24):
 def test_every_form_of_a_prompt(llm, reference):
     ids = [TOKENIZER.encode(p) for p in PROMPTS]
     prompts = [
-        PROMPTS[0], ids[1], {"prompt": PROMPTS[2]}, {"prompt_token_ids": ids[0]}, {"prompt": "what was said", "prompt_token_ids": ids[1]},
+        PROMPTS[0], ids[1], {"prompt": PROMPTS[2]}, {"prompt_token_ids": ids[0]}, {"prompt": "what was said",
+        "prompt_token_ids": ids[1]},
         tuple(ids[2]), np.array(ids[0]), torch.tensor(ids[1]),
     ]  # fmt: skip
     outs = llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
 _MOST_HELD = 16
-"""Tokens that are kept back for an incomplete character, of a tokenizer whose bytes are not known. A character has at most
-four bytes; the others may be tokens without a text between them."""
+"""Tokens that are kept back for an incomplete character, of a tokenizer whose bytes are not known. A character has at
+most four bytes; the others may be tokens without a text between them."""
 
 
 class Pieces(Protocol):
@@ -180,8 +180,8 @@ class _BytePieces:
 
 
 class _DifferencePieces:
-    """Of any other tokenizer. A token's text can depend on its neighbours, for example a space before it, so a piece is the
-    difference between decoding a short run of tokens with and without the new ones."""
+    """Of any other tokenizer. A token's text can depend on its neighbours, for example a space before it, so a piece is
+    the difference between decoding a short run of tokens with and without the new ones."""
 
     def __init__(self, decoder: TextDecoder, skip_special_tokens: bool) -> None:
         self._decode = lambda token_ids: decoder.decode_whole(token_ids, skip_special_tokens)

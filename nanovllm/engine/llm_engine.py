@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Continuous batching over one model.
 
-    With asynchronous scheduling a step is launched before the one before it is read: the device never waits for the host,
-    and a sequence that turns out to have ended had one token too many computed, which is dropped.
+    With asynchronous scheduling a step is launched before the one before it is read: the device never waits for the
+    host, and a sequence that turns out to have ended had one token too many computed, which is dropped.
 
-    Threads: `make_request`, `queue` and `abort` may be called by any thread. `queue` and `abort` may also be called inside of a
+    Threads: `make_request`, `queue` and `abort` may be called by any thread. `queue` and `abort` may also be called
+        inside of a
     step, by a signal handler or by the garbage collector: they only append to an inbox, which the next step applies in
     order before it does anything else. Steps run one at a time. `StepLoop` shares them among threads that wait; a
     thread of its own may run them as well, and `Request.listener` tells others what came of it.
@@ -138,8 +139,8 @@ class LLMEngine:
     def queue(self, *requests: Request, offline: bool = False) -> None:
         """Start requests with the next step.
 
-        offline: only the time when all of them have ended matters, not that of their first tokens. Their prompts may then be
-            computed late (`engine/fast/piggyback.py`), and those with the longest outputs start first.
+        offline: only the time when all of them have ended matters, not that of their first tokens. Their prompts may
+            then be computed late (`engine/fast/piggyback.py`), and those with the longest outputs start first.
         """
         if offline and self.scheduler.pacer is not None:
             longest = self.runner.max_model_len
@@ -159,8 +160,8 @@ class LLMEngine:
         """Launch the next step and read the oldest one that is due; returns the requests that got tokens.
 
         Raises:
-            Whatever the forward pass raised. The requests that ran are ended with "abort" and have it as their `failure`; the
-            engine goes on with the others.
+            Whatever the forward pass raised. The requests that ran are ended with "abort" and have it as their
+            `failure`; the engine goes on with the others.
         """
         if self._stepping_thread == threading.get_ident() and self._stepping.locked():
             raise RuntimeError("a step was started inside of a step, for example by a signal handler; only abort there")
@@ -191,7 +192,9 @@ class LLMEngine:
             assert blocks.num_free_blocks == blocks.num_blocks, "blocks are lost"
 
     def _apply_inbox(self) -> None:
-        """An entry is removed after it was applied, and may be applied twice, since an interrupt can come at any line."""
+        """An entry is removed after it was applied, and may be applied twice, since an interrupt can come at any
+        line.
+        """
         while self._inbox:
             request, aborted = self._inbox[0]
             for completion in request.completions:
@@ -248,7 +251,8 @@ class LLMEngine:
             found[0].prompt_logprobs[prompt.start + i] = rows.row(i, count, self._token_text)
 
     def _abandon_running(self, failure: BaseException) -> None:
-        """End every sequence that ran or had a step in flight: after a failure nothing that was computed can be trusted.
+        """End every sequence that ran or had a step in flight: after a failure nothing that was computed can be
+        trusted.
 
         An interrupt can come in the middle of anything, so the scheduler's list of running sequences is not used: the
         sequences that do not wait are ended.

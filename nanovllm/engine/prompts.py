@@ -11,7 +11,9 @@ import numpy as np
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _EASY_CHARACTERS = 16
-"""Texts of so many characters a token that fits are tokenised at once: that takes less time than to look at the vocabulary."""
+"""Texts of so many characters a token that fits are tokenised at once: that takes less time than to look at the
+vocabulary.
+"""
 
 
 class Prompt(NamedTuple):
@@ -90,7 +92,8 @@ class PromptReader:
             length = len("".join(text.split())) if self._most_characters.without_spaces else len(text)
             if length > most:
                 raise ValueError(
-                    f"the prompt has {len(text)} characters, but max_model_len={self._max_model_len} allows {fits} tokens"
+                    f"the prompt has {len(text)} characters, but max_model_len={self._max_model_len} allows {fits}"
+                    f" tokens"
                     f" and one of output, and a token has at most {self._most_characters.number} characters;"
                     " shorten the prompt or raise max_model_len"
                 )
@@ -150,9 +153,9 @@ class MostCharacters(NamedTuple):
 def most_characters(tokenizer: Any) -> MostCharacters | None:
     """How many characters of a text a token can cover, or None where there is no such number.
 
-    There is none where a tokenizer drops characters (normalisers that strip, white space that only separates, characters that
-    the vocabulary does not have), or where one token stands for any run of them. The names of a token's bytes or
-    characters are as many as the characters it covers, or more.
+    There is none where a tokenizer drops characters (normalisers that strip, white space that only separates,
+    characters that the vocabulary does not have), or where one token stands for any run of them. The names of a token's
+    bytes or characters are as many as the characters it covers, or more.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.model).__name__ != "BPE":

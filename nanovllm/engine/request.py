@@ -16,7 +16,8 @@ from nanovllm.sampling_params import SamplingParams
 class Completion:
     """One sequence of a request, and its text.
 
-    Text is decoded token by token only for streams and stop strings, since that costs host time; otherwise once, at the end.
+    Text is decoded token by token only for streams and stop strings, since that costs host time; otherwise once, at the
+    end.
     """
 
     def __init__(self, seq: Sequence, decoder: TextDecoder | None, incremental: bool) -> None:
@@ -88,8 +89,8 @@ class Request:
 
     Attributes:
         offline: only the time of the request's end matters, not that of its first token.
-        listener: called with the request by the thread that runs the engine's steps: when a completion ended, when the request
-            was lost, and for an incremental request when it got a token. It must be quick and must not raise.
+        listener: called with the request by the thread that runs the engine's steps: when a completion ended, when the
+            request was lost, and for an incremental request when it got a token. It must be quick and must not raise.
         failure: what a failed step raised, if the request was lost by it.
     """
 

@@ -58,7 +58,9 @@ class Waiter:
             ) from self.lost.failure
 
     def close(self) -> None:
-        """Forget the requests and what failed, whose traceback refers to whoever waits: such a cycle would keep the engine."""
+        """Forget the requests and what failed, whose traceback refers to whoever waits: such a cycle would keep the
+        engine.
+        """
         for request in self._requests:
             request.listener = request.failure = None
         self.lost = None
@@ -77,10 +79,11 @@ class Waiter:
 class StepLoop:
     """Shares an engine's steps among threads.
 
-    The threads that wait stand in a queue. The first of them runs steps, for the requests of all, until its own have ended;
-    then the next one does. So a lone thread runs its steps without handing anything over, and a thread whose requests end
-    while another runs the steps goes on at once. A deque is the queue since appending to and removing from one are atomic:
-    there is no lock that an interrupt could leave locked.
+    The threads that wait stand in a queue. The first of them runs steps, for the requests of all, until its own have
+    ended; then the next one does. So a lone thread runs its steps without handing anything over, and a thread whose
+    requests end while another runs the steps goes on at once. A deque is the queue since appending to and removing from
+    one are
+    atomic: there is no lock that an interrupt could leave locked.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -88,7 +91,8 @@ class StepLoop:
         self._waiting: deque[Waiter] = deque()
 
     def wait(self, waiter: Waiter, until: Callable[[], bool], tick: Callable[[], None] | None = None) -> None:
-        """Return when `until()`, which depends on the waiter alone. tick: called after every step, or ten times a second.
+        """Return when `until()`, which depends on the waiter alone. tick: called after every step, or ten times a
+        second.
 
         Raises:
             RuntimeError: the same thread waits already, for example since a signal handler called `generate`.

@@ -42,9 +42,9 @@ class AttentionMetadata:
     shared: SharedPrefixes | None = None
     """In a batch of decodes alone: whose leading blocks are to be read once, if anybody's."""
     piggybacked: AttentionMetadata | None = None
-    """Runs of prompt tokens that are computed together with a batch of decodes: their tokens follow those of the decodes, and
-    every other field describes the decodes only. The attention of the two kinds runs concurrently, each with its own ops. So no
-    decode may attend to what a piggybacked run writes, nor the other way round."""
+    """Runs of prompt tokens that are computed together with a batch of decodes: their tokens follow those of the
+    decodes, and every other field describes the decodes only. The attention of the two kinds runs concurrently, each
+    with its own ops. So no decode may attend to what a piggybacked run writes, nor the other way round."""
 
     def paged(self, cache: LayerCache) -> PagedKV:
         """What a layer's attention needs of its cache."""
@@ -101,12 +101,14 @@ class Attention:
         metadata: AttentionMetadata,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As a call, of q, k and v as the QKV projection gives them: normalised and rotated first, in as few ops as may be.
+        """As a call, of q, k and v as the QKV projection gives them: normalised and rotated first, in as few ops as may
+        be.
 
         out: takes the result, if given: contiguous, as q.
 
         Raises:
-            ValueError: positions, k or v that are not one for each token of q, or heads or a dtype that do not fit the rest.
+            ValueError: positions, k or v that are not one for each token of q, or heads or a dtype that do not fit the
+                rest.
         """
         m = metadata
         tokens, _, head_dim = q.shape
@@ -144,7 +146,8 @@ class Attention:
             return self._qk_norm_rope_attention(q, new, kv, *options, out=out)
         if self._qk_norm_rope_store.used:
             q = self._qk_norm_rope_store(
-                positions, q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.slot_mapping, *norms, k_scale=cache.k_scale,
+                positions, q, k, v, rotary.cos_sin_cache, cache.k, cache.v, m.slot_mapping, *norms,
+                k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
             )  # fmt: skip
             return self.attend(q, cache, m, out)
@@ -160,7 +163,9 @@ class Attention:
         metadata: AttentionMetadata,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim] -> the shape of q, in `out` if it is given."""
+        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim] -> the shape of q, in
+        `out` if it is given.
+        """
         self._store_kvcache(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scale, cache.v_scale)
         return self.attend(q, cache, metadata, out)
 

@@ -83,7 +83,8 @@ def simulated_engine(
     runner = SimulatedRunner(num_blocks, budget, max_model_len, pacer)
     engine = LLMEngine(
         EngineConfig(
-            "smollm2-135m", load_format="dummy", skip_tokenizer_init=True, kvcache_block_size=BLOCK, max_num_seqs=max_num_seqs,
+            "smollm2-135m", load_format="dummy", skip_tokenizer_init=True, kvcache_block_size=BLOCK,
+            max_num_seqs=max_num_seqs,
             async_scheduling=asynchronous, enable_prefix_caching=caching,
         ),
         lambda *_: runner,

@@ -111,7 +111,9 @@ def test_tokens_that_differ_far_up_differ_in_hash():
 
 
 def test_hashes_cannot_be_foretold():
-    """Else token ids with the hash of another request's prefix could be constructed, which would then read its cache."""
+    """Else token ids with the hash of another request's prefix could be constructed, which would then read its
+    cache.
+    """
     first, second = make(range(9)), make(range(9))
     for seq in (first, second):
         BlockManager(16, BLOCK).match_prefix(seq)

@@ -43,7 +43,8 @@ def test_random_load(monkeypatch, asynchronous, failures):
                 prompt[-1] = rng.randint(1, 3)
                 max_tokens = rng.randint(1, 30)
                 params = SamplingParams(
-                    n=rng.randint(1, 3), seed=rng.randrange(3), max_tokens=max_tokens, min_tokens=rng.choice((0, max_tokens)),
+                    n=rng.randint(1, 3), seed=rng.randrange(3), max_tokens=max_tokens, min_tokens=rng.choice((0,
+                    max_tokens)),
                 )  # fmt: skip
                 requests.append((engine.make_request(prompt, params), prompt))
                 engine.queue(requests[-1][0], offline=piggyback is not None and rng.random() < 0.9)
@@ -170,7 +171,8 @@ def reference():
 
 def make(directory, **arguments):
     defaults = dict(
-        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=24, max_model_len=128, max_num_seqs=6,
+        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=24, max_model_len=128,
+        max_num_seqs=6,
         max_num_batched_tokens=40, enforce_eager=True,
     )  # fmt: skip
     return LLM(directory, **defaults | arguments)

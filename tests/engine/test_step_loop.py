@@ -1,4 +1,6 @@
-"""Threads that share an engine: one of them runs the steps, each gets what it asked for, and aborts come from anywhere."""
+"""Threads that share an engine: one of them runs the steps, each gets what it asked for, and aborts come from
+anywhere.
+"""
 
 import gc
 import threading
@@ -210,7 +212,8 @@ def test_an_abort_before_the_request_started(engine):
     assert request.finished and [c.finish_reason for c in request.output().outputs] == ["abort"] * 2
 
 
-# ------------------------------------------------------------------------------------------------ an LLM with a tokenizer
+# ------------------------------------------------------------------------------------------------ an LLM with a
+# tokenizer
 
 
 @pytest.fixture(scope="module")

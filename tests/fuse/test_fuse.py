@@ -1,4 +1,6 @@
-"""Tracing, predicted times, reports and measurements of fusion; groups, matches and loop nests have files of their own."""
+"""Tracing, predicted times, reports and measurements of fusion; groups, matches and loop nests have files of their
+own.
+"""
 
 import dataclasses
 import json
@@ -572,7 +574,8 @@ def test_measure_on_a_gpu(tmp_path, monkeypatch):
     found = agreement(rows)
     told = "\n".join(
         f"{r.ops}: unfused {1e6 * r.predicted_unfused:.1f} predicted, {1e6 * r.unfused.seconds:.1f} us; "
-        f"fused {1e6 * r.predicted_fused:.1f} predicted, compile {1e6 * r.compile.seconds:.1f}, ours {1e6 * r.ours.seconds:.1f} us"
+        f"fused {1e6 * r.predicted_fused:.1f} predicted, compile {1e6 * r.compile.seconds:.1f}, ours"
+        f" {1e6 * r.ours.seconds:.1f} us"
         for r in rows
     )
     # Of the five groups of several kernels two pairs have nearly the same gain: the two norms, and the two products

@@ -1,4 +1,6 @@
-"""Groups of random graphs: run one after the other they give what the graph gives, and what a fused kernel must not do they do not."""
+"""Groups of random graphs: run one after the other they give what the graph gives, and what a fused kernel must not
+do they do not.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ OPS = [
     lambda a, b: torch.softmax(a, -1), lambda a, b: torch.softmax(a, 0),
     lambda a, b: F.layer_norm(a, a.shape[-1:]), lambda a, b: torch.cumsum(a, 0),
     lambda a, b: a.t() if a.dim() == 2 else None,
-    lambda a, b: a.reshape(-1), lambda a, b: a.reshape(a.shape[0], -1, 2) if a.shape[-1] % 2 == 0 and a.dim() == 2 else None,
+    lambda a, b: a.reshape(-1), lambda a, b: a.reshape(a.shape[0], -1,
+    2) if a.shape[-1] % 2 == 0 and a.dim() == 2 else None,
     lambda a, b: a.flatten(0, 1) if a.dim() == 3 else None,
     lambda a, b: a.transpose(0, 1) if a.dim() == 3 else None,
     lambda a, b: a[..., : a.shape[-1] // 2] if a.shape[-1] > 1 else None,
@@ -39,9 +42,12 @@ OPS = [
     lambda a, b: a.repeat(2, *([1] * (a.dim() - 1))), lambda a, b: a.index_select(0, torch.arange(a.shape[0]).flip(0)),
     lambda a, b: F.linear(a, b) if b.dim() == 2 and a.dim() > 1 and a.shape[-1] == b.shape[-1] else None,
     lambda a, b: a @ b if a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] else None,
-    lambda a, b: a.mul_(1.5) if a.dim() == 1 else a.clone().add_(1), lambda a, b: a.add_(b) if a.shape == b.shape else None,
-    lambda a, b: a.tanh_(), lambda a, b: a.sub_(a.mean(-1, keepdim=True)), lambda a, b: a.add_(b.t()) if b.dim() == 2 else None,
-    lambda a, b: a.swapdims(0, 1) if a.dim() > 1 else None, lambda a, b: a.tensor_split(2)[0] if a.dim() else None, lambda a, b: a.expand(3, *a.shape).contiguous(),
+    lambda a, b: a.mul_(1.5) if a.dim() == 1 else a.clone().add_(1), lambda a,
+    b: a.add_(b) if a.shape == b.shape else None,
+    lambda a, b: a.tanh_(), lambda a, b: a.sub_(a.mean(-1, keepdim=True)), lambda a,
+    b: a.add_(b.t()) if b.dim() == 2 else None,
+    lambda a, b: a.swapdims(0, 1) if a.dim() > 1 else None, lambda a, b: a.tensor_split(2)[0] if a.dim() else None,
+    lambda a, b: a.expand(3, *a.shape).contiguous(),
 ]  # fmt: skip
 
 

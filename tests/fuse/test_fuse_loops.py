@@ -1,4 +1,6 @@
-"""Fusion and tiling of loop nests: what the analysis says is legal gives the same result when it is run, and the rest does not."""
+"""Fusion and tiling of loop nests: what the analysis says is legal gives the same result when it is run, and the
+rest does not.
+"""
 
 import itertools
 
@@ -229,7 +231,8 @@ def test_bounds_that_differ():
 
 def test_three_nests():
     f = fuses(
-        "for i in range(1, N):\n  B[i] = A[i]\nfor i in range(1, N):\n  C[i] = B[i + 1]\nfor i in range(1, N):\n  D[i] = C[i + 2] + B[i]\n",
+        "for i in range(1, N):\n  B[i] = A[i]\nfor i in range(1, N):\n  C[i] = B[i + 1]\nfor i in range(1, N):\n"
+        "  D[i] = C[i + 2] + B[i]\n",
         N=12,
     )
     assert f.depth == 0 and f.shift == ((0,), (1,), (3,))
@@ -259,7 +262,8 @@ def _nests(draw):
     for _ in range(draw(st.integers(2, 3))):
         write, *reads = (text(draw(_access)) for _ in range(3))
         loops.append(
-            f"for i in range({low}, {low + n}):\n  for j in range({m}):\n    {write} = {reads[0]} - 2 * {reads[1]} + i * 3 + j * j"
+            f"for i in range({low}, {low + n}):\n  for j in range({m}):\n    {write} = {reads[0]} - 2 * {reads[1]} +"
+            f" i * 3 + j * j"
         )
     return parse("\n".join(loops))
 

@@ -1,4 +1,6 @@
-"""Our ops are found where a graph writes out what they compute, only there, and give the same when they are put in place."""
+"""Our ops are found where a graph writes out what they compute, only there, and give the same when they are put in
+place.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Files of tuned configurations as the tests write them, and a lookup in them. The fixture `config_folders` says where they lie."""
+"""Files of tuned configurations as the tests write them, and a lookup in them.
+
+The fixture `config_folders` says where they lie.
+"""
 
 import json
 

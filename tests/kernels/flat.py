@@ -1,4 +1,6 @@
-"""Attention ops as functions of the fields of their records, so that a test can change one at a time: `k_cache` in place of `kv`."""
+"""Attention ops as functions of the fields of their records, so that a test can change one at a time: `k_cache` in
+place of `kv`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ATTENTION = (
 
 
 def flat(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A provider's function, or a wrapper of it with further keyword arguments, that takes the fields of the op's records."""
+    """A provider's function, or a wrapper of it with further keyword arguments, that takes the fields of the op's
+    records.
+    """
     return all_ops()[op].records.taking_fields(function)
 
 

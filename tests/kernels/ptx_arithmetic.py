@@ -1,4 +1,6 @@
-"""What arithmetic, bitwise and conversion instructions of PTX compute: a warp's 32 values at a time, as numpy arrays."""
+"""What arithmetic, bitwise and conversion instructions of PTX compute: a warp's 32 values at a time, as numpy
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import numpy as np
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 UNSIGNED = {1: U8, 2: U16, 4: U32, 8: U64}
 TYPES = {
-    "b16": U16, "u16": U16, "s16": np.int16, "b32": U32, "u32": U32, "s32": np.int32, "f32": np.float32, "b64": U64, "u64": U64,
+    "b16": U16, "u16": U16, "s16": np.int16, "b32": U32, "u32": U32, "s32": np.int32, "f32": np.float32, "b64": U64,
+    "u64": U64,
     "s64": np.int64,
 }  # fmt: skip
 
@@ -71,7 +74,10 @@ HALVES = {"bf16": (_bf16, _to_bf16), "f16": (_f16, _to_f16)}
 
 
 class Arithmetic:
-    """Instructions of a warp, which has `value`, `put` and the registers `r`. p: the operation's words; on: the threads that take part."""
+    """Instructions of a warp, which has `value`, `put` and the registers `r`.
+
+    p: the operation's words; on: the threads that take part.
+    """
 
     def calculate(self, p, args, on):
         t = p[-1]
@@ -87,9 +93,11 @@ class Arithmetic:
         """From exact values, rounded once."""
         with np.errstate(all="ignore"):
             table = {
-                "add": lambda: x[0] + x[1], "sub": lambda: x[0] - x[1], "mul": lambda: x[0] * x[1], "fma": lambda: x[0] * x[1] + x[2],
+                "add": lambda: x[0] + x[1], "sub": lambda: x[0] - x[1], "mul": lambda: x[0] * x[1],
+                "fma": lambda: x[0] * x[1] + x[2],
                 "max": lambda: np.fmax(x[0], x[1]), "min": lambda: np.fmin(x[0], x[1]), "div": lambda: x[0] / x[1],
-                "ex2": lambda: np.exp2(x[0]), "rsqrt": lambda: x[0] ** -0.5, "rcp": lambda: 1 / x[0], "neg": lambda: -x[0],
+                "ex2": lambda: np.exp2(x[0]), "rsqrt": lambda: x[0] ** -0.5, "rcp": lambda: 1 / x[0],
+                "neg": lambda: -x[0],
                 "abs": lambda: abs(x[0]),
             }  # fmt: skip
             return chosen(table, name)().astype(np.float32)
@@ -125,7 +133,8 @@ class Arithmetic:
         else:
             table = {
                 "add": lambda: x[0] + x[1], "sub": lambda: x[0] - x[1], "mul": lambda: x[0] * x[1],
-                "mad": lambda: x[0] * x[1] + x[2], "max": lambda: np.maximum(x[0], x[1]), "min": lambda: np.minimum(x[0], x[1]),
+                "mad": lambda: x[0] * x[1] + x[2], "max": lambda: np.maximum(x[0], x[1]),
+                "min": lambda: np.minimum(x[0], x[1]),
                 "neg": lambda: -x[0], "abs": lambda: abs(x[0]),
             }  # fmt: skip
             v = chosen(table, p[0])()
@@ -175,7 +184,8 @@ class Arithmetic:
         a, b = (read(self.value(x, U16)) if read else self.value(x, type_of(t)) for x in args[1:3])
         unordered = np.isnan(a) | np.isnan(b) if a.dtype.kind == "f" else np.zeros(self.n, bool)
         ordered = {
-            "eq": lambda: a == b, "ne": lambda: a != b, "lt": lambda: a < b, "le": lambda: a <= b, "gt": lambda: a > b, "ge": lambda: a >= b,
+            "eq": lambda: a == b, "ne": lambda: a != b, "lt": lambda: a < b, "le": lambda: a <= b, "gt": lambda: a > b,
+            "ge": lambda: a >= b,
             "num": lambda: ~unordered, "nan": lambda: unordered,
         }  # fmt: skip
         name = p[1]

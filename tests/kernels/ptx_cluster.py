@@ -1,4 +1,5 @@
-"""Blocks of a cluster, as the PTX manual says what their instructions do: their barrier, and stores to each other's shared memory.
+"""Blocks of a cluster, as the PTX manual says what their instructions do: their barrier, and stores to each other's
+shared memory.
 
 An address of another block is one of its own with the rank, and one, from bit `RANK` on.
 """
@@ -13,7 +14,9 @@ RANK = 24
 
 
 class Cluster:
-    """What blocks of a cluster share: their shared memory and barriers by rank, and the barrier where all of their warps arrive."""
+    """What blocks of a cluster share: their shared memory and barriers by rank, and the barrier where all of their
+    warps arrive.
+    """
 
     def __init__(self, warps):
         self.blocks, self.warps, self.arrived, self.phase = [], warps, 0, 0
@@ -28,7 +31,9 @@ class Cluster:
 
 
 class Clusters:
-    """`arrived_at`: the phase of the cluster's barrier that a warp has arrived at; None: never, -1: that one was waited for."""
+    """`arrived_at`: the phase of the cluster's barrier that a warp has arrived at; None: never, -1: that one was
+    waited for.
+    """
 
     def map_address(self, p, args, on):
         """An address of this block as the same of another of the cluster."""

@@ -1,13 +1,15 @@
-"""Runs compiled PTX of a Gluon kernel on the CPU: addresses, layouts of operands, arithmetic, barriers and copies, without a GPU.
+"""Runs compiled PTX of a Gluon kernel on the CPU: addresses, layouts of operands, arithmetic, barriers and copies,
+without a GPU.
 
-What an instruction does is taken from the PTX manual. The warps of a program run in random order, each as far as its next barrier, and
-some groups of four more often than others; a copy lands at once or at any time later; shared memory begins as NaN, and is NaN from
-a copy's start to its end. A copy to where a product of tensor cores still reads is an error. Programs run one after the other, in the order of
-the caller, or together, as any of their warps: so do the blocks of a cluster. An access to another block's shared memory is an error before the blocks
-have met and after that one's end. So is, if the machine is told of arrays, an access by a thread outside of them, and to some of them before
-the wait for the kernel before, or a store after the next kernel has been let in. Not checked: what of another program or kernel a thread
-sees when, and what the hardware asks of a descriptor.
-Python 3, numpy, about 20,000 instructions of a warp a second.
+What an instruction does is taken from the PTX manual. The warps of a program run in random order, each as far as its
+next barrier, and some groups of four more often than others; a copy lands at once or at any time later; shared memory
+begins as NaN, and is NaN from a copy's start to its end. A copy to where a product of tensor cores still reads is an
+error. Programs run one after the other, in the order of
+the caller, or together, as any of their warps: so do the blocks of a cluster. An access to another block's shared
+memory is an error before the blocks have met and after that one's end. So is, if the machine is told of arrays, an
+access by a thread outside of them, and to some of them before the wait for the kernel before, or a store after the next
+kernel has been let in. Not checked: what of another program or kernel a thread sees when, and what the hardware asks of
+a descriptor. Python 3, numpy, about 20,000 instructions of a warp a second.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _BITS = {"b16": 16, "b32": 32, "b64": 64}
 
 
 def parse(ptx):
-    """-> ([(guard is negated, guard or None, words of the operation, operands)], label -> index, {a shared variable: (address, bytes)}).
+    """-> ([(guard is negated, guard or None, words of the operation, operands)], label -> index, {a shared variable:
+    (address, bytes)}).
 
     Variables lie before dynamic shared memory, whose address is the one of `global_smem`.
     """
@@ -82,7 +85,8 @@ class Machine:
         parameters: numbers in the kernel's order; addresses are from BASE on. memory: uint8 [bytes], global memory.
         descriptors: index of a parameter -> (the tensor as a uint16 view of memory, its box).
         shared: bytes of shared memory.
-        arrays: name -> (address, bytes), outside of which no thread may read or write; the copy engine may. None: not checked.
+        arrays: name -> (address, bytes), outside of which no thread may read or write; the copy engine may. None: not
+            checked.
         late: names of those that nobody may touch before the wait for the kernel before this one.
         early: names of those that no program may write once it has let the next kernel start.
     """
@@ -151,8 +155,8 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         self.__dict__.update(of_block)
 
     def go(self):
-        """To the next point where others have to do something: (name of a barrier, warps or 0 for all), "waits" for an mbarrier, or
-        "done"."""
+        """To the next point where others have to do something: (name of a barrier, warps or 0 for all), "waits" for an
+        mbarrier, or "done"."""
         while self.at < len(self.lines):
             negated, guard, p, args = self.lines[self.at]
             on = np.ones(self.n, bool)
@@ -359,14 +363,17 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
 
 
 _METHODS = {
-    **dict.fromkeys(("add", "sub", "mul", "fma", "max", "min", "neg", "abs", "div", "rem", "mad", "ex2", "rsqrt", "rcp"), Warp.calculate),
+    **dict.fromkeys(("add", "sub", "mul", "fma", "max", "min", "neg", "abs", "div", "rem", "mad", "ex2", "rsqrt",
+    "rcp"), Warp.calculate),
     **dict.fromkeys(("and", "or", "xor", "not", "shl", "shr", "shf", "lop3", "bfe", "popc"), Warp.bitwise),
     "prmt": Warp.permute,
     **dict.fromkeys(("bar", "fence", "setmaxnreg", ""), Warp.nothing), "griddepcontrol": Warp.depend,
     **dict.fromkeys(("ld", "st"), Warp.access),
     **dict.fromkeys(("mov", "cvta"), Warp.move),
-    "setp": Warp.compare, "selp": Warp.select, "cvt": Warp.convert, "shfl": Warp.shuffle, "redux": Warp.reduce, "elect": Warp.elect,
-    "atom": Warp.add_atomically, "mapa": Warp.map_address, "barrier": Warp.meet, "mbarrier": Warp.barrier, "cp": Warp.copy, "ldmatrix": Warp.load_matrices,
+    "setp": Warp.compare, "selp": Warp.select, "cvt": Warp.convert, "shfl": Warp.shuffle, "redux": Warp.reduce,
+    "elect": Warp.elect,
+    "atom": Warp.add_atomically, "mapa": Warp.map_address, "barrier": Warp.meet, "mbarrier": Warp.barrier,
+    "cp": Warp.copy, "ldmatrix": Warp.load_matrices,
     "stmatrix": Warp.store_matrices, "movmatrix": Warp.move_matrix, "mma": Warp.multiply,
     "wgmma": Warp.multiply_group,
 }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Matrices in a warp's registers, the copy engine and its barriers, as the PTX manual says what their instructions do."""
+"""Matrices in a warp's registers, the copy engine and its barriers, as the PTX manual says what their instructions
+do.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from tests.kernels.ptx_arithmetic import HALVES, U8, U16, U32, U64, UnknownInstr
 
 
 class Matrices:
-    """Mostly 8 x 8 matrices of 16-bit elements: thread i of a warp has elements 2 i % 8 and the one after it of row i // 4."""
+    """Mostly 8 x 8 matrices of 16-bit elements: thread i of a warp has elements 2 i % 8 and the one after it of row
+    i // 4.
+    """
 
     def load_matrices(self, p, args, on):
         names, at = self.names(args[0]), self.address(args[1]).reshape(-1, 8)  # eight threads give a matrix' rows
@@ -89,8 +93,8 @@ class Matrices:
             self.put(name, v, on)
 
     def _lines(self, descriptor, rows, kind, transposed=False):
-        """[rows, 16] of a matrix in shared memory, in lines of 128 bytes: 16 columns of each row, whose groups of eight are as far
-        apart as the descriptor says; transposed: 16 lines of 64 rows each."""
+        """[rows, 16] of a matrix in shared memory, in lines of 128 bytes: 16 columns of each row, whose groups of eight
+        are as far apart as the descriptor says; transposed: 16 lines of 64 rows each."""
         d = self.value(descriptor, U64)
         assert (d == d[0]).all()
         first, far, near, kind_of_swizzle = (int(d[0]) >> i & 0x3FFF for i in (0, 16, 32, 62))
@@ -175,7 +179,8 @@ class Copies:
             def arrive(data=data, source=tuple(source), into=tuple(into), tensor=tensor, target=target, line=line, b=b):
                 if all(s.stop > s.start for s in source):
                     data[into] = tensor[source]
-                # Of a piece's address, in 16 bytes, the bits from 3 on change the lower 3 bits, or in lines of 64 bytes the lower 2.
+                # Of a piece's address, in 16 bytes, the bits from 3 on change the lower 3 bits, or in lines of 64 bytes
+                # the lower 2.
                 pieces = data.reshape(-1, 8)
                 at = np.arange(len(pieces)) + target // 16
                 swizzled = np.empty_like(pieces)

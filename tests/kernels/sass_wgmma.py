@@ -1,7 +1,9 @@
-"""Reads a Hopper kernel's machine code: does anything touch registers that an asynchronous tensor-core product still uses?
+"""Reads a Hopper kernel's machine code: does anything touch registers that an asynchronous tensor-core product still
+uses?
 
-PTX may be right and the machine code wrong: ptxas of CUDA 12.8 was seen to move the conversion of sums above `wgmma.wait_group 0`, where an
-earlier wait, in a loop, named the same registers. An emulator of PTX cannot see that, and on a GPU it is a race.
+PTX may be right and the machine code wrong: ptxas of CUDA 12.8 was seen to move the conversion of sums above
+`wgmma.wait_group 0`, where an earlier wait, in a loop, named the same registers. An emulator of PTX cannot see that,
+and on a GPU it is a race.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def _accesses(instruction: Instruction) -> tuple[set[int], set[int]]:
 
 
 def _product(instruction: Instruction, match: re.Match[str]) -> tuple[Span, list[Span]]:
-    """(the sums, all registers) of a product: of 64 rows over 128 threads, of 32 or 16 bits, and 4 of an operand that is not in memory."""
+    """(the sums, all registers) of a product: of 64 rows over 128 threads, of 32 or 16 bits, and 4 of an operand
+    that is not in memory.
+    """
     numbers = [re.match(r"R(\d+)", operand) for operand in instruction.operands[:2]]
     if numbers[0] is None:
         raise ValueError(f"expected a product that names its sums first, got {instruction}")
@@ -93,10 +97,13 @@ def _product(instruction: Instruction, match: re.Match[str]) -> tuple[Span, list
 def touched_in_flight(sass: str) -> list[str]:
     """Instructions that, on some path, touch registers of a product before it has been waited for.
 
-    Those are: its sums, but for a product that adds to the very same ones; and an operand in registers, which may be read. A product is
-    waited for with its group: those up to one that says gsb0. `WARPGROUP.DEPBAR.LE gsb0, N` leaves the newest N groups under way.
+    Those are: its sums, but for a product that adds to the very same ones; and an operand in registers, which may be
+    read. A product is
+    waited for with its group: those up to one that says gsb0. `WARPGROUP.DEPBAR.LE gsb0, N` leaves the newest N groups
+    under way.
 
-    Every branch is taken and not taken, whatever its predicate, and an indexed one goes to all code that nothing falls into.
+    Every branch is taken and not taken, whatever its predicate, and an indexed one goes to all code that nothing falls
+    into.
 
     Raises:
         ValueError: there are no products, one is not reached, or there is a call, which is not followed.

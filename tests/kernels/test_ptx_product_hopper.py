@@ -34,13 +34,15 @@ def compiled(plan, tokens, outputs, gated, bias):
 
     first = _FIRST.get(tokens, tokens)
     constants = {
-        "OUTPUTS": outputs, "TOKENS": first, "MORE": tokens - first, "CHUNKS": plan.chunks, "SLOTS": plan.slots, "ROUNDS": plan.rounds, "SPLITS": plan.splits,
+        "OUTPUTS": outputs, "TOKENS": first, "MORE": tokens - first, "CHUNKS": plan.chunks, "SLOTS": plan.slots,
+        "ROUNDS": plan.rounds, "SPLITS": plan.splits,
         "GATED": gated, "BIAS": bias,
     }  # fmt: skip
     signature = {
         "weight": boxes(plan.chunks, 4, 2, 8, 64) if gated else boxes(plan.chunks, 64, 64),
         "x": boxes(plan.chunks, first, 64), "x_more": boxes(plan.chunks, tokens - first or first, 64),
-        "bias": "*bf16", "y": "*fp32" if plan.splits > 1 else "*bf16", "num_tokens": "i32", **dict.fromkeys(constants, "constexpr"),
+        "bias": "*bf16", "y": "*fp32" if plan.splits > 1 else "*bf16", "num_tokens": "i32", **dict.fromkeys(constants,
+        "constexpr"),
     }  # fmt: skip
     source = GluonASTSource(hopper_product_kernel, signature, constants, {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
@@ -73,7 +75,8 @@ def test_the_compiled_product(tokens, rows, columns, plan, gated, bias):
     g = torch.Generator().manual_seed(tokens)
     size, outputs, padded = 64 * columns, rows // 2 if gated else rows, hopper_product_tokens(tokens, plan.block)
     given = {
-        "x": torch.randn(tokens, size, generator=g).to(BF16), "w": (torch.randn(rows, size, generator=g) * size**-0.5).to(BF16),
+        "x": torch.randn(tokens, size, generator=g).to(BF16), "w": (torch.randn(rows, size,
+        generator=g) * size**-0.5).to(BF16),
         "b": torch.randn(rows, generator=g).to(BF16),
     }  # fmt: skip
     kind = torch.float32 if plan.splits > 1 else BF16

@@ -1,4 +1,5 @@
-"""The CUDA C++ of the lessons and of the guide computes the right thing: compiled for the CPU, a thread for each CUDA thread.
+"""The CUDA C++ of the lessons and of the guide computes the right thing: compiled for the CPU, a thread for each CUDA
+thread.
 
 `cuda_on_cpu.hpp` has the little of CUDA that they use. The sources are taken as they are but for what is not C++:
 launches, inline PTX, dynamic shared memory. Needs a compiler for C++20 and CUDA's headers; the GPU tests need neither.

@@ -92,7 +92,9 @@ def test_prefill_then_decode(options, scaled):
 )
 @pytest.mark.parametrize("n", [1, 2, 5, 18, 40])
 def test_the_last_tokens_of_each_sequence(n, options):
-    """Few query tokens, where the host knows the lengths and where it does not; zeros before a sequence's first token."""
+    """Few query tokens, where the host knows the lengths and where it does not; zeros before a sequence's first
+    token.
+    """
     q, k, v, cache, table = batch()
     store_kvcache.native(k, v, cache.k, cache.v, slots(table))
     queries, want, start = torch.randn(3, n, HEADS, DIM, dtype=torch.float64), torch.zeros(3, n, HEADS, DIM).double(), 0
@@ -124,7 +126,9 @@ def test_narrow_caches_lose_what_their_mantissa_lacks(cache_dtype, error):
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("fused", [(), ("qk_norm_rope_store",), ("qk_norm_rope_store", "qk_norm_rope_attention")])
 def test_from_the_projection(fused, norm, riding):
-    """Whatever is fused: the same as rotating first. The op for decoding is used for steps that only decode, and beside riders."""
+    """Whatever is fused: the same as rotating first. The op for decoding is used for steps that only decode, and
+    beside riders.
+    """
     q, k, v, cache, table = batch(torch.float32)
     calls = []
 
@@ -433,7 +437,8 @@ def test_as_many_queries_for_each_sequence():
 def fused(lens=LENS, rows=48, **changes):
     q, k, v, cache, table = batch(torch.float32)
     arguments = {
-        "q": q[:3], "k": k[:3], "v": v[:3], "cos_sin_cache": torch.zeros(rows, DIM), "k_cache": cache.k, "v_cache": cache.v,
+        "q": q[:3], "k": k[:3], "v": v[:3], "cos_sin_cache": torch.zeros(rows, DIM), "k_cache": cache.k,
+        "v_cache": cache.v,
         "block_table": table, "context_lens": int32(*lens), "max_context_len": 48, "scale": 0.3,
     }  # fmt: skip
     return FLAT.qk_norm_rope_attention(**{**arguments, **changes})

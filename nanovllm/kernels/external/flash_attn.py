@@ -1,9 +1,10 @@
 """Attention by FlashAttention 2, 3 or 4, whichever is installed and runs on the GPU.
 
 Packages, and where they are preferred: FlashAttention 3 (`flash_attn_interface`, or the copy in vLLM) on Hopper;
-FlashAttention 4 (`flash_attn.cute`) on datacentre Blackwell; FlashAttention 2 (`flash_attn`, or vLLM's copy) elsewhere. One that is
-installed and cannot be imported, as one built for another torch, is passed over, and is a reason. They read the lengths on the
-device, so a CUDA graph replays with other lengths and block tables. https://github.com/Dao-AILab/flash-attention
+FlashAttention 4 (`flash_attn.cute`) on datacentre Blackwell; FlashAttention 2 (`flash_attn`, or vLLM's copy) elsewhere.
+One that is installed and cannot be imported, as one built for another torch, is passed over, and is a reason. They read
+the lengths on the device, so a CUDA graph replays with other lengths and block tables.
+https://github.com/Dao-AILab/flash-attention
 """
 
 from __future__ import annotations
@@ -214,7 +215,8 @@ def _attend(q, kv, starts, max_query_len, scale, window, soft_cap) -> torch.Tens
 
 def _call_flash_attn_3(q, kv, starts, max_query_len, scale, sides, soft_cap):
     return _function("flash_attn_interface", "flash_attn_with_kvcache")(
-        q, kv.k_cache, kv.v_cache, cache_seqlens=kv.context_lens, page_table=kv.block_table, cu_seqlens_q=starts, max_seqlen_q=max_query_len, softmax_scale=scale,
+        q, kv.k_cache, kv.v_cache, cache_seqlens=kv.context_lens, page_table=kv.block_table, cu_seqlens_q=starts,
+        max_seqlen_q=max_query_len, softmax_scale=scale,
         causal=True, window_size=sides, softcap=soft_cap,
     )  # fmt: skip
 
@@ -222,7 +224,8 @@ def _call_flash_attn_3(q, kv, starts, max_query_len, scale, sides, soft_cap):
 def _call_vllm(number: int) -> Callable[..., torch.Tensor]:
     def call(q, kv, starts, max_query_len, scale, sides, soft_cap):
         return _function("vllm.vllm_flash_attn.flash_attn_interface", "flash_attn_varlen_func")(
-            q, kv.k_cache, kv.v_cache, max_query_len, starts, kv.max_context_len, seqused_k=kv.context_lens, softmax_scale=scale, causal=True,
+            q, kv.k_cache, kv.v_cache, max_query_len, starts, kv.max_context_len, seqused_k=kv.context_lens,
+            softmax_scale=scale, causal=True,
             window_size=list(sides), softcap=soft_cap, block_table=kv.block_table, fa_version=number,
         )  # fmt: skip
 
@@ -232,7 +235,8 @@ def _call_vllm(number: int) -> Callable[..., torch.Tensor]:
 def _call_flash_attn_4(q, kv, starts, max_query_len, scale, sides, soft_cap):
     left, right = (None if s < 0 else s for s in sides)
     result = _function("flash_attn.cute", "flash_attn_varlen_func")(
-        q, kv.k_cache, kv.v_cache, cu_seqlens_q=starts, seqused_k=kv.context_lens, max_seqlen_q=max_query_len, max_seqlen_k=kv.max_context_len, page_table=kv.block_table,
+        q, kv.k_cache, kv.v_cache, cu_seqlens_q=starts, seqused_k=kv.context_lens, max_seqlen_q=max_query_len,
+        max_seqlen_k=kv.max_context_len, page_table=kv.block_table,
         softmax_scale=scale, causal=True, window_size=(left, right), softcap=soft_cap,
     )  # fmt: skip
     return result[0] if isinstance(result, tuple) else result
@@ -242,14 +246,16 @@ def _call_flash_attn_2(q, kv, starts, max_query_len, scale, sides, soft_cap):
     if max_query_len <= _FEW and kv.num_seqs * max_query_len == q.shape[0]:
         # No run is longer, so all are as long: this function splits long contexts over the GPU.
         o = _function("flash_attn", "flash_attn_with_kvcache")(
-            q.unflatten(0, (kv.num_seqs, max_query_len)), kv.k_cache, kv.v_cache, cache_seqlens=kv.context_lens, block_table=kv.block_table, softmax_scale=scale,
+            q.unflatten(0, (kv.num_seqs, max_query_len)), kv.k_cache, kv.v_cache, cache_seqlens=kv.context_lens,
+            block_table=kv.block_table, softmax_scale=scale,
             causal=True, window_size=sides, softcap=soft_cap,
         )  # fmt: skip
         return o.flatten(0, 1)
     ends = torch.zeros(kv.num_seqs + 1, dtype=torch.int32, device=q.device)
     torch.cumsum(kv.context_lens, 0, dtype=torch.int32, out=ends[1:])
     return _function("flash_attn", "flash_attn_varlen_func")(
-        q, kv.k_cache, kv.v_cache, starts, ends, max_query_len, kv.max_context_len, softmax_scale=scale, causal=True, window_size=sides,
+        q, kv.k_cache, kv.v_cache, starts, ends, max_query_len, kv.max_context_len, softmax_scale=scale, causal=True,
+        window_size=sides,
         softcap=soft_cap, block_table=kv.block_table,
     )  # fmt: skip
 

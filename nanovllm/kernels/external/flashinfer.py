@@ -1,12 +1,13 @@
 """Attention by FlashInfer: its wrappers for a paged cache, planned and run in one call.
 
-FlashInfer plans a batch on the host, from the lengths, before it runs on the device. The ops have the lengths on the device
-alone, so every call here copies them to the host and waits: right for any lengths, but a stall a layer, and impossible while a
-CUDA graph is being captured (a plan that was made at capture would be wrong for the lengths of a replay). So a call during a
-capture is refused. https://docs.flashinfer.ai
+FlashInfer plans a batch on the host, from the lengths, before it runs on the device. The ops have the lengths on the
+device
+alone, so every call here copies them to the host and waits: right for any lengths, but a stall a layer, and impossible
+while a CUDA graph is being captured (a plan that was made at capture would be wrong for the lengths of a replay). So a
+call during a capture is refused. https://docs.flashinfer.ai
 
-For the benchmark alone each function has `planned`: the plan is made once, and what it returns runs any number of times, in a
-graph too, on those lengths and that block table.
+For the benchmark alone each function has `planned`: the plan is made once, and what it returns runs any number of
+times, in a graph too, on those lengths and that block table.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _plan_decode(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """What computes `attention_decode` of these lengths and blocks, from the queries and the cache as they are when it is called.
+    """What computes `attention_decode` of these lengths and blocks, from the queries and the cache as they are when it
+    is called.
 
     wrapper_for: (kind, device, whether with tensor cores) -> the wrapper to plan with.
     """
@@ -109,7 +111,8 @@ def _plan_decode(
     # The kernel without tensor cores reads the cache as fast, but is made for few query heads a KV head.
     wrapper = wrapper_for("decode", q.device, num_heads // kv.num_kv_heads not in (1, 2))
     wrapper.plan(
-        starts, blocks, last, num_heads, kv.num_kv_heads, q.shape[2], kv.block_size, **_options(q, scale, window, soft_cap)
+        starts, blocks, last, num_heads, kv.num_kv_heads, q.shape[2], kv.block_size, **_options(q, scale, window,
+        soft_cap)
     )  # fmt: skip
     return partial(_run, wrapper, q, kv, _rows(lens == 0, q.device))
 
@@ -165,7 +168,9 @@ def _options(q: torch.Tensor, scale: float, window: int | None, soft_cap: float 
 
 
 def _pages(kv: PagedKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(lengths, where each sequence's blocks start, all blocks, tokens in each last block); all but the blocks on the host."""
+    """(lengths, where each sequence's blocks start, all blocks, tokens in each last block); all but the blocks on
+    the host.
+    """
     lens, block_size, block_table = kv.context_lens.cpu(), kv.block_size, kv.block_table
     counts = (lens + block_size - 1) // block_size
     starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
@@ -178,12 +183,17 @@ def _pages(kv: PagedKV) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 def _rows(empty: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    """On the device, which rows of the result are of sequences without tokens; None: none are. `empty` is on the host."""
+    """On the device, which rows of the result are of sequences without tokens; None: none are. `empty` is on the
+    host.
+    """
     return empty.nonzero().flatten().to(device) if empty.any() else None
 
 
 def _run(wrapper: Any, q: torch.Tensor, kv: PagedKV, empty: torch.Tensor | None) -> torch.Tensor:
-    """Launches only, so that a graph can hold it. Without `out` the prefill wrapper would fill its result with zeros first."""
+    """Launches only, so that a graph can hold it.
+
+    Without `out` the prefill wrapper would fill its result with zeros first.
+    """
     q = q.contiguous()
     out = wrapper.run(q, (kv.k_cache, kv.v_cache), out=torch.empty_like(q))
     return out if empty is None else out.index_fill_(0, empty, 0)
@@ -202,7 +212,10 @@ def _wrapper(kind: str, device: torch.device, stream: int, tensor_cores: bool) -
 
 
 def _wrapper_of_its_own(kind: str, device: torch.device, tensor_cores: bool) -> Any:
-    """A wrapper holds one plan. Those of several share the memory of parts to be combined: they are not to run at the same time."""
+    """A wrapper holds one plan.
+
+    Those of several share the memory of parts to be combined: they are not to run at the same time.
+    """
     return _new_wrapper(kind, tensor_cores, _shared_workspace(device))
 
 

@@ -1,8 +1,9 @@
 """Arguments that belong together, as one parameter of an op: `kv: PagedKV` in place of seven tensors and numbers.
 
-The functions of an op take the record, a frozen dataclass. Everything that an op declares names the record's fields instead, as if
-each were a parameter of its own: argument patterns, inputs, cost, what the op writes to, and the schema in `torch.ops.nanovllm`.
-`Records` converts between the two forms, called grouped and flat here.
+The functions of an op take the record, a frozen dataclass. Everything that an op declares names the record's fields
+instead, as if
+each were a parameter of its own: argument patterns, inputs, cost, what the op writes to, and the schema in
+`torch.ops.nanovllm`. `Records` converts between the two forms, called grouped and flat here.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class Records:
     """The parameters of a function that are records.
 
     Attributes:
-        flat: the function's signature with each record's fields in place of the record. Arguments that have a default come last,
-            those of the function itself before those of its records.
+        flat: the function's signature with each record's fields in place of the record. Arguments that have a default
+            come last, those of the function itself before those of its records.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -53,7 +54,9 @@ class Records:
         return given
 
     def group(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse of `flatten`: arguments as the function takes them. Records that are there already stay as they are."""
+        """The inverse of `flatten`: arguments as the function takes them. Records that are there already stay as
+        they are.
+        """
         given = dict(arguments)
         for name, record in self._of.items():
             if name not in given:

@@ -149,7 +149,9 @@ class OpDeclaration:
         self.providers[provider.name] = dataclasses.replace(provider, support=support, origin=origin)
 
     def bind(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
-        """Arguments by name, such as the op's inputs are, as its functions take them: with records in place of their fields."""
+        """Arguments by name, such as the op's inputs are, as its functions take them: with records in place of their
+        fields.
+        """
         return self.signature.bind(**self.records.group(arguments))
 
     def refusal(self, provider: Provider, *args: Any, **kwargs: Any) -> str | None:

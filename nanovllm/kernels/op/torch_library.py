@@ -26,8 +26,8 @@ _LIBRARIES: dict[str, torch.library.Library] = {}
 def register(declared: Op) -> None:
     """Define `torch.ops.nanovllm.<name>`: functional but for the arguments that the op is declared to write to.
 
-    Results are contiguous, whatever the provider. The schema follows from the reference's annotations. The fields of a record are
-    arguments of their own (`records.py`).
+    Results are contiguous, whatever the provider. The schema follows from the reference's annotations. The fields of a
+    record are arguments of their own (`records.py`).
     """
     schema = torch.library.infer_schema(declared.records.taking_fields(declared.native), mutates_args=declared.mutates)
     library = torch.library.Library("nanovllm", "FRAGMENT")

@@ -11,8 +11,8 @@ from nanovllm.kernels.ops.attention_inputs import FEW, PREFILL
 from nanovllm.kernels.ops.checks import check_prefill, check_query_tokens
 from nanovllm.kernels.ops.paged_kv import PagedKV
 
-# The reference gathers a sequence's blocks into contiguous memory, in pieces of about this size. So a large batch or a long
-# prompt needs no more memory.
+# The reference gathers a sequence's blocks into contiguous memory, in pieces of about this size. So a large batch or a
+# long prompt needs no more memory.
 _PIECE_BYTES = 256 * 2**20
 
 
@@ -22,24 +22,26 @@ def attention_decode(
 ) -> torch.Tensor:
     """The last token of each sequence, or the last n of each, against all of its cached tokens, its own included.
 
-    n is the same for all sequences: q.shape[0] / num_seqs, at least 1. Query i of n stands at position context_len - n + i and
-    sees the tokens up to its own. This op is for few query tokens, such as a draft to be verified: contexts are split over the
-    GPU, and every cached token is read once for all n. Many query tokens, or a different number for each sequence, are for
-    `attention_prefill` ("A few query tokens" in docs/attention.md).
+    n is the same for all sequences: q.shape[0] / num_seqs, at least 1. Query i of n stands at position context_len - n
+    + i and sees the tokens up to its own. This op is for few query tokens, such as a draft to be verified: contexts are
+    split over the GPU, and every cached token is read once for all n. Many query tokens, or a different number for each
+    sequence, are for `attention_prefill` ("A few query tokens" in docs/attention.md).
 
     Args:
         q: [num_seqs * n, num_heads, head_dim]: all queries of one sequence, then those of the next.
-        kv: the cache. Lengths count the n query tokens. A sequence of length 0 gets zeros. One of a length below n gets zeros for
-            its first queries, which stand before its first token.
+        kv: the cache. Lengths count the n query tokens. A sequence of length 0 gets zeros. One of a length below n gets
+            zeros for its first queries, which stand before its first token.
         scale: multiplies q @ k.
         window: if given, a query attends to the last `window` tokens up to its own, which counts as one of them.
         soft_cap: if given, a score s, scale included, becomes soft_cap * tanh(s / soft_cap).
 
     Returns:
-        [num_seqs * n, num_heads, head_dim], the dtype of q. Cache slots beyond context_lens never influence it, NaN or not.
+        [num_seqs * n, num_heads, head_dim], the dtype of q. Cache slots beyond context_lens never influence it, NaN or
+        not.
 
     Raises:
-        ValueError: arguments do not fit together. Lengths and blocks are checked on a CPU, elsewhere with NANOVLLM_CHECK=1.
+        ValueError: arguments do not fit together. Lengths and blocks are checked on a CPU, elsewhere with
+            NANOVLLM_CHECK=1.
     """
     queries = check_query_tokens(q, kv, scale, window, soft_cap)
     compute = _decode_one_by_one if q.device.type == "cpu" else _decode_padded
@@ -64,7 +66,8 @@ def _decode_padded(q, kv: PagedKV, n: int, scale, window, soft_cap) -> torch.Ten
         valid = positions < ends  # [rows, n, longest]
         if window is not None:
             valid &= positions >= ends - window
-        # Masked scores do not keep a NaN out (0 * NaN is NaN), so dead positions read the sequence's last token instead.
+        # Masked scores do not keep a NaN out (0 * NaN is NaN), so dead positions read the sequence's last token
+        # instead.
         read = torch.where(valid[:, 0] if n == 1 else valid.any(1), positions, (lens - 1).clamp_min(0))
         slots = kv.block_table[piece].gather(1, read // block_size).long() * block_size + read % block_size
         # [rows, num_kv_heads, longest, head_dim]
@@ -133,11 +136,12 @@ def attention_prefill(
         scale, window, soft_cap: as in `attention_decode`.
 
     Returns:
-        [num_tokens, num_heads, head_dim], the dtype of q; zeros for a query that sees nothing (context_len 0). The reference
-        reads the lengths on the host, and on CUDA waits for them.
+        [num_tokens, num_heads, head_dim], the dtype of q; zeros for a query that sees nothing (context_len 0). The
+        reference reads the lengths on the host, and on CUDA waits for them.
 
     Raises:
-        ValueError: arguments do not fit together. Runs, lengths and blocks are checked on a CPU, elsewhere with NANOVLLM_CHECK=1.
+        ValueError: arguments do not fit together. Runs, lengths and blocks are checked on a CPU, elsewhere with
+            NANOVLLM_CHECK=1.
     """
     check_prefill(q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)
     group = q.shape[1] // kv.num_kv_heads

@@ -67,7 +67,9 @@ def _decode_inputs(t, num_seqs, least, most, num_heads, num_kv_heads, head_dim, 
 
 
 def projected_inputs(t: Tensors, attended: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `attention_decode` or `attention_decode_shared`, and the new tokens of the op that comes with a projection."""
+    """Arguments of `attention_decode` or `attention_decode_shared`, and the new tokens of the op that comes with a
+    projection.
+    """
     num_seqs = len(attended["context_lens"])
     _, _, num_kv_heads, head_dim = attended["k_cache"].shape
     k, v = (t.normal(num_seqs, num_kv_heads, head_dim) for _ in range(2))
@@ -126,7 +128,8 @@ def _prefill_inputs(t, num_seqs, least, most, cached, num_heads, num_kv_heads, h
 
 
 def _prefill_cost(
-    q, k_cache, v_cache, block_table, context_lens, max_context_len, cu_seqlens_q, max_query_len, scale, window=None, **_
+    q, k_cache, v_cache, block_table, context_lens, max_context_len, cu_seqlens_q, max_query_len, scale, window=None,
+    **_
 ):  # fmt: skip
     new = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long()
     lens = context_lens.long()

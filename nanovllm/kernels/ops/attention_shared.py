@@ -1,6 +1,7 @@
 """Decode attention of sequences that share leading blocks, alone and with all that comes before it.
 
-The references ignore which sequences share what: attending to the same blocks once or several times gives the same result.
+The references ignore which sequences share what: attending to the same blocks once or several times gives the same
+result.
 """
 
 from dataclasses import replace
@@ -115,7 +116,8 @@ def qk_norm_rope_attention_shared(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """`qk_norm_rope_attention`, told which sequences have the same leading blocks. The new tokens are not among the shared ones.
+    """`qk_norm_rope_attention`, told which sequences have the same leading blocks. The new tokens are not among the
+    shared ones.
 
     Args:
         shared: which sequences share how many blocks.

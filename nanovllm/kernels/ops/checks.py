@@ -1,9 +1,10 @@
 """What the attention and cache ops ask of their arguments.
 
-Shapes, dtypes and strides are known to the host. To check them costs a few microseconds, and they are always checked. The
-values in block tables, lengths, positions, slots, token ids and sampling parameters are checked where `values_checked` says so:
-always on a CPU. A CUDA tensor's values are known to the device only, and a check has to wait for it. So there they are checked
-only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
+Shapes, dtypes and strides are known to the host. To check them costs a few microseconds, and they are always checked.
+The values in block tables, lengths, positions, slots, token ids and sampling parameters are checked where
+`values_checked`
+says so: always on a CPU. A CUDA tensor's values are known to the device only, and a check has to wait for it. So there
+they are checked only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ FP8 = torch.float8_e4m3fn
 
 
 def values_checked(device: torch.device) -> bool:
-    """Whether this call is to check the values of tensors: always on a CPU, on request where that means waiting for the device."""
+    """Whether this call is to check the values of tensors: always on a CPU, on request where that means waiting for
+    the device.
+    """
     if torch.compiler.is_compiling():
         return False  # tensors without values
     if device.type == "cpu":
@@ -31,11 +34,14 @@ def values_checked(device: torch.device) -> bool:
 
 
 def check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, num_kv_heads: int | None, head_dim: int) -> None:
-    """ValueError unless K and V are caches [num_blocks, block_size, num_kv_heads, head_dim] alike in shape, dtype and strides."""
+    """ValueError unless K and V are caches [num_blocks, block_size, num_kv_heads, head_dim] alike in shape, dtype
+    and strides.
+    """
     if k_cache.dim() != 4 or k_cache.shape[3] != head_dim or num_kv_heads not in (None, k_cache.shape[2]):
         heads = "num_kv_heads" if num_kv_heads is None else num_kv_heads
         raise ValueError(
-            f"k_cache: expected [num_blocks, block_size, {heads}, {head_dim}], got {list(k_cache.shape)}; the layout is "
+            f"k_cache: expected [num_blocks, block_size, {heads}, {head_dim}], got {list(k_cache.shape)}; the layout"
+            f" is "
             "blocks, then slots, then heads"
         )
     if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype or v_cache.stride() != k_cache.stride():
@@ -116,12 +122,16 @@ def check_decode(
 def check_query_tokens(
     q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> int:
-    """The query tokens of each sequence. ValueError, naming the argument, for what no provider of `attention_decode` can take."""
+    """The query tokens of each sequence.
+
+    ValueError, naming the argument, for what no provider of `attention_decode` can take.
+    """
     check_attention(q, kv, scale, window, soft_cap)
     num_tokens, num_seqs = q.shape[0], kv.num_seqs
     if num_tokens != num_seqs and (not num_seqs or not num_tokens or num_tokens % num_seqs):
         raise ValueError(
-            f"q: expected [n * {num_seqs}, num_heads, head_dim], the same number n of query tokens, at least 1, for each "
+            f"q: expected [n * {num_seqs}, num_heads, head_dim], the same number n of query tokens, at least 1, for"
+            f" each "
             f"of the {num_seqs} sequences of context_lens and block_table, got {list(q.shape)}"
         )
     if values_checked(q.device):
@@ -143,7 +153,8 @@ def check_prefill(
     shape = (kv.num_seqs + 1,)
     if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.shape != shape or not cu_seqlens_q.is_contiguous():
         raise ValueError(
-            f"cu_seqlens_q: expected contiguous int32 {list(shape)}, got {cu_seqlens_q.dtype} {list(cu_seqlens_q.shape)}"
+            f"cu_seqlens_q: expected contiguous int32 {list(shape)}, got {cu_seqlens_q.dtype}"
+            f" {list(cu_seqlens_q.shape)}"
         )
     if values_checked(q.device):
         _check_runs(q, kv, cu_seqlens_q, max_query_len)
@@ -214,7 +225,8 @@ def _check_runs(q: torch.Tensor, kv: PagedKV, cu_seqlens_q: torch.Tensor, max_qu
             )
     if starts[-1] != q.shape[0]:
         raise ValueError(
-            f"cu_seqlens_q: sequence {len(starts) - 2} ends at token {starts[-1]}, expected {q.shape[0]}, the tokens of q"
+            f"cu_seqlens_q: sequence {len(starts) - 2} ends at token {starts[-1]}, expected {q.shape[0]}, the tokens"
+            f" of q"
         )
     check_attention_values(kv)
     for i, (start, end, length) in enumerate(zip(starts, starts[1:], kv.context_lens.tolist())):
@@ -235,7 +247,8 @@ def check_positions(positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> Non
     if wrong.any():
         i = int(wrong.nonzero()[0])
         raise ValueError(
-            f"positions: token {i} has position {int(positions[i])}, expected 0 to {rows - 1}, the rows of cos_sin_cache"
+            f"positions: token {i} has position {int(positions[i])}, expected 0 to {rows - 1}, the rows of"
+            f" cos_sin_cache"
         )
 
 

@@ -9,8 +9,8 @@ import torch
 class PagedKV:
     """One layer's keys and values in blocks, and which of them each sequence has.
 
-    Token t of sequence i lies in block `block_table[i, t // block_size]` at offset `t % block_size`. Query head h reads KV head
-    h // (num_heads / num_kv_heads). A cache may have another dtype than the queries, float8_e4m3fn among them.
+    Token t of sequence i lies in block `block_table[i, t // block_size]` at offset `t % block_size`. Query head h reads
+    KV head h // (num_heads / num_kv_heads). A cache may have another dtype than the queries, float8_e4m3fn among them.
     """
 
     k_cache: torch.Tensor
@@ -55,7 +55,9 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """One new token a sequence, its last one, as the QKV projection gives it, with what its head norms and rotation need."""
+    """One new token a sequence, its last one, as the QKV projection gives it, with what its head norms and rotation
+    need.
+    """
 
     k: torch.Tensor
     """[num_seqs, num_kv_heads, head_dim]"""
@@ -77,8 +79,9 @@ class SharedPrefixes:
 
     groups: torch.Tensor
     """[num_groups, 3] int32, contiguous. With (first, count, tokens) = groups[g], the sequences of group g are
-    group_rows[first : first + count], and they have the same blocks in their first `tokens` tokens. `tokens` is a multiple of
-    block_size, and less than the length of any of them. A group without tokens or without sequences is padding."""
+    group_rows[first : first + count], and they have the same blocks in their first `tokens` tokens. `tokens` is a
+    multiple of block_size, and less than the length of any of them. A group without tokens or without sequences is
+    padding."""
     group_rows: torch.Tensor
     """[num_seqs] int32, contiguous: the sequences of all groups, none twice. Entries of no group may be anything."""
     shared_lens: torch.Tensor

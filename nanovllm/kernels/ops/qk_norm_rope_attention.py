@@ -51,8 +51,9 @@ def qk_norm_rope_attention(
     Args:
         q: [num_seqs, num_heads, head_dim], as the QKV projection gives it.
         new: the new tokens. What is stored is k / k_scale and v / v_scale.
-        kv: as in `attention_decode`. Lengths count the new token, so that every length is at least 1. The new token of sequence i
-            stands at position context_lens[i] - 1, and is written in place, to the block that block_table says.
+        kv: as in `attention_decode`. Lengths count the new token, so that every length is at least 1. The new token of
+            sequence i stands at position context_lens[i] - 1, and is written in place, to the block that block_table
+            says.
         scale, window, soft_cap: as in `attention_decode`.
 
     Returns:
@@ -65,7 +66,8 @@ def qk_norm_rope_attention(
     blocks = kv.block_table.gather(1, (positions // kv.block_size)[:, None])[:, 0].long()
     slots = blocks * kv.block_size + positions % kv.block_size
     q = qk_norm_rope_store.native(
-        positions, q, new.k, new.v, new.cos_sin_cache, kv.k_cache, kv.v_cache, slots, new.q_weight, new.k_weight, new.eps,
+        positions, q, new.k, new.v, new.cos_sin_cache, kv.k_cache, kv.v_cache, slots, new.q_weight, new.k_weight,
+        new.eps,
         kv.k_scale, kv.v_scale,
     )  # fmt: skip
     return attention_decode.native(q, kv, scale, window, soft_cap)

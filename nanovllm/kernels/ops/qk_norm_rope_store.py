@@ -1,4 +1,6 @@
-"""All that lies between the QKV projection and attention: head norms, rotation, and the new keys and values into the cache."""
+"""All that lies between the QKV projection and attention: head norms, rotation, and the new keys and values into the
+cache.
+"""
 
 import torch
 

@@ -32,8 +32,8 @@ def shared_inputs(
 ) -> dict[str, Any]:
     """Arguments of `attention_decode_shared`. Blocks are shuffled, and slots that no sequence uses are NaN.
 
-    The first group shares `shared` blocks, the next one less, and so on. Every fifth sequence is in no group. Each sequence has
-    `least` to `most` tokens of its own.
+    The first group shares `shared` blocks, the next one less, and so on. Every fifth sequence is in no group. Each
+    sequence has `least` to `most` tokens of its own.
     """
     of_row = [-1 if i % 5 == 4 else i % max(1, num_groups) for i in range(num_seqs)] if num_groups else [-1] * num_seqs
     members = [[i for i, g in enumerate(of_row) if g == group] for group in range(num_groups)]
@@ -77,7 +77,8 @@ def shared_inputs(
 
 
 def shared_cost(
-    q, k_cache, v_cache, block_table, context_lens, max_context_len, groups, group_rows, shared_lens, scale, window=None, **_
+    q, k_cache, v_cache, block_table, context_lens, max_context_len, groups, group_rows, shared_lens, scale,
+    window=None, **_
 ) -> Cost:  # fmt: skip
     """What is shared is read once a group; with a window nothing counts as shared."""
     num_heads, head_dim = q.shape[1:]
@@ -89,7 +90,8 @@ def shared_cost(
 
 
 def check_shared(kv: PagedKV, shared: SharedPrefixes, positions: int | None = None) -> None:
-    """ValueError, naming the argument, for groups of the wrong shape or dtype, or that do not fit the lengths and blocks.
+    """ValueError, naming the argument, for groups of the wrong shape or dtype, or that do not fit the lengths and
+    blocks.
 
     positions: as in `check_attention_values`, which this calls too.
     """

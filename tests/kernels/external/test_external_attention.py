@@ -1,7 +1,7 @@
 """FlashAttention and FlashInfer as providers of the attention ops.
 
-Without the packages, stand-ins take their places: functions of the same names that check what they are called with and compute
-the reference. With a GPU and a package, the real one runs against the reference in float64.
+Without the packages, stand-ins take their places: functions of the same names that check what they are called with and
+compute the reference. With a GPU and a package, the real one runs against the reference in float64.
 """
 
 import importlib
@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 def fresh():
     """What the modules remember of the machine belongs to one test."""
     cached = (
-        flash_attn.installed, flash_attn.variant, flash_attn._function, flashinfer._wrapper, flashinfer._shared_workspace, import_error,
+        flash_attn.installed, flash_attn.variant, flash_attn._function, flashinfer._wrapper,
+        flashinfer._shared_workspace, import_error,
     )  # fmt: skip
     for function in cached:
         function.cache_clear()
@@ -62,8 +63,10 @@ def example(
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     cache = cache.to(dtype).to(device)
     return dict(
-        q=q.to(dtype).to(device), k_cache=cache[0], v_cache=cache[1], block_table=table.to(device), cu_seqlens_q=starts.to(device),
-        context_lens=torch.tensor(lens, dtype=torch.int32, device=device), max_query_len=max(query_lens), scale=dim**-0.5,
+        q=q.to(dtype).to(device), k_cache=cache[0], v_cache=cache[1], block_table=table.to(device),
+        cu_seqlens_q=starts.to(device),
+        context_lens=torch.tensor(lens, dtype=torch.int32, device=device), max_query_len=max(query_lens),
+        scale=dim**-0.5,
         max_context_len=table.shape[1] * block_size,
     )  # fmt: skip
 
@@ -180,7 +183,8 @@ def test_nothing_is_imported_where_it_cannot_run(site, monkeypatch):
 
 
 BROKEN = {
-    "ImportError: /lib/flash.so: undefined symbol: _ZN3c10": "raise ImportError('/lib/flash.so:\\n undefined symbol: _ZN3c10')",
+    "ImportError: /lib/flash.so: undefined symbol: _ZN3c10": "raise ImportError('/lib/flash.so:\\n undefined symbol:"
+    " _ZN3c10')",
     "OSError: libcudart.so.12: cannot open": "raise OSError('libcudart.so.12: cannot open')",
     "AttributeError: module 'flash_attn": "",
 }
@@ -543,7 +547,9 @@ PLANNED = [
 @pytest.mark.parametrize("options", [{}, {"window": 7, "soft_cap": 3.0, "scale": 0.3}])
 @pytest.mark.parametrize("declared, make, lens, other_lens", PLANNED)
 def test_a_plan_is_made_once(monkeypatch, declared, make, lens, other_lens, options):
-    """What `planned` gives runs again and again: on other queries and caches, without a look at lengths or blocks, beside other plans."""
+    """What `planned` gives runs again and again: on other queries and caches, without a look at lengths or blocks,
+    beside other plans.
+    """
     stand_in(monkeypatch, *STAND_INS["flashinfer"][:1], **STAND_INS["flashinfer"][1])
     whole, planned = declared.providers["flashinfer"].fn, declared.providers["flashinfer"].planned_fn
     arguments, others = ({**make(*n, **HALF), **options} for n in (lens, other_lens))

@@ -1,4 +1,5 @@
-"""float8 caches and the fused store: the Triton kernels against the reference, bit by bit, and the reference against torch.
+"""float8 caches and the fused store: the Triton kernels against the reference, bit by bit, and the reference against
+torch.
 
 Triton runs on a GPU, or in its interpreter in a process of its own, as in test_triton_attention.py.
 """

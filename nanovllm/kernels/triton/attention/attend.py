@@ -1,11 +1,12 @@
 """The walk of the decode kernels over KV tiles: queries of one KV head against a range of cached tokens.
 
-Softmax runs in base 2: scores are multiplied by scale * log2(e), so that exp2, one instruction, replaces exp. A result is
-(acc, m, total): the sum of p @ v with p = exp2(score - m), the running maximum m, and the sum of p.
+Softmax runs in base 2: scores are multiplied by scale * log2(e), so that exp2, one instruction, replaces exp. A result
+is (acc, m, total): the sum of p @ v with p = exp2(score - m), the running maximum m, and the sum of p.
 
-A float8_e4m3fn cache comes as int16, two elements a word. The 7 lower bits of an element, moved to the exponent and mantissa of
-a float16, are its value / 256, subnormals included, so that three integer operations convert two elements and no
-instruction of newer GPUs is needed. (NaN, which `store_kvcache` writes for NaN alone, would read as 480.) Even and odd elements of
+A float8_e4m3fn cache comes as int16, two elements a word. The 7 lower bits of an element, moved to the exponent and
+mantissa of a float16, are its value / 256, subnormals included, so that three integer operations convert two elements
+and no instruction of newer GPUs is needed. (NaN, which `store_kvcache` writes for NaN alone, would read as 480.) Even
+and odd elements of
 a head stay apart: q k is the sum of two products, and p v is two of them, interleaved in the end.
 """
 
@@ -93,7 +94,8 @@ def load_tile(
     WHOLE: tl.constexpr,
     FRESH: tl.constexpr = False,
 ):
-    """A tile's keys and values, and which of its tokens are in [first_token, end_token): k, v [TILE, words], live [TILE].
+    """A tile's keys and values, and which of its tokens are in [first_token, end_token): k, v [TILE, words], live
+    [TILE].
 
     `block` is the tile's, unless tiles straddle blocks. WHOLE: all tokens are live. FRESH: past the first-level cache.
     """
@@ -226,10 +228,11 @@ def attend(
 ):
     """q against the tokens [first_token, end_token) that lie in the tiles [first_tile, end_tile).
 
-    Strides count elements of k_ptr, which for FP8 are words of two. Without tiles the result is (0, -inf, 0), or `start`, a
-    result to go on from. `loaded`: another tile, from `load_tile`, that comes before these and may have no such token. WHOLE:
-    every token of the tiles is one. EMPTY: a tile may have none. `row_ends` [ROWS]: of these tokens a row attends to those before
-    its own end, with WINDOW to the last WINDOW of them, and to none of what is `loaded`.
+    Strides count elements of k_ptr, which for FP8 are words of two. Without tiles the result is (0, -inf, 0), or
+    `start`, a result to go on from. `loaded`: another tile, from `load_tile`, that comes before these and may have no
+    such token.
+    WHOLE: every token of the tiles is one. EMPTY: a tile may have none. `row_ends` [ROWS]: of these tokens a row
+    attends to those before its own end, with WINDOW to the last WINDOW of them, and to none of what is `loaded`.
     """
     ROWS: tl.constexpr = q.shape[0]
     DIM_PAD: tl.constexpr = q.shape[1]
@@ -282,7 +285,8 @@ def attend(
 @triton.jit
 def token_score(q, k, scale, SOFT_CAP: tl.constexpr):
     """The scores [n] of one token. q [n, DIM_PAD], k [1, DIM_PAD] float32."""
-    # Not contracted into the sum, or the lanes that hold a row's score would not all hold the same (see `merge_partials`).
+    # Not contracted into the sum, or the lanes that hold a row's score would not all hold the same (see
+    # `merge_partials`).
     score = tl.sum(product(q.to(tl.float32), tl.broadcast_to(k, q.shape)), 1) * scale
     if SOFT_CAP > 0:
         score = soft_cap_scores(score, SOFT_CAP)

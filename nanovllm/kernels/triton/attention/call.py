@@ -1,4 +1,6 @@
-"""A call of decode attention as its launches need it: arguments that were checked, and what follows from their shapes."""
+"""A call of decode attention as its launches need it: arguments that were checked, and what follows from their
+shapes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What the attention kernels share beside the walk over tiles (`attend.py`): the host's side of a launch, queries and partial results.
+"""What the attention kernels share beside the walk over tiles (`attend.py`): the host's side of a launch, queries and
+partial results.
 
-A partial result is (acc, m, total), as in `attend.py`. Partials merge in the order of their pieces whoever merges them, so the
-bits do not depend on which program arrives last.
+A partial result is (acc, m, total), as in `attend.py`. Partials merge in the order of their pieces whoever merges them,
+so the bits do not depend on which program arrives last.
 """
 
 from __future__ import annotations
@@ -182,8 +183,8 @@ def merge_partials(
             base = tl.where(new_m == float("-inf"), 0.0, new_m)
         alpha = tl.exp2(m - base)
         weights = tl.exp2(part_m - base[None, :])
-        # Selected once more, or the compiler fuses a product with the addition of another lane's: each lane would round its own
-        # product less than the other's, and the copies of a sum that several lanes hold would not be equal.
+        # Selected once more, or the compiler fuses a product with the addition of another lane's: each lane would round
+        # its own product less than the other's, and the copies of a sum that several lanes hold would not be equal.
         total = total * alpha + tl.sum(tl.where(live, part_total * weights, 0.0), 0)
         acc = acc * alpha[:, None] + tl.sum(tl.where(live[:, :, None], part_acc * weights[:, :, None], 0.0), 0)
         m = new_m

@@ -28,13 +28,13 @@ def attention_decode(
     """The op `attention_decode`.
 
     Args:
-        plan: instead of the one that `plan_decode` or `plan_hopper_decode` picks. Its class says which kernel is launched. A
-            `HopperDecodePlan` needs a Hopper GPU, and arguments that `decode_hopper.refused` does not name.
+        plan: instead of the one that `plan_decode` or `plan_hopper_decode` picks. Its class says which kernel is
+            launched. A `HopperDecodePlan` needs a Hopper GPU, and arguments that `decode_hopper.refused` does not name.
         out: contiguous, as q: takes the result, and is returned.
 
-    Safe under CUDA graph capture; a replay may change context_lens (within max_context_len) and block_table. The same inputs give
-    the same bits every time. A sequence's bits do depend on the other lengths of the batch, and on the number of query tokens.
-    A kernel is compiled for each number of query tokens.
+    Safe under CUDA graph capture; a replay may change context_lens (within max_context_len) and block_table. The same
+    inputs give the same bits every time. A sequence's bits do depend on the other lengths of the batch, and on the
+    number of query tokens. A kernel is compiled for each number of query tokens.
     """
     queries = check_query_tokens(q, kv, scale, window, soft_cap)
     if not kv.block_table.shape[1]:
@@ -55,8 +55,9 @@ def qk_norm_rope_attention(
 ) -> torch.Tensor:
     """The op `qk_norm_rope_attention`, in one kernel; plan and out as for `attention_decode`.
 
-    q, k and v may have any strides between tokens and heads, and cos_sin_cache between rows. Where the elements of a row are not
-    adjacent, of the weights too, they are copied. A sequence of length 0 gets zeros, and nothing is stored for it.
+    q, k and v may have any strides between tokens and heads, and cos_sin_cache between rows. Where the elements of a
+    row are not adjacent, of the weights too, they are copied. A sequence of length 0 gets zeros, and nothing is stored
+    for it.
     """
     _check_projected(q, new, kv, scale, window, soft_cap)
     if values_checked(q.device):
@@ -80,8 +81,8 @@ def attention_decode_shared(
     Args:
         plan, rest: instead of those that `plan_shared` and `plan_rest` pick.
 
-    Safe under CUDA graph capture; a replay may change context_lens, block_table and the groups. The same inputs give the same
-    bits every time. A sequence's bits do depend on the rest of the batch. With a window nothing is shared.
+    Safe under CUDA graph capture; a replay may change context_lens, block_table and the groups. The same inputs give
+    the same bits every time. A sequence's bits do depend on the rest of the batch. With a window nothing is shared.
     """
     if window is not None:
         return attention_decode(q, kv, scale, window, soft_cap)
@@ -102,7 +103,10 @@ def qk_norm_rope_attention_shared(
     plan: SharedPlan | None = None,
     rest: DecodePlan | None = None,
 ) -> torch.Tensor:
-    """The op `qk_norm_rope_attention_shared`, as `attention_decode_shared`. Both passes normalise and rotate their own queries."""
+    """The op `qk_norm_rope_attention_shared`, as `attention_decode_shared`.
+
+    Both passes normalise and rotate their own queries.
+    """
     if window is not None:
         return qk_norm_rope_attention(q, new, kv, scale, window, soft_cap)
     _check_projected(q, new, kv, scale, window, soft_cap)

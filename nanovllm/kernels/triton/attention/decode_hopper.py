@@ -163,7 +163,8 @@ def _plan(call: DecodeCall, plan: HopperDecodePlan | None) -> HopperDecodePlan:
     itemsize = kv.k_cache.element_size()
     if plan is None:
         key = (
-            bucket(call.num_seqs), kv.num_kv_heads, call.group, call.head_dim, q.dtype, kv.k_cache.dtype, kv.block_size, new,
+            bucket(call.num_seqs), kv.num_kv_heads, call.group, call.head_dim, q.dtype, kv.k_cache.dtype, kv.block_size,
+            new,
         )  # fmt: skip
         plan = tunables.ATTENTION_DECODE_HOPPER.find(q.device, *key)
     if plan is None:
@@ -178,8 +179,8 @@ def _plan(call: DecodeCall, plan: HopperDecodePlan | None) -> HopperDecodePlan:
 def _tiles(kv: PagedKV, dtype: torch.dtype, plan: HopperDecodePlan) -> list[Any]:
     """Descriptors for the copy engine: of keys and values, whole tiles, and then single boxes.
 
-    In shared memory a tile is boxes, a box columns of 64 words of 16 bits, and a column lines of 128 bytes: so one request brings
-    it. Keys of 32 words are lines of 64 bytes.
+    In shared memory a tile is boxes, a box columns of 64 words of 16 bits, and a column lines of 128 bytes: so one
+    request brings it. Keys of 32 words are lines of 64 bytes.
     """
     _, descriptor = gluon_kernel("decode_hopper_kernel")
     num_blocks, block_size, num_kv_heads, head_dim = kv.k_cache.shape

@@ -1,11 +1,12 @@
 """Partial results of the decode kernel for Hopper, exchanged within a cluster: from shared memory to shared memory.
 
-The program of a sequence's first piece merges. The others send it their results and end; it waits for their bytes. Each block has room
+The program of a sequence's first piece merges. The others send it their results and end; it waits for their bytes. Each
+block has room
 for the results of all of its cluster, in a variable that Triton knows nothing of: a barrier first, then `CLUSTER` times
 [GROUP, HEAD_DIM] float32, then as many times [GROUP, 2] float32, the maximum and the sum.
 
-A block's shared memory may be written by others from the beginning of all blocks of the cluster on, which `meet` waits for, to its own
-end, which comes after what it waits for. Nobody writes to the other blocks: they may end at any time.
+A block's shared memory may be written by others from the beginning of all blocks of the cluster on, which `meet` waits
+for, to its own end, which comes after what it waits for. Nobody writes to the other blocks: they may end at any time.
 """
 
 from triton.experimental import gluon
@@ -16,8 +17,9 @@ from nanovllm.kernels.triton.gluon_compat import warps_barrier
 
 @gluon.constexpr_function
 def _begin(size):
-    # Dynamic shared memory comes after this, and the copy engine permutes by the bits of addresses: so the size is a multiple of 1,024.
-    # What others have to see is the barrier, for which there is a fence of its own: one of all memory would take longer.
+    # Dynamic shared memory comes after this, and the copy engine permutes by the bits of addresses: so the size is a
+    # multiple of 1,024. What others have to see is the barrier, for which there is a fence of its own: one of all
+    # memory would take longer.
     return f"""{{
         .shared .align 1024 .b8 exchange[{-(-size // 1024) * 1024}];
         .reg .pred first;
@@ -42,16 +44,19 @@ def begin_exchange(CLUSTER: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.cons
 def meet():
     """All blocks of the cluster have begun their exchange. All threads, once."""
     gl.inline_asm_elementwise(
-        "barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False,
+        "barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
+        is_pure=False,
         pack=1,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
 def _store(results, values, remote, repeats):
-    """A thread's values, one after the other, to an address, 0 for nowhere; not by threads whose number has a bit of `repeats`.
+    """A thread's values, one after the other, to an address, 0 for nowhere; not by threads whose number has a bit of
+    `repeats`.
 
-    Operands: `results` that are nothing, `values`, and `results` each of addresses and barriers, of which the first counts.
+    Operands: `results` that are nothing, `values`, and `results` each of addresses and barriers, of which the first
+        counts.
     """
     address, barrier = results + values, 2 * results + values
     vector = ", ".join(f"${results + i}" for i in range(values))
@@ -91,7 +96,8 @@ def _put(
 ):
     """acc [8, HEAD_DIM], m, total [8] into a slot; the first GROUP rows count.
 
-    m and total are in all 16 lanes that have a row, and with 8 warps the upper four have again what the lower four have.
+    m and total are in all 16 lanes that have a row, and with 8 warps the upper four have again what the lower four
+    have.
     """
     layout: gl.constexpr = acc.type.layout
     rows = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
@@ -100,7 +106,8 @@ def _put(
     sums = gl.where(rows < GROUP, _sums(exchange, CLUSTER, GROUP, HEAD_DIM) + row * 8, 0)
     at = gl.where((rows < GROUP)[:, None] & (dims >= 0), exchange + 16 + row[:, None] * (HEAD_DIM * 4) + dims * 4, 0)
     gl.inline_asm_elementwise(
-        _store(4, 4, REMOTE, -128), "=r,=r,=r,=r,f,f,f,f,r,r,r,r,r,r,r,r", [acc, at, exchange], dtype=gl.int32, is_pure=False, pack=4
+        _store(4, 4, REMOTE, -128), "=r,=r,=r,=r,f,f,f,f,r,r,r,r,r,r,r,r", [acc, at, exchange], dtype=gl.int32,
+        is_pure=False, pack=4
     )  # fmt: skip
     gl.inline_asm_elementwise(
         _store(1, 2, REMOTE, -113), "=r,f,f,r,r", [m, total, sums, exchange], dtype=gl.int32, is_pure=False, pack=1
@@ -153,6 +160,7 @@ def load_sums(exchange, rows, CLUSTER: gl.constexpr, GROUP: gl.constexpr, HEAD_D
 def load_rows(exchange, elements):
     """acc's elements, (slot * GROUP + query) * HEAD_DIM + dim; a thread has at least 4 in a row."""
     return gl.inline_asm_elementwise(
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r,r,r,r", [exchange + 16 + elements * 4], dtype=gl.float32,
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r,r,r,r", [exchange + 16 + elements * 4],
+        dtype=gl.float32,
         is_pure=False, pack=4,
     )  # fmt: skip

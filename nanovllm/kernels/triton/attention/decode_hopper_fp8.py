@@ -1,13 +1,17 @@
-"""A float8_e4m3fn cache in the decode kernel for Hopper: keys, values and queries as float16 operands, and the new token's bytes.
+"""A float8_e4m3fn cache in the decode kernel for Hopper: keys, values and queries as float16 operands, and the new
+token's bytes.
 
-Products are float16: it holds every float8, and weights are at most 1. The copy engine and `ldmatrix` move words of two elements.
+Products are float16: it holds every float8, and weights are at most 1. The copy engine and `ldmatrix` move words of two
+elements.
 
-A thread has pairs of words where it would have pairs of 16-bit elements. Of a key, that is four dims: two operands of two dims each, with
-dims in another order, on which a sum does not depend as long as the queries have them in the same. Of transposed values it is a word of
-one key and the same of the next: an operand of their even dims and one of the odd ones, which so come apart in the output.
+A thread has pairs of words where it would have pairs of 16-bit elements. Of a key, that is four dims: two operands of
+two dims each, with dims in another order, on which a sum does not depend as long as the queries have them in the same.
+Of transposed values it is a word of
+one key and the same of the next: an operand of their even dims and one of the odd ones, which so come apart in the
+output.
 
-Two elements are converted by an instruction that the assembler starts every second cycle, as any integer operation; shifts and masks,
-as in `attend.py`, are seven for four.
+Two elements are converted by an instruction that the assembler starts every second cycle, as any integer operation;
+shifts and masks, as in `attend.py`, are seven for four.
 """
 
 from triton.experimental import gluon
@@ -16,7 +20,9 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def float16_keys(words):
-    """Words of keys [WARPS, 16, n] -> two first operands [WARPS, 16, n] float16, whose dims are those of `float16_queries`."""
+    """Words of keys [WARPS, 16, n] -> two first operands [WARPS, 16, n] float16, whose dims are those of
+    `float16_queries`.
+    """
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
@@ -30,12 +36,13 @@ def float16_keys(words):
 
 @gluon.jit
 def float16_values(words, live):
-    """Words of transposed values [WARPS, n, 16] -> first operand [WARPS, 2 n, 16] float16: the even dims, then the odd ones.
+    """Words of transposed values [WARPS, n, 16] -> first operand [WARPS, 2 n, 16] float16: the even dims, then the odd
+    ones.
 
     live [WARPS, 16]: the others become 0, whatever they hold.
     """
-    # Of the four bytes of a key pair's words, those of even dims come first; byte 4 is a zero. Each key's column has its two nibbles of
-    # the selector.
+    # Of the four bytes of a key pair's words, those of even dims come first; byte 4 is a zero. Each key's column has
+    # its two nibbles of the selector.
     column = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, live.type.layout)), 0)
     selector = gl.where(column % 2 == 0, gl.where(live, 0x0100, 0x0404), gl.where(live, 0x3020, 0x4040)).to(gl.int16)
     even, odd = gl.inline_asm_elementwise(
@@ -80,9 +87,11 @@ def _side_by_side(x, y):
 
 @gluon.jit
 def float16_queries(low, high, WARPS: gl.constexpr):
-    """Both halves of the queries [8, HEAD_DIM / 2] -> (those of each product with `float16_keys` [8, HEAD_DIM / 2] float16, factor [8]).
+    """Both halves of the queries [8, HEAD_DIM / 2] -> (those of each product with `float16_keys` [8, HEAD_DIM / 2]
+    float16, factor [8]).
 
-    bfloat16 has a wider range than float16: each row is divided by `factor`, a power of two of its largest element's size.
+    bfloat16 has a wider range than float16: each row is divided by `factor`, a power of two of its largest element's
+    size.
     """
     low = low.to(gl.float32)
     high = high.to(gl.float32)
@@ -109,7 +118,9 @@ def scale_of_head(scale_ptr, head, SCALES: gl.constexpr):
 
 @gluon.jit
 def quantised(x, scale, SCALES: gl.constexpr):
-    """x / scale as the cache has it: to nearest, ties to even, beyond +-448 the largest. NaN becomes 0x7f, also a negative one."""
+    """x / scale as the cache has it: to nearest, ties to even, beyond +-448 the largest. NaN becomes 0x7f, also a
+    negative one.
+    """
     x = x.to(gl.float32)
     if SCALES > 0:
         x = gl.div_rn(x, gl.full(x.shape, 1.0, gl.float32, x.type.layout) * scale)

@@ -1,17 +1,17 @@
 """Decode attention for Hopper: keys and values stream through shared memory, asked for before there are queries.
 
-As in `decode_kernel.py` a program has a piece of a sequence under one KV head, the plan is made on the device, and the program that
-comes last merges a sequence's pieces. Here one thread asks the copy engine for as many tiles as the program's ring holds, which takes
-no registers and outlasts a wait. A slot of the ring is asked to take the next tile as soon as its tile is in registers, before any
-arithmetic.
+As in `decode_kernel.py` a program has a piece of a sequence under one KV head, the plan is made on the device, and the
+program that comes last merges a sequence's pieces. Here one thread asks the copy engine for as many tiles as the
+program's ring holds, which takes no registers and outlasts a wait. A slot of the ring is asked to take the next tile as
+soon as its tile is in registers, before any arithmetic.
 
-With NEW the queries come as the QKV projection gives them, and so do the new token's key and value. Cached tokens do not depend on it:
-the ring is asked for before the program waits for the projection. The new token is attended to from registers by the program with
-the sequence's last piece, which also writes it to the cache. Without NEW the kernel before this one may have stored that token,
-so that the wait comes first.
+With NEW the queries come as the QKV projection gives them, and so do the new token's key and value. Cached tokens do
+not depend on it: the ring is asked for before the program waits for the projection. The new token is attended to from
+registers by the program with the sequence's last piece, which also writes it to the cache. Without NEW the kernel
+before this one may have stored that token, so that the wait comes first.
 
-It is written in Gluon, Triton's lower level: Triton itself has no copies that outlast a wait, and no softmax without exchange between
-warps.
+It is written in Gluon, Triton's lower level: Triton itself has no copies that outlast a wait, and no softmax without
+exchange between warps.
 """
 
 from triton.experimental import gluon
@@ -61,7 +61,8 @@ def decode_hopper_kernel(
     q_ptr,  # [num_seqs, num_kv_heads * GROUP, HEAD_DIM], any strides between tokens and heads; so are the next two
     new_k_ptr,  # [num_seqs, num_kv_heads, HEAD_DIM], if NEW
     new_v_ptr,
-    k_whole_descriptor,  # tiles, [TILE / BOX, columns, BOX, 1, LINE] of [slots / BOX, columns, BOX, KV heads, LINE], 16 bits
+    # Tiles, [TILE / BOX, columns, BOX, 1, LINE] of [slots / BOX, columns, BOX, KV heads, LINE], 16 bits.
+    k_whole_descriptor,
     v_whole_descriptor,
     k_part_descriptor,  # boxes of a tile, [1, columns, BOX, 1, LINE] of the same
     v_part_descriptor,
@@ -101,7 +102,8 @@ def decode_hopper_kernel(
     BOX: gl.constexpr,  # keys a request
     SLOTS: gl.constexpr,  # tiles in shared memory at a time
     CHUNK: gl.constexpr,  # partial results that are merged at a time
-    NEW: gl.constexpr,  # whether the last token comes with the call, and not in the cache; queries are then to be rotated
+    # Whether the last token comes with the call, and not in the cache; queries are then to be rotated.
+    NEW: gl.constexpr,
     NORM: gl.constexpr,  # and normalised
     FP8: gl.constexpr,  # the caches are float8_e4m3fn, and the descriptors of words of two elements
     K_SCALES: gl.constexpr,  # with FP8; 0: no scale, 1: one, 2: one a head
@@ -109,7 +111,10 @@ def decode_hopper_kernel(
     RELEASE: gl.constexpr,  # the kernel after this one may start before this one ends
     CLUSTER: gl.constexpr,  # blocks of a cluster, within which partial results go from block to block; 0: no clusters
 ):
-    """Grid [num_kv_heads, pieces], or [CLUSTER, num_kv_heads, pieces / CLUSTER]. Programmatic dependent launch, WARPS warps."""
+    """Grid [num_kv_heads, pieces], or [CLUSTER, num_kv_heads, pieces / CLUSTER].
+
+    Programmatic dependent launch, WARPS warps.
+    """
     dtype: gl.constexpr = k_whole_descriptor.dtype
     TILE: gl.constexpr = 16 * WARPS
     WORDS: gl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
@@ -171,7 +176,8 @@ def decode_hopper_kernel(
             for i in gl.static_range(SLOTS):
                 if begin + i < end:
                     request_tile(
-                        descriptors, k_tiles.index(i), v_tiles.index(i), full.index(i), blocks[i], begin + i, head, end_token,
+                        descriptors, k_tiles.index(i), v_tiles.index(i), full.index(i), blocks[i], begin + i, head,
+                        end_token,
                         BLOCK_SIZE, TILE, BOX,
                     )  # fmt: skip
             k_scale = scale_of_head(k_scale_ptr, head, K_SCALES)
@@ -224,7 +230,8 @@ def decode_hopper_kernel(
                 if later < end:
                     warps_barrier()  # every warp has its part of the tile
                     request_tile(
-                        descriptors, k_tiles.index(place), v_tiles.index(place), full.index(place), block, later, head, end_token,
+                        descriptors, k_tiles.index(place), v_tiles.index(place), full.index(place), block, later, head,
+                        end_token,
                         BLOCK_SIZE, TILE, BOX,
                     )  # fmt: skip
                 # Read a tile ahead: a request would otherwise wait for the table.
@@ -233,7 +240,8 @@ def decode_hopper_kernel(
                 )
                 tile_low, tile_high = key_operands(k, mma, FP8)
                 acc, m, total = attend_tile(
-                    low, high, tile_low, tile_high, v, tile * TILE, end_token, tile_scale, acc, m, total, mma, WARPS, FP8
+                    low, high, tile_low, tile_high, v, tile * TILE, end_token, tile_scale, acc, m, total, mma, WARPS,
+                    FP8
                 )  # fmt: skip
                 place += 1
                 if place == SLOTS:

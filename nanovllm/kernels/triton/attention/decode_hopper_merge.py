@@ -1,4 +1,5 @@
-"""Results of the decode kernel for Hopper: those of a program's warps, and partial ones of a sequence's pieces, merged and stored.
+"""Results of the decode kernel for Hopper: those of a program's warps, and partial ones of a sequence's pieces, merged
+and stored.
 
 What `common.py` is for the kernels in Triton, with the layouts that Gluon wants to be told.
 """
@@ -13,7 +14,9 @@ from nanovllm.kernels.triton.gluon_compat import warps_barrier
 
 @gluon.jit
 def merge_warps(acc, m, total, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr, rows_layout: gl.constexpr):
-    """The warps' results (acc [WARPS, HEAD_DIM, 8], m [WARPS, 8], total [WARPS, 16, 8]) -> (acc [8, HEAD_DIM], m [8], total [8])."""
+    """The warps' results (acc [WARPS, HEAD_DIM, 8], m [WARPS, 8], total [WARPS, 16, 8]) -> (acc [8, HEAD_DIM], m
+    [8], total [8]).
+    """
     layout: gl.constexpr = gl.BlockedLayout([WARPS, HEAD_DIM // 16, 1], [1, 16, 2], [1, 1, WARPS], [1, 2, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, rows_layout)
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, layout))

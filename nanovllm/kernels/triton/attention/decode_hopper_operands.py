@@ -16,7 +16,9 @@ def _query_operand(x, mma: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def query_operands(low, high, scale, mma: gl.constexpr, WARPS: gl.constexpr, FP8: gl.constexpr):
-    """Both halves of the queries [8, HEAD_DIM / 2] -> (the second operands of both products, the scale of their scores)."""
+    """Both halves of the queries [8, HEAD_DIM / 2] -> (the second operands of both products, the scale of their
+    scores).
+    """
     if FP8:
         low, high, factor = float16_queries(low, high, WARPS)
         factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, mma)))
@@ -26,7 +28,9 @@ def query_operands(low, high, scale, mma: gl.constexpr, WARPS: gl.constexpr, FP8
 
 @gluon.jit
 def key_operands(k, mma: gl.constexpr, FP8: gl.constexpr):
-    """Keys [WARPS, 16, n] -> the first operands of both products; in registers they are that already, but for float8's format."""
+    """Keys [WARPS, 16, n] -> the first operands of both products; in registers they are that already, but for
+    float8's format.
+    """
     if FP8:
         return float16_keys(k)
     else:

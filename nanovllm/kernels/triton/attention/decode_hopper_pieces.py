@@ -28,13 +28,14 @@ def find_piece(
     EMPTY_LAST: gl.constexpr,
     CLUSTER: gl.constexpr,
 ):
-    """-> (seq, its length, its first piece, this program's, tiles in a piece at most); seq is -1 for a program without a piece.
+    """-> (seq, its length, its first piece, this program's, tiles in a piece at most); seq is -1 for a program without
+    a piece.
 
-    Pieces are cut as `decode_kernel` cuts them: into about `most_pieces`, of `least` tiles or more. With clusters, one sequence is cut into
-    as many pieces as a cluster merges, if these are then short. The first programs, or with EMPTY_LAST
-    the last, are those without one. First, they end while others still wait for the kernel before this one; last, where they are most of
-    the grid, they delay no other. Every warp finds its piece by itself. The lengths are read past the first-level cache, which may
-    hold what was there before an earlier kernel wrote.
+    Pieces are cut as `decode_kernel` cuts them: into about `most_pieces`, of `least` tiles or more. With clusters, one
+    sequence is cut into as many pieces as a cluster merges, if these are then short. The first programs, or with
+    EMPTY_LAST the last, are those without one. First, they end while others still wait for the kernel before this one;
+    last, where they are most of the grid, they delay no other. Every warp finds its piece by itself. The lengths are
+    read past the first-level cache, which may hold what was there before an earlier kernel wrote.
     """
     if SEQS_PAD == 1:
         length = gl.load(lens_ptr, cache_modifier=".cg")
@@ -52,7 +53,8 @@ def find_piece(
         layout: gl.constexpr = gl.BlockedLayout([each], [32], [gl.num_warps()], [0])
         offs = gl.arange(0, SEQS_PAD, layout=layout)
         if SEQS_PAD > 64:
-            # Each once, and side by side: warps that load them all, sixteen in a row a lane, would move half as much as keys.
+            # Each once, and side by side: warps that load them all, sixteen in a row a lane, would move half as much as
+            # keys.
             spread: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             once = gl.arange(0, SEQS_PAD, layout=spread)
             lens = gl.load(lens_ptr + once, mask=once < num_seqs, other=0, cache_modifier=".cg")
@@ -62,7 +64,8 @@ def find_piece(
         tiles = gl.where(offs < num_seqs, planned_tiles(lens, 0, NEW, TILE, 0), 0)
         share = gl.maximum(gl.cdiv(gl.sum(tiles, 0), most_pieces), least)
         pieces = gl.cdiv(tiles, share)
-        # Those of the sequences that are cut come first, since they are the largest. Two sums at a time: of these, and of the others.
+        # Those of the sequences that are cut come first, since they are the largest. Two sums at a time: of these, and
+        # of the others.
         both = gl.where(pieces > 1, pieces << 16, pieces)
         before = gl.associative_scan(both, 0, _plus) - both
         all = gl.sum(both, 0)

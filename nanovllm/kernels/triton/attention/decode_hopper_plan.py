@@ -33,8 +33,8 @@ class HopperDecodePlan:
     empty_last: bool = False
     """Whether programs that find no piece come last in the grid."""
     cluster: int = 0
-    """Blocks of a cluster: a sequence whose pieces are all of one merges them there, the others through global memory. One sequence alone
-    is cut into as many, if they are then short. 0: no clusters."""
+    """Blocks of a cluster: a sequence whose pieces are all of one merges them there, the others through global memory.
+    One sequence alone is cut into as many, if they are then short. 0: no clusters."""
 
     @property
     def tile(self) -> int:
@@ -79,12 +79,13 @@ class HopperDecodePlan:
         return None
 
 
-# Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence is cut below,
-# warps, slots, box, chunk, whether programs without a piece come last, and blocks of a cluster. Measured on an H200 in whole layers
-# of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. Up to 8 sequences all programs are resident at once, one or two a
-# multiprocessor, also if a sequence has a piece more than its share: so they are cut for fewer than would fit (of 100 batches of 8 random
-# lengths about one has too many). From 17 to 99 sequences they are too, with as much shared memory as that leaves each, but where each sequence
-# is cut in two. Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece.
+# Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence
+# is cut below, warps, slots, box, chunk, whether programs without a piece come last, and blocks of a cluster. Measured
+# on an H200 in whole layers of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. Up to 8 sequences all programs are
+# resident at once, one or two a multiprocessor, also if a sequence has a piece more than its share: so they are cut for
+# fewer than would fit (of 100 batches of 8 random lengths about one has too many). From 17 to 99 sequences they are
+# too, with as much shared memory as that leaves each, but where each sequence is cut in two. Half a program: no
+# sequence is cut, unless it is very long, and the grid has few programs that find no piece.
 _MEASURED = (
     (2, (1.0, 1, 4, 4, 32, 8)),
     (4, (1.85, 1, 4, 3, 32, 8)),
@@ -97,7 +98,8 @@ _MEASURED = (
     (132, (0.5, 1, 2, 3, 32, 4)),
     (None, (1.0, 1, 4, 2, 16, 4)),
 )
-# The same for a float8 cache, whose tiles have half the bytes: four programs a multiprocessor. Measured from 8 sequences on.
+# The same for a float8 cache, whose tiles have half the bytes: four programs a multiprocessor. Measured from 8
+# sequences on.
 _FLOAT8 = (
     (4, (2.0, 2, 4, 2, 32, 8)),
     (99, (1.0, 4, 4, 2, 32, 4)),
@@ -106,9 +108,9 @@ _FLOAT8 = (
 )
 
 
-# The same up to 8 sequences for calls whose last token is in the cache, so that nothing is asked for before the wait. One sequence in
-# rows of such calls takes 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens), and 5.8, 10.6 and 38.4 in twice as many pieces.
-# Eight of 1,024 tokens, 32/8 heads, take 12.4 where 66 pieces without clusters took 14.4.
+# The same up to 8 sequences for calls whose last token is in the cache, so that nothing is asked for before the wait.
+# One sequence in rows of such calls takes 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens), and 5.8, 10.6 and
+# 38.4 in twice as many pieces. Eight of 1,024 tokens, 32/8 heads, take 12.4 where 66 pieces without clusters took 14.4.
 _CACHED = (
     (1, (1.0, 1, 4, 2, 32, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),
@@ -125,7 +127,8 @@ def plan_hopper_decode(
 
     Args:
         new: whether the last token comes with the call.
-        group: query heads a KV head. Where their partial results are too large for a cluster to exchange, there is none.
+        group: query heads a KV head. Where their partial results are too large for a cluster to exchange, there is
+            none.
     """
     alike = cdiv(num_seqs * num_kv_heads, 8)
     table = _FLOAT8 if cache_itemsize == 1 else _MEASURED
@@ -135,6 +138,7 @@ def plan_hopper_decode(
     pieces = max(1, int(programs * multiprocessors) // num_kv_heads)
     plan = HopperDecodePlan(pieces, least, warps, slots if head_dim > 64 else min(8, 2 * slots), box, *rest)
     if 2 * plan.shared_memory(head_dim, cache_itemsize) > _SHARED:
-        # One program a multiprocessor, for each of which a second round would double the time: every sequence may have a piece more.
+        # One program a multiprocessor, for each of which a second round would double the time: every sequence may have
+        # a piece more.
         plan = replace(plan, pieces=max(1, min(pieces, multiprocessors // num_kv_heads - num_seqs + 1)))
     return replace(plan, cluster=0) if plan.cluster and plan.refused(head_dim, 64, cache_itemsize, group) else plan

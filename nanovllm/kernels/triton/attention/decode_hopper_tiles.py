@@ -1,8 +1,11 @@
-"""Tiles of keys and values of the decode kernel for Hopper: how they come into shared memory, and what a tile adds to a result.
+"""Tiles of keys and values of the decode kernel for Hopper: how they come into shared memory, and what a tile adds to a
+result.
 
-A tile has 16 keys for each warp of the program. A warp has a running maximum, a sum and an output of its own over its keys, so no warp
-waits for another within a tile; `merge_warps` merges them once, at the end. Scores are keys x queries, 16 x 8 an instruction, and
-the output is dims x queries: no row of an instruction is idle with up to eight queries, and the queries are few registers.
+A tile has 16 keys for each warp of the program. A warp has a running maximum, a sum and an output of its own over its
+keys, so no warp waits for another within a tile; `merge_warps` merges them once, at the end. Scores are keys x queries,
+16 x 8 an instruction, and
+the output is dims x queries: no row of an instruction is idle with up to eight queries, and the queries are few
+registers.
 """
 
 from triton.experimental import gluon
@@ -18,9 +21,9 @@ from nanovllm.kernels.triton.gluon_compat import reinterpret, tma_load
 def tile_view(warps, words, box):
     """A tile in shared memory as [warps, 16 keys, words of 16 bits].
 
-    It is boxes of `box` keys one after the other, a box is columns of 64 words, and a column's rows are lines of 128 bytes, whose
-    16-byte pieces are permuted by the line's number (mod 8): eight keys' pieces of the same dims lie in different banks. Where a key
-    has 32 words, two keys are a line.
+    It is boxes of `box` keys one after the other, a box is columns of 64 words, and a column's rows are lines of 128
+    bytes, whose 16-byte pieces are permuted by the line's number (mod 8): eight keys' pieces of the same dims lie in
+    different banks. Where a key has 32 words, two keys are a line.
     """
     line = min(words, 64)
     bases = [[0, 0, 1 << i] for i in range(line.bit_length() - 1)]
@@ -45,7 +48,9 @@ def finite(m):
 
 @gluon.jit
 def transposed(x):
-    """Pairs of 16-bit elements in a thread, rows of 8 x 8 matrices: what a warp's threads hold of the transposed matrices."""
+    """Pairs of 16-bit elements in a thread, rows of 8 x 8 matrices: what a warp's threads hold of the transposed
+    matrices.
+    """
     return gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
     )
@@ -64,8 +69,8 @@ def request_tile(
 ):  # fmt: skip
     """Ask for a tile, at once if all of its tokens come before end_token, else for its boxes that have such tokens.
 
-    The other boxes are asked for where the cache has none: the copy engine fills them with zeros and reads nothing. So `full` always
-    waits for as many bytes, and what is read beyond the last token is less than a box.
+    The other boxes are asked for where the cache has none: the copy engine fills them with zeros and reads nothing. So
+    `full` always waits for as many bytes, and what is read beyond the last token is less than a box.
     """
     BOXES: gl.constexpr = TILE // BOX
     k_whole, v_whole, k_part, v_part = descriptors
@@ -98,11 +103,13 @@ def attend_tile(
     """A tile, in registers, and a result (acc, m, total) -> the result with it.
 
     Args:
-        q_low, q_high: [WARPS, HEAD_DIM / 2, 8], each half of the dims; k_low, k_high: [WARPS, 16, HEAD_DIM / 2]; v: [WARPS, HEAD_DIM, 16].
+        q_low, q_high: [WARPS, HEAD_DIM / 2, 8], each half of the dims; k_low, k_high: [WARPS, 16, HEAD_DIM / 2]; v:
+            [WARPS, HEAD_DIM, 16].
             FP8: the operands of `decode_hopper_fp8`, and v as words, [WARPS, HEAD_DIM / 2, 16].
         first: the tile's first token. What tokens from end_token on have may be anything, also NaN.
         scale: of the scores, one or [1, 1, 8].
-        acc: [WARPS, HEAD_DIM, 8]; m: [WARPS, 8]; total: [WARPS, 16, 8], each key's part of the sum, added up in the end.
+        acc: [WARPS, HEAD_DIM, 8]; m: [WARPS, 8]; total: [WARPS, 16, 8], each key's part of the sum, added up in the
+            end.
     """
     zeros = gl.zeros([WARPS, 16, 8], gl.float32, mma)
     # Two chains: the products of one wait for each other.

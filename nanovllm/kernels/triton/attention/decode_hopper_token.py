@@ -20,7 +20,8 @@ def acquire():
 
 @gluon.jit
 def _release_stores():
-    """Lets the next kernel start: what the first warp has written comes, for every multiprocessor and its copy engine, before that.
+    """Lets the next kernel start: what the first warp has written comes, for every multiprocessor and its copy engine,
+    before that.
 
     The other warps neither wait nor signal: one signal is a program's.
     """
@@ -42,7 +43,10 @@ def _release_stores():
 
 @gluon.jit
 def release(stored, NEW: gl.constexpr):
-    """Let the next kernel start. If this program has `stored` the new token: it may be one like this, and read it before it waits."""
+    """Let the next kernel start.
+
+    If this program has `stored` the new token: it may be one like this, and read it before it waits.
+    """
     if NEW:
         if stored:
             _release_stores()
@@ -74,7 +78,9 @@ def rows_and_dims(dims: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_halves(ptr, stride, COUNT: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):
-    """COUNT rows of HEAD_DIM elements, `stride` apart, and zeros up to eight -> both halves of their dims [8, HEAD_DIM / 2]."""
+    """COUNT rows of HEAD_DIM elements, `stride` apart, and zeros up to eight -> both halves of their dims [8,
+    HEAD_DIM / 2].
+    """
     HALF: gl.constexpr = HEAD_DIM // 2
     rows, dims = rows_and_dims(HALF, half_layout(HEAD_DIM, WARPS))
     ptr += rows * stride + dims
@@ -99,10 +105,13 @@ def load_values(ptr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def store_token(
-    k_ptr, v_ptr, k_low, k_high, v, k_scale, v_scale, mine, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr, FP8: gl.constexpr,
+    k_ptr, v_ptr, k_low, k_high, v, k_scale, v_scale, mine, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr,
+    FP8: gl.constexpr,
     K_SCALES: gl.constexpr, V_SCALES: gl.constexpr,
 ):  # fmt: skip
-    """The new token to its place in the caches, if it is this program's -> (its key's halves, its value) as the cache has them."""
+    """The new token to its place in the caches, if it is this program's -> (its key's halves, its value) as the
+    cache has them.
+    """
     HALF: gl.constexpr = HEAD_DIM // 2
     if FP8:
         k_low = quantised(k_low, k_scale, K_SCALES)

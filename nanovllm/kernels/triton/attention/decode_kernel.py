@@ -1,17 +1,18 @@
 """Decode attention: one kernel that plans, attends, and merges.
 
 Each sequence is cut into pieces of about the same size over the whole batch, so that a long sequence beside short ones
-leaves no multiprocessor idle; the programs are far more than the multiprocessors, or all resident at once, and the hardware
-deals them out. Every program derives the whole plan from context_lens, on the device: a captured graph replays with any lengths.
-The program that arrives last at a sequence's counter merges its pieces, in order, and zeroes the counter for the next launch.
+leaves no multiprocessor idle; the programs are far more than the multiprocessors, or all resident at once, and the
+hardware deals them out. Every program derives the whole plan from context_lens, on the device: a captured graph replays
+with any lengths. The program that arrives last at a sequence's counter merges its pieces, in order, and zeroes the
+counter for the next launch.
 
-With ROTATE the queries come as the QKV projection gives them, and so do the new token's key and value: every program normalises
-and rotates its own queries, and the one with the sequence's last piece attends to the new token from registers and writes it to the
-cache, where nobody reads it in this launch. So with EARLY a program asks for a tile before it waits for the projection.
-With QUERIES > 1 a sequence has so many query tokens, its last ones: the rows of a tile are the query heads of a KV head for one token
-after the other, each with an end of its own. Tokens beyond those of a tile are a tile more, with programs of its own, beside the first's.
-With SHARED the kernel starts behind the tokens that a sequence shares with others, and its first piece from what `shared_kernel` has
-found for these.
+With ROTATE the queries come as the QKV projection gives them, and so do the new token's key and value: every program
+normalises and rotates its own queries, and the one with the sequence's last piece attends to the new token from
+registers and writes it to the cache, where nobody reads it in this launch. So with EARLY a program asks for a tile
+before it waits for the projection. With QUERIES > 1 a sequence has so many query tokens, its last ones: the rows of a
+tile are the query heads of a KV head for one token after the other, each with an end of its own. Tokens beyond those of
+a tile are a tile more, with programs of its own, beside the first's. With SHARED the kernel starts behind the tokens
+that a sequence shares with others, and its first piece from what `shared_kernel` has found for these.
 """
 
 import triton
@@ -46,7 +47,9 @@ else:
 
     @triton.jit
     def fence():
-        """What this thread has written comes, for every multiprocessor, before what it writes or signals from now on."""
+        """What this thread has written comes, for every multiprocessor, before what it writes or signals from now
+        on.
+        """
         tl.inline_asm_elementwise(
             "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -77,8 +80,9 @@ def find_piece(
 ):
     """-> (seq, its length, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
 
-    No piece has more than `share` tiles, total / PIECES rounded up or LEAST, so there are fewer than num_seqs + PIECES of them.
-    The pieces of the sequences that are cut come first, since they are the largest. FRESH: lengths past the first-level cache.
+    No piece has more than `share` tiles, total / PIECES rounded up or LEAST, so there are fewer than num_seqs + PIECES
+    of them. The pieces of the sequences that are cut come first, since they are the largest. FRESH: lengths past the
+    first-level cache.
     """
     CACHE: tl.constexpr = ".cg" if FRESH else ""
     if SEQS_PAD == 1:
@@ -110,7 +114,10 @@ def find_piece(
 
 @triton.jit
 def num_tiles(length, shared, NEW: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles that hold a token to attend to. NEW: how many of `length` tokens, the last ones, are attended to apart from them."""
+    """Tiles that hold a token to attend to.
+
+    NEW: how many of `length` tokens, the last ones, are attended to apart from them.
+    """
     tiles = tl.cdiv(tl.maximum(length - NEW, 0), TILE) - shared // TILE
     if WINDOW > 0:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
@@ -206,7 +213,8 @@ def decode_kernel(
     piece = tl.program_id(1)
     k_ptr += head * stride_head
     v_ptr += head * stride_head
-    # What is read before the wait comes from L2: the first-level cache may hold what was there before an earlier kernel wrote.
+    # What is read before the wait comes from L2: the first-level cache may hold what was there before an earlier kernel
+    # wrote.
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     seq, length, first_piece, share = find_piece(
         piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES, LEAST, SEQS_PAD, TILE, SPAN, SHARED, NEW, EARLY
@@ -233,11 +241,13 @@ def decode_kernel(
                 new_block = tl.load(table_ptr + position // BLOCK_SIZE, cache_modifier=CACHE)
             loaded = None
             if EARLY:
-                # Tokens of earlier steps: they do not depend on the kernel before this one. A piece without tiles has no live one.
+                # Tokens of earlier steps: they do not depend on the kernel before this one. A piece without tiles has
+                # no live one.
                 last = tl.maximum(end - 1, 0)
                 block = tl.load(table_ptr + last * TILE // BLOCK_SIZE, cache_modifier=CACHE)
                 loaded = load_tile(
-                    k_ptr, v_ptr, table_ptr, block, last, first_token, tl.where(begin < end, end_token, 0), stride_block,
+                    k_ptr, v_ptr, table_ptr, block, last, first_token, tl.where(begin < end, end_token, 0),
+                    stride_block,
                     stride_slot, BLOCK_SIZE, TILE, HEAD_DIM, DIM_PAD, FP8, False, True,
                 )  # fmt: skip
                 end = last
@@ -276,7 +286,8 @@ def decode_kernel(
                     CHUNK,
                 )
             if ROTATE:
-                # Every program has the new token, and one makes use of it: a branch would wait for the queries before it loads.
+                # Every program has the new token, and one makes use of it: a branch would wait for the queries before
+                # it loads.
                 angles = cos_sin_ptr + position.to(tl.int64) * cos_sin_stride
                 rows = tl.arange(0, GROUP_PAD)[:, None]
                 one = tl.arange(0, 1)[:, None]

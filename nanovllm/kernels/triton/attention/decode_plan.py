@@ -34,8 +34,8 @@ class DecodePlan:
 
 
 _ROWS = 32
-"""Of a tile with the queries of several tokens. With 64, a large batch's tiles take more shared memory than GPUs other than a
-datacentre's have, 99 KiB a program."""
+"""Of a tile with the queries of several tokens. With 64, a large batch's tiles take more shared memory than GPUs other
+than a datacentre's have, 99 KiB a program."""
 
 
 def tokens_together(queries: int, group: int) -> int:
@@ -58,7 +58,8 @@ def plan_decode(
 
     Args:
         num_kv_heads, group: of few query tokens a sequence, KV heads times tiles of them, and the rows of a tile.
-        cache_itemsize: bytes an element of the cache; tiles of float8 have twice the tokens of 16-bit ones where that pays.
+        cache_itemsize: bytes an element of the cache; tiles of float8 have twice the tokens of 16-bit ones where that
+            pays.
         full_precision: whether products are float32, which no tensor core computes.
         rotate: for `qk_norm_rope_attention`.
     """
@@ -76,8 +77,8 @@ def plan_decode(
         warps = 4 if group <= 16 and dim_pad <= 128 and cache_itemsize != 2 else 8
         return DecodePlan(pieces(2), 16, warps, stages=3 if dim_pad <= 128 else 2, merge_registers=16, early=False)
     if pairs >= 6 * multiprocessors:
-        # Enough sequences to fill several waves: large tiles, since few streams at a time suit DRAM, and cut only what is
-        # far longer than the average.
+        # Enough sequences to fill several waves: large tiles, since few streams at a time suit DRAM, and cut only what
+        # is far longer than the average.
         warps *= min(cache_itemsize, 2)
         return DecodePlan(pieces(3), large_tile, warps, stages=3, merge_registers=32, early=False)
     if pairs >= 4 * multiprocessors:
@@ -95,8 +96,9 @@ def plan_decode(
         return DecodePlan(
             pieces(4 if num_seqs <= 16 else 3), large_tile, 2, stages=2, merge_registers=64, early=rotate, least=2
         )
-    # Programs of one warp, which waits for no other. Registers let eight run beside each other; where lengths do not divide
-    # evenly there are a few pieces more than asked for. A merge of more pieces than three tiles give takes longer than it saves.
+    # Programs of one warp, which waits for no other. Registers let eight run beside each other; where lengths do not
+    # divide evenly there are a few pieces more than asked for. A merge of more pieces than three tiles give takes
+    # longer than it saves.
     tile = max(16, 8192 // bytes_per_token)
     if num_seqs <= 4:
         return DecodePlan(pieces(4), tile, 1, stages=2, merge_registers=64, early=rotate, least=2)
@@ -130,8 +132,8 @@ def plan_shared(
     multiprocessors: int,
     warpgroups: bool,
 ) -> SharedPlan:
-    """Predicted, then timed as it is (docs/attention.md): with 16-bit and float8 caches at head_dim 128, little else was tried. Not
-    timed for other head sizes, float32 and GPUs before Hopper. The arguments are those of `plan_decode`.
+    """Predicted, then timed as it is (docs/attention.md): with 16-bit and float8 caches at head_dim 128, little else
+    was tried. Not timed for other head sizes, float32 and GPUs before Hopper. The arguments are those of `plan_decode`.
 
     Args:
         warpgroups: whether four warps multiply together (sm_90 and later), which keeps registers free for large tiles.
@@ -171,8 +173,8 @@ def plan_rest(
     plan = plan_decode(alike, num_kv_heads, group, head_dim, cache_itemsize, full_precision, multiprocessors, False)
     if full_precision or cache_itemsize == 1:
         return plan
-    # What a sequence has for itself is a few tiles, so that a program mostly starts and ends: half the tile lets twice the programs
-    # run beside each other.
+    # What a sequence has for itself is a few tiles, so that a program mostly starts and ends: half the tile lets twice
+    # the programs run beside each other.
     tile = max(16, min(plan.tile, 16384 // (4 * next_power_of_2(head_dim))))
     # Rows of 256 elements want the registers of all warps.
     return replace(plan, tile=tile, warps=plan.warps // 2 if tile < plan.tile and head_dim <= 128 else plan.warps)

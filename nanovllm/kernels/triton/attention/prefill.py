@@ -1,4 +1,6 @@
-"""Prefill attention over the paged KV cache: the provider, the choice of kernel, and the launch of the kernel for any GPU."""
+"""Prefill attention over the paged KV cache: the provider, the choice of kernel, and the launch of the kernel for
+any GPU.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,17 @@ def attention_prefill(
     """The op `attention_prefill`.
 
     Args:
-        plan: instead of the one that `plan_prefill` or `plan_hopper_prefill` picks. A `HopperPrefillPlan` needs a Hopper GPU,
-            queries and cache of the same 16-bit dtype, blocks of a power of two of at least 8 tokens, strides of whole 16 bytes,
-            and no scales.
-        concurrent: other kernels run at the same time. The kernel for Hopper GPUs leaves them no room, so it is not used.
+        plan: instead of the one that `plan_prefill` or `plan_hopper_prefill` picks. A `HopperPrefillPlan` needs a
+            Hopper GPU, queries and cache of the same 16-bit dtype, blocks of a power of two of at least 8 tokens,
+            strides of whole 16 bytes, and no scales.
+        concurrent: other kernels run at the same time. The kernel for Hopper GPUs leaves them no room, so it is not
+            used.
         out: contiguous, as q: takes the result, and is returned.
 
     Returns:
-        [num_tokens, num_heads, head_dim], the dtype of q. The same inputs give the same bits. A sequence's bits do not depend on
-        the other sequences, but they do on max_query_len and `concurrent`, from which kernel and tiles follow.
+        [num_tokens, num_heads, head_dim], the dtype of q. The same inputs give the same bits. A sequence's bits do not
+        depend on the other sequences, but they do on max_query_len and `concurrent`, from which kernel and tiles
+        follow.
 
     A sequence's keys are not split between programs: few queries with a long context occupy few multiprocessors.
     """

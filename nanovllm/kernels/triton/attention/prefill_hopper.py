@@ -12,7 +12,9 @@ from nanovllm.kernels.triton.launch import next_power_of_2
 
 
 def takes(q: torch.Tensor, kv: PagedKV) -> bool:
-    """Whether the kernel can read these: no scales, and for the copy engine 16-byte steps, and the cache as rows of slots."""
+    """Whether the kernel can read these: no scales, and for the copy engine 16-byte steps, and the cache as rows of
+    slots.
+    """
     k_cache = kv.k_cache
     if kv.k_scale is not None or kv.v_scale is not None or not has_hopper_kernels(q.device):
         return False

@@ -1,7 +1,7 @@
 """The consumers of the prefill kernel for Hopper: scores, softmax, and the products with the values.
 
-Where shared memory has room for the queries of two items, all tiles of all items are one pipeline: the scores of a tile are
-computed beside the product of the probabilities and values of the tile before, be that of the same item or not.
+Where shared memory has room for the queries of two items, all tiles of all items are one pipeline: the scores of a tile
+are computed beside the product of the probabilities and values of the tile before, be that of the same item or not.
 """
 
 from triton.experimental import gluon
@@ -14,18 +14,22 @@ from nanovllm.kernels.triton.gluon_compat import warps_barrier
 
 @gluon.jit
 def softmax(
-    scores, m, total, positions, tile, scale, MASKED: gl.constexpr, TILE: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr,
+    scores, m, total, positions, tile, scale, MASKED: gl.constexpr, TILE: gl.constexpr, SOFT_CAP: gl.constexpr,
+    WINDOW: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile -> (probabilities, m, total, what to multiply the output so far by); m is in scaled units, base 2."""
+    """Scores of a tile -> (probabilities, m, total, what to multiply the output so far by); m is in scaled units,
+    base 2.
+    """
     if SOFT_CAP > 0:
         # SOFT_CAP * tanh(x / SOFT_CAP) * log2(e), with tanh(x) = 1 - 2 / (1 + e^2x) and x * log2(e) = scores * scale.
         scores = (SOFT_CAP * 1.4426950408889634) * (1 - 2 / (1 + gl.exp2(scores * (scale * (2 / SOFT_CAP)))))
         scale = 1.0
     if MASKED:
         columns = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
-        # Bits 1 and 2 of a column are the thread's, all others the register's: what a thread compares with are constants. With two
-        # values only known at run time ptxas compared before it issued the second product, and kept 128 results packed into bits.
+        # Bits 1 and 2 of a column are the thread's, all others the register's: what a thread compares with are
+        # constants. With two values only known at run time ptxas compared before it issued the second product, and kept
+        # 128 results packed into bits.
         last = (positions - tile * TILE)[:, None] - (columns & 6)[None, :]
         constants = (columns & ~6)[None, :]
         seen = constants <= last
@@ -45,8 +49,9 @@ def softmax(
 def queries_of(q_buffers, index, QUERIES: gl.constexpr):
     """The buffer of queries to multiply now.
 
-    Of two buffers the index goes through a shuffle in every tile. Without it ptxas (of CUDA 12.8, as Triton 3.6 brings it) computed
-    descriptors before a loop that may be skipped, and used them after it; with it they are computed in every tile.
+    Of two buffers the index goes through a shuffle in every tile. Without it ptxas (of CUDA 12.8, as Triton 3.6 brings
+    it) computed descriptors before a loop that may be skipped, and used them after it; with it they are computed in
+    every tile.
     """
     if QUERIES > 1:
         index = gl.inline_asm_elementwise(
@@ -57,13 +62,14 @@ def queries_of(q_buffers, index, QUERIES: gl.constexpr):
 
 @gluon.jit
 def step(
-    acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr, TILE: gl.constexpr,
+    acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr,
+    TILE: gl.constexpr,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Scores and probabilities of `tile`, while the probabilities p of the tile before are multiplied with its values.
 
-    Returns the output with the tile before, then as `softmax` does. The tile before may be of the item before: m and total are
-    then those of no tile.
+    Returns the output with the tile before, then as `softmax` does. The tile before may be of the item before: m and
+    total are then those of no tile.
     """
     q_buffers, k_buffers, v_buffers, _ = buffers
     _, _, k_full, k_empty, v_full, v_empty, _ = barriers
@@ -87,13 +93,15 @@ def step(
 
 @gluon.jit
 def advance(
-    acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr, TILE: gl.constexpr,
+    acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED: gl.constexpr,
+    TILE: gl.constexpr,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, layout: gl.constexpr,
     o_layout: gl.constexpr,
 ):  # fmt: skip
     """One tile on, of the same item."""
     acc, p_next, m, total, alpha = step(
-        acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED, TILE, STAGES, QUERIES, SOFT_CAP,
+        acc, p, m, total, q_index, buffers, barriers, tile, positions, count_tiles, scale, MASKED, TILE, STAGES,
+        QUERIES, SOFT_CAP,
         WINDOW, layout,
     )  # fmt: skip
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
@@ -155,7 +163,9 @@ def row_positions(half, num_tokens, first_position, PACK: gl.constexpr, layout: 
 
 @gluon.constexpr_function
 def row_layout(size):
-    """Of the output's [64, size]: a thread holds pieces of eight columns, and a warp the rows that it has in a product's result."""
+    """Of the output's [64, size]: a thread holds pieces of eight columns, and a warp the rows that it has in a
+    product's result.
+    """
     columns = [[0, 32 << i] for i in range((size // 32).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], *columns], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
@@ -165,7 +175,8 @@ def row_layout(size):
 
 @gluon.jit
 def store_output(
-    out_ptr, acc, total, half, group, begin, num_tokens, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
+    out_ptr, acc, total, half, group, begin, num_tokens, HEADS: gl.constexpr, PACK: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     DIM_PAD: gl.constexpr, WIDE: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """The output of a consumer's rows of an item; WIDE: 16 bytes at a time."""
@@ -183,14 +194,16 @@ def store_output(
 
 @gluon.jit
 def consume(
-    half: gl.constexpr, buffers, barriers, out_ptr, scale, HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
+    half: gl.constexpr, buffers, barriers, out_ptr, scale, HEADS: gl.constexpr, PACK: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     DIM_PAD: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, QUERIES: gl.constexpr, SOFT_CAP: gl.constexpr,
     WINDOW: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: the rows [64 * half, 64 * half + 64) of every item.
 
-    With two buffers of queries the scores of an item's first tile are computed beside the product of the probabilities and values
-    of the last tile of the item before; with one, whose next content waits for the last scores, they come after it.
+    With two buffers of queries the scores of an item's first tile are computed beside the product of the probabilities
+    and values of the last tile of the item before; with one, whose next content waits for the last scores, they come
+    after it.
     """
     q_buffers, k_buffers, v_buffers, info = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = barriers
@@ -210,7 +223,8 @@ def consume(
             positions = row_positions(half, num_tokens, first_position, PACK, layout)
             first, end = tile_range(first_position, first_position + num_tokens - 1, TILE, WINDOW)
             p, m, total = first_probabilities(
-                q_buffers.index(half), buffers, barriers, end - 1, positions, 0, scale, TILE, STAGES, SOFT_CAP, WINDOW, layout,
+                q_buffers.index(half), buffers, barriers, end - 1, positions, 0, scale, TILE, STAGES, SOFT_CAP, WINDOW,
+                layout,
                 o_layout,
             )  # fmt: skip
     while num_tokens > 0:
@@ -221,11 +235,13 @@ def consume(
         tile = end - 1
         if QUERIES == 1:
             p, m, total = first_probabilities(
-                q_buffers.index(half), buffers, barriers, tile, positions, count_tiles, scale, TILE, STAGES, SOFT_CAP, WINDOW, layout, o_layout,
+                q_buffers.index(half), buffers, barriers, tile, positions, count_tiles, scale, TILE, STAGES, SOFT_CAP,
+                WINDOW, layout, o_layout,
             )  # fmt: skip
         count_tiles += 1
 
-        # Tiles from first_masked on hold tokens that some row does not see; with a window, so do those before first_unmasked.
+        # Tiles from first_masked on hold tokens that some row does not see; with a window, so do those before
+        # first_unmasked.
         first_masked = (first_position + half * TOKENS + 1) // TILE
         end_unmasked = gl.minimum(gl.maximum(first_masked, first), tile)
         first_unmasked = first
@@ -234,13 +250,15 @@ def consume(
             end_unmasked = gl.maximum(end_unmasked, gl.minimum(first_unmasked, tile))
         for i in range(tile - end_unmasked):
             acc, p, m, total = advance(
-                acc, p, m, total, q_index, buffers, barriers, tile - 1 - i, positions, count_tiles, scale, True, TILE, STAGES,
+                acc, p, m, total, q_index, buffers, barriers, tile - 1 - i, positions, count_tiles, scale, True, TILE,
+                STAGES,
                 QUERIES, SOFT_CAP, WINDOW, layout, o_layout,
             )  # fmt: skip
             count_tiles += 1
         for i in range(end_unmasked - first_unmasked):
             acc, p, m, total = advance(
-                acc, p, m, total, q_index, buffers, barriers, end_unmasked - 1 - i, positions, count_tiles, scale, False, TILE, STAGES,
+                acc, p, m, total, q_index, buffers, barriers, end_unmasked - 1 - i, positions, count_tiles, scale,
+                False, TILE, STAGES,
                 QUERIES, SOFT_CAP, WINDOW, layout, o_layout,
             )  # fmt: skip
             count_tiles += 1
@@ -248,7 +266,8 @@ def consume(
             last = gl.minimum(end_unmasked, first_unmasked)
             for i in range(last - first):
                 acc, p, m, total = advance(
-                    acc, p, m, total, q_index, buffers, barriers, last - 1 - i, positions, count_tiles, scale, True, TILE, STAGES,
+                    acc, p, m, total, q_index, buffers, barriers, last - 1 - i, positions, count_tiles, scale, True,
+                    TILE, STAGES,
                     QUERIES, SOFT_CAP, WINDOW, layout, o_layout,
                 )  # fmt: skip
                 count_tiles += 1
@@ -267,7 +286,8 @@ def consume(
                 m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
                 acc, p_next, m, next_total, alpha = step(
                     acc, p, m, gl.zeros([64], gl.float32, gl.SliceLayout(1, layout)), 2 * slot + half, buffers,
-                    barriers, end - 1, positions, count_tiles, scale, True, TILE, STAGES, QUERIES, SOFT_CAP, WINDOW, layout,
+                    barriers, end - 1, positions, count_tiles, scale, True, TILE, STAGES, QUERIES, SOFT_CAP, WINDOW,
+                    layout,
                 )  # fmt: skip
                 p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, o_layout, 2))
             else:

@@ -1,13 +1,15 @@
-"""Prefill attention for Hopper: a persistent kernel of three specialised groups of warps, in the manner of FlashAttention-3.
+"""Prefill attention for Hopper: a persistent kernel of three specialised groups of warps, in the manner of
+FlashAttention-3.
 
-One warp loads (the producer); two warpgroups compute (the consumers), each for half of the query rows of a work item, with the
-same keys and values. The producer takes items from a counter, so that every multiprocessor is busy until the queue is
-empty, and runs ahead of the consumers: the next item's queries and first keys arrive while they are at the last tiles of one. A
-consumer issues the product of queries and keys of one tile together with that of probabilities and values of the tile
-before, which may be the last of the item before, and does its softmax while the tensor cores work.
+One warp loads (the producer); two warpgroups compute (the consumers), each for half of the query rows of a work item,
+with the same keys and values. The producer takes items from a counter, so that every multiprocessor is busy until the
+queue is
+empty, and runs ahead of the consumers: the next item's queries and first keys arrive while they are at the last tiles
+of one. A consumer issues the product of queries and keys of one tile together with that of probabilities and values of
+the tile before, which may be the last of the item before, and does its softmax while the tensor cores work.
 
-It is written in Gluon, Triton's lower level, since Triton itself neither splits warps by role nor overlaps the softmax of
-one tile with the product of another on this architecture.
+It is written in Gluon, Triton's lower level, since Triton itself neither splits warps by role nor overlaps the softmax
+of one tile with the product of another on this architecture.
 """
 
 from triton.experimental import gluon
@@ -55,8 +57,8 @@ def prefill_hopper_kernel(
 ):
     """Grid [programs]: each takes items until the queue, head groups x items_per_head, is empty.
 
-    An item is up to 128 // PACK query tokens of one sequence under PACK query heads of one KV head; row r of its tile is the
-    token r // PACK under head r % PACK.
+    An item is up to 128 // PACK query tokens of one sequence under PACK query heads of one KV head; row r of its tile
+    is the token r // PACK under head r % PACK.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     CHUNK: gl.constexpr = 64
@@ -89,11 +91,14 @@ def prefill_hopper_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed)
     gl.warp_specialize(
         [
-            (consume, (gl.constexpr(0), buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, QUERIES,
+            (consume, (gl.constexpr(0), buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES,
+            QUERIES,
                        SOFT_CAP, WINDOW, WIDE)),
-            (consume, (gl.constexpr(1), buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES, QUERIES,
+            (consume, (gl.constexpr(1), buffers, barriers, out_ptr, scale, HEADS, PACK, HEAD_DIM, DIM_PAD, TILE, STAGES,
+            QUERIES,
                        SOFT_CAP, WINDOW, WIDE)),
-            (produce, (buffers, barriers, (q_descriptor, k_descriptor, v_descriptor), table_ptr, starts_ptr, lens_ptr, counter_ptr,
+            (produce, (buffers, barriers, (q_descriptor, k_descriptor, v_descriptor), table_ptr, starts_ptr, lens_ptr,
+            counter_ptr,
                        num_seqs, table_stride, items_per_head, num_items, PACK, GROUP, DIM_PAD, CHUNK, BLOCK_SIZE,
                        TILE, STAGES, QUERIES, WINDOW)),
         ],

@@ -1,7 +1,9 @@
-"""The producer of the prefill kernel for Hopper: takes work items, and copies their queries, keys and values into shared memory.
+"""The producer of the prefill kernel for Hopper: takes work items, and copies their queries, keys and values into
+shared memory.
 
-Tiles are one sequence, whatever item they are of. For each the keys come first, then the values of the tile before, which the
-consumers multiply after them; the first keys of an item, and its queries, are asked for before the last values of the item before.
+Tiles are one sequence, whatever item they are of. For each the keys come first, then the values of the tile before,
+which the consumers multiply after them; the first keys of an item, and its queries, are asked for before the last
+values of the item before.
 """
 
 from triton.experimental import gluon
@@ -16,8 +18,8 @@ def decode_item(item, starts_ptr, lens_ptr, num_seqs, items_per_head, TOKENS: gl
     """Work item -> (head group, sequence, first query of the run, queries in the run, tokens of the sequence).
 
     One head group after the other, so that what the items in flight read stays in L2. Sequence s owns the items from
-    starts[s] // TOKENS + s on, at least as many as it needs (a first query below zero: not needed); its last queries, which
-    see the most, come first.
+    starts[s] // TOKENS + s on, at least as many as it needs (a first query below zero: not needed); its last queries,
+    which see the most, come first.
     """
     head = item // items_per_head
     index = item % items_per_head
@@ -49,8 +51,10 @@ def find_item(
     item, counter_ptr, starts_ptr, lens_ptr, num_seqs, items_per_head, num_items, TOKENS: gl.constexpr,
     TILE: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The first item that is needed, of this one and those of the counter -> (head group, sequence, its tokens, first row of the
-    queries, queries, position of the first, first tile, last tile); no queries, and -1 as the last tile: there is none."""
+    """The first item that is needed, of this one and those of the counter -> (head group, sequence, its tokens, first
+    row of the queries, queries, position of the first, first tile, last tile); no queries, and -1 as the last tile:
+    there is
+    none."""
     group = 0
     seq = 0
     length = 0
@@ -79,7 +83,9 @@ def copy_queries(
     q_buffers, info, full, empty, descriptor, count_items, group, begin, num_tokens, first_position, PACK: gl.constexpr,
     QUERIES: gl.constexpr, DIM_PAD: gl.constexpr,
 ):  # fmt: skip
-    """Say what the next item is, and start the copy of its queries; for no tokens, which ends the consumers, there is none."""
+    """Say what the next item is, and start the copy of its queries; for no tokens, which ends the consumers, there
+    is none.
+    """
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = count_items % QUERIES
     mbarrier.wait(empty.index(slot), (count_items // QUERIES & 1) ^ 1)
@@ -101,10 +107,13 @@ def copy_queries(
 
 @gluon.jit
 def copy_tile(
-    descriptor, buffer, empty, parity, full, table_ptr, tile, head, last_block, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+    descriptor, buffer, empty, parity, full, table_ptr, tile, head, last_block, BLOCK_SIZE: gl.constexpr,
+    TILE: gl.constexpr,
     DIM_PAD: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a tile of keys or values: boxes of CHUNK columns of a block of the cache, or of a part of one."""
+    """Start the copy of a tile of keys or values: boxes of CHUNK columns of a block of the cache, or of a part of
+    one.
+    """
     PART: gl.constexpr = descriptor.block_shape[0]
     CHUNK: gl.constexpr = descriptor.block_shape[2]
     LAYOUT: gl.constexpr = descriptor.layout
@@ -142,8 +151,10 @@ def clear_dead_rows(buffer, first_dead, TILE: gl.constexpr, DIM_PAD: gl.constexp
 
 @gluon.jit
 def produce(
-    buffers, barriers, descriptors, table_ptr, starts_ptr, lens_ptr, counter_ptr, num_seqs, table_stride, items_per_head,
-    num_items, PACK: gl.constexpr, GROUP: gl.constexpr, DIM_PAD: gl.constexpr, CHUNK: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    buffers, barriers, descriptors, table_ptr, starts_ptr, lens_ptr, counter_ptr, num_seqs, table_stride,
+    items_per_head,
+    num_items, PACK: gl.constexpr, GROUP: gl.constexpr, DIM_PAD: gl.constexpr, CHUNK: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr, QUERIES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The producer: takes items, and copies their queries, keys and values into shared memory."""
@@ -168,13 +179,16 @@ def produce(
         if tile >= 0:
             stage = count_tiles % STAGES
             copy_tile(
-                k_descriptor, k_buffers.index(stage), k_empty.index(stage), (count_tiles // STAGES & 1) ^ 1, k_full.index(stage),
-                table_ptr + seq.to(gl.int64) * table_stride, tile, head, (length - 1) // BLOCK_SIZE, BLOCK_SIZE, TILE, DIM_PAD,
+                k_descriptor, k_buffers.index(stage), k_empty.index(stage), (count_tiles // STAGES & 1) ^ 1,
+                k_full.index(stage),
+                table_ptr + seq.to(gl.int64) * table_stride, tile, head, (length - 1) // BLOCK_SIZE, BLOCK_SIZE, TILE,
+                DIM_PAD,
             )  # fmt: skip
         if QUERIES > 1:
             if is_new:
                 copy_queries(
-                    q_buffers, info, q_full, q_empty, q_descriptor, count_items, group, begin, num_tokens, first_position, PACK,
+                    q_buffers, info, q_full, q_empty, q_descriptor, count_items, group, begin, num_tokens,
+                    first_position, PACK,
                     QUERIES, DIM_PAD,
                 )  # fmt: skip
         if v_tile >= 0:
@@ -184,12 +198,14 @@ def produce(
             last_block = (v_length - 1) // BLOCK_SIZE
             if (v_tile + 1) * TILE <= v_length:
                 copy_tile(
-                    v_descriptor, v_buffers.index(stage), v_empty.index(stage), parity, v_full.index(stage), v_table, v_tile,
+                    v_descriptor, v_buffers.index(stage), v_empty.index(stage), parity, v_full.index(stage), v_table,
+                    v_tile,
                     v_head, last_block, BLOCK_SIZE, TILE, DIM_PAD,
                 )  # fmt: skip
             else:
                 copy_tile(
-                    v_descriptor, v_buffers.index(stage), v_empty.index(stage), parity, v_landed, v_table, v_tile, v_head,
+                    v_descriptor, v_buffers.index(stage), v_empty.index(stage), parity, v_landed, v_table, v_tile,
+                    v_head,
                     last_block, BLOCK_SIZE, TILE, DIM_PAD,
                 )  # fmt: skip
                 mbarrier.wait(v_landed, partial_tiles & 1)
@@ -201,7 +217,8 @@ def produce(
             # These wait for the consumers' last product with the item before, which may need the values above.
             if is_new:
                 copy_queries(
-                    q_buffers, info, q_full, q_empty, q_descriptor, count_items, group, begin, num_tokens, first_position, PACK,
+                    q_buffers, info, q_full, q_empty, q_descriptor, count_items, group, begin, num_tokens,
+                    first_position, PACK,
                     QUERIES, DIM_PAD,
                 )  # fmt: skip
         count_items += is_new.to(gl.int32)

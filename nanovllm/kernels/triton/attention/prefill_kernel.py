@@ -1,4 +1,6 @@
-"""Prefill attention for any GPU and any layout: one kernel, in the manner of FlashAttention-2, over the paged KV cache."""
+"""Prefill attention for any GPU and any layout: one kernel, in the manner of FlashAttention-2, over the paged KV
+cache.
+"""
 
 import triton
 import triton.language as tl
@@ -10,7 +12,8 @@ from nanovllm.kernels.triton.attention.attend import soft_cap_scores
 def dequantised(x, dtype: tl.constexpr, FP8: tl.constexpr):
     """A tile of the cache in `dtype`; float8_e4m3fn comes as int8, since not every GPU that runs this knows it.
 
-    The 7 lower bits of a float8, moved to the exponent and mantissa of a float16, are its value / 256, subnormals included.
+    The 7 lower bits of a float8, moved to the exponent and mantissa of a float16, are its value / 256, subnormals
+    included.
     """
     if FP8:
         bits = x.to(tl.int16)
@@ -45,7 +48,9 @@ def attend_causal(
     FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Advance (acc, m, total) over the tiles [first_tile, end_tile); without MASKED, every query sees all of their tokens."""
+    """Advance (acc, m, total) over the tiles [first_tile, end_tile); without MASKED, every query sees all of their
+    tokens.
+    """
     DIM_PAD: tl.constexpr = q.shape[1]
     offs_t = tl.arange(0, TILE)
     offs_d = tl.arange(0, DIM_PAD)
@@ -143,7 +148,8 @@ def prefill_kernel(
     V_SCALES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid [num_kv_heads, num_tokens // TOKENS + num_seqs]: program (h, i) has up to TOKENS query tokens of one sequence.
+    """Grid [num_kv_heads, num_tokens // TOKENS + num_seqs]: program (h, i) has up to TOKENS query tokens of one
+    sequence.
 
     Row r of its tile is the token r // GROUP under query head r % GROUP of KV head h. Sequence s owns the programs from
     starts[s] // TOKENS + s on, at least as many as it needs; its last tokens, which see the most, come first.
@@ -193,11 +199,13 @@ def prefill_kernel(
         else:
             first_masked = tl.maximum(first_position + 1, 0) // TILE
             acc, m, total = attend_causal(
-                acc, m, total, q, k_ptr, v_ptr, table_ptr, positions, 0, first_masked, end_token, stride_block, stride_slot, scale,
+                acc, m, total, q, k_ptr, v_ptr, table_ptr, positions, 0, first_masked, end_token, stride_block,
+                stride_slot, scale,
                 False, BLOCK_SIZE, TILE, HEAD_DIM, SOFT_CAP, WINDOW, FP8, STAGES,
             )  # fmt: skip
         acc, m, total = attend_causal(
-            acc, m, total, q, k_ptr, v_ptr, table_ptr, positions, first_masked, end_tile, end_token, stride_block, stride_slot, scale,
+            acc, m, total, q, k_ptr, v_ptr, table_ptr, positions, first_masked, end_tile, end_token, stride_block,
+            stride_slot, scale,
             True, BLOCK_SIZE, TILE, HEAD_DIM, SOFT_CAP, WINDOW, FP8, STAGES,
         )  # fmt: skip
         out_ptr += (begin * tl.num_programs(0) + head) * GROUP * HEAD_DIM

@@ -34,7 +34,8 @@ class HopperPrefillPlan:
     """0: as many as there are multiprocessors."""
 
 
-# Bytes of a program on Hopper, and more than that kernel needs beside queries, keys and values: barriers, and 2 KiB a consumer.
+# Bytes of a program on Hopper, and more than that kernel needs beside queries, keys and values: barriers, and 2 KiB a
+# consumer.
 _SHARED_MEMORY, _SCRATCH = 227 << 10, 5 << 10
 
 
@@ -48,7 +49,8 @@ def plan_prefill(
     capability: int = 9,
     concurrent: bool = False,
 ) -> PrefillPlan:
-    """capability: the first number of the GPU's. Before 9 both operands of a product are in registers, and larger tiles spill.
+    """capability: the first number of the GPU's. Before 9 both operands of a product are in registers, and larger tiles
+    spill.
 
     concurrent: as for `attention_prefill`.
     """
@@ -79,13 +81,15 @@ def plan_hopper_prefill(group: int, head_dim: int, block_size: int) -> HopperPre
 
 
 def fit_hopper(plan: HopperPrefillPlan, dim_pad: int) -> tuple[int, bool]:
-    """(of how many work items queries fit into shared memory beside keys and values: 2, or else 1; whether there is room for
-    what a wide store of the output needs)."""
+    """(of how many work items queries fit into shared memory beside keys and values: 2, or else 1; whether there is
+    room for what a wide store of the output needs)."""
     left = _SHARED_MEMORY - 2 * 2 * plan.stages * plan.tile * dim_pad
     queries = 2 if 2 * 2 * 128 * dim_pad + _SCRATCH <= left else 1
     return queries, 2 * queries * 128 * dim_pad + _SCRATCH <= left
 
 
 def prefill_registers(dim_pad: int) -> tuple[int, int]:
-    """Registers of a consumer's and of the producer's threads: 12 warps share 65536, 168 each, which move to where they are needed."""
+    """Registers of a consumer's and of the producer's threads: 12 warps share 65536, 168 each, which move to where
+    they are needed.
+    """
     return (224, 56) if dim_pad <= 128 else (232, 40)

@@ -1,4 +1,6 @@
-"""Between the QKV projection and attention: head norms, rotation, and the new token's way into the cache, as parts of a kernel."""
+"""Between the QKV projection and attention: head norms, rotation, and the new token's way into the cache, as parts
+of a kernel.
+"""
 
 import triton
 import triton.language as tl
@@ -18,7 +20,8 @@ def load_heads(
 ):
     """What `rotate_heads` computes from, in the dtypes of memory, zero where not `live`: heads of tokens anywhere.
 
-    An element's partner in the other half is loaded rather than exchanged between threads, and weights and angles once a row
+    An element's partner in the other half is loaded rather than exchanged between threads, and weights and angles once
+    a row
     rather than moved to the threads that need them: they are in the first-level cache, and no thread waits for another.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -42,7 +45,9 @@ def load_heads(
 
 @triton.jit
 def rotate_heads(loaded, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Heads, normalised and rotated, in their dtype: [ROWS, DIM_PAD]. Rounded wherever `rms_norm` and `rotary_embedding` round."""
+    """Heads, normalised and rotated, in their dtype: [ROWS, DIM_PAD]. Rounded wherever `rms_norm` and
+    `rotary_embedding` round.
+    """
     x, partner, cos, sin, weight, partner_weight = loaded
     dtype: tl.constexpr = x.dtype
     x = x.to(tl.float32)
@@ -61,7 +66,10 @@ def rotate_heads(loaded, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def rotated_pair(x1, x2, cos, sin, dtype: tl.constexpr):
-    """(lower, upper) halves of heads, of a shape and float32 like cos and sin -> both rotated, in `dtype`. Also called from Gluon."""
+    """(lower, upper) halves of heads, of a shape and float32 like cos and sin -> both rotated, in `dtype`.
+
+    Also called from Gluon.
+    """
     low = rounded(product(x1, cos), dtype) - rounded(product(x2, sin), dtype)
     high = rounded(product(x2, cos), dtype) + rounded(product(x1, sin), dtype)
     return to_dtype(low, dtype), to_dtype(high, dtype)
@@ -77,7 +85,9 @@ def rotated_halves(
     HEAD_DIM: tl.constexpr,  # a power of two
     NORM: tl.constexpr,
 ):
-    """What `rotate_heads` makes of `load_heads`, in half the registers: a large tile's halves are loaded once each, and joined in the end."""
+    """What `rotate_heads` makes of `load_heads`, in half the registers: a large tile's halves are loaded once each,
+    and joined in the end.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     dtype: tl.constexpr = heads.dtype.element_ty
     dims = tl.arange(0, HALF)[None, :]
@@ -109,8 +119,8 @@ def store_new_token(
     HEAD_DIM: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """To the head's slot of a token in a block, if `live`. A float8 cache comes as words of two elements (see `attend`), and its
-    strides count them."""
+    """To the head's slot of a token in a block, if `live`. A float8 cache comes as words of two elements (see
+    `attend`), and its strides count them."""
     slot = block.to(tl.int64) * stride_block + token % BLOCK_SIZE * stride_slot
     k_cache_ptr += slot
     v_cache_ptr += slot

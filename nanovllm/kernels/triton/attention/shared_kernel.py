@@ -1,13 +1,14 @@
-"""Decode attention over prefixes that sequences share: the pass over the shared part, and how the pass over the rest takes it up.
+"""Decode attention over prefixes that sequences share: the pass over the shared part, and how the pass over the rest
+takes it up.
 
-A group of sequences has the same leading blocks. Its query rows (sequences x query heads of a KV head) are cut into tiles of
-ROWS, its shared tokens into tiles of TILE, and a *unit* is one of each. The units of all groups in a row, those of a row tile
-side by side, are dealt to the programs in equal stretches; a program takes its stretch row tile by row tile, and a row tile has as
-many pieces as programs have a part of it. Everything follows from the groups alone, on the device, so that a captured graph
-replays with any groups and the same groups give the same bits.
+A group of sequences has the same leading blocks. Its query rows (sequences x query heads of a KV head) are cut into
+tiles of ROWS, its shared tokens into tiles of TILE, and a *unit* is one of each. The units of all groups in a row,
+those of a row tile side by side, are dealt to the programs in equal stretches; a program takes its stretch row tile by
+row tile, and a row tile has as many pieces as programs have a part of it. Everything follows from the groups alone, on
+the device, so that a captured graph replays with any groups and the same groups give the same bits.
 
-A piece leaves (sum of p v, maximum, sum of p) of each row in float32, as in `attend.py`. The decode kernel, which comes behind it,
-merges a sequence's pieces in order, and goes on from there with the tokens that the sequence has for itself.
+A piece leaves (sum of p v, maximum, sum of p) of each row in float32, as in `attend.py`. The decode kernel, which comes
+behind it, merges a sequence's pieces in order, and goes on from there with the tokens that the sequence has for itself.
 """
 
 import triton
@@ -34,9 +35,11 @@ def shared_start(
     DIM_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """What a sequence's heads have of the shared part, merged: (acc [ROWS, DIM_PAD], m [ROWS], total [ROWS]) for `attend`.
+    """What a sequence's heads have of the shared part, merged: (acc [ROWS, DIM_PAD], m [ROWS], total [ROWS]) for
+    `attend`.
 
-    Nothing (0, -inf, 0) where it has no such `tokens`. Rows beyond GROUP repeat those before them: nobody reads what becomes of them.
+    Nothing (0, -inf, 0) where it has no such `tokens`. Rows beyond GROUP repeat those before them: nobody reads what
+    becomes of them.
     """
     groups = tl.minimum(tl.arange(0, GROUP_PAD), GROUP - 1)
     dims = tl.arange(0, DIM_PAD)
@@ -59,7 +62,8 @@ def shared_start(
             other=0.0,
             cache_modifier=".cg",
         )
-        # A row of fewer pieces than another has its maximum by now, so that no difference is inf - inf: every row has a piece 0.
+        # A row of fewer pieces than another has its maximum by now, so that no difference is inf - inf: every row has a
+        # piece 0.
         new_m = tl.maximum(m, tl.max(part_m, 0))
         alpha = tl.exp2(m - new_m)
         weights = tl.exp2(part_m - new_m[None, :])
@@ -121,7 +125,9 @@ def shared_kernel(
     NORM: tl.constexpr,
     DEPENDENT: tl.constexpr,  # the launch overlaps the end of the kernel before it
 ):
-    """Grid [num_kv_heads, programs], PIECES at most of which take part in a row tile; no more programs than run at a time."""
+    """Grid [num_kv_heads, programs], PIECES at most of which take part in a row tile; no more programs than run at a
+    time.
+    """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)

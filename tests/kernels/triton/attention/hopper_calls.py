@@ -1,4 +1,6 @@
-"""What the tests of the decode kernel for Hopper share: arguments with everything poisoned, results in float64, compiled kernels."""
+"""What the tests of the decode kernel for Hopper share: arguments with everything poisoned, results in float64,
+compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def make(
 ):
     """Arguments of `qk_norm_rope_attention`, or unless `new` of `attention_decode`.
 
-    Blocks are shuffled. NaN: slots without a token, those of the new tokens, blocks of no sequence. Table entries without a token: 2^30.
-    q, k and v are views of a fused projection's rows.
+    Blocks are shuffled. NaN: slots without a token, those of the new tokens, blocks of no sequence. Table entries
+    without a token: 2^30. q, k and v are views of a fused projection's rows.
 
     Args:
         spare: tokens that each sequence has room for beside its own.
@@ -116,9 +118,11 @@ def _rows_of(rows, slots):
 
 
 def expected(given, after=None):
-    """(out [num_seqs, num_heads, head_dim] float64, {slot of a new token: (its key, its value)}, as the cache should have them).
+    """(out [num_seqs, num_heads, head_dim] float64, {slot of a new token: (its key, its value)}, as the cache should
+    have them).
 
-    after: k_cache and v_cache as a kernel has left them. Then the new tokens that are attended to are those: float8 is coarse, and a
+    after: k_cache and v_cache as a kernel has left them. Then the new tokens that are attended to are those: float8 is
+        coarse, and a
     last bit of a bfloat16 may decide on which side a key is rounded to.
     """
     q, new = given["q"].double(), {}
@@ -198,7 +202,8 @@ def compiled(
     from nanovllm.kernels.triton.attention.decode_hopper_kernel import decode_hopper_kernel as kernel
 
     constants = dict(
-        SEQS_PAD=seqs_pad, EMPTY_LAST=plan.empty_last, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,
+        SEQS_PAD=seqs_pad, EMPTY_LAST=plan.empty_last, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,
         CHUNK=plan.chunk, NEW=new, NORM=new and norm, RELEASE=release, CLUSTER=plan.cluster,
         FP8=scales is not None, K_SCALES=scales[0] if scales else 0, V_SCALES=scales[1] if scales else 0,
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Triton's attention into a tensor that the caller gives: the same bits, nothing beside them, and what such a tensor must be."""
+"""Triton's attention into a tensor that the caller gives: the same bits, nothing beside them, and what such a tensor
+must be.
+"""
 
 import pytest
 import torch

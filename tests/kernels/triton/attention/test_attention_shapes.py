@@ -1,6 +1,8 @@
-"""The Triton attention kernels on shapes that hypothesis makes up, in Triton's interpreter, against float64 softmax attention.
+"""The Triton attention kernels on shapes that hypothesis makes up, in Triton's interpreter, against float64 softmax
+attention.
 
-Every cache slot that holds no token is NaN, and tables are wider than they need be. The interpreter is chosen when Triton is
+Every cache slot that holds no token is NaN, and tables are wider than they need be. The interpreter is chosen when
+Triton is
 imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`.
 """
 
@@ -62,7 +64,8 @@ def paged(lens, kv_heads, dim, block_size, dtype, generator):
 
 
 def attended(q, k, v, window, soft_cap):
-    """Queries [count, heads, dim], the last tokens of a sequence, causal over its k and v [length, kv_heads, dim]: float64.
+    """Queries [count, heads, dim], the last tokens of a sequence, causal over its k and v [length, kv_heads, dim]:
+    float64.
 
     Zeros for those before the first token.
     """

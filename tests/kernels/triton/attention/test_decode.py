@@ -1,6 +1,8 @@
-"""The Triton decode attention kernel against float64 softmax attention, with NaN in every cache slot that holds no token.
+"""The Triton decode attention kernel against float64 softmax attention, with NaN in every cache slot that holds no
+token.
 
-With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when Triton
+With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when
+Triton
 is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`.
 """
 
@@ -224,7 +226,9 @@ def test_few_query_tokens_small(lens, heads, kv_heads, dim, block_size, dtype, n
 
 
 def test_few_query_tokens_see_what_one_sees():
-    """Every query gets what it gets alone with the tokens up to its own; those before the first token see nothing, NaN or not."""
+    """Every query gets what it gets alone with the tokens up to its own; those before the first token see nothing,
+    NaN or not.
+    """
     lens, n = [50, 2, 31], 3
     k, v, table = paged(lens, 2, 64, 16, F32)
     q = queries(len(lens) * n, 4, 64, F32)
@@ -479,7 +483,9 @@ STACK = 64
     [(*case, False) for case in CASES] + [(*CASES[i], True) for i in (2, 3, 5, 6, 9, 15, 18, 19, 23)],
 )
 def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, tmp_path):
-    """Each plan; of those that differ in nothing but their pieces, the first and the last. With `rotate` none for middling batches."""
+    """Each plan; of those that differ in nothing but their pieces, the first and the last. With `rotate` none for
+    middling batches.
+    """
     plans = {}
     for num_seqs in (1, 4, 8, 300) if rotate else (1, 4, 8, 70, 300):
         plan = plan_decode(
@@ -489,9 +495,11 @@ def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, t
     for num_seqs, plan in (batch for batches in plans.values() for batch in (batches[0], batches[-1])[: len(batches)]):
         dim_pad, group_pad = triton.next_power_of_2(dim), triton.next_power_of_2(group)
         constants = dict(
-            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), QUERIES=1, GROUP=group, GROUP_PAD=group_pad,
+            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), QUERIES=1, GROUP=group,
+            GROUP_PAD=group_pad,
             HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
-            SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2, DEPENDENT=capability >= 90,
+            SOFT_CAP=0.0, WINDOW=0, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2,
+            DEPENDENT=capability >= 90,
             ROTATE=rotate, NORM=rotate, RELEASE=rotate and capability >= 90, SHARED=False,
             EARLY=plan.early,
         )  # fmt: skip
@@ -504,8 +512,10 @@ def test_decode_compiles_without_spills(dtype, dim, group, capability, rotate, t
 
 
 FEW_CASES = [
-    ("bf16", 128, 2, 4, 90), ("bf16", 128, 4, 8, 90), ("bf16", 128, 8, 8, 90), ("bf16", 80, 9, 3, 90), ("bf16", 256, 4, 8, 90),
-    ("fp32", 64, 3, 5, 90), ("fp32", 128, 4, 8, 90), ("fp32", 256, 4, 8, 90), ("fp8", 128, 4, 8, 90), ("fp8", 256, 2, 4, 90),
+    ("bf16", 128, 2, 4, 90), ("bf16", 128, 4, 8, 90), ("bf16", 128, 8, 8, 90), ("bf16", 80, 9, 3, 90), ("bf16", 256, 4,
+    8, 90),
+    ("fp32", 64, 3, 5, 90), ("fp32", 128, 4, 8, 90), ("fp32", 256, 4, 8, 90), ("fp8", 128, 4, 8, 90), ("fp8", 256, 2, 4,
+    90),
     *((dtype, 128, 4, 8, capability) for dtype in ("bf16", "fp32", "fp8") for capability in (80, 100)),
 ]  # fmt: skip
 
@@ -525,8 +535,10 @@ def test_few_query_tokens_compile_without_spills(dtype, dim, group, n, capabilit
     for num_seqs, plan in plans.values():
         dim_pad, group_pad = triton.next_power_of_2(dim), triton.next_power_of_2(rows)
         constants = dict(
-            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), QUERIES=n, GROUP=group, GROUP_PAD=group_pad,
-            HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad), SOFT_CAP=0.0,
+            PIECES=plan.pieces, LEAST=plan.least, SEQS_PAD=padded_count(num_seqs), QUERIES=n, GROUP=group,
+            GROUP_PAD=group_pad,
+            HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=256, TILE=plan.tile, CHUNK=plan.chunk(group_pad * dim_pad),
+            SOFT_CAP=0.0,
             WINDOW=window, STAGES=plan.stages, FP8=dtype == "fp8", K_SCALES=1, V_SCALES=2, DEPENDENT=capability >= 90,
             ROTATE=False, NORM=False, RELEASE=capability >= 90, SHARED=False, EARLY=False,
         )  # fmt: skip

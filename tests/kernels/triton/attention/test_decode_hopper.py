@@ -47,23 +47,28 @@ def mixed(count, longest, seed=0):
 
 # name: (lens, group, kv_heads, head_dim, block_size, dtype, norm, plan[, scales of a float8 cache])
 SHAPES = {
-    **{f"group {g}": (EDGES + mixed(10, 700), g, h, 128, 256, BF16, True, None) for g, h in ((1, 8), (2, 8), (3, 3), (4, 8), (7, 2), (8, 4))},
+    **{f"group {g}": (EDGES + mixed(10, 700), g, h, 128, 256, BF16, True, None) for g, h in ((1, 8), (2, 8), (3, 3), (4,
+    8), (7, 2), (8, 4))},
     "fp16, no norm": (EDGES, 2, 8, 128, 256, F16, False, None),
     "dim 64, blocks of 64": (EDGES, 3, 3, 64, 64, BF16, True, None),
     "dim 64, fp16": (EDGES, 7, 2, 64, 128, F16, True, None),
     "blocks of 64": (EDGES, 4, 2, 128, 64, BF16, True, None),
-    **{f"{n} sequences": (mixed(n, 900, n), 2, 8, 128, 256, BF16, True, None) for n in (1, 2, 3, 8, 9, 33, 64, 65, 128, 256, 300, 512)},
+    **{f"{n} sequences": (mixed(n, 900, n), 2, 8, 128, 256, BF16, True, None) for n in (1, 2, 3, 8, 9, 33, 64, 65, 128,
+    256, 300, 512)},
     "one of 1": ([1], 2, 8, 128, 256, BF16, True, None),
     "one of 4000": ([4000], 2, 8, 128, 256, BF16, True, None),
     "one of 0": ([0], 2, 8, 128, 256, BF16, True, None),
-    **{f"one of {n} in a cluster": ([n], 2, 8, 128, 256, BF16, True, Plan(16, 1, chunk=8, cluster=16)) for n in (1, 100, 513, 4000)},
+    **{f"one of {n} in a cluster": ([n], 2, 8, 128, 256, BF16, True, Plan(16, 1, chunk=8, cluster=16)) for n in (1, 100,
+    513, 4000)},
     "one of 4000 in a cluster of 8, group 4": ([4000], 4, 8, 128, 256, BF16, True, Plan(8, 1, chunk=8, cluster=8)),
     "dim 64, group 7, fp16, in clusters": ([500] * 8 + [90, 0], 7, 2, 64, 128, F16, False, Plan(20, 1, cluster=4)),
     "long beside short": ([4000] + [5] * 40, 2, 8, 128, 256, BF16, True, None),
 }  # fmt: skip
 PLANS = [
-    Plan(1), Plan(33, 999), Plan(200, 1), Plan(33, 2, slots=3, box=32), Plan(33, 1, slots=1, box=64), Plan(5, 3, slots=6, box=16),
-    Plan(66, 1, warps=2, slots=4), Plan(66, 2, warps=1, slots=3), Plan(20, 1, warps=8, slots=1, box=128), Plan(20, 1, warps=8, slots=3, box=16),
+    Plan(1), Plan(33, 999), Plan(200, 1), Plan(33, 2, slots=3, box=32), Plan(33, 1, slots=1, box=64), Plan(5, 3,
+    slots=6, box=16),
+    Plan(66, 1, warps=2, slots=4), Plan(66, 2, warps=1, slots=3), Plan(20, 1, warps=8, slots=1, box=128), Plan(20, 1,
+    warps=8, slots=3, box=16),
     Plan(40, 1, slots=2, box=8, chunk=1), Plan(400, 1, slots=2, chunk=8), Plan(66, 4, slots=3, box=32, empty_last=True),
     Plan(33, 1, cluster=8), Plan(33, 1, chunk=8, empty_last=True, cluster=16), Plan(66, 2, warps=1, slots=3, cluster=2),
     Plan(40, 1, warps=8, slots=1, box=32, chunk=2, cluster=4),
@@ -74,11 +79,14 @@ for _plan in PLANS:
         SHAPES[f"float8 {_plan}"] = EDGES + mixed(20, 600, 5), 2, 8, 128, 256, BF16, True, _plan, (0, 0)
 SHAPES |= {
     **{f"float8, group {g}": (EDGES + mixed(10, 700), g, h, 128, 256, BF16, True, None, s)
-       for g, h, s in ((1, 8, (0, 0)), (2, 8, (1, 2)), (3, 3, (2, 1)), (4, 8, (0, 1)), (5, 2, (1, 0)), (7, 2, (2, 2)), (8, 4, (1, 1)))},
+       for g, h, s in ((1, 8, (0, 0)), (2, 8, (1, 2)), (3, 3, (2, 1)), (4, 8, (0, 1)), (5, 2, (1, 0)), (7, 2, (2, 2)),
+       (8, 4, (1, 1)))},
     "float8, fp16, no norm": (EDGES, 2, 8, 128, 256, F16, False, None, (2, 2)),
     "float8, dim 64, blocks of 64": (EDGES, 3, 3, 64, 64, BF16, True, None, (2, 0)),
-    "float8, dim 64, box 8": (EDGES + mixed(20, 600, 5), 7, 2, 64, 256, F16, True, Plan(40, 1, slots=2, box=8, chunk=1), (0, 2)),
-    **{f"float8, {n} sequences": (mixed(n, 900, n), 2, 8, 128, 256, BF16, True, None, (0, 0)) for n in (1, 2, 8, 33, 64, 128, 256, 512)},
+    "float8, dim 64, box 8": (EDGES + mixed(20, 600, 5), 7, 2, 64, 256, F16, True, Plan(40, 1, slots=2, box=8, chunk=1),
+    (0, 2)),
+    **{f"float8, {n} sequences": (mixed(n, 900, n), 2, 8, 128, 256, BF16, True, None, (0, 0)) for n in (1, 2, 8, 33, 64,
+    128, 256, 512)},
     "float8, one of 4000": ([4000], 2, 8, 128, 256, BF16, True, None, (1, 2)),
     "float8, one of 0": ([0], 2, 8, 128, 256, BF16, True, None, (0, 0)),
 }  # fmt: skip
@@ -115,7 +123,9 @@ def portable_plan(given):
 
 
 def check_caches(used, given, of_portable):
-    """The slots of new tokens hold what the other kernel stores there, but for a last bit of a few keys; nothing else has changed."""
+    """The slots of new tokens hold what the other kernel stores there, but for a last bit of a few keys; nothing
+    else has changed.
+    """
     for name in ("k_cache", "v_cache"):
         new = (bits(of_portable[name]) != bits(given[name])).flatten(2).any(-1)
         assert new.sum() == ((given["context_lens"] > 0).sum() if "k" in given else 0)
@@ -173,7 +183,9 @@ def test_shapes(name, new, poison, launches):
 
 @pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
 def test_any_strides(new, poison, launches):
-    """Heads of q, k and v apart, or dims that are; caches of some of the heads, or with room between tokens; tables in wider ones."""
+    """Heads of q, k and v apart, or dims that are; caches of some of the heads, or with room between tokens; tables
+    in wider ones.
+    """
     given = make(EDGES, 2, 4, 128, 256, BF16, new=new)
     wanted = run(copied(given))
     for name, turn in itertools.product("qkv" if new else "q", (heads_apart, tokens_apart, dims_apart)):

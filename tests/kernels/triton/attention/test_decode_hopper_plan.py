@@ -1,4 +1,6 @@
-"""Decode attention for Hopper without a GPU: what is taken, the plans, which kernel is launched, and what the kernel compiles to."""
+"""Decode attention for Hopper without a GPU: what is taken, the plans, which kernel is launched, and what the kernel
+compiles to.
+"""
 
 import itertools
 import re
@@ -109,7 +111,8 @@ def test_what_is_not_taken_is_said():
     apart = [strided(c.view(torch.uint8), 8).view(c.dtype) for c in float8[1:3]]
     assert "multiples of 16 bytes" in refused(float8[0], *apart, None)
     for shape, said in (
-        ({"dtype": torch.float32}, "the same 16-bit dtype"), ({"head_dim": 80}, "head_dim 64 or 128"), ({"head_dim": 256}, "head_dim"),
+        ({"dtype": torch.float32}, "the same 16-bit dtype"), ({"head_dim": 80}, "head_dim 64 or 128"),
+        ({"head_dim": 256}, "head_dim"),
         ({"group": 9}, "up to 8 query heads a KV head, got 9"), ({"block_size": 32}, "blocks of a multiple of 64"),
         ({"block_size": 96}, "blocks of"), ({"lens": [5] * 513}, "up to 512 sequences, got 513"),
     ):  # fmt: skip
@@ -131,11 +134,15 @@ def test_what_is_not_taken_is_said():
 
 def test_a_plan_that_cannot_be_launched_is_said():
     for plan, said in (
-        (Plan(0), "pieces: expected 1 to 16383, not 0"), (Plan(2**14), "pieces: "), (Plan(5, least=0), "least, slots: expected at least 1"),
-        (Plan(5, slots=0), "least, slots: "), (Plan(5, warps=3), "warps: expected 1, 2, 4 or 8"), (Plan(5, warps=8), "to divide blocks of 64"),
-        (Plan(5, box=128), "box: expected 8, 16, ... up to a tile, 64"), (Plan(5, box=24), "box: "), (Plan(5, warps=1, box=32), "box: "),
+        (Plan(0), "pieces: expected 1 to 16383, not 0"), (Plan(2**14), "pieces: "), (Plan(5, least=0),
+        "least, slots: expected at least 1"),
+        (Plan(5, slots=0), "least, slots: "), (Plan(5, warps=3), "warps: expected 1, 2, 4 or 8"), (Plan(5, warps=8),
+        "to divide blocks of 64"),
+        (Plan(5, box=128), "box: expected 8, 16, ... up to a tile, 64"), (Plan(5, box=24), "box: "), (Plan(5, warps=1,
+        box=32), "box: "),
         (Plan(5, chunk=3), "chunk: "), (Plan(5, slots=7), "slots: 229376 bytes of tiles, more than"),
-        (Plan(5, cluster=6), "cluster: expected 0, 2, 4, 8 or 16, not 6"), (Plan(5, warps=1, slots=5, cluster=8), "the 48 KiB that need no asking"),
+        (Plan(5, cluster=6), "cluster: expected 0, 2, 4, 8 or 16, not 6"), (Plan(5, warps=1, slots=5, cluster=8),
+        "the 48 KiB that need no asking"),
         (Plan(5, warps=2, slots=13, cluster=16), "slots: 212992 bytes of tiles, more than 210944 of"),
     ):  # fmt: skip
         given = make([40, 3], 2, 2, 128, 64, BF16, device="cpu")
@@ -219,7 +226,8 @@ COMPILED = {
     "1": (plan_hopper_decode(1, 8, 128, 132), 1, {}),
     "8": (plan_hopper_decode(8, 8, 128, 132), 8, {}),
     "32": (plan_hopper_decode(32, 8, 128, 132), 32, {}),
-    "64, group 8, fp16": (plan_hopper_decode(64, 8, 128, 132), 64, {"group": 8, "dtype": "fp16", "norm": False, "release": False}),
+    "64, group 8, fp16": (plan_hopper_decode(64, 8, 128, 132), 64, {"group": 8, "dtype": "fp16", "norm": False,
+    "release": False}),
     "256": (plan_hopper_decode(256, 8, 128, 132), 256, {}),
     "dim 64": (plan_hopper_decode(32, 8, 64, 132), 32, {"head_dim": 64, "group": 7, "block_size": 64}),
     "8 warps": (Plan(33, 1, 8, 1, 32), 8, {}),
@@ -227,13 +235,16 @@ COMPILED = {
     "cached 1": (plan_hopper_decode(1, 8, 128, 132, new=False), 1, {"new": False}),
     "cached 64": (plan_hopper_decode(64, 8, 128, 132), 64, {"new": False}),
     "float8 256": (plan_hopper_decode(256, 8, 128, 132, 1), 256, {"scales": (0, 0)}),
-    "float8 32, scales, group 8, fp16": (plan_hopper_decode(32, 8, 128, 132, 1), 32, {"scales": (1, 2), "group": 8, "dtype": "fp16"}),
+    "float8 32, scales, group 8, fp16": (plan_hopper_decode(32, 8, 128, 132, 1), 32, {"scales": (1, 2), "group": 8,
+    "dtype": "fp16"}),
     "float8 dim 64": (plan_hopper_decode(32, 8, 64, 132, 1), 32, {"scales": (2, 1), "head_dim": 64, "block_size": 64}),
     "cluster of 16": (Plan(16, 1, chunk=8, cluster=16), 1, {}),
     "cached, cluster of 16": (Plan(16, 1, chunk=8, cluster=16), 1, {"new": False}),
-    "cached, cluster of 8, group 4": (replace(plan_hopper_decode(8, 8, 128, 132, new=False), cluster=8), 8, {"new": False, "group": 4}),
+    "cached, cluster of 8, group 4": (replace(plan_hopper_decode(8, 8, 128, 132, new=False), cluster=8), 8,
+    {"new": False, "group": 4}),
     "float8, cluster of 8": (replace(plan_hopper_decode(8, 8, 128, 132, 1), cluster=8), 8, {"scales": (1, 2)}),
-    "dim 64, cluster of 4, group 7": (Plan(33, 1, 1, 4, cluster=4), 8, {"head_dim": 64, "group": 7, "block_size": 64, "dtype": "fp16"}),
+    "dim 64, cluster of 4, group 7": (Plan(33, 1, 1, 4, cluster=4), 8, {"head_dim": 64, "group": 7, "block_size": 64,
+    "dtype": "fp16"}),
     "8 warps, cluster of 2": (Plan(33, 1, 8, 1, 32, cluster=2), 8, {}),
     "float8 cached 64": (plan_hopper_decode(64, 8, 128, 132, 1), 64, {"scales": (0, 0), "new": False}),
 }  # fmt: skip
@@ -257,7 +268,8 @@ def test_compiles_without_spills(name, tmp_path):
 
     # A whole tile of keys and of values, or the boxes of a part of one.
     each = 2 + (2 * plan.tile // plan.box if plan.tile > plan.box else 0)
-    # Before the wait the ring is asked for, and read what the projection does not write; without a new token nothing is.
+    # Before the wait the ring is asked for, and read what the projection does not write; without a new token nothing
+    # is.
     requests, loads = r"cp\.async\.bulk\.tensor", r"ld\.global"
     assert count_of(requests) == (plan.slots + 1) * each
     assert count_of(requests, ptx[:wait]) == (plan.slots * each if new else 0)
@@ -269,7 +281,8 @@ def test_compiles_without_spills(name, tmp_path):
     assert count_of(r"griddepcontrol\.launch_dependents") == (
         0 if not options.get("release", True) else 4 if new else 2
     )
-    # Of a cluster: one variable, whose size keeps dynamic shared memory at a multiple of 1,024, and nothing where there is none.
+    # Of a cluster: one variable, whose size keeps dynamic shared memory at a multiple of 1,024, and nothing where there
+    # is none.
     group = options.get("group", 2)
     exchanged = [plan.exchange(head_dim, group)] if plan.cluster else []
     assert [int(n) for n in re.findall(r"\.shared \.align 1024 \.b8 exchange\[(\d+)\]", ptx)] == exchanged

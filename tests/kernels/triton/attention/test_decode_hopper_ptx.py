@@ -1,4 +1,6 @@
-"""The compiled decode kernel for Hopper, run on the CPU from its PTX: against float64, with everything poisoned that nobody may use."""
+"""The compiled decode kernel for Hopper, run on the CPU from its PTX: against float64, with everything poisoned that
+nobody may use.
+"""
 
 import random
 import re
@@ -29,7 +31,8 @@ def emulate(
     lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype="bf16", norm=True, new=True, scales=None,
     ptx=lambda ptx: ptx,
 ):  # fmt: skip
-    """One launch: (arguments, memory, what runs a program or a cluster of them, (heads, programs of a head or clusters)).
+    """One launch: (arguments, memory, what runs a program or a cluster of them, (heads, programs of a head or
+    clusters)).
 
     Args:
         ptx: changes the compiled code.
@@ -79,7 +82,8 @@ def emulate(
     ]
     parameters += [plan.pieces, plan.least, 0, 0]
     arrays = memory.arrays()
-    # With a new token the kernel before is the projection, and nobody writes the lengths, the table, angles and weights; else it may be any.
+    # With a new token the kernel before is the projection, and nobody writes the lengths, the table, angles and
+    # weights; else it may be any.
     late = {"q", "k", "v", "k_cache", "v_cache", "out", "acc", "ml", "counters"} if new else set(arrays)
     machine = Machine(
         ptx(binary.asm["ptx"]),
@@ -134,24 +138,30 @@ CASES = {
     "group 7, fp16, no norm, more slots than tiles": dict(
         lens=[64, 66, 200], plan=Plan(12, slots=3, box=32, chunk=2), group=7, kv_heads=1, dtype="fp16", norm=False
     ),
-    "one slot, whole tiles": dict(lens=[70, 2, 129, 16, 17, 255, 256, 257], plan=Plan(6, slots=1, box=64), group=8, kv_heads=1),
+    "one slot, whole tiles": dict(lens=[70, 2, 129, 16, 17, 255, 256, 257], plan=Plan(6, slots=1, box=64), group=8,
+    kv_heads=1),
     "head_dim 64, heads, blocks of 64": dict(
         lens=[130, 40], plan=Plan(4, warps=2, slots=3), group=4, kv_heads=3, head_dim=64, block_size=64
     ),
     "eight warps": dict(lens=[300, 200], plan=Plan(2, warps=8, slots=1, box=32), group=1, kv_heads=1),
     "one warp, one sequence": dict(lens=[100], plan=Plan(9, least=2, warps=1, empty_last=True), group=1, kv_heads=2),
-    "lengths through shared memory": dict(lens=[200, *[1] * 60, 0, 70, 33, 2], plan=Plan(9, warps=2, box=8, empty_last=True), kv_heads=1),
+    "lengths through shared memory": dict(lens=[200, *[1] * 60, 0, 70, 33, 2], plan=Plan(9, warps=2, box=8,
+    empty_last=True), kv_heads=1),
     "cached, several pieces": dict(lens=[300, 1, 0, 64, 130], plan=Plan(3), kv_heads=1, new=False),
-    "cached, one sequence": dict(lens=[449], plan=Plan(5, slots=3, box=16, chunk=8, empty_last=True), kv_heads=2, new=False),
+    "cached, one sequence": dict(lens=[449], plan=Plan(5, slots=3, box=16, chunk=8, empty_last=True), kv_heads=2,
+    new=False),
     "cached, head_dim 64, fp16": dict(
-        lens=[130, 65], plan=Plan(4, warps=2, slots=4, box=32), group=8, kv_heads=1, head_dim=64, block_size=64, dtype="fp16", new=False
+        lens=[130, 65], plan=Plan(4, warps=2, slots=4, box=32), group=8, kv_heads=1, head_dim=64, block_size=64,
+        dtype="fp16", new=False
     ),
     "float8": dict(lens=[300, 1, 0, 65, 130], plan=Plan(3), kv_heads=2, scales=(1, 2)),
     "float8, group 7, fp16, no norm": dict(
         lens=[64, 66], plan=Plan(5, slots=3, box=32), group=7, kv_heads=2, dtype="fp16", norm=False, scales=(2, 0)
     ),
-    "float8, head_dim 64": dict(lens=[130, 40, 3], plan=Plan(4, slots=3, box=8), group=5, kv_heads=2, head_dim=64, block_size=64, scales=(2, 1)),
-    "float8, cached": dict(lens=[130, 64], plan=Plan(3, warps=2, slots=4, box=32), group=8, kv_heads=1, new=False, scales=(0, 0)),
+    "float8, head_dim 64": dict(lens=[130, 40, 3], plan=Plan(4, slots=3, box=8), group=5, kv_heads=2, head_dim=64,
+    block_size=64, scales=(2, 1)),
+    "float8, cached": dict(lens=[130, 64], plan=Plan(3, warps=2, slots=4, box=32), group=8, kv_heads=1, new=False,
+    scales=(0, 0)),
 }  # fmt: skip
 
 
@@ -169,7 +179,8 @@ CLUSTERS = {
     "cut for a cluster": dict(lens=[400], plan=Plan(6, warps=2, chunk=1, cluster=2), kv_heads=1),
     "more than a cluster has": dict(lens=[560], plan=Plan(6, warps=1, chunk=1, cluster=2), kv_heads=1),
     "built in for eight": dict(
-        lens=[300, 1, 0, 65, 130, 256, 64, 520], plan=plan_hopper_decode(8, 8, 128, 132, new=False), group=4, kv_heads=1, new=False
+        lens=[300, 1, 0, 65, 130, 256, 64, 520], plan=plan_hopper_decode(8, 8, 128, 132, new=False), group=4,
+        kv_heads=1, new=False
     ),
     "inside and across": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4, cluster=4), kv_heads=1),
     "one warp, group 7, fp16, no norm": dict(
@@ -177,11 +188,13 @@ CLUSTERS = {
     ),
     "eight warps": dict(lens=[300, 200, 140], plan=Plan(4, warps=8, slots=1, box=32, cluster=4), group=1, kv_heads=1),
     "head_dim 64": dict(
-        lens=[130, 129], plan=Plan(6, warps=2, slots=3, chunk=8, empty_last=True, cluster=8), group=4, kv_heads=2, head_dim=64, block_size=64
+        lens=[130, 129], plan=Plan(6, warps=2, slots=3, chunk=8, empty_last=True, cluster=8), group=4, kv_heads=2,
+        head_dim=64, block_size=64
     ),
     "float8": dict(lens=[300, 0, 130], plan=Plan(4, chunk=2, cluster=4), kv_heads=1, scales=(1, 2)),
     "float8, cached, head_dim 64": dict(
-        lens=[130, 64], plan=Plan(3, warps=2, slots=4, box=32, cluster=2), group=8, kv_heads=1, head_dim=64, new=False, scales=(0, 0)
+        lens=[130, 64], plan=Plan(3, warps=2, slots=4, box=32, cluster=2), group=8, kv_heads=1, head_dim=64, new=False,
+        scales=(0, 0)
     ),
 }  # fmt: skip
 

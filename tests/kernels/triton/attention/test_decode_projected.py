@@ -74,7 +74,9 @@ def bits(cache):
 
 
 def expected_of(given):
-    """The reference in float64 if nothing is quantised, else in the dtypes of the call: rounding is part of the result then."""
+    """The reference in float64 if nothing is quantised, else in the dtypes of the call: rounding is part of the
+    result then.
+    """
     given = copied(given)
     if given["k_cache"].dtype == given["q"].dtype:
         wide = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in given.items()}
@@ -101,7 +103,9 @@ def check_call(lens, *shape, plan=None, **options):
 
 
 def check_caches(used, given):
-    """The new tokens' slots hold what the separate ops store there, but for a last bit of k; the others what they held."""
+    """The new tokens' slots hold what the separate ops store there, but for a last bit of k; the others what they
+    held.
+    """
     stored = copied(given)
     flat("qk_norm_rope_attention", OP.native)(**stored)
     rtol = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2, F8: 0.13}[given["k_cache"].dtype]
@@ -274,7 +278,9 @@ def rotate_kernel(x, weight, angles, y, stride, eps, HALVES: tl.constexpr, NORM:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_compiled_products_are_rounded_before_they_are_added(dtype, capability):
-    """What the interpreter cannot show: fused with the addition, every fifth sum of two products has another last bit."""
+    """What the interpreter cannot show: fused with the addition, every fifth sum of two products has another last
+    bit.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -285,7 +291,8 @@ def test_compiled_products_are_rounded_before_they_are_added(dtype, capability):
             signature = {p.name: types.get(p.name, "constexpr") for p in rotate_kernel.params}
             source = ASTSource(rotate_kernel, signature, constants, {})
             ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
-            # sm_80 adds bfloat16 as a * 1 + b, subtracts as b * -1 + a and multiplies as a * b + -0; also two in a register.
+            # sm_80 adds bfloat16 as a * 1 + b, subtracts as b * -1 + a and multiplies as a * b + -0; also two in a
+            # register.
             constants_of = re.findall(r"mov\.b(?:16|32)\s+(%\w+), (-?\d+|0x\w+);", ptx)
             harmless = {name for name, value in constants_of if int(value, 0) & 0xFFFF in (0x3F80, 0xBF80, 0x8000)}
             fused = [re.findall(r"%\w+", line) for line in ptx.splitlines() if re.search(r"fma\.rn\.b?f16", line)]

@@ -1,4 +1,5 @@
-"""Decode attention that reads shared blocks once: against float64, against the kernels that read them for each sequence, compiled.
+"""Decode attention that reads shared blocks once: against float64, against the kernels that read them for each
+sequence, compiled.
 
 As in `test_triton_attention`: on a GPU at real shapes, else in the interpreter on small ones, in a process of its own.
 """
@@ -75,7 +76,9 @@ def plain(given):
     """The arguments of `attention_decode_shared`, in whose cache the new tokens are already."""
     stored = fused.copied(given)
     lens = stored["context_lens"].clamp_min(1)  # an empty sequence has a block, in which nothing is read
-    flat("qk_norm_rope_attention", fused.OP.native)(**{n: x for n, x in stored.items() if n not in PREFIXES} | {"context_lens": lens})
+    flat("qk_norm_rope_attention", fused.OP.native)(
+        **{n: x for n, x in stored.items() if n not in PREFIXES} | {"context_lens": lens}
+    )
     names = OP.records.flat.parameters
     return {n: x for n, x in stored.items() if n in names}
 
@@ -125,13 +128,17 @@ CASES = [
     ([([0, 1], 1)], [1, 1], 2, 2, 64, 16, F32, SMALL, CUT, {}),
     # Groups of odd sizes, rows of no group, a sequence without tokens, in any order; groups that are none.
     ([([7, 2, 4], 3), ([1, 6], 1)], [5, 20, 1, 33, 16, 0, 40, 17], 2, 1, 64, 16, F32, None, None, {"num_groups": 9}),
-    # Row tiles that straddle sequences; more pieces than are merged at a time; programs that have parts of several row tiles.
-    ([(list(range(7)), 4), ([7, 9], 2)], [3] * 10, 3, 1, 64, 16, F32, SharedPlan(16, 16, 4, 1, 4, 5), DecodePlan(2, 16, 4, 1, 1, False), {}),
+    # Row tiles that straddle sequences; more pieces than are merged at a time; programs that have parts of several row
+    # tiles.
+    ([(list(range(7)), 4), ([7, 9], 2)], [3] * 10, 3, 1, 64, 16, F32, SharedPlan(16, 16, 4, 1, 4, 5), DecodePlan(2, 16,
+    4, 1, 1, False), {}),
     # Fewer pieces than programs, tiles of two blocks, of which the last one is half beyond the shared tokens.
-    ([([2, 0, 1], 5)], [9, 40, 1], 4, 1, 64, 16, F32, SharedPlan(16, 32, 4, 1, 7, 2), DecodePlan(3, 32, 4, 1, 16, False), {}),
+    ([([2, 0, 1], 5)], [9, 40, 1], 4, 1, 64, 16, F32, SharedPlan(16, 32, 4, 1, 7, 2), DecodePlan(3, 32, 4, 1, 16,
+    False), {}),
     ([(list(range(4)), 2), ([4, 5], 1)], [5, 1, 9, 2, 30, 3], 7, 1, 96, 32, F16, SMALL, None, {"soft_cap": 5.0}),
     ([([0, 2], 2)], [5, 9, 1], 6, 2, 80, 32, F16, None, CUT, {}),
-    ([([0, 2, 3], 2)], [5, 9, 20, 1], 2, 1, 64, 16, F16, SharedPlan(16, 32, 4, 1, 3, 4), None, {"cache_dtype": F8, "norm": False}),
+    ([([0, 2, 3], 2)], [5, 9, 20, 1], 2, 1, 64, 16, F16, SharedPlan(16, 32, 4, 1, 3, 4), None, {"cache_dtype": F8,
+    "norm": False}),
     ([([1, 2], 2)], [5, 9, 20], 4, 2, 64, 16, F32, SMALL, CUT, {"cache_dtype": F8, "k_scale": 1, "v_scale": 2}),
     ([([1, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32, SMALL, None, {"cache_dtype": F16, "v_scale": 2}),
     ([([1, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32, None, None, {"window": 11}),
@@ -212,9 +219,11 @@ def checked(**changes):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"groups": torch.zeros(2, 2, dtype=torch.int32)}, r"groups: expected contiguous int32 \[num_groups, 3\], got .* \[2, 2\]"),
+        ({"groups": torch.zeros(2, 2, dtype=torch.int32)},
+        r"groups: expected contiguous int32 \[num_groups, 3\], got .* \[2, 2\]"),
         ({"group_rows": torch.zeros(3)}, r"group_rows: expected contiguous int32 \[3\], got torch.float32"),
-        ({"shared_lens": torch.zeros(2, dtype=torch.int32)}, r"shared_lens: expected contiguous int32 \[3\], got .* \[2\]"),
+        ({"shared_lens": torch.zeros(2, dtype=torch.int32)},
+        r"shared_lens: expected contiguous int32 \[3\], got .* \[2\]"),
     ],
 )  # fmt: skip
 def test_wrong_shapes_are_always_named(changes, said):
@@ -293,7 +302,9 @@ def test_batches(options, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", [True, False])
 def test_graph_replays_follow_the_groups(norm):
-    """A captured call, replayed with other groups, lengths and tables, ten times each: the same bits as a call of its own."""
+    """A captured call, replayed with other groups, lengths and tables, ten times each: the same bits as a call of
+    its own.
+    """
     cases = [make(*batch(64, n, seed=n), 16, 8, 128, 256, BF16, num_groups=64, norm=norm) for n in (1, 3, 20)]
     cases.append(make([], [5] * 64, 16, 8, 128, 256, BF16, num_groups=64, norm=norm))
     static = fused.copied(cases[0])

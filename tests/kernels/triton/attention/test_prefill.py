@@ -1,8 +1,9 @@
 """The Triton prefill kernels against float64 softmax attention, with NaN in every cache slot that holds no token.
 
-With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when Triton
-is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`. It does not run the kernel
-for Hopper, which is compiled here for a GPU that need not be.
+With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when
+Triton
+is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`. It does not run the
+kernel for Hopper, which is compiled here for a GPU that need not be.
 """
 
 import random
@@ -230,7 +231,8 @@ def test_bad_input(change, message, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CHECK", "1")
     k, v, table = paged([3], 2, 64, 16, F32)
     arguments = dict(
-        q=queries(3, 4, 64, F32), k_cache=k, v_cache=v, block_table=table, cu_seqlens_q=int32([0, 3]), context_lens=int32([3]),
+        q=queries(3, 4, 64, F32), k_cache=k, v_cache=v, block_table=table, cu_seqlens_q=int32([0, 3]),
+        context_lens=int32([3]),
         max_context_len=32, max_query_len=3, scale=0.125,
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
@@ -415,7 +417,8 @@ def test_compiles_without_spills(dtype, dim, group, capability, options, tmp_pat
     for longest, block_size, beside in ((700, 256, False), (700, 16, False), (700, 256, True)):
         plan = plan_prefill(group, dim, 4 if dtype == "fp32" else 2, longest, 1 if fp8 else 2, capability // 10, beside)
         constants = dict(
-            SEQS_PAD=8, GROUP=group, ROWS=plan.rows, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK_SIZE=block_size,
+            SEQS_PAD=8, GROUP=group, ROWS=plan.rows, HEAD_DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
+            BLOCK_SIZE=block_size,
             TILE=plan.tile, SOFT_CAP=0.0, WINDOW=0, FP8=False, K_SCALES=int(fp8), V_SCALES=int(fp8), STAGES=plan.stages,
         ) | options  # fmt: skip
         types = {n: "*" + dtype for n in ("out_ptr", "q_ptr", "k_ptr", "v_ptr")} | {"scale": "fp32"}
@@ -444,7 +447,8 @@ def compile_hopper(plan, heads, kv_heads, dim, block_size, **options):
     dim_pad = max(64, triton.next_power_of_2(dim))
     queries, wide = fit_hopper(plan, dim_pad)
     constants = dict(
-        HEADS=heads, PACK=plan.pack, GROUP=heads // kv_heads, HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, TILE=plan.tile,
+        HEADS=heads, PACK=plan.pack, GROUP=heads // kv_heads, HEAD_DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
+        TILE=plan.tile,
         STAGES=plan.stages, SOFT_CAP=options.pop("soft_cap", 0.0), WINDOW=options.pop("window", 0),
         QUERIES=queries, WIDE=wide, CONSUMER_REGISTERS=prefill_registers(dim_pad)[0],
         PRODUCER_REGISTERS=prefill_registers(dim_pad)[1],
@@ -465,7 +469,8 @@ def compile_hopper(plan, heads, kv_heads, dim, block_size, **options):
 
 
 @pytest.mark.parametrize("dim, group, block_size, options", [
-    (64, 3, 16, {}), (80, 1, 256, {}), (96, 4, 64, {"window": 100}), (128, 2, 256, {}), (128, 7, 256, {"soft_cap": 20.0}), (256, 4, 256, {}),
+    (64, 3, 16, {}), (80, 1, 256, {}), (96, 4, 64, {"window": 100}), (128, 2, 256, {}), (128, 7, 256,
+    {"soft_cap": 20.0}), (256, 4, 256, {}),
     (128, 1, 16, {"window": 1000, "soft_cap": 50.0}),
 ])  # fmt: skip
 def test_hopper_kernel_compiles_without_spills(dim, group, block_size, options, tmp_path):

@@ -1,4 +1,6 @@
-"""The compiled prefill kernel for Hopper, run on the CPU from its PTX: its roles against each other, the result against float64."""
+"""The compiled prefill kernel for Hopper, run on the CPU from its PTX: its roles against each other, the result
+against float64.
+"""
 
 import dataclasses
 import random
@@ -31,7 +33,8 @@ def emulate(
     """One launch -> (what it wrote, what it should have).
 
     Args:
-        plan: fields of a HopperPrefillPlan that are not the wrapper's. change: of the compiled code. options: of the kernel, or `window`, `soft_cap`.
+        plan: fields of a HopperPrefillPlan that are not the wrapper's. change: of the compiled code. options: of the
+            kernel, or `window`, `soft_cap`.
     """
     plan = dataclasses.replace(plan_hopper_prefill(heads // kv_heads, dim, block_size), **(plan or {}))
     dim_pad = max(64, triton.next_power_of_2(dim))

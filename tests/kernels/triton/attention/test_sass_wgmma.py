@@ -1,5 +1,6 @@
-"""The reader of machine code: on short listings with and without a product's registers being used too early, and on the prefill kernel
-for Hopper without its waits. What kernels compile to is read where they are compiled: in the tests of each."""
+"""The reader of machine code: on short listings with and without a product's registers being used too early, and on the
+prefill kernel for Hopper without its waits. What kernels compile to is read where they are compiled: in the tests of
+each."""
 
 import re
 
@@ -83,9 +84,11 @@ def test_operands_in_registers(code, places):
     "instruction, touches",
     [
         ("CS2R R22, SRZ", False), ("CS2R R23, SRZ", True), ("LDS.128 R20, [R4]", False), ("LDS.128 R21, [R4]", True),
-        ("LDG.E.64 R23, desc[UR4][R2.64]", True), ("STG.E.128 desc[UR4][R22.64], R16", False), ("STG.E desc[UR4][R23.64], R16", True),
+        ("LDG.E.64 R23, desc[UR4][R2.64]", True), ("STG.E.128 desc[UR4][R22.64], R16", False),
+        ("STG.E desc[UR4][R23.64], R16", True),
         ("STS.128 [R23+0x10], R16", False), ("STSM.16.M88.4 [R2], R21", True), ("LDSM.16.M88.2 R22, [R2]", False),
-        ("IMAD.WIDE R23, R2, 0x4, R4", True), ("SYNCS.EXCH.64 URZ, [UR24], UR26", False), ("FADD R4, R31.reuse, R32", True),
+        ("IMAD.WIDE R23, R2, 0x4, R4", True), ("SYNCS.EXCH.64 URZ, [UR24], UR26", False), ("FADD R4, R31.reuse, R32",
+        True),
     ],
 )  # fmt: skip
 def test_wide_registers(instruction, touches):
