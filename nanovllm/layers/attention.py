@@ -188,4 +188,4 @@ class Attention:
             q[n:], runs, m.cu_seqlens_q, m.max_query_len, *options, out=None if out is None else out[n:],
             concurrent=m.concurrent,
         )  # fmt: skip
-        return out if n else result
+        return result if out is None else out

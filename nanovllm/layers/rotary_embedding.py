@@ -75,6 +75,8 @@ class RotaryEmbedding(nn.Module):
         max_position: positions 0 .. max_position - 1 are tabulated.
     """
 
+    cos_sin_cache: torch.Tensor
+
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, kernels: Kernels) -> None:
         super().__init__()
         device = torch.get_default_device()

@@ -210,7 +210,9 @@ def _attend(q, kv, starts, max_query_len, scale, window, soft_cap) -> torch.Tens
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # A query at the end of a run sees itself and `window - 1` tokens to its left.
     sides = (-1, -1) if window is None else (window - 1, 0)
-    return _CALLS[variant(q.device).package](q, kv, starts, max_query_len, scale, sides, soft_cap or 0.0)
+    chosen = variant(q.device)
+    assert chosen is not None  # or it would have been refused
+    return _CALLS[chosen.package](q, kv, starts, max_query_len, scale, sides, soft_cap or 0.0)
 
 
 def _call_flash_attn_3(q, kv, starts, max_query_len, scale, sides, soft_cap):

@@ -70,6 +70,11 @@ class DecodeCall:
         return self.new is not None and self.new.q_weight is not None
 
     @property
+    def weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of the norms; where there are none, something that the kernel does not read."""
+        return (self.new.q_weight, self.new.k_weight) if self.new is not None and self.norm else (self.q, self.q)
+
+    @property
     def fp8(self) -> bool:
         return self.kv.k_cache.dtype == FP8
 

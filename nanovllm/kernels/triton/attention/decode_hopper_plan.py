@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from nanovllm.kernels.triton.launch import cdiv
 
@@ -79,6 +80,8 @@ class HopperDecodePlan:
         return None
 
 
+_Table: TypeAlias = "tuple[tuple[int | None, tuple[Any, ...]], ...]"
+
 # Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence
 # is cut below, warps, slots, box, chunk, whether programs without a piece come last, and blocks of a cluster. Measured
 # on an H200 in whole layers of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. Up to 8 sequences all programs are
@@ -86,7 +89,7 @@ class HopperDecodePlan:
 # fewer than would fit (of 100 batches of 8 random lengths about one has too many). From 17 to 99 sequences they are
 # too, with as much shared memory as that leaves each, but where each sequence is cut in two. Half a program: no
 # sequence is cut, unless it is very long, and the grid has few programs that find no piece.
-_MEASURED = (
+_MEASURED: _Table = (
     (2, (1.0, 1, 4, 4, 32, 8)),
     (4, (1.85, 1, 4, 3, 32, 8)),
     (8, (1.7, 1, 4, 3, 32, 8)),
@@ -100,7 +103,7 @@ _MEASURED = (
 )
 # The same for a float8 cache, whose tiles have half the bytes: four programs a multiprocessor. Measured from 8
 # sequences on.
-_FLOAT8 = (
+_FLOAT8: _Table = (
     (4, (2.0, 2, 4, 2, 32, 8)),
     (99, (1.0, 4, 4, 2, 32, 4)),
     (132, (2.0, 8, 1, 6, 16, 4)),
@@ -111,7 +114,7 @@ _FLOAT8 = (
 # The same up to 8 sequences for calls whose last token is in the cache, so that nothing is asked for before the wait.
 # One sequence in rows of such calls takes 4.9, 9.2 and 35.0 us (H200; 512, 4,096 and 32,768 tokens), and 5.8, 10.6 and
 # 38.4 in twice as many pieces. Eight of 1,024 tokens, 32/8 heads, take 12.4 where 66 pieces without clusters took 14.4.
-_CACHED = (
+_CACHED: _Table = (
     (1, (1.0, 1, 4, 2, 32, 8)),
     (4, (2.0, 2, 4, 3, 32, 8)),
     (8, (1.0, 1, 4, 2, 32, 2, True, 2)),

@@ -95,8 +95,7 @@ def launch_decode(
         k,
         v,
         angles,
-        new.q_weight if call.norm else q,
-        new.k_weight if call.norm else q,
+        *call.weights,
         leading.lens,
         leading.counts,
         leading.acc,
@@ -153,12 +152,11 @@ def launch_shared(call: DecodeCall, plan: SharedPlan | None, rest: DecodePlan | 
     )  # fmt: skip
     dependent = has_dependent_launch(q.device)
     plan = plan or plan_shared(*sizes, warpgroups=dependent)
-    float32, int32 = ({"dtype": dtype, "device": q.device} for dtype in (torch.float32, torch.int32))
     parts = SharedParts(
         shared.shared_lens,
-        torch.empty((num_seqs, call.group), **int32),
-        torch.empty((plan.pieces, *q.shape), **float32),
-        torch.empty((plan.pieces, 2, *q.shape[:2]), **float32),
+        torch.empty((num_seqs, call.group), dtype=torch.int32, device=q.device),
+        torch.empty((plan.pieces, *q.shape), dtype=torch.float32, device=q.device),
+        torch.empty((plan.pieces, 2, *q.shape[:2]), dtype=torch.float32, device=q.device),
     )
     k_words, v_words = as_words(kv.k_cache), as_words(kv.v_cache)
     angles = q if new is None else new.cos_sin_cache
@@ -175,7 +173,7 @@ def launch_shared(call: DecodeCall, plan: SharedPlan | None, rest: DecodePlan | 
         parts.ml,
         parts.counts,
         angles,
-        new.q_weight if call.norm else q,
+        call.weights[0],
         num_seqs,
         num_groups,
         *q.stride()[:2],

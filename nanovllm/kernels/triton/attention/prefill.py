@@ -60,8 +60,11 @@ def attention_prefill(
     if q.stride(2) != 1:
         q = q.contiguous()
     plan = plan or _plan(q, kv, max_query_len, concurrent)
-    launch = prefill_hopper.launch_hopper if isinstance(plan, HopperPrefillPlan) else _launch_anywhere
-    launch(plan, out, q, kv, cu_seqlens_q, scale, window, soft_cap)
+    arguments = out, q, kv, cu_seqlens_q, scale, window, soft_cap
+    if isinstance(plan, HopperPrefillPlan):
+        prefill_hopper.launch_hopper(plan, *arguments)
+    else:
+        _launch_anywhere(plan, *arguments)
     return out
 
 
