@@ -41,7 +41,8 @@ def support(device: torch.device) -> str | None:
         return f"FlashInfer needs compute capability 8.0 or later, this GPU has {major}.{minor}"
     if (error := import_error("flashinfer", _WRAPPERS)) is not None:
         version = version_of("flashinfer-python")
-        return f"flashinfer {version} is installed but cannot be imported ({error}); install one built for torch {torch.__version__}"
+        remedy = f"install one built for torch {torch.__version__}"
+        return f"flashinfer {version} is installed but cannot be imported ({error}); {remedy}"
     return None
 
 

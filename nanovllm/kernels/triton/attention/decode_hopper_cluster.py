@@ -61,7 +61,7 @@ def _store(results, values, remote, repeats):
     address, barrier = results + values, 2 * results + values
     vector = ", ".join(f"${results + i}" for i in range(values))
     if remote:
-        store = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{values}.b32 [${address}], {{{vector}}}, [${barrier}];"
+        store = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{values}.b32 [${address}], {{{vector}}}, [${barrier}];"  # noqa: E501
     else:
         store = f"st.shared.v{values}.b32 [${address}], {{{vector}}};"
     return f"""{{

@@ -76,7 +76,8 @@ class HopperDecodePlan:
         if size > _SHARED - exchange:
             return f"slots: {size} bytes of tiles, more than {_SHARED - exchange} of shared memory"
         if size < 48 << 10 < size + exchange + _BARRIERS and exchange:
-            return f"slots: with the exchange of a cluster {size} bytes of tiles are more than the 48 KiB that need no asking for"
+            what = f"with the exchange of a cluster {size} bytes of tiles"
+            return f"slots: {what} are more than the 48 KiB that need no asking for"
         return None
 
 

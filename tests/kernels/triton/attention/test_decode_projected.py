@@ -305,7 +305,8 @@ def test_in_the_interpreter():
 
 # Only what can run here is collected, so that nothing is reported as skipped.
 _ANYWHERE = (
-    "test_small", "test_a_sequence_without_tokens_stores_nothing", "test_bad_arguments", "test_a_position_without_angles",
+    "test_small", "test_a_sequence_without_tokens_stores_nothing", "test_bad_arguments",
+    "test_a_position_without_angles",
 )  # fmt: skip
 _INTERPRETER = ("test_only_the_piece_with_the_new_token_needs_it",)
 _HERE = {

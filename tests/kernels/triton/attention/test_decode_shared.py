@@ -400,7 +400,8 @@ def test_in_the_interpreter():
 
 # Only what can run here is collected, so that nothing is reported as skipped.
 _ANYWHERE = (
-    "test_small", "test_the_shared_part_is_read_once", "test_no_row_has_more_pieces_than_there_is_room_for", "test_large_logits", "test_random_groups_and_plans",
+    "test_small", "test_the_shared_part_is_read_once",
+    "test_no_row_has_more_pieces_than_there_is_room_for", "test_large_logits", "test_random_groups_and_plans",
     "test_wrong_shapes_are_always_named", "test_groups_that_do_not_fit_are_named_on_request",
 )  # fmt: skip
 _HERE = {
