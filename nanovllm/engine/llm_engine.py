@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -37,10 +36,10 @@ class LLMEngine:
     host, and a sequence that turns out to have ended had one token too many computed, which is dropped.
 
     Threads: `make_request`, `queue` and `abort` may be called by any thread. `queue` and `abort` may also be called
-        inside of a
-    step, by a signal handler or by the garbage collector: they only append to an inbox, which the next step applies in
-    order before it does anything else. Steps run one at a time. `StepLoop` shares them among threads that wait; a
-    thread of its own may run them as well, and `Request.listener` tells others what came of it.
+    inside of a step, by a signal handler or by the garbage collector: they only append to an inbox, which the next step
+    applies in order before it does anything else. One step runs at a time, a second one is an error. `StepLoop` shares
+    steps among threads that wait; a thread of its own may run them as well, and `Request.listener` tells others what
+    came of it.
 
     Args:
         make_runner: for tests: what makes the ModelRunner.
@@ -91,8 +90,8 @@ class LLMEngine:
         self._completions: dict[Sequence, tuple[Request, Completion]] = {}
         self._inbox: deque[tuple[Request, bool]] = deque()
         """Requests to start (False) and to abort (True), in order. Appending to a deque is atomic."""
-        self._stepping = threading.Lock()
-        self._stepping_thread: int | None = None
+        self._turns: deque[object] = deque()
+        """The step that runs, first. Not a lock: an interrupt on leaving `with lock:` would leave it locked."""
         self.num_lost = 0
         """Requests that were lost by steps that failed."""
         self._request_ids = itertools.count()
@@ -163,24 +162,40 @@ class LLMEngine:
             Whatever the forward pass raised. The requests that ran are ended with "abort" and have it as their
             `failure`; the engine goes on with the others.
         """
-        if self._stepping_thread == threading.get_ident() and self._stepping.locked():
-            raise RuntimeError("a step was started inside of a step, for example by a signal handler; only abort there")
-        with self._stepping:
+        turn = object()
+        try:
             try:
-                self._stepping_thread = threading.get_ident()
-                self._apply_inbox()
-                step = self.scheduler.schedule()
-                if step is not None:
-                    self._in_flight.append(self.runner.execute(step))
-                if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
-                    result = self._in_flight.popleft()
-                    return self._read(result, result.token_ids())
-                return []
-            except BaseException as error:
-                self._abandon_running(error)
-                raise
+                self._turns.append(turn)
+                if self._turns[0] is not turn:
+                    raise RuntimeError(
+                        "a step was started inside of a step, by a signal handler, a finalizer or another thread;"
+                        " only abort there, and let one thread run the steps"
+                    )
+                return self._step()
             finally:
-                self._stepping_thread = None
+                self._end_turn(turn)
+        finally:  # again, since an interrupt may have come at the first time
+            self._end_turn(turn)
+
+    def _end_turn(self, turn: object) -> None:
+        try:
+            self._turns.remove(turn)
+        except ValueError:
+            pass
+
+    def _step(self) -> list[Request]:
+        try:
+            self._apply_inbox()
+            step = self.scheduler.schedule()
+            if step is not None:
+                self._in_flight.append(self.runner.execute(step))
+            if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
+                result = self._in_flight.popleft()
+                return self._read(result, result.token_ids())
+            return []
+        except BaseException as error:
+            self._abandon_running(error)
+            raise
 
     def check(self) -> None:
         """Assert the invariants; cheap enough to call after every operation in a test."""
