@@ -111,7 +111,7 @@ def _drive(
         for request in requests:
             core.queue(request)
     else:
-        core.queue_batch(requests)
+        core.queue(*requests, offline=True)
     shortest = min(item.num_output for item in items)
 
     def steps(count: int, keep: bool = False) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from nanovllm.kernels import Kernels, all_ops
+from nanovllm.kernels import Kernels, Op, all_ops
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import SINGLE, AttentionMetadata, Decoder, LayerCache, ResidualStream
 from nanovllm.models.model_presets import preset
@@ -56,13 +57,23 @@ class LayerOfTensors(nn.Module):
         return stream.x, stream.residual
 
 
+def _one_operator(declared: Op) -> Callable[..., torch.Tensor]:
+    """The op as one operator of the graph: `torch.ops.nanovllm.*` takes the fields of records one by one."""
+    operator = getattr(torch.ops.nanovllm, declared.name)
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return operator(**declared.records.flatten(declared.signature.bind(*args, **kwargs).arguments))
+
+    return call
+
+
 def reference_kernels() -> Kernels:
     """Every op written out in PyTorch, as a model without fused kernels has them; attention stays one op."""
     return Kernels(
         {
             name: (
                 declared.providers["native"],
-                getattr(torch.ops.nanovllm, name) if name in _OPAQUE else declared.native,
+                _one_operator(declared) if name in _OPAQUE else declared.native,
             )
             for name, declared in all_ops().items()
         }

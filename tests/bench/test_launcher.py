@@ -73,11 +73,14 @@ def test_a_process_that_ends_early_without_an_error_is_noticed():
 # As an engine that is dead: it says little, another of its processes said more, and its end is no good one either.
 DEAD = """
         print("(Core pid=7) ERROR [core.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB",
-        flush=True) print("(Core pid=7) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB",
-        flush=True) print("vllm.exceptions.EngineDeadError: See stack trace (above)", flush=True) row =
-        dict(engine="nanovllm", variant="custom", model="m", workload="two", load="l", repeats=[],
-        error="EngineDeadError: See stack trace (above)") out.write(json.dumps(["failed", row]) + "\\n") print("after
-        it", flush=True) sys.exit({code})
+              flush=True)
+        print("(Core pid=7) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB", flush=True)
+        print("vllm.exceptions.EngineDeadError: See stack trace (above)", flush=True)
+        row = dict(engine="nanovllm", variant="custom", model="m", workload="two", load="l", repeats=[],
+                   error="EngineDeadError: See stack trace (above)")
+        out.write(json.dumps(["failed", row]) + "\\n")
+        print("after it", flush=True)
+        sys.exit({code})
 """
 
 

@@ -97,7 +97,7 @@ def test_a_config_is_served_as_transformers_does_or_refused(tmp_path, seed):
                 max_num_seqs=1,
             )  # fmt: skip
         except ValueError as error:
-            assert str(error).startswith("config.json: "), (config, error)
+            assert str(error).startswith(f"{tmp_path / 'config.json'}: "), (config, error)
             continue
         prompt = [rng.randrange(config["vocab_size"]) for _ in range(llm.engine.runner.max_model_len - 1)]
         prompt = prompt[: rng.choice([10, 60, 200])]

@@ -169,7 +169,7 @@ def test_the_key_of_decode_attention_for_hopper_is_what_its_launch_asks(op, new,
     """As a Hopper GPU calls it: the wrapper up to the launch runs here too."""
     pytest.importorskip("triton.experimental.gluon")
     from nanovllm.kernels.triton.attention import decode, decode_hopper
-    from nanovllm.kernels.triton.attention.decode_plan import HopperDecodePlan
+    from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan
 
     monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
     monkeypatch.setattr(decode_hopper, "num_multiprocessors", lambda device: H200.sms)

@@ -232,7 +232,7 @@ def test_bad_input_is_a_value_error(gpu):
 
 @pytest.mark.gpu
 def test_agrees_with_the_reference_to_the_last_bit_or_so(gpu):
-    from nanovllm.kernels.ops import fused_add_gelu, silu_and_mul
+    from nanovllm.kernels import fused_add_gelu, silu_and_mul
 
     for dtype in (torch.bfloat16, torch.float16):
         x, bias = torch.randn(64, 4096, device=gpu).to(dtype), torch.randn(4096, device=gpu).to(dtype)

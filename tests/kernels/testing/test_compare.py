@@ -22,6 +22,7 @@ from nanovllm.kernels.testing.compare import (
     slower_somewhere,
 )
 from nanovllm.kernels.testing.verify import Case
+from tests.shared_gpu import gpu_is_shared
 
 CPU = torch.device("cpu")
 
@@ -246,6 +247,8 @@ SIZES = [
 @pytest.mark.gpu
 def test_more_bytes_take_longer_to_copy_and_as_many_as_long():
     device = torch.device("cuda", 0)
+    if gpu_is_shared():
+        pytest.skip("another program uses the GPU: times of copies mean nothing")
     seconds = {size: copy_time(device, size) for size in SIZES}
     for few, many in itertools.combinations(SIZES, 2):
         assert seconds[few] <= 1.1 * seconds[many], (few, many, seconds[few], seconds[many])
