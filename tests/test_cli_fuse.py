@@ -121,8 +121,16 @@ def test_errors_of_the_users_own(module, tmp_path):
 
 def test_measuring_needs_values(module):
     for name, what in (
-        ("on_meta", "argument 0 is on the meta device, and --measure needs values: make it with values, such as torch.randn(4, 4)"),
-        ("all_meta", "parameter weight is on the meta device, and --measure needs values: make the module without the meta device"),
+        (
+            "on_meta",
+            "argument 0 is on the meta device, and --measure needs values: make it with values, such as"
+            " torch.randn(4, 4)",
+        ),
+        (
+            "all_meta",
+            "parameter weight is on the meta device, and --measure needs values: make the module without the meta"
+            " device",
+        ),
         ("counts", "buffer num_batches_tracked is on the meta device"),
     ):  # fmt: skip
         assert what in said("--module", f"{module}:{name}", "--measure", "--device", "cpu"), name
@@ -166,7 +174,8 @@ def test_without_islpy_the_error_names_the_extra(tmp_path, monkeypatch):
 
 def test_one_nest_is_tiled(tmp_path):
     path = tmp_path / "loops.py"
-    loops = "for i in range(N):\n    for j in range(N):\n        for k in range(N):\n            C[i, j] += A[i, k] * B[k, j]\n"
+    nest = "for i in range(N):\n    for j in range(N):\n        for k in range(N):\n"
+    loops = nest + "            C[i, j] += A[i, k] * B[k, j]\n"
     path.write_text(loops)
     text = run("--loops", str(path), "--size", "N=512").output
     assert (

@@ -143,7 +143,8 @@ def test_compiled_beside_predicted():
         ((*GEMM, "--dtype", "fp61"),
         "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'fp61'; did you mean 'float16'?"),
         ((*GEMM, "--dtype", "int8"),
-        "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'int8'; packed weights are --weight int8"),
+        "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'int8'; packed weights are --weight"
+        " int8"),
         ((*GEMM, "--weight", "int3"), "weight: expected one of int4, int8, float8, not 'int3'; did you mean"),
         (("gemm", "--m", 1, "--n", 1, "--k", 100, "--weight", "int4", "--gpu", "h100"),
         "k: expected a multiple of the group of 128 weights"),

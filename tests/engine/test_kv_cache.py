@@ -52,7 +52,8 @@ def used(num_blocks):
     caches = kv_cache.allocate(qwen, num_blocks, 256, torch.bfloat16, torch.device("cpu"))
     caches[5].v[num_blocks - 50, 3] = 1
     assert caches[5].v[num_blocks - 50, :5].sum() == 8 * 128 and not caches[27].k[num_blocks].any()
-    return sum(t.nbytes for cache in caches for t in (cache.k, cache.v)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    num_bytes = sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
+    return num_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 _, before = used(51)  # everything is loaded by now
 num_bytes, after = used(200)

@@ -318,7 +318,8 @@ def test_distances_are_exact_however_many_iterations_there_are():
     assert d.before(1) and d.ranges == ((1 - 10**6, 10**6 - 2), (1 - 10**6, 10**6 - 1))
     f = LoopFusionAnalyzer(first, second)
     assert f.depth == 0 and "prevents fusion" in f.reason
-    big = parse("for i in range(N):\n  for j in range(N):\n    A[i, j] = 1\nfor i in range(N):\n  for j in range(N):\n    B[i, j] = A[i, j]\n", N=10**6)  # fmt: skip
+    nest = "for i in range(N):\n  for j in range(N):\n    "
+    big = parse(f"{nest}A[i, j] = 1\n{nest}B[i, j] = A[i, j]\n", N=10**6)
     assert LoopFusionAnalyzer(*big).legal
 
 

@@ -52,7 +52,7 @@ $L__BB0_1:
 	mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1,%f2,%f3,%f4}, {%r1,%r2,%r3,%r4}, {%r5,%r6}, {%f5,%f6,%f7,%f8};
 	ret;
 }
-"""
+"""  # noqa: E501
 REPORT = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'second' for 'sm_90a'
 ptxas info    : Function properties for second
