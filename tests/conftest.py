@@ -21,9 +21,16 @@ _LONGEST = (
     "test_norm_kernels.py", "test_small_products.py", "test_sample_kernels.py", "test_rotary_kernels.py",
 )  # fmt: skip
 
+# What compiles many kernels, or emulates compiled ones: `make test` leaves these files out, `make test-rest` runs them.
+_SLOW = ("_compile.py", "_ptx.py")
 
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
+    for item in items:
+        if item.path.name.endswith(_SLOW):
+            item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
