@@ -183,11 +183,12 @@ def test_the_key_of_decode_attention_for_hopper_is_what_its_launch_asks(op, new,
             "num_seqs": 1 << (count - 1).bit_length(), "kv_heads": kv_heads, "group": heads // kv_heads,
             "head_dim": dim, "dtype": BF16, "cache_dtype": BF16, "block_size": block, "new": new,
         }  # fmt: skip
-        arguments = arguments_of(job.target, job.shapes[0], BF16, {})
+        fn = job.target.launcher.fn
+        arguments = job.target.declared.records.group(arguments_of(job.target, job.shapes[0], BF16, {}))
         # None: as `plan_hopper_decode` says, for the multiprocessors of an H200.
         for plan in (job.builtin, candidates(job, H200).plans[-1], None):
             with tunables.ATTENTION_DECODE_HOPPER.using(cpu, job.key, plan) as asked, recorded() as launches:
-                job.target.launcher.fn(**arguments)
+                fn(**arguments)
             assert asked == [job.key]
             (launch,) = launches
             assert launch.name == "decode_hopper_kernel" and launch.arguments["NEW"] == new
