@@ -1,9 +1,8 @@
 """Arguments that belong together, as one parameter of an op: `kv: PagedKV` in place of seven tensors and numbers.
 
 The functions of an op take the record, a frozen dataclass. Everything that an op declares names the record's fields
-instead, as if
-each were a parameter of its own: argument patterns, inputs, cost, what the op writes to, and the schema in
-`torch.ops.nanovllm`. `Records` converts between the two forms, called grouped and flat here.
+instead, as if each were a parameter of its own: argument patterns, inputs, cost, what the op writes to, and the schema
+in `torch.ops.nanovllm`. `Records` converts between the two forms, called grouped and flat here.
 """
 
 from __future__ import annotations
