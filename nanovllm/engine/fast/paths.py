@@ -49,7 +49,9 @@ class FastPaths:
 
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
         self.policy = FastPolicy.of(config)
-        layer_bytes = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+        layers = model.model.layers
+        self._layer_weights = sum(parameter.numel() for parameter in layers.parameters())
+        layer_bytes = sum(parameter.nbytes for parameter in layers[0].parameters())
         self.enabled = enabled_paths(self.policy, kernels, device, layer_bytes, config.enable_prefix_caching)
         self.reserve_tokens_ahead = self.policy.reserve_tokens_ahead
         self.piggyback: Piggyback | None = None
@@ -86,10 +88,15 @@ class FastPaths:
                 self.piggyback,
             )
         if enabled.prefill_padding:
+            flops = 2 * self._layer_weights * limits.max_num_batched_tokens
             sizes = prefill_buckets(
-                limits.max_num_batched_tokens, limits.max_num_seqs, policy.prefill_sizes, policy.prefill_seqs
+                limits.max_num_batched_tokens,
+                limits.max_num_seqs,
+                policy.prefill_sizes,
+                policy.prefill_seqs,
+                full=flops <= policy.max_full_step_flops,
             )
-            self.prefill = PrefillRunner(paged, sizes)
+            self.prefill = PrefillRunner(paged, sizes, policy.prefill_sizes[-1], policy.min_full_share)
         warm_up = WarmUp(paged, sampler, self.buckets, limits)
         if self._logits is not None:
             self._capture(self._logits, paged, warm_up, timer)

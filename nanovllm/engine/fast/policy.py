@@ -62,10 +62,13 @@ class FastPolicy:
     are.
     """
     prefill_sizes: tuple[int, ...] = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-    """Tokens of a padded step with pieces of prompts.
-
-    Larger steps keep the GPU busy for as long as the host launches them.
-    """
+    """Tokens of a padded step with pieces of prompts. An idle host launches larger steps faster than they run."""
+    max_full_step_flops: float = 2**44
+    """Full steps of prompts are captured too if a model's layers have at most so many FLOPs in them: 30 ms at an H100's
+    600 TFLOP/s, where a busy host takes about 40 ms to launch one. At 16,384 tokens Qwen3-0.6B has 1.44e13, Qwen3-1.7B
+    4.6e13."""
+    min_full_share: float = 15 / 16
+    """The share of its tokens that a full step must have: below, the padding costs the GPU more than the host saves."""
     prefill_seqs: tuple[int, ...] = (64, 256)
     """Sequences of such a step: it computes as many rows of logits, and its attention looks at each, there or not."""
     min_shared_rows: int = 16

@@ -1,15 +1,19 @@
 """Steps with pieces of prompts, padded to a few sizes and captured as CUDA graphs: one launch instead of some hundred.
 
-Launched one by one, the kernels of such a step take the host 14 to 17 ms (Qwen3-0.6B, H200), whatever the step's size;
-up to some 5,000 tokens the GPU needs less. A graph has fixed shapes, so a step is padded to one of a few numbers of
-tokens, and to one of two bounds on its sequences. How these share the tokens does not matter: the op
-`attention_prefill` reads the runs' lengths on the device, and a sequence that decodes is a run of one token. The graphs
-are captured when the engine
-starts: in the middle of serving a capture would stall every sequence for longer than the eager step that it replaces.
+Launched one by one, the kernels of such a step take the host 14 to 17 ms (Qwen3-0.6B, H200), whatever the step's size,
+and a busy host up to 40 ms. Up to some 5,000 tokens the GPU needs less than 14 ms. A graph has fixed shapes, so a step
+is padded to one of a few numbers of tokens, and to one of two bounds on its sequences. How the sequences share the
+tokens does not matter: the op `attention_prefill` reads the runs' lengths on the device, and a sequence that decodes is
+a run of one token. Graphs are captured when the engine starts: a capture while the engine serves would stall every
+sequence for longer than the eager step that the graph replaces.
+
+Where the GPU computes a full step (`max_num_batched_tokens`) in about the time that a busy host needs to launch it,
+full steps have a graph as well (`FastPolicy.max_full_step_flops`).
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,18 +26,23 @@ from nanovllm.engine.fast.cuda_graphs import Graph, GraphBackend
 from nanovllm.engine.fast.padding import NOTHING, PaddedRuns, RunsBucket
 from nanovllm.engine.paged_model import PagedModel
 
+logger = logging.getLogger(__name__)
+
 
 def prefill_buckets(
-    max_num_batched_tokens: int, max_num_seqs: int, sizes: Sequence[int], num_seqs: Sequence[int]
+    max_num_batched_tokens: int, max_num_seqs: int, sizes: Sequence[int], num_seqs: Sequence[int], full: bool = False
 ) -> list[RunsBucket]:
     """The sizes that a scheduler with these limits needs, in order.
 
     Args:
-        sizes: of a step in tokens, ascending; larger steps have no bucket.
+        sizes: of a step in tokens, ascending.
         num_seqs: bounds on a step's sequences.
+        full: whether steps of `max_num_batched_tokens` have a bucket too, if `sizes` end below.
     """
     largest = min(sizes[-1], max_num_batched_tokens)
     tokens = [size for size in sizes if size < largest] + [largest]
+    if full and max_num_batched_tokens > largest:
+        tokens.append(max_num_batched_tokens)
     return [RunsBucket(n, seqs) for n in tokens for seqs in sorted({min(n, max_num_seqs, most) for most in num_seqs})]
 
 
@@ -41,10 +50,18 @@ class PrefillRunner:
     """Runs steps with pieces of prompts in them, padded; those that no bucket has room for are left to the caller.
 
     Without `capture` the same padded steps run kernel by kernel, so that both compute the same thing.
+
+    Args:
+        full_tokens: buckets of more tokens than this are for full steps.
+        min_full_share: the share of a full step's bucket that a step must fill to be padded to it.
     """
 
-    def __init__(self, paged: PagedModel, buckets: list[RunsBucket]) -> None:
+    def __init__(
+        self, paged: PagedModel, buckets: list[RunsBucket], full_tokens: int, min_full_share: float = 15 / 16
+    ) -> None:
         self.buckets = buckets
+        self._full_tokens = full_tokens
+        self._min_full_share = min_full_share
         self._paged = paged
         self._runs = PaddedRuns(buckets[-1], paged)
         self._graphs: dict[RunsBucket, Graph] = {}
@@ -55,7 +72,7 @@ class PrefillRunner:
         return len(self._graphs)
 
     def capture(self, logits: torch.Tensor, backend: GraphBackend, brief: AbstractContextManager[None]) -> None:
-        """Capture every size.
+        """Capture every size; those of full steps only if there is memory for them.
 
         Args:
             logits: [max_num_seqs, vocab_size], written by the graphs.
@@ -65,9 +82,17 @@ class PrefillRunner:
             backend.first_calls(lambda: self.visit(logits))
         self._logits = logits
         # The largest first, so that smaller ones fit into the memory that these have.
-        self._graphs = {
-            bucket: backend.capture(partial(self._run, bucket, logits)) for bucket in reversed(self.buckets)
-        }
+        for bucket in reversed(self.buckets):
+            try:
+                self._graphs[bucket] = backend.capture(partial(self._run, bucket, logits))
+            except torch.OutOfMemoryError:
+                if bucket.num_tokens <= self._full_tokens:
+                    raise
+                logger.warning(
+                    "no memory for a CUDA graph of steps of %d tokens; a lower gpu_memory_utilization leaves some",
+                    bucket.num_tokens,
+                )
+        self.buckets = [bucket for bucket in self.buckets if bucket in self._graphs]
 
     def visit(self, logits: torch.Tensor) -> None:
         """Run every size once. logits: as for `capture`."""
@@ -90,9 +115,12 @@ class PrefillRunner:
         return logits[: len(batch.logits_rows)]
 
     def fit(self, num_tokens: int, num_seqs: int) -> RunsBucket | None:
-        """The smallest bucket with room for so many tokens and sequences, or None."""
+        """The smallest bucket with room for so many tokens and sequences, or None; a full step fills its bucket."""
         first = bisect_left(self.buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
-        return next((bucket for bucket in self.buckets[first:] if bucket.num_seqs >= num_seqs), None)
+        bucket = next((bucket for bucket in self.buckets[first:] if bucket.num_seqs >= num_seqs), None)
+        if bucket is None or bucket.num_tokens <= self._full_tokens:
+            return bucket
+        return bucket if num_tokens >= self._min_full_share * bucket.num_tokens else None
 
     def _run(self, bucket: RunsBucket, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [num_seqs, vocab_size] of the static inputs; in the first rows of `logits` if it is given."""

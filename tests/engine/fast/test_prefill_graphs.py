@@ -1,6 +1,7 @@
 """Padded steps with prompts: the same tokens as unpadded ones, on any machine; captured against eager ones on a GPU."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -32,12 +33,28 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 48, 90, 3, 64, 5, 33]
 def test_every_step_has_the_smallest_bucket_with_room(budget, max_num_seqs):
     buckets = prefill_buckets(budget, max_num_seqs, USUAL.prefill_sizes, USUAL.prefill_seqs)
     assert buckets == sorted(set(buckets)) and buckets[-1].num_tokens == min(budget, 4096)
-    runner = PrefillRunner(paged_model(), buckets)
+    runner = PrefillRunner(paged_model(), buckets, USUAL.prefill_sizes[-1])
     for num_tokens in range(1, budget + 1, max(1, budget // 300)):
         for num_seqs in {n for n in (0, 1, 2, 64, 65, 256, 257, max_num_seqs) if n <= min(num_tokens, max_num_seqs)}:
             room = [b for b in buckets if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs]
             assert runner.fit(num_tokens, num_seqs) == (room[0] if room else None)
             assert bool(room) == (num_tokens <= 4096 and num_seqs <= 256)
+
+
+@pytest.mark.parametrize("budget, largest", [(16384, 16384), (5000, 5000), (4096, 4096), (1000, 1000)])
+def test_full_steps_have_a_bucket_if_asked_for_and_only_they(budget, largest):
+    buckets = prefill_buckets(budget, 512, USUAL.prefill_sizes, USUAL.prefill_seqs, full=True)
+    assert buckets[-2:] == [RunsBucket(largest, 64), RunsBucket(largest, 256)]
+    usual = prefill_buckets(budget, 512, USUAL.prefill_sizes, USUAL.prefill_seqs)
+    assert [bucket for bucket in buckets if bucket.num_tokens <= 4096] == usual
+    runner = PrefillRunner(paged_model(), buckets, USUAL.prefill_sizes[-1])
+    for num_tokens in {min(n, budget) for n in (100, 4096, 4097, 4687, 4688, 5000, 15359, 15360, 16000, 16384)}:
+        found = runner.fit(num_tokens, 65)
+        if num_tokens > 4096:
+            assert found == (RunsBucket(largest, 256) if num_tokens >= 15 / 16 * largest else None)
+        else:
+            size = min(size for size in (*USUAL.prefill_sizes, largest) if size >= num_tokens)
+            assert found == RunsBucket(size, min(size, 256))
 
 
 # ------------------------------------------------------------------------------------------------ padding
@@ -182,6 +199,61 @@ def test_greedy_tokens_are_those_of_unpadded_steps(directory, expected, argument
     if "num_kvcache_blocks" in arguments:
         assert llm.engine.scheduler.num_preemptions > 0
     assert generate(llm, prompts_of(LENGTHS)[::-1], GREEDY)[0] == expected[::-1]  # now with a warm prefix cache
+
+
+FULL = replace(SMALL, prefill_sizes=(4, 8), prefill_seqs=(5, 11))
+
+
+def test_full_steps_give_the_same_tokens(directory, expected):
+    """Steps of 64 tokens, where the usual sizes end at 8."""
+    llm = make(directory, FULL, capture_prefill=True, max_num_batched_tokens=64)
+    got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
+    assert got == expected
+    full = [step for step in steps if step[0] >= 60]
+    assert all(bucket.num_tokens == 64 for *_, bucket in full)
+    assert any(decodes and runs for _, decodes, runs, _ in full)
+    assert all(bucket is None for tokens, _, _, bucket in steps if 8 < tokens < 60)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_full_steps_have_a_bucket_where_the_layers_are_small(directory, small):
+    """FLOPs of the layers that are just few enough, or one too many."""
+    layers = make(directory).engine.runner.model.model.layers
+    flops = 2 * 64 * sum(parameter.numel() for parameter in layers.parameters())
+    policy = replace(FULL, max_full_step_flops=flops if small else flops - 1)
+    prefill = make(directory, policy, capture_prefill=True, max_num_batched_tokens=64).engine.runner.fast.prefill
+    assert prefill.buckets[-1] == ((64, 11) if small else (8, 8))
+
+
+class NoMemory(ReplayedFunctions):
+    """Has no memory for the first captures, those of the largest steps."""
+
+    def __init__(self, device, failures):
+        super().__init__(device)
+        self.left = failures
+
+    def capture(self, fn):
+        self.left -= 1
+        if self.left >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().capture(fn)
+
+
+@pytest.mark.parametrize("failures", [2, 3], ids=["full steps", "others"])
+def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, caplog, failures):
+    """One warning for each; for a smaller size it is an error, which the engine reports."""
+    prefill = make(directory, FULL, capture_prefill=True, max_num_batched_tokens=64).engine.runner.fast.prefill
+    assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8), (64, 5), (64, 11)]
+    logits, backend = torch.empty(11, 331, device=DEVICE), NoMemory(torch.device(DEVICE), failures)
+    if failures > 2:
+        with pytest.raises(torch.OutOfMemoryError), torch.inference_mode():
+            prefill.capture(logits, backend, nullcontext())
+        return
+    with torch.inference_mode():
+        prefill.capture(logits, backend, nullcontext())
+    assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8)] and len(prefill) == 3
+    assert prefill.fit(64, 1) is None
+    assert [record.getMessage() for record in caplog.records if "of 64 tokens" in record.getMessage()]
 
 
 def test_real_sizes(directory, expected):
