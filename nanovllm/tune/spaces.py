@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.kernels.op.tunable import Tunable, bucket
-from nanovllm.kernels.triton.launch import cdiv
+from nanovllm.kernels.triton.launch_arguments import cdiv
 from nanovllm.tune.space import Space, powers
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ a head stay apart: q k is the sum of two products, and p v is two of them, inter
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.math import INTERPRETED, product
+from nanovllm.kernels.triton.device_math import INTERPRETED, product
 
 
 @triton.jit

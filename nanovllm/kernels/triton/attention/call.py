@@ -12,7 +12,7 @@ import torch
 from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV, SharedPrefixes
 from nanovllm.kernels.triton.early_start import are_constant
-from nanovllm.kernels.triton.launch import adjacent, next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import adjacent, next_power_of_2
 from nanovllm.kernels.triton.rows.move_rows import num_scales
 
 

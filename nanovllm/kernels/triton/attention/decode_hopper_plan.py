@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from nanovllm.kernels.triton.launch import cdiv
+from nanovllm.kernels.triton.launch_arguments import cdiv
 
 _BARRIERS = 4096
 _SHARED = (227 << 10) - _BARRIERS

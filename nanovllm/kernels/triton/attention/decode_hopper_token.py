@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from nanovllm.kernels.triton.attention.decode_hopper_fp8 import quantised
 from nanovllm.kernels.triton.attention.decode_hopper_tiles import finite
 from nanovllm.kernels.triton.attention.rotate import rotated_pair
-from nanovllm.kernels.triton.math import product, rounded
+from nanovllm.kernels.triton.device_math import product, rounded
 
 
 @gluon.jit

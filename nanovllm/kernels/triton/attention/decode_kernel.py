@@ -31,7 +31,7 @@ from nanovllm.kernels.triton.attention.common import (
 )
 from nanovllm.kernels.triton.attention.rotate import cached_value, load_heads, rotate_heads, store_new_token
 from nanovllm.kernels.triton.attention.shared_kernel import shared_start
-from nanovllm.kernels.triton.math import INTERPRETED
+from nanovllm.kernels.triton.device_math import INTERPRETED
 from nanovllm.kernels.triton.rows.move_rows import quantised
 
 if INTERPRETED:

@@ -28,7 +28,7 @@ from nanovllm.kernels.triton.attention.decode_plan import (
 from nanovllm.kernels.triton.attention.shared_kernel import shared_kernel
 from nanovllm.kernels.triton.counters import arrival_counters
 from nanovllm.kernels.triton.early_start import ATTENTION_TOKENS, has_dependent_launch
-from nanovllm.kernels.triton.launch import cdiv, next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
 from nanovllm.kernels.triton.rows.move_rows import num_scales
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from nanovllm.kernels.triton.launch import next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import next_power_of_2
 
 # Partial results of the shared part take at most about this, since a graph's memory has to have room for them.
 _PARTIAL_BYTES = 64 * 2**20

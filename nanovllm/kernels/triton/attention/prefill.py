@@ -19,7 +19,7 @@ from nanovllm.kernels.triton.attention.prefill_plan import (
     plan_hopper_prefill,
     plan_prefill,
 )
-from nanovllm.kernels.triton.launch import next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import next_power_of_2
 from nanovllm.kernels.triton.rows.move_rows import num_scales
 
 

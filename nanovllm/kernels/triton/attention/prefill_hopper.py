@@ -8,7 +8,7 @@ from nanovllm.kernels.ops.paged_kv import PagedKV
 from nanovllm.kernels.triton.attention.common import LOG2E, gluon_kernel, has_hopper_kernels, num_multiprocessors
 from nanovllm.kernels.triton.attention.prefill_plan import HopperPrefillPlan, fit_hopper, prefill_registers
 from nanovllm.kernels.triton.counters import arrival_counters
-from nanovllm.kernels.triton.launch import next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import next_power_of_2
 
 
 def takes(q: torch.Tensor, kv: PagedKV) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from nanovllm.kernels.triton.launch import next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import next_power_of_2
 
 
 @dataclass(frozen=True)

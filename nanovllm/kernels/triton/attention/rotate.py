@@ -5,7 +5,7 @@ of a kernel.
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.math import product, rounded, to_dtype
+from nanovllm.kernels.triton.device_math import product, rounded, to_dtype
 
 
 @triton.jit

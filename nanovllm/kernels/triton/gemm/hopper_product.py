@@ -11,7 +11,7 @@ import torch
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import are_constant
 from nanovllm.kernels.triton.gemm.small_product_plan import MANY_OUTPUTS
-from nanovllm.kernels.triton.launch import adjacent, cdiv, num_sms
+from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, num_sms
 
 # Rows of the weight that a program has, and columns of a tile: a swizzled line of 128 bytes.
 ROWS = 64

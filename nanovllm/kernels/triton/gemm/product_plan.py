@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from nanovllm.kernels.triton.launch import cdiv, next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
 
 _READ = 4.3e6
 """Bytes a microsecond that a whole GPU reads."""

@@ -14,7 +14,7 @@ from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan, plan_product
 from nanovllm.kernels.triton.gemm.stream_kernel import stream
 from nanovllm.kernels.triton.gemm.tiled_kernel import gemm, tma_fits
-from nanovllm.kernels.triton.launch import adjacent, num_sms
+from nanovllm.kernels.triton.launch_arguments import adjacent, num_sms
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.triton.device_math import gated_product, rounded, to_dtype
 from nanovllm.kernels.triton.gemm.tiles import dot
-from nanovllm.kernels.triton.math import gated_product, rounded, to_dtype
 
 
 @triton.jit

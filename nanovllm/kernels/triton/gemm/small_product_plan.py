@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.triton.launch import cdiv, next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
 
 # From here on the kernels that are fused here are faster by themselves: every program reads the whole input again.
 MAX_TOKENS = 8

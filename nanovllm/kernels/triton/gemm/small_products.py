@@ -22,7 +22,7 @@ from nanovllm.kernels.triton.gemm.small_product_kernels import matrix_kernel, ve
 from nanovllm.kernels.triton.gemm.small_product_plan import MatrixPlan, VectorPlan, max_tokens, plan_small_product
 from nanovllm.kernels.triton.gemm.sum_norm import sum_add_rms_norm
 from nanovllm.kernels.triton.gemm.tiled_kernel import tma_fits
-from nanovllm.kernels.triton.launch import adjacent, cdiv, matrix_of, next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, next_power_of_2
 from nanovllm.kernels.triton.rows.activation import silu_and_mul
 from nanovllm.kernels.triton.rows.norm import add_rms_norm_out, rms_norm
 

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.triton.device_math import to_dtype
 from nanovllm.kernels.triton.gemm.product_plan import StreamPlan
 from nanovllm.kernels.triton.gemm.tiles import finish, multiply_tile, multiply_vector, store_sums, weight_rows
-from nanovllm.kernels.triton.launch import cdiv
-from nanovllm.kernels.triton.math import to_dtype
+from nanovllm.kernels.triton.launch_arguments import cdiv
 
 
 @triton.jit

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.triton.device_math import rounded, to_dtype
 from nanovllm.kernels.triton.early_start import are_constant
-from nanovllm.kernels.triton.launch import adjacent, next_power_of_2, warps_for
-from nanovllm.kernels.triton.math import rounded, to_dtype
+from nanovllm.kernels.triton.launch_arguments import adjacent, next_power_of_2, warps_for
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

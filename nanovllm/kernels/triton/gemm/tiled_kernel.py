@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.triton.device_math import activation, gated_product, to_dtype
 from nanovllm.kernels.triton.gemm.product_plan import TilePlan
 from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits, launch_options
 from nanovllm.kernels.triton.gemm.tiles import (
@@ -20,8 +21,7 @@ from nanovllm.kernels.triton.gemm.tiles import (
     store_sums,
     tile_position,
 )
-from nanovllm.kernels.triton.launch import cdiv
-from nanovllm.kernels.triton.math import activation, gated_product, to_dtype
+from nanovllm.kernels.triton.launch_arguments import cdiv
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.triton.math import INTERPRETED, activation, to_dtype
+from nanovllm.kernels.triton.device_math import INTERPRETED, activation, to_dtype
 
 if INTERPRETED:
     # The interpreter multiplies the bits of bfloat16 as integers.

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.device_math import activation, rounded, to_dtype, wide
 from nanovllm.kernels.triton.early_start import small_elementwise
-from nanovllm.kernels.triton.launch import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
-from nanovllm.kernels.triton.math import activation, rounded, to_dtype, wide
+from nanovllm.kernels.triton.launch_arguments import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
 
 _KINDS = ("gelu", "gelu_tanh", "silu", "mish", "relu")
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.device_math import activation, rounded, to_dtype, wide
 from nanovllm.kernels.triton.early_start import small_elementwise
-from nanovllm.kernels.triton.launch import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
-from nanovllm.kernels.triton.math import activation, rounded, to_dtype, wide
+from nanovllm.kernels.triton.launch_arguments import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton.rows.activation import constant_blocks, gelu_kind, piece_of_row
 
 _FEW_ELEMENTS = 1 << 21

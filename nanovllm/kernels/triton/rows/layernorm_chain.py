@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.extra.layernorm_residual_dropout_gelu import DROPOUT_ROUNDS, dropout_counts
+from nanovllm.kernels.triton.device_math import INTERPRETED, activation, round2, rounded, to_dtype, wide
 from nanovllm.kernels.triton.early_start import are_constant, can_launch_early
-from nanovllm.kernels.triton.launch import adjacent, matrix_of, next_power_of_2, warps_for
-from nanovllm.kernels.triton.math import INTERPRETED, activation, round2, rounded, to_dtype, wide
+from nanovllm.kernels.triton.launch_arguments import adjacent, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton.rows.activation import gelu_kind
 from nanovllm.kernels.triton.rows.pieces import (
     MANY_ROWS,

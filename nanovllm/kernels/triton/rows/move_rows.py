@@ -6,9 +6,9 @@ import triton.language as tl
 
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, check_token_ids, values_checked
 from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.device_math import to_dtype
 from nanovllm.kernels.triton.early_start import can_launch_early
-from nanovllm.kernels.triton.launch import adjacent, cdiv, next_power_of_2, warps_for
-from nanovllm.kernels.triton.math import to_dtype
+from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, next_power_of_2, warps_for
 from nanovllm.kernels.triton.rows.pieces import MANY_ROWS
 
 

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from nanovllm.kernels.op.tunable import bucket
 from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.device_math import rounded, to_dtype
 from nanovllm.kernels.triton.early_start import are_constant, can_launch_early, norm_launched_early
-from nanovllm.kernels.triton.launch import adjacent, cdiv, matrix_of, next_power_of_2, rows_of, warps_for
-from nanovllm.kernels.triton.math import rounded, to_dtype
+from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, next_power_of_2, rows_of, warps_for
 from nanovllm.kernels.triton.rows.pieces import (
     MANY_ROWS,
     few_pieces,

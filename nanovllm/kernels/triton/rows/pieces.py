@@ -8,7 +8,7 @@ cost too if there is much arithmetic; then a thread has 4 elements, so that ther
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.math import rounded, to_dtype, wide
+from nanovllm.kernels.triton.device_math import rounded, to_dtype, wide
 
 MANY_ROWS = 1024
 """Above it rows are cut."""

@@ -11,7 +11,7 @@ from nanovllm.kernels.op.tunable import Tunable, bucket
 from nanovllm.kernels.ops.checks import FP8, check_positions, check_slots, check_store, values_checked
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import has_dependent_launch
-from nanovllm.kernels.triton.launch import adjacent, cdiv, next_power_of_2, num_sms, warps_for
+from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, next_power_of_2, num_sms, warps_for
 from nanovllm.kernels.triton.rows.move_rows import as_bytes, num_scales, slot_stride
 from nanovllm.kernels.triton.rows.rotary_kernels import rotary_kernel, rotary_tokens_kernel
 

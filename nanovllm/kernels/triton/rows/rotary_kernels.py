@@ -7,7 +7,7 @@ half. Heads are loaded before the angles, whose address is known only when the t
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.math import rounded, to_dtype
+from nanovllm.kernels.triton.device_math import rounded, to_dtype
 from nanovllm.kernels.triton.rows.move_rows import store_quantised
 
 

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from nanovllm.kernels.op.tunable import bucket
 from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.device_math import to_dtype
 from nanovllm.kernels.triton.early_start import can_launch_early
-from nanovllm.kernels.triton.launch import cdiv, matrix_of, next_power_of_2, num_sms, warps_for
-from nanovllm.kernels.triton.math import to_dtype
+from nanovllm.kernels.triton.launch_arguments import cdiv, matrix_of, next_power_of_2, num_sms, warps_for
 
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.launch import cdiv, next_power_of_2
+from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
 from nanovllm.kernels.triton.sampling.keys import (
     BINS,
     COUNTERS,

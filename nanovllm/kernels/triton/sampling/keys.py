@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.ops.sample import BLOCK
-from nanovllm.kernels.triton.launch import cdiv, num_sms
-from nanovllm.kernels.triton.math import exp
+from nanovllm.kernels.triton.device_math import exp
+from nanovllm.kernels.triton.launch_arguments import cdiv, num_sms
 
 BINS = 1024
 # Logits of which `maxima` keeps the largest: the blocks that a draw first chooses from.

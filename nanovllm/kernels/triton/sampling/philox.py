@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.math import INTERPRETED, log1p
+from nanovllm.kernels.triton.device_math import INTERPRETED, log1p
 
 
 @triton.jit

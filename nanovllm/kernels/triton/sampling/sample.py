@@ -17,9 +17,9 @@ import triton.language as tl
 
 from nanovllm.kernels.ops.sample import check_sample
 from nanovllm.kernels.triton.counters import arrival_counters
+from nanovllm.kernels.triton.device_math import ex2, exp, log, wide
 from nanovllm.kernels.triton.early_start import launched_early
-from nanovllm.kernels.triton.launch import cdiv, next_power_of_2
-from nanovllm.kernels.triton.math import ex2, exp, log, wide
+from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
 from nanovllm.kernels.triton.sampling.filters import filter_thresholds
 from nanovllm.kernels.triton.sampling.keys import (
     BINS,
