@@ -7,7 +7,7 @@
     python bench.py --ablate --workload bs1             # what is each op's custom kernel worth?
     python bench.py --engine nanovllm,transformers,vllm # beside its peers
     python bench.py --save; python bench.py --history; python bench.py --check
-    python bench.py --tables docs/performance.md        # put the kept results between the file's markers
+    python bench.py --tables docs/log/results.md        # put the kept results between the file's markers
 
 Each configuration runs in a process of its own, and so does the measurement of the device's rates, before them and
 after. `--limit SECONDS` ends a row that takes longer. A profile of the first workload follows, apart from the timed

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--out", type=Path, help="the JSON file; by default results/<gpu>/planner.json")
-    add("--docs", type=Path, help="a Markdown file whose table is to be filled, such as docs/planner.md")
+    add("--docs", type=Path, help="a Markdown file whose table is to be filled, such as docs/log/planner.md")
     add("--limit", type=float, default=270, help="seconds in all")
     add("--most", type=int, default=0, help="time at most this many configurations of a problem; 0: all")
     add("--workers", type=int, default=workers, help="processes that compile")
@@ -147,7 +147,7 @@ def fill_tables(docs: Path | None, out: Path | None = None) -> None:
         ValueError: no Markdown file is named, or there is no JSON file, or one has another content.
     """
     if docs is None:
-        raise ValueError("--tables: expected --docs with the file whose table is to be filled, such as docs/planner.md")
+        raise ValueError("--tables: expected --docs with the file whose table is to be filled, such as docs/log/planner.md")
     folder = Path("results") if out is None else out.parent.parent
     every = sorted({*folder.glob("*/planner.json"), *([out] if out is not None else [])})
     if not every:

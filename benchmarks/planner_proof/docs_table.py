@@ -1,4 +1,4 @@
-"""The table of docs/planner.md, from the JSON files that the proof writes."""
+"""The table of docs/log/planner.md, from the JSON files that the proof writes."""
 
 from __future__ import annotations
 

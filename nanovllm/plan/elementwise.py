@@ -141,6 +141,6 @@ def plan_elementwise(problem: ElementwiseProblem, device: DeviceModel) -> list[P
         least = ElementwiseTile(32, 1)
         raise nothing_fits("elementwise", least, 0, elementwise_registers(least, problem), device)
     # One whole vector a thread, four warps: what streams best where prediction sees no difference
-    # (docs/performance.md, "CUDA C++").
+    # (docs/log/performance.md, "CUDA C++").
     full = VECTOR_BYTES / problem.itemsize
     return ranked(plans, lambda tile: (abs(math.log2(tile.items / full)), abs(math.log2(tile.warps / 4))))

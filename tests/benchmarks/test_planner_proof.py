@@ -254,10 +254,10 @@ def test_the_command_fills_tables_without_a_gpu(tmp_path, monkeypatch, capsys):
 
 
 def test_the_documentation_shows_what_was_measured():
-    """docs/planner.md holds the table of results/*/planner.json."""
+    """docs/log/planner.md holds the table of results/*/planner.json."""
     root = Path(__file__).resolve().parents[2]
     documents = [json.loads(path.read_text()) for path in sorted(root.glob("results/*/planner.json"))]
-    shown = (root / "docs" / "planner.md").read_text().split(docs_table.BEGIN)[1].split(docs_table.END)[0].strip()
+    shown = (root / "docs" / "log" / "planner.md").read_text().split(docs_table.BEGIN)[1].split(docs_table.END)[0].strip()
     assert documents and shown == docs_table.markdown(documents)
 
 

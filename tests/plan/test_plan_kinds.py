@@ -113,7 +113,7 @@ def test_attention_near_what_it_was_fitted_to():
 
 
 def test_streaming_near_what_was_measured_before():
-    """Kernels of `triton_ops` with their own blocks on an H200 (docs/performance.md: us, or the share of a copy's
+    """Kernels of `triton_ops` with their own blocks on an H200 (docs/log/performance.md: us, or the share of a copy's
     4.12 TB/s).
     """
     h200, copy = device_model("h200"), 4.12e12
