@@ -147,7 +147,9 @@ def fill_tables(docs: Path | None, out: Path | None = None) -> None:
         ValueError: no Markdown file is named, or there is no JSON file, or one has another content.
     """
     if docs is None:
-        raise ValueError("--tables: expected --docs with the file whose table is to be filled, such as docs/log/planner.md")
+        raise ValueError(
+            "--tables: expected --docs with the file whose table is to be filled, such as docs/log/planner.md"
+        )
     folder = Path("results") if out is None else out.parent.parent
     every = sorted({*folder.glob("*/planner.json"), *([out] if out is not None else [])})
     if not every:

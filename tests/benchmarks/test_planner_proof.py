@@ -257,7 +257,9 @@ def test_the_documentation_shows_what_was_measured():
     """docs/log/planner.md holds the table of results/*/planner.json."""
     root = Path(__file__).resolve().parents[2]
     documents = [json.loads(path.read_text()) for path in sorted(root.glob("results/*/planner.json"))]
-    shown = (root / "docs" / "log" / "planner.md").read_text().split(docs_table.BEGIN)[1].split(docs_table.END)[0].strip()
+    shown = (
+        (root / "docs" / "log" / "planner.md").read_text().split(docs_table.BEGIN)[1].split(docs_table.END)[0].strip()
+    )
     assert documents and shown == docs_table.markdown(documents)
 
 
