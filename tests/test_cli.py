@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -37,7 +38,10 @@ def run_here(*args: str) -> subprocess.CompletedProcess:
 
 def test_version_and_help():
     assert run("--version").stdout.startswith("nanovllm 0.")
-    assert {"chat", "generate", "kernels"} <= set(run_here("--help").stdout.split())
+    listed = re.findall(r"^\W*(\w+) {2,}\w", run_here("--help").stdout.split("Commands")[1], re.MULTILINE)
+    assert [name for name in listed if name.islower()] == list(
+        ("chat", "generate", "kernels", "plan", "fuse", "tune", "lab", "device")
+    )
 
 
 def test_generate_and_chat(smollm2_path):
@@ -84,6 +88,45 @@ def test_kernels_list(device):
         assert chosen["provider"] == "native" and chosen["reason"] is None
     assert any("need a CUDA device" in (r["reason"] or "") for r in rows if r["provider"] == "triton")
     assert "rms_norm" in run("kernels", "list", "--device", device).stdout
+
+
+COMMANDS_WITH_TABLES = [
+    ("kernels", "list"),
+    ("kernels", "list", "attention"),
+    ("kernels", "why", "attention_decode"),
+    ("kernels", "bench", "silu_and_mul", "--device", "cpu"),
+    ("device",),
+    ("device", "--gpu", "h200"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS_WITH_TABLES, ids=" ".join)
+def test_tables_fit_80_columns_and_cut_nothing(command):
+    lines = [line for line in run_here(*command).stdout.splitlines() if not line.endswith(".")]  # a sentence may wrap
+    assert len(lines) > 3 and "\u2026" not in "".join(lines)
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+
+
+def test_wide_tables_have_every_column():
+    assert "sm_80+" in run_here("kernels", "list", "--wide").stdout
+    bench = run_here("kernels", "bench", "silu_and_mul", "--device", "cpu", "--wide").stdout
+    assert "peak MiB" in bench and "p20-p80" in bench and "\u2026" not in bench
+    assert "nvidia-b200" in run_here("device", "--wide").stdout
+
+
+def test_a_closed_pipe_and_ctrl_c_leave_no_traceback():
+    program = [sys.executable, "-m", "nanovllm", "kernels", "list"]
+    pipe = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe.stdout.close()
+    assert pipe.stderr.read() == ""
+    pipe.wait()
+    bench = [sys.executable, "-u", "-m", "nanovllm", "kernels", "bench", "--device", "cpu"]
+    process = subprocess.Popen(bench, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = [process.stdout.readline() for _ in range(4)]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "native" in first[3] and "Traceback" not in out + err and "stopped early" in err
+    assert process.returncode == 0
 
 
 def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):
@@ -171,7 +214,7 @@ def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path
     monkeypatch.setattr(compare, "measure", measure)
     kernels_bench.bench("rms_norm", device="cpu", save=tmp_path / "it.json", dtype="float32", shape=None, provider=None,
     compile=False,
-                        kernel_plugin=None, save_table=None, as_json=False)  # fmt: skip
+                        kernel_plugin=None, save_table=None, wide=False, as_json=False)  # fmt: skip
     assert "stopped early" in capsys.readouterr().err
     assert len(json.loads((tmp_path / "it.json").read_text())["measurements"]) == 1
 

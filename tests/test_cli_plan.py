@@ -180,13 +180,7 @@ def test_without_a_gpu():
 
 def test_device():
     text = run("--gpu", "h100", command=device_app)
-    assert (
-        "nvidia-h100" in text
-        and "132" in text
-        and "228 / 227" in text
-        and "wgmma" in text
-        and "Presets: data sheets" in text
-    )
+    assert "nvidia-h100" in text and "132" in text and "228 / 227" in text and "wgmma" in text and "Presets: " in text
     found = json.loads(run("--gpu", "rtx-4090", "--json", command=device_app))
     assert (
         found["name"] == "nvidia-rtx-4090"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import os
+import sys
+import warnings
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from nanovllm.cli.device import device as device_command
 from nanovllm.cli.fuse import fuse as fuse_command
@@ -13,19 +18,23 @@ from nanovllm.cli.lab import app as lab_app
 from nanovllm.cli.plan import app as plan_app
 from nanovllm.cli.tune import tune as tune_command
 
+_ORDER = ("chat", "generate", "bench", "kernels", "plan", "fuse", "tune", "lab", "device")
+
+
+class _InOrderOfUse(TyperGroup):
+    """Lists the commands in the order in which a new user meets them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name in _ORDER if name in self.commands]
+
+
 app = typer.Typer(
+    cls=_InOrderOfUse,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="A small, fast LLM inference engine whose kernels you can swap.",
 )
-
-app.add_typer(kernels_app, name="kernels")
-app.add_typer(lab_app, name="lab")
-app.add_typer(plan_app, name="plan")
-app.command("device")(device_command)
-app.command("fuse")(fuse_command)
-app.command("tune")(tune_command)
 
 _Model = Annotated[
     str | None,
@@ -112,29 +121,47 @@ def generate(
     use_custom_kernels: _UseCustomKernels = None,
     kernel_plugin: _KernelPlugins = None,
 ) -> None:
-    """Complete prompts as they stand, without a chat template."""
+    """Complete prompts as they stand, without a chat template. Ctrl-C cuts a single completion short."""
     from nanovllm import LLM, SamplingParams
     from nanovllm.weights.demo_model import demo_model_path
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     llm = LLM(model or demo_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
-    for output in llm.generate(prompts, params):
-        print(f"\n> {output.prompt}\n{output['text']}")
+    if len(prompts) > 1:
+        for output in llm.generate(prompts, params):
+            print(f"\n> {output.prompt}\n{output['text']}")
+        return
+    print(f"\n> {prompts[0]}")
+    try:
+        for piece in llm.stream(prompts[0], params):
+            print(piece, end="", flush=True)
+        print()
+    except KeyboardInterrupt:
+        print(" [cut short]")
+
+
+app.add_typer(kernels_app, name="kernels")
+app.add_typer(plan_app, name="plan")
+app.command("fuse")(fuse_command)
+app.command("tune")(tune_command)
+app.add_typer(lab_app, name="lab")
+app.command("device")(device_command)
 
 
 def main() -> None:
-    import logging
-    import sys
-
+    """Run the command line, and answer what a user can mend in one line without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # NumPy, which computes in Triton's interpreter, warns of overflows that a GPU passes over in silence.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"(numpy|triton)\b")
     try:
         app()
-    except BrokenPipeError:  # `| head` has seen enough; what is left in the buffer must not raise again at exit
-        import os
-
+    except KeyboardInterrupt:
+        print("\nnanovllm: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader, such as `head`, has gone. The text still in the buffer must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, TypeError, FileNotFoundError, RuntimeError) as e:
-        # What a user can mend is said in one line; anything else keeps its traceback.
         if isinstance(e, RuntimeError) and not type(e).__module__.startswith("nanovllm"):
             raise
         print(f"nanovllm: {e}", file=sys.stderr)

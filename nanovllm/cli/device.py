@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import GPUS
+from nanovllm.cli.kernels_common import GPUS, Wide, new_table, print_wide
+from nanovllm.cli.rows import Column, Rows
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
@@ -23,6 +23,7 @@ def device(
         typer.Option(help=f"{GPUS}; by default the CUDA device here, measured, else every preset."),
     ] = None,
     refresh: Annotated[bool, typer.Option(help="Measure again, and keep what is found.")] = False,
+    wide: Wide = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of a table: bytes, seconds, flops a second.")
     ] = False,
@@ -49,23 +50,41 @@ def device(
         found = [asdict(m) | {"vector_flops": m.vector_flops, "matrix_unit": m.matrix_unit} for m in models]
         print(json.dumps(found[0] if gpu or len(found) == 1 else found, indent=1))
         return
-    _print(models)
+    if len(models) > 1 and not wide:
+        _print_summary(models)
+    else:
+        _print(models)
+
+
+def _print_summary(models: list[DeviceModel]) -> None:
+    """One row a GPU."""
+    table = Rows(
+        Column("GPU", 16), Column("compute", 7, number=True), Column("SMs", 4, number=True),
+        Column("L2 MiB", 6, number=True), Column("TB/s", 12, number=True), Column("bf16 TFLOP/s", 12, number=True),
+    )  # fmt: skip
+    for m in models:
+        table.add(
+            m.name, f"{m.capability / 10:.1f}", str(m.sms), f"{m.l2_bytes / 2**20:.0f}",
+            f"{m.bandwidth / 1e12:.2f} of {m.peak_bandwidth / 1e12:.2f}",
+            f"{m.matmul['bfloat16'] / 1e12:.0f} of {m.peak_matmul['bfloat16'] / 1e12:.0f}",
+        )  # fmt: skip
+    table.end()
+    print(f"{_PRESETS_NOTE}\n--gpu NAME shows every figure of one GPU, --wide of all.")
+
+
+_PRESETS_NOTE = "Presets: what programs sustain, of the data sheet. An H200's are measured."
 
 
 def _print(models: list[DeviceModel]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", *(m.name for m in models))
+    """One row a property."""
+    table = new_table("", *(m.name for m in models))
     for name, cells in rows(models):
         table.add_row(name, *cells)
-    (Console() if sys.stdout.isatty() else Console(width=60 + 24 * len(models))).print(table)
+    print_wide(table)
     if any(m.measured for m in models):
         print("* measured on this GPU; the rest as the driver says, or of the preset")
     else:
-        print(
-            "Presets: data sheets, and what a measured H200 sustains of them. On a GPU, `nanovllm device` measures it."
-        )
+        print(f"{_PRESETS_NOTE}\nOn a machine with a GPU, `nanovllm device` measures it.")
 
 
 def rows(models: list[DeviceModel]) -> list[tuple[str, list[str]]]:
@@ -76,15 +95,15 @@ def rows(models: list[DeviceModel]) -> list[tuple[str, list[str]]]:
 
     found = [
         row("compute capability", lambda m: f"{m.capability / 10:.1f}"),
-        row("multiprocessors", lambda m: str(m.sms)),
+        row("multiprocessors (SMs)", lambda m: str(m.sms)),
         row("matrix units", lambda m: m.matrix_unit),
         row("clock, GHz", lambda m: f"{m.clock / 1e9:.2f}"),
-        row("registers a multiprocessor / thread", lambda m: f"{m.registers_per_sm} / {m.registers_per_thread}"),
+        row("registers an SM / a thread", lambda m: f"{m.registers_per_sm} / {m.registers_per_thread}"),
         row(
-            "shared memory a multiprocessor / block, KiB",
+            "shared memory an SM / a block, KiB",
             lambda m: f"{m.shared_per_sm >> 10} / {m.shared_per_block >> 10}",
         ),
-        row("warps / blocks a multiprocessor", lambda m: f"{m.warps_per_sm} / {m.blocks_per_sm}"),
+        row("warps / blocks an SM", lambda m: f"{m.warps_per_sm} / {m.blocks_per_sm}"),
         row("L2 cache, MiB", lambda m: f"{m.l2_bytes / 2**20:.0f}", "l2_bytes"),
         row("L2 bandwidth, TB/s", lambda m: f"{m.l2_bandwidth / 1e12:.2f}", "l2_bandwidth"),
         row("L2 latency, ns", lambda m: f"{1e9 * m.l2_latency:.0f}", "l2_latency"),
@@ -99,7 +118,7 @@ def rows(models: list[DeviceModel]) -> list[tuple[str, list[str]]]:
         def rate(m: DeviceModel, dtype: str = dtype) -> str:
             return f"{m.matmul[dtype] / 1e12:.0f} of {m.peak_matmul[dtype] / 1e12:.0f}" if dtype in m.matmul else "-"
 
-        found.append(row(f"{dtype} products: sustained of data sheet, TFLOP/s", rate, f"matmul[{dtype}]"))
+        found.append(row(f"{dtype} products, TFLOP/s of data sheet", rate, f"matmul[{dtype}]"))
         found.append(row("  ridge, flops a byte", lambda m, d=dtype: f"{m.ridge(d):.0f}" if d in m.matmul else "-"))
     return found
 

@@ -10,6 +10,7 @@ import typer
 from nanovllm.cli import kernels_common as common
 from nanovllm.cli.kernels_bench import bench
 from nanovllm.cli.kernels_verify import verify
+from nanovllm.cli.rows import Column, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +25,13 @@ def list_kernels(
     op: common.OpName = None,
     device: common.Device = "auto",
     kernel_plugin: common.Plugins = None,
+    wide: common.Wide = False,
     as_json: common.Json = False,
 ) -> None:
-    """Every op and its providers: whether each can run here, why not, and in which order they are preferred."""
+    """The providers of every op: which one runs here, which ones could, and why the others cannot.
+
+    Providers stand in order of preference. Name an op for one row a provider.
+    """
     from nanovllm.kernels.op.plugins import failures
 
     where, ops, origins = common.prepare(device, kernel_plugin, must_load=False)
@@ -35,18 +40,44 @@ def list_kernels(
         {"op": "", "provider": name, "rank": None, "chosen": False, "reason": reason, "architectures": ""}
         for name, reason in failures().items()
     ]
+    title = f"kernels on {common.device_name(where)}"
     if as_json:
         print(json.dumps(rows, indent=2))
-        return
-    table = common.new_table(
-        "op", "provider", "rank", "available", "architectures", title=f"kernels on {common.device_name(where)}"
-    )
+    elif wide:
+        table = common.new_table("op", "provider", "rank", "available", "architectures", title=title)
+        for row in rows:
+            table.add_row(
+                row["op"], row["provider"], str(row["rank"] or ""), row["reason"] or "yes", row["architectures"],
+                style="bold" if row["chosen"] else None,
+            )  # fmt: skip
+        common.print_wide(table)
+    elif op is None:
+        _print_ops(rows, title)
+    else:
+        _print_providers(rows, title)
+
+
+def _print_ops(rows: list[dict[str, Any]], title: str) -> None:
+    """One row an op."""
+    table = Rows(Column("op", 31), Column("providers: the first runs, [n] cannot", 48), title=title)
+    for name in dict.fromkeys(row["op"] for row in rows):
+        mine = [row for row in rows if row["op"] == name]
+        marks = ["" if row["reason"] is None else table.note(row["reason"]) for row in mine]
+        table.add(name or "(plugin)", " ".join(row["provider"] + mark for row, mark in zip(mine, marks)))
+    table.end()
+
+
+def _print_providers(rows: list[dict[str, Any]], title: str) -> None:
+    """One row a provider."""
+    columns = Column("op", 31), Column("provider", 16), Column("rank", 4, number=True), Column("GPUs", 7)
+    table = Rows(*columns, Column("can it run here?", 17), title=title)
     for row in rows:
-        table.add_row(
-            row["op"], row["provider"], str(row["rank"] or ""), row["reason"] or "yes", row["architectures"],
-            style="bold" if row["chosen"] else None,
+        can = "yes" if row["reason"] is None else f"no {table.note(row['reason'])}"
+        table.add(
+            row["op"], row["provider"], str(row["rank"] or ""), row["architectures"], can,
+            style="bold" if row["chosen"] else "",
         )  # fmt: skip
-    common.print_table(table)
+    table.end()
 
 
 @app.command()
@@ -91,10 +122,12 @@ def why(
     if "bytes" in call:
         moved = f"moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops"
         print(f"A call of shape {shape} in {call['dtype']} {moved}.")
-    table = common.new_table("provider", "rank", "can it take this?" if call else "can it run here?")
+    question = "can it take this call?" if call else "can it run here?"
+    table = Rows(Column("provider", 24), Column("rank", 4, number=True), Column(question, 50))
     for row in rows:
-        table.add_row(row["provider"], str(row["rank"] or ""), row["reason"] or "yes")
-    common.print_table(table)
+        can = "yes" if row["reason"] is None else f"no {table.note(row['reason'])}"
+        table.add(row["provider"], str(row["rank"] or ""), can)
+    table.end()
 
 
 app.command()(verify)

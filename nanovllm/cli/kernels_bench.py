@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli import kernels_common as common
+from nanovllm.cli.rows import Column, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +35,10 @@ def bench(
         Path | None,
         typer.Option(help="Write the order of the providers by speed into this directory; kernels are selected by it."),
     ] = None,
+    wide: common.Wide = False,
     as_json: common.Json = False,
 ) -> None:
-    """Time the providers of an op: medians, with inputs in device memory; shares of the hardware limit and of a copy.
+    """Time the providers of an op: medians with cold caches, and their share of the hardware limit.
 
     Ctrl-C keeps what was measured. Fails if nothing can be measured.
     """
@@ -46,7 +48,8 @@ def bench(
     if save_table is not None and where.type != "cuda":
         raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
     results: list[Measurement] = []
-    skipped, progress = [], not as_json and sys.stderr.isatty()
+    skipped = []
+    table = None if as_json or wide else _Table(where)
     try:
         for declared in common.with_provider(common.matching(ops, op), provider):
             if declared.inputs is None or declared.cost is None:
@@ -56,7 +59,7 @@ def bench(
             shapes = None if shape is None else [common.shape_of(declared, s) for s in shape]
             candidates = [p for name, p in declared.providers.items() if not provider or name in provider]
             candidates += [compiled(declared)] if compile else []
-            _measure(declared, candidates, common.dtype_of(dtype), shapes, where, results, progress)
+            _measure(declared, candidates, common.dtype_of(dtype), shapes, where, results, table)
     except KeyboardInterrupt:
         # The table would lack ops, or providers that were not reached.
         save_table = None
@@ -68,7 +71,10 @@ def bench(
     if as_json:
         print(json.dumps(document, indent=1))
     else:
-        common.print_table(_bench_table(where, results))
+        if table is None:
+            common.print_wide(wide_table(where, results))
+        else:
+            table.end()
         _warn_of_slow_choices(ops, results, where, origins)
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +85,13 @@ def bench(
 
 def _measure(
     declared: Op, candidates: Sequence[Provider], dtype: torch.dtype, shapes: list[Shape] | None, where: torch.device,
-    results: list[Measurement], progress: bool,
+    results: list[Measurement], table: _Table | None,
 ) -> None:  # fmt: skip
-    """Append the times of an op's providers; shapes None: the declared ones, on a CPU the first of a decode step."""
+    """Append the times of an op's providers, and show each.
+
+    Args:
+        shapes: None: the declared ones, on a CPU only the first of a decode step.
+    """
     from nanovllm.kernels.testing.compare import bench_cases, measure
 
     assert declared.inputs is not None
@@ -89,11 +99,13 @@ def _measure(
         shapes = list(declared.inputs.decode[:1])
     for case in bench_cases(declared, dtype, shapes):
         for candidate in candidates:
-            results.append(measure(declared, candidate, case, where))
-            if results[-1].timing is not None and candidate.planned is not None:
-                results.append(measure(declared, candidate, case, where, without_plan=True))
-        if progress:
-            print(f"\r{declared.name} {case}  ", end="", file=sys.stderr)
+            found = [measure(declared, candidate, case, where)]
+            if found[0].timing is not None and candidate.planned is not None:
+                found.append(measure(declared, candidate, case, where, without_plan=True))
+            results += found
+            if table is not None:
+                for m in found:
+                    table.add(m)
 
 
 def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str, Any]:
@@ -121,21 +133,68 @@ def _command(arguments: Sequence[str]) -> str:
     return " ".join(re.sub(options, "", text).split())
 
 
-def _bench_table(where: torch.device, results: list[Measurement]) -> Any:
+_WITHOUT_PLAN_NOTE = (
+    "without its plan: the plan was made once for a batch, before the clock started, and used many times. The engine "
+    "and the measured order of providers go by the row above, of whole calls."
+)
+
+
+class _Table:
+    """Shows each measurement when it is made."""
+
+    def __init__(self, where: torch.device) -> None:
+        columns = (
+            Column("case", 29), Column("provider", 18), Column("us", 9, number=True), Column("TB/s", 5, number=True),
+            Column("TFLOP/s", 7, number=True), Column("limit", 5, number=True),
+        )  # fmt: skip
+        self._where = where
+        self._rows = Rows(*columns, title=_title(where))
+        self._shown: tuple[str, str] | None = None
+
+    def add(self, m: Measurement) -> None:
+        """Print a row; the op above its first row, the case in its first row."""
+        if self._shown is None or self._shown[0] != m.op:
+            self._shown = m.op, ""
+            self._rows.add(m.op, "", "", "", "", "", style="bold")
+        case = "" if self._shown[1] == str(m.case) else str(m.case)
+        self._shown = m.op, str(m.case)
+        provider = m.provider.split(",")[0]
+        if m.without_plan:
+            provider += " " + self._rows.note(_WITHOUT_PLAN_NOTE)
+        if m.timing is None:
+            self._rows.add(case, f"{provider} {self._rows.note(m.reason or '')}", "", "", "", "")
+            return
+        if not m.cold and self._where.type == "cuda":
+            provider += " " + self._rows.note("the inputs were in the L2 cache")
+        seconds = m.timing.median
+        share = "" if m.share is None else f"{m.share:.0%}"
+        self._rows.add(
+            case, provider, f"{1e6 * seconds:.2f}", f"{m.bytes / seconds / 1e12:.2f}",
+            f"{m.flops / seconds / 1e12:.1f}", share,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """Print the footnotes."""
+        self._rows.end()
+
+
+def _title(where: torch.device) -> str:
     title = common.device_name(where)
     if where.type == "cuda":
         from nanovllm.hardware.roofline import copy_bandwidth, empty_kernel_time
 
         title += f": copy {copy_bandwidth(where) / 1e12:.2f} TB/s, empty kernel {1e6 * empty_kernel_time(where):.2f} us"
+    return title
+
+
+def wide_table(where: torch.device, results: list[Measurement]) -> Any:
+    """A rich table with every figure of each measurement."""
     table = common.new_table(
         "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "of copy", "peak MiB", "how",
-        title=title,
+        title=_title(where),
     )  # fmt: skip
     if any(m.without_plan for m in results):
-        table.caption = (
-            "without its plan: planned once for a batch, before the clock started, and run many times; the engine and "
-            "the measured order of providers go by the row above, of whole calls"
-        )
+        table.caption = _WITHOUT_PLAN_NOTE
     for m in results:
         if m.timing is None:
             table.add_row(m.op, str(m.case), m.provider, "", "", "", "", "", "", "", m.reason)

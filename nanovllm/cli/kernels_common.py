@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 OpName = Annotated[str | None, typer.Argument(help="An op, or how several begin (attention); all of them if left out.")]
 Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, however wide the table is.")]
 Plugins = Annotated[
     list[str] | None, typer.Option(help="A Python file or module with kernels of your own; repeatable.")
 ]
@@ -26,7 +27,7 @@ Shapes = Annotated[list[str] | None, typer.Option("--shape", help="A shape such 
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 DTYPES = ("bfloat16", "float16", "float32")
 GPUS = "a100, a100-40gb, h100, h200, b200, rtx-4090"
-"""Those that --gpu names: the presets of perf.presets, which need not be imported for a help text."""
+"""The names that --gpu takes: the presets of hardware.gpu_presets, which a help text need not import."""
 
 
 def prepare(
@@ -115,9 +116,19 @@ def new_table(*columns: str, title: str | None = None) -> Any:
     return Table(*columns, title=title)
 
 
+def print_wide(table: Any) -> None:
+    """Print a table in its full width: no cell is cut or folded."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(width=10000)
+    console.width = Measurement.get(console, console.options, table).maximum
+    console.print(table, soft_wrap=True)
+
+
 def print_table(table: Any) -> None:
+    """Print a table in the terminal's width; into a file or a pipe in 240 columns."""
     from rich.console import Console
 
-    # A file or a pipe has no width: nothing is cut off there.
     console = Console() if sys.stdout.isatty() else Console(width=240)
     console.print(table)

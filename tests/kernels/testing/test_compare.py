@@ -129,13 +129,13 @@ def test_nothing_is_chosen_by_a_time_without_its_plan():
     assert slower_somewhere(results, "native") == slower_somewhere(results, "planner", 1.3) == []
 
 
-def bench_rms_norm(providers, save=None, as_json=False):
+def bench_rms_norm(providers, save=None, as_json=False, wide=False):
     from nanovllm.cli import kernels_bench
 
     kernels_bench.bench(
         "rms_norm", dtype="float32", shape=["4x64"], provider=providers, compile=False, device="cpu",
         kernel_plugin=None,
-        save=save, save_table=None, as_json=as_json,
+        save=save, save_table=None, wide=wide, as_json=as_json,
     )  # fmt: skip
 
 
@@ -144,10 +144,12 @@ def test_bench_shows_whole_calls_and_those_without_a_plan(planner, tmp_path, mon
 
     bench_rms_norm(["native", "planner"], tmp_path / "it.json")
     printed = capsys.readouterr().out
-    (whole,) = (line for line in printed.splitlines() if " planner " in line)
-    (without,) = (line for line in printed.splitlines() if " planner, without its plan " in line)
-    assert "host" in whole and "host" in without and printed.index(whole) < printed.index(without)
-    assert "planned once for a batch, before the clock started" in " ".join(printed.split())
+    (whole,) = (line for line in printed.splitlines() if " planner " in line and "[1]" not in line)
+    (without,) = (line for line in printed.splitlines() if " planner [1] " in line)
+    assert printed.index(whole) < printed.index(without)
+    assert "plan was made once for a batch, before the clock started" in " ".join(printed.split())
+    bench_rms_norm(["native", "planner"], wide=True)
+    assert " planner, without its plan " in capsys.readouterr().out
     assert "is faster than" not in printed  # of what is chosen
     rows = {m["provider"]: m for m in json.loads((tmp_path / "it.json").read_text())["measurements"]}
     assert [m["without_plan"] for m in rows.values()] == [False, False, True]
@@ -183,13 +185,13 @@ def test_what_is_planned_once_is_timed_in_a_graph(planner):
 
 
 def test_a_copy_of_as_many_bytes(monkeypatch):
-    from nanovllm.cli.kernels_bench import _bench_table
+    from nanovllm.cli.kernels_bench import wide_table
 
     assert measured("op", (1,), 4.0).as_dict()["copy_us"] is None
     timing = Timing(4e-6, 4e-6, 4e-6)
     m = Measurement("op", "own", Case((1,), torch.float32), timing, share=0.5, copy=3e-6)
     assert m.as_dict()["copy_us"] == pytest.approx(3)
-    table = _bench_table(CPU, [m, measured("other", (1,), None), measured("third", (1,), 1.0)])
+    table = wide_table(CPU, [m, measured("other", (1,), None), measured("third", (1,), 1.0)])
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["of limit"] == ["50%", "", ""] and columns["of copy"] == ["75%", "", ""]
 
