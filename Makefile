@@ -3,6 +3,8 @@
 # make test-all   every test: also emulated PTX, long simulations, the proofs
 # make test-gpu   every test that needs a GPU, four at a time
 # make check      format, lint, types
+# make docs       the documentation as a site in build/docs, which opens from the disk
+# make pictures   the pictures of the documentation, from results/
 #
 # Needed: Python >= 3.10 with pip, and make. All targets share one environment, $(VENV).
 
@@ -31,7 +33,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The model is fetched first, so that the test processes do not all fetch it.
 FETCH_MODEL = $(BIN)/python -c "from nanovllm.weights.demo_model import demo_model_path; print('default model:', demo_model_path())"
 
-.PHONY: example test test-rest test-all test-gpu check clean
+.PHONY: example test test-rest test-all test-gpu check docs pictures clean
 
 example: $(VENV)/.installed-demo
 	$(BIN)/python example.py $(ARGS)
@@ -57,6 +59,13 @@ check: $(VENV)/.installed-demo,test,check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-demo,docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/docs/index.html"
+
+pictures: $(VENV)/.installed-demo,docs
+	$(BIN)/python docs/pictures/draw.py
 
 # The stamp's name ends in the extras that it stands for.
 $(VENV)/.installed-%: pyproject.toml

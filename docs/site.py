@@ -1,0 +1,42 @@
+"""Hooks of `make docs`: pages from the repository's root, and links that leave docs/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""File in the repository's root -> page of the site."""
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that lie in the repository's root."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links between the root and docs/ become links of the site; links to source files become plain text."""
+    root_pages = {page: source for source, page in PAGES.items()}
+    source = root_pages.get(page.file.src_uri)
+    here = PurePosixPath(source if source else f"docs/{page.file.src_uri}").parent
+
+    def moved(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        path = (ROOT / here / target).resolve().relative_to(ROOT).as_posix()
+        if path in PAGES:
+            path = f"docs/{PAGES[path]}"
+        if not path.startswith("docs/"):
+            return text
+        depth = len(PurePosixPath(page.file.src_uri).parts) - 1
+        return f"[{text}]({'../' * depth}{path.removeprefix('docs/')}{anchor})"
+
+    return _LINK.sub(moved, markdown)
