@@ -192,7 +192,8 @@ def _elementwise(
 def _reduction(p: ReductionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
     from benchmarks.planner_proof.builtin_choice import OwnKernel
     from nanovllm.kernels.triton.rows import norm
-    from nanovllm.kernels.triton.rows.pieces import MANY_ROWS, norm_pieces_kernel
+    from nanovllm.kernels.triton.rows.pieces import norm_pieces_kernel
+    from nanovllm.kernels.triton.rows.plans import POLICY
     from nanovllm.kernels.triton.rows.softmax import _long_softmax_kernel, _softmax_kernel, softmax
 
     count = sets or num_sets(p.rows * p.size * p.itemsize, model.l2_bytes)
@@ -212,7 +213,7 @@ def _reduction(p: ReductionProblem, where: torch.device, model: DeviceModel, set
         y = torch.empty_like(x)
         grid = (cdiv(rows, c.rows),)
         if c.held > 1:
-            modes = p.kind == "layer_norm", rows > MANY_ROWS, False
+            modes = p.kind == "layer_norm", rows > POLICY.few_rows, False
             norm_pieces_kernel[grid](x, w, b, y, 1, n, n, n, EPS, c.block, c.held, *modes, num_warps=c.warps)
         elif p.kind == "softmax" and c.one_pass:
             _softmax_kernel[grid](x, y, rows, n, n, c.rows, c.block, num_warps=c.warps)

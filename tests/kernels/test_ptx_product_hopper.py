@@ -12,7 +12,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.triton.gemm.hopper_product import _FIRST, HopperProductPlan
+from nanovllm.kernels.triton.gemm.hopper_product import FIRST_TILE, HopperProductPlan
 from nanovllm.kernels.triton.tunables import hopper_product_tokens
 from tests.kernels.ptx_arithmetic import UnknownInstruction
 from tests.kernels.ptx_emulator import Machine
@@ -32,7 +32,7 @@ def compiled(plan, tokens, outputs, gated, bias):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
         return f"tensordesc<bf16{list(box)},{layout!r}>"
 
-    first = _FIRST.get(tokens, tokens)
+    first = FIRST_TILE.get(tokens, tokens)
     constants = {
         "OUTPUTS": outputs, "TOKENS": first, "MORE": tokens - first, "CHUNKS": plan.chunks, "SLOTS": plan.slots,
         "ROUNDS": plan.rounds, "SPLITS": plan.splits,
@@ -97,7 +97,7 @@ def test_the_compiled_product(tokens, rows, columns, plan, gated, bias):
     def view(name, shape, strides):
         return np.lib.stride_tricks.as_strided(memory.words(name, given[name].numel()), shape, [2 * s for s in strides])
 
-    first = _FIRST.get(padded, padded)
+    first = FIRST_TILE.get(padded, padded)
     parameters, descriptors = [0, *shape, *strides], {0: (view("w", shape, strides), box)}
     for tile in (first, padded - first or first):
         descriptors[len(parameters)] = view("x", x_shape, x_strides), (plan.chunks, tile, 64)

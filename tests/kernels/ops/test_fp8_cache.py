@@ -16,6 +16,7 @@ from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.kernels.ops.store_kvcache import quantised, store_kvcache
 from nanovllm.kernels.triton.rows import move_rows as triton_cache
 from nanovllm.kernels.triton.rows import rotary as triton_rotary
+from nanovllm.kernels.triton.rows.plans import POLICY, RowPolicy
 from tests.interpreter import check_interpreted
 
 F8 = torch.float8_e4m3fn
@@ -54,16 +55,14 @@ def test_store(shape, dtype, scales):
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 8, 4, 128), (3, 16, 16, 64), (4, 24, 8, 64)])
-def test_fused_store_of_many_tokens(shape, dtype, norm, monkeypatch):
-    monkeypatch.setattr(triton_rotary, "_MANY_TOKENS", 0)
-    monkeypatch.setattr(triton_rotary, "rotary_kernel", None)  # the other one
-    test_fused_store(shape, dtype, norm)
+def test_fused_store_of_many_tokens(shape, dtype, norm):
+    test_fused_store(shape, dtype, norm, RowPolicy(few_tokens=0))
 
 
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fused_store(shape, dtype, norm):
+def test_fused_store(shape, dtype, norm, policy=POLICY):
     dim = shape[3]
     g = torch.Generator().manual_seed(1)
     table = torch.randn(100, dim, generator=g).to(DEVICE)
@@ -73,7 +72,9 @@ def test_fused_store(shape, dtype, norm):
         q, k, v, caches, slots, *factors = make(*shape, dtype, cache_dtype, scales)
         expected, got = ([c.clone() for c in caches] for _ in range(2))
         want = qk_norm_rope_store.native(positions, q, k, v, table, *expected, slots, *weights, 1e-6, *factors)
-        out = triton_rotary.qk_norm_rope_store(positions, q, k, v, table, *got, slots, *weights, 1e-6, *factors)
+        out = triton_rotary.qk_norm_rope_store(
+            positions, q, k, v, table, *got, slots, *weights, 1e-6, *factors, policy=policy
+        )
         assert out.is_contiguous() and out.dtype == dtype
         tolerance = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
         torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance * 4)

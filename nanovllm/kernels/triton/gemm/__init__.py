@@ -1,4 +1,1 @@
-"""Matrix products in Triton, with what is fused into them.
-
-The modules import triton: import them only where it is there.
-"""
+"""Matrix products in Triton, with the ops that are fused into them. Importing a module imports triton."""

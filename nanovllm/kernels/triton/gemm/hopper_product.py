@@ -1,4 +1,4 @@
-"""Products of few tokens on Hopper: how they are cut, and their launch. The kernel is in `hopper_product_kernel.py`."""
+"""Products of few tokens on Hopper: how they are cut into programs, and their launch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ from nanovllm.kernels.triton.early_start import are_constant
 from nanovllm.kernels.triton.gemm.small_product_plan import MANY_OUTPUTS
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, num_sms
 
-# Rows of the weight that a program has, and columns of a tile: a swizzled line of 128 bytes.
-ROWS = 64
-_TILE = 64
-# Numbers of tokens that are two tiles: how many are in the first.
-_FIRST = {96: 64, 160: 128, 192: 128, 256: 128}
+ROWS = 64  # of the weight, a program
+_TILE = 64  # columns: a swizzled line of 128 bytes
+FIRST_TILE = {96: 64, 160: 128, 192: 128, 256: 128}
+"""Numbers of tokens that are two tiles -> tokens of the first."""
 _BLOCK = 128
-# Above this many tokens the library is the faster one. For large weights, which blocks of tokens would read again, it
-# is so earlier.
-MAX_TOKENS = 256
-_MOST_OF_LARGE = 192
+MAX_TOKENS = 256  # with more the library is faster
+_MOST_OF_LARGE = 192  # for large weights, which each block of tokens reads again
 _LARGE_WEIGHT = 8 << 20
-# Shared memory for tiles: of a program that has a multiprocessor to itself or shares it with one of the next kernel,
-# of two and of three.
-_ROOM = 200 << 10
-_HALF = 108 << 10
-_THIRD = 74 << 10
+_ROOM, _HALF, _THIRD = 200 << 10, 108 << 10, 74 << 10
+"""Shared memory for the tiles of a program that has 1, 1/2, 1/3 of a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -38,35 +32,32 @@ class HopperProductPlan:
     splits: int
     """Programs that share the columns of the same rows."""
     chunks: int
-    """Tiles of 64 columns that a program asks for, and multiplies, at a time: a group."""
+    """Tiles of 64 columns that a program loads and multiplies at a time: a group."""
     slots: int
-    """Groups in shared memory at a time."""
+    """Groups in shared memory."""
     rounds: int
     """How often a slot is filled."""
     block: int = _BLOCK
-    """Tokens that a program has at most: 128 or 256."""
+    """The most tokens of a program: 128 or 256."""
 
 
 @functools.cache
 def plan_hopper_product(
     num_tokens: int, num_rows: int, size: int, may_split: bool, multiprocessors: int
 ) -> HopperProductPlan:
-    """For x [num_tokens, size] and a weight of `num_rows` rows. Measured on an H200 in whole layers of Qwen3-0.6B and
-    8B.
+    """For x [num_tokens, size] and a weight of `num_rows` rows. Measured on an H200 in layers of Qwen3-0.6B and 8B.
 
-    Args:
-        may_split: whether float32 sums of parts of the columns are wanted.
+    may_split: the caller takes float32 sums of parts of the columns.
     """
     tiles, columns = cdiv(num_rows, ROWS), cdiv(size, _TILE)
     splits = 1
     if may_split:
-        # Enough programs to ask for all the weights at once; more only leave more sums to add, of more tokens.
+        # Enough programs to load all the weights at once. More programs only leave more sums to add.
         waves = 3 if num_tokens <= 16 else 2 if num_tokens <= 32 else 1
         wanted = cdiv(columns, 12) if columns < 64 else columns // 32
         splits = max(1, min(wanted, waves * multiprocessors // tiles))
     columns = cdiv(columns, splits)
-    # Two tiles of tokens: of a large weight, which is then read once, and of sums that are split, where two blocks
-    # would be half empty.
+    # Two tiles of tokens: a large weight is then read once; and two blocks of split sums would be half empty.
     wide = num_tokens > 64 if num_rows * size >= _LARGE_WEIGHT else may_split and _BLOCK < num_tokens <= _MOST_OF_LARGE
     block = 2 * _BLOCK if wide else _BLOCK
     group = (ROWS + tunables.hopper_product_tokens(num_tokens, block)) * _TILE * 2
@@ -75,18 +66,13 @@ def plan_hopper_product(
     if 4 * cdiv(columns, 4) <= fit and programs <= multiprocessors:
         chunks, slots = 4, cdiv(columns, 4)  # all that a program has
     elif 2 * multiprocessors < programs <= 3 * multiprocessors and third >= 3:
-        # Three a multiprocessor: all at once, where a second round would leave much of the GPU idle.
+        # Three a multiprocessor, all at once: a second round would leave much of the GPU idle.
         chunks, slots = (2, third // 2) if third >= 6 else (1, third)
-    elif (
-        num_tokens > _BLOCK == block
-        and multiprocessors < programs <= 2 * multiprocessors
-        and not may_split
-        and half >= 2
-    ):
-        chunks, slots = 1, half  # two a multiprocessor: all at once
+    elif num_tokens > _BLOCK == block and 1 < programs / multiprocessors <= 2 and not may_split and half >= 2:
+        chunks, slots = 1, half  # two a multiprocessor, all at once
     elif fit >= 16 and (programs <= multiprocessors or (num_tokens > 16 and 2 < programs / multiprocessors <= 8)):
         chunks, slots = 4, 4
-    else:  # what lets programs of the next kernel in, and suffices to keep reading
+    else:  # enough to keep reading, and programs of the next kernel still find room
         chunks, slots = (2, 4) if fit >= 16 or (num_tokens > 64 and fit >= 8) else (1, min(8, fit))
     slots = min(slots, cdiv(columns, chunks))
     rounds = cdiv(columns, chunks * slots)
@@ -94,15 +80,16 @@ def plan_hopper_product(
 
 
 @functools.cache
-def _is_hopper(index: int) -> bool:
+def is_hopper(index: int) -> bool:
+    """Whether the GPU of this index has compute capability 9."""
     return torch.cuda.get_device_capability(index)[0] == 9
 
 
 def worth(num_rows: int, size: int, gated: bool, dtype: torch.dtype) -> range:
-    """The numbers of tokens that products with a weight of this shape are worth it for, on a GPU that has them.
+    """The numbers of tokens for which `product` is the fastest on a Hopper GPU, with a weight of this shape.
 
-    Measured on an H200 with the decoder layers and the LM head of Qwen3. A layer's weights share the hidden size, the
-    lesser of their two, so that they are all taken for one token, or none is.
+    Measured on an H200 with the decoder layers and the LM head of Qwen3. The weights of a layer share the hidden size,
+    the smaller of their two. So `product` takes all of them for one token, or none.
     """
     if dtype not in (torch.bfloat16, torch.float16) or size <= 0 or size % _TILE:
         return range(0)
@@ -115,50 +102,42 @@ def worth(num_rows: int, size: int, gated: bool, dtype: torch.dtype) -> range:
 
 
 def num_tokens_taken(weight: torch.Tensor, gated: bool = False) -> range:
-    """The numbers of tokens that products with this weight [rows, size] are taken for."""
-    if not (
-        weight.is_cuda and _is_hopper(weight.device.index) and weight.is_contiguous() and weight.data_ptr() % 16 == 0
-    ):
+    """The numbers of tokens for which `product` takes this weight [rows, size]."""
+    here = weight.is_cuda and is_hopper(weight.device.index)
+    if not (here and weight.is_contiguous() and weight.data_ptr() % 16 == 0):
         return range(0)
     rows, size = weight.shape
     return worth(rows, size, gated, weight.dtype)
 
 
-# Rows of a weight whose products are few programs, if they have all of its columns: a quarter of the GPU's.
-_FEW_ROWS = 32 * ROWS
-# Bytes that one of these may read.
-_MOST_READ = 640 << 10
+_FEW_ROWS = 32 * ROWS  # of a weight: unsplit, its product has programs for a quarter of the GPU
+_MOST_READ = 640 << 10  # bytes that such a program may read
 
 
-def most_tokens_whole(num_rows: int, size: int, itemsize: int = 2) -> int:
-    """Up to how many tokens a product is worth it whose columns are not split, as in `linear`; `worth` is about any.
+def most_tokens_whole(num_rows: int, size: int) -> int:
+    """The most tokens for which `product` is faster than the library without splitting columns, as in `linear`.
 
-    On an H200 each of few programs reads, of the weight and of all tokens, about 100 bytes a ns: 8 x 1024 x 2048
-    takes 3.7 us, 8 x 1024 x 3072 5.1 and 64 x 1024 x 3072 8.9; the library takes 5.9, 7.5 and 7.9. The limit between
-    8 and 64 is an estimate. 160 x 4096 x 1024 takes 7.4 and the library 5.8, 256 x 4096 x 1024 6.5 and 6.7; but
-    behind the library's product attention starts only when that has ended. 160 x 6144 x 4096 takes 24 and the library
-    20.
+    On an H200 each of few programs reads about 100 bytes a ns. 8 x 1024 x 2048 takes 3.7 us, 8 x 1024 x 3072 5.1 and
+    64 x 1024 x 3072 8.9; the library takes 5.9, 7.5 and 7.9. The limit between 8 and 64 is an estimate. 160 x 4096 x
+    1024 takes 7.4 (library: 5.8), and 256 tokens take 6.5 (6.7); but attention behind the library's product starts
+    only at its end. 160 x 6144 x 4096 takes 24 (20).
     """
     if num_rows > _FEW_ROWS:
         return MAX_TOKENS if num_rows * size < _LARGE_WEIGHT else _BLOCK
     tokens = 8
-    while (
-        tokens < MAX_TOKENS
-        and (ROWS + tunables.hopper_product_tokens(2 * tokens, _BLOCK)) * size * itemsize <= _MOST_READ
-    ):
+    while tokens < MAX_TOKENS and 2 * size * (ROWS + tunables.hopper_product_tokens(2 * tokens, _BLOCK)) <= _MOST_READ:
         tokens *= 2
     return tokens
 
 
 def num_tokens_whole(weight: torch.Tensor) -> range:
-    """As `num_tokens_taken`, for products whose columns are not split."""
+    """As `num_tokens_taken`, without splitting columns."""
     taken = num_tokens_taken(weight)
     return range(taken.start, min(taken.stop, 1 + most_tokens_whole(*weight.shape))) if taken else taken
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, whole: bool = False) -> bool:
-    """Whether `product` can and should be used for x [num_tokens, size]; whole: with columns that are not split, not
-    gated."""
+    """Whether `product` can and should compute x [num_tokens, size] times weight. whole: without splitting columns."""
     aligned = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if not aligned or x.dtype != weight.dtype:
         return False
@@ -167,7 +146,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, whole: boo
 
 @functools.cache
 def _hopper() -> tuple[Any, Any]:
-    """(the kernel, `descriptor`), imported where they can run: Gluon is not in every Triton."""
+    """(the kernel, `descriptor`). Gluon is not in every Triton, so they are imported at the first use."""
     from nanovllm.kernels.triton.gemm.hopper_product_kernel import hopper_product_kernel
     from nanovllm.kernels.triton.gluon_compat import descriptor
 
@@ -178,13 +157,13 @@ def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, split: bool = False,
     plan: HopperProductPlan | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x W^T + b, or if gated silu(x G^T) * (x U^T), for what `takes` says.
+    """x W^T + b, or if gated silu(x G^T) * (x U^T), for arguments that `takes` accepts.
 
     Args:
-        x: [num_tokens, size], bfloat16 or float16; weight: [rows, size], if gated the rows of the gate, then those of
-            the up projection.
-        split: leave float32 sums [splits, num_tokens, rows] of parts of the columns, without bias.
-        plan: instead of the tuned one, or where there is none of the one that `plan_hopper_product` picks.
+        x: [num_tokens, size], bfloat16 or float16.
+        weight: [rows, size]; if gated the rows of the gate, then the rows of the up projection.
+        split: return float32 sums [splits, num_tokens, rows] of parts of the columns, without bias.
+        plan: in place of the tuned plan, or of the one that `plan_hopper_product` makes.
     """
     num_tokens, size = x.shape
     bias = adjacent(bias)
@@ -200,9 +179,9 @@ def product(
     else:
         y = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
     tokens, columns = tunables.hopper_product_tokens(num_tokens, plan.block), size // _TILE
-    first = _FIRST.get(tokens, tokens)
+    first = FIRST_TILE.get(tokens, tokens)
     kernel, descriptor = _hopper()
-    # Columns in tiles of 64, the outermost dimension: so one request brings a group of tiles, one after the other.
+    # Tiles of 64 columns are the outermost dimension: one request brings a group of tiles, one after the other.
     if gated:
         shape: tuple[int, ...] = (columns, outputs // 8, 2, 8, _TILE)
         strides: tuple[int, ...] = (_TILE, 8 * size, outputs * size, size, 1)
@@ -219,18 +198,8 @@ def product(
         of_x(first),
         of_x(tokens - first or first),
         x if bias is None else bias,
-        y,
-        num_tokens,
-        OUTPUTS=outputs,
-        TOKENS=first,
-        MORE=tokens - first,
-        CHUNKS=plan.chunks,
-        SLOTS=plan.slots,
-        ROUNDS=plan.rounds,
-        SPLITS=plan.splits,
-        GATED=gated,
-        BIAS=bias is not None,
-        num_warps=4,
+        y, num_tokens, OUTPUTS=outputs, TOKENS=first, MORE=tokens - first, CHUNKS=plan.chunks, SLOTS=plan.slots,
+        ROUNDS=plan.rounds, SPLITS=plan.splits, GATED=gated, BIAS=bias is not None, num_warps=4,
         launch_pdl=are_constant(weight, bias),
     )  # fmt: skip
     return y

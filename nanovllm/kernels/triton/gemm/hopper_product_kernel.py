@@ -1,18 +1,13 @@
-"""y = x W^T for up to a few hundred tokens, for Hopper: the weights stream through shared memory once, into its
-tensor cores.
+"""y = x W^T for up to 256 tokens on Hopper: the weights stream once through shared memory into the tensor cores.
 
-A program has 64 rows of the weight, the M of the tensor-core instruction, and up to 256 tokens, its N: in one tile or
-in two. The last tile of tokens may overlap the one before, so that it ends where the tokens do: the copy engine takes
-twice the time and more for rows that there are not. One thread asks it for the first tiles of the weight before the
-program waits for the kernel before it, and for the tokens after that; tiles that are used up make room for later
-ones. So while a kernel waits, the next one's weights are on their way, and what remains between two kernels is about
-the latency of one read of the tokens.
+A program has 64 rows of the weight (M of the tensor-core instruction) and up to 256 tokens (N) in one tile or two. The
+last tile of tokens may overlap the one before, so that it ends where the tokens end: the copy engine takes more than
+twice as long for rows that do not exist. One thread asks it for the first tiles of the weight before the program waits
+for the kernel in front, and for the tokens after the wait. So two kernels are apart by about one read of the tokens.
 
-With SPLITS the columns of the weight are dealt out to programs too. Each leaves float32 sums, which `sum_norm_kernel`
-adds up.
+With SPLITS the programs share the columns of the weight too. Each leaves float32 sums for `sum_norm_kernel`.
 
-It is written in Gluon, Triton's lower level: Triton itself would take the weights through registers, or wait before
-it asks for them.
+The kernel is in Gluon, Triton's lower level. Triton would move the weights through registers, or wait before it loads.
 """
 
 from triton.experimental import gluon
@@ -30,7 +25,7 @@ from nanovllm.kernels.triton.gluon_compat import reinterpret, tma_load, warps_ba
 
 @gluon.jit
 def silu_and_mul(gate, up, dtype: gl.constexpr):
-    """As the op: gate, up and silu(gate) are each rounded before they are used."""
+    """The op: gate, up and silu(gate) are each rounded before their use."""
     gate = gate.to(dtype).to(gl.float32)
     silu = gate / (1.0 + gl.exp(-gate))
     return (silu.to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)).to(dtype)
@@ -38,7 +33,7 @@ def silu_and_mul(gate, up, dtype: gl.constexpr):
 
 @gluon.jit
 def load_weights(descriptor, tiles, full, chunk, tile, BYTES: gl.constexpr):
-    """Ask for a group of tiles of the weight, from `chunk` on; `full` will also wait for the tokens, BYTES in all."""
+    """Ask for a group of tiles of the weight, from `chunk` on. `full` waits for BYTES: these and the tokens."""
     mbarrier.expect(full, BYTES)
     box = reinterpret(tiles, tiles.dtype, descriptor.block_shape, descriptor.layout)
     if len(descriptor.block_shape) == 5:
@@ -56,10 +51,9 @@ def load_tokens(descriptor, tiles, full, chunk, first_token):
 @gluon.jit
 def store(
     sums, bias, y, tile, split, first_token, num_tokens, dtype: gl.constexpr, TOKENS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    GATED: gl.constexpr, BIAS: gl.constexpr,
+    OUTPUTS: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """The outputs of sums [64, TOKENS] of the tokens from `first_token` on."""
+    """Store the outputs of sums [64, TOKENS] of the tokens from `first_token` on."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     if GATED:
         # A thread has the gate and the up projection of an output, eight rows apart.
@@ -92,9 +86,9 @@ def hopper_product_kernel(
     OUTPUTS: gl.constexpr,
     TOKENS: gl.constexpr,
     MORE: gl.constexpr,  # tokens beside these, in a tile of their own; or 0
-    CHUNKS: gl.constexpr,  # 64 columns each, that are loaded and multiplied at a time
-    SLOTS: gl.constexpr,  # of CHUNKS tiles, in shared memory at a time
-    ROUNDS: gl.constexpr,  # of SLOTS x CHUNKS tiles, that a program has; columns that do not exist are zeros
+    CHUNKS: gl.constexpr,  # tiles of 64 columns that are loaded and multiplied at a time
+    SLOTS: gl.constexpr,  # of CHUNKS tiles, in shared memory
+    ROUNDS: gl.constexpr,  # of SLOTS x CHUNKS tiles; columns that do not exist are zeros
     SPLITS: gl.constexpr,
     GATED: gl.constexpr,  # eight rows of the gate and the eight of the up projection alternate
     BIAS: gl.constexpr,
@@ -126,7 +120,7 @@ def hopper_product_kernel(
     first_chunk = split * (ROUNDS * SLOTS * CHUNKS)
     for slot in gl.static_range(SLOTS):
         load_weights(weight, w_tiles.index(slot), full.index(slot), first_chunk + slot * CHUNKS, tile, BYTES)
-    gdc_wait()  # what was asked for so far never changes; everything below depends on earlier kernels
+    gdc_wait()  # weights never change; everything below depends on earlier kernels
     for slot in gl.static_range(SLOTS):
         load_tokens(x, x_tiles.index(slot), full.index(slot), first_chunk + slot * CHUNKS, first_token)
         if MORE > 0:
@@ -147,7 +141,7 @@ def hopper_product_kernel(
             else:
                 sums = warpgroup_mma_wait(PRODUCTS, deps=[sums])
             if ROUNDS > 1:
-                # The slot before is used up, once every warp is here. It takes what comes a round later.
+                # When all warps are here the slot before is used up. It is filled with the next round's tiles.
                 warps_barrier()
                 refilled = round + (1 if slot > 0 else 0)
                 if (refilled > 0) & (refilled < ROUNDS):

@@ -1,9 +1,8 @@
 """How `products` cuts a product into programs.
 
-A plan is a function of the shape alone, never of a measurement at run time. So results have the same bits every time,
-and a CUDA graph may record any call. The constants below are microseconds measured on an H200 (bfloat16, PyTorch
-2.11, Triton 3.6). They rank the plans of one shape. On another GPU the ranking is still sensible, and results are
-right with any plan.
+A plan is a function of the shape alone. So results have the same bits every time, and a CUDA graph may record any call.
+The constants are microseconds measured on an H200 (bfloat16, PyTorch 2.11, Triton 3.6), to rank the plans of one shape.
+Results are right with any plan.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
 _READ = 4.3e6
 """Bytes a microsecond that a whole GPU reads."""
 _SPLIT = 1.0
-"""A second kernel that adds up splits; its reading and writing come on top."""
+"""The kernel that adds up splits, without its reading and writing."""
 _STREAM_BLOCK = 0.37
-"""64 rows by 128 columns of a weight, read and multiplied by one program."""
+"""One program reads and multiplies 64 rows by 128 columns of a weight."""
 _TILES = {(128, 256): 0.67, (128, 128): 0.345, (128, 64): 0.22, (64, 128): 0.24, (64, 64): 0.14}
-"""64 columns of x and the weight, multiplied into a tile of [rows of x, rows of the weight]."""
+"""One program multiplies 64 columns into a tile of [rows of x, rows of the weight]."""
 _TILE_START = 1.5
 
 
@@ -29,9 +28,9 @@ class StreamPlan:
     """For few tokens: see `stream_kernel`."""
 
     tokens: int
-    """Tokens of a tile, a power of two: 1, or at least 16."""
+    """Of a tile: 1, or a power of two from 16 on."""
     rows: int
-    """Rows of the weight that a program computes; of the gate and the up projection together."""
+    """Of the weight, a program; gate and up projection together."""
     block_k: int
     splits: int
     warps: int
@@ -44,7 +43,7 @@ class TilePlan:
 
     block_m: int
     block_n: int
-    """Outputs: a gated tile multiplies with as many rows of the gate and of the up projection."""
+    """Outputs: a gated tile has as many rows of the gate and of the up projection."""
     block_k: int
     group_m: int
     splits: int
@@ -58,17 +57,14 @@ class TilePlan:
 def plan_product(
     m: int, n: int, k: int, itemsize: int, gated: bool, row_major: bool, tma: bool, sms: int
 ) -> StreamPlan | TilePlan:
-    """The plan of [m, k] x [n (gated: 2 n), k]^T.
+    """The plan of [m, k] x [n (gated: 2 n), k]^T on `sms` multiprocessors.
 
-    Args:
-        row_major: the elements of a row of the weight lie side by side.
-        tma: the Tensor Memory Accelerator may be used.
-        sms: multiprocessors of the GPU.
+    row_major: the rows of the weight are contiguous. tma: the Tensor Memory Accelerator may be used.
     """
     sums = n * (2 if gated else 1)
     if m == 1 and row_major:
         return _vector_plan(sums, k, itemsize, sms)
-    if itemsize == 4:  # on the ordinary units: tiles as registers allow
+    if itemsize == 4:  # on the ordinary units, with tiles in registers
         if m <= 16:
             return StreamPlan(16, 32, 32, _splits(cdiv(sums, 32), cdiv(k, 128), 16 * sums, sms), 4, 3)
         return TilePlan(64, 64 if row_major and not gated else 32, 16, 8, 1, 4, 2)
@@ -78,7 +74,7 @@ def plan_product(
         return _tma_plan(m, n, sums, k, gated, sms)
     if cdiv(m, 128) * cdiv(sums, 128) >= sms:
         return TilePlan(128, 64 if gated else 128, 32, 8, 1, 8, 4)
-    # Rows that no wide load fits are loaded through registers, which then bound the tile.
+    # Rows that wide loads do not fit go through registers, which bound the tile.
     return TilePlan(64, 32 if gated else 64, 64 if k % 8 == 0 else 32, 8, 1, 4, 3)
 
 
@@ -98,9 +94,9 @@ def _stream_plan(m: int, sums: int, k: int, sms: int) -> StreamPlan:
     tokens = max(16, next_power_of_2(m))
     programs = cdiv(sums, 64)
     splits = _splits(programs, cdiv(k, 128), m * sums, sms)
-    if k % 8:  # loads that no copy to shared memory fits go through registers, which then bound the tile
+    if k % 8:  # rows that copies to shared memory do not fit go through registers, which bound the tile
         return StreamPlan(tokens, 64, 32 if tokens == 64 else 64, splits, 4, 3)
-    # More than two programs a multiprocessor: less memory each, so that three find room at once.
+    # More than two programs a multiprocessor take less memory each: three are resident.
     crowded = programs * splits > 2 * sms
     if tokens == 64:
         return StreamPlan(tokens, 64, 64, splits, 4, 4 if crowded else 6)
@@ -108,8 +104,7 @@ def _stream_plan(m: int, sums: int, k: int, sms: int) -> StreamPlan:
 
 
 def _splits(programs: int, blocks: int, outputs: int, sms: int) -> int:
-    """Into how many parts of k to divide the work of each of `programs`, which have `blocks` of 64 x 128 elements
-    each."""
+    """Into how many parts of k to divide the `blocks` of 64 x 128 elements that each of `programs` has."""
 
     def cost(splits: int) -> float:
         read = programs * blocks * 64 * 128 * 2 / _READ
@@ -139,7 +134,7 @@ def _tma_plan(m: int, n: int, sums: int, k: int, gated: bool, sms: int) -> TileP
     group = 16 if cdiv(m, block_m) >= 64 else 8
     plan = TilePlan(block_m, width // 2 if gated else width, 64, group, splits, 4, 8, tma=True)
     if width == 256:
-        # Several tiles a program: the next one's loads begin before this one's results are stored.
+        # Several tiles a program: the loads of the next begin before the results of this one are stored.
         return replace(plan, warps=8, stages=4 if gated else 3, flatten=splits == 1)
     if (block_m, width) == (128, 128):
         return replace(plan, warps=8, stages=5)

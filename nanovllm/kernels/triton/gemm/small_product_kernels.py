@@ -1,11 +1,9 @@
-"""y = norm(x + residual) W^T for a few tokens: on the multiply-add units, and from 2 tokens on also on the tensor
-cores.
+"""y = norm(x + residual) W^T for a few tokens, on the multiply-add units or on the tensor cores.
 
-A step of a few tokens reads every weight once, so its time is the time to read: reads must be wide, many must be in
-flight, and none may wait without need. A program therefore asks for all of its weights first, and only then waits for
-the kernel before it (programmatic dependent launch), whose result is its input. It lets the kernel after it start at
-once, which does the same. So the weights of the next kernels stream into registers or shared memory while this one
-still computes. How many do depends on how few registers a kernel uses for anything but weights.
+A step of a few tokens reads every weight once, so its time is the time to read. A program therefore loads all of its
+weights first, and only then waits for the kernel before it (programmatic dependent launch). It lets the kernel after it
+start at once, which does the same: the weights of the next kernels stream in while this one still computes. The fewer
+registers a kernel uses for anything but weights, the more of them are in flight.
 
 Both kernels round as the ops that they fuse.
 """
@@ -20,7 +18,7 @@ from nanovllm.kernels.triton.gemm.tiles import dot
 
 @triton.jit
 def load_tiles(ptr, row, num_rows, col, SIZE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """Rows `row` of a contiguous [num_rows, SIZE] matrix as a tuple of tiles of BLOCK columns, zero outside.
+    """Rows of a contiguous [num_rows, SIZE] matrix as a tuple of tiles of BLOCK columns, zero outside of the matrix.
 
     row and col broadcast to a tile. EVEN: all rows exist.
     """
@@ -39,14 +37,14 @@ def load_weight(
     weight, r, col, num_rows,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """This program's ROWS rows of the weight, as `load_tiles` gives them; r: 0 to ROWS - 1.
+    """The ROWS rows of the weight that this program has, as tiles; r: 0 to ROWS - 1.
 
-    GATED: half of them are of the gate, [num_rows, SIZE], and half of the up projection that follows it.
+    GATED: half of the rows are of the gate, [num_rows, SIZE], half of the up projection that follows it.
     """
     if GATED:
         OUTPUTS: tl.constexpr = ROWS // 2
         row = tl.program_id(0) * OUTPUTS + r % OUTPUTS
-        # A row beyond the gate's end is outside for the mask as well, not the up projection's first.
+        # A row beyond the end of the gate is masked; it is not the first row of the up projection.
         row = tl.where(row < num_rows, row + tl.where(r < OUTPUTS, 0, num_rows), 2 * num_rows)
         return load_tiles(weight, row, 2 * num_rows, col, SIZE, BLOCK, EVEN)
     else:
@@ -65,10 +63,10 @@ def vector_kernel(
     num_rows, x_stride, residual_stride, eps,
     TOKENS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
     BIAS: tl.constexpr,
-    ROWS: tl.constexpr,  # of the weight, a program; half of them gate, half up, if GATED
-    BLOCK: tl.constexpr,  # columns of a tile: 16 bytes a lane, so that the warps lie side by side along a row
+    ROWS: tl.constexpr,  # of the weight, a program; half gate, half up, if GATED
+    BLOCK: tl.constexpr,  # columns of a tile: 16 bytes a lane
     LANE: tl.constexpr,  # elements in 16 bytes
-    EVEN: tl.constexpr,  # whether every program has all its rows
+    EVEN: tl.constexpr,  # every program has all its rows
     PDL: tl.constexpr,
 ):  # fmt: skip
     """On the multiply-add units, one token after the other."""
@@ -83,7 +81,7 @@ def vector_kernel(
     if NORM:
         norm_tiles = load_tiles(norm_weight, one, 1, col, SIZE, BLOCK, True)
     if PDL:
-        gdc_wait()  # what was loaded so far never changes; everything below depends on earlier kernels
+        gdc_wait()  # weights never change; everything below depends on earlier kernels
     out = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     for token in tl.static_range(TOKENS):
         loaded = load_tiles(x + token * x_stride, one, 1, col, SIZE, BLOCK, True)
@@ -110,7 +108,7 @@ def vector_kernel(
                 inputs = inputs + (rounded(v, dtype),)
         sums = tl.zeros([ROWS, BLOCK // LANE], tl.float32)
         for i in tl.static_range(len(inputs)):
-            # What a lane has of a row is added in the lane, and the lanes only once.
+            # A lane adds its elements of a row; the lanes are added once, at the end.
             product = tiles[i].to(tl.float32) * inputs[i]
             sums += tl.sum(tl.reshape(product, [ROWS, BLOCK // LANE, LANE]), 2)
         result = tl.sum(sums, 1)
@@ -126,23 +124,21 @@ def vector_kernel(
 def matrix_kernel(
     x, residual, norm_weight, weight, bias, y, new_residual, num_tokens, num_rows, x_stride, residual_stride, eps,
     TOKENS: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROWS: tl.constexpr,  # of the weight, a program; half of them gate, half up, if GATED
-    SPLIT: tl.constexpr,  # parts that a block of columns has, one a warp
+    BIAS: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,  # parts of a block of columns, one a warp
     DEPTH: tl.constexpr,  # columns of a part
-    EVEN: tl.constexpr,  # whether every program has all its rows
-    LATE: tl.constexpr,  # whether a token's norm multiplies its sums instead of its inputs
+    EVEN: tl.constexpr,
+    LATE: tl.constexpr,  # the norm of a token multiplies its sums, not its inputs
     PDL: tl.constexpr,
 ):  # fmt: skip
     """As `vector_kernel` for num_tokens tokens, at most TOKENS, on the tensor cores.
 
-    The weights go on to shared memory, still before the wait. They are the first operand, whose 16 rows a tensor-core
-    instruction fills; the tokens are its columns, so 8 of them cost no padding. The columns of a row are dealt out to
-    the warps (the batch dimension of the product). Each warp sums its own; the sums are added at the end, in a fixed
-    order.
+    The weights go on to shared memory before the wait. They are the first operand, which has 16 rows in a tensor-core
+    instruction. The tokens are its columns, so 8 tokens need no padding. The warps share the columns of a row (the
+    batch dimension of the product); their sums are added at the end, in a fixed order.
 
-    With LATE no product waits for the sum of squares, and no input is held until it is known, so that more tokens
-    fit. An input times the norm's weight is rounded once instead of twice; float16 could overflow there.
+    With LATE no product waits for the sum of squares, and no input is held until then, so more tokens fit. An input
+    times the weight of the norm is rounded once instead of twice; float16 could overflow there.
     """
     dtype: tl.constexpr = y.dtype.element_ty
     BLOCK: tl.constexpr = SPLIT * DEPTH
@@ -158,7 +154,7 @@ def matrix_kernel(
         for start in tl.static_range(0, SIZE, BLOCK):
             norm_tiles = norm_tiles + (tl.load(norm_weight + (start + column), start + column < SIZE, other=0.0),)
     if PDL:
-        gdc_wait()  # what was loaded so far never changes; everything below depends on earlier kernels
+        gdc_wait()  # weights never change; everything below depends on earlier kernels
     token = tl.arange(0, TOKENS)[None, None, :]
     values = ()
     squares = tl.zeros([SPLIT, DEPTH, TOKENS], tl.float32)

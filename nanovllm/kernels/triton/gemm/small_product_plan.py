@@ -1,4 +1,4 @@
-"""How a small-batch product is cut into programs, and up to how many tokens it is worth it. From shapes alone."""
+"""How the product of a small batch is cut into programs, and for how many tokens. Both depend on shapes alone."""
 
 from __future__ import annotations
 
@@ -9,46 +9,43 @@ import torch
 
 from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
 
-# From here on the kernels that are fused here are faster by themselves: every program reads the whole input again.
 MAX_TOKENS = 8
-# A language-model head: from 2 tokens on the library reads it faster.
+"""With more tokens the separate ops are faster: here every program reads the whole input again."""
 MANY_OUTPUTS = 32768
-# Shared memory for a program's weights and inputs, which every GPU that has bf16 tensor cores offers.
+"""A language-model head has more. From 2 tokens on the library reads it faster."""
 SHARED_BYTES = 96 * 1024
+"""For the weights and inputs of a program. Every GPU with bf16 tensor cores has as much shared memory."""
 
 
 @dataclass(frozen=True)
 class VectorPlan:
-    """For `vector_kernel`."""
+    """For `vector_kernel`: rows of the weight a program (half gate, half up, if gated), and columns of a tile."""
 
     rows: int
-    """Rows of the weight that a program has; half gate, half up, if gated."""
     block: int
-    """Columns of a tile."""
     warps: int
 
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """For `matrix_kernel`."""
+    """For `matrix_kernel`: rows as in `VectorPlan`; `split` warps, each with `depth` columns of a tile.
+
+    late: the norm of a token multiplies its sums, not its inputs.
+    """
 
     rows: int
-    """Rows of the weight that a program has; half gate, half up, if gated."""
     split: int
-    """Warps, which share the columns of a row."""
     depth: int
-    """Columns that a warp has of a tile."""
     late: bool = False
-    """Whether a token's norm multiplies its sums instead of its inputs."""
 
 
 @functools.cache
 def plan_small_product(
     num_tokens: int, num_outputs: int, size: int, gated: bool, dtype: torch.dtype
 ) -> VectorPlan | MatrixPlan | None:
-    """The cut for x [num_tokens, size] and `num_outputs` rows (of the gate, if gated); None: not worth it, or no room.
+    """The plan for x [num_tokens, size] and `num_outputs` rows (of the gate, if gated).
 
-    Measured on an H200 with bf16 and the shapes of Qwen3-0.6B and 8B.
+    None: not worth it, or no room. Measured on an H200 with bf16 and the shapes of Qwen3-0.6B and 8B.
     """
     if not num_tokens or not num_outputs or not size or dtype.itemsize > 4:
         return None
@@ -65,9 +62,8 @@ def _vector_plan(num_tokens: int, size: int, gated: bool, itemsize: int) -> Vect
     block = 32 * lane * warps
     tiles = cdiv(size, block)
     if tiles > (12 if num_tokens == 1 else 8):
-        return None  # a thread's registers would not hold its part of a row and of the input
-    # About 64 registers of weights a thread: enough to read ahead, few enough that the programs of several kernels are
-    # resident together.
+        return None  # the registers of a thread would not hold its part of a row and of the input
+    # About 64 registers of weights a thread: enough to read ahead, and programs of several kernels are resident.
     rows = 1 << max(1 if gated else 0, (24 // tiles).bit_length() - 1)
     return VectorPlan(rows, block, warps)
 
@@ -76,8 +72,8 @@ def _matrix_plan(num_tokens: int, num_outputs: int, size: int, gated: bool, dtyp
     if size <= 1024:
         if num_tokens in (3, 4) and num_outputs > 1024 and dtype == torch.bfloat16 and size > 512:
             return MatrixPlan(32, 4, next_power_of_2(size) // 4, late=True)  # float16 could overflow before the norm
-        # From 5 tokens on many rows share an input, since normalising it takes as long as multiplying, and few warps,
-        # which exchange sums at the end.
+        # From 5 tokens on the norm takes as long as the product, so many rows share an input. Few warps, since they
+        # exchange sums at the end.
         warps = 4 if num_tokens > 4 else 8
         rows = 16 if num_outputs <= 1024 or (gated and num_tokens <= 4) else 32
         return MatrixPlan(rows, warps, max(16, next_power_of_2(size) // warps))  # tensor cores take 16 columns at least

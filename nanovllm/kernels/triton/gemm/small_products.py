@@ -1,12 +1,10 @@
-"""The products of a decoder layer for few tokens as ops: a kernel or two each where a plan exists, else the ops that
-they fuse.
+"""The products of a decoder layer as ops. For few tokens each is a kernel or two, else the ops that it fuses.
 
-`linear_silu_and_mul` has a kernel for many tokens too. Strided vectors are copied. A weight that is not contiguous
-goes to the library.
+`linear_silu_and_mul` has a kernel for many tokens too. Strided vectors are copied. The library multiplies with weights
+that are not contiguous.
 
-With dependent launch a kernel reads its weights, of the product and of the norm, while the kernel before it may still
-run. So kernels are launched like that only if the weights are parameters, which no kernel writes (`are_constant`).
-Inputs may be what the kernel before writes.
+With dependent launch a kernel reads its weights while the kernel before it may still run. So it is launched like that
+only if the weights are parameters, which no kernel writes (`are_constant`).
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor | None, eps: float, weight: torch.Tensor,
     bias: torch.Tensor | None, gated: bool, plan: VectorPlan | MatrixPlan,
 ) -> Normed:  # fmt: skip
-    """In one kernel; without a residual the second result is x."""
+    """One kernel. Without a residual the second result is x."""
     size = x.shape[-1]
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((*x.shape[:-1], num_outputs), dtype=x.dtype, device=x.device)
-    # Not in place: while one program writes the sum, others still read its terms.
+    # Not in place: while one program writes the sum, others read its terms.
     new_residual = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, num_tokens, x_stride = matrix_of(x)
     others, _, residual_stride = (x, 0, 0) if residual is None else matrix_of(residual)
@@ -51,8 +49,7 @@ def _launch(
     numbers = num_outputs, x_stride, residual_stride, eps
     constants = {
         "SIZE": size, "NORM": norm_weight is not None, "ADD": residual is not None, "GATED": gated,
-        "BIAS": bias is not None, "ROWS": plan.rows, "EVEN": num_outputs % outputs == 0, "PDL": pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        "BIAS": bias is not None, "ROWS": plan.rows, "EVEN": num_outputs % outputs == 0, "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     grid = (cdiv(num_outputs, outputs),)
     if isinstance(plan, VectorPlan):
@@ -68,7 +65,8 @@ def _launch(
     return y, new_residual
 
 
-def _plan(x: torch.Tensor, weight: torch.Tensor, gated: bool, norm: bool) -> VectorPlan | MatrixPlan | None:
+def small_plan(x: torch.Tensor, weight: torch.Tensor, gated: bool, norm: bool) -> VectorPlan | MatrixPlan | None:
+    """The plan of the one kernel that computes x [..., size] times weight; None: no such kernel is used."""
     num_tokens = x.numel() // x.shape[-1] if x.shape[-1] else 0
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     if not weight.is_contiguous():
@@ -79,9 +77,7 @@ def _plan(x: torch.Tensor, weight: torch.Tensor, gated: bool, norm: bool) -> Vec
     return tunables.SMALL_PRODUCT.find(x.device, num_tokens, num_outputs, x.shape[-1], x.dtype, gated, norm) or plan
 
 
-def _add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float) -> Normed:
     if residual is None:
         return rms_norm(x, norm_weight, eps), x
     y, new_residual = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -89,7 +85,7 @@ def _add_rms_norm(
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raise a ValueError unless x and weight have the same size and dtype: layers pass on whatever they were given."""
+    """Raise ValueError unless x and weight have the same size and dtype. Layers do not check that."""
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
             f"x: expected {weight.dtype} [..., {weight.shape[1]}], as the weight has, not {x.dtype} {list(x.shape)}"
@@ -99,10 +95,10 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 def add_rms_norm_linear(
     x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> Normed:  # fmt: skip
     """The op `add_rms_norm_linear`."""
     _check(x, weight)
-    plan = _plan(x, weight, False, True)
+    plan = small_plan(x, weight, False, True)
     if plan is not None:
         return _launch(x, residual, norm_weight, eps, weight, bias, False, plan)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
@@ -111,10 +107,10 @@ def add_rms_norm_linear(
 
 def add_rms_norm_gate_up(
     x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Normed:
     """The op `add_rms_norm_gate_up`."""
     _check(x, weight)
-    plan = _plan(x, weight, True, True)
+    plan = small_plan(x, weight, True, True)
     if plan is not None:
         return _launch(x, residual, norm_weight, eps, weight, None, True, plan)
     y, residual = _add_rms_norm(x, residual, norm_weight, eps)
@@ -126,7 +122,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     _check(x, weight)
     if hopper_product.takes(x, weight, whole=True):
         return hopper_product.product(x, weight, bias)
-    plan = _plan(x, weight, False, False)
+    plan = small_plan(x, weight, False, False)
     if plan is not None:
         return _launch(x, None, None, 0.0, weight, bias, False, plan)[0]
     return F.linear(x, weight, bias)
@@ -145,7 +141,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def linear_add_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
     bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> Normed:  # fmt: skip
     """The op `linear_add_rms_norm`."""
     _check(x, weight)
     if hopper_product.takes(x, weight):
@@ -155,12 +151,12 @@ def linear_add_rms_norm(
 
 def _few(weight: torch.Tensor, gated: bool) -> range:
     few = max_tokens(weight.shape[0] // (2 if gated else 1), weight.shape[1], gated, weight.dtype)
-    taken = hopper_product.num_tokens_taken(weight, gated)  # there it is faster with the norm in another kernel
+    taken = hopper_product.num_tokens_taken(weight, gated)  # there a norm in another kernel is faster
     return range(1, min(1 + few, taken.start) if taken else 1 + few)
 
 
 class _Either(tuple[range, ...]):
-    """The numbers in any of some ranges."""
+    """The numbers of several ranges."""
 
     def __new__(cls, *ranges: range) -> _Either:
         return super().__new__(cls, ranges)
@@ -169,7 +165,7 @@ class _Either(tuple[range, ...]):
         return any(number in r for r in self)
 
 
-# The `num_tokens` of the providers. With other numbers of tokens, layers call the ops that are fused here separately.
+# `num_tokens` of the providers: with other numbers of tokens, layers call the fused ops separately.
 
 
 def num_tokens_add_rms_norm_linear(weight: torch.Tensor) -> range:

@@ -1,9 +1,8 @@
 """Few tokens: the weight streams through the multiprocessors once, and reading it is the cost.
 
-One token runs on the ordinary units, more on the tensor cores with the weight as the left operand and the tokens,
-padded to a power of two, as the right one. Where the rows of the weight are too few to keep every multiprocessor
-reading, programs share a row's sum (SPLIT), and a second kernel adds their parts in order: no atomics, the same bits
-every time.
+One token runs on the ordinary units, more on the tensor cores: the weight is the left operand, the tokens, padded to a
+power of two, are the right one. If the weight has too few rows to keep all multiprocessors reading, programs share the
+sum of a row (SPLIT). A second kernel adds their parts in order, so the bits are the same every time.
 """
 
 import torch
@@ -24,7 +23,7 @@ def stream_kernel(
     BLOCK_K: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_K: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid [outputs / outputs of a program, splits]: all tokens of some rows of the weight."""
+    """Grid [pieces of the outputs, splits]: all tokens, some rows of the weight."""
     UNITS: tl.constexpr = ROWS // 2 if GATED else ROWS
     first = tl.program_id(0) * UNITS
     row, live = weight_rows(first, n, ROWS, GATED)
@@ -79,24 +78,23 @@ def stream(
 ) -> None:  # fmt: skip
     """out [m, n] = kind(x [m, k] @ weight^T + bias) for m up to plan.tokens; see `products.matmul`.
 
-    pdl: launch while the kernel before still runs, and wait for it on the device. early: with pdl and for one token,
-    load the weight before that wait. Right only if the kernel before does not write the
-        weight and itself waits, before it lets this one start, for all that came earlier, as the gate-up kernel of
-        `gated_mlp` does.
+    Args:
+        pdl: launch while the kernel before still runs, and wait for it on the device.
+        early: with pdl and one token, load the weight before that wait. The kernel before must not write the weight,
+            and must wait for its own predecessors before it lets this one start.
     """
     m, k = x.shape
     n = out.shape[1]
     split = plan.splits > 1
     k_split = cdiv(cdiv(k, plan.splits), plan.block_k) * plan.block_k
-    # A split in the middle of k ends on a multiple of block_k: only the last one can need a mask.
-    masked = k % plan.block_k != 0
+    masked = k % plan.block_k != 0  # only the last split can need a mask: the others end on a multiple of block_k
     target = torch.empty((plan.splits, m, weight.shape[0]), dtype=torch.float32, device=x.device) if split else out
     units = plan.rows // 2 if gated else plan.rows
     stream_kernel[(cdiv(n, units), plan.splits)](
         x, weight, bias, target, m, n, k, k_split, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1),
         kind, gated, split, plan.tokens, plan.rows, plan.block_k, n % units != 0, masked, plan.stages, precision,
         pdl, early and pdl and plan.tokens == 1,
-        num_warps=plan.warps, num_stages=plan.stages, **launch_options(pdl),
+        num_warps=plan.warps, num_stages=plan.stages, launch_pdl=pdl,
     )  # fmt: skip
     if split:
         finish_splits(target, bias, out, kind, gated, pdl)
@@ -110,9 +108,5 @@ def finish_splits(
     block = 128 if total <= 1 << 16 else 512
     add_splits[(cdiv(total, block),)](
         parts, bias, out, total, out.shape[1], parts.shape[0], kind, gated, block, pdl,
-        num_warps=block // 128 * (2 if gated else 1), **launch_options(pdl),
+        num_warps=block // 128 * (2 if gated else 1), launch_pdl=pdl,
     )  # fmt: skip
-
-
-def launch_options(pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if pdl else {}

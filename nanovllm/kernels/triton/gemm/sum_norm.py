@@ -1,4 +1,4 @@
-"""The sums that a split product left, added up, with the residual and the norm that follow: one program a token."""
+"""Adds the sums that a split product left, then the residual, and norms the result: one program a token."""
 
 import torch
 import triton
@@ -18,13 +18,8 @@ def sum_norm_kernel(
     norm_weight,  # [SIZE]
     y,  # [num_tokens, SIZE]
     new_residual,  # [num_tokens, SIZE]
-    num_tokens,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+    num_tokens, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
     """Grid [num_tokens]. Launched with programmatic dependent launch."""
     dtype: tl.constexpr = y.dtype.element_ty
     gdc_launch_dependents()
@@ -36,7 +31,7 @@ def sum_norm_kernel(
         total = tl.load(bias + col, live, other=0.0).to(tl.float32)
     else:
         total = tl.zeros([BLOCK], tl.float32)
-    gdc_wait()  # what was loaded so far never changes
+    gdc_wait()  # weights never change; everything below depends on earlier kernels
     before = tl.load(residual + token * SIZE + col, live, other=0.0).to(tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts + (split * num_tokens + token) * SIZE + col, live, other=0.0)
@@ -50,8 +45,9 @@ def sum_norm_kernel(
 def sum_add_rms_norm(
     parts: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm of residual + the sum of parts [splits, num_tokens, size], that sum), each rounded as `add_rms_norm`
-    rounds."""
+    """(norm of the total, total = residual + bias + sum of parts [splits, num_tokens, size]), rounded as `add_rms_norm`
+    rounds. Both are [num_tokens, size].
+    """
     splits, num_tokens, size = parts.shape
     residual = residual.contiguous()
     norm_weight, bias = adjacent(norm_weight), adjacent(bias)

@@ -1,7 +1,7 @@
-"""Many tokens: a tiled product whose cost is arithmetic.
+"""Many tokens: a tiled product, whose cost is arithmetic.
 
-Two kernels: one with pointers, for any strides, alignment and GPU; and one whose tiles the Tensor Memory Accelerator
-(Hopper and later) brings and takes, in as many programs as there are multiprocessors.
+`tile_kernel` has pointers and takes any strides, alignment and GPU. For `tma_kernel` the Tensor Memory Accelerator
+(Hopper and later) loads and stores tiles; it has as many programs as the GPU has multiprocessors.
 """
 
 import torch
@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.triton.device_math import activation, gated_product, to_dtype
 from nanovllm.kernels.triton.gemm.product_plan import TilePlan
-from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits, launch_options
+from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits
 from nanovllm.kernels.triton.gemm.tiles import (
     dot,
     finish,
@@ -63,7 +63,7 @@ def tile_kernel(
         store_sums(acc, bias, out, rows, col * BLOCK_N, m, n, split, KIND, False, SPLIT)
 
 
-# A batch's number of tokens is not specialised on: it would compile the kernel again, in the middle of serving.
+# Not specialised on the number of tokens: that would compile the kernel again in the middle of serving.
 @triton.jit(do_not_specialize=["m"])
 def tma_kernel(
     x, weight, bias, out, m, n, k, k_split,
@@ -71,12 +71,12 @@ def tma_kernel(
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, HALVES: tl.constexpr, ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [programs], each with every programs-th tile. x, weight and, but for splits, out are tensor descriptors:
-    what lies outside of a tensor reads as zero and is not written.
+    """Grid [programs], each with every programs-th tile. x, weight and, without splits, out are tensor descriptors:
+    elements outside of a tensor are read as zero and not written.
 
-    GATED: the weight is seen as [2, n, k], so that one load brings the rows of the gate and then those of the up
-    projection, and one product multiplies both; with ROUND (and without splits) gate, up and activation are each
-    rounded. HALVES: finish and store a wide tile in two pieces, since erf needs registers.
+    GATED: the weight is [2, n, k]. One load brings rows of the gate and of the up projection, and one product
+    multiplies both. With ROUND (and without splits) gate, up and activation are each rounded. HALVES: finish and store
+    a wide tile in two pieces, since erf needs registers.
     """
     if PDL:
         gdc_wait()
@@ -136,9 +136,10 @@ def gemm(
 ) -> None:  # fmt: skip
     """out [m, n] = kind(x [m, k] @ weight^T + bias); see `products.matmul`. With plan.tma, `tma_fits` must hold.
 
-    pdl: launch while the kernel before still runs, and wait for it on the device.
-    programs: how many a TMA kernel is to have at most.
-    stepwise: with plan.tma and without splits, round gate, up and activation, each in its turn.
+    Args:
+        pdl: launch while the kernel before still runs, and wait for it on the device.
+        programs: the most that the TMA kernel has.
+        stepwise: with plan.tma and without splits, round gate, up and activation, each in its turn.
     """
     m, k = x.shape
     n = out.shape[1]
@@ -156,25 +157,23 @@ def gemm(
             if gated
             else TensorDescriptor.from_tensor(weight, tile),
             bias,
-            target if split else TensorDescriptor.from_tensor(out, [plan.block_m,
-            plan.block_n // (2 if halves else 1)]),
+            target if split else TensorDescriptor.from_tensor(out, [plan.block_m, plan.block_n // (1 + halves)]),
             m, n, k, k_split, kind, gated, plan.splits, plan.block_m, plan.block_n, plan.block_k, plan.group_m,
-            plan.flatten, halves, stepwise, pdl, num_warps=plan.warps, num_stages=plan.stages, **launch_options(pdl),
+            plan.flatten, halves, stepwise, pdl, num_warps=plan.warps, num_stages=plan.stages, launch_pdl=pdl,
         )  # fmt: skip
     else:
         tile_kernel[(tiles, plan.splits)](
             x, weight, bias, target, m, n, k, k_split, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1),
             kind, gated, split, plan.block_m, plan.block_n, plan.block_k, plan.group_m, n % plan.block_n != 0,
             k % plan.block_k != 0, plan.stages, precision, pdl, num_warps=plan.warps, num_stages=plan.stages,
-            **launch_options(pdl),
+            launch_pdl=pdl,
         )  # fmt: skip
     if split:
         finish_splits(target, bias, out, kind, gated, pdl)
 
 
 def tma_fits(*tensors: torch.Tensor) -> bool:
-    """Whether matrices are aligned as the Tensor Memory Accelerator needs them: 16 bytes, rows side by side in
-    memory."""
+    """Whether the Tensor Memory Accelerator takes these matrices: contiguous rows, all aligned to 16 bytes."""
     return all(
         t.stride(1) == 1
         and t.stride(0) * t.element_size() % 16 == 0

@@ -1,7 +1,7 @@
-"""The inner loops and the epilogue of the matrix kernels, small enough to be called from other kernels.
+"""The inner loops and the epilogue of the matrix kernels.
 
-A weight is [n, k], as torch.nn.Linear has it. `*_rows` are pointers to the starts of rows, `*_live` says which of them
-exist. Sums are float32. PRECISION is how float32 operands are multiplied: "ieee" or "tf32".
+A weight is [n, k], as in torch.nn.Linear. `*_rows` are pointers to the starts of rows, `*_live` says which rows exist.
+Sums are float32. PRECISION is how float32 operands are multiplied: "ieee" or "tf32".
 """
 
 import triton
@@ -25,10 +25,9 @@ else:
 
 @triton.jit
 def weight_rows(first, n, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """The rows of a weight for the ROWS sums that belong to the outputs from `first` on, and which of them exist.
+    """(rows, live): the ROWS rows of a weight for the outputs from `first` on.
 
-    GATED: n is half the weight's rows, an output needs a row of the gate and one of the up projection, and they
-    alternate.
+    GATED: n is half the rows of the weight. A row of the gate and one of the up projection alternate.
     """
     r = tl.arange(0, ROWS)
     if GATED:
@@ -40,7 +39,7 @@ def weight_rows(first, n, ROWS: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def load_tile(pointers, rows_live, cols_live, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr):
-    """A tile; zero where a mask that is in use says so."""
+    """A tile; zero where a mask is in use and false."""
     if MASK_ROWS and MASK_COLS:
         return tl.load(pointers, rows_live[:, None] & cols_live[None, :], other=0.0)
     elif MASK_ROWS:
@@ -56,10 +55,10 @@ def multiply_vector(
     w_rows, w_live, x, first, end, stride_wk, stride_xk,
     BLOCK_K: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """w[rows, first:end] @ x[first:end]: [rows]. For one token, where the loads of w are all that counts.
+    """w[rows, first:end] @ x[first:end]: [rows]. For one token, where only the loads of w count.
 
-    EARLY: the kernel before may still be writing x, but not w; each tile of w is loaded a step ahead, the first
-    before the wait.
+    EARLY: the kernel before may still write x, but not w. Each tile of w is loaded a step ahead, the first before the
+    wait.
     """
     cols = tl.arange(0, BLOCK_K)
     acc = tl.zeros([w_rows.shape[0], BLOCK_K], tl.float32)
@@ -110,7 +109,7 @@ def multiply_two_tiles(
     BLOCK_K: tl.constexpr, MASK_A: tl.constexpr, MASK_B: tl.constexpr, MASK_K: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(a @ b^T, a @ c^T) with one reading of a, where b and c are runs of rows of one matrix."""
+    """(a @ b^T, a @ c^T), reading a once. b and c are rows of one matrix."""
     cols = tl.arange(0, BLOCK_K)
     acc_b = tl.zeros([a_rows.shape[0], b_rows.shape[0]], tl.float32)
     acc_c = tl.zeros([a_rows.shape[0], c_rows.shape[0]], tl.float32)
@@ -126,8 +125,7 @@ def multiply_two_tiles(
 
 @triton.jit
 def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(tile row, tile column) of a program: GROUP_M rows of tiles at a time, so that what runs together shares
-    operands."""
+    """(tile row, tile column) of a program: GROUP_M rows of tiles at a time, so that concurrent ones share operands."""
     per_group = GROUP_M * tiles_n
     first = index // per_group * GROUP_M
     rows = tl.minimum(tiles_m - first, GROUP_M)
@@ -136,7 +134,7 @@ def tile_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def finish(acc, bias, cols, n, KIND: tl.constexpr, GATED: tl.constexpr, dtype: tl.constexpr):
-    """The outputs of sums [rows, cols], in float32: with bias (or None) and activation; GATED: [rows, cols // 2]."""
+    """The outputs of sums [rows, cols] in float32, with bias (or None) and activation. GATED: [rows, cols // 2]."""
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2]))
         return activation(gate, KIND, dtype) * up
@@ -155,8 +153,8 @@ def store_sums(
 ):  # fmt: skip
     """Finish and store sums [rows, cols] of the outputs from column `first` on. `rows` are rows of the output.
 
-    GATED: sums of the gate and the up projection alternate. SPLIT: the sums are a part of each, so they go as they
-    are to place `split` of `out`, [splits, m, n or if GATED 2 n] float32; `add_splits` finishes them.
+    GATED: sums of the gate and of the up projection alternate. SPLIT: the sums are partial. They are stored as they are
+    in out[split], [m, n or if GATED 2 n] float32, and `add_splits` finishes them.
     """
     if SPLIT:
         width = n

@@ -8,13 +8,11 @@ from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.device_math import activation, rounded, to_dtype, wide
 from nanovllm.kernels.triton.early_start import small_elementwise
 from nanovllm.kernels.triton.launch_arguments import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
+from nanovllm.kernels.triton.rows.plans import POLICY, RowPolicy
 
 _KINDS = ("gelu", "gelu_tanh", "silu", "mish", "relu")
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
-
-
-_FEW_ELEMENTS = 1 << 21
-_MOST_CONSTANT_BLOCKS = 16
+_MOST_CONSTANT_BLOCKS = 16  # pieces of a row: a kernel is compiled for each number up to here
 
 
 @triton.jit
@@ -28,7 +26,7 @@ def piece_of_row(blocks, BLOCKS: tl.constexpr):
 
 
 def constant_blocks(blocks: int) -> int:
-    """BLOCKS for `piece_of_row`: 0 where there are so many that a kernel for each number would be too many kernels."""
+    """BLOCKS of `piece_of_row`; 0: not a constant."""
     return blocks if blocks <= _MOST_CONSTANT_BLOCKS else 0
 
 
@@ -38,7 +36,7 @@ def _activate_and_mul_kernel(
     KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr = 0, EVEN: tl.constexpr = False,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """EVEN: BLOCK divides size. DEPENDENT: as `small_elementwise` says."""
+    """EVEN: BLOCK divides size. DEPENDENT: see `small_elementwise`."""
     dtype = y.dtype.element_ty
     row, piece = piece_of_row(blocks, BLOCKS)
     col = piece * BLOCK + tl.arange(0, BLOCK)
@@ -60,14 +58,7 @@ def _activate_and_mul_kernel(
         tl.store(y + row * size + col, result, col < size)
 
 
-def _block(rows: int, size: int) -> int:
-    """Elements of a program: of many, without an idle part at the end of a row where its size allows."""
-    if rows * size <= _FEW_ELEMENTS:
-        return min(next_power_of_2(size), 1024)
-    return largest_block(size, 1024, 512) or min(next_power_of_2(size), 2048)
-
-
-def _activate_and_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+def _activate_and_mul(gate_up: torch.Tensor, kind: str, policy: RowPolicy) -> torch.Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up: its last dimension must be even (gate, then up), not {gate_up.shape[-1]}")
     size = gate_up.shape[-1] // 2
@@ -75,7 +66,12 @@ def _activate_and_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     gate_up, rows, stride = matrix_of(gate_up)
     if rows and size:
         plan = tunables.ACTIVATE_AND_MUL.find(y.device, *tunables.elements_key(rows, size, y.dtype), kind)
-        block = plan.block if plan else _block(rows, size)
+        if plan:
+            block = plan.block
+        elif rows * size <= policy.few_elements:
+            block = min(next_power_of_2(size), 1024)
+        else:  # no idle part at the end of a row, if its size allows
+            block = largest_block(size, 1024, 512) or min(next_power_of_2(size), 2048)
         blocks = cdiv(size, block)
         early = small_elementwise(y)
         _activate_and_mul_kernel[(rows * blocks,)](
@@ -85,18 +81,18 @@ def _activate_and_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     return y
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """The op `silu_and_mul`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
-    return _activate_and_mul(gate_up, "silu")
+def silu_and_mul(gate_up: torch.Tensor, policy: RowPolicy = POLICY) -> torch.Tensor:
+    """The op `silu_and_mul`. Takes row-strided matrices; copies other non-contiguous tensors."""
+    return _activate_and_mul(gate_up, "silu", policy)
 
 
-def gelu_and_mul(gate_up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """The op `gelu_and_mul`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
-    return _activate_and_mul(gate_up, gelu_kind(approximate))
+def gelu_and_mul(gate_up: torch.Tensor, approximate: str = "none", policy: RowPolicy = POLICY) -> torch.Tensor:
+    """The op `gelu_and_mul`. Takes row-strided matrices; copies other non-contiguous tensors."""
+    return _activate_and_mul(gate_up, gelu_kind(approximate), policy)
 
 
 def gelu_kind(approximate: str) -> str:
-    """torch's name of a GELU to ours."""
+    """The activation of PyTorch's `approximate`. Raises ValueError unless it is "none" or "tanh"."""
     if approximate not in _GELU:
         raise ValueError(f"approximate: expected 'none' or 'tanh', not {approximate!r}")
     return _GELU[approximate]
@@ -106,7 +102,7 @@ def gelu_kind(approximate: str) -> str:
 def _activation_kernel(
     x, y, size, stride, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
 ):
-    """DEPENDENT: as `small_elementwise` says."""
+    """DEPENDENT: see `small_elementwise`."""
     dtype = y.dtype.element_ty
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
@@ -120,7 +116,7 @@ def _activation_kernel(
 
 
 def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The op `fused_activation`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
+    """The op `fused_activation`. Takes row-strided matrices; copies other non-contiguous tensors."""
     if kind not in _KINDS:
         raise ValueError(f"kind: expected one of {', '.join(_KINDS)}, not {kind!r}")
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -132,7 +128,8 @@ def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
         x, rows, stride = matrix_of(x)
         size = x.shape[-1]
     plan = tunables.ACTIVATION.find(x.device, *tunables.elements_key(rows, size, x.dtype), kind)
-    block = plan.block if plan else min(next_power_of_2(size), 1024 if rows * size <= _FEW_ELEMENTS else 2048)
+    most = 1024 if rows * size <= POLICY.few_elements else 2048
+    block = plan.block if plan else min(next_power_of_2(size), most)
     blocks = cdiv(size, block)
     warps = plan.warps if plan else warps_for(block, most=4)
     early = small_elementwise(y)

@@ -1,8 +1,7 @@
 """Elementwise chains in one pass: gelu(x + bias) and a * b + c.
 
-An operand is either a full tensor or one row that is broadcast: a matrix with a row stride of 0, which is loaded as
-wide as any other (from the cache), without taking an index modulo the row's length. A program takes a piece of one
-row.
+An operand is a full tensor, or one row that is broadcast: a matrix with a row stride of 0. A program has a piece of one
+row, so no index is taken modulo the row's length.
 """
 
 import torch
@@ -14,8 +13,7 @@ from nanovllm.kernels.triton.device_math import activation, rounded, to_dtype, w
 from nanovllm.kernels.triton.early_start import small_elementwise
 from nanovllm.kernels.triton.launch_arguments import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton.rows.activation import constant_blocks, gelu_kind, piece_of_row
-
-_FEW_ELEMENTS = 1 << 21
+from nanovllm.kernels.triton.rows.plans import POLICY, RowPolicy
 
 
 @triton.jit
@@ -24,10 +22,7 @@ def _add_activation_kernel(
     KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, STREAM: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """EVEN: BLOCK divides size.
-
-    STREAM: neither x nor y is to stay in the cache. DEPENDENT: as `small_elementwise` says.
-    """
+    """EVEN: BLOCK divides size. STREAM: x and y do not stay in the cache. DEPENDENT: see `small_elementwise`."""
     dtype = y.dtype.element_ty
     row, piece = piece_of_row(blocks, BLOCKS)
     start = piece.to(tl.int64) * BLOCK
@@ -56,7 +51,7 @@ def _add_activation_kernel(
 def _mul_add_kernel(
     a, b, c, y, size, blocks, a_stride, b_stride, c_stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
 ):
-    """DEPENDENT: as `small_elementwise` says."""
+    """DEPENDENT: see `small_elementwise`."""
     dtype = y.dtype.element_ty
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
@@ -73,8 +68,7 @@ def _mul_add_kernel(
 
 
 def _operands(x: torch.Tensor, others: dict[str, torch.Tensor]):
-    """(x, rows, size, [stride of x and of each other], the others): one long row where nothing is broadcast or
-    strided."""
+    """(x, rows, size, strides of x and of the others, the others). One row if nothing is broadcast or strided."""
     n = x.shape[-1]
     for name, t in others.items():
         if t.shape != x.shape and t.shape != (n,):
@@ -92,33 +86,31 @@ def _operands(x: torch.Tensor, others: dict[str, torch.Tensor]):
     return x, rows, n, strides, prepared
 
 
-def _block(rows: int, size: int) -> int:
-    return min(next_power_of_2(size), 1024 if rows * size <= _FEW_ELEMENTS else 4096)
-
-
-def _add_plan(rows: int, size: int, kind: str, itemsize: int) -> tuple[int, int]:
-    """(block, warps) of `_add_activation_kernel`: two 16-byte loads of x a thread for many elements, none idle."""
-    if rows * size > _FEW_ELEMENTS:
+def _add_plan(size: int, many: bool, kind: str, itemsize: int) -> tuple[int, int]:
+    """(block, warps) of `_add_activation_kernel`. With many elements a thread has two 16-byte loads of x."""
+    if many:
         most = 1024 if itemsize == 4 else 4096 if kind == "gelu" else 2048
         block = largest_block(size, most, 512)
         if block:
             return block, warps_for(block, 8 if itemsize == 4 else 16)
-    block = _block(rows, size)
+    block = min(next_power_of_2(size), 4096 if many else 1024)
     return block, warps_for(block, most=8)
 
 
-def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
-    """The op `fused_add_gelu`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
+def fused_add_gelu(
+    x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh", policy: RowPolicy = POLICY
+) -> torch.Tensor:
+    """The op `fused_add_gelu`. Takes row-strided matrices; copies other non-contiguous tensors."""
     kind = gelu_kind(approximate)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return y
     x, rows, size, strides, (bias,) = _operands(x, {"bias": bias})
     plan = tunables.ADD_ACTIVATION.find(x.device, *tunables.elements_key(rows, size, x.dtype), kind)
-    block, warps = (plan.block, plan.warps) if plan else _add_plan(rows, size, kind, x.element_size())
+    many = rows * size > policy.few_elements
+    block, warps = (plan.block, plan.warps) if plan else _add_plan(size, many, kind, x.element_size())
     blocks = cdiv(size, block)
-    # Measured: with the longer of the functions in 16 bits it pays to stream.
-    stream = kind == "gelu" and x.element_size() == 2 and rows * size > _FEW_ELEMENTS
+    stream = kind == "gelu" and x.element_size() == 2 and many  # measured: it pays with the longer function in 16 bits
     early = small_elementwise(y)
     _add_activation_kernel[(rows * blocks,)](
         x, bias, y, size, blocks, *strides, kind, block, constant_blocks(blocks), size % block == 0, stream, early,
@@ -128,16 +120,13 @@ def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh
 
 
 def element_wise_mul_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """The op `element_wise_mul_add`.
-
-    Takes row-strided matrices as they are; other non-contiguous tensors are copied.
-    """
+    """The op `element_wise_mul_add`. Takes row-strided matrices; copies other non-contiguous tensors."""
     y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if not a.numel():
         return y
     a, rows, size, strides, (b, c) = _operands(a, {"b": b, "c": c})
     plan = tunables.MUL_ADD.find(a.device, *tunables.elements_key(rows, size, a.dtype))
-    block = plan.block if plan else min(_block(rows, size), 1024)
+    block = plan.block if plan else min(next_power_of_2(size), 1024)
     blocks = cdiv(size, block)
     warps = plan.warps if plan else warps_for(block)
     early = small_elementwise(y)

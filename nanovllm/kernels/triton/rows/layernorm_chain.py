@@ -11,30 +11,24 @@ from nanovllm.kernels.triton.device_math import INTERPRETED, activation, round2,
 from nanovllm.kernels.triton.early_start import are_constant, can_launch_early
 from nanovllm.kernels.triton.launch_arguments import adjacent, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton.rows.activation import gelu_kind
-from nanovllm.kernels.triton.rows.pieces import (
-    MANY_ROWS,
-    few_pieces,
-    layer_normed,
-    layer_statistics,
-    load_pieces,
-    pieces_of,
-    warps_of_pieces,
-)
+from nanovllm.kernels.triton.rows.pieces import cut_of_few, cut_of_many, layer_normed, layer_statistics, load_pieces
+from nanovllm.kernels.triton.rows.plans import POLICY, RowPolicy
 from nanovllm.kernels.triton.sampling.philox import philox_halves
 
 _MAX_BLOCK = 32768
 _MOST_PIECES = 5
 _MOST_AHEAD = 16  # random halves of a thread
 _ROUNDS = tl.constexpr(DROPOUT_ROUNDS)
-_MOST_PACKED = 0x7C00  # infinity in float16
+MOST_PACKED = 0x7C00
+"""The largest limit of dropout that is compared in pairs: infinity in float16."""
 
 
 @triton.jit
 def _kept(v, halves, limit):
-    """16-bit v where the low 15 bits of its random half are at least `limit`, else 0; limit is at most _MOST_PACKED.
+    """16-bit v where the low 15 bits of its random half are at least `limit`, else 0; limit is at most MOST_PACKED.
 
-    In two instructions for two elements: without their signs, float16 numbers compare as their bits do, with NaN,
-    which the unordered comparison takes for larger, above infinity.
+    Two instructions for two elements. Without their signs, float16 numbers compare as their bits do. The unordered
+    comparison takes NaN, whose bits are above those of infinity, for larger.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; abs.f16x2 t, $2; set.geu.u32.f16x2 t, t, $3; and.b32 $0, $1, t; }",
@@ -44,11 +38,11 @@ def _kept(v, halves, limit):
 
 @triton.jit
 def _scaled(v, high, low, LOW: tl.constexpr):
-    """bfloat16 v * (high + low) in at most two instructions for two elements, where float32 takes seven.
+    """bfloat16 v * (high + low) in at most two instructions for two elements; with float32 it takes seven.
 
-    high is a bfloat16; low is rounded to one, positive (so that infinity stays) if LOW, else 0. The product with low
-    is rounded too: for five probabilities in six that never changes the result, else it does for 1 to 5 of the 128
-    significands that v may have, by one unit in the last place.
+    high and low become bfloat16. low is positive if LOW, so that infinity stays, else 0. The product with low is
+    rounded too. For five probabilities in six that changes no result. For the others it changes the results of 1 to 5
+    of the 128 significands of v, by one unit in the last place.
     """
     if LOW:
         return tl.inline_asm_elementwise(
@@ -76,12 +70,13 @@ def _chain_kernel(
     DROPOUT: tl.constexpr, PACKED: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     PIECES: tl.constexpr, EVEN: tl.constexpr, MANY: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """EVEN: PIECES * BLOCK = size, always with more than one piece. MANY: none of x, residual and y is to stay in the
-    cache, and weight and bias are loaded when they are used, if there is more than one piece. AHEAD: the random bits,
-    which need no input, are computed while the row is on its way. DEPENDENT: launched before the kernel that writes x
-    has ended. limit: dropout keeps where the low 15 bits of the random half are at least as large.
+    """gelu(dropout(layer_norm(x) + residual)) of one row a program.
 
-    PACKED: of 16-bit elements two at a time; then, of bfloat16, scale + scale_low is the factor, as in `_scaled`.
+    limit: dropout keeps an element if the low 15 bits of its random half are at least this. EVEN: PIECES * BLOCK =
+    size, always so with more than one piece. MANY: x, residual and y do not stay in the cache, and with several pieces
+    weight and bias are loaded at their use. AHEAD: the random bits are computed while the row is on its way. PACKED:
+    two 16-bit elements at a time; the factor of bfloat16 is then scale + scale_low, as in `_scaled`. DEPENDENT:
+    launched before the kernel that writes x has ended.
     """
     dtype: tl.constexpr = y.dtype.element_ty
     VECTOR: tl.constexpr = 128 // dtype.primitive_bitwidth  # elements side by side in a thread
@@ -93,7 +88,7 @@ def _chain_kernel(
         weights = load_pieces(weight, col, size, BLOCK, PIECES, EVEN, False)
         biases = load_pieces(bias, col, size, BLOCK, PIECES, EVEN, False)
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # weight and bias never change; everything below depends on earlier kernels
+        tl.extra.cuda.gdc_wait()
     loaded = load_pieces(x + row * x_stride, col, size, BLOCK, PIECES, EVEN, MANY)
     others = load_pieces(residual + row * residual_stride, col, size, BLOCK, PIECES, EVEN, MANY)
     random = ()
@@ -106,8 +101,7 @@ def _chain_kernel(
         if not LATE:
             w, b = weights[i], biases[i]
         else:
-            # Of many rows, which hide what these take from L2: in registers all along they would cost every third
-            # program.
+            # Many rows hide these loads from L2. Kept in registers, they would cost every third program.
             w, b = tl.load(weight + place), tl.load(bias + place)
         v = layer_normed(loaded[i], statistics, not LATE or dtype == tl.float32) * wide(w) + wide(b)
         v = to_dtype(rounded(v, dtype) + others[i].to(tl.float32), dtype)
@@ -133,7 +127,7 @@ def _chain_kernel(
 
 def layernorm_residual_dropout_gelu(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5,
-    p: float = 0.0, seed: int = 0, approximate: str = "none",
+    p: float = 0.0, seed: int = 0, approximate: str = "none", policy: RowPolicy = POLICY,
 ) -> torch.Tensor:  # fmt: skip
     """The op `layernorm_residual_dropout_gelu`. Takes row-strided matrices; copies other non-contiguous tensors.
 
@@ -151,21 +145,16 @@ def layernorm_residual_dropout_gelu(
     x, rows, x_stride = matrix_of(x)
     residual, _, residual_stride = matrix_of(residual)
     if rows:
-        pieces, warps = 1, warps_for(block, 8 if rows <= MANY_ROWS else 16)
-        many = rows > MANY_ROWS
-        if many:
-            cut = warps_of_pieces(size, _MOST_PIECES)
-            pieces, warps = (pieces_of(size, cut, _MOST_PIECES), cut) if cut else (pieces, warps)
-        else:
-            pieces, warps = few_pieces(size) or (pieces, warps)
+        many = rows > policy.few_rows
+        cut = cut_of_many(size, _MOST_PIECES) if many else cut_of_few(size)
+        pieces, warps = cut or (1, warps_for(block, 16 if many else 8))
         block = block if pieces == 1 else size // pieces
         early = can_launch_early(x) and are_constant(weight, bias)
-        packed = not INTERPRETED and x.element_size() == 2 and limit <= _MOST_PACKED
+        packed = not INTERPRETED and x.element_size() == 2 and limit <= MOST_PACKED
         low = 0.0
         if packed and x.dtype == torch.bfloat16:
-            scale, low = _split(scale)
-        # Measured on an H200: 3 to 5 % less for float32 rows of 1024, nothing for 16 bits, where it costs programs a
-        # multiprocessor.
+            scale, low = split_factor(scale)
+        # Measured on an H200: 3 to 5 % faster for float32 rows of 1024, not for 16 bits: fewer programs are resident.
         ahead = limit > 0 and many and x.element_size() == 4 and pieces * block <= _MOST_AHEAD * 32 * warps
         _chain_kernel[(rows,)](
             x, residual, weight, bias, y, x_stride, residual_stride, size, eps, limit, scale, low,
@@ -175,14 +164,14 @@ def layernorm_residual_dropout_gelu(
     return y
 
 
-def _split(scale: float) -> tuple[float, float]:
-    """A factor of at least 1 as a bfloat16 that is not above it and the rest, which the kernel rounds to bfloat16."""
+def split_factor(scale: float) -> tuple[float, float]:
+    """A factor of at least 1 as the bfloat16 below it, and the rest, which the kernel rounds to bfloat16."""
     (bits,) = struct.unpack("I", struct.pack("f", scale))
     (high,) = struct.unpack("f", struct.pack("I", bits & 0xFFFF0000))
     return high, max(scale - high, 0.0)
 
 
 def _signed(word: int) -> int:
-    """The low 32 bits of an integer as the int32 with the same bits, so that the kernel's signature never changes."""
+    """The low 32 bits of an integer as int32, so that the kernel's signature is the same for all seeds."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >= 1 << 31 else word

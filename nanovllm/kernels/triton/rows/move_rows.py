@@ -1,4 +1,4 @@
-"""Moving rows: new keys and values into the paged KV cache, and the embedding table's rows out of it."""
+"""Moving rows: new keys and values into the paged KV cache, and rows out of the embedding table."""
 
 import torch
 import triton
@@ -9,15 +9,13 @@ from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.device_math import to_dtype
 from nanovllm.kernels.triton.early_start import can_launch_early
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, next_power_of_2, warps_for
-from nanovllm.kernels.triton.rows.pieces import MANY_ROWS
+from nanovllm.kernels.triton.rows.plans import POLICY
 
 
 @triton.jit
 def to_fp8(x):
-    """float32 -> the bits of the nearest float8_e4m3fn, ties to even, as uint8; beyond +-448 the largest one, NaN
-    stays NaN.
-
-    In integer operations, so that GPUs without a conversion instruction run it too.
+    """float32 -> the bits of the nearest float8_e4m3fn as uint8. Ties go to even, beyond +-448 the largest number is
+    taken, and NaN stays NaN. GPUs without a conversion instruction run these integer operations too.
     """
     magnitude = tl.minimum(tl.abs(x), 448.0)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -32,10 +30,9 @@ def to_fp8(x):
 
 @triton.jit
 def quantised(x, scale_ptr, head, dtype: tl.constexpr, SCALES: tl.constexpr, FP8: tl.constexpr):
-    """x / scale as a cache of `dtype` has it. SCALES: 0 none, 1 one, 2 one a head.
+    """x / scale as a cache of `dtype` stores it. SCALES: 0 none, 1 one, 2 one a head. FP8: the bits of float8_e4m3fn.
 
-    `head`, the heads of x's elements, broadcasts to x and is within bounds also where x is not used. FP8:
-    float8_e4m3fn's bits, as uint8.
+    `head`, the heads of the elements of x, broadcasts to x. It is within bounds even where x is masked.
     """
     if SCALES == 1:
         x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(tl.load(scale_ptr), x.shape))
@@ -50,7 +47,7 @@ def quantised(x, scale_ptr, head, dtype: tl.constexpr, SCALES: tl.constexpr, FP8
 
 @triton.jit
 def store_quantised(target, x, scale_ptr, head, mask, SCALES: tl.constexpr, FP8: tl.constexpr):
-    """Store what `quantised` makes of x. For FP8 `target` points to the bytes of a float8_e4m3fn cache."""
+    """Store `quantised(x)`. For FP8 `target` points to the bytes of a float8_e4m3fn cache."""
     tl.store(target, quantised(x, scale_ptr, head, target.dtype.element_ty, SCALES, FP8), mask)
 
 
@@ -80,8 +77,7 @@ def slot_stride(cache: torch.Tensor, name: str) -> int:
     """Elements between the slots of a cache [num_blocks, block_size, num_kv_heads, head_dim].
 
     Raises:
-        ValueError: slots are not equally spaced, or a slot's heads not next to each other. (A copy would not be
-            written to.)
+        ValueError: the slots are not equally spaced, or the heads of a slot are not side by side.
     """
     _, block_size, num_kv_heads, head_dim = cache.shape
     block, slot, head, element = cache.stride()
@@ -141,9 +137,9 @@ def _embedding_kernel(token_ids, weight, y, size, stride, blocks, BLOCK: tl.cons
 
 
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The op `embedding`. Copies strided ids, and a whole table whose rows are strided, such as a transposed one.
+    """The op `embedding`. Copies strided ids, and the whole table if its rows are strided (a transposed one).
 
-    Ids are checked where `values_checked` says so; elsewhere one outside the table reads foreign memory.
+    Ids are checked if `values_checked` says so. Else an id outside of the table reads foreign memory.
     """
     if values_checked(token_ids.device):
         check_token_ids(token_ids, weight.shape[0])
@@ -156,9 +152,8 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         block = plan.block if plan else min(next_power_of_2(size), 2048)
         blocks = cdiv(size, block)
         early = can_launch_early(weight)
-        warps = plan.warps if plan else warps_for(block, 8 if rows <= MANY_ROWS else 16)
         _embedding_kernel[(rows * blocks,)](
-            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, early, num_warps=warps,
-            launch_pdl=early
+            token_ids.contiguous(), weight, y, size, weight.stride(0), blocks, block, early, launch_pdl=early,
+            num_warps=plan.warps if plan else warps_for(block, 8 if rows <= POLICY.few_rows else 16),
         )  # fmt: skip
     return y

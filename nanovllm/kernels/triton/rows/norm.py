@@ -1,9 +1,8 @@
-"""RMS normalisation, alone and with the residual addition before it; layer normalisation.
+"""RMS norm, alone and with the residual addition before it, and layer norm.
 
-A row is held in registers, so that it is read once: in one block, or in exact `pieces`. Rows of more than
-`_MAX_BLOCK` elements are read twice. Layer norms, and RMS norms where that pays, are launched before their
-predecessor has ended, and wait for it (programmatic dependent launch), if the weights, which are loaded before that
-wait, are parameters of a module.
+A row is held in registers and read once: in one block, or in exact `pieces`. Rows of more than `_MAX_BLOCK` elements
+are read twice. DEPENDENT, in all kernels: launched before the kernel that writes x has ended (`early_start`). Such a
+kernel loads its weights before it waits.
 """
 
 import torch
@@ -16,14 +15,13 @@ from nanovllm.kernels.triton.device_math import rounded, to_dtype
 from nanovllm.kernels.triton.early_start import are_constant, can_launch_early, norm_launched_early
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, next_power_of_2, rows_of, warps_for
 from nanovllm.kernels.triton.rows.pieces import (
-    MANY_ROWS,
-    few_pieces,
+    cut_of_few,
+    cut_of_many,
     layer_normed,
     layer_statistics,
     norm_pieces_kernel,
-    pieces_of,
-    warps_of_pieces,
 )
+from nanovllm.kernels.triton.rows.plans import POLICY, RowPolicy
 
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192
@@ -36,7 +34,6 @@ def _rms_norm_kernel(
     x, weight, y, rows, inner, outer_stride, inner_stride, size, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """DEPENDENT: launched before the kernel that writes x has ended."""
     dtype = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -45,7 +42,7 @@ def _rms_norm_kernel(
     start = (row // inner) * outer_stride + (row % inner) * inner_stride
     w = tl.load(weight + col, in_row, other=0.0).to(tl.float32)
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # the weight never changes; everything below depends on earlier kernels
+        tl.extra.cuda.gdc_wait()
     v = tl.load(x + start[:, None] + col[None, :], mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v, 1) / size + eps)
     v = rounded(v * scale[:, None], dtype) * w[None, :]
@@ -57,14 +54,13 @@ def _add_rms_norm_kernel(
     x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """DEPENDENT: launched before the kernel that writes x has ended."""
     dtype = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < size
     w = tl.load(weight + col, mask, other=0.0).to(tl.float32)
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # the weight never changes; everything below depends on earlier kernels
+        tl.extra.cuda.gdc_wait()
     v = tl.load(x + row * x_stride + col, mask, other=0.0).to(tl.float32)
     r = tl.load(residual + row * residual_stride + col, mask, other=0.0).to(tl.float32)
     v = rounded(v + r, dtype)
@@ -94,7 +90,7 @@ def _long_rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(squares, 0) / size + eps)
     if ADD:
         x = new_residual + row * size
-        tl.debug_barrier()  # what one thread stored, another may load
+        tl.debug_barrier()  # a thread may load what another thread stored
     for start in range(0, size, BLOCK):
         col = start + tl.arange(0, BLOCK)
         v = tl.load(x + col, col < size, other=0.0).to(tl.float32)
@@ -102,27 +98,16 @@ def _long_rms_norm_kernel(
         tl.store(y + row * size + col, to_dtype(rounded(v * scale, dtype) * w, dtype), col < size)
 
 
-def _row_warps(block: int, rows: int) -> int:
-    # Few rows: all of a row's loads at once, since latency is all there is. Many rows: other rows hide it.
-    return warps_for(block, 8 if rows <= MANY_ROWS else 16)
+def _cut_of_many(size: int, block: int, warps: int | None) -> tuple[int, int] | None:
+    """(pieces, warps) for `norm_pieces_kernel`; None: one block a row. `warps`: of a plan.
 
-
-def _cut(rows: int, size: int, per_program: int, warps: int | None) -> tuple[int, int] | None:
-    """(pieces, warps) of rows that `norm_pieces_kernel` takes; None: the kernel with one block a row does.
-
-    warps: of a plan, which decides the pieces with it. Of powers of two above 1024 a block leaves nothing idle
-    either, and pieces gained nothing.
+    A block leaves nothing idle of a power of two: above 1024, pieces gained nothing there.
     """
-    block = next_power_of_2(size)
-    if rows <= MANY_ROWS or per_program > 1 or block < 1024 or (size == block > 1024):
-        return None
-    warps = warps or warps_of_pieces(size, _MOST_PIECES)
-    pieces = pieces_of(size, warps, _MOST_PIECES) if warps else 0
-    return (pieces, warps) if pieces else None
+    return None if block < 1024 or size == block > 1024 else cut_of_many(size, _MOST_PIECES, warps)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The op `rms_norm`. Takes views of a fused projection as they are; other non-contiguous tensors are copied."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, policy: RowPolicy = POLICY) -> torch.Tensor:
+    """The op `rms_norm`. Takes views of a fused projection; copies other non-contiguous tensors."""
     size = x.shape[-1]
     weight = adjacent(weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -137,19 +122,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return y
     plan = tunables.RMS_NORM.find(x.device, bucket(rows), size, x.dtype)
     per_program = plan.rows if plan else max(1, min(_SHORT_TILE // block, next_power_of_2(rows)))
-    cut = _cut(rows, size, per_program, plan.warps if plan else None)
+    many = rows > policy.few_rows
+    cut = _cut_of_many(size, block, plan.warps if plan else None) if many and per_program == 1 else None
     early = norm_launched_early(x, rows) and are_constant(weight)
     if cut:
         pieces, warps = cut
         norm_pieces_kernel[(rows,)](
             x, weight, weight, y, inner, outer_stride, inner_stride, size, eps, size // pieces, pieces, False, True,
-            early,
-            num_warps=warps, launch_pdl=early,
+            early, num_warps=warps, launch_pdl=early,
         )  # fmt: skip
         return y
     _rms_norm_kernel[(cdiv(rows, per_program),)](
         x, weight, y, rows, inner, outer_stride, inner_stride, size, eps, per_program, block, early,
-        num_warps=plan.warps if plan else _row_warps(block * per_program, rows), launch_pdl=early,
+        num_warps=plan.warps if plan else warps_for(block * per_program, 16 if many else 8), launch_pdl=early,
     )  # fmt: skip
     return y
 
@@ -157,12 +142,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `add_rms_norm`. In place where x and residual are contiguous and apart: both results reuse their
-    arguments' memory.
+    """The op `add_rms_norm`. If x and residual are contiguous and do not overlap, the results reuse their memory.
 
-    Takes row-strided matrices as they are; other non-contiguous tensors, the weight too, are copied.
+    Takes row-strided matrices; copies other non-contiguous tensors.
     """
-    # Both results in place would be two in one place if x and residual overlap.
     if x.is_contiguous() and residual.is_contiguous() and abs(x.data_ptr() - residual.data_ptr()) >= x.nbytes:
         return add_rms_norm_out(x, residual, weight, eps, x, residual)
     y, new_residual = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -191,21 +174,20 @@ def add_rms_norm_out(
         early = norm_launched_early(x, rows) and are_constant(weight)
         _add_rms_norm_kernel[(rows,)](
             x, residual, weight, y, new_residual, x_stride, residual_stride, size, eps, block, early,
-            num_warps=plan.warps if plan else _row_warps(block, rows), launch_pdl=early,
+            num_warps=plan.warps if plan else warps_for(block, 8 if rows <= POLICY.few_rows else 16), launch_pdl=early,
         )  # fmt: skip
     return y, new_residual
 
 
 @triton.jit
 def _layer_norm_kernel(x, weight, bias, y, stride, size, eps, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False):
-    """DEPENDENT: launched before the kernel that writes x has ended."""
     x += tl.program_id(0).to(tl.int64) * stride
     col = tl.arange(0, BLOCK)
     mask = col < size
     w = tl.load(weight + col, mask, other=0.0)
     b = tl.load(bias + col, mask, other=0.0)
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # weight and bias never change; everything below depends on earlier kernels
+        tl.extra.cuda.gdc_wait()
     v = tl.load(x + col, mask, other=0.0)
     statistics = layer_statistics(x, (v,), col, size, eps, BLOCK, 1, False)
     v = layer_normed(v, statistics, True) * w.to(tl.float32) + b.to(tl.float32)
@@ -235,8 +217,10 @@ def _long_layer_norm_kernel(x, weight, bias, y, stride, size, eps, BLOCK: tl.con
         tl.store(y + row * size + col, to_dtype(v * scale * w + b, y.dtype.element_ty), col < size)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """The op `layer_norm`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, policy: RowPolicy = POLICY
+) -> torch.Tensor:
+    """The op `layer_norm`. Takes row-strided matrices; copies other non-contiguous tensors."""
     size = x.shape[-1]
     weight, bias = adjacent(weight), adjacent(bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -246,9 +230,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
         _long_layer_norm_kernel[(rows,)](x, weight, bias, y, stride, size, eps, _LONG_BLOCK, num_warps=16)
     elif rows:
         plan = tunables.LAYER_NORM.find(x.device, bucket(rows), size, x.dtype)
-        many = rows > MANY_ROWS
+        many = rows > policy.few_rows
         early = can_launch_early(x) and are_constant(weight, bias)
-        cut = _cut(rows, size, 1, plan.warps if plan else None) if many else few_pieces(size)
+        cut = _cut_of_many(size, block, plan.warps if plan else None) if many else cut_of_few(size)
         if cut:
             pieces, warps = cut
             norm_pieces_kernel[(rows,)](

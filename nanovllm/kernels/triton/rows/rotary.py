@@ -1,5 +1,4 @@
-"""Rotary position embedding of q and k: alone, with the RMS norm of each head before it, and with the cache store
-after it."""
+"""Rotary position embedding of q and k, alone or with the RMS norm of each head before and the cache store after."""
 
 from __future__ import annotations
 
@@ -13,55 +12,35 @@ from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, next_power_of_2, num_sms, warps_for
 from nanovllm.kernels.triton.rows.move_rows import as_bytes, num_scales, slot_stride
+from nanovllm.kernels.triton.rows.plans import POLICY, RowPolicy
 from nanovllm.kernels.triton.rows.rotary_kernels import rotary_kernel, rotary_tokens_kernel
-
-_MANY_TOKENS = 1024
-
-
-def _heads_and_warps(num_tokens: int, num_heads: int, most_heads: int, block: int, x: torch.Tensor) -> tuple[int, int]:
-    """Heads a program, and its warps, for `num_heads` heads a token in all, at most `most_heads` of one kind."""
-    # A warp's 16-byte loads cover 256 elements: 4 heads of 128. For few tokens a program has half as many heads as
-    # its four warps could load like that: more SMs share the work, and a thread computes half as much one after the
-    # other.
-    warp_heads = max(1, 256 // block)
-    few = num_tokens * num_heads <= 16 * num_sms(x) * warp_heads
-    return min(warp_heads * (2 if few else 4), next_power_of_2(most_heads)), 4
-
-
-def _tokens(
-    num_tokens: int, num_q_heads: int, num_k_heads: int, num_heads: int, head_dim: int, itemsize: int, heads: int,
-    warps: int
-) -> int:  # fmt: skip
-    """Tokens a program of `rotary_tokens_kernel`, which has all `num_heads` heads of a token in tiles of `heads`; 0:
-    not suited.
-
-    It needs many tokens, whole tiles of heads, and 64 registers a thread for the loads that are under way.
-    """
-    uneven = num_q_heads % heads or num_k_heads % heads or head_dim & (head_dim - 1)
-    if num_tokens <= _MANY_TOKENS or uneven or num_heads * head_dim * itemsize > 256 * 32 * warps:
-        return 0
-    return 2 if num_heads > 32 and num_tokens % 2 == 0 else 1
 
 
 def _choice(
-    tunable: Tunable, q: torch.Tensor, num_k_heads: int, num_heads: int, norm: bool, each: int
+    tunable: Tunable, q: torch.Tensor, num_k_heads: int, num_heads: int, norm: bool, each: int, policy: RowPolicy
 ) -> tuple[int, int, int]:
-    """(heads, warps, tokens) of a program for `num_heads` heads a token in all; tokens 0: `rotary_kernel` takes them.
+    """(heads, warps, tokens) of a program, for `num_heads` heads a token in all.
 
-    each: elements of a tile that a thread of `rotary_tokens_kernel` has at best.
+    tokens: of a program of `rotary_tokens_kernel`, which has all heads of a token in tiles of `heads`; 0:
+    `rotary_kernel` has the work. each: elements of a tile that a thread of `rotary_tokens_kernel` has at best.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    shape = num_tokens, num_q_heads, num_k_heads, num_heads, head_dim, q.element_size()
-    plan = tunable.find(q.device, bucket(num_tokens), num_q_heads, num_k_heads, head_dim, q.dtype, norm)
-    if plan:
-        return plan.heads, plan.warps, _tokens(*shape, plan.heads, plan.warps)
     block = next_power_of_2(head_dim // 2)
-    heads = min(8, num_q_heads & -num_q_heads, num_k_heads & -num_k_heads)
-    warps = warps_for(heads * block, each)
-    tokens = _tokens(*shape, heads, warps) if heads * block >= 256 else 0
-    if not tokens:
-        heads, warps = _heads_and_warps(num_tokens, num_heads, max(num_q_heads, num_k_heads), block, q)
-    return heads, warps, tokens
+    plan = tunable.find(q.device, bucket(num_tokens), num_q_heads, num_k_heads, head_dim, q.dtype, norm)
+    heads = plan.heads if plan else min(8, num_q_heads & -num_q_heads, num_k_heads & -num_k_heads)
+    warps = plan.warps if plan else warps_for(heads * block, each)
+    # It takes many tokens, whole tiles of heads, and 64 registers a thread for the loads that are under way.
+    uneven = num_q_heads % heads or num_k_heads % heads or head_dim & (head_dim - 1)
+    large = num_heads * head_dim * q.element_size() > 256 * 32 * warps
+    suited = num_tokens > policy.few_tokens and not uneven and not large and (plan or heads * block >= 256)
+    tokens = 0 if not suited else 2 if num_heads > 32 and num_tokens % 2 == 0 else 1
+    if plan or tokens:
+        return heads, warps, tokens
+    # The 16-byte loads of a warp cover 256 elements: 4 heads of 128. With few tokens a program of four warps has two
+    # times that, not four times: more multiprocessors share the work, and a thread computes half as much.
+    warp_heads = max(1, 256 // block)
+    few = num_tokens * num_heads <= 16 * num_sms(q) * warp_heads
+    return min(warp_heads * (2 if few else 4), next_power_of_2(max(num_q_heads, num_k_heads))), 4, 0
 
 
 class _Store(NamedTuple):
@@ -77,8 +56,8 @@ class _Store(NamedTuple):
 
 def _launch(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float, cos_sin_cache: torch.Tensor, store: _Store | None = None,
+    k_weight: torch.Tensor | None, eps: float, cos_sin_cache: torch.Tensor, policy: RowPolicy = POLICY,
+    store: _Store | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(rotated q, rotated k: a new tensor, or the cache)."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -105,11 +84,11 @@ def _launch(
         modes = True, num_scales(store.k_scale), num_scales(store.v_scale), store.k_cache.dtype == FP8, early
         tunable, num_heads, each = tunables.ROTARY_STORE, num_q_heads + 2 * num_k_heads, 4
     else:
-        v, stored, early = k, (k_out, k_out, positions, q, q), False  # v and what follows k_out is not used
+        v, stored, early = k, (k_out, k_out, positions, q, q), False  # of these only the first k_out is used
         strides = *strides, 0, 0, cos_sin_cache.stride(0), 0, 0
         modes = False, 0, 0, False, early
         tunable, num_heads, each = tunables.ROTARY, num_q_heads + num_k_heads, 8
-    heads, warps, tokens = _choice(tunable, q, num_k_heads, num_heads, norm, each)
+    heads, warps, tokens = _choice(tunable, q, num_k_heads, num_heads, norm, each, policy)
     block = next_power_of_2(head_dim // 2)
     tensors = positions, q, k, v, *weights, cos_sin_cache, q_out, *stored
     options = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": early}
@@ -117,7 +96,7 @@ def _launch(
         tokens = 1 if store else tokens
         rotary_tokens_kernel[(num_tokens // tokens,)](
             *tensors, *strides, eps, num_q_heads // heads, num_k_heads // heads, block, norm, heads, tokens, *modes,
-            **options
+            **options,
         )  # fmt: skip
     else:
         pieces = cdiv(num_q_heads, heads) + (2 if store else 1) * cdiv(num_k_heads, heads)
@@ -128,30 +107,27 @@ def _launch(
 
 
 def rotary_embedding(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cos_sin_cache: torch.Tensor
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cos_sin_cache: torch.Tensor, policy: RowPolicy = POLICY
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op `rotary_embedding`. q and k may have any token and head strides, the table any between rows; results are
-    contiguous.
-
-    Tensors whose elements are not side by side, positions too, are copied.
+    """The op `rotary_embedding`. q and k may have any token and head strides, the table any row stride. Results are
+    contiguous. Tensors whose last dimension is strided are copied.
     """
-    return _launch(positions, q, k, None, None, 0.0, cos_sin_cache)
+    return _launch(positions, q, k, None, None, 0.0, cos_sin_cache, policy)
 
 
 def qk_norm_rope(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor,
-    eps: float,
-    cos_sin_cache: torch.Tensor,
+    eps: float, cos_sin_cache: torch.Tensor, policy: RowPolicy = POLICY,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The op `qk_norm_rope`. As `rotary_embedding`; weights are copied if strided."""
-    return _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache)
+    return _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, policy)
 
 
 def qk_norm_rope_store(
     positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin_cache: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None, eps: float = 0.0, k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, policy: RowPolicy = POLICY,
 ) -> torch.Tensor:  # fmt: skip
     """The op `qk_norm_rope_store`, in one kernel. As `qk_norm_rope`; v may be strided like k."""
     check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
@@ -160,4 +136,4 @@ def qk_norm_rope_store(
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight, k_weight: expected both or neither, got one")
     store = _Store(v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    return _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, store)[0]
+    return _launch(positions, q, k, q_weight, k_weight, eps, cos_sin_cache, policy, store)[0]

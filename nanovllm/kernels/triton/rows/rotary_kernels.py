@@ -1,7 +1,11 @@
 """The kernels of `rotary`: heads of q and k rotated, with the RMS norm before and the cache store after it.
 
-A program loads the two halves of its heads as two tiles, since an element is rotated with its partner in the other
-half. Heads are loaded before the angles, whose address is known only when the token's position has come.
+An element is rotated with its partner in the other half of the head, so a program loads the halves as two tiles. It
+loads heads before angles: the address of the angles depends on the token's position, which is loaded too.
+
+STORE: k_out and v_out are caches. k is rotated into the slot of its token, v is copied into it. DEPENDENT: launched
+before the kernel before it has ended. The kernel waits, and does not let its successor start: that could read the cache
+before the new tokens are stored.
 """
 
 import triton
@@ -79,8 +83,7 @@ def _load_tiles(x, head, head_stride, HALF: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def _load_row(source, head, HALF: tl.constexpr, dtype: tl.constexpr):
-    """The halves of a row as tiles with a copy for each head: every thread loads what it needs, and none waits for
-    another."""
+    """The halves of a row as tiles with a copy for each head: each thread loads its own, and none waits for another."""
     col = tl.broadcast_to(tl.arange(0, HALF)[None, :], [head.shape[0], HALF])
     return rounded(tl.load(source + col).to(tl.float32), dtype), rounded(
         tl.load(source + HALF + col).to(tl.float32), dtype
@@ -108,8 +111,7 @@ def _store_tile(tile, slot, scale, piece, head, HALF: tl.constexpr, SCALES: tl.c
     store_quantised(target + HALF, tile[1], scale, known, None, SCALES, FP8)
 
 
-# Positions and slots are rows of one tensor: their alignment depends on the number of tokens, and no kernel depends
-# on it.
+# Positions and slots are rows of one tensor, whose alignment depends on the number of tokens: not specialised on.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def rotary_tokens_kernel(
     positions, q, k, v, q_weight, k_weight, cos_sin_cache, q_out, k_out, v_out, slot_mapping, k_scale, v_scale,
@@ -119,18 +121,14 @@ def rotary_tokens_kernel(
     TOKENS: tl.constexpr, STORE: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """All heads of TOKENS tokens a program, in tiles of HEADS, without masks: all of a token's loads are started first.
-
-    STORE: k_out and v_out are caches. k is rotated into its token's slot, v copied into it. DEPENDENT: see
-    `rotary_kernel`.
-    """
+    """All heads of TOKENS tokens a program, in tiles of HEADS, without masks. It starts all loads of a token first."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     dtype: tl.constexpr = q_out.dtype.element_ty
     head = tl.arange(0, HEADS)[:, None]
     for t in tl.static_range(TOKENS):
         token = tl.program_id(0).to(tl.int64) * TOKENS + t
-        # Both at the start: what either leads to waits for one round trip, not for two.
+        # Both addresses are loaded at the start: what depends on them waits for one round trip, not for two.
         position = tl.load(positions + token).to(tl.int64)
         if STORE:
             slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -151,7 +149,7 @@ def rotary_tokens_kernel(
         _rotate_tiles(qs, q_target, q_weights, angles, head, eps, HALF, Q_PIECES, NORM)
         if STORE:
             if NORM:
-                # Not sooner: in registers all along they would make others spill.
+                # Loaded earlier, these would make other registers spill.
                 k_weights = _load_row(k_weight, head, HALF, dtype)
             for i in tl.static_range(K_PIECES):
                 rotated = _rotated(
@@ -171,11 +169,7 @@ def rotary_kernel(
     NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, pieces of HEADS heads): those of q and k, which are rotated, and with STORE those of v.
-
-    STORE: as in `rotary_tokens_kernel`. DEPENDENT: launched before the kernel before it has ended. It only waits: a
-    kernel that it let start could read the cache before the new tokens are there.
-    """
+    """Grid [tokens, pieces of HEADS heads]: the heads of q and k, and with STORE those of v."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)

@@ -1,7 +1,7 @@
-"""Softmax over the last dimension: one pass where a row fits into registers, else two over the row in memory.
+"""Softmax over the last dimension: one pass if a row fits into registers, else two passes over the row in memory.
 
-The two passes are one program's for each row, or, where rows are fewer than multiprocessors, those of many programs
-each.
+If the rows are fewer than the multiprocessors, several programs share each row. DEPENDENT: launched before the kernel
+that writes x has ended (`early_start`).
 """
 
 import torch
@@ -16,15 +16,14 @@ from nanovllm.kernels.triton.launch_arguments import cdiv, matrix_of, next_power
 
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192
-_PART, _LARGE_PART = 1024, 8192  # elements of a program where several share a row
-_FEW_ROWS = 16  # up to which these are _PART
-_MOST_PARTS = 1024  # of a row, all of which each of its programs loads
+_PART, _LARGE_PART = 1024, 8192  # elements of a program, if several share a row
+_FEW_ROWS = 16  # up to so many rows a program has _PART elements
+_MOST_PARTS = 1024  # of a row: each of its programs loads all of them
 _SHORT_TILE = 1024
 
 
 @triton.jit
 def _softmax_kernel(x, y, rows, size, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False):
-    """DEPENDENT: launched before the kernel that writes x has ended."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -38,11 +37,7 @@ def _softmax_kernel(x, y, rows, size, stride, ROWS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _softmax_parts_kernel(x, parts, size, stride, pieces, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Of piece program_id(1) of row program_id(0): the largest value, and the sum of exponentials relative to it,
-    side by side.
-
-    DEPENDENT: launched before the kernel that writes x has ended.
-    """
+    """Grid [rows, pieces]. Writes the largest value of a piece, and the sum of exponentials relative to it."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -60,11 +55,10 @@ def _softmax_parts_kernel(x, parts, size, stride, pieces, BLOCK: tl.constexpr, D
 def _softmax_pieces_kernel(
     x, parts, y, size, stride, pieces, BLOCK: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """The softmax of piece program_id(1) of row program_id(0), when the row's parts are there.
+    """Grid [rows, pieces]. Writes the softmax of a piece, from the parts of all pieces of its row.
 
-    DEPENDENT: launched when the programs that write parts end. They waited for x to be written, so x need not be
-    waited for; but it is read past the first-level cache, which may hold what was there before, since nobody has
-    waited on this multiprocessor.
+    DEPENDENT: launched when the programs that write the parts end. These have waited for x, so x can be loaded before
+    the wait. But this multiprocessor has not waited, and its first-level cache may hold older data: loads go past it.
     """
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -107,16 +101,14 @@ def _long_softmax_kernel(x, y, size, stride, BLOCK: tl.constexpr):
 
 
 def _warps(rows: int, elements: int) -> int:
-    """Of a program. Up to 1024 rows a thread has 8 elements, but more than 8 warps for 4096 wait longer for each
-    other than they save."""
+    # More than 8 warps for 4096 elements wait longer for each other than they save.
     if rows > 1024:
         return warps_for(elements, 16)
     return warps_for(elements, 8, 8 if elements <= 4096 else 16)
 
 
 def _split_softmax(x: torch.Tensor, y: torch.Tensor, rows: int, size: int, stride: int) -> None:
-    """Rows that are fewer than multiprocessors, each by many programs: first what they need of each other, then the
-    result."""
+    """Several programs a row: one kernel for what they need of each other, one for the result."""
     part = _PART if rows <= _FEW_ROWS and size <= _MOST_PARTS * _PART else _LARGE_PART
     pieces = cdiv(size, part)
     parts = torch.empty((rows, pieces, 2), dtype=torch.float32, device=x.device)
@@ -130,7 +122,7 @@ def _split_softmax(x: torch.Tensor, y: torch.Tensor, rows: int, size: int, strid
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
-    """The op `softmax`. Takes row-strided matrices as they are; other non-contiguous tensors are copied."""
+    """The op `softmax`. Takes row-strided matrices; copies other non-contiguous tensors."""
     size = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, rows, stride = matrix_of(x)

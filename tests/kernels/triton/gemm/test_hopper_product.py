@@ -1,5 +1,4 @@
-"""Products of few tokens on Hopper: against float64 there; elsewhere the plans, what is taken, and what the kernels
-compile to."""
+"""Products of few tokens on Hopper: against float64 there; elsewhere the plans, and which products are taken."""
 
 import itertools
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.gemm import hopper_product, small_products
 from nanovllm.kernels.triton.gemm.hopper_product import HopperProductPlan, plan_hopper_product
+from nanovllm.tune.launches import recorded
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
@@ -32,16 +32,29 @@ SHAPES = [
 TOKENS = (1, 3, 8, 9, 16, 31, 32, 33, 64, 80, 100, 129, 160, 176, 208, 256)
 
 
-def bound_of(expected, dtype):
-    return RELATIVE[dtype] * max(1.0, expected.abs().amax().item())
-
-
 def make(tokens, rows, size, dtype, seed, scale=1.0, stride=None):
-    """x, a view of rows `stride` apart whose gaps are NaN, and a weight."""
+    """x, a view of rows `stride` apart with NaN in the gaps, a weight, a bias, and their product without bias."""
     g = torch.Generator("cuda").manual_seed(seed)
     wide = torch.full((tokens, stride or size), float("nan"), dtype=dtype, device="cuda")
     wide[:, :size] = torch.randn(tokens, size, generator=g, device="cuda") * scale
-    return wide[:, :size], (torch.randn(rows, size, generator=g, device="cuda") * size**-0.5).to(dtype)
+    x, weight = wide[:, :size], (torch.randn(rows, size, generator=g, device="cuda") * size**-0.5).to(dtype)
+    bias = torch.randn(rows, generator=g, device="cuda").to(dtype)
+    return x, weight, bias, F.linear(x.double(), weight.double())
+
+
+def near(got, expected, factor=1.0):
+    """Within factor * the tolerance of the dtype * the largest result. float32 sums of parts come as they are."""
+    if got.dtype == torch.float32:
+        got = got.double().sum(0)
+        tolerance = max(1e-4, 2e-5 * expected.abs().amax().item())
+    else:
+        tolerance = factor * RELATIVE[got.dtype] * max(1.0, expected.abs().amax().item())
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
+
+
+def gated(exact):
+    gate, up = exact.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 @on_hopper
@@ -49,103 +62,66 @@ def make(tokens, rows, size, dtype, seed, scale=1.0, stride=None):
 @pytest.mark.parametrize("rows, size", SHAPES, ids=str)
 def test_products(rows, size, dtype, poison):
     for tokens in TOKENS:
-        x, weight = make(tokens, rows, size, dtype, tokens, stride=size + 8 * (tokens % 3))
+        x, weight, bias, exact = make(tokens, rows, size, dtype, tokens, stride=size + 8 * (tokens % 3))
         assert hopper_product.takes(x, weight) == (tokens in hopper_product.num_tokens_taken(weight))
-        bias = torch.randn(rows, device="cuda").to(dtype)
-        for b in (None, bias):
-            expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
-            got = hopper_product.product(x, weight, b)
-            assert got.dtype == dtype
-            torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound_of(expected, dtype))
-        parts = hopper_product.product(x, weight, split=True)
-        expected = F.linear(x.double(), weight.double())
-        assert parts.dtype == torch.float32
-        torch.testing.assert_close(
-            parts.double().sum(0), expected, rtol=0, atol=2e-5 * max(1.0, expected.abs().amax().item())
-        )
+        near(hopper_product.product(x, weight), exact)
+        near(hopper_product.product(x, weight, bias), exact + bias.double())
+        near(hopper_product.product(x, weight, split=True), exact)
         if rows % 16 == 0:
-            gate, up = expected.chunk(2, -1)
-            expected = F.silu(gate) * up
-            got = hopper_product.product(x, weight, gated=True)
-            torch.testing.assert_close(got.double(), expected, rtol=0, atol=2 * bound_of(expected, dtype))
+            near(hopper_product.product(x, weight, gated=True), gated(exact), 2)
 
 
-@on_hopper
-@pytest.mark.parametrize("plan", [HopperProductPlan(s, c, n, r) for s, c, n, r in (
+ONE_TILE = [
     (1, 4, 2, 3), (1, 1, 2, 9), (1, 2, 3, 3), (2, 2, 2, 3), (5, 4, 1, 1), (3, 1, 6, 1), (17, 1, 1, 1), (1, 2, 4, 3),
-)], ids=str)  # fmt: skip
-def test_any_plan(plan, poison):
-    """Slots used once and many times, a last group that is partly there, more programs than columns need."""
-    assert plan.splits * plan.chunks * plan.slots * plan.rounds >= 17
-    for tokens, seed in itertools.product((2, 17, 40), range(3)):
-        x, weight = make(tokens, 208, 17 * 64, torch.bfloat16, seed)
-        expected = F.linear(x.double(), weight.double())
-        parts = hopper_product.product(x, weight, split=True, plan=plan)
-        torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=1e-4)
-        if plan.splits == 1:
-            got = hopper_product.product(x, weight, plan=plan)
-            torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound_of(expected, x.dtype))
+]  # fmt: skip
+TWO_TILES = [(1, 1, 3, 6), (1, 1, 3, 6, 256), (1, 2, 2, 5, 256), (3, 2, 3, 1, 256), (9, 1, 2, 1, 256)]
 
 
 @on_hopper
-@pytest.mark.parametrize(
-    "plan",
-    [
-        HopperProductPlan(1, 1, 3, 6),
-        HopperProductPlan(1, 1, 3, 6, 256),
-        HopperProductPlan(1, 2, 2, 5, 256),
-        HopperProductPlan(3, 2, 3, 1, 256),
-        HopperProductPlan(9, 1, 2, 1, 256),
-    ],
-    ids=str,
-)
-def test_two_tiles_of_tokens(plan, poison):
-    """Of one program or of two: all of both there, and a second that begins inside the first."""
-    for tokens, rows in itertools.product(
-        (1, 7, 33, 65, 70, 96, 97, 130, 144, 160, 161, 192, 193, 250, 256), (80, 272)
-    ):
-        x, weight = make(tokens, rows, 17 * 64, torch.bfloat16, tokens, stride=17 * 64 + 8)
-        bias = torch.randn(rows, device="cuda").bfloat16()
-        expected = F.linear(x.double(), weight.double())
-        parts = hopper_product.product(x, weight, split=True, plan=plan)
-        torch.testing.assert_close(parts.double().sum(0), expected, rtol=0, atol=1e-4)
+@pytest.mark.parametrize("plan, numbers, rows", [
+    *((plan, (2, 17, 40), (208,)) for plan in ONE_TILE),
+    *((plan, (1, 7, 33, 65, 70, 96, 97, 130, 144, 160, 161, 192, 193, 250, 256), (80, 272)) for plan in TWO_TILES),
+], ids=str)  # fmt: skip
+def test_any_plan(plan, numbers, rows, poison):
+    """Slots used once and many times, a last group that is partly there, more programs than columns need; two tiles of
+    tokens, of one program or of two, the second inside the first or not.
+    """
+    plan = HopperProductPlan(*plan)
+    assert plan.splits * plan.chunks * plan.slots * plan.rounds >= 17
+    for tokens, num_rows, seed in itertools.product(numbers, rows, range(3 if len(rows) == 1 else 1)):
+        x, weight, bias, exact = make(tokens, num_rows, 17 * 64, torch.bfloat16, tokens + seed, stride=17 * 64 + 8)
+        near(hopper_product.product(x, weight, split=True, plan=plan), exact)
         if plan.splits == 1:
-            got = hopper_product.product(x, weight, bias, plan=plan)
-            torch.testing.assert_close(got.double(), expected + bias.double(), rtol=0, atol=bound_of(expected, x.dtype))
-            gate, up = expected.chunk(2, -1)
-            want = F.silu(gate) * up
-            got = hopper_product.product(x, weight, gated=True, plan=plan)
-            torch.testing.assert_close(got.double(), want, rtol=0, atol=2 * bound_of(want, x.dtype))
+            near(hopper_product.product(x, weight, bias, plan=plan), exact + bias.double())
+            near(hopper_product.product(x, weight, gated=True, plan=plan), gated(exact), 2)
+
+
+def distance(got, expected):
+    return (got.double() - expected.double()).norm() / expected.double().norm()
 
 
 @on_hopper
 @pytest.mark.parametrize("scale", [1e-3, 50.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_ops_round_as_the_ops_they_fuse(dtype, scale, poison):
+    most = {torch.bfloat16: (4e-3, 6e-3), torch.float16: (5e-4, 1e-3)}[dtype]
     for tokens, (rows, size) in itertools.product((2, 8, 32, 64), ((1024, 3072), (576, 1536), (4096, 4096))):
-        x, weight = make(tokens, rows, size, dtype, tokens, scale)
+        x, weight, *_ = make(tokens, rows, size, dtype, tokens, scale)
         residual = torch.randn(tokens, 2 * rows, device="cuda").to(dtype)[:, ::2] * scale
         norm, bias = torch.rand(rows, device="cuda").to(dtype) + 0.5, torch.randn(rows, device="cuda").to(dtype)
         for b in (None, bias):
             got, total = small_products.linear_add_rms_norm(x, weight, residual, norm, 1e-6, b)
             want, want_total = linear_add_rms_norm.native(x, weight, residual, norm, 1e-6, b)
-            for a, e in ((got, want), (total, want_total)):
-                assert (a.double() - e.double()).norm() / e.double().norm() < {
-                    torch.bfloat16: 4e-3,
-                    torch.float16: 5e-4,
-                }[dtype]
+            assert distance(got, want) < most[0] and distance(total, want_total) < most[0]
         got, want = small_products.linear_silu_and_mul(x, weight), linear_silu_and_mul.native(x, weight)
-        assert (got.double() - want.double()).norm() / want.double().norm() < {
-            torch.bfloat16: 6e-3,
-            torch.float16: 1e-3,
-        }[dtype]
+        assert distance(got, want) < most[1]
 
 
 @on_hopper
 def test_tokens_do_not_see_each_other():
     """A token's bits do not depend on the others, whose numbers may be infinite or not numbers; and no run differs
     from another."""
-    x, weight = make(32, 4096, 1024, torch.bfloat16, 0)
+    x, weight, *_ = make(32, 4096, 1024, torch.bfloat16, 0)
     first = hopper_product.product(x, weight)
     x = x.clone()
     x[5], x[31] = float("nan"), float("inf")
@@ -160,8 +136,8 @@ def test_a_chain_replays_with_new_tokens():
     """Kernels that start before their predecessors have ended read what those wrote, in a graph too, ten thousand
     times."""
     tokens, hidden, inner = 32, 1024, 3072
-    _, gate_up = make(tokens, 2 * inner, hidden, torch.bfloat16, 1)
-    _, down = make(tokens, hidden, inner, torch.bfloat16, 2)
+    _, gate_up, *_ = make(tokens, 2 * inner, hidden, torch.bfloat16, 1)
+    _, down, *_ = make(tokens, hidden, inner, torch.bfloat16, 2)
     norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
     x, residual = torch.randn(2, tokens, hidden, device="cuda").bfloat16()
 
@@ -185,7 +161,7 @@ def test_a_chain_replays_with_new_tokens():
         expected, r = x, residual
         for _ in range(4):
             expected, r = linear_add_rms_norm.native(linear_silu_and_mul.native(expected, gate_up), down, r, norm, 1e-6)
-        assert (out.double() - expected.double()).norm() / expected.double().norm() < 1e-2
+        assert distance(out, expected) < 1e-2
         first = out.clone()
         for _ in range(3333):
             graph.replay()
@@ -207,18 +183,16 @@ def test_plans_cover_every_column_and_fit():
 def weight_like(rows, size, dtype=torch.bfloat16, contiguous=True, address=0):
     return SimpleNamespace(
         shape=(rows, size), dtype=dtype, is_cuda=True, device=SimpleNamespace(index=0),
-        is_contiguous=lambda: contiguous,
-        data_ptr=lambda: address,
+        is_contiguous=lambda: contiguous, data_ptr=lambda: address,
     )  # fmt: skip
 
 
 def test_what_is_taken(monkeypatch):
-    monkeypatch.setattr(hopper_product, "_is_hopper", lambda index: True)
+    monkeypatch.setattr(hopper_product, "is_hopper", lambda index: True)
     taken = hopper_product.num_tokens_taken
     assert taken(weight_like(4096, 1024)) == range(1, 257) == taken(weight_like(4096, 1024, torch.float16))
-    assert taken(weight_like(24576, 4096), gated=True) == range(1, 129) and taken(weight_like(2048, 6144)) == range(
-        2, 193
-    )
+    assert taken(weight_like(24576, 4096), gated=True) == range(1, 129)
+    assert taken(weight_like(2048, 6144)) == range(2, 193)
     refused = [
         weight_like(4096, 1024, torch.float32), weight_like(4096, 1000), weight_like(4096, 0), weight_like(0, 64),
         weight_like(4096, 1024, contiguous=False), weight_like(4096, 1024, address=8),
@@ -238,7 +212,7 @@ def test_what_is_taken(monkeypatch):
     # One token of a layer of this size is better in the kernels that have the norm before the product.
     assert small_products.num_tokens_linear(weight_like(4096, 2048)) == range(1, 129)
     assert small_products.num_tokens_add_rms_norm_linear(weight_like(4096, 2048)) == range(1, 2)
-    monkeypatch.setattr(hopper_product, "_is_hopper", lambda index: False)
+    monkeypatch.setattr(hopper_product, "is_hopper", lambda index: False)
     assert not small_products.num_tokens_linear_add_rms_norm(weight_like(4096, 1024))
     assert small_products.num_tokens_add_rms_norm_linear(weight_like(4096, 1024)) == range(1, 9)
 
@@ -248,32 +222,27 @@ def test_what_is_taken(monkeypatch):
 )
 def test_a_plain_call_does_what_layers_do(rows, size, monkeypatch):
     """On a Hopper GPU that is not there: which product runs, by the op itself and by what `num_tokens` tells layers."""
-    ran, weight = [], torch.empty(rows, size, dtype=torch.bfloat16)
-
-    def note(name, result):
-        return lambda x, w, *args, **kwargs: ran.append(name + kwargs.get("gated", False) * " gated") or result(x)
-
     monkeypatch.setattr(
         hopper_product, "num_tokens_taken", lambda w, gated=False: hopper_product.worth(*w.shape, gated, w.dtype)
     )
-    monkeypatch.setattr(hopper_product, "product", note("hopper", lambda x: x))
-    monkeypatch.setattr(small_products, "sum_add_rms_norm", lambda *args: args)
-    monkeypatch.setattr(small_products, "_launch", note("few", lambda x: (x, x)))
-    monkeypatch.setattr(small_products, "F", SimpleNamespace(linear=note("library", lambda x: x)))
-    monkeypatch.setattr(small_products, "silu_and_mul", lambda x: x)
-    monkeypatch.setattr(small_products, "_add_rms_norm", lambda x, residual, *args: (x, residual))
+    weight = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
+
+    def product(call, *args):
+        with recorded() as launches:
+            call(*args)
+        ran = {launch.kernel.__name__: launch.arguments.get("GATED") for launch in launches}
+        if "hopper_product_kernel" in ran:
+            return "hopper gated" if ran["hopper_product_kernel"] else "hopper"
+        return "few" if ran.keys() & {"vector_kernel", "matrix_kernel"} else "library"
+
     for tokens in (1, 2, 8, 9, 16, 32, 33, 64, 65, 256, 257):
-        x = torch.empty(tokens, size, dtype=torch.bfloat16)
-        small_products.linear(x, weight)
-        plain = ran.pop()
-        assert (plain == "library") == (tokens not in small_products.num_tokens_linear(weight)) and not ran
-        small_products.linear_add_rms_norm(x, weight, x, x[0], 1e-6)
-        assert ran.pop() == ("hopper" if tokens in small_products.num_tokens_linear_add_rms_norm(weight) else plain)
-        small_products.linear_silu_and_mul(x, weight)
-        assert (
-            ran.pop() == ("hopper gated" if tokens in small_products.num_tokens_linear_silu_and_mul(weight) else plain)
-            and not ran
-        )
+        x, out = (torch.empty(tokens, n, dtype=torch.bfloat16, device="meta") for n in (size, rows))
+        plain = product(small_products.linear, x, weight)
+        assert (plain == "library") == (tokens not in small_products.num_tokens_linear(weight))
+        added = product(small_products.linear_add_rms_norm, x, weight, out, out[0], 1e-6)
+        assert added == ("hopper" if tokens in small_products.num_tokens_linear_add_rms_norm(weight) else plain)
+        gated = product(small_products.linear_silu_and_mul, x, weight)
+        assert gated == ("hopper gated" if tokens in small_products.num_tokens_linear_silu_and_mul(weight) else plain)
 
 
 def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
@@ -281,7 +250,7 @@ def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
     assert hopper_product.most_tokens_whole(2048, 6144) == 8  # never fewer: measured
     assert hopper_product.most_tokens_whole(1024, 1024) == 256 == hopper_product.most_tokens_whole(4096, 1024)
     assert hopper_product.most_tokens_whole(4096, 12288) == 128
-    monkeypatch.setattr(hopper_product, "_is_hopper", lambda index: True)
+    monkeypatch.setattr(hopper_product, "is_hopper", lambda index: True)
     assert small_products.num_tokens_linear(weight_like(1024, 3072)) == range(1, 33)
     assert small_products.num_tokens_linear(weight_like(2048, 6144)) == range(1, 9)
     assert small_products.num_tokens_linear_add_rms_norm(weight_like(1024, 3072)) == range(1, 257)
@@ -289,8 +258,6 @@ def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
 
 def test_weights_are_read_early_only_if_they_are_parameters():
     """Any other tensor may be what the kernel before is about to write: then the launch waits for that, as usual."""
-    from nanovllm.tune.launches import recorded
-
     x, parts = torch.randn(2, 1024, dtype=torch.bfloat16), torch.zeros(2, 2, 1024)
     matrix = torch.randn(2048, 1024, dtype=torch.bfloat16)
     weight, norm, bias, column = (

@@ -35,7 +35,7 @@ def test_compiles_without_spills(tokens, rows, size, what, tmp_path):
     gated, split, bias = (what.get(name, False) for name in ("gated", "split", "bias"))
     plan = plan_hopper_product(tokens, rows, size, split, 132)
     padded = tunables.hopper_product_tokens(tokens, plan.block)
-    first = hopper_product._FIRST.get(padded, padded)
+    first = hopper_product.FIRST_TILE.get(padded, padded)
 
     def boxes(*box):
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))

@@ -21,27 +21,18 @@ RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 TMA = not GPU or features(DEVICE)[1]
 # [m, k] x [n, k]^T: one row, one column, odd sizes, sizes of a tile and one more, no row, no sum.
 SHAPES = [
-    (1, 1, 1),
-    (1, 33, 5),
-    (1, 130, 64),
-    (3, 64, 40),
-    (16, 72, 33),
-    (17, 96, 65),
-    (66, 40, 70),
-    (0, 8, 4),
-    (2, 0, 3),
+    (1, 1, 1), (1, 33, 5), (1, 130, 64), (3, 64, 40), (16, 72, 33), (17, 96, 65), (66, 40, 70), (0, 8, 4), (2, 0, 3),
     (2, 8, 0),
-]
+]  # fmt: skip
 if GPU:
     SHAPES += [(m, k, n) for m in (1, 5, 16, 33, 64, 256, 2048) for k, n in ((1024, 4096), (3072, 1024))]
     SHAPES += [(1, 4096, 12288), (130, 1000, 3001), (300, 1001, 517), (129, 2048, 151936)]
 PLANS = [
-    StreamPlan(1, 4, 64, 1, 4, 1), StreamPlan(1, 2, 32, 3, 4, 1), StreamPlan(1, 8, 128, 1, 4, 3), StreamPlan(16, 16,
-    32, 1, 4, 2),
-    StreamPlan(16, 32, 16, 4, 4, 2), StreamPlan(32, 64, 64, 2, 4, 3), StreamPlan(64, 64, 64, 1, 4, 4),
-    TilePlan(64, 16, 16, 2, 1, 4, 2), TilePlan(16, 32, 32, 2, 3, 4, 2), TilePlan(64, 64, 64, 8, 2, 4, 3),
-    TilePlan(64, 16, 32, 3, 1, 4, 2, True), TilePlan(64, 32, 64, 3, 1, 4, 2, True, True), TilePlan(64, 16, 16, 3, 3,
-    4, 2, True),
+    StreamPlan(1, 4, 64, 1, 4, 1), StreamPlan(1, 2, 32, 3, 4, 1), StreamPlan(1, 8, 128, 1, 4, 3),
+    StreamPlan(16, 16, 32, 1, 4, 2), StreamPlan(16, 32, 16, 4, 4, 2), StreamPlan(32, 64, 64, 2, 4, 3),
+    StreamPlan(64, 64, 64, 1, 4, 4), TilePlan(64, 16, 16, 2, 1, 4, 2), TilePlan(16, 32, 32, 2, 3, 4, 2),
+    TilePlan(64, 64, 64, 8, 2, 4, 3), TilePlan(64, 16, 32, 3, 1, 4, 2, True),
+    TilePlan(64, 32, 64, 3, 1, 4, 2, True, True), TilePlan(64, 16, 16, 3, 3, 4, 2, True),
     TilePlan(64, 256, 32, 2, 1, 8, 2, True, True),
 ]  # fmt: skip
 
@@ -125,15 +116,9 @@ def test_any_strides(dtype):
         # One element off: no wide load is aligned any more.
         off = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(m, k)
         check_linear(linear_bias_act(off, weight, bias), x, weight, bias, "none")
-    x = randn(3, 2, 24, dtype=dtype)
-    check_linear(
-        linear_bias_act(x.transpose(0, 1), weight[:, :24]).flatten(0, 1),
-        x.transpose(0, 1).flatten(0, 1),
-        weight[:, :24],
-        None,
-        "none",
-    )
-    check_linear(linear_bias_act(x[0, 0], weight[:, :24])[None], x[0, :1], weight[:, :24], None, "none")
+    x, weight = randn(3, 2, 24, dtype=dtype).transpose(0, 1), weight[:, :24]
+    check_linear(linear_bias_act(x, weight).flatten(0, 1), x.flatten(0, 1), weight, None, "none")
+    check_linear(linear_bias_act(x[0, 0], weight)[None], x[0, :1], weight, None, "none")
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -158,18 +143,16 @@ def test_every_plan_on_every_shape(plan, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_silu_and_mul_of_many_tokens_rounds_as_the_ops_do(dtype, monkeypatch):
+def test_silu_and_mul_of_many_tokens_rounds_as_the_ops_do(dtype):
     if not TMA:
         assert not products.many_tokens(torch.empty(64, 64, dtype=dtype, device=DEVICE))
         return
-    shapes = (
-        [(4096, 1024, 3072), (4099, 2048, 6144), (5000, 576, 1536)] if GPU else [(70, 72, 40), (64, 64, 16), (3, 40, 8)]
-    )
-    if not GPU:
-        monkeypatch.setattr(products, "_MANY_PLAN", TilePlan(64, 16, 32, 2, 1, 4, 2, tma=True, flatten=True))
+    plan, shapes = TilePlan(64, 16, 32, 2, 1, 4, 2, tma=True, flatten=True), [(70, 72, 40), (64, 64, 16), (3, 40, 8)]
+    if GPU:
+        plan, shapes = products.MANY_PLAN, [(4096, 1024, 3072), (4099, 2048, 6144), (5000, 576, 1536)]
     for m, k, n in shapes:
         x, weight = strided(randn(m, k, dtype=dtype)), randn(2 * n, k, dtype=dtype, seed=1, scale=k**-0.5)
-        got = products.silu_and_mul_of_many(x, weight)
+        got = products.silu_and_mul_of_many(x, weight, plan)
         gate, up = (x.double() @ weight.double().T).to(dtype).chunk(2, -1)
         expected = torch.nn.functional.silu(gate.double()).to(dtype).double() * up.double()
         assert got.dtype == dtype and got.shape == (m, n) and got.is_contiguous()
@@ -264,11 +247,8 @@ def test_wrong_arguments_are_named(call, named):
 def test_in_a_graph_with_new_data():
     for m in (1, 8, 64, 200):
         x = randn(m, 1024, dtype=torch.bfloat16)
-        gate_up, down = (
-            randn(6144, 1024, dtype=torch.bfloat16, scale=0.03),
-            randn(1024, 3072, dtype=torch.bfloat16, scale=0.03),
-        )
-        bias = randn(1024, dtype=torch.bfloat16)
+        gate_up, down = (randn(*shape, dtype=x.dtype, scale=0.03) for shape in ((6144, 1024), (1024, 3072)))
+        bias = randn(1024, dtype=x.dtype)
 
         def run(x=x, gate_up=gate_up, down=down, bias=bias):
             return linear_bias_act(gated_mlp(x, gate_up, down), down[:, :1024], bias, "gelu")

@@ -1,9 +1,6 @@
-"""The small-batch products against float64 and against the ops that they fuse; what they compile to.
+"""The small-batch products against float64 and against the ops that they fuse."""
 
-With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when
-Triton is imported, by an environment variable, so it gets a process of its own: `test_in_the_interpreter`.
-"""
-
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +9,10 @@ import torch.nn.functional as F
 
 triton = pytest.importorskip("triton")
 
-import nanovllm.kernels.triton.gemm.small_products as decode
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from nanovllm.kernels.ops.linear import linear
-from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.triton.gemm import hopper_product
+from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.gemm import hopper_product, small_products
 from nanovllm.kernels.triton.gemm.small_product_plan import (
     MAX_TOKENS,
     SHARED_BYTES,
@@ -26,7 +22,7 @@ from nanovllm.kernels.triton.gemm.small_product_plan import (
     plan_small_product,
 )
 from tests.interpreter import check_interpreted
-from tests.kernels.triton.common import DEVICE, DTYPES, INTERPRETED, RUNS_HERE, randn, strided
+from tests.kernels.triton.common import DTYPES, INTERPRETED, RUNS_HERE, randn, strided
 
 pytestmark = pytest.mark.usefixtures("poison")
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -64,12 +60,10 @@ def close(got, expected, dtype):
 
 
 def like(got, native):
-    """The same roundings in the same places: only the order of the sums differs, so few results do, by one rounding
-    or two.
+    """The same roundings in the same places. Only the order of sums differs, so few results differ, by one or two.
 
-    Where results are few, one that differs is much of the norm. It may differ by four roundings, each at most
-    torch.finfo.eps of it: a gate of -3 that is rounded the other way changes silu(gate) by 1.9 times as much, and
-    with it the two roundings that follow.
+    One of few results may differ by four roundings, each at most torch.finfo.eps of it: a gate of -3 that is rounded
+    the other way changes silu(gate) by 1.9 times as much, and with it the two roundings that follow.
     """
     assert got.dtype == native.dtype and got.shape == native.shape
     wanted = native.double()
@@ -82,7 +76,9 @@ def like(got, native):
 
 def runs_here(x, weight, gated, norm):
     """Whether a kernel of this package multiplies, not the library's."""
-    return decode._plan(x, weight, gated, norm) is not None or (not norm and hopper_product.takes(x, weight, gated))
+    return small_products.small_plan(x, weight, gated, norm) is not None or (
+        not norm and hopper_product.takes(x, weight, gated)
+    )
 
 
 def check(tokens, outputs, size, dtype, seed=0, scale=1.0, like=like):
@@ -101,20 +97,20 @@ def check(tokens, outputs, size, dtype, seed=0, scale=1.0, like=like):
     for residual, stream in ((a.residual, total), (None, a.x)):
         wide = normed_64(stream, a.norm)
         for bias in (a.bias, None):
-            got, new = decode.add_rms_norm_linear(a.x, residual, a.norm, EPS, a.weight, bias)
+            got, new = small_products.add_rms_norm_linear(a.x, residual, a.norm, EPS, a.weight, bias)
             native, _ = add_rms_norm_linear.native(a.x, residual, a.norm, EPS, a.weight, bias)
             assert torch.equal(new, stream)
             exact = F.linear(wide, a.weight.double(), None if bias is None else bias.double())
             close_if_ours(got, exact, gated=False, norm=True)
             like(got, native)
-        got, new = decode.add_rms_norm_gate_up(a.x, residual, a.norm, EPS, a.weight)
+        got, new = small_products.add_rms_norm_gate_up(a.x, residual, a.norm, EPS, a.weight)
         native, _ = add_rms_norm_gate_up.native(a.x, residual, a.norm, EPS, a.weight)
         assert torch.equal(new, stream)
         gate, up = F.linear(wide, a.weight.double()).chunk(2, -1)
         close_if_ours(got, F.silu(gate) * up, gated=True, norm=True)
         like(got, native)
     for bias in (a.bias, None):
-        got = decode.linear(a.x, a.weight, bias)
+        got = small_products.linear(a.x, a.weight, bias)
         exact = F.linear(a.x.double(), a.weight.double(), None if bias is None else bias.double())
         close_if_ours(got, exact, gated=False, norm=False)
         like(got, linear.native(a.x, a.weight, bias))
@@ -137,51 +133,45 @@ def test_magnitudes(scale):
 
 
 @needs_kernels
-@pytest.mark.parametrize("tokens, cut", [
-    (2, MatrixPlan(16, 8, 32, late=True)), (5, MatrixPlan(32, 4, 16, late=True)), (16, MatrixPlan(16, 8, 16,
-    late=True)),
-    (29, MatrixPlan(8, 8, 32, late=True)),
-])  # fmt: skip
-def test_norms_after_the_product(tokens, cut, monkeypatch):
+@pytest.mark.parametrize("tokens, rows, split, depth", [(2, 16, 8, 32), (5, 32, 4, 16), (8, 16, 8, 16), (7, 8, 8, 32)])
+def test_norms_after_the_product(tokens, rows, split, depth):
     """Rounded once less than the reference: as near to it as two ways of rounding are, and no farther from the exact
-    result."""
+    result.
+    """
+    dtype, plan = torch.bfloat16, MatrixPlan(rows, split, depth, late=True)
 
     def near(got, native):
         assert (got.double() - native.double()).norm() < 1e-2 * native.double().norm()
 
-    monkeypatch.setattr(decode, "plan_small_product", lambda *args: cut)
     for outputs, size in ((20, 96), (37, 600))[: 2 if tokens == 5 else 1]:
-        check(tokens, outputs, size, torch.bfloat16, seed=tokens, like=near)
-        a = inputs(tokens, outputs, size, torch.bfloat16)
-        exact = F.linear(normed_64(a.residual + a.x, a.norm), a.weight.double())
-        got, native = (
-            fn(a.x, a.residual, a.norm, EPS, a.weight)[0].double() - exact
-            for fn in (decode.add_rms_norm_linear, add_rms_norm_linear.native)
-        )
+        a = inputs(tokens, outputs, size, dtype)
+        with ExitStack() as planned:
+            for half, norm in ((1, True), (1, False), (2, True)):
+                key = tokens, len(a.weight) // half, size, dtype, half == 2, norm
+                planned.enter_context(tunables.SMALL_PRODUCT.using(a.x.device, key, plan))
+            for scale in (1.0, 50.0):
+                check(tokens, outputs, size, dtype, seed=tokens, scale=scale, like=near)
+            exact = F.linear(normed_64(a.residual + a.x, a.norm), a.weight.double())
+            got, native = (
+                fn(a.x, a.residual, a.norm, EPS, a.weight)[0].double() - exact
+                for fn in (small_products.add_rms_norm_linear, add_rms_norm_linear.native)
+            )
         assert got.norm() < 1.1 * native.norm()
-    check(tokens, 20, 96, torch.bfloat16, scale=50.0, like=near)
 
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [0, MAX_TOKENS + 1, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_other_numbers_of_tokens_are_the_kernels_that_are_fused(tokens, dtype, monkeypatch):
+def test_other_numbers_of_tokens_are_the_kernels_that_are_fused(tokens, dtype):
     a = inputs(tokens, 12, 72, dtype)  # on Hopper a kernel of its own takes multiples of 64
-    monkeypatch.setattr(decode, "_launch", lambda *args: pytest.fail("the fused kernel was used"))
-    if DEVICE == "cpu":  # the kernels that it calls are tested elsewhere
-        monkeypatch.setattr(decode, "rms_norm", rms_norm.native)
-        monkeypatch.setattr(decode, "add_rms_norm_out", lambda x, r, w, e, y, n: add_rms_norm.native(x, r, w, e))
-        monkeypatch.setattr(decode, "silu_and_mul", lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
+    assert not any(small_products.small_plan(a.x, a.weight, gated, norm) for gated in (0, 1) for norm in (0, 1))
     for residual in (a.residual, None):
-        got, new = decode.add_rms_norm_linear(a.x, residual, a.norm, EPS, a.weight, a.bias)
-        native, total = add_rms_norm_linear.native(a.x, residual, a.norm, EPS, a.weight, a.bias)
-        assert torch.equal(new, total) and got.shape == (tokens, 24)
-        close(got, native, dtype)
-        got, new = decode.add_rms_norm_gate_up(a.x, residual, a.norm, EPS, a.weight)
-        native, total = add_rms_norm_gate_up.native(a.x, residual, a.norm, EPS, a.weight)
-        assert torch.equal(new, total) and got.shape == (tokens, 12)
-        close(got, native, dtype)
-    assert torch.equal(decode.linear(a.x, a.weight), F.linear(a.x, a.weight))
+        for op, more in ((add_rms_norm_linear, (a.bias,)), (add_rms_norm_gate_up, ())):
+            args = a.x, residual, a.norm, EPS, a.weight, *more
+            (got, new), (native, total) = getattr(small_products, op.name)(*args), op.native(*args)
+            assert torch.equal(new, total)
+            close(got, native.double(), dtype)
+    assert torch.equal(small_products.linear(a.x, a.weight), F.linear(a.x, a.weight))
 
 
 @needs_kernels
@@ -189,19 +179,19 @@ def test_other_numbers_of_tokens_are_the_kernels_that_are_fused(tokens, dtype, m
 def test_strided_inputs_and_leading_dimensions(tokens):
     a = inputs(tokens, 20, 96, torch.float16)
 
-    expected = decode.add_rms_norm_gate_up(a.x, a.residual, a.norm, EPS, a.weight)
+    expected = small_products.add_rms_norm_gate_up(a.x, a.residual, a.norm, EPS, a.weight)
     for x, residual in ((strided(a.x), strided(a.residual)), (a.x[None], a.residual[None])):
-        for got, want in zip(decode.add_rms_norm_gate_up(x, residual, a.norm, EPS, a.weight), expected):
+        for got, want in zip(small_products.add_rms_norm_gate_up(x, residual, a.norm, EPS, a.weight), expected):
             assert torch.equal(got.reshape(want.shape), want)
     padded = strided(a.weight)  # its rows are apart: the library takes them
-    like(decode.linear(a.x, padded), F.linear(a.x, a.weight))
+    like(small_products.linear(a.x, padded), F.linear(a.x, a.weight))
 
 
 @needs_kernels
 def test_infinities_and_nan_stay_in_their_rows():
     a = inputs(4, 12, 80, torch.float16)
     a.x[1, 3], a.x[2, 7] = float("nan"), float("inf")
-    y, total = decode.add_rms_norm_linear(a.x, a.residual, a.norm, EPS, a.weight)
+    y, total = small_products.add_rms_norm_linear(a.x, a.residual, a.norm, EPS, a.weight)
     assert y[[0, 3]].isfinite().all() and not y[[1, 2]].isfinite().any()
     assert torch.equal(total.isnan(), (a.x + a.residual).isnan())
 
@@ -227,10 +217,6 @@ def test_plans_are_small_enough_and_made_of_shapes_alone():
     assert max_tokens(4096, 1024, False, torch.bfloat16) == MAX_TOKENS
     assert max_tokens(6144, 4096, False, torch.bfloat16) == 1
     assert max_tokens(64, 64, False, torch.float64) == 0
-
-
-# -------------------------------------------------------------------------------------------------------------------
-# GPU
 
 
 @pytest.mark.gpu
@@ -260,20 +246,20 @@ def test_ten_thousand_replays_give_the_same_bits(tokens):
             h = ops.linear(g, down[i])
         return h, r
 
-    eager = [t.clone() for t in run(decode)]
+    eager = [t.clone() for t in run(small_products)]
     native = SimpleNamespace(**{op.name: op.native for op in (add_rms_norm_linear, add_rms_norm_gate_up, linear)})
     for got, want in zip(eager, run(native)):
         assert (got.double() - want.double()).norm() / want.double().norm() < 2e-2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = run(decode)
+        results = run(small_products)
     for i in range(10_000):
         graph.replay()
         if i % 100 == 0 or i == 9_999:
             assert all(torch.equal(a, b) for a, b in zip(results, eager)), f"replay {i} differs"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter():
-    """This file's tests of the kernels, without a GPU."""
     check_interpreted(__file__, skips=True)

@@ -1,7 +1,8 @@
-"""How near results of the kernels of rows must be, and the shapes they are tried with."""
+"""How near results of the row kernels must be, and the shapes and policies that they are tried with."""
 
 import torch
 
+from nanovllm.kernels.triton.rows.plans import RowPolicy
 from tests.kernels.triton.common import GPU
 
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -9,6 +10,8 @@ RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 SHAPES = [(1, 1), (3, 96), (0, 64), (2, 3, 130), (7, 33), (2, 1024), (1, 1025), (2, 33000)]
 if GPU:
     SHAPES += [(1, 1024), (256, 4096), (64, 5120), (2048, 2560), (3, 151936)]
+MANY = RowPolicy(few_rows=0, few_elements=0, few_tokens=0)
+"""Any number of rows, elements or tokens is cut as many are."""
 
 
 def close(got, expected, dtype, slack=1.0):
@@ -18,7 +21,7 @@ def close(got, expected, dtype, slack=1.0):
 
 
 def like(got, native):
-    """Equal but for the last bit of a few: reductions may add in another order."""
+    """Equal but for the last bit of a few results: reductions may add in another order."""
     assert got.dtype == native.dtype and got.shape == native.shape
     if got.numel():
         tolerance = 4 * RELATIVE[got.dtype]

@@ -8,9 +8,10 @@ triton = pytest.importorskip("triton")
 import nanovllm.kernels.triton.rows as ops
 from nanovllm.hardware.probe_kernels import CopyPlan, copy, copy_plans
 from nanovllm.kernels.ops.activation import silu_and_mul as native_silu_and_mul
+from nanovllm.kernels.triton.rows.plans import POLICY
 from tests.interpreter import check_interpreted
 from tests.kernels.triton.common import DEVICE, DTYPES, keep_what_runs_here, randn, strided
-from tests.kernels.triton.rows.comparisons import close, like
+from tests.kernels.triton.rows.comparisons import MANY, close, like
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -35,12 +36,8 @@ def magnitudes(dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_activation(kind, dtype):
-    for x in (
-        magnitudes(dtype),
-        randn(5, 1000, dtype=dtype),
-        randn(0, dtype=dtype),
-        strided(randn(5, 33, dtype=dtype)),
-    ):
+    others = randn(5, 1000, dtype=dtype), randn(0, dtype=dtype), strided(randn(5, 33, dtype=dtype))
+    for x in (magnitudes(dtype), *others):
         y = ops.fused_activation(x, kind)
         close(y, KINDS[kind](x.double()), dtype)
         if kind != "relu":
@@ -49,30 +46,22 @@ def test_fused_activation(kind, dtype):
     assert ops.fused_activation(nan, kind).isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (3, 96), (0, 64), (2, 3, 130), (5, 6146)], ids=str)
+# Of many elements a program has exact pieces of rows of 512 and 1536.
+GATED = [(shape, POLICY) for shape in ((1, 2), (3, 96), (0, 64), (2, 3, 130), (5, 6146))]
+GATED += [((3, 2 * size), MANY) for size in (512, 1536, 6146)]
+
+
+@pytest.mark.parametrize("shape, policy", GATED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_activations_of_a_fused_gate_up(shape, dtype):
+def test_activations_of_a_fused_gate_up(shape, policy, dtype):
     x = randn(*shape, dtype=dtype, scale=4)
     gate, up = x.double().chunk(2, -1)
     for given in (x, strided(x)):
-        close(ops.silu_and_mul(given), F.silu(gate) * up, dtype, slack=2)
+        close(ops.silu_and_mul(given, policy), F.silu(gate) * up, dtype, slack=2)
         for approximate in ("none", "tanh"):
-            close(ops.gelu_and_mul(given, approximate), F.gelu(gate, approximate=approximate) * up, dtype, slack=2)
-    like(ops.silu_and_mul(x), native_silu_and_mul.native(x))
-
-
-@pytest.mark.parametrize("size", [512, 1536, 6146], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_elementwise_ops_of_many_elements(many, size, dtype):
-    x, bias = randn(3, 2 * size, dtype=dtype, scale=4), randn(2 * size, dtype=dtype, seed=1)
-    gate, up = x.double().chunk(2, -1)
-    for given in (x, strided(x)):
-        close(ops.silu_and_mul(given), F.silu(gate) * up, dtype, slack=2)
-        for approximate in ("none", "tanh"):
-            close(ops.gelu_and_mul(given, approximate), F.gelu(gate, approximate=approximate) * up, dtype, slack=2)
-            for other in (bias, x):
-                expected = F.gelu((x + other).double(), approximate=approximate)
-                close(ops.fused_add_gelu(given, other, approximate), expected, dtype)
+            expected = F.gelu(gate, approximate=approximate) * up
+            close(ops.gelu_and_mul(given, approximate, policy), expected, dtype, slack=2)
+    like(ops.silu_and_mul(x, policy), native_silu_and_mul.native(x))
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
@@ -90,18 +79,23 @@ def test_float32_activations_to_a_few_units_in_the_last_place(kind):
     assert error[worst] <= allowed[worst], f"{float(error[worst])} at {float(x[worst])}"
 
 
+ADDED = [(1, 1), (3, 96), (0, 64), (2, 3, 130), (5, 1025), (9,)]
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 96), (0, 64), (2, 3, 130), (5, 1025), (9,)], ids=str)
+@pytest.mark.parametrize(
+    "shape, policy", [*((s, POLICY) for s in ADDED), *(((3, n), MANY) for n in (1024, 3072, 12292))], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fused_add_gelu(shape, dtype, approximate):
+def test_fused_add_gelu(shape, policy, dtype, approximate):
     x = randn(*shape, dtype=dtype, scale=4)
     for bias in (randn(shape[-1], dtype=dtype, seed=1), randn(*shape, dtype=dtype, seed=2)):
         expected = F.gelu((x + bias).double(), approximate=approximate)
         for given in (x, strided(x)):
-            close(ops.fused_add_gelu(given, bias, approximate), expected, dtype)
+            close(ops.fused_add_gelu(given, bias, approximate, policy), expected, dtype)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 96), (0, 64), (2, 3, 130), (5, 1025), (9,)], ids=str)
+@pytest.mark.parametrize("shape", ADDED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_element_wise_mul_add(shape, dtype):
     a, full, other = (randn(*shape, dtype=dtype, seed=s) for s in range(3))
@@ -130,13 +124,10 @@ def test_wrong_arguments_are_named(call, named):
 @pytest.mark.parametrize("num_bytes", [0, 1, 15, 16, 17, 4096, 8192, 3 * 8192 + 16, 100003])
 def test_copy(num_bytes):
     """All bytes and no more: odd sizes, sizes of less than a load, of whole programs, and one load beyond them."""
-    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=torch.Generator().manual_seed(1)).to(
-        DEVICE
-    )
-    for plan in (
-        *copy_plans(DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= 9),
-        CopyPlan(1, 8, False, stream=True),
-    ):
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=generator).to(DEVICE)
+    plans = copy_plans(DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= 9)
+    for plan in (*plans, CopyPlan(1, 8, False, stream=True)):
         target = torch.full((num_bytes + 100,), 77, dtype=torch.int8, device=DEVICE)
         copy(target[:num_bytes], source, plan)
         assert torch.equal(target[:num_bytes], source) and bool((target[num_bytes:] == 77).all()), plan

@@ -11,9 +11,11 @@ from nanovllm.kernels.extra.layernorm_residual_dropout_gelu import (
     layernorm_residual_dropout_gelu as native_chain,
 )
 from nanovllm.kernels.ops.sample import philox
+from nanovllm.kernels.triton.rows.layernorm_chain import MOST_PACKED, split_factor
+from nanovllm.kernels.triton.rows.plans import POLICY
 from tests.interpreter import check_interpreted
 from tests.kernels.triton.common import DTYPES, GPU, keep_what_runs_here, randn, strided
-from tests.kernels.triton.rows.comparisons import close
+from tests.kernels.triton.rows.comparisons import MANY, close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -37,13 +39,13 @@ def test_layernorm_chain(dtype, approximate, p):
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layernorm_chain_of_many_rows(many, dtype, p):
+def test_layernorm_chain_of_many_rows(dtype, p):
     for size in (1024, 1280, 130):
         x, residual = randn(3, size, dtype=dtype), randn(3, size, dtype=dtype, seed=1)
-        args = (randn(size, dtype=dtype, seed=2), randn(size, dtype=dtype, seed=3), 1e-5, p, 2**40 + 3)
-        y = ops.layernorm_residual_dropout_gelu(x, residual, *args)
+        args = (randn(size, dtype=dtype, seed=2), randn(size, dtype=dtype, seed=3), 1e-5, p, 2**40 + 3, "none")
+        y = ops.layernorm_residual_dropout_gelu(x, residual, *args, MANY)
         close(y, native_chain.native(x, residual, *args), dtype, slack=4)
-        assert torch.equal(y, ops.layernorm_residual_dropout_gelu(strided(x), strided(residual), *args))
+        assert torch.equal(y, ops.layernorm_residual_dropout_gelu(strided(x), strided(residual), *args, MANY))
 
 
 def kept_by_hand(rows, size, limit, seed):
@@ -69,25 +71,19 @@ def test_dropout_mask_of_the_reference():
 # split inexactly; the last and the first leave and drop one in 32768.
 @pytest.mark.parametrize("p", [2**-15, 0.1, 0.5, 0.96, 0.984375, 1 - 2**-15], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dropout_mask_is_the_references(dtype, p, monkeypatch):
-    from nanovllm.kernels.triton.rows import layernorm_chain
-
-    few, many = (1, 7, 130), (512,)
+def test_dropout_mask_is_the_references(dtype, p):
+    rows, cases = 3, [(size, POLICY) for size in (1, 7, 130)] + [(512, MANY)]
     if GPU:
-        few, many = [(1, 2, 7, 8, 33, 130, 512, 1024, 1100, 1280, 4096, 5120, 20000)] * 2
-    for most_rows, sizes in ((1 << 30, few), (0, many)):
-        monkeypatch.setattr(layernorm_chain, "MANY_ROWS", most_rows)
-        for size in sizes:
-            rows = 300 if GPU else 3
-            x, weight = randn(rows, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
-            residual = torch.full_like(x, 40)  # so that nothing but dropout gives 0
-            args = (weight, weight, 1e-5, p, size * 2**33 + 1)
-            got, native = (
-                ops.layernorm_residual_dropout_gelu(x, residual, *args),
-                native_chain.native(x, residual, *args),
-            )
-            assert torch.equal(got != 0, native != 0)
-            close(got, native, dtype, slack=4)
+        sizes = (1, 2, 7, 8, 33, 130, 512, 1024, 1100, 1280, 4096, 5120, 20000)
+        rows, cases = 300, [(size, policy) for size in sizes for policy in (POLICY, MANY)]
+    for size, policy in cases:
+        x, weight = randn(rows, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+        residual = torch.full_like(x, 40)  # so that only dropout gives 0
+        args = (weight, weight, 1e-5, p, size * 2**33 + 1)
+        got = ops.layernorm_residual_dropout_gelu(x, residual, *args, policy=policy)
+        native = native_chain.native(x, residual, *args)
+        assert torch.equal(got != 0, native != 0)
+        close(got, native, dtype, slack=4)
 
 
 def test_dropout_keeps_the_expectation():
@@ -108,21 +104,17 @@ def test_dropout_keeps_the_expectation():
 
 def test_float16_compares_random_bits_as_integers_do():
     """What the kernel relies on where it compares two halves in one instruction."""
-    from nanovllm.kernels.triton.rows.layernorm_chain import _MOST_PACKED
-
     halves = torch.arange(2**16)
     numbers = halves.to(torch.int16).view(torch.float16).abs()
-    for limit in (1, 2, 1023, 1024, 3277, 16384, 31743, _MOST_PACKED):
+    for limit in (1, 2, 1023, 1024, 3277, 16384, 31743, MOST_PACKED):
         bound = torch.tensor([limit], dtype=torch.int16).view(torch.float16)
         assert torch.equal(~(numbers < bound), halves % 2**15 >= limit)
 
 
 def test_factors_split_in_two_bfloat16():
     """Of every probability, all 128 significands: rounded twice as the kernel does, and once."""
-    from nanovllm.kernels.triton.rows.layernorm_chain import _split
-
-    scales = [2**15 / (2**15 - limit) for limit in range(1, 0x7C01, 7)]
-    high, low = torch.tensor([_split(s) for s in scales], dtype=torch.float64).unbind(-1)
+    scales = [2**15 / (2**15 - limit) for limit in range(1, MOST_PACKED + 1, 7)]
+    high, low = torch.tensor([split_factor(s) for s in scales], dtype=torch.float64).unbind(-1)
     v, factor = torch.arange(128, 256).double()[:, None], torch.tensor(scales)
     assert torch.equal(high.bfloat16().double(), high) and (low >= 0).all() and (low <= high / 128).all()
     once = (v.float() * factor).bfloat16()

@@ -1,6 +1,6 @@
 """RMS norm, layer norm and softmax against float64 and the references."""
 
-import sys
+import itertools
 
 import pytest
 import torch
@@ -10,11 +10,15 @@ triton = pytest.importorskip("triton")
 import nanovllm.kernels.triton.rows as ops
 from nanovllm.kernels.ops.norm import add_rms_norm as native_add_rms_norm
 from nanovllm.kernels.ops.norm import rms_norm as native_rms_norm
+from nanovllm.kernels.triton.launch_arguments import num_sms
+from nanovllm.kernels.triton.rows.pieces import cut_of_many
+from nanovllm.kernels.triton.rows.plans import POLICY
 from tests.interpreter import check_interpreted
 from tests.kernels.triton.common import DEVICE, DTYPES, GPU, keep_what_runs_here, randn, strided
-from tests.kernels.triton.rows.comparisons import RELATIVE, SHAPES, close, like
+from tests.kernels.triton.rows.comparisons import MANY, RELATIVE, SHAPES, close, like
 
 pytestmark = pytest.mark.usefixtures("poison")
+MOST_SHARED = num_sms(torch.empty(0, device=DEVICE))  # rows that several programs share
 
 
 def rms_norm_64(x, weight):
@@ -22,25 +26,31 @@ def rms_norm_64(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+# (shape, policy). Of many rows 1024 to 7168 are cut into 2 to 7 pieces, the other sizes are one block.
+CASES = [(shape, POLICY) for shape in SHAPES]
+CASES += [((3, size), MANY) for size in (1024, 1280, 1536, 5120, 7168, 1100, 2048, 512)]
+
+
+@pytest.mark.parametrize("shape, policy", CASES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm(shape, dtype):
+def test_rms_norm(shape, policy, dtype):
     x, weight = randn(*shape, dtype=dtype, scale=3), randn(shape[-1], dtype=dtype, seed=1)
     for given in (x, strided(x)):
         before = given.clone()
-        y = ops.rms_norm(given, weight, 1e-6)
+        y = ops.rms_norm(given, weight, 1e-6, policy)
         close(y, rms_norm_64(x, weight), dtype)
         like(y, native_rms_norm.native(x, weight, 1e-6))
         assert torch.equal(given, before) and y.is_contiguous()
 
 
+@pytest.mark.parametrize("policy, sizes", [(POLICY, (128,)), (MANY, (1024, 1280, 1100))])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm_of_the_heads_of_a_fused_projection(dtype):
-    for tokens in (1, 5, 300 if GPU else 9):
-        qkv = randn(tokens, 7, 128, dtype=dtype, seed=tokens)
-        weight = randn(128, dtype=dtype, seed=1)
+def test_rms_norm_of_the_heads_of_a_fused_projection(dtype, policy, sizes):
+    for tokens, size in itertools.product((1, 300 if GPU else 5), sizes):
+        qkv = randn(tokens, 7, size, dtype=dtype, seed=tokens)
+        weight = randn(size, dtype=dtype, seed=1)
         for view in qkv.split((4, 2, 1), dim=1):
-            close(ops.rms_norm(view, weight, 1e-6), rms_norm_64(view, weight), dtype)
+            close(ops.rms_norm(view, weight, 1e-6, policy), rms_norm_64(view, weight), dtype)
 
 
 def test_rms_norm_does_not_overflow():
@@ -68,14 +78,21 @@ def test_add_rms_norm(shape, dtype):
     like(y, native_y)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, policy", CASES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layer_norm(shape, dtype):
-    x = randn(*shape, dtype=dtype) + 5
+def test_layer_norm(shape, policy, dtype):
+    x = randn(*shape, dtype=dtype, scale=3) + 5
     weight, bias = randn(shape[-1], dtype=dtype, seed=1), randn(shape[-1], dtype=dtype, seed=2)
     expected = F.layer_norm(x.double(), shape[-1:], weight.double(), bias.double(), 1e-5)
     for given in (x, strided(x)):
-        close(ops.layer_norm(given, weight, bias, 1e-5), expected, dtype, slack=3)
+        close(ops.layer_norm(given, weight, bias, 1e-5, policy), expected, dtype, slack=3)
+
+
+@pytest.mark.parametrize(
+    "size, cut", [(1024, (2, 2)), (1280, (5, 1)), (1536, (3, 2)), (5120, (5, 4)), (7168, (7, 4)), (1100, None)]
+)
+def test_how_many_rows_are_cut(size, cut):
+    assert cut_of_many(size, 7) == cut
 
 
 def test_rows_without_elements():
@@ -96,39 +113,34 @@ def far_rows(size):
     return x
 
 
+@pytest.mark.parametrize("policy", [POLICY, MANY], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("size", [1024, 1280, 40] + ([1100, 5120, 20000] if GPU else []))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layer_norms_of_rows_far_from_zero(dtype, size, monkeypatch):
-    from nanovllm.kernels.triton.rows import layernorm_chain, norm
-
+def test_layer_norms_of_rows_far_from_zero(dtype, size, policy):
     x = far_rows(size).to(dtype).to(DEVICE)
     weight, bias = randn(size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
     expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
-    for most_rows in (1 << 30, 0):
-        for module in (norm, layernorm_chain):
-            monkeypatch.setattr(module, "MANY_ROWS", most_rows)
-        close(ops.layer_norm(x, weight, bias, 1e-5), expected, dtype, slack=3)
-        y = ops.layernorm_residual_dropout_gelu(x, torch.zeros_like(x), weight, bias)
-        # In float16 the first row is nearly constant; of many rows the chain has its mean in one number.
-        rows = slice(1, None) if dtype == torch.float16 and not most_rows else slice(None)
-        close(y[rows], F.gelu(expected[rows]), dtype, slack=6)
-
-
-@pytest.fixture
-def few_multiprocessors(monkeypatch):
-    """So few that long rows are not shared by programs."""
-    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton.rows.softmax"], "num_sms", lambda x: 0)
+    close(ops.layer_norm(x, weight, bias, 1e-5, policy), expected, dtype, slack=3)
+    y = ops.layernorm_residual_dropout_gelu(x, torch.zeros_like(x), weight, bias, policy=policy)
+    # In float16 the first row is nearly constant; of many rows the chain has its mean in one number.
+    rows = slice(1, None) if dtype == torch.float16 and policy is MANY else slice(None)
+    close(y[rows], F.gelu(expected[rows]), dtype, slack=6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_softmax_of_long_rows_by_one_program_each(few_multiprocessors, dtype):
-    test_softmax((2, 33000), dtype)
-    test_softmax_of_infinities(40000)
+def test_norms_of_many_rows_keep_infinities_to_their_row(dtype):
+    x, weight = randn(4, 1280, dtype=dtype), randn(1280, dtype=dtype, seed=1)
+    x[1, 1279], x[2, 300] = float("inf"), float("nan")
+    rms, layer = ops.rms_norm(x, weight, 1e-6, MANY), ops.layer_norm(x, weight, weight, 1e-6, MANY)
+    assert rms[2].isnan().all() and layer[1:3].isnan().all() and rms[1].isnan().sum() == 1
+    assert rms[::3].isfinite().all() and layer[::3].isfinite().all()
 
 
-def test_softmax_of_rows_in_large_parts(monkeypatch):
-    monkeypatch.setattr(sys.modules["nanovllm.kernels.triton.rows.softmax"], "_FEW_ROWS", 0)
-    test_softmax((2, 33000), torch.bfloat16)
+@pytest.mark.parametrize("rows", [17, MOST_SHARED + 1], ids=["large parts", "a program each"])
+def test_softmax_of_more_long_rows(rows):
+    """More than 16 rows are shared in large parts; more than there are multiprocessors, not at all."""
+    x = strided(randn(rows, 33000, dtype=torch.bfloat16, scale=9.0))
+    torch.testing.assert_close(ops.softmax(x).double(), torch.softmax(x.double(), -1), rtol=2e-2, atol=6e-8)
 
 
 def test_softmax_of_one_row_is_the_same_beside_others():
@@ -151,41 +163,14 @@ def test_softmax(shape, dtype):
             )
 
 
-@pytest.mark.parametrize("size", [5, 40000])
-def test_softmax_of_infinities(size):
+@pytest.mark.parametrize("size, copies", [(5, 1), (40000, 1), (40000, 1 + MOST_SHARED // 4)])
+def test_softmax_of_infinities(size, copies):
     x = torch.full((4, size), -float("inf"), device=DEVICE)
     x[1, 3] = 2.0
     x[2, :] = 3e38
     x[3, 1::2] = 1.0
+    x = x.repeat(copies, 1)
     torch.testing.assert_close(ops.softmax(x), torch.softmax(x, -1), rtol=1e-5, atol=1e-12, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    "size, pieces", [(1024, 2), (1280, 5), (1536, 3), (5120, 5), (7168, 7), (1100, 0), (2048, 0), (512, 0)]
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_of_many_rows(many, size, pieces, dtype):
-    from nanovllm.kernels.triton.rows import norm
-
-    cut = norm._cut(3, size, 1, None)
-    assert (cut[0] if cut else 0) == pieces
-    x = randn(3, size, dtype=dtype, scale=3) + 2
-    weight, bias = randn(size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
-    expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
-    for given in (x, strided(x)):
-        like(ops.rms_norm(given, weight, 1e-6), native_rms_norm.native(x, weight, 1e-6))
-        close(ops.layer_norm(given, weight, bias, 1e-5), expected, dtype, slack=3)
-    heads = randn(2, 5, size, dtype=dtype)[:, 1:4]
-    like(ops.rms_norm(heads, weight, 1e-6), native_rms_norm.native(heads, weight, 1e-6))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_of_many_rows_keep_infinities_to_their_row(many, dtype):
-    x, weight = randn(4, 1280, dtype=dtype), randn(1280, dtype=dtype, seed=1)
-    x[1, 1279], x[2, 300] = float("inf"), float("nan")
-    rms, layer = ops.rms_norm(x, weight, 1e-6), ops.layer_norm(x, weight, weight, 1e-6)
-    assert rms[2].isnan().all() and layer[1:3].isnan().all() and rms[1].isnan().sum() == 1
-    assert rms[::3].isfinite().all() and layer[::3].isfinite().all()
 
 
 @pytest.mark.slow

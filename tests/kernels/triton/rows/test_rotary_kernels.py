@@ -8,33 +8,40 @@ triton = pytest.importorskip("triton")
 import nanovllm.kernels.triton.rows as ops
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rope
 from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding
+from nanovllm.kernels.triton.rows.plans import POLICY
+from nanovllm.kernels.triton.sampling.sample import sample
 from tests.interpreter import check_interpreted
 from tests.kernels.triton.common import DEVICE, DTYPES, GPU, keep_what_runs_here, randn, strided
-from tests.kernels.triton.rows.comparisons import like
+from tests.kernels.triton.rows.comparisons import MANY, like
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (1, 1, 32), (5, 5, 96)], ids=str)
+# ((heads, KV heads, head_dim), numbers of tokens, policy)
+ROTATED = [((*heads,), (0, 1, 6), POLICY) for heads in ((16, 8, 128), (9, 3, 64), (1, 1, 32), (5, 5, 96))]
+ROTATED += [((*heads,), (2, 3), MANY) for heads in ((16, 8, 128), (32, 8, 64), (12, 4, 128), (8, 8, 96))]
+if GPU:
+    ROTATED += [(heads, (256, 3000), policy) for heads, tokens, policy in ROTATED if 0 in tokens]
+
+
+@pytest.mark.parametrize("heads, numbers, policy", ROTATED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotary_embedding_and_qk_norm_rope(heads, dtype):
+def test_rotary_embedding_and_qk_norm_rope(heads, numbers, policy, dtype):
     num_heads, num_kv_heads, head_dim = heads
-    q_weight, k_weight = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
-    for tokens in (0, 1, 6) + ((256, 3000) if GPU else ()):
+    weights = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
+    angles = torch.outer(torch.arange(500.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2))
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+    for tokens in numbers:
         qkv = randn(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=tokens)
         q, k, _ = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        angles = torch.outer(torch.arange(500.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2))
-        table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
         positions = torch.randint(500, (tokens,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
         before = qkv.clone()
-        for got, native in zip(
-            ops.rotary_embedding(positions, q, k, table), native_rotary_embedding.native(positions, q, k, table)
-        ):
-            assert torch.equal(got, native) and got.is_contiguous()
-        got = ops.qk_norm_rope(positions, q, k, q_weight, k_weight, 1e-6, table)
-        native = native_qk_norm_rope.native(positions, q, k, q_weight, k_weight, 1e-6, table)
-        for g, n in zip(got, native):
-            like(g, n)
+        got = ops.rotary_embedding(positions, q, k, table, policy)
+        for g, native in zip(got, native_rotary_embedding.native(positions, q, k, table)):
+            assert torch.equal(g, native) and g.is_contiguous()
+        got = ops.qk_norm_rope(positions, q, k, *weights, 1e-6, table, policy)
+        for g, native in zip(got, native_qk_norm_rope.native(positions, q, k, *weights, 1e-6, table)):
+            like(g, native)
         assert torch.equal(qkv, before)
 
 
@@ -66,25 +73,6 @@ def test_positions_and_slots_out_of_range_are_named(monkeypatch):
             ops.store_kvcache(k, v, k_cache, v_cache, wrong)
 
 
-@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 64), (12, 4, 128), (8, 8, 96)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotation_of_many_tokens(many, heads, dtype):
-    num_heads, num_kv_heads, head_dim = heads
-    weights = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
-    angles = torch.outer(torch.arange(50.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2))
-    table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
-    for tokens in (2, 3):
-        qkv = randn(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=tokens)
-        q, k, _ = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        positions = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        got = ops.rotary_embedding(positions, q, k, table)
-        for g, native in zip(got, native_rotary_embedding.native(positions, q, k, table)):
-            assert torch.equal(g, native) and g.is_contiguous()
-        normed = ops.qk_norm_rope(positions, q, k, *weights, 1e-6, table)
-        for g, native in zip(normed, native_qk_norm_rope.native(positions, q, k, *weights, 1e-6, table)):
-            like(g, native)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_store_kvcache(dtype):
     for tokens, num_kv_heads, head_dim in ((0, 2, 32), (1, 8, 128), (11, 3, 64)):
@@ -101,22 +89,15 @@ def test_store_kvcache(dtype):
         both = torch.stack((k_cache, v_cache), 2)
         if tokens:
             ops.store_kvcache(v, k, both[:, :, 0], both[:, :, 1], slots)
-            assert torch.equal(both[:, :, 0].flatten(0, 1)[slots], v) and torch.equal(
-                both[:, :, 1].flatten(0, 1)[slots], k
-            )
+            assert torch.equal(both[:, :, 0].flatten(0, 1)[slots], v)
+            assert torch.equal(both[:, :, 1].flatten(0, 1)[slots], k)
 
 
 def test_store_kvcache_names_a_cache_it_cannot_write():
     k = randn(1, 2, 32, dtype=torch.float32)
-    cache = randn(4, 2, 4, 32, dtype=torch.float32)
+    cache, slots = randn(4, 2, 4, 32, dtype=torch.float32), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="^v_cache: "):
-        ops.store_kvcache(
-            k,
-            k,
-            cache.transpose(1, 2).contiguous(),
-            cache.transpose(1, 2),
-            torch.zeros(1, dtype=torch.int64, device=DEVICE),
-        )
+        ops.store_kvcache(k, k, cache.transpose(1, 2).contiguous(), cache.transpose(1, 2), slots)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -151,7 +132,7 @@ def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypat
         for up, down in zip(ups, downs):
             x = F.linear(ops.silu_and_mul(F.linear(x, up)), down)
             x, residual = ops.add_rms_norm(x, residual, weight, 1e-6)
-        ids.copy_(ops.sample(F.linear(x, table), hot, None, None, None, zeros, zeros))
+        ids.copy_(sample(F.linear(x, table), hot, None, None, None, zeros, zeros))
         return x, residual
 
     def captured():
