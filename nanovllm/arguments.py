@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from nanovllm.foreign_arguments import ForeignArgument
+
 T = TypeVar("T", bound=type)
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+logger = logging.getLogger(__name__)
 
 
 def full_dtype(name: str) -> str:
@@ -33,33 +38,58 @@ def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> Non
             raise TypeError(f"{kind} got an unknown argument {name!r}; {remedy}")
 
 
-def rejects_unknown(cls: T | None = None, *, renamed: Mapping[str, str] | None = None) -> Any:
+def drop_foreign(kind: str, given: dict[str, Any], foreign: Mapping[str, ForeignArgument]) -> None:
+    """Remove the arguments of other libraries that have no effect here from `given`, with one log line.
+
+    Raises:
+        TypeError: one of them asks for what is not supported; the message says why, and what to do instead.
+    """
+    dropped = []
+    for name in [name for name in given if name in foreign]:
+        value, argument = given.pop(name), foreign[name]
+        if not argument.is_harmless(value):
+            raise TypeError(f"{kind} got {name}={value!r:.80}: {argument.answer}")
+        dropped.append(f"{name}={value!r:.80} ({argument.answer})")
+    if dropped:
+        logger.info("%s takes these arguments without effect: %s", kind, "; ".join(dropped))
+
+
+def rejects_unknown(
+    called: str,
+    renamed: Mapping[str, str] | None = None,
+    foreign: Mapping[str, ForeignArgument] | None = None,
+) -> Callable[[T], T]:
     """Class decorator, above `@dataclass`: unknown keywords of the constructor raise as `reject_unknown` says.
 
-    The generated `__init__` is wrapped rather than a `__new__` or a metaclass added, so that `help()`, editors and
-    `inspect.signature` go on showing the fields.
+    The generated `__init__` is wrapped, so that `help()`, editors and `inspect.signature` go on showing the fields.
 
     Args:
+        called: the class's name in messages.
         renamed: older names of arguments, which are taken as well.
+        foreign: arguments of other libraries, which `drop_foreign` handles.
     """
-    if cls is None:
-        return functools.partial(rejects_unknown, renamed=renamed)
-    wrapped: Any = cls  # a class, whose constructor a type checker takes for that of an instance
-    init = wrapped.__init__
-    known = [f.name for f in fields(cls) if f.init]
-    names = renamed or {}
 
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for old, new in names.items():
-            if old in kwargs:
-                if new in kwargs:
-                    raise TypeError(
-                        f"{cls.__name__} got {old!r}, an older name of {new!r}, and {new!r}; pass one of them"
-                    )
-                kwargs[new] = kwargs.pop(old)
-        reject_unknown(cls.__name__, kwargs, known)
-        init(self, *args, **kwargs)
+    def decorate(cls: T) -> T:
+        wrapped: Any = cls  # a class, whose constructor a type checker takes for that of an instance
+        init = wrapped.__init__
+        known = [f.name for f in fields(wrapped) if f.init]
 
-    wrapped.__init__ = __init__
-    return cls
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            for old, new in (renamed or {}).items():
+                if old in kwargs:
+                    if new in kwargs:
+                        raise TypeError(
+                            f"{called} got {old!r}, an older name of {new!r}, and {new!r}; pass one of them"
+                        )
+                    kwargs[new] = kwargs.pop(old)
+            if not kwargs.keys() <= known_set:
+                drop_foreign(called, kwargs, foreign or {})
+                reject_unknown(called, kwargs, known)
+            init(self, *args, **kwargs)
+
+        known_set = set(known)
+        wrapped.__init__ = __init__
+        return cls
+
+    return decorate

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.arguments import full_dtype, rejects_unknown
+from nanovllm.foreign_arguments import ENGINE_ARGUMENTS
 
 if TYPE_CHECKING:
     from nanovllm.engine.fast.policy import FastPolicy
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")
 
 
-@rejects_unknown(renamed={"ride_prompts": "piggyback_prefill"})
+@rejects_unknown("LLM", renamed={"ride_prompts": "piggyback_prefill"}, foreign=ENGINE_ARGUMENTS)
 @dataclass(frozen=True)
 class EngineConfig:
     """Arguments of `LLM(model, ...)`. Names follow vLLM and nano-vLLM.
 
+    Arguments of vLLM that have no effect here are taken, with one log line (`nanovllm/foreign_arguments.py`).
+
     Raises:
         ValueError: a value of the wrong type or out of range; the message names the argument, the value and what is
             allowed.
-        TypeError: an unknown argument; the message names the nearest known one.
+        TypeError: an unknown argument; the message names the nearest known one, or says why an argument of vLLM is not
+            supported and what to do instead.
     """
 
     model: str
@@ -38,7 +41,7 @@ class EngineConfig:
     load_format: str = "auto"
     """"auto" (by what the path holds), "safetensors", "gguf", or "dummy" (random weights)."""
     dtype: str = "auto"
-    """Weights and activations, "bfloat16" or "bf16" and so on.
+    """Weights and activations: "bfloat16", "bf16", "half", `torch.float32` and so on.
 
     "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU.
     """
@@ -56,9 +59,8 @@ class EngineConfig:
     """Tokens a KV cache block. Small blocks share more prefixes; large blocks make shorter block tables."""
     kv_cache_dtype: str = "auto"
     """The KV cache. "auto": as `dtype`; "fp8" halves its memory and reads, at a small loss of accuracy
-    (docs/attention.md). Keys and values a float32 rounding apart can be an fp8 step apart, so log-probabilities depend
-    on the batch even
-    with float32 weights: by up to 0.006 in trials with random tiny models on a CPU."""
+    (docs/attention.md). A float32 rounding of a key can become an fp8 step, so log-probabilities depend on the batch
+    even with float32 weights: by up to 0.006 in trials with random tiny models on a CPU."""
     num_kvcache_blocks: int | None = None
     """Fixes the KV cache's size in blocks. None: what memory is left after a profiled forward pass."""
     enable_prefix_caching: bool = True
@@ -66,21 +68,16 @@ class EngineConfig:
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     capture_prefill: bool | None = None
-    """Steps of up to 4,096 tokens with pieces of prompts in them are CUDA graphs too, padded to one of a few sizes.
-    None: where decode steps are. True: without CUDA graphs they are padded alike, for tests."""
+    """Steps of up to 4,096 tokens with pieces of prompts are CUDA graphs too, padded to one of a few sizes.
+    None: where decode steps are. True: they are padded even without CUDA graphs, for tests."""
     piggyback_prefill: bool | None = None
-    """Prompts given to `generate` are computed together with decodes, a few tokens a step, if that lets all end sooner;
-    first tokens come later. None: where steps are CUDA graphs and a layer has so many weights that decodes leave room
+    """Compute prompts given to `generate` together with decodes, a few tokens a step, if all requests then end sooner.
+    First tokens come later. None: where steps are CUDA graphs and a layer has so many weights that decodes leave room
     for it (`engine/fast/piggyback.py`). `ride_prompts` is an older name of this argument."""
     fast_policy: FastPolicy | None = None
-    """Which fast paths are on, one by one, for tests and measurements (`engine/fast/policy.py`); the arguments above
-    win.
-    """
+    """Which fast paths are on, for tests and measurements (`engine/fast/policy.py`). The arguments above win."""
     max_logprobs: int = 20
-    """Most `logprobs` and `prompt_logprobs` that a request may ask for, since their cost grows with them.
-
-    -1: any number.
-    """
+    """Most `logprobs` and `prompt_logprobs` that a request may ask for, since their cost grows. -1: any number."""
     async_scheduling: bool | None = None
     """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""
     tensor_parallel_size: int = 1
@@ -95,92 +92,108 @@ class EngineConfig:
     """Seeds the draws of requests that bring no seed of their own, and dummy weights. None: from the system, and 0."""
 
     def __post_init__(self) -> None:
-        def need(ok: bool, name: str, remedy: str) -> None:
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
-
-        def positive_int(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-        def is_path(value: Any) -> bool:
-            return isinstance(value, (str, os.PathLike)) and bool(os.fspath(value))
-
-        need(is_path(self.model), "model", "pass a model directory, a hub id, a .gguf file or a preset's name")
-        need(
-            self.tokenizer is None or is_path(self.tokenizer),
-            "tokenizer",
-            "must be a directory or a .gguf file that holds a tokenizer, or None for the model's own",
-        )
-        for name in ("model", "tokenizer"):
-            if isinstance(getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, str(getattr(self, name)))
-        for name, values in (("load_format", LOAD_FORMATS), ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+        for name, normalise in _NORMALISE.items():
+            object.__setattr__(self, name, normalise(getattr(self, name)))
+        for name, (allowed, remedy) in _CHECKS.items():
             value = getattr(self, name)
-            if isinstance(value, str) and name != "load_format":
-                value = full_dtype(value)
-            need(isinstance(value, str) and value in values, name, f"must be one of {', '.join(values)}")
-            object.__setattr__(self, name, value)
-        need(isinstance(self.device, str), "device", "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
-            need(isinstance(getattr(self, name), bool), name, "must be True or False")
-        for name, otherwise in (
-            ("capture_prefill", "to capture where decode steps are captured"),
-            ("piggyback_prefill", "to decide from the device and the model"),
-            ("async_scheduling", "to decide from the device"),
-            ("use_custom_kernels", "for what the model's config.json says"),
-        ):
-            value = getattr(self, name)
-            need(value is None or isinstance(value, bool), name, f"must be True or False, or None {otherwise}")
-        for name in ("max_model_len", "max_num_seqs", "kvcache_block_size", "tensor_parallel_size"):
-            need(positive_int(getattr(self, name)), name, "must be a positive integer")
-        most = self.max_logprobs
-        need(
-            isinstance(most, int) and not isinstance(most, bool) and most >= -1,
-            "max_logprobs",
-            "must be an integer of at least 0, or -1 for any number",
-        )
-        for name in ("max_num_batched_tokens", "num_kvcache_blocks"):
-            value = getattr(self, name)
-            # nano-vLLM spells "decide for me" as -1.
-            if name == "num_kvcache_blocks" and isinstance(value, int) and value == -1:
-                object.__setattr__(self, name, None)
-                continue
-            need(
-                value is None or positive_int(value),
-                name,
-                "must be a positive integer, or None to decide from the device",
-            )
-        share = self.gpu_memory_utilization
-        need(
-            isinstance(share, numbers.Real) and not isinstance(share, bool) and 0 < share <= 1,
-            "gpu_memory_utilization",
-            "must be above 0 and at most 1",
-        )
-        block = self.kvcache_block_size
-        need(
-            16 <= block <= 1024 and block & (block - 1) == 0,
-            "kvcache_block_size",
-            "must be a power of two from 16 to 1024",
-        )
-        need(
-            self.tensor_parallel_size == 1,
-            "tensor_parallel_size",
-            "only 1 is supported for now; run one engine per GPU instead",
-        )
-        need(
-            self.kernel_priority is None or isinstance(self.kernel_priority, Mapping),
-            "kernel_priority",
-            'must map ops to providers, for example {"rms_norm": ["triton"]}, or be None for the usual ones',
-        )
-        plugins = self.kernel_plugins
-        need(
-            is_path(plugins) or (isinstance(plugins, (list, tuple)) and all(map(is_path, plugins))),
-            "kernel_plugins",
-            'must be a list of Python files or modules, for example ["my_kernels.py"]',
-        )
-        need(
-            self.seed is None
-            or (isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**63),
-            "seed",
-            "must be an integer in [0, 2**63), or None for one from the system",
-        )
+            if not allowed(value):
+                raise ValueError(f"{name}={value!r}: {remedy}")
+
+
+Config = EngineConfig
+"""nano-vLLM's name of the class."""
+
+
+def _normal_dtype(value: Any) -> Any:
+    """A dtype by its full name; `torch.float32` says "torch.float32" of itself."""
+    if not isinstance(value, str) and type(value).__module__ == "torch":
+        value = str(value)
+    return full_dtype(value.removeprefix("torch.")) if isinstance(value, str) else value
+
+
+def _normal_path(value: Any) -> Any:
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+_NORMALISE: dict[str, Callable[[Any], Any]] = {
+    "model": _normal_path,
+    "tokenizer": _normal_path,
+    "dtype": _normal_dtype,
+    "kv_cache_dtype": _normal_dtype,
+    # nano-vLLM spells "decide for me" as -1.
+    "num_kvcache_blocks": lambda value: None if isinstance(value, int) and value == -1 else value,
+}
+
+
+def _is_int(value: Any, low: int = 1, high: int = 2**63) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike)) and bool(os.fspath(value))
+
+
+def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _one_of(*values: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: isinstance(value, str) and value in values, f"must be one of {', '.join(values)}"
+
+
+def _flag(otherwise: str) -> tuple[Callable[[Any], bool], str]:
+    return _or_none(_is_bool), f"must be True or False, or None {otherwise}"
+
+
+_SWITCH = _is_bool, "must be True or False"
+_COUNT = _is_int, "must be a positive integer"
+_COUNT_OR_NONE = _or_none(_is_int), "must be a positive integer, or None to decide from the device"
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (_is_path, "pass a model directory, a hub id, a .gguf file or a preset's name"),
+    "tokenizer": (
+        _or_none(_is_path), "must be a directory or a .gguf file that holds a tokenizer, or None for the model's own",
+    ),
+    "load_format": _one_of("auto", "safetensors", "gguf", "dummy"),
+    "dtype": _one_of(*DTYPES),
+    "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
+    "device": (lambda value: isinstance(value, str), "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+    "skip_tokenizer_init": _SWITCH,
+    "enable_prefix_caching": _SWITCH,
+    "enforce_eager": _SWITCH,
+    "capture_prefill": _flag("to capture where decode steps are captured"),
+    "piggyback_prefill": _flag("to decide from the device and the model"),
+    "async_scheduling": _flag("to decide from the device"),
+    "use_custom_kernels": _flag("for what the model's config.json says"),
+    "max_model_len": _COUNT,
+    "max_num_seqs": _COUNT,
+    "max_num_batched_tokens": _COUNT_OR_NONE,
+    "num_kvcache_blocks": _COUNT_OR_NONE,
+    "max_logprobs": (lambda value: _is_int(value, -1), "must be an integer of at least 0, or -1 for any number"),
+    "gpu_memory_utilization": (
+        lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) <= 1,
+        "must be above 0 and at most 1",
+    ),
+    "kvcache_block_size": (
+        lambda value: _is_int(value, 16, 1025) and value & (value - 1) == 0, "must be a power of two from 16 to 1024",
+    ),
+    "tensor_parallel_size": (
+        lambda value: _is_int(value) and value == 1, "only 1 is supported for now; run one engine per GPU instead",
+    ),
+    "kernel_priority": (
+        _or_none(lambda value: isinstance(value, Mapping)),
+        'must map ops to providers, for example {"rms_norm": ["triton"]}, or be None for the usual ones',
+    ),
+    "kernel_plugins": (
+        lambda value: _is_path(value) or (isinstance(value, (list, tuple)) and all(map(_is_path, value))),
+        'must be a list of Python files or modules, for example ["my_kernels.py"]',
+    ),
+    "seed": (
+        _or_none(lambda value: _is_int(value, 0)), "must be an integer in [0, 2**63), or None for one from the system",
+    ),
+}  # fmt: skip
+"""For each argument: whether a value is allowed, and what is."""

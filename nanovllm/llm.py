@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from nanovllm.arguments import drop_foreign, reject_unknown
 from nanovllm.config import EngineConfig
+from nanovllm.engine.chat import Message, chat_text, check_conversations, check_messages
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.request import Request
 from nanovllm.engine.step_loop import StepLoop, Waiter
+from nanovllm.foreign_arguments import CALL_ARGUMENTS
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -41,6 +45,13 @@ class LLM:
     def __init__(self, model: str | Path, **kwargs: Any) -> None:
         self.engine = LLMEngine(EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs))
         self._loop = StepLoop(self.engine)
+        self._added: dict[int, Request] = {}
+        """Requests of `add_request` whose end `step` has not returned yet."""
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """As in vLLM: the same as `engine`."""
+        return self.engine
 
     @property
     def tokenizer(self) -> Any:
@@ -61,11 +72,22 @@ class LLM:
         """For example "NVIDIA H200, bfloat16" or "cpu, float32"."""
         return self.engine.runner.device_name
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, for example before a measurement.
+
+        Calls of other threads are waited for.
+
+        Returns:
+            False, with nothing changed, if requests are unfinished: those of `stream` and `add_request`.
+        """
+        return self._loop.between_steps(self.engine.reset_prefix_cache)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete the prompts, batched together.
 
@@ -75,6 +97,7 @@ class LLM:
                 among prompts of the same salt.
             sampling_params: for all prompts, or one for each.
             use_tqdm: show a progress bar with prompt and output tokens a second.
+            others: arguments of vLLM's `generate` that have no effect here.
 
         Returns:
             One output a prompt, in the prompts' order.
@@ -83,6 +106,7 @@ class LLM:
             ValueError, TypeError: a prompt or parameter that cannot be served; then none of them was started.
             RuntimeError: a step failed that another thread ran and that computed one of these requests.
         """
+        _drop("generate", others)
         prompts = _as_list(prompts)
         params: Any = sampling_params
         one_each = isinstance(params, (list, tuple))
@@ -105,47 +129,52 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's own chat template.
 
         Args:
-            messages: dicts with "role" and "content"; or a list of such lists.
+            messages: dicts with "role" and "content", or a list of such lists. A content is a string, or a list of
+                parts `{"type": "text", "text": ...}`, which are joined with line breaks.
             chat_template_kwargs: further variables for the template, for example `{"enable_thinking": False}`.
+            tools: descriptions of functions, as OpenAI's API has them, for templates that show them to the model.
+            chat_template: a Jinja template to use instead of the model's own.
+            add_generation_prompt: end the prompt with the beginning of an answer.
+            continue_final_message: the model goes on with the last message instead of answering it. It needs
+                `add_generation_prompt=False`.
+            others: arguments of vLLM's `chat` that have no effect here.
 
         Raises:
             ValueError, TypeError: a conversation or parameter that cannot be served; then none of them was started.
         """
-        if not _is_list(messages):
-            raise _no_conversation("messages", messages)
+        _drop("chat", others)
         variables = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(variables, Mapping):
             raise TypeError(
                 f"chat_template_kwargs={variables!r:.80}: must be a dict, for example"
                 ' {"enable_thinking": False}, or None'
             )
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: dict[str, Any] = (
-            {"messages": messages} if one else {f"messages[{i}]": c for i, c in enumerate(messages)}
-        )
+        variables = {
+            "tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message, **variables,
+        }  # fmt: skip
+        conversations = check_conversations(messages)
         prompts = [self._chat_prompt(name, c, variables) for name, c in conversations.items()]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **template_kwargs: Any) -> dict[str, Any]:
-        """A conversation as a prompt: the template's text, and its token ids."""
+        """A conversation as a prompt: the template's text, and its token ids. template_kwargs: as `chat` takes them."""
+        check_messages("messages", messages)
         return self._chat_prompt("messages", messages, template_kwargs)
 
     def _chat_prompt(self, name: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> dict[str, Any]:
         """name: what the user calls the messages."""
-        if not _is_list(messages) or not messages:
-            raise _no_conversation(name, messages)
-        for i, message in enumerate(messages):
-            # What else it holds is up to the template.
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise _no_conversation(f"{name}[{i}]", message)
-        tokenizer = self.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            raise ValueError("this model has no chat template; use generate with a plain prompt")
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
+        text = chat_text(self.tokenizer, name, messages, variables)
         # The template writes the special tokens itself.
         return {"prompt": text, "prompt_token_ids": self.engine.prompts.encode(text, name, add_special_tokens=False)}
 
@@ -186,10 +215,59 @@ class LLM:
         finally:  # again, since an interrupt may have come at the first time, when the stream was left early
             self._end(waiter, [request])
 
+    # ------------------------------------------------------------------------------------------------ step by step
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue a prompt for `step`, as in nano-vLLM. Returns the request's id, which `step` names.
+
+        Raises:
+            ValueError, TypeError: the request cannot be served.
+        """
+        request = self.engine.make_request(prompt, sampling_params)
+        if request.params.n != 1:
+            raise ValueError(f"n={request.params.n}: add_request has one completion; use generate for more")
+        self._added[request.request_id] = request
+        self.engine.queue(request)
+        return request.request_id
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Run one step, as in nano-vLLM. Calls of other threads are waited for.
+
+        Returns:
+            The requests of `add_request` that have ended, each with its id and its output's token ids; and the number
+            of prompt tokens of the requests that got their first token, or else minus the number of tokens that were
+            generated.
+
+        Raises:
+            Whatever the forward pass raised. The requests that ran are lost then.
+        """
+        return self._loop.between_steps(self._step)
+
+    def _step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        before = {key: request.num_output_tokens for key, request in self._added.items()}
+        try:
+            if self.engine.has_unfinished:
+                self.engine.step()
+        finally:
+            self._added = {key: request for key, request in self._added.items() if request.failure is None}
+        grown = [r for r in self._added.values() if r.num_output_tokens > before.get(r.request_id, 0)]
+        num_prompt_tokens = sum(len(r.prompt_token_ids) for r in grown if not before.get(r.request_id))
+        ended = [request for request in self._added.values() if request.finished]
+        for request in ended:
+            del self._added[request.request_id]
+        outputs = [(r.request_id, r.completions[0].seq.output_token_ids) for r in ended]
+        return outputs, num_prompt_tokens or -len(grown)
+
+    def is_finished(self) -> bool:
+        """Whether `step` has returned every request of `add_request`."""
+        return not self._added
+
+    # ------------------------------------------------------------------------------------------------ running
+
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         waiter = Waiter(requests)
         try:
-            with _Progress(requests, waiter) if show_progress else nullcontext() as progress:
+            with ProgressBar(requests, waiter) if show_progress else nullcontext() as progress:
                 if progress is not None:
                     progress.show()
                 self.engine.queue(*requests, offline=True)
@@ -205,6 +283,12 @@ class LLM:
         waiter.close()
 
 
+def _drop(method: str, others: dict[str, Any]) -> None:
+    """Refuse the arguments that a method does not have, but for those of vLLM that have no effect."""
+    drop_foreign(method, others, CALL_ARGUMENTS)
+    reject_unknown(method, others, list(inspect.signature(getattr(LLM, method)).parameters)[1:-1])
+
+
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, bytes, Mapping, Set)):  # one prompt, or something that is refused as one
         return [prompts]
@@ -218,60 +302,3 @@ def _as_list(prompts: Any) -> list[Any]:
     prompts = list(prompts)
     # A flat list of integers is one prompt of token ids.
     return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _no_conversation(name: str, value: Any) -> TypeError:
-    return TypeError(
-        f'{name}={value!r:.80}: a conversation is a list of dicts with "role" and "content"; pass for example'
-        ' [{"role": "user", "content": "Hello!"}], or a list of such lists'
-    )
-
-
-class _Progress:
-    """A progress bar over requests, with prompt and output tokens a second."""
-
-    def __init__(self, requests: list[Request], waiter: Waiter) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._requests = requests
-        self._waiter = waiter
-        self._next_update = 0.0
-        self._bar = Progress(
-            TextColumn("Generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[rate]}"),
-            console=Console(stderr=True),
-        )
-        self._task = self._bar.add_task("", total=len(requests), rate="")
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._bar.refresh()
-        finally:
-            self._bar.stop()
-
-    def show(self) -> None:
-        """Called in the `with` block, not on entering it, so that the bar is taken back if an interrupt comes."""
-        self._bar.start()
-
-    def update(self) -> None:
-        num_finished = len(self._requests) - len(self._waiter.unfinished)
-        elapsed = self._bar.tasks[0].elapsed or 0.0
-        # Counting tokens takes time in proportion to the requests: ten times a second is enough.
-        if elapsed <= 0 or (elapsed < self._next_update and num_finished < len(self._requests)):
-            return
-        self._next_update = elapsed + 0.1
-        prompt = sum(len(r.prompt_token_ids) for r in self._requests if r.first_token_time is not None)
-        output = sum(r.num_output_tokens for r in self._requests)
-        rate = f"prompt {prompt / elapsed:.0f} tok/s, output {output / elapsed:.0f} tok/s"
-        self._bar.update(self._task, completed=num_finished, rate=rate)

@@ -8,13 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Logprob:
-    """One candidate token: its natural log-probability under the raw logits, its rank (1 is the most likely), its
-    text.
-    """
+    """One candidate token."""
 
     logprob: float
+    """Natural logarithm of the probability under the raw logits: before bias, penalties and temperature."""
     rank: int
+    """1 for the most likely token."""
     decoded_token: str | None = None
+    """The token's text; None without a tokenizer."""
 
 
 @dataclass
@@ -29,16 +30,38 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for the model's own end token."""
     logprobs: list[dict[int, Logprob]] | None = None
+    """For each output token: itself first, then the most likely tokens. None if `SamplingParams.logprobs` is None."""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the output tokens' log-probabilities, or None without `SamplingParams.logprobs`."""
+        if self.logprobs is None:
+            return None
+        return sum(row[token].logprob for row, token in zip(self.logprobs, self.token_ids))
 
 
 @dataclass
 class RequestMetrics:
-    """Times in seconds, from the request's arrival."""
+    """When a request came, got its first token and ended. None: not yet."""
 
     time_to_first_token: float | None = None
+    """Seconds from the request's arrival."""
     total_time: float | None = None
+    """Seconds from the request's arrival until its last completion ended."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache (of the first completion)."""
+    """As `RequestOutput.num_cached_tokens`."""
+    arrival_time: float = 0.0
+    """Seconds since the epoch, as `time.time()`."""
+
+    @property
+    def first_token_time(self) -> float | None:
+        """Seconds since the epoch."""
+        return None if self.time_to_first_token is None else self.arrival_time + self.time_to_first_token
+
+    @property
+    def finished_time(self) -> float | None:
+        """Seconds since the epoch."""
+        return None if self.total_time is None else self.arrival_time + self.total_time
 
 
 @dataclass
@@ -53,6 +76,11 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose keys and values came from the prefix cache (of the first completion)."""
+        return self.metrics.num_cached_tokens
+
     def __getitem__(self, key: str) -> Any:
         if key in _COMPLETION_FIELDS:
             return getattr(self.outputs[0], key)
@@ -64,5 +92,5 @@ class RequestOutput:
         return sorted(_COMPLETION_FIELDS | _REQUEST_FIELDS)
 
 
-_COMPLETION_FIELDS = {f.name for f in fields(CompletionOutput)}
-_REQUEST_FIELDS = {f.name for f in fields(RequestOutput)}
+_COMPLETION_FIELDS = {"cumulative_logprob", *(f.name for f in fields(CompletionOutput))}
+_REQUEST_FIELDS = {"num_cached_tokens", *(f.name for f in fields(RequestOutput))}

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.arguments import rejects_unknown
+from nanovllm.foreign_arguments import SAMPLING_ARGUMENTS
 
 MAX_N = 128
-"""Most completions of a request: OpenAI's limit. Each is a sequence of its own, which the engine keeps from the
-start.
-"""
-MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
-"""Every new piece of text is searched for every stop string, and a stream keeps back as much text as the longest one
-has. OpenAI allows 4 stop strings; 64 of 1,024 characters cost about 0.1 ms a token on the host."""
+"""Most completions of a request: OpenAI's limit. Each is a sequence of its own from the start."""
+MAX_STOP_STRINGS, MAX_STRING_LENGTH = 64, 1024
+"""Most stop strings of a request, and the characters of one. Every new piece of text is searched for every stop string,
+and a stream keeps back as much text as the longest one has. OpenAI allows 4 stop strings; 64 of 1,024 characters cost
+about 0.1 ms a token on the host."""
+MAX_BAD_WORDS = MAX_LOGIT_BIAS = 1024
+"""Most bad words, and most tokens with a bias: the host sends them to the device with every step."""
 
 
-@rejects_unknown
+@rejects_unknown(called="SamplingParams", foreign=SAMPLING_ARGUMENTS)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request. Names and meanings are vLLM's.
 
-    The filters apply in the order temperature, top-k, top-p, min-p, each to what the one before it left over;
-    the penalties apply to the logits before all of them.
+    The logits change in this order: bias, bad words and banned end tokens; penalties; temperature; top-k; top-p; min-p.
+    Each filter applies to what the filter before it kept.
 
     Raises:
         ValueError: a value of the wrong type or out of range; the message names the argument, the value, the remedy.
-        TypeError: an unknown keyword; the message names the nearest known one.
+        TypeError: an unknown keyword; the message names the nearest known one, or says why the keyword of another
+            library is not supported.
     """
 
     n: int = 1
@@ -47,8 +51,8 @@ class SamplingParams:
     """Subtracted from the logits of tokens in the output so far (OpenAI)."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once for each time it is in the output so far (OpenAI)."""
-    max_tokens: int = 64
-    """Most tokens to generate."""
+    max_tokens: int | None = 64
+    """Most tokens to generate. None: as many as `max_model_len` allows."""
     min_tokens: int = 0
     """Tokens to generate before an end token or a stop token may be sampled."""
     stop: tuple[str, ...] | list[str] | str | None = None
@@ -67,6 +71,11 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Keep the stop string at the text's end."""
+    bad_words: tuple[str, ...] | list[str] | None = None
+    """Words that the output must not contain, at its beginning or after a space. The last token of a word is banned
+    where the tokens before it are already in the output. Kept as a tuple."""
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    """Token id -> what is added to its logit, from -100 (never) to 100 (always). Kept as a dict."""
 
     def __post_init__(self) -> None:
         self._int("n", 1, MAX_N, remedy="; send several requests for more")
@@ -77,7 +86,7 @@ class SamplingParams:
         self._float("repetition_penalty", 0, math.inf, "; pass 1 for none", above=True)
         self._float("presence_penalty", -2, 2, "; pass 0 for none")
         self._float("frequency_penalty", -2, 2, "; pass 0 for none")
-        self._int("max_tokens", 1)
+        self._int("max_tokens", 1, none_is="as many as max_model_len allows")
         self._int("min_tokens", 0)
         self._int("seed", 0, 2**63 - 1, none_is="the engine to pick one")
         self._int("logprobs", 0, none_is="no log-probabilities")
@@ -85,10 +94,16 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 self._fail(name, "must be True or False")
-        self._stop()
+        self._strings("stop", "stop string", "would end every text at once", MAX_STOP_STRINGS, lone=True)
+        self._strings("bad_words", "word", "cannot be banned", MAX_BAD_WORDS)
         self._stop_token_ids()
-        if self.min_tokens > self.max_tokens:
+        self._logit_bias()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             self._fail("min_tokens", f"is above max_tokens={self.max_tokens}; lower it or raise max_tokens")
+
+    def most_tokens(self, prompt_len: int, max_model_len: int) -> int:
+        """The length at which a sequence ends, prompt included, in an engine of this `max_model_len`."""
+        return max_model_len if self.max_tokens is None else min(prompt_len + self.max_tokens, max_model_len)
 
     @property
     def greedy(self) -> bool:
@@ -99,6 +114,11 @@ class SamplingParams:
     def uses_penalties(self) -> bool:
         """Whether sampling needs to know which tokens the prompt and the output hold."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the host must say at every step which logits of the row change."""
+        return bool(self.logit_bias or self.bad_words)
 
     @property
     def uses_filters(self) -> bool:
@@ -142,21 +162,21 @@ class SamplingParams:
             self._fail(name, bounds + remedy)
         self._set(name, number)
 
-    def _stop(self) -> None:
-        stop = self.stop
-        if stop is None or isinstance(stop, str):
-            stop = () if stop is None else (stop,)
-        if not isinstance(stop, (list, tuple)) or not all(isinstance(s, str) for s in stop):
-            self._fail("stop", "must be a string, a list of strings, or None")
-        if "" in stop:
-            self._fail("stop", "an empty stop string would end every text at once; leave it out")
-        if len(stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop: {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed; leave some out")
-        if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
+    def _strings(self, name: str, kind: str, empty: str, most: int, *, lone: bool = False) -> None:
+        """A list of at most `most` strings, kept as a tuple. lone: a single string may stand for a list."""
+        value = getattr(self, name)
+        given = () if value is None else (value,) if lone and isinstance(value, str) else value
+        if not isinstance(given, (list, tuple)) or not all(isinstance(s, str) for s in given):
+            self._fail(name, f"must be {'a string, ' if lone else ''}a list of strings, or None")
+        if not all(s if lone else s.strip() for s in given):
+            self._fail(name, f"an empty {kind} {empty}; leave it out")
+        if len(given) > most:
+            raise ValueError(f"{name}: {len(given)} strings, at most {most} are allowed; leave some out")
+        if (longest := max(map(len, given), default=0)) > MAX_STRING_LENGTH:
             raise ValueError(
-                f"stop: a string of {longest} characters, at most {MAX_STOP_LENGTH} are allowed; shorten it"
+                f"{name}: a string of {longest} characters, at most {MAX_STRING_LENGTH} are allowed; shorten it"
             )
-        self._set("stop", tuple(stop))
+        self._set(name, tuple(given))
 
     def _stop_token_ids(self) -> None:
         ids = () if self.stop_token_ids is None else self.stop_token_ids
@@ -165,6 +185,19 @@ class SamplingParams:
         if any(i < 0 for i in ids):
             self._fail("stop_token_ids", "token ids must be at least 0; leave the negative ones out")
         self._set("stop_token_ids", tuple(int(i) for i in ids))
+
+    def _logit_bias(self) -> None:
+        biases = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(biases, Mapping) or not all(_is_int(i) and i >= 0 for i in biases):
+            self._fail("logit_bias", "must be a dict from token ids to numbers, or None")
+        if len(biases) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias: {len(biases)} tokens, at most {MAX_LOGIT_BIAS} are allowed; leave some out")
+        for token_id, bias in biases.items():
+            if not isinstance(bias, numbers.Real) or isinstance(bias, bool) or not -100 <= bias <= 100:
+                raise ValueError(
+                    f"logit_bias[{token_id}]={bias!r}: must be a number from -100 to 100; pass -100 to ban the token"
+                )
+        self._set("logit_bias", {int(i): float(bias) for i, bias in biases.items()})
 
 
 def _is_int(value: Any) -> bool:

@@ -30,7 +30,16 @@ def test_an_output_is_a_mapping():
     mapping = dict(**OUTPUT)
     assert mapping["text"] == " there" and mapping["metrics"] == RequestMetrics()
     names = {f.name for cls in (CompletionOutput, RequestOutput) for f in dataclasses.fields(cls)}
+    names |= {"cumulative_logprob", "num_cached_tokens"}
     assert set(mapping) == set(OUTPUT.keys()) == names
+
+
+def test_sums_and_times():
+    assert OUTPUT.outputs[0].cumulative_logprob == OUTPUT["cumulative_logprob"] == pytest.approx(-0.3)
+    metrics = RequestMetrics(0.25, 2.0, num_cached_tokens=3, arrival_time=100.0)
+    assert (metrics.first_token_time, metrics.finished_time) == (100.25, 102.0)
+    output = dataclasses.replace(OUTPUT, metrics=metrics)
+    assert output.num_cached_tokens == output["num_cached_tokens"] == 3
 
 
 def test_an_unknown_key_lists_the_known():
@@ -48,4 +57,7 @@ def test_defaults():
     output = RequestOutput(0, None, [1], [CompletionOutput(0, "", [])], False)
     assert output.prompt_logprobs is None and output["finish_reason"] is None
     assert output.metrics.time_to_first_token is None and output.metrics.num_cached_tokens == 0
+    assert (
+        output.outputs[0].cumulative_logprob is output.metrics.first_token_time is output.metrics.finished_time is None
+    )
     assert output.metrics is not RequestOutput(0, None, [1], [], False).metrics

@@ -80,7 +80,7 @@ BAD = [
     ("repetition_penalty", [0, -1, NAN, INF, "1", True, None]),
     ("presence_penalty", [-2.01, 2.01, NAN, "0", True, None]),
     ("frequency_penalty", [-2.01, 2.01, NAN, "0", True, None]),
-    ("max_tokens", [0, -1, 1.5, True, "16", None]),
+    ("max_tokens", [0, -1, 1.5, True, "16"]),
     ("min_tokens", [-1, 0.0, True, "1", None, 65]),
     ("seed", [-1, 2**63, 0.5, True, "seed"]),
     ("logprobs", [-1, 1.0, True, "5"]),
@@ -88,6 +88,8 @@ BAD = [
     ("ignore_eos", [1, "True", None]),
     ("skip_special_tokens", [0, "no", None]),
     ("include_stop_str_in_output", [0, "no", None]),
+    ("bad_words", ["damn", [""], ["a", "  "], [1], 5, {"a"}]),
+    ("logit_bias", [5, [1], {-1: 1}, {"1": 1}, {True: 1}, {1.0: 1}]),
     ("stop", ["", ["a", ""], [1], 5, {"a"}, b"END"]),
     ("stop_token_ids", [5, "5", [-1], [1.0], [True], ["5"], {5}]),
 ]
@@ -97,22 +99,77 @@ BAD = [
 def test_bad_values_are_named_with_a_remedy(name, value):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{name: value})
-    stated, _, remedy = str(error.value).partition(": ")
-    assert stated == f"{name}={value!r}"
-    assert remedy.strip()
+    stated = f"{name}={value!r}: "
+    assert str(error.value).startswith(stated) and str(error.value).removeprefix(stated).strip()
 
 
 @pytest.mark.parametrize(
-    "stop, words",
+    "arguments, words",
     [
-        (["x"] * 65, "stop: 65 strings, at most 64 are allowed; leave some out"),
-        (["x", "y" * 1025], "stop: a string of 1025 characters, at most 1024 are allowed; shorten it"),
+        (dict(stop=["x"] * 65), "stop: 65 strings, at most 64 are allowed; leave some out"),
+        (dict(stop=["x", "y" * 1025]), "stop: a string of 1025 characters, at most 1024 are allowed; shorten it"),
+        (dict(bad_words=["x"] * 1025), "bad_words: 1025 strings, at most 1024 are allowed; leave some out"),
+        (
+            dict(logit_bias=dict.fromkeys(range(1025), 1)),
+            "logit_bias: 1025 tokens, at most 1024 are allowed; leave some out",
+        ),
+        (
+            dict(logit_bias={3: -101}),
+            "logit_bias[3]=-101: must be a number from -100 to 100; pass -100 to ban the token",
+        ),
+        (dict(logit_bias={3: NAN}), "logit_bias[3]=nan: must be a number from -100 to 100; pass -100 to ban the token"),
+        (
+            dict(logit_bias={3: True}),
+            "logit_bias[3]=True: must be a number from -100 to 100; pass -100 to ban the token",
+        ),
     ],
 )
-def test_stop_strings_have_limits(stop, words):
+def test_lists_and_biases_have_limits(arguments, words):
     with pytest.raises(ValueError) as error:
-        SamplingParams(stop=stop)
+        SamplingParams(**arguments)
     assert str(error.value) == words
+
+
+@pytest.mark.parametrize(
+    "arguments, answer",
+    [
+        (dict(max_new_tokens=5), "max_new_tokens=5: the name here is max_tokens"),
+        (dict(do_sample=False), "do_sample=False: use temperature=0 for do_sample=False"),
+        (dict(use_beam_search=True), "use_beam_search=True: beam search is not supported; use n"),
+        (dict(best_of=4), "best_of=4: use n, and choose the best by cumulative_logprob"),
+        (dict(guided_decoding={"json": {}}), "guided_decoding={'json': {}}: structured output is not supported"),
+        (dict(allowed_token_ids=[1]), "allowed_token_ids=[1]: ban tokens with logit_bias"),
+        (dict(detokenize=False), "detokenize=False: pass skip_tokenizer_init=True to LLM"),
+    ],
+    ids=str,
+)
+def test_keywords_of_other_libraries_are_answered_by_their_own_name(arguments, answer):
+    with pytest.raises(TypeError) as error:
+        SamplingParams(**arguments)
+    assert str(error.value).startswith(f"SamplingParams got {answer}")
+
+
+def test_keywords_of_vllm_that_change_nothing_are_taken(caplog):
+    with caplog.at_level("INFO"):
+        params = SamplingParams(detokenize=True, best_of=1, guided_decoding=None, temperature=0.5)
+    assert params == SamplingParams(temperature=0.5)
+    (record,) = caplog.records
+    for word in ("detokenize=True", "best_of=1", "guided_decoding=None", "without effect"):
+        assert word in record.message
+
+
+def test_the_length_at_which_a_sequence_ends():
+    assert SamplingParams(max_tokens=None, min_tokens=10**6).most_tokens(5, 100) == 100
+    assert SamplingParams(max_tokens=7).most_tokens(5, 100) == 12 and SamplingParams().most_tokens(90, 100) == 100
+
+
+def test_bias_and_bad_words_are_kept_as_plain_values():
+    bias = {np.int64(3): 1, 4: np.float32(-0.5)}
+    params = SamplingParams(logit_bias=bias, bad_words=["a b"])
+    bias[5] = 1
+    assert params.logit_bias == {3: 1.0, 4: -0.5} and params.bad_words == ("a b",) and params.changes_logits
+    assert {type(key) for key in params.logit_bias} == {int} and isinstance(hash(params), int)
+    assert not SamplingParams(logit_bias={}, bad_words=[]).changes_logits
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.devices import select_device
+from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import PromptReader
 from nanovllm.engine.request import Completion, Request
@@ -133,7 +134,11 @@ class LLMEngine:
         self._check(params)
         checked = self.prompts.read(prompt, names[0])
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        return Request(next(self._request_ids), checked, params, seed, self._decoder, incremental)
+        rules = None
+        if params.changes_logits:
+            words = bad_word_token_ids(params.bad_words or (), self.tokenizer, self.model_config.vocab_size)
+            rules = LogitRules(params.logit_bias or {}, words)
+        return Request(next(self._request_ids), checked, params, seed, self._decoder, incremental, rules)
 
     def queue(self, *requests: Request, offline: bool = False) -> None:
         """Start requests with the next step.
@@ -143,9 +148,7 @@ class LLMEngine:
         """
         if offline and self.scheduler.pacer is not None:
             longest = self.runner.max_model_len
-            requests = tuple(
-                sorted(requests, key=lambda r: -min(r.params.max_tokens, longest - len(r.prompt_token_ids)))
-            )
+            requests = tuple(sorted(requests, key=lambda r: -r.most_output_tokens(longest)))
         for request in requests:
             request.offline = offline
             self._inbox.append((request, False))
@@ -196,6 +199,13 @@ class LLMEngine:
         except BaseException as error:
             self._abandon_running(error)
             raise
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, between steps. False, with nothing changed: requests are unfinished."""
+        if self.has_unfinished:
+            return False
+        self.scheduler.blocks.reset()
+        return True
 
     def check(self) -> None:
         """Assert the invariants; cheap enough to call after every operation in a test."""
@@ -294,11 +304,14 @@ class LLMEngine:
                     f" max_logprobs={count} to LLM"
                 )
         vocab_size = self.model_config.vocab_size
-        for token_id in params.stop_token_ids or ():
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}")
+        for name in ("stop_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if not 0 <= token_id < vocab_size:
+                    raise ValueError(f"{name}: {token_id} is outside the vocabulary of {vocab_size}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, and this engine has none; use logit_bias")
 
 
 def _resolve_kernels(config: EngineConfig, device: torch.device, model_choice: bool | None) -> Kernels:

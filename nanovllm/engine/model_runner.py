@@ -127,7 +127,7 @@ class ModelRunner:
             return StepResult(step, torch.empty(0, dtype=torch.int64, device=self.device), None, prompt)
         rows = [SamplingRow.of(p.seq, p.start + p.num_tokens, p.seq_slot) for p in sampling]
         metadata = SamplingMetadata.build(rows, self.device, pin=self.device.type == "cuda")
-        output = self.sampler(logits, metadata)
+        output = self.sampler(logits, metadata, self.paged.last_tokens)
         self.paged.last_tokens[metadata.seq_slots] = output.token_ids
         return StepResult(step, output.token_ids, output.logprobs, prompt)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm.engine.detokenizer import Detokenizer, TextDecoder
+from nanovllm.engine.logit_rules import LogitRules
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -86,12 +87,15 @@ class Request:
         request_id: unique in the engine; sequence ids follow from it.
         seed: of the first completion's draws; the others count up from it.
         incremental: keep the text current while tokens come, for streaming.
+        logit_rules: the bias and the bad words of `params`.
 
     Attributes:
         offline: only the time of the request's end matters, not that of its first token.
         listener: called with the request by the thread that runs the engine's steps: when a completion ended, when the
             request was lost, and for an incremental request when it got a token. It must be quick and must not raise.
         failure: what a failed step raised, if the request was lost by it.
+        arrival_time, first_token_time, finish_time: on the clock `time.perf_counter`.
+        arrival_date: seconds since the epoch.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class Request:
         seed: int,
         decoder: TextDecoder | None,
         incremental: bool,
+        logit_rules: LogitRules | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt.text
@@ -112,6 +117,7 @@ class Request:
         self.listener: Callable[[Request], None] | None = None
         self.failure: BaseException | None = None
         self.arrival_time = time.perf_counter()
+        self.arrival_date = time.time()
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -122,6 +128,7 @@ class Request:
             # The prompt's log-probabilities are the same for all completions: the first computes them.
             own = params if index == 0 or params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
             seq = Sequence(request_id, prompt.token_ids, own, (seed + index) % 2**64, index, prompt.cache_salt)
+            seq.logit_rules = logit_rules
             self.completions.append(Completion(seq, decoder, incremental))
 
     @property
@@ -131,6 +138,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return sum(c.seq.num_output_tokens for c in self.completions)
+
+    def most_output_tokens(self, max_model_len: int) -> int:
+        """The longest output that each completion may have."""
+        prompt_len = len(self.prompt_token_ids)
+        return self.params.most_tokens(prompt_len, max_model_len) - prompt_len
 
     def notify(self) -> None:
         """Tell the listener that there is news."""
@@ -158,6 +170,7 @@ class Request:
                 time_to_first_token=self._seconds_until(self.first_token_time),
                 total_time=self._seconds_until(self.finish_time),
                 num_cached_tokens=self.completions[0].seq.num_cached_tokens or 0,
+                arrival_time=self.arrival_date,
             ),
         )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.engine.logit_rules import LogitChange
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.kernels.ops.sample import apply_penalties, rows_per_chunk
 from nanovllm.sampling_params import SamplingParams
@@ -30,15 +31,20 @@ class SamplingRow(NamedTuple):
     """Which draw this is: the new token's position in the sequence, so that a recomputed sequence draws the same."""
     seq_slot: int
     """The sequence's row in the sampler's penalty state; no two rows of a step share one."""
-    banned_token_ids: Sequence[int] = ()
-    """Tokens that must not be sampled now: end and stop tokens before `min_tokens` is reached."""
+    changes: Sequence[LogitChange] = ()
+    """Bias, bad words, and the end and stop tokens that are banned before `min_tokens` is reached."""
 
     @classmethod
     def of(cls, seq: TokenSequence, position: int, seq_slot: int) -> SamplingRow:
         """The row of a sequence that gets its token number `position`."""
-        params = seq.params
-        banned = tuple(seq.stop_ids) if position - seq.prompt_len < params.min_tokens else ()
-        return cls(params, seq.seed, position, seq_slot, banned)
+        changes: list[LogitChange] = []
+        if position - seq.prompt_len < seq.params.min_tokens:
+            changes += map(LogitChange, seq.stop_ids)
+        if seq.logit_rules is not None:
+            num_unknown = position - len(seq.token_ids)
+            assert 0 <= num_unknown <= 1, "the device compares one token"
+            changes += seq.logit_rules.changes(seq.token_ids, seq.prompt_len, num_unknown == 1)
+        return cls(seq.params, seq.seed, position, seq_slot, changes)
 
 
 class PackedSampling(NamedTuple):
@@ -67,6 +73,21 @@ class PackedSampling(NamedTuple):
         )
 
 
+class LogitChanges(NamedTuple):
+    """The changes of all rows, as device tensors [num_changes]."""
+
+    rows: torch.Tensor
+    """int64"""
+    token_ids: torch.Tensor
+    """int64"""
+    after: torch.Tensor
+    """int64, as `LogitChange.after`"""
+    values: torch.Tensor
+    """float32"""
+    conditional: bool
+    """On the host: whether any change depends on the last token."""
+
+
 @dataclass(frozen=True)
 class SamplingMetadata:
     """Device tensors, one entry for each of the R rows that sample in a step. None: no row needs it."""
@@ -87,8 +108,7 @@ class SamplingMetadata:
     """[R] int64"""
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     """Repetition, presence and frequency penalty, [R] float32 each."""
-    banned: tuple[torch.Tensor, torch.Tensor] | None
-    """Row indices and token ids, int64, of what must not be sampled."""
+    changes: LogitChanges | None
     all_greedy: bool
     """On the host: every row takes its largest logit, so no randomness or filter is computed."""
     max_logprobs: int | None
@@ -98,26 +118,31 @@ class SamplingMetadata:
     def build(cls, rows: Sequence[SamplingRow], device: torch.device | str, pin: bool = False) -> SamplingMetadata:
         """Everything in one buffer and one copy to the device, which is asynchronous with `pin` (CUDA only)."""
         params = [row.params for row in rows]
-        banned = [(i, token) for i, row in enumerate(rows) for token in row.banned_token_ids]
-        num_rows, num_banned = len(rows), len(banned)
+        changes = [(i, change) for i, row in enumerate(rows) for change in row.changes]
+        num_rows, num_changes = len(rows), len(changes)
+        sizes = [3 * num_rows, 3 * num_rows, (num_rows + 1) // 2, 3 * num_changes, (num_changes + 1) // 2]
 
-        def fields(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-            ints, banned, floats, top_k = buffer.split(
-                [3 * num_rows, 2 * num_banned, 3 * num_rows, (num_rows + 1) // 2]
-            )
+        def fields(buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            ints, floats, top_k, places, values = buffer.split(sizes)
             return (
                 ints.view(3, num_rows),
-                banned.view(2, num_banned),
                 floats.view(torch.float32).view(6, num_rows),
                 top_k.view(torch.int32)[:num_rows],
+                places.view(3, num_changes),
+                values.view(torch.float32)[:num_changes],
             )
 
-        host = torch.empty(6 * num_rows + 2 * num_banned + (num_rows + 1) // 2, dtype=torch.int64, pin_memory=pin)
-        ints, bans, floats, top_k = (t.numpy() for t in fields(host))
+        host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pin)
+        ints, floats, top_k, places, values = (t.numpy() for t in fields(host))
         ints[:], floats[:], top_k[:] = PackedSampling.of(rows)
-        bans[:] = np.array(banned, dtype=np.int64).reshape(num_banned, 2).T
+        if changes:
+            places[:] = np.array([(i, c.token_id, c.after) for i, c in changes], np.int64).T
+            values[:] = [c.value for _, c in changes]
 
-        dev_ints, dev_bans, dev_floats, dev_top_k = fields(host.to(device, non_blocking=pin))
+        dev_ints, dev_floats, dev_top_k, dev_places, dev_values = fields(host.to(device, non_blocking=pin))
+        device_changes = LogitChanges(
+            dev_places[0], dev_places[1], dev_places[2], dev_values, any(c.after >= 0 for _, c in changes)
+        )
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         return cls(
             temperature=dev_floats[0],
@@ -128,7 +153,7 @@ class SamplingMetadata:
             positions=dev_ints[1],
             seq_slots=dev_ints[2],
             penalties=(dev_floats[3], dev_floats[4], dev_floats[5]) if any(p.uses_penalties for p in params) else None,
-            banned=(dev_bans[0], dev_bans[1]) if banned else None,
+            changes=device_changes if changes else None,
             all_greedy=all(p.greedy for p in params),
             max_logprobs=max(wanted) if wanted else None,
         )
@@ -225,20 +250,23 @@ class Sampler:
         """Give the penalty state's memory back; the next sequence with a penalty makes it anew."""
         self._penalty_state = None
 
-    def __call__(self, logits: torch.Tensor, meta: SamplingMetadata) -> SamplerOutput:
+    def __call__(
+        self, logits: torch.Tensor, meta: SamplingMetadata, last_tokens: torch.Tensor | None = None
+    ) -> SamplerOutput:
         """Sample one token per row, and count it in the penalty state of rows with penalties.
 
         Args:
             logits: [R, V], any float dtype; not modified.
             meta: of the same R rows; no seq_slot twice.
+            last_tokens: [max_num_seqs or more] int64, the token last sampled in each seq_slot. It is needed where a
+                change of a logit depends on a token that the host does not know.
         """
-        # Log-probabilities are of the model's own distribution, before penalties, bans and temperature, as in vLLM.
+        # Log-probabilities are of the model's own distribution, before all changes, as in vLLM.
         raw = logits
+        if meta.changes is not None:
+            logits = changed_logits(logits, meta.changes, meta.seq_slots, last_tokens)
         if meta.penalties is not None:
-            logits = self._penalize(logits, meta, *meta.penalties)
-        if meta.banned is not None:
-            logits = logits.clone() if logits is raw else logits
-            logits.index_put_(meta.banned, logits.new_full((), -torch.inf))
+            logits = self._penalize(logits, meta, *meta.penalties, in_place=logits is not raw)
         if meta.all_greedy:
             token_ids = logits.argmax(-1)
         else:
@@ -252,12 +280,14 @@ class Sampler:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, compute_logprobs(raw, token_ids, meta.max_logprobs))
 
-    def _penalize(self, logits: torch.Tensor, meta: SamplingMetadata, *penalties: torch.Tensor) -> torch.Tensor:
+    def _penalize(
+        self, logits: torch.Tensor, meta: SamplingMetadata, *penalties: torch.Tensor, in_place: bool
+    ) -> torch.Tensor:
         """float32 [R, V]. penalties: repetition, presence and frequency, as in `SamplingMetadata`."""
         if self._penalty_state is None:
             raise RuntimeError("a row uses penalties, but no such sequence was admitted; call Sampler.admit first")
         prompt_mask, output_counts = self._penalty_state
-        penalized = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        penalized = logits if in_place else torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         n = rows_per_chunk(self.vocab_size)
         for start in range(0, len(logits), n):
             rows = slice(start, start + n)
@@ -270,6 +300,21 @@ class Sampler:
     def _to_device(self, token_ids: Sequence[int]) -> torch.Tensor:
         pin = self.device.type == "cuda"  # a copy from pageable memory would wait for the device
         return torch.tensor(token_ids, dtype=torch.int64, pin_memory=pin).to(self.device, non_blocking=pin)
+
+
+def changed_logits(
+    logits: torch.Tensor, changes: LogitChanges, seq_slots: torch.Tensor, last_tokens: torch.Tensor | None
+) -> torch.Tensor:
+    """A float32 copy of the logits [R, V] with the changes of its rows added. seq_slots: [R] int64."""
+    values = changes.values
+    if changes.conditional:
+        if last_tokens is None:
+            raise RuntimeError("a change depends on the last token; pass last_tokens to the sampler")
+        last = last_tokens[seq_slots[changes.rows]]
+        values = torch.where((changes.after < 0) | (changes.after == last), values, 0.0)
+    changed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
+    changed.view(-1).scatter_add_(0, changes.rows * logits.shape[1] + changes.token_ids, values)
+    return changed
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobsTensors:

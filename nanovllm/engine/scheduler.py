@@ -105,7 +105,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         if self.pacer is not None and not self.has_unfinished:
             self.pacer.started()
-        seq.max_len = min(seq.prompt_len + seq.params.max_tokens, self.max_model_len)
+        seq.max_len = seq.params.most_tokens(seq.prompt_len, self.max_model_len)
         seq.stop_ids = frozenset(seq.params.stop_token_ids or ()) | (
             frozenset() if seq.params.ignore_eos else self.eos_token_ids
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from nanovllm.engine.logit_rules import LogitRules
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -26,7 +27,7 @@ class Sequence:
     __slots__ = (
         "seq_id", "index", "params", "seed", "prompt_len", "token_ids", "num_pending", "num_computed_tokens",
         "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "seq_slot", "status",
-        "finish_reason", "stop_reason", "max_len", "stop_ids", "offline", "cache_salt",
+        "finish_reason", "stop_reason", "max_len", "stop_ids", "offline", "cache_salt", "logit_rules",
     )  # fmt: skip
 
     def __init__(
@@ -60,8 +61,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.max_len = self.prompt_len + params.max_tokens
-        """Most tokens, prompt included; the scheduler lowers it to what it serves."""
+        self.max_len = 0
+        """Most tokens, prompt included, set when it is queued."""
         self.stop_ids: frozenset[int] = frozenset()
         """Tokens that end the sequence, set when it is queued."""
         self.offline = False
@@ -70,6 +71,8 @@ class Sequence:
         """
         self.cache_salt = cache_salt
         """Cached prefixes are shared only among sequences of the same salt."""
+        self.logit_rules: LogitRules | None = None
+        """Bias and bad words; None: there are none."""
 
     @property
     def num_tokens(self) -> int:

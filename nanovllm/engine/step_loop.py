@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
@@ -13,6 +14,7 @@ from nanovllm.engine.request import Request
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
+T = TypeVar("T")
 
 
 class Waiter:
@@ -58,9 +60,7 @@ class Waiter:
             ) from self.lost.failure
 
     def close(self) -> None:
-        """Forget the requests and what failed, whose traceback refers to whoever waits: such a cycle would keep the
-        engine.
-        """
+        """Forget the requests and the failure: its traceback holds this thread's frames, and these hold the engine."""
         for request in self._requests:
             request.listener = request.failure = None
         self.lost = None
@@ -81,9 +81,8 @@ class StepLoop:
 
     The threads that wait stand in a queue. The first of them runs steps, for the requests of all, until its own have
     ended; then the next one does. So a lone thread runs its steps without handing anything over, and a thread whose
-    requests end while another runs the steps goes on at once. A deque is the queue since appending to and removing from
-    one are
-    atomic: there is no lock that an interrupt could leave locked.
+    requests end while another runs the steps goes on at once. The queue is a deque, since appending to one and removing
+    from it are atomic: there is no lock that an interrupt could leave locked.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -91,20 +90,16 @@ class StepLoop:
         self._waiting: deque[Waiter] = deque()
 
     def wait(self, waiter: Waiter, until: Callable[[], bool], tick: Callable[[], None] | None = None) -> None:
-        """Return when `until()`, which depends on the waiter alone. tick: called after every step, or ten times a
-        second.
+        """Return when `until()`, which depends on the waiter alone.
+
+        Args:
+            tick: called after every step, or ten times a second.
 
         Raises:
             RuntimeError: the same thread waits already, for example since a signal handler called `generate`.
             Whatever a step raised that this thread ran, if requests of the waiter were lost by it.
         """
-        thread = threading.get_ident()
-        if any(other.thread == thread for other in self._waiting.copy()):
-            raise RuntimeError(
-                "this thread is already in generate or in a stream of the same engine; a signal handler or a finalizer"
-                " must not start requests"
-            )
-        waiter.thread = thread
+        self._name_thread(waiter)
         try:
             try:
                 self._waiting.append(waiter)
@@ -121,6 +116,35 @@ class StepLoop:
         finally:  # again, since an interrupt may have come at the first time
             self._leave(waiter)
 
+    def between_steps(self, action: Callable[[], T]) -> T:
+        """Call `action` when no other thread runs steps, nor will until it has returned.
+
+        Raises:
+            RuntimeError: as `wait`.
+        """
+        waiter = Waiter(())
+        self._name_thread(waiter)
+        try:
+            try:
+                self._waiting.append(waiter)
+                while self._waiting[0] is not waiter:
+                    waiter.news.wait()
+                    waiter.news.clear()
+                return action()
+            finally:
+                self._leave(waiter)
+        finally:  # again, since an interrupt may have come at the first time
+            self._leave(waiter)
+
+    def _name_thread(self, waiter: Waiter) -> None:
+        thread = threading.get_ident()
+        if any(other.thread == thread for other in self._waiting.copy()):
+            raise RuntimeError(
+                "this thread is already in generate or in a stream of the same engine; a signal handler or a finalizer"
+                " must not start requests"
+            )
+        waiter.thread = thread
+
     def _step(self, waiter: Waiter) -> None:
         num_lost = self._engine.num_lost
         try:
@@ -128,7 +152,7 @@ class StepLoop:
         except Exception:
             if waiter.lost is not None or self._engine.num_lost == num_lost:
                 raise
-            # Requests of other threads were lost, which are told so.
+            # Only requests of other threads were lost, and these threads are told so.
             logger.warning("a step failed; the requests that it computed are lost", exc_info=True)
 
     def _leave(self, waiter: Waiter) -> None:

@@ -13,7 +13,7 @@ import torch
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import PiggybackSizes
-from nanovllm.llm import _Progress
+from nanovllm.engine.progress import ProgressBar
 from tests import tiny
 from tests.engine.simulated_engine import BLOCK, Broken, assert_clean, documents, drain, simulated_engine
 from tests.engine.simulation import expected_output
@@ -443,7 +443,7 @@ def test_an_interrupt_between_steps(directory, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module._Progress, "update", interrupted)
+    monkeypatch.setattr(module.ProgressBar, "update", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(random_prompts(LENGTHS), SamplingParams(max_tokens=10))
     while llm.engine.has_unfinished:
@@ -546,7 +546,7 @@ def test_an_interrupt_takes_the_progress_bar_back(directory):
     others = set(threading.enumerate())
     lines = []
     at_lines(call, lambda file, line: lines.append((file, line)))
-    code, first = inspect.getsourcelines(_Progress.__exit__)
+    code, first = inspect.getsourcelines(ProgressBar.__exit__)
     end = range(first, first + len(code))  # of the bar; an interrupt just there may leave it
     for where in sorted({where for where in lines if TRACED[where[0]] == "llm.py" and where[1] not in end}):
 

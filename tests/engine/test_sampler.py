@@ -1,11 +1,13 @@
 """The sampler: metadata from rows, the penalty state over several steps, bans, and log-probabilities."""
 
+import math
 import random
 import time
 
 import pytest
 import torch
 
+from nanovllm.engine.logit_rules import LogitChange
 from nanovllm.engine.sampler import (
     LogprobsTensors,
     Sampler,
@@ -39,6 +41,10 @@ def random_logits(rows, device, vocab=VOCAB, seed=0):
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3).to(device)
 
 
+def banned(*token_ids):
+    return [LogitChange(token_id) for token_id in token_ids]
+
+
 def forbidden_op(*_):
     raise AssertionError("a greedy batch needs no sampling kernel")
 
@@ -48,9 +54,15 @@ def forbidden_op(*_):
 
 def test_metadata_carries_every_row(device):
     rows = [
-        SamplingRow(SamplingParams(temperature=0.5, top_k=3), seed=7, position=10, seq_slot=2, banned_token_ids=(1, 5)),
+        SamplingRow(SamplingParams(temperature=0.5, top_k=3), seed=7, position=10, seq_slot=2, changes=banned(1, 5)),
         SamplingRow(SamplingParams(top_p=0.9, repetition_penalty=1.2), seed=2**64 - 1, position=2**40, seq_slot=0),
-        SamplingRow(SamplingParams(min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5, logprobs=2), -5, 0, 7, [3]),
+        SamplingRow(
+            SamplingParams(min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5, logprobs=2),
+            -5,
+            0,
+            7,
+            [LogitChange(3, 1.5, after=9)],
+        ),
     ]
     meta = build(rows, device)
     expected = {
@@ -66,14 +78,15 @@ def test_metadata_carries_every_row(device):
         got = getattr(meta, name)
         assert got.device.type == device and torch.equal(got.cpu(), torch.tensor(values, dtype=dtype)), name
     assert [p.tolist() for p in meta.penalties] == [[1, pytest.approx(1.2), 1], [0, 0, 0.5], [0, 0, -0.5]]
-    assert [t.tolist() for t in meta.banned] == [[0, 0, 2], [1, 5, 3]]
+    changes = [[0, 0, 2], [1, 5, 3], [-1, -1, 9], [-math.inf, -math.inf, 1.5]]
+    assert [t.tolist() for t in meta.changes[:4]] == changes and meta.changes.conditional
     assert not meta.all_greedy and meta.max_logprobs == 2
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_what_no_row_needs_is_none(count, device):
     plain = build([SamplingRow(SamplingParams(), i, i, i) for i in range(count)], device)
-    assert plain.top_k is plain.top_p is plain.min_p is plain.penalties is plain.banned is plain.max_logprobs is None
+    assert plain.top_k is plain.top_p is plain.min_p is plain.penalties is plain.changes is plain.max_logprobs is None
     assert len(plain.seeds) == count and plain.all_greedy == (count == 0)
     greedy = build([SamplingRow(SamplingParams(temperature=0, top_k=5, top_p=0.1, min_p=0.5), 0, 0, 0)] * count, device)
     assert greedy.top_k is greedy.top_p is greedy.min_p is None and greedy.all_greedy
@@ -114,11 +127,34 @@ def test_banned_tokens_are_never_sampled_and_logits_are_left_alone(params, devic
     for slot in range(64):
         sampler.admit(slot, [1], [], params)
     before = logits.clone()
-    rows = [SamplingRow(params, i, 0, i, best_two[i] if i % 2 else ()) for i in range(64)]
+    rows = [SamplingRow(params, i, 0, i, banned(*best_two[i]) if i % 2 else ()) for i in range(64)]
     tokens = sampler(logits, build(rows, device)).token_ids.tolist()
     assert torch.equal(logits, before)
     assert all(tokens[i] not in best_two[i] for i in range(1, 64, 2))
     assert any(tokens[i] in best_two[i] for i in range(0, 64, 2))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0, repetition_penalty=1.3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changes_are_added_before_penalties_where_the_last_token_is_the_one_named(params, dtype, device):
+    sampler = make_sampler(device)
+    logits = random_logits(3, device).to(dtype)
+    for slot in range(3):
+        sampler.admit(slot, [7, 8], [9], params)
+    last_tokens = torch.tensor([11, 12, 13, 0], device=device)
+    changes = [LogitChange(4, 2.5), LogitChange(5, -math.inf, after=12), LogitChange(7, 50.0, after=13)]
+    rows = [SamplingRow(params, 0, 0, slot, changes) for slot in range(3)]
+    expected = logits.float().clone()
+    expected[:, 4] += 2.5
+    expected[1, 5] = -math.inf
+    expected[2, 7] += 50
+    expected = [penalised(row, [7, 8], [9], params) for row in expected.tolist()]
+    before = logits.clone()
+    tokens = sampler(logits, build(rows, device), last_tokens).token_ids
+    assert tokens.tolist() == torch.tensor(expected).argmax(-1).tolist() and tokens[2] == 7
+    assert torch.equal(logits, before)
+    with pytest.raises(RuntimeError, match="pass last_tokens"):
+        sampler(logits, build(rows, device))
 
 
 # ------------------------------------------------------------------------------------------------ penalty state
@@ -212,7 +248,7 @@ def test_penalties_are_chunked_by_memory_only(monkeypatch):
         for slot in range(8):
             sampler.admit(slot, [slot, 20], [slot + 1] * slot, params)
         meta = build([SamplingRow(params, 0, 0, 7 - i) for i in range(8)], "cpu")
-        results.append(sampler._penalize(random_logits(8, "cpu"), meta, *meta.penalties))
+        results.append(sampler._penalize(random_logits(8, "cpu"), meta, *meta.penalties, in_place=False))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -240,7 +276,7 @@ def test_logprobs_are_of_the_raw_logits(device):
     sampler = make_sampler(device)
     sampler.admit(0, list(range(20)), [], params)
     logits = random_logits(1, device)
-    out = sampler(logits, build([SamplingRow(params, 0, 0, 0, [2])], device))
+    out = sampler(logits, build([SamplingRow(params, 0, 0, 0, banned(2))], device))
     expected = compute_logprobs(logits, out.token_ids, 3)
     assert all(torch.equal(a, b) for a, b in zip(out.logprobs, expected))
 
@@ -289,7 +325,7 @@ def test_a_step_never_waits_for_the_device_and_can_be_captured():
         SamplingParams(min_p=0.1, frequency_penalty=0.3),
         GREEDY,
     ]
-    rows = [SamplingRow(p, 3, 8, i, [0, 1]) for i, p in enumerate(params)]
+    rows = [SamplingRow(p, 3, 8, i, banned(0, 1)) for i, p in enumerate(params)]
     sampler = make_sampler("cuda", vocab=32_000)
     logits = random_logits(3, "cuda", 32_000)
 

@@ -201,6 +201,7 @@ class DecodeRunner:
             SamplingRow.of(seq, position + 1, seq_slot)
             for seq, position, seq_slot in zip(state.seqs, state.positions(), state.seq_slots())
         ]
-        output = self._sampler(logits, SamplingMetadata.build(rows, state.device, pin=state.device.type == "cuda"))
+        metadata = SamplingMetadata.build(rows, state.device, pin=state.device.type == "cuda")
+        output = self._sampler(logits, metadata, self._paged.last_tokens)
         state.advance(output.token_ids)
         return output.logprobs

@@ -154,7 +154,7 @@ class DecodeState:
         params = seq.params
         self._seqs[row] = seq
         self._bans_end[row] = seq.prompt_len + min(params.min_tokens, 2**31) if seq.stop_ids else 0
-        if params.uses_penalties or params.logprobs is not None:
+        if params.uses_penalties or params.changes_logits or params.logprobs is not None:
             self._modes[row] = SamplingMode.GENERAL
         elif params.greedy:
             self._modes[row] = SamplingMode.GREEDY

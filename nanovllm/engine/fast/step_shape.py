@@ -20,7 +20,7 @@ class SamplingMode(IntEnum):
     FILTERED = 2
     """top-k, top-p or min-p as well."""
     GENERAL = 3
-    """Penalties, banned tokens or log-probabilities, which the decode state has no place for."""
+    """Penalties, bias, banned tokens or log-probabilities, which the decode state has no place for."""
 
 
 class StepShape(NamedTuple):

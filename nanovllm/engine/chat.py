@@ -1,0 +1,98 @@
+"""From a conversation to the text of a prompt, through the model's chat template."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def check_conversations(messages: Any) -> dict[str, Sequence[Message]]:
+    """The conversations that a user passed, one or a list of them, each by what the user calls it.
+
+    Raises:
+        TypeError: something is no conversation.
+    """
+    if not _is_list(messages):
+        raise _no_conversation("messages", messages)
+    one = bool(messages) and isinstance(messages[0], Mapping)
+    conversations = {"messages": messages} if one else {f"messages[{i}]": c for i, c in enumerate(messages)}
+    for name, conversation in conversations.items():
+        check_messages(name, conversation)
+    return conversations
+
+
+def check_messages(name: str, messages: Any) -> None:
+    """Raise a TypeError unless this is a list of messages. What else a message holds is up to the template."""
+    if not _is_list(messages) or not messages:
+        raise _no_conversation(name, messages)
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise _no_conversation(f"{name}[{i}]", message)
+
+
+def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    """The text that a chat template makes of a conversation.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None.
+        name: what the user calls the messages.
+        variables: arguments of `apply_chat_template` ("tools", "chat_template", "add_generation_prompt",
+            "continue_final_message") and variables of the template. None is the same as leaving one out.
+
+    Raises:
+        ValueError: there is no template, or the template refuses the conversation.
+    """
+    given = {key: value for key, value in variables.items() if value is not None}
+    given.setdefault("add_generation_prompt", not given.get("continue_final_message"))
+    if tokenizer is None or not (tokenizer.chat_template or given.get("chat_template")):
+        raise ValueError("this model has no chat template; use generate with a plain prompt, or pass chat_template")
+    if given["add_generation_prompt"] and given.get("continue_final_message"):
+        raise ValueError(
+            f"{name}: an answer cannot begin and the last message go on; pass add_generation_prompt=False with"
+            " continue_final_message=True"
+        )
+    if (tools := given.get("tools")) is not None:
+        if not _is_list(tools):
+            raise TypeError(f"tools={tools!r:.80}: must be a list of descriptions of functions, or None")
+        if "tools" not in str(given.get("chat_template", tokenizer.chat_template)):
+            logger.warning("the model's chat template does not show tools: the model will not know them")
+    plain = [_with_plain_content(f"{name}[{i}]", message) for i, message in enumerate(messages)]
+    try:
+        return tokenizer.apply_chat_template(plain, tokenize=False, **given)
+    except Exception as error:  # of Jinja, of transformers, or what the template itself raises
+        raise ValueError(f"{name}: the chat template refuses the conversation: {error}") from error
+
+
+def _with_plain_content(name: str, message: Message) -> Message:
+    """The message with its content's parts joined. name: what the user calls the message."""
+    parts: Any = message.get("content")
+    if not _is_list(parts):
+        return message
+    texts = []
+    for i, part in enumerate(parts):
+        text, kind = part, "text"
+        if isinstance(part, Mapping):
+            text, kind = part.get("text"), part.get("type", "text")
+        if kind not in _TEXT_PARTS:
+            raise ValueError(f"{name}: a part of type {kind!r} is not supported; the engine reads text alone")
+        if not isinstance(text, str):
+            raise TypeError(f'{name}: content[{i}]={part!r:.80}: a part is {{"type": "text", "text": ...}} or a string')
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _no_conversation(name: str, value: Any) -> TypeError:
+    return TypeError(
+        f'{name}={value!r:.80}: a conversation is a list of dicts with "role" and "content"; pass for example'
+        ' [{"role": "user", "content": "Hello!"}], or a list of such lists'
+    )

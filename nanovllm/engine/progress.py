@@ -1,0 +1,52 @@
+"""The progress bar of `LLM.generate`."""
+
+from __future__ import annotations
+
+from nanovllm.engine.request import Request
+from nanovllm.engine.step_loop import Waiter
+
+
+class ProgressBar:
+    """A progress bar over requests, with prompt and output tokens a second."""
+
+    def __init__(self, requests: list[Request], waiter: Waiter) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._requests = requests
+        self._waiter = waiter
+        self._next_update = 0.0
+        self._bar = Progress(
+            TextColumn("Generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task("", total=len(requests), rate="")
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._bar.refresh()
+        finally:
+            self._bar.stop()
+
+    def show(self) -> None:
+        """Called in the `with` block, not on entering it, so that the bar is taken back if an interrupt comes."""
+        self._bar.start()
+
+    def update(self) -> None:
+        num_finished = len(self._requests) - len(self._waiter.unfinished)
+        elapsed = self._bar.tasks[0].elapsed or 0.0
+        # Counting tokens takes time in proportion to the requests: ten times a second is enough.
+        if elapsed <= 0 or (elapsed < self._next_update and num_finished < len(self._requests)):
+            return
+        self._next_update = elapsed + 0.1
+        prompt = sum(len(r.prompt_token_ids) for r in self._requests if r.first_token_time is not None)
+        output = sum(r.num_output_tokens for r in self._requests)
+        rate = f"prompt {prompt / elapsed:.0f} tok/s, output {output / elapsed:.0f} tok/s"
+        self._bar.update(self._task, completed=num_finished, rate=rate)

@@ -1,0 +1,164 @@
+"""Arguments that users of vLLM, transformers and OpenAI's API know and that have no effect or no support here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+_OFF: tuple[Any, ...] = (None, False, 0, "auto", "none", "", (), [], {})
+"""Values that switch a feature off, or leave it to the engine."""
+_ONE = (*_OFF, 1)
+
+
+class ForeignArgument(NamedTuple):
+    """What is said of an argument.
+
+    Attributes:
+        answer: why the argument has no effect or is not supported, and what to do instead.
+        harmless: values that are taken without effect; None: every value.
+    """
+
+    answer: str
+    harmless: Sequence[Any] | None
+
+    def is_harmless(self, value: Any) -> bool:
+        if self.harmless is None:
+            return True
+        if value is True:  # which equals 1
+            return any(harmless is True for harmless in self.harmless)
+        # An array or another object could compare in its own way.
+        plain = value is None or isinstance(value, (int, float, str, tuple, list, dict))
+        return plain and value in self.harmless
+
+
+def _table(*groups: tuple[str, Sequence[Any] | None, str]) -> dict[str, ForeignArgument]:
+    """Each group: the answer, the harmless values, and the names of the arguments."""
+    return {name: ForeignArgument(answer, harmless) for answer, harmless, names in groups for name in names.split()}
+
+
+_RENAMED: tuple[Any, ...] = ()
+"""No value is harmless, since the argument has another name here."""
+
+ENGINE_ARGUMENTS = _table(
+    # What vLLM does and this engine need not be told.
+    ("a preempted sequence is computed again, not swapped", None, "swap_space preemption_mode"),
+    ("long prompts are always split over steps", None, "enable_chunked_prefill max_num_partial_prefills"
+     " max_long_partial_prefills long_prefill_token_threshold"),
+    ("the engine logs no statistics", None, "disable_log_stats disable_log_requests enable_log_requests"
+     " show_hidden_metrics_for_version collect_detailed_traces"),
+    ("the sizes of CUDA graphs follow max_num_seqs", None, "max_seq_len_to_capture max_context_len_to_capture"
+     " cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size"),
+    ("there is one GPU", None, "disable_custom_all_reduce distributed_executor_backend worker_use_ray"
+     " ray_workers_use_nsight max_parallel_loading_workers nnodes node_rank master_addr master_port"),
+    ("the name of a served model belongs to a server", None, "served_model_name"),
+    ("the engine has one scheduler and one block manager", None, "num_scheduler_steps multi_step_stream_outputs"
+     " use_v2_block_manager scheduler_delay_factor num_lookahead_slots disable_async_output_proc scheduler_cls"
+     " worker_cls stream_interval disable_cascade_attn block_allocator"),
+    ("safetensors files are copied straight to the device", None, "safetensors_load_strategy use_tqdm_on_load"
+     " ignore_patterns"),
+    ("the prefix cache is keyed BLAKE2b", None, "prefix_caching_hash_algo"),
+    ("parameters are SamplingParams' defaults unless a call passes others", ("auto", "vllm", None, {}),
+     "generation_config override_generation_config"),
+    # What is not supported: the values that switch it off are taken.
+    ("LoRA is not supported; merge the adapter into the weights", _OFF, "enable_lora lora_modules enable_lora_bias"
+     " fully_sharded_loras default_mm_loras"),
+    ("LoRA is not supported, so its limits have no effect", None, "max_loras max_lora_rank max_cpu_loras lora_dtype"
+     " lora_extra_vocab_size long_lora_scaling_factors"),
+    ("prompt adapters are not supported; put the prompt into the text", _OFF, "enable_prompt_adapter"
+     " max_prompt_adapters max_prompt_adapter_token"),
+    ("code of a checkpoint is never run; use a model of a supported architecture", (None, False),
+     "trust_remote_code"),
+    ("weights are quantised as the checkpoint is; of the quantised formats GGUF is supported", (None, "auto", "gguf"),
+     "quantization quantization_param_path load_in_4bit load_in_8bit quantization_config"),
+    ("speculative decoding is not supported", _OFF, "speculative_config speculative_model num_speculative_tokens"
+     " speculative_draft_tensor_parallel_size ngram_prompt_lookup_max ngram_prompt_lookup_min"),
+    ("a model runs on one GPU; run one engine for each GPU", _ONE, "pipeline_parallel_size data_parallel_size"
+     " decode_context_parallel_size prefill_context_parallel_size context_parallel_size enable_expert_parallel"
+     " data_parallel_backend"),
+    ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb cpu_offload_params"
+     " kv_offloading_size"),
+    ("images, audio and video are not supported; send text", _OFF, "limit_mm_per_prompt mm_processor_kwargs"
+     " media_io_kwargs mm_processor_cache_gb disable_mm_preprocessor_cache enable_mm_embeds interleave_mm_strings"
+     " skip_mm_profiling allowed_local_media_path allowed_media_domains language_model_only"),
+    ("the engine generates text; embeddings, scores and rewards are not supported", (None, "auto", "generate"),
+     "task runner convert override_pooler_config pooler_config"),
+    ("structured output is not supported; check the text, and ask again", _OFF, "structured_outputs_config"
+     " reasoning_parser"),
+    ("structured output is not supported, so its backend has no effect", None, "guided_decoding_backend"
+     " guided_decoding_disable_fallback guided_decoding_disable_any_whitespace"),
+    ("the engine cannot sleep; delete the LLM, which frees its memory", _OFF, "enable_sleep_mode"),
+    ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
+     " logits_processor_pattern"),
+    ("the KV cache stays in the engine", _OFF, "kv_transfer_config kv_events_config ec_transfer_config"),
+    ("requests are served in the order of their arrival", (None, "fcfs", "auto"), "scheduling_policy"),
+    ("the tokenizer is transformers' fast one", (None, "auto", "hf"), "tokenizer_mode"),
+    ("the model and its tokenizer are at one place; download the revision, and pass its directory",
+     (None, "main"), "revision tokenizer_revision code_revision"),
+    ("a hub id is looked up in the Hugging Face cache; set HF_HOME, or pass a directory", (None,), "download_dir"
+     " hf_token hf_config_path config_format"),
+    ("the checkpoint's config.json decides; edit a copy of it", _OFF, "hf_overrides rope_scaling rope_theta"
+     " override_neuron_config disable_sliding_window"),
+    ("prompt embeddings are not supported; pass text or token ids", _OFF, "enable_prompt_embeds"),
+    ("log-probabilities are of the raw logits", (None, "raw_logprobs"), "logprobs_mode"),
+    ("the fp8 cache has no scales", _OFF, "calculate_kv_scales kv_cache_dtype_skip_layers"),
+    ("kernels are chosen by kernel_priority, and CUDA graphs by enforce_eager", _OFF, "attention_backend"
+     " attention_config kernel_config compilation_config optimization_level use_cudagraph attn_implementation"),
+    ("the KV cache is sized by gpu_memory_utilization or num_kvcache_blocks", (None,), "kv_cache_memory_bytes"
+     " max_memory"),
+    ("an option of another engine, without a counterpart here", _OFF, "additional_config model_impl"
+     " async_engine enable_dbo observability_config otlp_traces_endpoint model_loader_extra_config"),
+    # Other names of what there is.
+    ("the name here is kvcache_block_size", _RENAMED, "block_size"),
+    ("the name here is num_kvcache_blocks", _RENAMED, "num_gpu_blocks_override"),
+    ("the name here is dtype", _RENAMED, "torch_dtype"),
+    ("the name here is device; a model runs on one", _RENAMED, "device_map"),
+    ("the name here is max_model_len", _RENAMED, "max_seq_len context_length max_total_tokens"),
+)  # fmt: skip
+"""Arguments of `vllm.LLM`, and some of transformers' `from_pretrained`."""
+
+SAMPLING_ARGUMENTS = _table(
+    ("the name here is max_tokens", _RENAMED, "max_new_tokens max_completion_tokens max_length"),
+    ("the name here is min_tokens", _RENAMED, "min_new_tokens min_length"),
+    ("use temperature=0 for do_sample=False, and a temperature above 0 for do_sample=True", _RENAMED, "do_sample"),
+    ("the name here is n", _RENAMED, "num_return_sequences"),
+    ("the name here is stop", _RENAMED, "stop_strings stop_sequences"),
+    ("the name here is stop_token_ids", _RENAMED, "eos_token_id"),
+    ("the name here is logprobs", _RENAMED, "top_logprobs output_scores output_logits"),
+    ("use bad_words, with the words as text", _RENAMED, "bad_words_ids"),
+    ("use logit_bias; -100 bans a token", _RENAMED, "suppress_tokens begin_suppress_tokens sequence_bias"),
+    ("a prompt is not padded", _RENAMED, "pad_token_id"),
+    ("beam search is not supported; use n for several completions", _ONE, "use_beam_search num_beams beam_width"
+     " length_penalty early_stopping num_beam_groups diversity_penalty"),
+    ("use n, and choose the best by cumulative_logprob", _ONE, "best_of"),
+    ("structured output is not supported; check the text, and ask again", _OFF, "structured_outputs guided_decoding"
+     " guided_json guided_regex guided_choice guided_grammar response_format"),
+    ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
+     " logits_processor extra_args vllm_xargs"),
+    ("ban tokens with logit_bias, or end at stop_token_ids", (None,), "allowed_token_ids"),
+    ("a prompt is not cut; shorten it", (None, -1), "truncate_prompt_tokens"),
+    ("pass skip_tokenizer_init=True to LLM for outputs without a text", (None, True), "detokenize"),
+    ("the text is the tokenizer's, spaces included", (None, True), "spaces_between_special_tokens"),
+    ("an output has all its tokens; use LLM.stream for pieces", (None,), "output_kind"),
+    ("every request may use the prefix cache; a cache_salt keeps prompts apart", (None, False),
+     "skip_reading_prefix_cache"),
+    ("log-probabilities are one dict for each token", (None, False), "flat_logprobs"),
+    ("the cost is that of one token's check", None, "output_text_buffer_length skip_clone"),
+    ("a budget for thinking is not supported; use max_tokens", (None,), "thinking_token_budget"),
+    ("this filter is not supported; use top_k, top_p or min_p", (None, 1), "typical_p tfs"),
+    ("this filter is not supported; use top_k, top_p or min_p", _OFF, "epsilon_cutoff eta_cutoff top_a top_h"
+     " penalty_alpha no_repeat_ngram_size encoder_repetition_penalty xtc_probability dry_multiplier mirostat"),
+)  # fmt: skip
+"""Keywords of vLLM's SamplingParams, of transformers' GenerationConfig and of OpenAI's API."""
+
+CALL_ARGUMENTS = _table(
+    ("LoRA is not supported; merge the adapter into the weights", (None,), "lora_request"),
+    ("prompt adapters are not supported; put the prompt into the text", (None,), "prompt_adapter_request"),
+    ("requests are served in the order of their arrival", (None, 0, []), "priority"),
+    ("structured output is not supported; check the text, and ask again", (None,), "guided_options_request"),
+    ("images, audio and video are not supported; send text", (None, {}), "mm_processor_kwargs multi_modal_data"),
+    ("pass a list of token ids, or a list of such lists, as prompts", (None,), "prompt_token_ids"),
+    ("prompts are tokenised with the tokenizer's defaults; pass token ids for others", (None, {}),
+     "tokenization_kwargs"),
+    ("parts of a message's content are joined, a line each", None, "chat_template_content_format"),
+)  # fmt: skip
+"""Arguments of the methods `generate` and `chat` of `vllm.LLM`."""
