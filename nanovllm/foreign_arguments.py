@@ -68,8 +68,8 @@ ENGINE_ARGUMENTS = _table(
      " max_prompt_adapters max_prompt_adapter_token"),
     ("code of a checkpoint is never run; use a model of a supported architecture", (None, False),
      "trust_remote_code"),
-    ("weights are quantised as the checkpoint is; of the quantised formats GGUF is supported", (None, "auto", "gguf"),
-     "quantization quantization_param_path load_in_4bit load_in_8bit quantization_config"),
+    ("quantised checkpoints are not supported; a GGUF file is, and is dequantised when it is loaded",
+     (None, "auto", "gguf"), "quantization quantization_param_path load_in_4bit load_in_8bit quantization_config"),
     ("speculative decoding is not supported", _OFF, "speculative_config speculative_model num_speculative_tokens"
      " speculative_draft_tensor_parallel_size ngram_prompt_lookup_max ngram_prompt_lookup_min"),
     ("a model runs on one GPU; run one engine for each GPU", _ONE, "pipeline_parallel_size data_parallel_size"

@@ -1,0 +1,204 @@
+"""What users of vLLM, nano-vLLM and transformers type."""
+
+import logging
+import time
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.config import Config, EngineConfig
+from tests.llm.small_llm import (
+    GREEDY,
+    MAX_LEN,
+    MESSAGES,
+    PROMPTS,
+    TOKENIZER,
+    assert_clean,
+    complete,
+    greedy_text,
+    make,
+    refused,
+)
+
+PROMPT = "<|user|>hi<|end|><|assistant|>"
+
+
+@pytest.fixture(scope="module")
+def shared(directory):
+    return make(directory)
+
+
+# ------------------------------------------------------------------------------------------------ outputs
+
+
+def test_outputs_say_when_and_how_likely(llm):
+    before = time.time()
+    out = complete(llm, "hello", max_tokens=5, ignore_eos=True, logprobs=1, n=2, seed=1)
+    metrics = out.metrics
+    assert before <= metrics.arrival_time < metrics.first_token_time <= metrics.finished_time <= time.time() + 1
+    for completion in out.outputs:
+        rows = zip(completion.logprobs, completion.token_ids)
+        assert 0 > completion.cumulative_logprob == pytest.approx(sum(row[token].logprob for row, token in rows))
+    assert complete(llm, "hello", max_tokens=5).outputs[0].cumulative_logprob is None
+
+
+def test_max_tokens_none_goes_to_the_end_of_the_context(llm, reference):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    for prompt in ("hello world", "x"):
+        (out,) = llm.generate(prompt, params, use_tqdm=False)
+        length = MAX_LEN - len(out.prompt_token_ids)
+        assert out["token_ids"] == greedy_text(reference, prompt, length)[0] and out["finish_reason"] == "length"
+        assert "".join(llm.stream(prompt, params)) == out["text"]
+
+
+def test_the_prefix_cache_can_be_emptied(llm):
+    prompt = [list(range(40))]
+    cached = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert cached[1] == 32 and llm.reset_prefix_cache() is True
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    assert llm.reset_prefix_cache() is False  # blocks are in use
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 32
+    stream.close()
+
+
+# ------------------------------------------------------------------------------------------------ chat
+
+
+def test_contents_may_come_in_parts(llm):
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}]
+    prompt = llm.chat_prompt([{"role": "user", "content": parts}])["prompt"]
+    assert prompt == "<|user|>a\nb\nc<|end|><|assistant|>"
+    (out,) = llm.chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], GREEDY, use_tqdm=False)
+    assert out.prompt == PROMPT
+
+
+@pytest.mark.parametrize(
+    "part, error, words",
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, ValueError, "a part of type 'image_url' is not supported"),
+        ({"type": "text"}, TypeError, "content[0]={'type': 'text'}: a part is"),
+        (5, TypeError, "content[0]=5: a part is"),
+    ],
+    ids=str,
+)
+def test_parts_that_are_not_text(llm, part, error, words):
+    with pytest.raises(error) as caught:
+        llm.chat([MESSAGES, [*MESSAGES, {"role": "user", "content": [part]}]], GREEDY, use_tqdm=False)
+    assert "messages[1][1]: " in str(caught.value) and words in str(caught.value)
+
+
+def test_the_last_message_may_go_on(llm):
+    begun = [*MESSAGES, {"role": "assistant", "content": "Well, I"}]
+    kind = dict(add_generation_prompt=False, continue_final_message=True)
+    (out,) = llm.chat(begun, GREEDY, use_tqdm=False, **kind)
+    assert out.prompt == "<|user|>hi<|end|><|assistant|>Well, I"
+    assert llm.chat_prompt(begun, continue_final_message=True)["prompt"] == out.prompt
+    (out,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, add_generation_prompt=False)
+    assert out.prompt == "<|user|>hi<|end|>"
+    with pytest.raises(ValueError, match="messages: .*pass add_generation_prompt=False with continue_final_message"):
+        llm.chat(begun, GREEDY, use_tqdm=False, continue_final_message=True)
+
+
+def test_tools_reach_the_template(llm, caplog):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    template = "{{ tools[0]['function']['name'] }}: {{ messages[0]['content'] }}"
+    (out,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools, chat_template=template)
+    assert out.prompt == "weather: hi" and not caplog.records
+    (out,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
+    assert out.prompt == PROMPT and "chat template does not show tools" in caplog.text
+    with pytest.raises(TypeError, match="tools=5: must be a list of descriptions"):
+        llm.chat(MESSAGES, tools=5)
+
+
+def test_what_a_template_says_of_a_conversation_is_told(llm):
+    with pytest.raises(ValueError, match="messages: the chat template refuses the conversation: roles must alternate"):
+        llm.chat(MESSAGES, chat_template="{{ raise_exception('roles must alternate') }}")
+
+
+# ------------------------------------------------------------------------------------------------ step by step
+
+
+def test_requests_step_by_step_as_in_nano_vllm(llm, reference):
+    assert llm.is_finished() and llm.step() == ([], 0)
+    ids = [llm.add_request(prompt, GREEDY) for prompt in (PROMPTS[0], TOKENIZER.encode(PROMPTS[1]))]
+    ended, numbers = {}, []
+    while not llm.is_finished():
+        outputs, num_tokens = llm.step()
+        ended |= dict(outputs)
+        numbers.append(num_tokens)
+    assert ended == {key: greedy_text(reference, prompt)[0] for key, prompt in zip(ids, PROMPTS)}
+    prompt_tokens = sum(len(TOKENIZER.encode(prompt)) for prompt in PROMPTS[:2])
+    assert sum(n for n in numbers if n > 0) == prompt_tokens and numbers[-1] == -2
+    with pytest.raises(ValueError, match="n=2: add_request has one completion"):
+        llm.add_request("x", SamplingParams(n=2))
+
+
+def test_a_request_that_ends_during_generate_is_returned_by_the_next_step(llm, reference):
+    key = llm.add_request(PROMPTS[0], GREEDY)
+    llm.generate(PROMPTS[1], SamplingParams(max_tokens=60, ignore_eos=True), use_tqdm=False)
+    assert not llm.is_finished()
+    assert llm.step() == ([(key, greedy_text(reference, PROMPTS[0])[0])], 0) and llm.is_finished()
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize(
+    "dtype, name",
+    [("half", "float16"), ("float", "float32"), (torch.float32, "float32"), (torch.bfloat16, "bfloat16")],
+)
+def test_dtypes_as_torch_writes_them(directory, dtype, name):
+    config = EngineConfig("m", dtype=dtype, kv_cache_dtype=dtype)
+    assert config.dtype == config.kv_cache_dtype == name
+    assert make(directory, dtype=dtype).device_name.endswith(name)
+
+
+def test_harmless_arguments_are_taken_with_one_line(directory, caplog):
+    with caplog.at_level(logging.INFO, "nanovllm.arguments"):
+        llm = make(
+            directory, swap_space=4, enable_chunked_prefill=True, trust_remote_code=False, disable_log_stats=True,
+            enable_lora=False, quantization=None, pipeline_parallel_size=1, generation_config="vllm",
+        )  # fmt: skip
+    assert complete(llm, "x", max_tokens=1).finished
+    (record,) = (r for r in caplog.records if r.name == "nanovllm.arguments")
+    assert "swap_space=4 (a preempted sequence is computed again, not swapped)" in record.message
+    assert "disable_log_stats=True" in record.message and "enable_lora=False" in record.message
+
+
+@pytest.mark.parametrize(
+    "arguments, answer",
+    [
+        (dict(enable_lora=True), "enable_lora=True: LoRA is not supported; merge the adapter into the weights"),
+        (dict(trust_remote_code=True), "trust_remote_code=True: code of a checkpoint is never run"),
+        (dict(quantization="awq"), "quantization='awq': "),
+        (dict(speculative_config={"model": "x"}), "speculative_config={'model': 'x'}: speculative decoding is not"),
+        (dict(pipeline_parallel_size=2), "pipeline_parallel_size=2: a model runs on one GPU"),
+        (dict(cpu_offload_gb=1), "cpu_offload_gb=1: weights stay on the device"),
+        (dict(task="embed"), "task='embed': the engine generates text"),
+        (dict(block_size=16), "block_size=16: the name here is kvcache_block_size"),
+        (dict(torch_dtype="auto"), "torch_dtype='auto': the name here is dtype"),
+        (dict(hf_overrides=print), "hf_overrides=<built-in function print>: the checkpoint's config.json decides"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_its_own_name(directory, arguments, answer):
+    refused(TypeError, directory, f"LLM got {answer}", **arguments)
+
+
+def test_arguments_of_calls(llm):
+    (out,) = llm.generate("x", GREEDY, use_tqdm=False, lora_request=None, priority=[])
+    (again,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, chat_template_content_format="string")
+    assert out.finished and again.prompt == PROMPT
+    for call in (llm.generate, llm.chat):
+        with pytest.raises(TypeError, match=rf"{call.__name__} got lora_request=\[1\]: LoRA is not supported"):
+            call(MESSAGES, GREEDY, use_tqdm=False, lora_request=[1])
+        with pytest.raises(TypeError, match="unknown argument 'sampling_param'; did you mean 'sampling_params'"):
+            call(MESSAGES, sampling_param=GREEDY)
+
+
+def test_other_names(llm):
+    assert llm.llm_engine is llm.engine and Config is EngineConfig
+    assert_clean(llm)

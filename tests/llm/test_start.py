@@ -1,0 +1,128 @@
+"""Starting an `LLM`: arguments, devices, tokenizers, damaged directories, memory, dtypes."""
+
+import json
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.engine.kv_cache import OutOfCacheMemory
+from tests import tiny
+from tests.engine.fast.replayed import lengths_on_the_device
+from tests.llm.small_llm import GREEDY, MAX_LEN, MESSAGES, TOKENIZER, assert_clean, make, refused
+
+
+@pytest.mark.parametrize(
+    "device, words", [("tpu", ["device='tpu'"]), ("cuda:77", ["device='cuda:77'", "CUDA device"]), ("", ["device=''"])]
+)
+def test_devices_that_are_not_there(directory, device, words):
+    refused(ValueError, directory, *words, "'auto'", "'cpu'", device=device)
+
+
+def test_kernels_that_are_not_there(directory):
+    refused(ValueError, directory, "'rms_nrom'", "rms_norm", kernel_priority={"rms_nrom": ["triton"]})
+    refused(ValueError, directory, "'no-such'", "native", kernel_priority={"rms_norm": ["no-such"]})
+
+
+@pytest.mark.parametrize(
+    "in_config, argument, custom", [(None, None, True), (False, None, False), (False, True, True), (None, False, False)]
+)
+def test_who_decides_about_custom_kernels(tmp_path, in_config, argument, custom):
+    tiny.save(tmp_path)
+    if in_config is not None:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"use_custom_kernels": in_config}))
+    with lengths_on_the_device() as kernels:
+        llm = make(tmp_path, skip_tokenizer_init=True, use_custom_kernels=argument, kernel_priority=kernels)
+    assert llm.kernels.providers["attention_decode"] == ("reads_lengths" if custom else "native")
+
+
+def test_a_directory_without_a_tokenizer_serves_token_ids(tmp_path):
+    model = tiny.save(tmp_path)
+    refused(ValueError, tmp_path, str(tmp_path), "holds no tokenizer", "skip_tokenizer_init=True")
+    llm = make(tmp_path, skip_tokenizer_init=True)
+    assert llm.tokenizer is None and llm.get_tokenizer() is None
+    (out,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert out["text"] == "" and out["token_ids"] == tiny.greedy(model, [1, 2, 3], 24)
+    for call in (
+        lambda: llm.generate("text"),
+        lambda: llm.generate([{"prompt": "text"}]),
+        lambda: llm.generate([[1]], SamplingParams(stop="x")),
+        lambda: llm.stream([1]),
+    ):
+        with pytest.raises(ValueError, match="tokenizer"):
+            call()
+    with pytest.raises(ValueError, match="no chat template"):
+        llm.chat(MESSAGES)
+    assert_clean(llm)
+
+
+def test_a_tokenizer_from_elsewhere(tmp_path, directory):
+    tiny.save(tmp_path, vocab_size=len(TOKENIZER))
+    llm = make(tmp_path, tokenizer=str(directory))
+    assert llm.get_tokenizer() is llm.tokenizer and llm.generate("hello", GREEDY, use_tqdm=False)[0]["text"]
+    refused(FileNotFoundError, tmp_path, "/no/such/place", tokenizer="/no/such/place")
+
+
+@pytest.mark.parametrize("spoil", ["config.json", "model.safetensors"])
+def test_a_directory_that_lacks_something(tmp_path, spoil):
+    tiny.save_with_tokenizer(tmp_path)
+    (tmp_path / spoil).unlink()
+    refused((FileNotFoundError, ValueError), tmp_path, str(tmp_path), "holds no")
+
+
+def test_a_failed_start_leaves_nothing_in_the_way(tmp_path, directory):
+    tiny.save_with_tokenizer(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    refused(ValueError, tmp_path, "model.safetensors", "truncated")
+    assert make(directory).generate("x", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_a_cache_of_one_block(directory, reference, caplog):
+    llm = make(directory, num_kvcache_blocks=1)
+    assert llm.engine.runner.max_model_len == 16
+    assert "max_model_len=128 is lowered to 16" in caplog.text
+    (out,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), use_tqdm=False)
+    assert out["token_ids"] == tiny.greedy(reference, [1, 2, 3], 13) and out["finish_reason"] == "length"
+    with pytest.raises(ValueError, match="16 tokens, but max_model_len=16 allows 15"):
+        llm.generate([[1] * 16])
+    outs = llm.generate([[1, 2, 3], [4], [5]], SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+    assert [len(o["token_ids"]) for o in outs] == [13, 15, 15]
+    assert_clean(llm)
+
+
+def test_the_model_bounds_the_length(tmp_path, caplog):
+    tiny.save_with_tokenizer(tmp_path, max_position_embeddings=48)
+    llm = make(tmp_path)
+    assert llm.engine.runner.max_model_len == 48 and "lowered to 48, the model's limit" in caplog.text
+
+
+def test_too_little_memory_for_the_cache(directory):
+    refused(
+        OutOfCacheMemory, directory, "MiB are missing", "for 1000000000 block(s)", "kvcache_block_size",
+        device="cpu", num_kvcache_blocks=10**9,
+    )  # fmt: skip
+
+
+def test_the_cache_is_no_larger_than_useful(directory):
+    llm = make(directory, device="cpu", num_kvcache_blocks=None)
+    assert llm.engine.runner.num_kvcache_blocks == 8 * MAX_LEN // 16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "auto"])
+def test_dtypes(directory, dtype):
+    llm = make(directory, dtype=dtype)
+    assert llm.device_name.endswith("float32" if dtype == "auto" else dtype)
+    assert {p.dtype for p in llm.engine.runner.model.parameters()} == {
+        getattr(torch, "float32" if dtype == "auto" else dtype)
+    }
+    (out,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    assert len(out["token_ids"]) == 24
+
+
+def test_random_weights_for_a_directory_with_only_a_config(tmp_path):
+    tiny.save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    first, second = (make(tmp_path, load_format="dummy").generate([[1, 2]], GREEDY, use_tqdm=False) for _ in range(2))
+    assert first[0]["token_ids"] == second[0]["token_ids"]
