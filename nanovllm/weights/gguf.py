@@ -194,12 +194,8 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
             if f"{prefix}yarn_{name}" in file.metadata:
                 scaling[name] = _number(file, f"rope.scaling.yarn_{name}", kind=float)
         # Converters and versions of llama.cpp disagree on what these scale: better no answer than a wrong one.
-        for name, neutral in (
-            ("attn_factor", 1),
-            ("yarn_attn_factor", 1),
-            ("yarn_ext_factor", 1),
-            ("yarn_log_multiplier", 0),
-        ):
+        neutrals = {"attn_factor": 1, "yarn_attn_factor": 1, "yarn_ext_factor": 1, "yarn_log_multiplier": 0}
+        for name, neutral in neutrals.items():
             if file.field(prefix + name, float, neutral) != neutral:
                 raise file.error(f"{prefix}{name} is {file.metadata[prefix + name]}", f"only {neutral} is supported")
     elif kind not in ("linear", "none"):

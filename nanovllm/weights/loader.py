@@ -6,7 +6,6 @@ files' headers and compared with the configuration before any memory is taken.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,7 +157,7 @@ def copy_weights(
     """
     tied = model.config.tie_word_embeddings
     tied_head: torch.Tensor | None = None
-    finite = _Finite()
+    loaded: list[tuple[str, torch.Tensor]] = []
     for name, tensor in weights:
         if name not in places:
             continue
@@ -168,8 +167,8 @@ def copy_weights(
             continue
         module = model.get_submodule(module_name)
         assert isinstance(module, ShardedParameters)
-        finite.look_at(name, module.load_shard(parameter, shard, tensor))
-    finite.check()
+        loaded.append((name, module.load_shard(parameter, shard, tensor)))
+    _check_finite(loaded)
     if tied_head is not None and not _holds(model.lm_head, tied_head):
         raise WeightError(
             "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json says"
@@ -177,36 +176,24 @@ def copy_weights(
         )
 
 
-class _Finite:
-    """Whether loaded weights are finite.
-
-    The device reduces each weight when it is there; the host waits once, at the end.
-    """
-
-    def __init__(self) -> None:
-        self._weights: list[tuple[str, torch.Tensor]] = []
-        self._extremes: list[torch.Tensor] = []
-
-    def look_at(self, name: str, weight: torch.Tensor) -> None:
-        if weight.numel():  # a rank may have no rows of a small vocabulary
-            self._weights.append((name, weight))
-            self._extremes += weight.aminmax()  # both are NaN if one of the values is
-
-    def check(self) -> None:
-        good = torch.stack(self._extremes).isfinite().view(-1, 2).all(1).tolist()
-        bad = [weight for weight, is_good in zip(self._weights, good) if not is_good]
-        if not bad:
-            return
-        name, weight = bad[0]
-        count = weight.numel() - int(weight.isfinite().sum())
-        dtype = str(weight.dtype).removeprefix("torch.")
-        more = f" (such tensors in all: {len(bad)})" if len(bad) > 1 else ""
-        beyond = '; if its values are beyond the 65504 of float16, pass dtype="bfloat16"' if dtype == "float16" else ""
-        raise WeightError(
-            f"tensor {name!r} holds NaN or infinity in {count} of {weight.numel()} values, as {dtype}{more}; the"
-            f" checkpoint is"
-            f" damaged: download it again{beyond}"
-        )
+def _check_finite(weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise a WeightError that names the first weight with NaN or infinity. The host waits for the device once."""
+    # A rank may have no rows of a small vocabulary. Both extremes are NaN if one of the values is.
+    weights = [(name, weight) for name, weight in weights if weight.numel()]
+    extremes = torch.stack([extreme for _, weight in weights for extreme in weight.aminmax()])
+    good = extremes.isfinite().view(-1, 2).all(1).tolist()
+    bad = [weight for weight, is_good in zip(weights, good) if not is_good]
+    if not bad:
+        return
+    name, weight = bad[0]
+    count = weight.numel() - int(weight.isfinite().sum())
+    dtype = str(weight.dtype).removeprefix("torch.")
+    more = f" (such tensors in all: {len(bad)})" if len(bad) > 1 else ""
+    beyond = '; if its values are beyond the 65504 of float16, pass dtype="bfloat16"' if dtype == "float16" else ""
+    raise WeightError(
+        f"tensor {name!r} holds NaN or infinity in {count} of {weight.numel()} values, as {dtype}{more};"
+        f" the checkpoint is damaged: download it again{beyond}"
+    )
 
 
 def _holds(module: LMHead, tensor: torch.Tensor) -> bool:
@@ -220,8 +207,3 @@ def _checkpoint_name(model: DecoderForCausalLM, module_name: str, parameter: str
     parent, _, leaf = module_name.rpartition(".")
     original = {value: key for key, value in model.FUSED.items()}.get((leaf, shard), leaf)
     return ".".join(part for part in (parent, original, parameter) if part)
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all distinct parameters."""
-    return sum(math.prod(p.shape) * p.element_size() for p in {id(p): p for p in model.parameters()}.values())

@@ -7,6 +7,7 @@ token ids needs neither.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +40,15 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type: plain, 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model, or None if `path` is a directory without one.
 
-    path: a Hugging Face directory, or a .gguf file. Nothing is downloaded and no code of the checkpoint is run.
-    Decoding never tidies spaces around punctuation, so that decoded pieces concatenate to the decoded whole.
+    Nothing is downloaded and no code of the checkpoint is run. Decoding never tidies spaces around punctuation, so that
+    decoded pieces concatenate to the decoded whole.
 
-    Raises FileNotFoundError; ValueError if the files are there and unusable (for a .gguf file, its subclass GGUFError).
+    Args:
+        path: a Hugging Face directory, or a .gguf file.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: the files are unusable (for a .gguf file its subclass GGUFError).
     """
     path = Path(path)
     if not path.exists():
@@ -93,33 +99,25 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None
             pass
 
 
-def eos_token_ids(source: str | os.PathLike[str] | dict[str, Any] | Any, tokenizer: Any = None) -> tuple[int, ...]:
-    """Every token id that ends a sequence, in this order and without repetition: generation_config.json's, the
-    configuration's, the tokenizer's.
+def eos_token_ids(source: Path | Mapping[str, Any], tokenizer: Any = None) -> tuple[int, ...]:
+    """Every token id that ends a sequence, each once: generation_config.json's, the configuration's, the tokenizer's.
 
-    source: a Hugging Face directory, a .gguf file, a config dict, or an object with `eos_token_id`.
-    tokenizer: one with `eos_token_id`, or None.
+    Args:
+        source: a Hugging Face directory, or a configuration.
+        tokenizer: one with `eos_token_id`, or None.
 
-    Raises ValueError where a file has something else than token ids.
+    Raises:
+        ValueError: a file holds something else than token ids.
     """
-    found: list[Any] = []
-    if isinstance(source, (str, os.PathLike)):
-        path = Path(source)
-        if path.is_dir():
-            files = [path / name for name in ("generation_config.json", "config.json")]
-            found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
-        else:
-            file = GGUFFile(path)
-            found = [file.field(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
-    elif isinstance(source, dict):
-        found = [source.get("eos_token_id")]
-    else:
-        found = [getattr(source, "eos_token_id", None)]
-    found.append(getattr(tokenizer, "eos_token_id", None))
+    configs = [source] if isinstance(source, Mapping) else []
+    if isinstance(source, Path):
+        files = [source / name for name in ("generation_config.json", "config.json")]
+        configs = [read_json(file) for file in files if file.is_file()]
+    found = [config.get("eos_token_id") for config in configs] + [getattr(tokenizer, "eos_token_id", None)]
     ids = [token for entry in found for token in (entry if isinstance(entry, (list, tuple)) else [entry])]
     for token in ids:
         if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
-            where = source if isinstance(source, (str, os.PathLike)) else "the configuration"
+            where = source if isinstance(source, Path) else "the configuration"
             raise ValueError(f"{where}: eos_token_id holds {token!r}, which is no token id; correct its .json files")
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 

@@ -1,5 +1,7 @@
 """Loading checkpoints in tests, and what is refused."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +26,13 @@ def edit(directory, change):
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
+
+
+def configure(directory, **entries):
+    """Change entries of config.json; None removes one."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def fused(reference, name):

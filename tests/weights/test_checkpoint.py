@@ -59,14 +59,10 @@ def test_a_directory_without_a_config(tmp_path):
     not_found(FileNotFoundError, tmp_path, str(tmp_path), "holds no config.json", "pass a Hugging Face model directory")
 
 
-def test_a_config_that_is_cut_off(checkpoint):
-    (checkpoint / "config.json").write_text((checkpoint / "config.json").read_text()[:40])
-    not_found(ValueError, checkpoint, "config.json is not valid JSON")
-
-
-def test_a_config_that_is_no_object(checkpoint):
-    (checkpoint / "config.json").write_text("[]")
-    not_found(ValueError, checkpoint, "config.json holds no JSON object")
+@pytest.mark.parametrize("content, said", [('{"a":', "is not valid JSON"), ("[]", "holds no JSON object")])
+def test_a_config_that_is_no_json_object(checkpoint, content, said):
+    (checkpoint / "config.json").write_text(content)
+    not_found(ValueError, checkpoint, f"config.json {said}")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from gguf import GGUFValueType as V
 from nanovllm.model_config import ModelConfig
 from nanovllm.weights import gguf as ours
 from nanovllm.weights.gguf_file import GGUFError, GGUFFile
-from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer
+from nanovllm.weights.tokenizer import load_tokenizer
 from tests.weights.gguf_files import HIDDEN, LAYERS, VOCAB, tiny, write
 
 
@@ -73,7 +73,7 @@ def test_truncation_names_tensor_and_sizes(tmp_path: Path) -> None:
         ours.iter_tensors(path)
 
 
-@pytest.mark.parametrize("mask", [0xFF, 0x01, 0x02, 0x03, 0x0C, 0x0D, 0x0E])
+@pytest.mark.parametrize("mask", [0xFF, 0x01, 0x0C])
 def test_no_damaged_byte_escapes_as_another_error(tmp_path: Path, mask: int) -> None:
     """A single wrong byte is either harmless or a GGUFError: no crash, no hang, no huge allocation."""
     weights = {"token_embd.weight": np.ones((4, 8), np.float32), "blk.0.attn_q.weight": np.ones((256, 2), np.float32)}
@@ -143,7 +143,6 @@ def test_a_value_of_the_wrong_type_is_an_error_that_names_file_and_key(tmp_path:
             assert str(path) in str(error) or "config.json" in str(error), f"{key}={value!r}: {error}"
         try:
             load_tokenizer(path)
-            eos_token_ids(path)
         except ValueError as error:
             assert str(path) in str(error), f"{key}={value!r}: {error}"
 

@@ -23,28 +23,9 @@ def test_smollm2_chat_prompt(smollm2: Any) -> None:
     chat = [{"role": "user", "content": "hello"}]
     ids = smollm2.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
     system = [
-        1,
-        9690,
+        1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2,
         198,
-        2683,
-        359,
-        253,
-        5356,
-        5646,
-        11173,
-        3365,
-        3511,
-        308,
-        34519,
-        28,
-        7018,
-        411,
-        407,
-        19712,
-        8182,
-        2,
-        198,
-    ]
+    ]  # fmt: skip
     assert ids == [*system, 1, 4093, 198, 28120, 2, 198, 1, 520, 9531, 198]
     text = smollm2.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert smollm2.encode(text) == ids  # the special tokens are found in text, and nothing is put before it
@@ -70,9 +51,7 @@ def test_smollm2_splits_every_digit(smollm2: Any) -> None:
 
 
 def test_smollm2_against_transformers(smollm2: Any, smollm2_path: Path) -> None:
-    """Equal but for one thing: transformers ignores `tokenizer.ggml.pre`, so it does not cut before the numerals that
-    are
-    not ASCII digits (for these the vocabulary happens to hold no merge that its omission would let through)."""
+    """transformers ignores `tokenizer.ggml.pre`, so it does not cut before numerals that are not ASCII digits."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, local_files_only=True)
@@ -219,9 +198,7 @@ def test_sentencepiece(tmp_path: Path, text: str, expected: list[str]) -> None:
 
 
 def test_sentencepiece_against_transformers(tmp_path: Path) -> None:
-    """Equal for text that begins with a word. For text that begins with spaces, or follows a special token,
-    transformers
-    versions differ among themselves; there we follow llama.cpp and Llama 2's published tokenizer.json, as above."""
+    """Text begins with a word: for other text versions of transformers differ, and we follow llama.cpp."""
     from transformers import AutoTokenizer
 
     path = sentencepiece(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,21 +97,17 @@ def test_unsupported_model_and_missing_scores(tmp_path: Path) -> None:
         load_tokenizer(sentencepiece(tmp_path, scores=[0.0, 1.0]))
 
 
-class Ends:
-    def __init__(self, eos_token_id: Any) -> None:
-        self.eos_token_id = eos_token_id
-
-
 def test_eos_token_ids(tmp_path: Path) -> None:
+    def ends(token: Any) -> SimpleNamespace:
+        return SimpleNamespace(eos_token_id=token)
+
     assert eos_token_ids(tmp_path) == ()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert eos_token_ids(tmp_path) == (3,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3]}))
-    assert eos_token_ids(tmp_path, Ends(9)) == (7, 3, 9)
-    assert eos_token_ids(str(tmp_path), Ends(None)) == (7, 3)
-    assert eos_token_ids({"eos_token_id": [4, 5]}, Ends(5)) == (4, 5)
-    assert eos_token_ids({}) == eos_token_ids(Ends(None)) == ()
-    assert eos_token_ids(Ends(0), Ends(0)) == (0,)  # zero is a token like any other
+    assert eos_token_ids(tmp_path, ends(9)) == (7, 3, 9) and eos_token_ids(tmp_path, ends(None)) == (7, 3)
+    assert eos_token_ids({"eos_token_id": [4, 5]}, ends(5)) == (4, 5)
+    assert eos_token_ids({}) == () and eos_token_ids({}, ends(0)) == (0,)  # zero is a token like any other
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         eos_token_ids(tmp_path)
@@ -128,7 +125,3 @@ def test_what_is_no_end_token_is_named(tmp_path: Path, content: str, said: str) 
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=said):
         eos_token_ids(tmp_path)
-
-
-def test_eos_token_ids_of_a_gguf_file(tmp_path: Path) -> None:
-    assert eos_token_ids(byte_level(tmp_path, eot_token_id=3, eom_token_id=4), Ends(8)) == (258, 3, 4, 8)

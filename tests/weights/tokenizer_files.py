@@ -33,9 +33,11 @@ def byte_alphabet() -> list[str]:
 
 def write(path: Path, model: str | None, tokens: list[str], types: list[int], **keys: Any) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in (("block_count", 1), ("context_length", 64), ("embedding_length", 8), ("feed_forward_length", 16),
-                       ("attention.head_count", 2), ("rope.dimension_count", 4), ("vocab_size",
-                       len(tokens))):  # fmt: skip
+    numbers = {
+        "block_count": 1, "context_length": 64, "embedding_length": 8, "feed_forward_length": 16,
+        "attention.head_count": 2, "rope.dimension_count": 4, "vocab_size": len(tokens),
+    }  # fmt: skip
+    for key, value in numbers.items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     if model:
@@ -76,26 +78,7 @@ def byte_level(
 
 
 def sentencepiece(path: Path, **keys: Any) -> Path:
-    words = [
-        "▁t",
-        "er",
-        "he",
-        "▁the",
-        "in",
-        "▁a",
-        "re",
-        "▁h",
-        "▁he",
-        "ll",
-        "llo",
-        "▁hello",
-        "▁▁",
-        "▁w",
-        "or",
-        "▁wor",
-        "ld",
-        "▁world",
-    ]
+    words = "▁t er he ▁the in ▁a re ▁h ▁he ll llo ▁hello ▁▁ ▁w or ▁wor ld ▁world".split()
     chars = sorted(set("".join(words)) | set("abcdefghijklmnopqrstuvwxyz.,!é"))
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *chars, "<|u|>"]
     types = [2, 3, 3] + [6] * 256 + [1] * (len(words) + len(chars)) + [4]

@@ -44,11 +44,11 @@ def attention_decode(
             NANOVLLM_CHECK=1.
     """
     queries = check_query_tokens(q, kv, scale, window, soft_cap)
-    compute = _decode_one_by_one if q.device.type == "cpu" else _decode_padded
+    compute = _decode_one_by_one if q.device.type == "cpu" else decode_padded
     return compute(q, kv, queries, scale, window, soft_cap)
 
 
-def _decode_padded(q, kv: PagedKV, n: int, scale, window, soft_cap) -> torch.Tensor:
+def decode_padded(q, kv: PagedKV, n: int, scale, window, soft_cap) -> torch.Tensor:
     # Every shape follows from shapes and host values, so that a CUDA graph can be captured.
     head_dim = q.shape[2]
     num_kv_heads, block_size, longest = kv.num_kv_heads, kv.block_size, kv.max_context_len

@@ -215,7 +215,7 @@ def decode(case, context_lens=None, max_context_len=None):
     lens = torch.tensor(case.context_lens, dtype=torch.int32, device=case.q.device)
     kv = PagedKV(case.k_cache, case.v_cache, case.table, lens, max_context_len or max(case.context_lens))
     # What CUDA graphs capture runs on a CPU as well, so it is held to the same here.
-    attention_close(ATTENTION._decode_padded(case.q, kv, len(case.q) // len(lens), case.scale, None, None), case)
+    attention_close(ATTENTION.decode_padded(case.q, kv, len(case.q) // len(lens), case.scale, None, None), case)
     return NATIVE.attention_decode(case.q, kv, case.scale)
 
 
