@@ -49,7 +49,7 @@ def attention_decode(
 
 
 def decode_padded(q, kv: PagedKV, n: int, scale, window, soft_cap) -> torch.Tensor:
-    # Every shape follows from shapes and host values, so that a CUDA graph can be captured.
+    """`attention_decode` with shapes that follow from host values alone, so that a CUDA graph can be captured."""
     head_dim = q.shape[2]
     num_kv_heads, block_size, longest = kv.num_kv_heads, kv.block_size, kv.max_context_len
     group = q.shape[1] // num_kv_heads
