@@ -14,6 +14,7 @@ from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import Batch, DeviceBatch, to_device
 from nanovllm.engine.devices import on_device, select_dtype
 from nanovllm.engine.fast.paths import FastPaths
+from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, LogprobsTensors, compute_logprobs
 from nanovllm.engine.model_setup import (
     StartTimer,
     StepLimits,
@@ -22,14 +23,7 @@ from nanovllm.engine.model_setup import (
     within_blocks,
 )
 from nanovllm.engine.paged_model import PagedModel
-from nanovllm.engine.sampler import (
-    PROMPT_LOGPROBS_ROWS,
-    LogprobsTensors,
-    Sampler,
-    SamplingMetadata,
-    SamplingRow,
-    prompt_logprobs,
-)
+from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.kernels import Kernels
@@ -165,5 +159,5 @@ class ModelRunner:
         for i in range(0, num_rows, PROMPT_LOGPROBS_ROWS):
             end = min(i + PROMPT_LOGPROBS_ROWS, num_rows)
             logits = logits_of(slice(first + i, first + end))
-            pieces.append(prompt_logprobs(logits, tokens[i:end], params.prompt_logprobs))
+            pieces.append(compute_logprobs(logits, tokens[i:end], params.prompt_logprobs))
         return PromptLogprobs(part.seq, start, LogprobsTensors(*(torch.cat(columns) for columns in zip(*pieces))))

@@ -16,8 +16,9 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import DeviceBatch
+from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, compute_logprobs
 from nanovllm.engine.paged_model import PagedModel
-from nanovllm.engine.sampler import PROMPT_LOGPROBS_ROWS, Sampler, SamplingMetadata, SamplingRow, prompt_logprobs
+from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.sampling_params import SamplingParams
@@ -156,7 +157,7 @@ def run_largest_steps(paged: PagedModel, sampler: Sampler, limits: StepLimits) -
     )
     hidden = paged.hidden(prefill)
     rows = min(PROMPT_LOGPROBS_ROWS, len(hidden))
-    prompt_logprobs(paged.logits(hidden[:rows]), prefill.token_ids[:rows], 1)
+    compute_logprobs(paged.logits(hidden[:rows]), prefill.token_ids[:rows], 1)
     del prefill, hidden
     decode = DeviceBatch.from_tensors(
         torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device),

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from nanovllm.engine.sampler import LogprobsTensors
+from nanovllm.engine.logprobs import LogprobsTensors
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 

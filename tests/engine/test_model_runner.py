@@ -11,8 +11,8 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS
 from nanovllm.engine.model_setup import run_largest_steps
-from nanovllm.engine.sampler import PROMPT_LOGPROBS_ROWS
 from tests import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

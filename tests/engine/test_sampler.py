@@ -2,20 +2,13 @@
 
 import math
 import random
-import time
 
 import pytest
 import torch
 
 from nanovllm.engine.logit_rules import LogitChange
-from nanovllm.engine.sampler import (
-    LogprobsTensors,
-    Sampler,
-    SamplingMetadata,
-    SamplingRow,
-    compute_logprobs,
-    prompt_logprobs,
-)
+from nanovllm.engine.logprobs import compute_logprobs
+from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.kernels.ops.sample import sample
 from nanovllm.sampling_params import SamplingParams
 
@@ -212,63 +205,35 @@ def test_penalty_state_follows_sequences_over_steps_and_slots(device):
     assert repeats  # or the counts would not have mattered
 
 
-def test_the_state_counts_the_sampled_tokens(device):
-    params = SamplingParams(frequency_penalty=0.5)
-    sampler = make_sampler(device)
-    sampler.admit(3, [1, 1, 2], [4, 4], params)
-    prompt_of, counts_of = (lambda slot, state=state: state[slot] for state in sampler._penalty_state)
-    counts = torch.zeros(VOCAB, dtype=torch.int32)
-    counts[4] = 2
-    for step in range(20):
-        meta = build([SamplingRow(GREEDY, 1, step, 5), SamplingRow(params, 1, step, 3)], device)
-        counts[sampler(random_logits(2, device, seed=step), meta).token_ids[1]] += 1
-    assert torch.equal(counts_of(3).cpu(), counts) and counts.sum() == 22
-    assert prompt_of(3).nonzero().flatten().tolist() == [1, 2]
-    sampler.admit(3, [9], [], params)
-    assert counts_of(3).sum() == 0 and prompt_of(3).nonzero().tolist() == [[9]]
-
-
-def test_state_is_allocated_only_when_a_penalty_is_used(device):
-    sampler = make_sampler(device)
+def test_the_penalty_state_is_there_from_the_first_penalty_until_it_is_released(device):
+    sampler, params = make_sampler(device), SamplingParams(temperature=0, presence_penalty=1)
+    row = build([SamplingRow(params, 0, 0, 0)], device)
     sampler.admit(0, [1], [], SamplingParams(top_k=5))
-    sampler(random_logits(1, device), build([SamplingRow(SamplingParams(top_k=5), 0, 0, 0)], device))
-    assert sampler._penalty_state is None
     with pytest.raises(RuntimeError, match="admit"):
-        sampler(random_logits(1, device), build([SamplingRow(SamplingParams(presence_penalty=1), 0, 0, 0)], device))
+        sampler(random_logits(1, device), row)
+    sampler.admit(0, [1], [], params)
+    sampler(random_logits(1, device), row)
+    sampler.release_penalty_state()
+    with pytest.raises(RuntimeError, match="admit"):
+        sampler(random_logits(1, device), row)
 
 
-def test_penalties_are_chunked_by_memory_only(monkeypatch):
-    import sys
-
-    params = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.4)
-    results = []
-    for elements in (VOCAB, 3 * VOCAB, 1 << 21):
-        monkeypatch.setattr(sys.modules["nanovllm.kernels.ops.sample"], "CHUNK_ELEMENTS", elements)
-        sampler = make_sampler("cpu")
-        for slot in range(8):
-            sampler.admit(slot, [slot, 20], [slot + 1] * slot, params)
-        meta = build([SamplingRow(params, 0, 0, 7 - i) for i in range(8)], "cpu")
-        results.append(sampler._penalize(random_logits(8, "cpu"), meta, *meta.penalties, in_place=False))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
-# ------------------------------------------------------------------------------------------------ log-probabilities
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("k", [0, 1, 5, VOCAB, VOCAB + 9])
-def test_logprobs_match_float64(k, dtype, device):
-    logits = (random_logits(7, device) * 5 + 100).to(dtype)
-    tokens = torch.tensor([0, 5, 39, 7, 7, 1, 2], device=device)
-    got = compute_logprobs(logits, tokens, k)
-    expected = logits.double().log_softmax(-1)
-    k = min(k, VOCAB)
-    assert got.token_ids.shape == got.logprobs.shape == (7, 1 + k) and got.ranks.shape == (7,)
-    assert (got.token_ids.dtype, got.logprobs.dtype, got.ranks.dtype) == (torch.int64, torch.float32, torch.int64)
-    assert torch.equal(got.token_ids[:, 0], tokens)
-    torch.testing.assert_close(got.logprobs.double(), expected.gather(-1, got.token_ids), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.logprobs[:, 1:].double(), expected.topk(k).values, rtol=1e-5, atol=1e-5)
-    assert torch.equal(got.ranks, (logits > logits.gather(-1, tokens[:, None])).sum(-1) + 1)
+def test_rows_that_are_computed_in_chunks_are_those_computed_alone(device):
+    """Of 2**20 tokens two rows are a chunk."""
+    vocab, num_rows = 1 << 20, 5
+    params = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.4, logprobs=4)
+    sampler = make_sampler(device, vocab=vocab)
+    logits = random_logits(num_rows, device, vocab)
+    best = logits.topk(3).indices.tolist()
+    for slot in range(num_rows):
+        sampler.admit(slot, best[slot][:1], best[slot][1:2], params)
+    rows = [SamplingRow(params, 0, 0, slot) for slot in range(num_rows)]
+    together = sampler(logits, build(rows, device))
+    for slot, row in enumerate(rows):
+        sampler.admit(slot, best[slot][:1], best[slot][1:2], params)
+        alone = sampler(logits[slot : slot + 1], build([row], device))
+        assert alone.token_ids == together.token_ids[slot] and alone.token_ids[0] != best[slot][0]
+        assert all(torch.equal(a[0], b[slot]) for a, b in zip(alone.logprobs, together.logprobs))
 
 
 def test_logprobs_are_of_the_raw_logits(device):
@@ -279,40 +244,6 @@ def test_logprobs_are_of_the_raw_logits(device):
     out = sampler(logits, build([SamplingRow(params, 0, 0, 0, banned(2))], device))
     expected = compute_logprobs(logits, out.token_ids, 3)
     assert all(torch.equal(a, b) for a, b in zip(out.logprobs, expected))
-
-
-def test_prompt_logprobs_of_a_long_prompt_are_chunked(monkeypatch, device):
-    import sys
-
-    logits, tokens = random_logits(50, device), torch.arange(50, device=device) % VOCAB
-    whole = prompt_logprobs(logits, tokens, 4)
-    monkeypatch.setattr(sys.modules["nanovllm.kernels.ops.sample"], "CHUNK_ELEMENTS", 7 * VOCAB)
-    for a, b in zip(prompt_logprobs(logits, tokens, 4), whole):
-        torch.testing.assert_close(a, b)
-    assert prompt_logprobs(logits[:0], tokens[:0], 4).logprobs.shape == (0, 5)
-
-
-def test_a_row_becomes_a_dict_with_the_own_token_first():
-    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0]])
-    expected = logits.double().log_softmax(-1)[0].tolist()
-    rare = compute_logprobs(logits, torch.tensor([0]), 3).cpu().row(0, 3)
-    assert list(rare)[0] == 0 and set(rare) == {0, 1, 3, 4}
-    assert {i: r.rank for i, r in rare.items()} == {0: 5, 1: 1, 3: 1, 4: 3}
-    assert all(r.logprob == pytest.approx(expected[i], abs=1e-6) and r.decoded_token is None for i, r in rare.items())
-    common = compute_logprobs(logits, torch.tensor([4]), 3)
-    assert {i: r.rank for i, r in common.row(0, 3).items()} == {4: 3, 1: 1, 3: 1}
-    # A request that wants fewer than the batch's most, down to its own token alone.
-    assert len(common.row(0, 1)) == 2 and list(common.row(0, 0)) == [4]
-
-
-def test_the_ranks_of_many_take_linear_time():
-    """A dictionary of the whole vocabulary, with many equal values."""
-    values = torch.arange(100_000, 0, -1) // 3
-    tensors = LogprobsTensors(torch.arange(100_000)[None], -1.0 / values[None], torch.tensor([1]))
-    start = time.perf_counter()
-    row = tensors.row(0, 99_999)
-    assert time.perf_counter() - start < 2  # a search for each would take a minute
-    assert len(row) == 100_000 and [row[i].rank for i in (1, 2, 3, 4, 5)] == [1, 2, 2, 2, 5]
 
 
 # ------------------------------------------------------------------------------------------------ on the device
@@ -350,7 +281,6 @@ def test_a_step_never_waits_for_the_device_and_can_be_captured():
         captured = sampler(logits, meta)
     graph.replay()
     assert torch.equal(captured.token_ids, eager.token_ids)
-    assert torch.equal(sampler._penalty_state[1][0].sum(), torch.tensor(3, device="cuda"))
     assert all(torch.equal(a, b) for a, b in zip(captured.logprobs, eager.logprobs))
 
 

@@ -12,8 +12,9 @@ from nanovllm.engine.fast.decode_state import DecodeState
 from nanovllm.engine.fast.padding import NOTHING, PaddedRuns, RunsBucket
 from nanovllm.engine.fast.piggyback import Piggyback
 from nanovllm.engine.fast.step_shape import DecodeBuckets, SamplingMode, StepShape
+from nanovllm.engine.logprobs import LogprobsTensors
 from nanovllm.engine.paged_model import PagedModel
-from nanovllm.engine.sampler import LogprobsTensors, Sampler, SamplingMetadata, SamplingRow
+from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.engine.step_result import StepResult
 
