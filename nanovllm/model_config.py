@@ -1,6 +1,4 @@
-"""A model's architecture, read from its config.json: frozen records, which everything downstream may keep a reference
-to.
-"""
+"""A model's architecture, read from its config.json."""
 
 from __future__ import annotations
 
@@ -8,12 +6,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.config import DTYPES
 
 _MAX_COUNT = 2**31 - 1
-"""The largest count that is believed: a larger one is a damaged file, and would be met as a failed allocation."""
+"""A larger count is a damaged file."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,10 @@ class RopeConfig:
     @property
     def reach(self) -> int:
         """Positions that YaRN extends a context to; 0 for other types, which do not say from where."""
+        if self.scaling_type != "yarn":
+            return 0
         scaling = dict(self.scaling)
-        return (
-            int(min(scaling["factor"] * scaling["original_max_position_embeddings"], _MAX_COUNT))
-            if self.scaling_type == "yarn"
-            else 0
-        )
+        return int(min(scaling["factor"] * scaling["original_max_position_embeddings"], _MAX_COUNT))
 
 
 @dataclass(frozen=True)
@@ -61,9 +57,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
-    """The longest sequence: config.json's entry, or what YaRN extends it to, if a rope block was added without raising
-    that.
-    """
+    """The longest sequence: config.json's entry, or what YaRN extends it to if that is more."""
     rope: RopeConfig
     tie_word_embeddings: bool
     attention_bias: bool
@@ -87,36 +81,12 @@ class ModelConfig:
             ValueError: an entry that is missing or has a value this engine does not support.
         """
 
-        def get(name: str, default: Any = None) -> Any:
-            value = c.get(name)
-            value = default if value is None else value
-            if value is None:
-                raise ValueError(
-                    f"config.json has no {name!r}; is it the configuration of a decoder-only language model?"
-                )
-            return value
-
-        def count(name: str, default: int | None = None) -> int:
-            value = get(name, default)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_COUNT:
-                raise ValueError(
-                    f"config.json: {name}={_short(value)}: must be a positive integer, at most {_MAX_COUNT}"
-                )
-            return value
-
-        def optional_flag(name: str) -> bool | None:
-            value = c.get(name)
-            if value is not None and not isinstance(value, bool):
-                raise ValueError(f"config.json: {name}={_short(value)}: must be true or false")
-            return value
-
-        def flag(name: str) -> bool:
-            return bool(optional_flag(name))
-
+        entries = _Entries(c)
         architectures = c.get("architectures") or []
         if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
             raise ValueError(f"config.json: architectures={_short(architectures)}; exactly one is expected")
         qwen3 = architectures[0].startswith("Qwen3")
+        count, flag = entries.count, entries.flag
         heads = count("num_attention_heads")
         # null is one for each head; transformers' Qwen3Config has a number of its own for an entry that is not there.
         kv_heads = count("num_key_value_heads", 32 if qwen3 and "num_key_value_heads" not in c else heads)
@@ -126,20 +96,12 @@ class ModelConfig:
             )
         head_dim = count("head_dim", 128 if qwen3 else count("hidden_size") // heads)
         if head_dim % 2:
-            raise ValueError(
-                f"config.json: head_dim={head_dim} is not supported; it must be even, for rotary embedding"
-            )
-        eps = get("rms_norm_eps", 1e-6)
+            _fail("head_dim", head_dim, " is not supported; it must be even, for rotary embedding")
+        eps = entries.get("rms_norm_eps", 1e-6)
         if not _is_number(eps) or eps < 0:
-            raise ValueError(f"config.json: rms_norm_eps={_short(eps)}: must be a number, at least 0")
-        _refuse_unsupported(c, optional_flag("use_sliding_window"))
+            _fail("rms_norm_eps", eps, ": must be a number, at least 0")
+        _refuse_unsupported(c, entries.optional_flag("use_sliding_window"))
         rope = _rope(c)
-        eos = c.get("eos_token_id")
-        eos = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in eos):
-            raise ValueError(
-                f"config.json: eos_token_id={_short(c['eos_token_id'])}: must be a token id or a list of them"
-            )
         return cls(
             architecture=architectures[0],
             vocab_size=count("vocab_size"),
@@ -156,10 +118,50 @@ class ModelConfig:
             attention_bias=flag("attention_bias"),
             mlp_bias=flag("mlp_bias") and not qwen3,  # Qwen3 has no such entry: transformers passes it over
             dtype=_dtype(c),
-            eos_token_ids=eos,
-            use_custom_kernels=optional_flag("use_custom_kernels"),
+            eos_token_ids=_end_tokens(c.get("eos_token_id")),
+            use_custom_kernels=entries.optional_flag("use_custom_kernels"),
             raw=dict(c),
         )
+
+
+class _Entries:
+    """The entries of a config.json, checked as they are read."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._config.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ValueError(f"config.json has no {name!r}; is it the configuration of a decoder-only language model?")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_COUNT:
+            _fail(name, value, f": must be a positive integer, at most {_MAX_COUNT}")
+        return value
+
+    def optional_flag(self, name: str) -> bool | None:
+        value = self._config.get(name)
+        if value is not None and not isinstance(value, bool):
+            _fail(name, value, ": must be true or false")
+        return value
+
+    def flag(self, name: str) -> bool:
+        return bool(self.optional_flag(name))
+
+
+def _fail(name: str, value: Any, remedy: str) -> NoReturn:
+    raise ValueError(f"config.json: {name}={_short(value)}{remedy}")
+
+
+def _end_tokens(eos: Any) -> tuple[int, ...]:
+    tokens = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        _fail("eos_token_id", eos, ": must be a token id or a list of them")
+    return tokens
 
 
 def _is_number(value: Any) -> bool:
@@ -176,24 +178,18 @@ def _short(value: Any) -> str:
 
 def _refuse_unsupported(c: Mapping[str, Any], use_sliding_window: bool | None) -> None:
     """What would make another model of the same weights."""
-    hidden_act = c.get("hidden_act", "silu")
+    hidden_act, layer_types = c.get("hidden_act", "silu"), c.get("layer_types")
     if hidden_act != "silu":
-        raise ValueError(f"config.json: hidden_act={_short(hidden_act)} is not supported; only 'silu' is")
-    layer_types = c.get("layer_types")
+        _fail("hidden_act", hidden_act, " is not supported; only 'silu' is")
     if layer_types is not None and (
         not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
     ):
-        raise ValueError(
-            f"config.json: layer_types={_short(layer_types)}: only a list of 'full_attention' is supported"
-        )
+        _fail("layer_types", layer_types, ": only a list of 'full_attention' is supported")
     if not layer_types:
         _refuse_window(c, use_sliding_window)
-    quantization = c.get("quantization_config")
-    if quantization:
-        raise ValueError(
-            f"config.json: quantization_config={_short(quantization)} is not supported; take the model's checkpoint in"
-            " bfloat16 or float16, or a GGUF file"
-        )
+    if quantization := c.get("quantization_config"):
+        remedy = "take the model's checkpoint in bfloat16 or float16, or a GGUF file"
+        _fail("quantization_config", quantization, f" is not supported; {remedy}")
 
 
 def _refuse_window(c: Mapping[str, Any], use_sliding_window: bool | None) -> None:
@@ -208,9 +204,7 @@ def _refuse_window(c: Mapping[str, Any], use_sliding_window: bool | None) -> Non
     # transformers' Llama reads neither entry. But its cache reads the window, and `generate` then differs from one
     # forward of the same tokens; "use_sliding_window": false says which of the two is meant.
     if window is not None and use_sliding_window is not False:
-        raise ValueError(
-            f"config.json: sliding_window={_short(window)} is not supported; set it to null for full attention"
-        )
+        _fail("sliding_window", window, " is not supported; set it to null for full attention")
 
 
 def _dtype(c: Mapping[str, Any]) -> str | None:
@@ -219,9 +213,7 @@ def _dtype(c: Mapping[str, Any]) -> str | None:
         return None
     value = str(value).removeprefix("torch.")
     if value not in DTYPES[1:]:
-        raise ValueError(
-            f"config.json: dtype={_short(value)} is not supported; pass dtype= one of {', '.join(DTYPES[1:])}"
-        )
+        _fail("dtype", value, f" is not supported; pass dtype= one of {', '.join(DTYPES[1:])}")
     return value
 
 
@@ -229,11 +221,11 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes one `rope_parameters`; 4 wrote `rope_theta` and an optional `rope_scaling`.
     old, new = c.get("rope_scaling"), c.get("rope_parameters")
     rope = _rope_of(c, "rope_parameters" if new else "rope_scaling")
-    # Someone may have added the one that a model card tells of to a file that has the other.
+    # A user may have added the block that a model card names to a file that has the other one.
     if old and new and _rope_of(c, "rope_scaling") != rope:
         raise ValueError(
             f"config.json: rope_scaling={_short(old)} and rope_parameters={_short(new)} contradict each other; remove"
-            f" one of them"
+            " one of them"
         )
     return rope
 
@@ -241,7 +233,7 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
 def _rope_of(c: Mapping[str, Any], block: str) -> RopeConfig:
     entries = c.get(block) or {}
     if not isinstance(entries, Mapping):
-        raise ValueError(f"config.json: {block}={_short(entries)}: must be an object, or null")
+        _fail(block, entries, ": must be an object, or null")
     for name, value in entries.items():
         if isinstance(value, Mapping):
             raise ValueError(
@@ -252,20 +244,18 @@ def _rope_of(c: Mapping[str, Any], block: str) -> RopeConfig:
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if kind not in tuple(RopeConfig.REQUIRED):
-        raise ValueError(
-            f"config.json: rope_type={_short(kind)} is not supported; supported are {', '.join(RopeConfig.REQUIRED)}"
-        )
+        _fail("rope_type", kind, f" is not supported; supported are {', '.join(RopeConfig.REQUIRED)}")
     for partial in (scaling.pop("partial_rotary_factor", None), c.get("partial_rotary_factor")):
         if partial not in (None, 1, 1.0):
-            raise ValueError(f"config.json: partial_rotary_factor={_short(partial)} is not supported; only 1 is")
+            _fail("partial_rotary_factor", partial, " is not supported; only 1 is")
     if kind in ("yarn", "llama3"):
-        # As in transformers, the one beside the block wins over the one in it.
+        # As in transformers, the entry beside the block wins over the entry in it.
         name = "original_max_position_embeddings"
         found = (c.get(name), scaling.get(name), c.get("max_position_embeddings"))
         scaling[name] = next((length for length in found if length is not None), None)
     missing = [name for name in RopeConfig.REQUIRED[kind] if scaling.get(name) is None]
     if missing:
-        raise ValueError(f"config.json: rope_type={_short(kind)} needs {', '.join(missing)} beside it")
+        _fail("rope_type", kind, f" needs {', '.join(missing)} beside it")
     _check_numbers(kind, {"rope_theta": theta} | scaling)
     return RopeConfig(
         theta=float(theta),
@@ -275,16 +265,13 @@ def _rope_of(c: Mapping[str, Any], block: str) -> RopeConfig:
 
 
 def _check_numbers(kind: str, rope: Mapping[str, Any]) -> None:
-    needed = ("rope_theta", *(name for name in RopeConfig.REQUIRED[kind] if name != "factors"))
-    for name in needed:
+    for name in ("rope_theta", *(name for name in RopeConfig.REQUIRED[kind] if name != "factors")):
         if not _is_number(rope[name]) or rope[name] <= 0:
-            raise ValueError(f"config.json: {name}={_short(rope[name])}: must be a number above 0")
+            _fail(name, rope[name], ": must be a number above 0")
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        raise ValueError(
-            f"config.json: low_freq_factor={_short(rope['low_freq_factor'])} must be below"
-            f" high_freq_factor={_short(rope['high_freq_factor'])}"
-        )
+        high = _short(rope["high_freq_factor"])
+        _fail("low_freq_factor", rope["low_freq_factor"], f" must be below high_freq_factor={high}")
     if kind == "yarn":
         for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             if rope.get(name) is not None and (not _is_number(rope[name]) or rope[name] < 0):
-                raise ValueError(f"config.json: {name}={_short(rope[name])}: must be a number, at least 0")
+                _fail(name, rope[name], ": must be a number, at least 0")

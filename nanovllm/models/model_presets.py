@@ -16,19 +16,19 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
 
 def _llama(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, theta: float, max_len: int,
-    tied: bool = False, scaling_factor: float | None = None, dtype: str = "bfloat16",
+    scaling_factor: float | None = None, **entries: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    config = dict(
+    config: dict[str, Any] = dict(
         architectures=["LlamaForCausalLM"], vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, rms_norm_eps=1e-5,
-        rope_theta=theta, max_position_embeddings=max_len, tie_word_embeddings=tied, dtype=dtype,
+        rope_theta=theta, max_position_embeddings=max_len, tie_word_embeddings=False, dtype="bfloat16",
     )  # fmt: skip
     if scaling_factor is not None:
         config["rope_scaling"] = dict(
             rope_type="llama3", factor=scaling_factor, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=8192,
         )  # fmt: skip
-    return config
+    return config | entries
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -41,11 +41,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama2-7b": _llama(32000, 4096, 11008, 32, 32, 32, 1e4, 4096, dtype="float16"),
     "llama3-8b": _llama(128256, 4096, 14336, 32, 32, 8, 5e5, 8192),
     "llama3.1-8b": _llama(128256, 4096, 14336, 32, 32, 8, 5e5, 131072, scaling_factor=8.0),
-    "llama3.2-1b": _llama(128256, 2048, 8192, 16, 32, 8, 5e5, 131072, tied=True, scaling_factor=32.0),
-    "llama3.2-3b": _llama(128256, 3072, 8192, 28, 24, 8, 5e5, 131072, tied=True, scaling_factor=32.0),
-    "smollm2-135m": _llama(49152, 576, 1536, 30, 9, 3, 1e5, 8192, tied=True),
-    "smollm2-360m": _llama(49152, 960, 2560, 32, 15, 5, 1e5, 8192, tied=True),
-    "smollm2-1.7b": _llama(49152, 2048, 8192, 24, 32, 32, 1.3e5, 8192, tied=True),
+    "llama3.2-1b": _llama(128256, 2048, 8192, 16, 32, 8, 5e5, 131072, tie_word_embeddings=True, scaling_factor=32.0),
+    "llama3.2-3b": _llama(128256, 3072, 8192, 28, 24, 8, 5e5, 131072, tie_word_embeddings=True, scaling_factor=32.0),
+    "smollm2-135m": _llama(49152, 576, 1536, 30, 9, 3, 1e5, 8192, tie_word_embeddings=True),
+    "smollm2-360m": _llama(49152, 960, 2560, 32, 15, 5, 1e5, 8192, tie_word_embeddings=True),
+    "smollm2-1.7b": _llama(49152, 2048, 8192, 24, 32, 32, 1.3e5, 8192, tie_word_embeddings=True),
 }
 
 

@@ -94,97 +94,59 @@ def described(calls, model):
     return told
 
 
-def layer_names(i):
-    layer = f"layers.{i}"
-    names = (
-        "input_layernorm self_attn.qkv_proj self_attn.o_proj post_attention_layernorm mlp.gate_up_proj mlp.down_proj"
-    )
-    return (
-        *(f"{layer}.{name}" for name in names.split()),
-        f"layers.{i + 1}.input_layernorm" if i + 1 < LAYERS else "norm",
-    )
+FUSED = "linear {qkv}; linear_add_rms_norm {o} {post}; linear_silu_and_mul {gate_up}; linear_add_rms_norm {down} {next}"
+PLAIN = "linear {qkv}; linear {o}; add_rms_norm {post}; linear_silu_and_mul {gate_up}; linear {down}"
+CASES = {
+    # tokens, bias, ranks: the calls before the first layer's product, each layer's calls, the calls after the layers
+    "a norm goes with the product before it": ((2, False, SINGLE), "rms_norm {norm}", FUSED, ""),
+    "of the most tokens too": ((4, False, SINGLE), "rms_norm {norm}", FUSED, ""),
+    "one token has its norms with the products behind them": (
+        (1, False, SINGLE), "",
+        "add_rms_norm_linear {qkv} {norm}; linear {o}; add_rms_norm_gate_up {gate_up} {post}; linear {down}",
+        "add_rms_norm norm",
+    ),
+    "more tokens than any range has call no fused op": (
+        (5, False, SINGLE), "", "{add}rms_norm {norm}; add_rms_norm {post}; silu_and_mul", "add_rms_norm norm",
+    ),
+    "a norm waits for the sum over the group": (
+        (3, False, RANK), "", "{add}rms_norm {norm}; " + PLAIN, "add_rms_norm norm",
+    ),
+    "linear_silu_and_mul has no bias": (
+        (3, True, SINGLE), "rms_norm {norm}",
+        FUSED.replace("linear_silu_and_mul {gate_up}", "linear {gate_up}; silu_and_mul"), "",
+    ),
+    "nor has add_rms_norm_gate_up": (
+        (1, True, SINGLE), "",
+        "add_rms_norm_linear {qkv} {norm}; linear {o}; add_rms_norm {post}; linear {gate_up}; silu_and_mul;"
+        " linear {down}",
+        "add_rms_norm norm",
+    ),
+}  # fmt: skip
 
 
-def check(stubs, tokens, expected, bias=False, tp=SINGLE):
-    """Values in float32, and the calls: `expected` gives a layer's from its number and the names of its parts."""
+def names_in(layer):
+    """The names of a layer's parts, for the descriptions of its calls."""
+    parts = dict(
+        norm="input_layernorm", qkv="self_attn.qkv_proj", o="self_attn.o_proj", post="post_attention_layernorm",
+        gate_up="mlp.gate_up_proj", down="mlp.down_proj",
+    )  # fmt: skip
+    after = f"layers.{layer + 1}.input_layernorm" if layer + 1 < LAYERS else "norm"
+    return {key: f"layers.{layer}.{name}" for key, name in parts.items()} | {"next": after, "add": "add_" * (layer > 0)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_calls_and_values_of_a_decoder(stubs, case):
+    (tokens, bias, tp), before, each, after = CASES[case]
     fused, native, calls = stubs
     want = hidden(decoder(native, bias, tp), tokens)
     assert not calls and want.isfinite().all()
     model = decoder(fused, bias, tp)
     torch.testing.assert_close(hidden(model, tokens), want, rtol=1e-6, atol=1e-6)
-    told = described(calls, model)
-    every = [call for i in range(LAYERS) for call in expected(i, *layer_names(i))]
-    assert told[: len(every)] == every
-    return model, told[len(every) :]
-
-
-@pytest.mark.parametrize("tokens", [2, 4])
-def test_a_norm_goes_with_the_product_before_it(stubs, tokens):
-    def expected(i, norm, qkv, o, post, gate_up, down, following):
-        return [
-            *([f"rms_norm {norm}"] if i == 0 else []),
-            f"linear {qkv}", f"linear_add_rms_norm {o} {post}", f"linear_silu_and_mul {gate_up}",
-            f"linear_add_rms_norm {down} {following}",
-        ]  # fmt: skip
-
-    assert check(stubs, tokens, expected)[1] == []
-
-
-def test_one_token_has_its_norms_with_the_products_behind_them(stubs):
-    def expected(i, norm, qkv, o, post, gate_up, down, following):
-        return [
-            f"add_rms_norm_linear {qkv} {norm}",
-            f"linear {o}",
-            f"add_rms_norm_gate_up {gate_up} {post}",
-            f"linear {down}",
-        ]
-
-    assert check(stubs, 1, expected)[1] == ["add_rms_norm norm"]
-
-
-def test_more_tokens_than_any_range_has_call_no_fused_op(stubs):
-    def expected(i, norm, qkv, o, post, gate_up, down, following):
-        return [f"{'add_' if i else ''}rms_norm {norm}", f"add_rms_norm {post}", "silu_and_mul"]
-
-    assert check(stubs, 5, expected)[1] == ["add_rms_norm norm"]
-
-
-def test_a_norm_waits_for_the_sum_over_the_group(stubs):
-    def expected(i, norm, qkv, o, post, gate_up, down, following):
-        return [
-            f"{'add_' if i else ''}rms_norm {norm}", f"linear {qkv}", f"linear {o}",
-            f"add_rms_norm {post}", f"linear_silu_and_mul {gate_up}", f"linear {down}",
-        ]  # fmt: skip
-
-    assert check(stubs, 3, expected, tp=RANK)[1] == ["add_rms_norm norm"]
-
-
-def test_biases(stubs):
-    """`linear_silu_and_mul` has none; `linear_add_rms_norm` gets its own."""
-
-    def expected(i, norm, qkv, o, post, gate_up, down, following):
-        return [
-            *([f"rms_norm {norm}"] if i == 0 else []),
-            f"linear {qkv}", f"linear_add_rms_norm {o} {post}", f"linear {gate_up}", "silu_and_mul",
-            f"linear_add_rms_norm {down} {following}",
-        ]  # fmt: skip
-
-    model, rest = check(stubs, 3, expected, bias=True)
-    assert rest == []
-    biases = [arguments["bias"] for op, arguments in stubs[2] if op == "linear_add_rms_norm"]
+    every = [before.format(**names_in(0)), *(each.format(**names_in(i)) for i in range(LAYERS)), after]
+    assert described(calls, model) == "; ".join(filter(None, every)).split("; ")
+    biases = [arguments["bias"] for op, arguments in calls if op == "linear_add_rms_norm"]
     parts = [part for layer in model.layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-    assert len(biases) == len(parts) and all(b is part.bias and b is not None for b, part in zip(biases, parts))
-
-
-def test_biases_with_one_token(stubs):
-    def expected(i, norm, qkv, o, post, gate_up, down, following):
-        return [
-            f"add_rms_norm_linear {qkv} {norm}", f"linear {o}", f"add_rms_norm {post}", f"linear {gate_up}",
-            "silu_and_mul",
-            f"linear {down}",
-        ]  # fmt: skip
-
-    assert check(stubs, 1, expected, bias=True)[1] == ["add_rms_norm norm"]
+    assert all(b is part.bias and (b is not None) == bias for b, part in zip(biases, parts))
 
 
 @pytest.mark.parametrize("bias", [False, True])
