@@ -46,7 +46,7 @@ class LLM:
         self.engine = LLMEngine(EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs))
         self._loop = StepLoop(self.engine)
         self._added: dict[int, Request] = {}
-        """Requests of `add_request` whose end `step` has not returned yet."""
+        """Requests of `add_request` that `step` has not returned yet."""
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -75,7 +75,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, for example before a measurement.
 
-        Calls of other threads are waited for.
+        It waits for the calls of other threads.
 
         Returns:
             False, with nothing changed, if requests are unfinished: those of `stream` and `add_request`.
@@ -104,7 +104,7 @@ class LLM:
 
         Raises:
             ValueError, TypeError: a prompt or parameter that cannot be served; then none of them was started.
-            RuntimeError: a step failed that another thread ran and that computed one of these requests.
+            RuntimeError: a step that computed one of these requests failed in another thread.
         """
         _drop("generate", others)
         prompts = _as_list(prompts)
@@ -185,8 +185,7 @@ class LLM:
 
         Raises:
             ValueError, TypeError: the request cannot be served.
-            RuntimeError: in the iterator: a step failed that another stream or thread ran and that computed this
-                request.
+            RuntimeError: in the iterator: a step that computed this request failed in another stream or thread.
         """
         if self.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer, and this engine has none; use generate")
@@ -231,7 +230,7 @@ class LLM:
         return request.request_id
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Run one step, as in nano-vLLM. Calls of other threads are waited for.
+        """Run one step, as in nano-vLLM, after the calls of other threads.
 
         Returns:
             The requests of `add_request` that have ended, each with its id and its output's token ids; and the number

@@ -33,7 +33,7 @@ ALLOWED = {
 TO_UNDO: set[tuple[str, str]] = set()
 # Circles of imports that are still to be undone, by one of their modules.
 CIRCLES_TO_UNDO: set[str] = set()
-# A second or more to import, and not needed by whoever serves token ids or only asks for help.
+# A second or more to import, and not needed to serve token ids or to show a help text.
 HEAVY = {"transformers", "rich", "tokenizers", "huggingface_hub", "gguf"}
 WITHOUT_TORCH = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.detokenizer", "engine.prompts"}
 

@@ -1,9 +1,9 @@
 """Token ids to text: all at once, or token by token, never in the middle of a character.
 
-Both give the same text, whatever the tokens are. Tokens stand for bytes, and bytes that are no UTF-8 become U+FFFD, one
-for each maximal part of a character (as `bytes.decode(errors="replace")` and byte-level tokenizers do). SentencePiece
-tokenizers with byte tokens would replace every byte of a run, the right ones too, as soon as one of them is wrong;
-a stream has shown the right ones by then, so the text here keeps them.
+Both give the same text for any tokens. Tokens stand for bytes. Bytes that are no UTF-8 become U+FFFD, one for each
+maximal part of a character, as in `bytes.decode(errors="replace")`. A SentencePiece tokenizer with byte tokens would
+replace every byte of a run as soon as one of them is wrong. A stream has shown the right bytes by then, so the text
+here keeps them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
 _MOST_HELD = 16
-"""Tokens that are kept back for an incomplete character, of a tokenizer whose bytes are not known. A character has at
-most four bytes; the others may be tokens without a text between them."""
+"""Most tokens that are kept back for an incomplete character, where the tokens' bytes are not known. A character has at
+most four bytes; tokens without a text may lie between them."""
 
 
 class Pieces(Protocol):
@@ -150,10 +150,10 @@ class Detokenizer:
 
 
 class _BytePieces:
-    """Of a tokenizer whose tokens' bytes are known.
+    """Of a tokenizer with known bytes for each token.
 
     Args:
-        num_stripped: spaces at the text's beginning that are left out, if there are as many.
+        num_stripped: up to this many spaces at the text's beginning are left out.
     """
 
     def __init__(self, decoder: TextDecoder, num_stripped: int, skip_special_tokens: bool) -> None:
@@ -187,7 +187,7 @@ class _DifferencePieces:
         self._decode = lambda token_ids: decoder.decode_whole(token_ids, skip_special_tokens)
         self._token_ids: list[int] = []
         self._num_read = 0
-        """Leading tokens of `_token_ids` whose text is `_known` and was given out; the others are kept back."""
+        """Leading tokens of `_token_ids` that stand for `_known`, which was given out; the others are kept back."""
         self._known = ""
 
     def push(self, token_id: int) -> str:

@@ -37,8 +37,7 @@ class LogitRules:
         Args:
             token_ids: the sequence's tokens, prompt included, as far as the host knows them.
             prompt_len: how many of them are the prompt's.
-            last_is_unknown: one more token was sampled, which only the device knows. The device then compares it with
-                `LogitChange.after`.
+            last_is_unknown: one more token was sampled. Only the device knows it, and compares it with `after`.
         """
         yield from self._always
         num_tokens = len(token_ids)

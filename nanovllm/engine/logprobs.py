@@ -11,7 +11,7 @@ from nanovllm.kernels.ops.sample import rows_per_chunk
 from nanovllm.outputs import Logprob
 
 PROMPT_LOGPROBS_ROWS = 256
-"""Positions of a prompt whose logits are in memory at the same time: those of 16,384 would take gigabytes."""
+"""Positions of a prompt with logits in memory at the same time: the logits of 16,384 would take gigabytes."""
 
 
 class LogprobsTensors(NamedTuple):

@@ -11,9 +11,7 @@ import numpy as np
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _EASY_CHARACTERS = 16
-"""Texts of so many characters a token that fits are tokenised at once: that takes less time than to look at the
-vocabulary.
-"""
+"""A text with fewer characters for each token that fits is tokenised at once: the longest token need not be known."""
 
 
 class Prompt(NamedTuple):
@@ -23,12 +21,12 @@ class Prompt(NamedTuple):
 
 
 class PromptReader:
-    """Turns prompts to token ids, and refuses those that cannot be served before they cost time or memory.
+    """Turns prompts to token ids. A prompt that cannot be served is refused before it costs time or memory.
 
     Args:
         tokenizer: a transformers tokenizer, or None for an engine that serves token ids only.
         vocab_size: of the model; a token id is less.
-        max_model_len: most tokens of a prompt and its output, of which there is at least one.
+        max_model_len: most tokens of a prompt and its output. An output has at least one token.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
@@ -154,8 +152,8 @@ def most_characters(tokenizer: Any) -> MostCharacters | None:
     """How many characters of a text a token can cover, or None where there is no such number.
 
     There is none where a tokenizer drops characters (normalisers that strip, white space that only separates,
-    characters that the vocabulary does not have), or where one token stands for any run of them. The names of a token's
-    bytes or characters are as many as the characters it covers, or more.
+    characters outside of the vocabulary), or where one token stands for any run of them. A token's name has at least as
+    many characters as the text that the token covers.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.model).__name__ != "BPE":

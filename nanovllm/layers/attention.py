@@ -40,7 +40,7 @@ class AttentionMetadata:
     concurrent: bool = False
     """Whether other kernels run at the same time as the attention of the runs."""
     shared: SharedPrefixes | None = None
-    """In a batch of decodes alone: whose leading blocks are to be read once, if anybody's."""
+    """In a batch of decodes alone: the groups of sequences that share leading blocks, which are read once."""
     piggybacked: AttentionMetadata | None = None
     """Runs of prompt tokens that are computed together with a batch of decodes: their tokens follow those of the
     decodes, and every other field describes the decodes only. The attention of the two kinds runs concurrently, each
@@ -101,14 +101,16 @@ class Attention:
         metadata: AttentionMetadata,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As a call, of q, k and v as the QKV projection gives them: normalised and rotated first, in as few ops as may
-        be.
+        """Attention of q, k and v as the QKV projection gives them: they are normalised and rotated first.
 
-        out: takes the result, if given: contiguous, as q.
+        One op does several of these steps where such a provider was selected.
+
+        Args:
+            positions: [num_tokens] int64.
+            out: takes the result, contiguous, of the shape of q; None: a new tensor.
 
         Raises:
-            ValueError: positions, k or v that are not one for each token of q, or heads or a dtype that do not fit the
-                rest.
+            ValueError: a token lacks a position, key or value, or the heads or dtypes differ.
         """
         m = metadata
         tokens, _, head_dim = q.shape
@@ -163,8 +165,12 @@ class Attention:
         metadata: AttentionMetadata,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim] -> the shape of q, in
-        `out` if it is given.
+        """Store k and v, then attend.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim].
+            k, v: [num_tokens, num_kv_heads, head_dim].
+            out: takes the result; None: a new tensor of the shape of q.
         """
         self._store_kvcache(k, v, cache.k, cache.v, metadata.slot_mapping, cache.k_scale, cache.v_scale)
         return self.attend(q, cache, metadata, out)
@@ -182,7 +188,7 @@ class Attention:
         if n:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
             self._attention_decode(q[:n], kv.rows(slice(n)), *options, out=out[:n])
-        # How long the contexts of the runs are, the host does not know; a bound is what the table has room for.
+        # The host does not know the lengths of the runs' contexts: the block table's width bounds them.
         runs = replace(kv.rows(slice(n, None)), max_context_len=kv.block_table.shape[1] * kv.block_size)
         result = self._attention_prefill(
             q[n:], runs, m.cu_seqlens_q, m.max_query_len, *options, out=None if out is None else out[n:],

@@ -11,14 +11,13 @@ import torch
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """A second stream, besides the current one; None on a device without streams.
+    """A second stream beside the current one; None on a device without streams.
 
-    What is launched on it (`with torch.cuda.stream(...)`, which takes None as well) runs after all that was launched
-    before this context, and at the same time as what is launched on the current stream within it. After this context
-    both have run. A CUDA graph captures both branches.
+    Kernels on it (`with torch.cuda.stream(...)`, which takes None as well) run after all kernels that were launched
+    before this context, and at the same time as kernels on the current stream within the context. Kernels after the
+    context wait for both. A CUDA graph captures both branches.
 
-    A tensor that is created on one of the streams must not be used on the other within the context, nor live longer
-    than it.
+    A tensor that is created on one stream must not be used on the other within the context, nor outlive it.
     """
     if device.type != "cuda":
         yield None

@@ -19,7 +19,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 
 Rows = torch.Tensor | slice | None
-"""Which tokens something is wanted of: their indices [num_rows] int64, or a slice; None: all."""
+"""Some of a batch's tokens: their indices [num_rows] int64, or a slice; None: all."""
 
 
 class DecoderAttention(nn.Module):
@@ -158,7 +158,7 @@ class DecoderForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """token_ids, positions [num_tokens] int64 -> hidden states [num_rows, hidden_size]; stores K and V in `caches`.
 
-        rows: whose hidden states are wanted, int64 or a slice; None: of all tokens.
+        rows: the tokens that need hidden states, int64 or a slice; None: all tokens.
         """
         return self.model(token_ids, positions, caches, metadata, rows)
 

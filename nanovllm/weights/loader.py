@@ -39,8 +39,7 @@ def load_model(
     """Build the model on `device` and fill every parameter.
 
     Raises:
-        WeightError: a tensor is missing, left over, of the wrong shape, not finite, or unreadable; the message names
-        it.
+        WeightError: a tensor is missing, unexpected, misshapen, not finite, or unreadable; the message names it.
     """
     cls = model_class(checkpoint.config.architecture)
 
@@ -104,7 +103,7 @@ def find_places(model: DecoderForCausalLM, headers: Sequence[TensorHeader]) -> d
         headers: of all tensors in the checkpoint.
 
     Raises:
-        WeightError: a tensor is missing, left over, of the wrong shape or dtype, or occurs twice; the message names it.
+        WeightError: a tensor is missing, unexpected, of the wrong shape or dtype, or doubled; the message names it.
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, ShardedParameters)}
     missing = {

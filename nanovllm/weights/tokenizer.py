@@ -213,7 +213,7 @@ def _merges(file: GGUFFile) -> list[tuple[str, str]]:
 
 
 def _merges_by_score(file: GGUFFile) -> list[tuple[str, str]]:
-    """SentencePiece joins the pair whose whole has the best score: every way to split every token, best whole first."""
+    """Every way to split every token in two, by the token's score: SentencePiece joins the best-scored pair first."""
     tokens, scores = _strings(file, "tokens"), file.field("tokenizer.ggml.scores", list, [])
     if len(scores) != len(tokens) or not all(isinstance(score, (int, float)) for score in scores):
         raise file.error("metadata key 'tokenizer.ggml.scores' is missing or not as long as the vocabulary")

@@ -37,7 +37,7 @@ def sentencepiece():
 
 
 def metaspace():
-    """One whose bytes are not known, and whose vocabulary has U+FFFD."""
+    """A tokenizer with unknown bytes and with U+FFFD in its vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -132,7 +132,7 @@ def test_a_stream_and_decoding_at_once_agree_on_any_tokens(name, data, skip):
 
 
 def test_right_bytes_before_wrong_ones_stay():
-    """SentencePiece's own decoder replaces all four bytes, of which a stream has shown the first three."""
+    """SentencePiece's own decoder replaces all four bytes; a stream has shown the first three."""
     token_ids = [*"\u3042".encode(), 0xFF, encode(sentencepiece(), "a")[0]]
     assert sentencepiece().decode(token_ids) == "\ufffd\ufffd\ufffd\ufffd a"
     texts, _ = feed(sentencepiece(), token_ids)

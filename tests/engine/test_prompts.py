@@ -1,4 +1,4 @@
-"""Prompts: texts that cannot fit are refused before they are tokenised, those that may fit never are, and salts."""
+"""Prompts: a text that cannot fit is refused before it is tokenised, a text that may fit never is; salts."""
 
 import unicodedata
 

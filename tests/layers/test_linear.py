@@ -31,7 +31,7 @@ def randn(*shape, seed=0):
 
 
 def load(layer, name, **shards):
-    """Load every shard, with memory that nobody wrote made visible."""
+    """Load every shard. Memory that no shard is copied to stays NaN, which fails."""
     getattr(layer, name).data.fill_(torch.nan)
     for shard, tensor in shards.items():
         shard = "" if shard == "whole" else shard

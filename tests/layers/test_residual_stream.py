@@ -28,7 +28,7 @@ LAYERS = 3
 
 
 class Rank(TensorParallel):
-    """One of two ranks, whose partner always has computed the same."""
+    """One of two ranks that compute the same."""
 
     def all_reduce(self, x):
         return 2 * x

@@ -18,7 +18,7 @@ def test_without_streams_all_runs_in_order():
 
 
 def test_what_spoils_a_capture_is_what_is_raised(monkeypatch):
-    """After it a stream that captures waits for nobody: "operation failed due to a previous error during capture"."""
+    """After such an error a stream that captures cannot wait: "operation failed due to a previous error"."""
 
     class Stream:
         spoiled = False
@@ -35,9 +35,7 @@ def test_what_spoils_a_capture_is_what_is_raised(monkeypatch):
     with pytest.raises(RuntimeError, match="not permitted"), side_stream(torch.device("cuda")):
         Stream.spoiled = True
         raise RuntimeError("operation not permitted when stream is capturing")
-    with pytest.raises(
-        RuntimeError, match="previous"
-    ):  # where nothing else failed, that it cannot be joined is the error
+    with pytest.raises(RuntimeError, match="previous"):  # without another error, the failed join is raised
         Stream.spoiled = False
         with side_stream(torch.device("cuda")):
             Stream.spoiled = True

@@ -12,7 +12,7 @@ from tests.llm.small_llm import GREEDY, MAX_LEN, TOKENIZER, greedy_text, make, s
 
 @pytest.fixture(scope="module")
 def varied(reference):
-    """A prompt, its greedy tokens, of which the first twelve differ and are whole characters, and their text."""
+    """A prompt, its greedy tokens and their text; the first twelve tokens differ and are whole characters."""
     for i in range(200):
         prompt = f"try {i}"
         token_ids, text = greedy_text(reference, prompt)

