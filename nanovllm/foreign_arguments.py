@@ -108,22 +108,22 @@ ENGINE_ARGUMENTS = _table(
     ("an option of another engine, without a counterpart here", _OFF, "additional_config model_impl"
      " async_engine enable_dbo observability_config otlp_traces_endpoint model_loader_extra_config"),
     # Other names of what there is.
-    ("the name here is kvcache_block_size", _RENAMED, "block_size"),
-    ("the name here is num_kvcache_blocks", _RENAMED, "num_gpu_blocks_override"),
-    ("the name here is dtype", _RENAMED, "torch_dtype"),
-    ("the name here is device; a model runs on one", _RENAMED, "device_map"),
-    ("the name here is max_model_len", _RENAMED, "max_seq_len context_length max_total_tokens"),
+    ("use kvcache_block_size", _RENAMED, "block_size"),
+    ("use num_kvcache_blocks", _RENAMED, "num_gpu_blocks_override"),
+    ("use dtype", _RENAMED, "torch_dtype"),
+    ("use device; a model runs on one", _RENAMED, "device_map"),
+    ("use max_model_len", _RENAMED, "max_seq_len context_length max_total_tokens"),
 )  # fmt: skip
 """Arguments of `vllm.LLM`, and some of transformers' `from_pretrained`."""
 
 SAMPLING_ARGUMENTS = _table(
-    ("the name here is max_tokens", _RENAMED, "max_new_tokens max_completion_tokens max_length"),
-    ("the name here is min_tokens", _RENAMED, "min_new_tokens min_length"),
+    ("use max_tokens", _RENAMED, "max_new_tokens max_completion_tokens max_length"),
+    ("use min_tokens", _RENAMED, "min_new_tokens min_length"),
     ("use temperature=0 for do_sample=False, and a temperature above 0 for do_sample=True", _RENAMED, "do_sample"),
-    ("the name here is n", _RENAMED, "num_return_sequences"),
-    ("the name here is stop", _RENAMED, "stop_strings stop_sequences"),
-    ("the name here is stop_token_ids", _RENAMED, "eos_token_id"),
-    ("the name here is logprobs", _RENAMED, "top_logprobs output_scores output_logits"),
+    ("use n", _RENAMED, "num_return_sequences"),
+    ("use stop", _RENAMED, "stop_strings stop_sequences"),
+    ("use stop_token_ids", _RENAMED, "eos_token_id"),
+    ("use logprobs", _RENAMED, "top_logprobs output_scores output_logits"),
     ("use bad_words, with the words as text", _RENAMED, "bad_words_ids"),
     ("use logit_bias; -100 bans a token", _RENAMED, "suppress_tokens begin_suppress_tokens sequence_bias"),
     ("a prompt is not padded", _RENAMED, "pad_token_id"),

@@ -133,7 +133,7 @@ def test_lists_and_biases_have_limits(arguments, words):
 @pytest.mark.parametrize(
     "arguments, answer",
     [
-        (dict(max_new_tokens=5), "max_new_tokens=5: the name here is max_tokens"),
+        (dict(max_new_tokens=5), "max_new_tokens=5: use max_tokens"),
         (dict(do_sample=False), "do_sample=False: use temperature=0 for do_sample=False"),
         (dict(use_beam_search=True), "use_beam_search=True: beam search is not supported; use n"),
         (dict(best_of=4), "best_of=4: use n, and choose the best by cumulative_logprob"),

@@ -162,6 +162,17 @@ def test_draws_in_every_mode(directory, seeded, mode):
     assert run(directory, PROMPTS, params, **MODES[mode])[0] == expected
 
 
+@pytest.mark.gpu
+def test_cuda_graphs_give_the_same_tokens(directory, seeded):
+    graphs = FastPolicy(piggyback_prefill=True, prefill_graphs=True, piggyback=SIZES, prefill_sizes=(4, 8, 24, 40))
+    outputs = []
+    for policy in (FastPolicy.off(), graphs):
+        llm = make(directory, device="cuda", fast_policy=policy)
+        outputs.append([[c.token_ids for c in o.outputs] for o in llm.generate(PROMPTS, seeded[0], use_tqdm=False)])
+        del llm
+    assert outputs[0] == outputs[1]
+
+
 def test_other_requests_of_the_batch_keep_their_draws(directory, seeded):
     params, expected = seeded
     plain = [i for i, p in enumerate(params) if not p.changes_logits]

@@ -54,6 +54,14 @@ def to_gguf(arch: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return result
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what the writer was given."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write(path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str = "F32", **extra: object) -> Path:
     """A GGUF file of `tensors`; matrices are stored as `quant`. extra: metadata under the architecture's prefix, the
     value's type deciding how it is stored; None removes a key."""
@@ -81,10 +89,7 @@ def write(path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str = "F
             writer.add_tensor(name, tensor)
         else:
             writer.add_tensor(name, quants.quantize(tensor, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -20,6 +20,7 @@ from tests.weights.gguf_files import (
     KV_HEADS,
     LAYERS,
     VOCAB,
+    finish,
     hf_weights,
     tiny,
     to_gguf,
@@ -77,10 +78,7 @@ def test_blocks_without_a_python_quantiser(tmp_path: Path, quant: str) -> None:
     for key, value in (("block_count", 1), ("attention.head_count", HEADS), ("attention.head_count_kv", KV_HEADS)):
         writer.add_uint32(f"llama.{key}", value)
     writer.add_tensor("blk.0.ffn_down.weight", raw, raw_dtype=Q[quant])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     [(name, tensor)] = ours.iter_tensors(tmp_path / "x.gguf")
     assert name == "model.layers.0.mlp.down_proj.weight" and tensor.shape == (HIDDEN, INTER)
     expected = quants.dequantize(raw, Q[quant])
@@ -193,15 +191,17 @@ def test_equal_numbers_per_layer_are_one_number(tmp_path: Path) -> None:
     assert len(dict(ours.iter_tensors(path))) == len(hf_weights("llama"))
 
 
-def test_rope_frequency_factors_of_the_wrong_kind(tmp_path: Path) -> None:
-    good = to_gguf("llama", hf_weights("llama"))
-    for factors, message in (
+@pytest.mark.parametrize(
+    "factors, message",
+    [
         (np.ones(3, np.float32), r"rope_freqs\.weight.*F32 \[3\], not F32 \[32\]"),
         (np.zeros(HEAD_DIM // 2, np.float32), "not positive and finite"),
-    ):
-        path = write(tmp_path / "x.gguf", "llama", good | {"rope_freqs.weight": factors})
-        with pytest.raises(GGUFError, match=message):
-            ours.read_config(path)
+    ],
+)
+def test_rope_frequency_factors_of_the_wrong_kind(tmp_path: Path, factors: np.ndarray, message: str) -> None:
+    tensors = to_gguf("llama", hf_weights("llama")) | {"rope_freqs.weight": factors}
+    with pytest.raises(GGUFError, match=message):
+        ours.read_config(write(tmp_path / "x.gguf", "llama", tensors))
 
 
 def test_unsupported_architecture(tmp_path: Path) -> None:
@@ -227,10 +227,7 @@ def test_unknown_tensor(tmp_path: Path, name: str) -> None:
 def test_unsupported_quantisation(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_tensor("token_embd.weight", np.zeros((4, 54), np.uint8), raw_dtype=Q.TQ1_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(
         GGUFError, match=r"'token_embd.weight' has ggml type 34 \(TQ1_0\).*use a file quantised as one of F32"
     ):

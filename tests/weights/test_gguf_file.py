@@ -12,7 +12,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.weights import gguf as ours
 from nanovllm.weights.gguf_file import GGUFError, GGUFFile
 from nanovllm.weights.tokenizer import load_tokenizer
-from tests.weights.gguf_files import HIDDEN, LAYERS, VOCAB, tiny, write
+from tests.weights.gguf_files import HIDDEN, LAYERS, VOCAB, finish, tiny, write
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 a zip", b"\x00" * 64])
@@ -164,7 +164,4 @@ def write_with_tokenizer(path: Path, model: str, key: str, value: object, kind: 
     for name, (content, value_type) in keys.items():
         writer.add_key_value(name, content, value_type)
     writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

@@ -6,6 +6,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from tests.weights.gguf_files import finish
+
 TEXTS = [
     "",
     " ",
@@ -55,10 +57,7 @@ def write(path: Path, model: str | None, tokens: list[str], types: list[int], **
         else:
             writer.add_array(key, value)
     writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
