@@ -1,4 +1,4 @@
-"""Arguments that users of vLLM, transformers and OpenAI's API know and that have no effect or no support here."""
+"""Arguments of vLLM, transformers and OpenAI's API that have no effect here, or are not supported."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _table(*groups: tuple[str, Sequence[Any] | None, str]) -> dict[str, ForeignA
 
 
 _RENAMED: tuple[Any, ...] = ()
-"""No value is harmless, since the argument has another name here."""
+"""No value is harmless: the argument has another name here."""
 
 ENGINE_ARGUMENTS = _table(
-    # What vLLM does and this engine need not be told.
+    # Choices that this engine does not leave to the user.
     ("a preempted sequence is computed again, not swapped", None, "swap_space preemption_mode"),
     ("long prompts are always split over steps", None, "enable_chunked_prefill max_num_partial_prefills"
      " max_long_partial_prefills long_prefill_token_threshold"),
@@ -92,10 +92,13 @@ ENGINE_ARGUMENTS = _table(
     ("the KV cache stays in the engine", _OFF, "kv_transfer_config kv_events_config ec_transfer_config"),
     ("requests are served in the order of their arrival", (None, "fcfs", "auto"), "scheduling_policy"),
     ("the tokenizer is transformers' fast one", (None, "auto", "hf"), "tokenizer_mode"),
+    ("prompts are tokenised in the thread of the caller", None, "tokenizer_pool_size tokenizer_pool_type"
+     " tokenizer_pool_extra_config"),
     ("the model and its tokenizer are at one place; download the revision, and pass its directory",
      (None, "main"), "revision tokenizer_revision code_revision"),
     ("a hub id is looked up in the Hugging Face cache; set HF_HOME, or pass a directory", (None,), "download_dir"
-     " hf_token hf_config_path config_format"),
+     " hf_config_path config_format"),
+    ("the hub's token comes from the environment; set HF_TOKEN", (None, False, True), "hf_token"),
     ("the checkpoint's config.json decides; edit a copy of it", _OFF, "hf_overrides rope_scaling rope_theta"
      " override_neuron_config disable_sliding_window"),
     ("prompt embeddings are not supported; pass text or token ids", _OFF, "enable_prompt_embeds"),
@@ -107,7 +110,7 @@ ENGINE_ARGUMENTS = _table(
      " max_memory"),
     ("an option of another engine, without a counterpart here", _OFF, "additional_config model_impl"
      " async_engine enable_dbo observability_config otlp_traces_endpoint model_loader_extra_config"),
-    # Other names of what there is.
+    # Other names of arguments that the engine has.
     ("use kvcache_block_size", _RENAMED, "block_size"),
     ("use num_kvcache_blocks", _RENAMED, "num_gpu_blocks_override"),
     ("use dtype", _RENAMED, "torch_dtype"),
@@ -142,7 +145,12 @@ SAMPLING_ARGUMENTS = _table(
     ("every request may use the prefix cache; a cache_salt keeps prompts apart", (None, False),
      "skip_reading_prefix_cache"),
     ("log-probabilities are one dict for each token", (None, False), "flat_logprobs"),
-    ("the cost is that of one token's check", None, "output_text_buffer_length skip_clone"),
+    ("the engine handles each token as it comes", None, "output_text_buffer_length skip_clone stream_interval"),
+    ("log-probabilities are those of the most likely tokens; use logprobs", (None,), "logprob_token_ids"
+     " prompt_logprob_token_ids prompt_logprob_start"),
+    ("repeated patterns are not looked for; use stop, or penalties", (None,), "repetition_detection"),
+    ("the engine samples each token; pass them as a prompt with prompt_logprobs to score them", (None, 0),
+     "trace_decode_token_ids routed_experts_prompt_start"),
     ("a budget for thinking is not supported; use max_tokens", (None,), "thinking_token_budget"),
     ("this filter is not supported; use top_k, top_p or min_p", (None, 1), "typical_p tfs"),
     ("this filter is not supported; use top_k, top_p or min_p", _OFF, "epsilon_cutoff eta_cutoff top_a top_h"
