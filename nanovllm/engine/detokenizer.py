@@ -77,6 +77,12 @@ class TextDecoder:
             found = self._bytes[token_id] = b"" if token is None else self._to_bytes(token)
         return found
 
+    def is_passed_over(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether decoding all at once drops the token before it looks at any text."""
+        if skip_special_tokens and token_id in self._special:
+            return True
+        return self._tokenizer.convert_ids_to_tokens(token_id) is None
+
     def token_text(self, token_id: int) -> str:
         """The text of a token by itself, for reports of single tokens."""
         return self.decode_whole([token_id], skip_special_tokens=False)
@@ -185,18 +191,21 @@ class _DifferencePieces:
 
     def __init__(self, decoder: TextDecoder, skip_special_tokens: bool) -> None:
         self._decode = lambda token_ids: decoder.decode_whole(token_ids, skip_special_tokens)
+        self._is_passed_over = lambda token_id: decoder.is_passed_over(token_id, skip_special_tokens)
         self._token_ids: list[int] = []
         self._num_read = 0
         """Leading tokens of `_token_ids` that stand for `_known`, which was given out; the others are kept back."""
         self._known = ""
 
     def push(self, token_id: int) -> str:
+        if self._is_passed_over(token_id):
+            return ""
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids)
         full = len(self._token_ids) - self._num_read >= _MOST_HELD
         if len(text) <= len(self._known):
-            if full:  # tokens without a text
-                del self._token_ids[self._num_read :]
+            if full:  # tokens without a text, but the first one of all may take a space from the next
+                del self._token_ids[max(self._num_read, 1) :]
             return ""
         if text.endswith(_REPLACEMENT) and not full:
             return ""

@@ -131,6 +131,14 @@ def test_a_stream_and_decoding_at_once_agree_on_any_tokens(name, data, skip):
         assert texts[-1] == theirs
 
 
+def test_tokens_that_decoding_drops_do_not_hide_the_first_one():
+    """The first token loses its space; twenty ids of no token come before the next one."""
+    tokenizer = TOKENIZERS["metaspace"]
+    space, unknown = tokenizer.convert_tokens_to_ids("\u2581"), len(tokenizer) + 1
+    token_ids = [space, *[unknown] * 20, space]
+    assert feed(tokenizer, token_ids)[0][-1] == decode(tokenizer, token_ids, False) == " "
+
+
 def test_right_bytes_before_wrong_ones_stay():
     """SentencePiece's own decoder replaces all four bytes; a stream has shown the first three."""
     token_ids = [*"\u3042".encode(), 0xFF, encode(sentencepiece(), "a")[0]]
