@@ -147,20 +147,14 @@ def test_runs_that_do_not_fit_are_named(changes, said):
 def test_as_many_queries_for_each_sequence():
     q, _, _, _, _ = batch(torch.float32)
     for wrong in (q[:2], q[:4], q[:0]):
-        with pytest.raises(
-            ValueError, match=rf"q: expected \[n \* 3, .* of the 3 sequences .* got \[{len(wrong)}, 4, 8\]"
-        ):
+        said = rf"q: expected \[n \* 3, .* of the 3 sequences .* got \[{len(wrong)}, 4, 8\]"
+        with pytest.raises(ValueError, match=said):
             call(q=wrong)
-    # What is built upon it takes one query token a sequence.
-    for wrong in (q[:2], q[:6]):
-        with pytest.raises(
-            ValueError, match=rf"q: expected \[3, .* a query token for each .* got \[{len(wrong)}, 4, 8\]"
-        ):
-            fused(q=wrong)
-        with pytest.raises(
-            ValueError, match=rf"q: expected \[3, .* a query token for each .* got \[{len(wrong)}, 4, 8\]"
-        ):
-            shared(q=wrong)
+    for wrong in (q[:2], q[:6]):  # the other ops take one query token a sequence
+        said = rf"q: expected \[3, .* a query token for each .* got \[{len(wrong)}, 4, 8\]"
+        for op in (fused, shared):
+            with pytest.raises(ValueError, match=said):
+                op(q=wrong)
 
 
 def fused(lens=LENS, rows=48, **changes):

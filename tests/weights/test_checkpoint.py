@@ -45,18 +45,22 @@ def test_a_preset():
     assert (found.path, found.format, found.config.hidden_size) == (None, "dummy", 1024)
 
 
-def test_a_preset_without_dummy_weights():
-    not_found(
-        ValueError, "qwen3-0.6b", "'qwen3-0.6b' is a preset", "'Qwen/Qwen3-0.6B'", 'in Python, load_format="dummy"'
-    )
-
-
-def test_an_unknown_preset():
-    not_found(ValueError, "qwen3-0.7b", "no preset 'qwen3-0.7b'", "did you mean 'qwen3-", load_format="dummy")
-
-
-def test_a_directory_without_a_config(tmp_path):
-    not_found(FileNotFoundError, tmp_path, str(tmp_path), "holds no config.json", "pass a Hugging Face model directory")
+@pytest.mark.parametrize(
+    "model, error, words, arguments",
+    [
+        ("qwen3-0.6b", ValueError, ["is a preset", "'Qwen/Qwen3-0.6B'", 'in Python, load_format="dummy"'], {}),
+        ("qwen3-0.7b", ValueError, ["no preset 'qwen3-0.7b'", "did you mean 'qwen3-"], dict(load_format="dummy")),
+        ("{}", FileNotFoundError, ["holds no config.json", "pass a Hugging Face model directory"], {}),
+        ("{}/none.gguf", FileNotFoundError, ["none.gguf", "no such file"], {}),
+        ("{}/x.safetensors", ValueError, ["no .gguf", "pass the directory that holds config.json"], {}),
+        ("{}", ValueError, ["is no .gguf file"], dict(load_format="gguf")),
+        ("{}/x.gguf", ValueError, ["is a GGUF file"], dict(load_format="safetensors")),
+    ],
+)
+def test_what_is_not_there_or_contradicts_the_format(tmp_path, model, error, words, arguments):
+    for name in ("x.gguf", "x.safetensors"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    not_found(error, model.format(tmp_path), *words, **arguments)
 
 
 @pytest.mark.parametrize("content, said", [('{"a":', "is not valid JSON"), ("[]", "holds no JSON object")])
@@ -83,21 +87,6 @@ def test_an_unsupported_architecture_lists_the_supported(checkpoint, config):
     path.write_text(json.dumps(common | config))
     name = config["architectures"][0]
     not_found(ValueError, checkpoint, repr(name), "supported are LlamaForCausalLM, Qwen3ForCausalLM")
-
-
-def test_a_file_that_is_no_model(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    not_found(ValueError, tmp_path / "model.safetensors", "no .gguf", "pass the directory that holds config.json")
-
-
-def test_a_gguf_file_that_is_not_there(tmp_path):
-    not_found(FileNotFoundError, tmp_path / "model.gguf", "model.gguf", "no such file")
-
-
-def test_formats_that_contradict_what_is_there(checkpoint, tmp_path):
-    not_found(ValueError, checkpoint, "is no .gguf file", load_format="gguf")
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    not_found(ValueError, tmp_path / "model.gguf", "is a GGUF file", load_format="safetensors")
 
 
 @pytest.mark.parametrize("name", ["no-such-directory", "someone/no-such-model", "not a hub id!", "/no/such/directory"])
