@@ -16,6 +16,12 @@ from tests.shared_gpu import memory_utilization
 from tests.test_bench import ROOT, bench
 
 
+@pytest.fixture(autouse=True)
+def separate_ops(monkeypatch):
+    """Traces are looked at for the slices of ops: on a CPU the layers would run as one."""
+    monkeypatch.setenv("NANOVLLM_KERNELS", "decoder_step=native")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny-qwen3"

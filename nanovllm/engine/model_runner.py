@@ -28,6 +28,7 @@ from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import LayerCache
+from nanovllm.models.packed_decoder import refusal
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import load_model
 
@@ -55,8 +56,9 @@ class ModelRunner:
         timer = StartTimer()
         with torch.inference_mode(), on_device(device), garbage_collected_at_the_end() if on_gpu else nullcontext():
             self.model = load_model(
-                checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0
-            )
+                checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
+                packed=refusal(checkpoint.config, kernels, self.dtype, limits.cache_dtype) is None,
+            )  # fmt: skip
             timer.end("weights")
             self.sampler = Sampler(config.max_num_seqs, checkpoint.config.vocab_size, device, kernels.sample)
             # Before the KV cache is sized, so that it leaves memory for the static buffers.

@@ -148,6 +148,17 @@ class DecoderForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of hidden states and logits."""
+        return self.lm_head.weight.dtype
+
+    @property
+    def layer_sizes(self) -> tuple[int, int]:
+        """(weights in all layers, bytes of one layer)."""
+        layers = self.model.layers
+        return sum(p.numel() for p in layers.parameters()), sum(p.nbytes for p in layers[0].parameters())
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.weights.gguf_file import GGUFError, GGUFFile, TensorInfo
+from nanovllm.weights.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, TensorInfo
 from nanovllm.weights.safetensors_files import TensorHeader
 
 __all__ = ["ARCHITECTURES", "GGUFError", "iter_tensors", "read_config", "read_headers"]
@@ -123,7 +123,7 @@ def iter_tensors(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tens
     names = _hf_names(file, arch)
     dequantize: _Dequantize | None = None
     if any(file.tensors[name].type not in _PLAIN_DTYPES for name in names):
-        dequantize = _load_dequantize(file)
+        dequantize = _dequantizer(str(file.path))
 
     def generate() -> Iterator[tuple[str, torch.Tensor]]:
         data = _map(file)
@@ -137,6 +137,44 @@ def iter_tensors(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tens
             yield hf_name, tensor
 
     return generate()
+
+
+def iter_stored(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Every weight as (Hugging Face name, format, tensor), with the blocks of quantised matrices as they are stored.
+
+    Formats have the names of `gguf_file.TENSOR_TYPES`. A quantised matrix is uint8 [rows, bytes of a row], backed by
+    the mapped file; its rows have Hugging Face's order. Everything else is as from `iter_tensors`.
+
+    Raises:
+        GGUFError, ImportError: as `iter_tensors`.
+    """
+    file = GGUFFile(path)
+    arch = _architecture(file)
+    num_heads = _number(file, "attention.head_count")
+    heads = {".attn_q.": num_heads, ".attn_k.": _number(file, "attention.head_count_kv", num_heads)}
+    data = _map(file)
+    for name, hf_name in _hf_names(file, arch).items():
+        info = file.tensors[name]
+        if info.type in _PLAIN_DTYPES:
+            tensor = _read_tensor(data, info, None)
+        elif len(info.shape) == 2:
+            tensor = torch.from_numpy(data[info.offset : info.offset + info.nbytes]).view(info.shape[0], -1)
+        else:
+            tensor = _read_tensor(data, info, _dequantizer(str(file.path)))
+        permuted = next((count for part, count in heads.items() if part in name), None) if arch == "llama" else None
+        if permuted is not None:
+            tensor = _undo_permutation(file, info, tensor, permuted)
+        yield hf_name, info.type, tensor
+
+
+def block_size(format: str) -> tuple[int, int]:
+    """(weights, bytes) of a block of a format that `iter_stored` names."""
+    return next((weights, nbytes) for name, weights, nbytes in TENSOR_TYPES.values() if name == format)
+
+
+def dequantized(blocks: torch.Tensor, format: str) -> torch.Tensor:
+    """The blocks of a matrix, uint8 [rows, bytes of a row], as float32 [rows, columns]."""
+    return torch.from_numpy(_dequantizer("a tensor")(blocks.numpy(), format))
 
 
 def _architecture(file: GGUFFile) -> str:
@@ -264,11 +302,10 @@ def _undo_permutation(file: GGUFFile, info: TensorInfo, tensor: torch.Tensor, nu
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
-def _load_dequantize(file: GGUFFile) -> _Dequantize:
+def _dequantizer(what: str) -> _Dequantize:
+    """what: the subject of the error, if the gguf package is missing."""
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:
-        raise ImportError(
-            f"{file.path} is quantised, and reading it needs the gguf package: pip install gguf"
-        ) from error
+        raise ImportError(f"{what} is quantised, and reading it needs the gguf package: pip install gguf") from error
     return lambda blocks, type_name: quants.dequantize(blocks, GGMLQuantizationType[type_name])

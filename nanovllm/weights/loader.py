@@ -21,10 +21,8 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
 from nanovllm.weights import gguf, safetensors_files
 from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.packed_loader import Place, load_packed, pack_model
 from nanovllm.weights.safetensors_files import TensorHeader, WeightError
-
-Place = tuple[str, str, str]
-"""Where a checkpoint's tensor belongs: module, parameter, shard."""
 
 
 def load_model(
@@ -35,8 +33,12 @@ def load_model(
     max_position: int,
     tp: TensorParallel = SINGLE,
     seed: int = 0,
+    packed: bool = False,
 ) -> DecoderForCausalLM:
     """Build the model on `device` and fill every parameter.
+
+    Args:
+        packed: keep the weights in the form that the op `decoder_step` reads, on a CPU; quantised ones as they are.
 
     Raises:
         WeightError: a tensor is missing, unexpected, misshapen, not finite, or unreadable; the message names it.
@@ -50,12 +52,14 @@ def load_model(
     if checkpoint.format == "dummy":
         model = build(device)
         fill_random(model, seed)
-        return model.eval()
+        return pack_model(model, kernels, max_position) if packed else model.eval()
     assert checkpoint.path is not None
     files = gguf if checkpoint.format == "gguf" else safetensors_files
     headers = files.read_headers(checkpoint.path)
     _check_layers(checkpoint, headers)
     places = find_places(build("meta"), headers)
+    if packed:
+        return load_packed(checkpoint, kernels, dtype, max_position, places)
     model = build(device)
     copy_weights(model, places, files.iter_tensors(checkpoint.path))
     return model.eval()

@@ -62,9 +62,18 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def write(path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str = "F32", **extra: object) -> Path:
-    """A GGUF file of `tensors`; matrices are stored as `quant`. extra: metadata under the architecture's prefix, the
-    value's type deciding how it is stored; None removes a key."""
+def write(
+    path: Path,
+    arch: str,
+    tensors: dict[str, np.ndarray],
+    quant: str = "F32",
+    blocks: dict[str, np.ndarray] | None = None,
+    **extra: object,
+) -> Path:
+    """A GGUF file of `tensors`; matrices are stored as `quant`, in `blocks` if those are given.
+
+    extra: metadata under the architecture's prefix. The value's type decides how it is stored; None removes a key.
+    """
     writer = gguf.GGUFWriter(path, arch)
     keys: dict[str, object] = {
         "block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": INTER,
@@ -88,10 +97,28 @@ def write(path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str = "F
         if kind is None:
             writer.add_tensor(name, tensor)
         else:
-            writer.add_tensor(name, quants.quantize(tensor, kind), raw_dtype=kind)
+            stored = blocks[name] if blocks else quants.quantize(tensor, kind)
+            writer.add_tensor(name, stored, raw_dtype=kind)
     finish(writer)
     return path
 
 
 def tiny(path: Path, arch: str = "llama", quant: str = "F32", **extra: object) -> Path:
     return write(path / "tiny.gguf", arch, to_gguf(arch, hf_weights(arch)), quant, **extra)
+
+
+def write_random_blocks(path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str) -> Path:
+    """As `write`, with blocks of random bits and small scales, for a format that the package cannot quantise to."""
+    kind = Q[quant]
+    width, size = gguf.GGML_QUANT_SIZES[kind]
+    halves = {"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}[quant]
+    rng = np.random.default_rng(1)
+    blocks: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            raw = rng.integers(0, 256, (tensor.shape[0], tensor.shape[1] // width, size), dtype=np.uint8)
+            for at in halves:
+                scales = rng.uniform(0.001, 0.02, raw.shape[:2]).astype(np.float16)
+                raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+            blocks[name] = raw.reshape(tensor.shape[0], -1)
+    return write(path, arch, tensors, quant, blocks=blocks)

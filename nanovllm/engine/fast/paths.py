@@ -49,9 +49,7 @@ class FastPaths:
 
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
         self.policy = FastPolicy.of(config)
-        layers = model.model.layers
-        self._layer_weights = sum(parameter.numel() for parameter in layers.parameters())
-        layer_bytes = sum(parameter.nbytes for parameter in layers[0].parameters())
+        self._layer_weights, layer_bytes = model.layer_sizes
         self.enabled = enabled_paths(self.policy, kernels, device, layer_bytes, config.enable_prefix_caching)
         self.reserve_tokens_ahead = self.policy.reserve_tokens_ahead
         self.piggyback: Piggyback | None = None
@@ -65,8 +63,7 @@ class FastPaths:
         self._capture_sampling = self._sampling_kernel if capture is None else capture
         self._logits: torch.Tensor | None = None
         if self.enabled.decode_graphs or self.enabled.prefill_graphs:
-            dtype = next(model.parameters()).dtype
-            self._logits = torch.empty((config.max_num_seqs, model.config.vocab_size), dtype=dtype, device=device)
+            self._logits = torch.empty((config.max_num_seqs, model.config.vocab_size), dtype=model.dtype, device=device)
 
     def start(self, paged: PagedModel, sampler: Sampler, limits: StepLimits, timer: StartTimer) -> None:
         """Make the buffers, compile kernels and capture graphs."""

@@ -70,8 +70,7 @@ class WarmUp:
         device, config = self._paged.device, self._paged.model.config
         # Sampling kernels have a variant for few rows, which start before their predecessor has ended, and one for
         # many.
-        weight = next(self._paged.model.parameters())
-        hidden = torch.zeros(40, config.hidden_size, dtype=weight.dtype, device=device)
+        hidden = torch.zeros(40, config.hidden_size, dtype=self._paged.model.dtype, device=device)
         filters = SamplingParams(top_k=min(10, config.vocab_size), top_p=0.9, min_p=0.01)
         for params in (SamplingParams(temperature=0), SamplingParams(), filters):
             for num_rows in {min(n, self._limits.max_num_seqs) for n in (1, 3, 16, 40)}:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.kernels import extra, ops
+from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.kernels.cuda.build import cuda_support
 from nanovllm.kernels.external import flash_attn, flashinfer
 from nanovllm.kernels.op.availability import interpretable_dot, triton_support
@@ -51,6 +52,8 @@ _triton("attention.prefill", ops.attention_prefill, accepts=interpretable_dot, t
 
 for _op in (extra.fused_activation, extra.fused_add_gelu, ops.silu_and_mul):
     _op.add(Provider("cuda", f"nanovllm.kernels.cuda:{_op.name}", cuda_support, architectures="sm_75+"))
+
+ops.decoder_step.add(Provider("cpu", "nanovllm.kernels.cpu.library:decoder_step", cpu_support))
 
 for _op in (ops.attention_decode, ops.attention_prefill):
     for _library in (flash_attn, flashinfer):

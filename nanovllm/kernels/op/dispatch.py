@@ -116,6 +116,6 @@ def op(native: Callable[..., Any] | None = None, **declaration: Any) -> Any:
         return functools.partial(op, **declaration)
     declared = Op(native, **declaration)
     add_op(declared)
-    if current_plugin() is None:  # a plugin's ops are added when all of it has loaded
+    if declared.exported and current_plugin() is None:  # a plugin's ops are added when all of it has loaded
         torch_library.register_or_warn(declared)
     return declared

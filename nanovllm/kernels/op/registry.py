@@ -59,6 +59,7 @@ class OpDeclaration:
         compare: (got, arguments, dtype) -> None or what is wrong, where comparing numbers does not decide.
         fake: the reference on tensors without data, where the reference itself cannot run on such.
         native_capturable: whether a CUDA graph can hold a call of the reference.
+        exported: whether the op is in `torch.ops.nanovllm` as well, which takes tensors and numbers only.
         origin: the plugin that declares it; None: this package, or a program.
         remembered: what plain calls have resolved so far. Emptied when a plugin's providers are taken back.
     """
@@ -77,6 +78,7 @@ class OpDeclaration:
     compare: Callable[[Any, dict[str, Any], torch.dtype], str | None] | None = None
     fake: Callable[..., Any] | None = None
     native_capturable: bool = True
+    exported: bool = True
     origin: str | None = field(init=False)
     providers: dict[str, Provider] = field(init=False)
     remembered: dict[tuple[Any, ...], Any] = field(init=False, default_factory=dict)

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # What is tried, in this order, on a GPU for which nothing was measured.
 PREFERRED = ("triton", NATIVE)
+PREFERRED_ON_CPU = ("cpu", NATIVE)  # a Triton kernel runs there in Triton's interpreter, which is to test it
 
 Decorate = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 """(op, provider, function) -> the function to call in its place, for example one that records what it is given."""
@@ -162,6 +163,8 @@ def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str
     if first.origin is not None:
         return f"it comes from the plugin {first.origin}"
     if device.type == "cpu":
+        if first.name != NATIVE:
+            return "on a CPU it comes before the reference"
         return "on a CPU the reference runs unless another provider is named"
     if measured_order(declared.name, device):
         return "it is the first available in the order measured on this GPU"
@@ -222,8 +225,7 @@ def _choose(declared: OpDeclaration, device: torch.device, sources: Sources, plu
 def _preferred(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> list[str]:
     """The names of providers in the order in which they are tried if the user names none."""
     of_plugins = [p.name for p in declared.providers.values() if p.origin is not None and p.origin in plugins]
-    # On a CPU a Triton kernel runs in Triton's interpreter, which is there to test it.
-    usual = (measured_order(declared.name, device) or PREFERRED) if device.type == "cuda" else (NATIVE,)
+    usual = (measured_order(declared.name, device) or PREFERRED) if device.type == "cuda" else PREFERRED_ON_CPU
     return of_plugins + [name for name in usual if name in declared.providers and name not in of_plugins]
 
 

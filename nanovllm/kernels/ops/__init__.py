@@ -4,6 +4,7 @@ from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.attention_shared import attention_decode_shared, qk_norm_rope_attention_shared
+from nanovllm.kernels.ops.decoder_step import decoder_step
 from nanovllm.kernels.ops.embedding import embedding
 from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
@@ -27,6 +28,7 @@ __all__ = [
     "attention_decode",
     "attention_decode_shared",
     "attention_prefill",
+    "decoder_step",
     "embedding",
     "linear",
     "linear_add_rms_norm",

@@ -218,8 +218,7 @@ def test_full_steps_give_the_same_tokens(directory, expected):
 @pytest.mark.parametrize("small", [True, False])
 def test_full_steps_have_a_bucket_where_the_layers_are_small(directory, small):
     """FLOPs of the layers that are just few enough, or one too many."""
-    layers = make(directory).engine.runner.model.model.layers
-    flops = 2 * 64 * sum(parameter.numel() for parameter in layers.parameters())
+    flops = 2 * 64 * make(directory).engine.runner.model.layer_sizes[0]
     policy = replace(FULL, max_full_step_flops=flops if small else flops - 1)
     prefill = make(directory, policy, capture_prefill=True, max_num_batched_tokens=64).engine.runner.fast.prefill
     assert prefill.buckets[-1] == ((64, 11) if small else (8, 8))

@@ -10,7 +10,7 @@ from nanovllm.kernels.testing.verify import Case
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("name", sorted(all_ops()))
+@pytest.mark.parametrize("name", sorted(name for name, op in all_ops().items() if op.exported))
 def test_opcheck(name):
     declared = all_ops()[name]
     # PyTorch's check of a schema cannot copy an empty view of a larger tensor; empty shapes are in test_verify.

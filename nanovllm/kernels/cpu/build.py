@@ -1,0 +1,123 @@
+"""Compiles the C++ kernels for this machine's processor at their first use; says beforehand whether that can work.
+
+The library is built in a few seconds with the system's compiler, and kept in `$NANOVLLM_CACHE` (else ~/.cache/nanovllm)
+under a hash of the sources, the flags, the compiler's version and the processor's features: it is never stale. Several
+processes may want it at once: each builds into a file of its own and moves that into place. A library is loaded only
+from a directory that belongs to this user and that others cannot write to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from nanovllm.kernels.cuda.build import make_private, not_private
+
+FLAGS = (
+    "-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+    "-pthread", "-w",
+)  # fmt: skip
+_SOURCES = Path(__file__).parent
+_PARTS = 2  # of products.cpp, compiled side by side
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def cpu_support(device: torch.device) -> str | None:
+    """Why the C++ kernels cannot run on a device, and what to do about it; None if they can. Compiles nothing."""
+    if device.type != "cpu":
+        return f"the C++ kernels run on a CPU, this is {device}; use native"
+    if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64") or os.name != "posix":
+        return f"the C++ kernels need Linux or macOS on x86-64 or arm64, this is {platform.machine()}; use native"
+    try:
+        path = library_path()
+    except FileNotFoundError as e:
+        return str(e)
+    return not_private(path.parent)
+
+
+@cache
+def compiler() -> str:
+    """The path of a C++ compiler: $CXX, else c++, g++ or clang++.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        if found := shutil.which(name):
+            return found
+    raise FileNotFoundError(
+        "the C++ kernels need a C++ compiler; install g++ (apt install g++), or set CXX; use native"
+    )
+
+
+def library_path() -> Path:
+    """Where this machine's library is, or will be."""
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [version, " ".join(FLAGS), _cpu_features()]
+    for source in sorted(_SOURCES.glob("*.h")) + sorted(_SOURCES.glob("*.cpp")):
+        parts += [source.name, source.read_text()]
+    key = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+    root = os.environ.get("NANOVLLM_CACHE") or Path.home() / ".cache" / "nanovllm"
+    return Path(root) / "cpu" / f"nanovllm_cpu_{key}.so"
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The compiled library.
+
+    Raises:
+        RuntimeError: it does not compile; the message holds the compiler's last lines.
+    """
+    path = library_path()
+    make_private(path.parent)
+    if not path.exists():
+        logger.warning("compiling the C++ kernels for this processor: once, in about 10 s")
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            _compile(Path(directory)).replace(path)
+    return ctypes.CDLL(str(path))
+
+
+def _compile(directory: Path) -> Path:
+    """Build the library in a directory; its path."""
+    sources = [("library.cpp", 0), *(("products.cpp", part) for part in range(_PARTS))]
+    jobs, objects = [], []
+    for source, part in sources:
+        objects.append(str(directory / f"{source}{part}.o"))
+        defines = [f"-DNANOVLLM_PARTS={_PARTS}", f"-DNANOVLLM_PART={part}"]
+        jobs.append(_start([compiler(), *FLAGS, *defines, "-c", str(_SOURCES / source), "-o", objects[-1]]))
+    for job in jobs:
+        _finish(job)
+    library = directory / "library.so"
+    _finish(_start([compiler(), "-shared", "-pthread", *objects, "-o", str(library)]))
+    return library
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def _finish(job: subprocess.Popen[str]) -> None:
+    _, errors = job.communicate()
+    if job.returncode:
+        last = "\n".join(errors.splitlines()[-5:])
+        raise RuntimeError(f"the C++ kernels do not compile with {compiler()}; use_custom_kernels=False\n{last}")

@@ -1,0 +1,209 @@
+"""The C++ library from Python: packed matrices and decoder steps."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+
+from nanovllm.kernels.cpu.build import load_library
+from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderWeights
+
+FORMATS = ("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+"""Storage formats by the names that GGUF gives them. Their places are the values of `Format` in formats.h."""
+PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class _Weight(Structure):
+    _fields_ = [("data", c_void_p), ("rows", c_int64), ("columns", c_int64), ("format", c_int32)]
+
+
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+_VECTORS = (
+    "input_norm", "post_norm", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias",
+    "down_bias",
+)  # fmt: skip
+
+
+class _Layer(Structure):
+    _fields_ = [(name, _Weight) for name in _MATRICES] + [(name, c_void_p) for name in _VECTORS]
+
+
+class _Model(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
+        ("eps", c_float),
+        ("layers", POINTER(_Layer)),
+        ("final_norm", c_void_p),
+        ("cos_sin", c_void_p),
+    ]
+
+
+class _Batch(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("tokens", "num_seqs", "num_decodes", "max_blocks", "num_rows")),
+        *((name, c_void_p) for name in ("positions", "slots", "block_table", "context_lens", "cu_seqlens", "rows")),
+    ]
+
+
+def num_threads() -> int:
+    """Threads of the C++ kernels: $NANOVLLM_CPU_THREADS, else the physical cores that this process may use."""
+    asked = os.environ.get("NANOVLLM_CPU_THREADS")
+    if asked is not None:
+        if not asked.isdecimal() or int(asked) < 1:
+            raise ValueError(f"NANOVLLM_CPU_THREADS={asked!r}: expected a positive integer")
+        return int(asked)
+    cores = set()
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    for cpu in allowed:
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as siblings:
+                cores.add(siblings.read())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    lib = load_library()
+    lib.nanovllm_threads.restype = c_void_p
+    lib.nanovllm_threads.argtypes = [c_int32]
+    lib.nanovllm_packed_bytes.restype = c_int64
+    lib.nanovllm_packed_bytes.argtypes = [c_int32, c_int64, c_int64]
+    lib.nanovllm_pack.argtypes = [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p]
+    lib.nanovllm_is_finite.argtypes = [c_void_p, POINTER(_Weight)]
+    lib.nanovllm_rows.argtypes = [c_void_p, POINTER(_Weight), c_void_p, c_int64, c_void_p]
+    lib.nanovllm_product.argtypes = [c_void_p, POINTER(_Weight), c_void_p, c_int64, c_void_p]
+    lib.nanovllm_decoder_step.argtypes = [
+        c_void_p, POINTER(_Model), c_int64, POINTER(_Batch), POINTER(c_void_p), POINTER(c_void_p), c_int64, c_int32,
+        c_void_p, c_void_p,
+    ]  # fmt: skip
+    return lib
+
+
+@cache
+def _threads(process: int, count: int) -> int:
+    """The threads of this process; a forked process has none of its parent's."""
+    return _library().nanovllm_threads(count)
+
+
+def threads() -> int:
+    """The handle of this process's threads."""
+    return _threads(os.getpid(), num_threads())
+
+
+class PackedMatrix:
+    """A weight [rows, columns] in the kernels' tiles: as large as in its file, and read by no one else.
+
+    Args:
+        format: one of `FORMATS`.
+        blocks: the rows as the file has them: uint8 [rows, bytes of a row], or a plain tensor [rows, columns].
+        columns: needed for uint8 blocks.
+    """
+
+    def __init__(self, format: str, blocks: torch.Tensor, columns: int) -> None:
+        self.format = format
+        self.rows, self.columns = blocks.shape[0], columns
+        index, lib = FORMATS.index(format), _library()
+        blocks = blocks.contiguous()
+        self.tiles = torch.empty(lib.nanovllm_packed_bytes(index, self.rows, columns), dtype=torch.uint8)
+        lib.nanovllm_pack(threads(), index, self.rows, columns, blocks.data_ptr(), self.tiles.data_ptr())
+        self.struct = _Weight(self.tiles.data_ptr(), self.rows, columns, index)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> PackedMatrix:
+        """A float32, bfloat16 or float16 tensor [rows, columns], packed."""
+        return cls(PLAIN[weight.dtype], weight, weight.shape[1])
+
+    def is_finite(self) -> bool:
+        """Whether every weight is finite."""
+        return bool(_library().nanovllm_is_finite(threads(), byref(self.struct)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.tiles.numel()
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [count, columns] float32 -> [count, rows] float32: x times the transpose."""
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], self.rows)
+        _library().nanovllm_product(threads(), byref(self.struct), x.data_ptr(), x.shape[0], out.data_ptr())
+        return out
+
+    def take(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [count] int64, in range -> these rows, [count, columns] float32."""
+        out = torch.empty(ids.shape[0], self.columns)
+        ids = ids.contiguous()
+        _library().nanovllm_rows(threads(), byref(self.struct), ids.data_ptr(), ids.shape[0], out.data_ptr())
+        return out
+
+
+class _Structures:
+    """A decoder's weights as the library takes them. The addresses hold as long as the weights do."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self.layers = (_Layer * len(weights.layers))()
+        for struct, layer in zip(self.layers, weights.layers):
+            for name in _MATRICES:
+                matrix = getattr(layer, name)
+                if not isinstance(matrix, PackedMatrix):
+                    raise TypeError(f"decoder_step: {name}: expected a PackedMatrix, not {type(matrix).__name__}")
+                setattr(struct, name, matrix.struct)
+            for name in _VECTORS:
+                vector = getattr(layer, name)
+                setattr(struct, name, None if vector is None else _float32(vector).data_ptr())
+        first, dim = weights.layers[0], weights.head_dim
+        self.model = _Model(
+            len(weights.layers), first.q.columns, first.q.rows // dim, first.k.rows // dim, dim, first.up.rows,
+            weights.eps, self.layers, _float32(weights.final_norm).data_ptr(),
+            _float32(weights.cos_sin_cache).data_ptr(),
+        )  # fmt: skip
+
+
+def _float32(vector: torch.Tensor) -> torch.Tensor:
+    if vector.dtype != torch.float32 or not vector.is_contiguous():
+        raise ValueError(f"decoder_step: expected contiguous float32 vectors, not {vector.dtype}")
+    return vector
+
+
+_structures: weakref.WeakKeyDictionary[DecoderWeights, _Structures] = weakref.WeakKeyDictionary()
+
+
+def decoder_step(
+    x: torch.Tensor,
+    batch: DecoderBatch,
+    weights: DecoderWeights,
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The op `decoder_step`. Every matrix is a `PackedMatrix`; caches are contiguous and of a dtype in `PLAIN`."""
+    structures = _structures.get(weights)
+    if structures is None:
+        structures = _structures[weights] = _Structures(weights)
+    x = x.contiguous()
+    b, num_rows = batch, x.shape[0] if rows is None else rows.shape[0]
+    tensors = [
+        None if tensor is None else tensor.contiguous()
+        for tensor in (b.positions, b.slot_mapping, b.block_table, b.context_lens, b.cu_seqlens_q, rows)
+    ]
+    struct = _Batch(
+        x.shape[0], b.context_lens.shape[0], b.num_decodes, b.block_table.shape[1],
+        -1 if rows is None else num_rows,
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+    )  # fmt: skip
+    out = torch.empty(num_rows, x.shape[1])
+    count, cache = len(k_caches), k_caches[0]
+    pointers = [(c_void_p * count)(*(c.data_ptr() for c in caches)) for caches in (k_caches, v_caches)]
+    _library().nanovllm_decoder_step(
+        threads(), byref(structures.model), count, byref(struct), *pointers, cache.shape[1],
+        FORMATS.index(PLAIN[cache.dtype]), x.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out

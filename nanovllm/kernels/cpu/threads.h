@@ -1,0 +1,116 @@
+// Threads that share the tasks of one job after the other.
+//
+// Within a step jobs follow each other in microseconds, so a thread without work spins for a moment. Then it sleeps: a
+// process that waits for its user takes no CPU time. The caller works too, and waits only for tasks that a thread has
+// begun: a thread that the system does not run, since another process has its core, holds nobody up.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <sched.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace nanovllm {
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Threads {
+   public:
+    // count: threads, the caller's among them.
+    explicit Threads(int count) {
+        for (int i = 1; i < count; i++) workers_.emplace_back([this] { work(); });
+    }
+
+    ~Threads() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stop_.store(true);
+        }
+        wake_.notify_all();
+        for (auto& worker : workers_) worker.join();
+    }
+
+    int count() const { return (int)workers_.size() + 1; }
+
+    // fn(task) for every task from 0 to count - 1, in any order and thread. Not to be called within a task.
+    template <typename Fn>
+    void run(int64_t count, Fn&& fn) {
+        if (count <= 1 || workers_.empty()) {
+            for (int64_t task = 0; task < count; task++) fn(task);
+            return;
+        }
+        call_ = [](void* context, int64_t task) { (*(std::remove_reference_t<Fn>*)context)(task); };
+        context_ = (void*)&fn;
+        done_.store(0, std::memory_order_relaxed);
+        tickets_.store((uint64_t)count << 32);
+        if (asleep_.load() > 0) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            wake_.notify_all();
+        }
+        take_tasks();
+        for (int i = 0; done_.load(std::memory_order_acquire) < count; i++) i < SPINS ? pause_briefly() : (void)sched_yield();
+    }
+
+   private:
+    static constexpr int SPINS = 2000;  // some 20 to 60 microseconds
+
+    // Take tasks while there are any; whether there was one.
+    bool take_tasks() {
+        bool any = false;
+        for (;;) {
+            uint64_t ticket = tickets_.load(std::memory_order_acquire);
+            if ((uint32_t)ticket >= ticket >> 32) return any;
+            // Between the load and this the job may have ended and another begun: the ticket names its own job's count.
+            ticket = tickets_.fetch_add(1, std::memory_order_acq_rel);
+            if ((uint32_t)ticket >= ticket >> 32) return any;
+            call_(context_, (uint32_t)ticket);  // stays this job's until this task is done
+            done_.fetch_add(1, std::memory_order_release);
+            any = true;
+        }
+    }
+
+    void work() {
+        while (!stop_.load()) {
+            bool any = false;
+            for (int i = 0; i < SPINS && !any; i++) {
+                any = take_tasks();
+                if (!any) pause_briefly();
+            }
+            if (any) continue;
+            std::unique_lock<std::mutex> lock(mutex_);
+            asleep_.fetch_add(1);
+            wake_.wait(lock, [this] {
+                uint64_t ticket = tickets_.load();
+                return stop_.load() || (uint32_t)ticket < ticket >> 32;
+            });
+            asleep_.fetch_sub(1);
+        }
+    }
+
+    // The job's number of tasks in the upper half, the next task in the lower.
+    alignas(64) std::atomic<uint64_t> tickets_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
+    void (*call_)(void*, int64_t) = nullptr;
+    void* context_ = nullptr;
+    alignas(64) std::atomic<int> asleep_{0};
+    std::atomic<bool> stop_{false};
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::vector<std::thread> workers_;
+};
+
+}  // namespace nanovllm

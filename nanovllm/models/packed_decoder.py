@@ -1,0 +1,105 @@
+"""A decoder whose layers run as one op, over weights in the form that the op's provider reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+
+from nanovllm.kernels import Kernels
+from nanovllm.kernels.cpu.library import PLAIN, PackedMatrix
+from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderLayerWeights, DecoderWeights
+from nanovllm.layers.attention import AttentionMetadata, LayerCache
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM, Rows
+
+
+def refusal(config: ModelConfig, kernels: Kernels, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    """Why a model's layers cannot run as one op here; None: they can.
+
+    Args:
+        dtype: of the model.
+    """
+    if kernels.providers.get("decoder_step", "native") == "native":
+        return "no provider of decoder_step was selected"
+    for name, value in (("dtype", dtype), ("kv_cache_dtype", cache_dtype)):
+        if value not in PLAIN:
+            return f"{name}={value}: expected float32, bfloat16 or float16"
+    if config.head_dim % 16:
+        return f"head_dim={config.head_dim}: expected a multiple of 16"
+    return None
+
+
+class PackedHead(nn.Module):
+    """Hidden states [num_rows, hidden] -> logits [num_rows, vocab_size], float32."""
+
+    def __init__(self, weight: PackedMatrix) -> None:
+        super().__init__()
+        self.packed = weight
+
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.packed.product(hidden)
+        return logits if out is None else out.copy_(logits)
+
+
+class PackedDecoderForCausalLM(DecoderForCausalLM):
+    """A `DecoderForCausalLM` without layers of its own, for a CPU. Activations and logits are float32.
+
+    Args:
+        embedding, head: one matrix if they are tied.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        embedding: PackedMatrix,
+        head: PackedMatrix,
+        kernels: Kernels,
+    ) -> None:
+        nn.Module.__init__(self)  # the parent's would make layers
+        self.config = config
+        self.weights = weights
+        self.embedding = embedding
+        self._head = head
+        self.lm_head = PackedHead(head)  # type: ignore[assignment]
+        self._step = kernels.decoder_step
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of hidden states and logits."""
+        return torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed matrices."""
+        matrices = [m for layer in self.weights.layers for m in _matrices(layer)]
+        return sum(m.nbytes for m in (*matrices, *{self.embedding, self._head}))  # these are one if they are tied
+
+    @property
+    def layer_sizes(self) -> tuple[int, int]:
+        """As of `DecoderForCausalLM`."""
+        layers = self.weights.layers
+        numel = sum(m.rows * m.columns for layer in layers for m in _matrices(layer))
+        return numel, sum(m.nbytes for m in _matrices(layers[0]))
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        rows: Rows = None,
+    ) -> torch.Tensor:
+        """As `DecoderForCausalLM.forward`."""
+        if isinstance(rows, slice):
+            rows = torch.arange(len(token_ids))[rows]
+        m = metadata
+        batch = DecoderBatch(positions, m.slot_mapping, m.block_table, m.context_lens, m.num_decodes, m.cu_seqlens_q)
+        k_caches, v_caches = [cache.k for cache in caches], [cache.v for cache in caches]
+        return self._step(self.embedding.take(token_ids), batch, self.weights, k_caches, v_caches, rows)
+
+
+def _matrices(layer: DecoderLayerWeights) -> list[PackedMatrix]:
+    return [value for value in vars(layer).values() if isinstance(value, PackedMatrix)]

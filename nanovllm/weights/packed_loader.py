@@ -1,0 +1,139 @@
+"""From a checkpoint to packed weights for a CPU: the file's blocks are rearranged, and never expanded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from nanovllm.kernels import Kernels
+from nanovllm.kernels.cpu.library import FORMATS, PackedMatrix
+from nanovllm.kernels.ops.decoder_step import DecoderLayerWeights, DecoderWeights
+from nanovllm.layers.linear import ColumnParallelLinear, ShardedParameters
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
+from nanovllm.weights import gguf, safetensors_files
+from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.safetensors_files import WeightError
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[str, str, str]
+"""Where a checkpoint's tensor belongs: module, parameter, shard."""
+
+_NAMES = {
+    ("self_attn.qkv_proj", "q"): "q", ("self_attn.qkv_proj", "k"): "k", ("self_attn.qkv_proj", "v"): "v",
+    ("self_attn.o_proj", ""): "o", ("mlp.gate_up_proj", "gate"): "gate", ("mlp.gate_up_proj", "up"): "up",
+    ("mlp.down_proj", ""): "down", ("input_layernorm", ""): "input_norm",
+    ("post_attention_layernorm", ""): "post_norm", ("self_attn.q_norm", ""): "q_norm",
+    ("self_attn.k_norm", ""): "k_norm",
+}  # fmt: skip
+"""(module of a layer, shard) -> field of `DecoderLayerWeights`."""
+
+
+def load_packed(
+    checkpoint: Checkpoint,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    max_position: int,
+    places: Mapping[str, Place],
+) -> PackedDecoderForCausalLM:
+    """The checkpoint's model with packed weights.
+
+    Args:
+        dtype: plain matrices are stored in it; blocks of a GGUF file stay as they are.
+        places: of the checkpoint's tensors, from `find_places`.
+
+    Raises:
+        WeightError: a weight is not finite, or a stored LM head differs from the embedding that it is tied to.
+    """
+    stored = ((name, places[name], format, tensor) for name, format, tensor in _stored(checkpoint) if name in places)
+    return _pack(checkpoint.config, stored, kernels, dtype, max_position)
+
+
+def pack_model(model: DecoderForCausalLM, kernels: Kernels, max_position: int) -> PackedDecoderForCausalLM:
+    """A model in memory, with packed weights."""
+
+    def parts() -> Iterator[tuple[str, Place, str, torch.Tensor]]:
+        for name, module in model.named_modules():
+            if not isinstance(module, ShardedParameters):
+                continue
+            for parameter, value in module.named_parameters(recurse=False):
+                sizes = [module.sizes[s] for s in module.shards] if isinstance(module, ColumnParallelLinear) else None
+                pieces = value.split(sizes) if sizes else [value]
+                for shard, piece in zip(module.shards, pieces):
+                    yield f"{name}.{parameter}", (name, parameter, shard), "", piece
+
+    return _pack(model.config, parts(), kernels, model.dtype, max_position)
+
+
+def _pack(
+    config: ModelConfig,
+    stored: Iterable[tuple[str, Place, str, torch.Tensor]],
+    kernels: Kernels,
+    dtype: torch.dtype,
+    max_position: int,
+) -> PackedDecoderForCausalLM:
+    """stored: (name, place, format, tensor) of every weight."""
+    layers: list[dict[str, Any]] = [{} for _ in range(config.num_hidden_layers)]
+    rest: dict[str, Any] = {}
+    for name, (module, parameter, shard), format, tensor in stored:
+        weight = _packed(name, format, tensor, dtype) if tensor.dim() == 2 else _vector(name, tensor)
+        if module.startswith("model.layers."):
+            index, _, inner = module.removeprefix("model.layers.").partition(".")
+            layers[int(index)][_NAMES[inner, shard] + ("_bias" if parameter == "bias" else "")] = weight
+        else:
+            rest[module] = weight
+    embedding = rest["model.embed_tokens"]
+    head = rest.get("lm_head", embedding)
+    if config.tie_word_embeddings and head is not embedding:
+        if head.format != embedding.format or not torch.equal(head.tiles, embedding.tiles):
+            raise WeightError(
+                "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json says"
+                " tie_word_embeddings=true; set it to false there, or remove the tensor"
+            )
+        head = embedding
+    with torch.device("cpu"):
+        rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, kernels)
+    weights = DecoderWeights(
+        [DecoderLayerWeights(**fields) for fields in layers], rest["model.norm"], rotary.cos_sin_cache,
+        config.rms_norm_eps,
+    )  # fmt: skip
+    packed = PackedDecoderForCausalLM(config, weights, embedding, head, kernels)
+    logger.info("the layers run as one op on packed weights, %.0f MB", packed.nbytes / 1e6)
+    return packed.eval()
+
+
+def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, torch.Tensor]]:
+    assert checkpoint.path is not None
+    if checkpoint.format == "gguf":
+        yield from gguf.iter_stored(checkpoint.path)
+        return
+    for name, tensor in safetensors_files.iter_tensors(checkpoint.path):
+        yield name, "", tensor
+
+
+def _packed(name: str, format: str, tensor: torch.Tensor, dtype: torch.dtype) -> PackedMatrix:
+    if tensor.dtype != torch.uint8:
+        matrix = PackedMatrix.of(tensor.to(dtype))
+    elif format in FORMATS:
+        block, size = gguf.block_size(format)
+        matrix = PackedMatrix(format, tensor, tensor.shape[1] // size * block)
+    else:
+        matrix = PackedMatrix.of(gguf.dequantized(tensor, format).to(dtype))
+    if not matrix.is_finite():
+        raise WeightError(
+            f"tensor {name!r} holds NaN or infinity, as {matrix.format}; the checkpoint is damaged: download it again"
+        )
+    return matrix
+
+
+def _vector(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    vector = tensor.float().contiguous()
+    if not vector.isfinite().all():
+        raise WeightError(f"tensor {name!r} holds NaN or infinity; the checkpoint is damaged: download it again")
+    return vector.clone()  # not the mapped file

@@ -1,0 +1,119 @@
+"""Products of packed matrices: every storage format against its dequantised weights in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.kernels.cpu.build import cpu_support
+
+if (reason := cpu_support(torch.device("cpu"))) is not None:
+    pytest.skip(reason, allow_module_level=True)
+gguf = pytest.importorskip("gguf")
+
+from nanovllm.kernels.cpu.library import FORMATS, PLAIN, PackedMatrix
+from nanovllm.weights.gguf import block_size
+
+# Where a block of each quantised format holds its halves.
+HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2],
+          "Q6_K": [208]}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in PLAIN.items()}
+
+
+def random_matrix(format, rows, columns, seed=0):
+    """(packed, the same weights in float32): blocks of random bits, with finite scales."""
+    rng = np.random.default_rng(seed)
+    if format in DTYPES:
+        weight = torch.from_numpy(rng.standard_normal((rows, columns), np.float32)).to(DTYPES[format])
+        return PackedMatrix.of(weight), weight.float()
+    width, size = block_size(format)
+    blocks = rng.integers(0, 256, (rows, columns // width, size), dtype=np.uint8)
+    for at in HALVES[format]:
+        halves = rng.standard_normal((rows, columns // width)).astype(np.float16)
+        blocks[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    blocks = blocks.reshape(rows, -1)
+    weight = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[format]).reshape(rows, columns)
+    return PackedMatrix(format, torch.from_numpy(blocks), columns), torch.from_numpy(weight)
+
+
+def relative_error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "rows, columns, count", [(16, 256, 1), (37, 512, 2), (70, 256, 7), (100, 768, 17), (33, 1024, 65)]
+)
+def test_products_are_those_of_the_dequantised_weights(format, rows, columns, count):
+    packed, weight = random_matrix(format, rows, columns, seed=rows)
+    x = torch.randn(count, columns)
+    assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
+    x = torch.randn(count, 2 * columns)[:, ::2]  # not contiguous
+    assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(sorted(DTYPES)), st.integers(1, 50), st.integers(1, 300), st.integers(0, 30))
+def test_plain_matrices_have_any_size(format, rows, columns, count):
+    packed, weight = random_matrix(format, rows, columns, seed=columns)
+    x = torch.randn(count, columns)
+    got, want = packed.product(x), x.double() @ weight.double().T
+    assert got.shape == (count, rows) and torch.allclose(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_token_has_the_same_result_in_every_batch_of_few(format):
+    packed, _ = random_matrix(format, 53, 512)
+    x = torch.randn(16, 512)
+    every = packed.product(x)
+    for count in range(1, 16):
+        assert torch.equal(packed.product(x[:count]), every[:count]), count
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_are_the_dequantised_ones(format):
+    packed, weight = random_matrix(format, 45, 512)
+    ids = torch.tensor([44, 0, 17, 17, 31, 16])
+    torch.testing.assert_close(packed.take(ids), weight[ids], rtol=1e-6, atol=1e-6)
+    assert packed.take(ids[:0]).shape == (0, 512)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_packed_matrix_is_about_as_large_as_in_the_file(format):
+    width, size = (1, DTYPES[format].itemsize) if format in DTYPES else block_size(format)
+    packed, _ = random_matrix(format, 64, 1024)
+    # Scales of six bits take eight.
+    assert 1 <= packed.nbytes / (64 * 1024 // width * size) < 1.05
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_found(format, value):
+    packed, weight = random_matrix(format, 20, 512)
+    assert packed.is_finite()
+    if format in DTYPES:
+        weight = weight.to(DTYPES[format])
+        weight[19, 511] = value
+        assert not PackedMatrix.of(weight).is_finite()
+        return
+    width, size = block_size(format)
+    blocks = np.zeros((20, 512 // width, size), np.uint8)
+    at = HALVES[format][-1]
+    blocks[19, -1, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+    if format in ("Q4_K", "Q5_K"):
+        blocks[:, :, 4:16] = 255  # a scale of zero hides nothing
+    if format == "Q6_K":
+        blocks[:, :, 192:208] = 1
+    assert not PackedMatrix(format, torch.from_numpy(blocks.reshape(20, -1)), 512).is_finite()
+
+
+def test_subnormal_and_largest_scales():
+    blocks = np.zeros((16, 2, 18), np.uint8)
+    blocks[:, 0, :2] = np.array([6e-8], np.float16).view(np.uint8)
+    blocks[:, 1, :2] = np.array([65504], np.float16).view(np.uint8)
+    blocks[:, :, 2:] = 0xF3
+    blocks = blocks.reshape(16, -1)
+    weight = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q4_0)).double()
+    got = PackedMatrix("Q4_0", torch.from_numpy(blocks), 64).product(torch.eye(64)).double()
+    torch.testing.assert_close(got, weight.T.contiguous(), rtol=1e-6, atol=0)
