@@ -16,12 +16,6 @@ from tests.shared_gpu import memory_utilization
 from tests.test_bench import ROOT, bench
 
 
-@pytest.fixture(autouse=True)
-def separate_ops(monkeypatch):
-    """Traces are looked at for the slices of ops: on a CPU the layers would run as one."""
-    monkeypatch.setenv("NANOVLLM_KERNELS", "decoder_step=native")
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny-qwen3"
@@ -72,7 +66,7 @@ def whole_run(model, tmp_path_factory):
     """(the folder of the profile's files, what was printed, seconds) of a run in processes of its own."""
     folder = tmp_path_factory.mktemp("whole")
     command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu",
-               "--workload", "tiny", "--repeat", "1",
+               "--workload", "tiny", "--repeat", "1", "--kernels", "decoder_step=native",
                "--profile-dir", str(folder), "--plots", "--json", str(folder / "j.json")]  # fmt: skip
     started = time.perf_counter()
     done = subprocess.run(
