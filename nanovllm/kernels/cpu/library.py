@@ -58,6 +58,11 @@ def num_threads() -> int:
         if not asked.isdecimal() or int(asked) < 1:
             raise ValueError(f"NANOVLLM_CPU_THREADS={asked!r}: expected a positive integer")
         return int(asked)
+    return _physical_cores()
+
+
+@cache
+def _physical_cores() -> int:
     cores = set()
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     for cpu in allowed:
