@@ -1,4 +1,4 @@
-"""The PTX of a lesson's Triton and CUDA C++ kernels for a GPU that need not be here."""
+"""The PTX of the Triton and CUDA C++ kernels of a lesson, for a GPU that need not be here."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _MATMUL_SHARED = 3 * 2 * (128 * 40 + 32 * 136)  # three stages of padded tiles, 
 
 
 def triton_reading(lesson: Lesson, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[str, Reading]:
-    """(PTX, reading) of what Triton compiles for a square call. Errors as of `compile_launch`."""
+    """(PTX, reading) of what Triton compiles for a square call. Errors: as `compile_launch`."""
     _triton()  # before the kernel is imported
-    return compile_launch(lesson.launch(*_shapes_only(lesson, dim, dtype)), capability)
+    small = lesson.inputs(2, 2, dtype, torch.device("cpu"), torch.Generator())
+    inputs = (torch.empty([dim] * t.dim(), dtype=t.dtype, device="meta") for t in small)
+    return compile_launch(lesson.launch(*inputs), capability)
 
 
 def compile_launch(launch: Launch, capability: tuple[int, int]) -> tuple[str, Reading]:
-    """(PTX, reading) of what Triton compiles for a launch; nothing runs, and no GPU is needed.
+    """(PTX, reading) of what Triton compiles for a launch. Nothing runs, and no GPU is needed.
 
     Args:
-        launch: its tensors may be on the meta device; they are taken to be aligned to 16 bytes, as PyTorch allocates
-            them.
+        launch: its tensors may be on the meta device. They count as aligned to 16 bytes, as PyTorch allocates them.
         capability: what to compile for, such as (9, 0).
 
     Raises:
-        ValueError: no Triton, or the interpreter is on, with which nothing is compiled.
-        RuntimeError: the compiler gave up.
+        ValueError: Triton is not installed, or it interprets and so compiles nothing.
+        RuntimeError: the compiler failed.
     """
     triton = _triton()
     from triton.backends.compiler import GPUTarget
@@ -43,18 +44,15 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> tuple[str, Re
     from triton.compiler import ASTSource
 
     number = 10 * capability[0] + capability[1]
-    compiled = triton.compile(
-        ASTSource(launch.kernel, *_signature(launch)),
-        target=GPUTarget("cuda", number, 32),
-        options=dict(launch.options),
-    )
+    source = ASTSource(launch.kernel, *_signature(launch))
+    compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=dict(launch.options))
     ptx = compiled.asm["ptx"]
     name, body = next(iter(kernels_of(ptx).items()))
-    assembler = Path(get_ptxas(number).path)  # the one that Triton itself took: it knows this version of PTX
+    assembler = Path(get_ptxas(number).path)  # Triton's own knows this version of PTX
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.ptx"
         path.write_text(ptx)
-        # As Triton compiles: with the suffix that the PTX itself asks for, such as sm_90a.
+        # The architecture of the PTX, with its suffix: sm_90a.
         architecture = next(line.split()[1].rstrip(",") for line in ptx.splitlines() if line.startswith(".target"))
         report = cuda_build.assemble(assembler, path, architecture)
     return ptx, read(name, body, report, 32 * compiled.metadata.num_warps, compiled.metadata.shared)
@@ -83,7 +81,9 @@ def cuda_reading(lesson: Lesson, dim: int, dtype: torch.dtype, capability: tuple
     mangled = f"I{_CUDA_TYPES[dtype]}L{f'b{int(vectors)}' if lesson.name == 'matmul' else f'i{width}'}E"
     name, body = next((n, b) for n, b in kernels_of(ptx).items() if mangled in n)
     dynamic = _MATMUL_SHARED if lesson.name == "matmul" else 0
-    return _one_kernel(ptx, name), read(name, body, report, _cuda_threads(lesson.name, dim, width), dynamic)
+    first = ptx.rfind("\n", 0, ptx.find(".entry")) + 1
+    alone = f"{ptx[:first].rstrip()}\n\n.visible {body}\n}}\n"  # without the other kernels of the file
+    return alone, read(name, body, report, _cuda_threads(lesson.name, dim, width), dynamic)
 
 
 def _cuda_threads(name: str, dim: int, width: int) -> int:
@@ -96,19 +96,8 @@ def _cuda_threads(name: str, dim: int, width: int) -> int:
     return threads
 
 
-def _one_kernel(ptx: str, name: str) -> str:
-    """A file of PTX without its other kernels."""
-    first = ptx.rfind("\n", 0, ptx.find(".entry")) + 1
-    return ptx[:first].rstrip() + "\n\n.visible " + kernels_of(ptx)[name] + "\n}\n"
-
-
-def _shapes_only(lesson: Lesson, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    small = lesson.inputs(2, 2, dtype, torch.device("cpu"), torch.Generator())
-    return tuple(torch.empty([dim] * t.dim(), dtype=t.dtype, device="meta") for t in small)
-
-
 def _signature(launch: Launch) -> tuple[dict, dict, dict]:
-    """The types, constants and known divisibilities that Triton's own launcher would derive from the arguments."""
+    """The types, constants and divisibilities that Triton's launcher derives from the arguments."""
     signature, constants, attributes = {}, {}, {}
     values = iter(launch.args)
     for i, parameter in enumerate(launch.kernel.params):

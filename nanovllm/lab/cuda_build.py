@@ -1,8 +1,7 @@
-"""Compiles a lesson's .cu file with nvcc: to a library that Python loads, or to PTX to look at.
+"""Compiles the .cu file of a lesson with nvcc, to a library that Python loads or to PTX.
 
-A library is built at first use in `$TORCH_EXTENSIONS_DIR` (else ~/.cache/torch_extensions) / nanovllm_lab_<hash>, where
-the package's own kernels are built too (nanovllm/kernels/cuda/build.py). The hash covers sources, flags and compiler,
-so none is stale.
+A library is built at its first use in `$TORCH_EXTENSIONS_DIR` (else ~/.cache/torch_extensions) / nanovllm_lab_<hash>.
+The hash covers sources, flags and compiler, so no library is stale.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def load(name: str, capability: tuple[int, int]) -> ctypes.CDLL:
     """The library of <name>.cu for an architecture; compiles it if that was not done before.
 
     Raises:
-        RuntimeError: the compiler failed, the message has its output; or other users can write to the library's
-            directory.
+        RuntimeError: the compiler failed (the message has its output), or other users can write to the directory.
     """
     home = _home()
     flags = [*NVCC_FLAGS, arch_flag(capability), "-shared", "-Xcompiler=-fPIC"]
@@ -58,29 +56,26 @@ def load(name: str, capability: tuple[int, int]) -> ctypes.CDLL:
     library = build_directory(f"nanovllm_lab_{digest}") / f"{name}.so"
     make_private(library.parent)
     if not library.exists():
-        own = library.with_suffix(f".{os.getpid()}.so")  # renamed when complete: another process never loads half of it
-        _nvcc(home, [*flags, "-o", str(own), str(_SOURCES / f"{name}.cu")])
+        own = library.with_suffix(f".{os.getpid()}.so")  # renamed when complete: no process loads half of it
+        _run(home / "bin" / "nvcc", *flags, "-o", own, _SOURCES / f"{name}.cu")
         own.replace(library)
     return ctypes.CDLL(str(library))
 
 
 def ptx_and_report(name: str, capability: tuple[int, int]) -> tuple[str, str]:
-    """(the PTX of <name>.cu, what ptxas reports of the registers that its kernels take)."""
+    """(the PTX of <name>.cu, the report of `assemble`)."""
     home = _home()
     number = 10 * capability[0] + capability[1]
     with tempfile.TemporaryDirectory() as directory:
         ptx = Path(directory) / "kernel.ptx"
-        _nvcc(home, [*NVCC_FLAGS, f"-arch=compute_{number}", "-ptx", "-o", str(ptx), str(_SOURCES / f"{name}.cu")])
+        options = *NVCC_FLAGS, f"-arch=compute_{number}", "-ptx"
+        _run(home / "bin" / "nvcc", *options, "-o", ptx, _SOURCES / f"{name}.cu")
         return ptx.read_text(), assemble(home / "bin" / "ptxas", ptx, f"sm_{number}")
 
 
 def assemble(ptxas: Path, ptx: Path, architecture: str) -> str:
     """What ptxas says about registers, spills and shared memory."""
-    command = [str(ptxas), "-v", f"-arch={architecture}", "-o", os.devnull, str(ptx)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout + done.stderr
+    return _run(ptxas, "-v", f"-arch={architecture}", "-o", os.devnull, ptx)
 
 
 def _home() -> Path:
@@ -90,15 +85,16 @@ def _home() -> Path:
     return home
 
 
-def _nvcc(home: Path, arguments: list[str]) -> None:
-    command = [str(home / "bin" / "nvcc"), *arguments]
+def _run(*command: str | Path) -> str:
+    """What a command prints. Raises RuntimeError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
 
 
 def _source_bytes(name: str) -> bytes:
-    """The source and what it includes of ours."""
+    """The source and the headers of the lab that it includes."""
     text = (_SOURCES / f"{name}.cu").read_bytes()
     headers = re.findall(rb'^#include "([\w.]+)"', text, re.MULTILINE)
     return b"\0".join([text, *((_SOURCES / h.decode()).read_bytes() for h in headers)])

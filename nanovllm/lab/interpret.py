@@ -1,6 +1,6 @@
-"""Checks a lesson's Triton kernel in Triton's interpreter, on a CPU, in a process of its own.
+"""Checks the Triton kernel of a lesson in Triton's interpreter, on a CPU, in a process of its own.
 
-Triton decides when it is imported whether it compiles or interprets; the process that shows PTX compiles.
+Triton decides at its import whether it compiles or interprets, and the process that shows PTX compiles.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from nanovllm.lab.ways import ways
 
 def check_interpreted(lesson: Lesson, dtype: torch.dtype, seed: int) -> Check:
     """`check` of the Triton way in another process, whose Triton interprets."""
-    # NumPy, which computes there, warns of overflows that a GPU passes over in silence: hence -W.
+    # -W: NumPy, which computes there, warns of overflows; a GPU does not.
     command = [sys.executable, "-W", "ignore", "-m", __name__, lesson.name, dtype_name(dtype), str(seed)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -32,11 +32,10 @@ def check_interpreted(lesson: Lesson, dtype: torch.dtype, seed: int) -> Check:
 
 
 def check_here(lesson: Lesson, dtype: torch.dtype, seed: int) -> Check:
-    """`check` of the Triton way in this process, whose Triton interprets already."""
+    """`check` of the Triton way in this process, whose Triton interprets."""
     device = torch.device("cpu")
     (way,) = ways(lesson, device, dtype, ["triton"])
-    found = check(lesson, way, device, dtype, seed, lesson.interpreted_limit)
-    return Check(**{**asdict(found), "how": "interpreter"})
+    return replace(check(lesson, way, device, dtype, seed, lesson.interpreted_limit), how="interpreter")
 
 
 if __name__ == "__main__":

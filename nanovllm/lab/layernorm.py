@@ -6,15 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import Cost
-from nanovllm.lab.lesson import DTYPE_NUMBERS, Inputs, Launch, Lesson, call_cuda, normal
+from nanovllm.lab.lesson import Inputs, Launch, Lesson, normal
 
 EPS = 1e-5
 
 
 def inputs(rows: int, dim: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-    x, weight, bias = (
-        normal(*s, dtype=dtype, device=device, generator=generator) for s in ((rows, dim), (dim,), (dim,))
-    )
+    shapes = (rows, dim), (dim,), (dim,)
+    x, weight, bias = (normal(*s, dtype=dtype, device=device, generator=generator) for s in shapes)
     return x + 2, weight, bias  # a mean that is not 0, as real activations have
 
 
@@ -27,12 +26,6 @@ def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Te
 
 def own(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, (x.shape[1],), weight, bias, EPS)
-
-
-def cuda(library: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    y = torch.empty_like(x)
-    call_cuda(library.lab_layernorm, x, x, weight, bias, y, *x.shape, ctypes.c_float(EPS), DTYPE_NUMBERS[x.dtype])
-    return y
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Launch:
@@ -48,12 +41,11 @@ def launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Launch:
 LESSON = Lesson(
     name="layernorm",
     formula="(x - mean(x)) / sqrt(variance(x) + 1e-5) * weight + bias over each row",
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
     inputs=inputs,
-    exact=lambda x, weight, bias: F.layer_norm(x, (x.shape[1],), weight, bias, EPS),
+    exact=own,
     plain=plain,
     own=own,
-    cuda=cuda,
     launch=launch,
+    cuda_arguments=lambda x, weight, bias, y: (x, weight, bias, y, *x.shape, ctypes.c_float(EPS)),
     cost=lambda dim, size: Cost(bytes=(2 * dim * dim + 2 * dim) * size, flops=8 * dim * dim),
 )

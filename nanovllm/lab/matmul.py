@@ -1,15 +1,13 @@
 """a @ b: the one function here that computation can bound, if every number that is fetched is used often enough."""
 
-import ctypes
-
 import torch
 
 from nanovllm.kernels import Cost
-from nanovllm.lab.lesson import DTYPE_NUMBERS, Inputs, Launch, Lesson, call_cuda, normal
+from nanovllm.lab.lesson import Inputs, Launch, Lesson, normal
 
 
 def inputs(rows: int, dim: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-    a, b = (normal(*s, dtype=torch.float32, device=device, generator=generator) for s in ((rows, dim), (dim, dim)))
+    a, b = (normal(n, dim, dtype=torch.float32, device=device, generator=generator) for n in (rows, dim))
     return a.to(dtype), (b * dim**-0.5).to(dtype)  # results of the size of the inputs
 
 
@@ -24,13 +22,6 @@ def plain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def own(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
-
-
-def cuda(library: ctypes.CDLL, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    (m, k), n = a.shape, b.shape[1]
-    c = torch.empty(m, n, dtype=a.dtype, device=a.device)
-    call_cuda(library.lab_matmul, a, a, b, c, m, n, k, DTYPE_NUMBERS[a.dtype])
-    return c
 
 
 def launch(a: torch.Tensor, b: torch.Tensor) -> Launch:
@@ -54,8 +45,8 @@ LESSON = Lesson(
     exact=torch.matmul,
     plain=plain,
     own=own,
-    cuda=cuda,
     launch=launch,
+    cuda_arguments=lambda a, b, c: (a, b, c, *c.shape, a.shape[1]),
     cost=lambda dim, size: Cost(bytes=3 * dim * dim * size, flops=2 * dim**3),
     compiled=own,  # torch.compile would unroll the loop of `plain`
     plain_limit=(1024, "a kernel launch and a pass over the result for each of dim outer products"),

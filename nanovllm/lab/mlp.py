@@ -1,15 +1,14 @@
-"""How the time of training steps of an MLP grows: with steps, layers, batch and dim.
+"""How the time of training steps of an MLP grows with steps, layers, batch and dim.
 
-Arithmetic says: in proportion to steps, layers and batch, and with the square of dim. What is measured says where that
-holds and where something else is the limit: the host, which launches a kernel after the other, or kernels too small to
-fill the device.
+The arithmetic grows in proportion to steps, layers and batch, and with the square of dim. The measurement shows where
+something else is the limit: the host, which launches the kernels, or kernels too small to fill the device.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,9 +19,10 @@ from nanovllm.hardware.measured_rates import Rates, rates
 from nanovllm.hardware.versions import versions
 from nanovllm.lab.lesson import dtype_name
 from nanovllm.lab.profiled import Ran, kernels_that_ran
+from nanovllm.lab.timing import seconds_of
 
 SWEEPS = ("steps", "layers", "batch", "dim")
-_BUDGET = {"cuda": 1.0, "cpu": 0.4}
+BUDGET = {"cuda": 1.0, "cpu": 0.4}
 """Seconds of timed runs for one point."""
 _MOST_RUNS = 30
 _LARGEST = {"steps": 1024, "layers": 1024, "batch": 1 << 20, "dim": 32768}
@@ -39,7 +39,7 @@ class Shape:
 
     @staticmethod
     def default(device: torch.device, steps: int, layers: int, batch: int | None, dim: int | None) -> Shape:
-        """What suits the device for those that are None."""
+        """A shape whose batch and dim suit the device if they are None."""
         size = 1024 if device.type == "cuda" else 128
         return Shape(steps, layers, size if batch is None else batch, size if dim is None else dim)
 
@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of the matrix products: one forward, two backward, but for the first layer, whose input needs no gradient."""
+        """Of the matrix products: one forward, two backward; the first layer has one less, without input gradient."""
         return self.steps * (3 * self.layers - 1) * 2 * self.batch * self.dim**2
 
 
@@ -59,10 +59,10 @@ class Point:
     """One shape of a sweep.
 
     Attributes:
-        seconds: from the first launch until the device is done: the median run, host time included.
-        ratio, flops_ratio: seconds and flops over those of the sweep's first point.
+        seconds: of the median run, from the first launch until the device is idle; host time included.
+        ratio, flops_ratio: seconds and flops over those of the first point of the sweep.
         share: of the measured rate of matrix products.
-        ran: with `profile`, the kernels of one run.
+        ran: the kernels of one run, with `profile`.
         reason: why there is no time.
     """
 
@@ -77,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweeps:
-    """All that was measured. `points`: by what was swept."""
+    """The measurements. `points`: by the name of the swept number."""
 
     rates: Rates
     device: torch.device
@@ -92,15 +92,10 @@ class Sweeps:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "device": self.rates.device,
-            "dtype": self.dtype_name,
-            "versions": versions(),
-            "matmul_flops_per_second": self.rates.matmul[self.dtype_name],
-            "base": asdict(self.base),
-            "sweeps": {
-                name: [{**asdict(p), "flops": p.shape.flops} for p in points] for name, points in self.points.items()
-            },
-        }
+            "device": self.rates.device, "dtype": self.dtype_name, "versions": versions(),
+            "matmul_flops_per_second": self.rates.matmul[self.dtype_name], "base": asdict(self.base),
+            "sweeps": {n: [{**asdict(p), "flops": p.shape.flops} for p in s] for n, s in self.points.items()},
+        }  # fmt: skip
 
 
 def run_sweeps(
@@ -112,17 +107,19 @@ def run_sweeps(
     profile: bool = False,
     seed: int | None = None,
     tell: Callable[[str], None] = lambda line: None,
+    budget: Mapping[str, float] = BUDGET,
 ) -> Sweeps:
-    """Sweep one number at a time, the others staying as in `base`.
+    """Sweep one number at a time; the others stay as in `base`.
 
     Args:
         dtype: by default bfloat16 on a GPU, float32 on a CPU.
-        names: of `SWEEPS`; all for None.
+        names: of `SWEEPS`; None: all.
         factors: what the number is multiplied by, ascending.
         profile: also record the kernels of the first and the last point of each sweep.
+        budget: seconds of timed runs for one point, by the type of the device.
 
     Raises:
-        ValueError: an argument is not one of those that are possible.
+        ValueError: an argument has a value that is not possible.
     """
     for name in names or ():
         if name not in SWEEPS:
@@ -132,7 +129,7 @@ def run_sweeps(
             f"factors: expected ascending numbers from 1, such as 1,2,4,8, not {','.join(map(str, factors))}"
         )
     chosen = [n for n in SWEEPS if not names or n in names]
-    # All shapes before the first run: a number that is too large is an error now, not in ten minutes.
+    # All shapes before the first run: a number that is too large is an error at once, not in ten minutes.
     shapes = {n: [replace(base, **{n: getattr(base, n) * f}) for f in factors] for n in chosen}
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     seed = time.time_ns() % 2**31 if seed is None else seed
@@ -143,48 +140,62 @@ def run_sweeps(
         row: list[Point] = []
         for i, shape in enumerate(shapes[name]):
             tell(f"{name}: {getattr(shape, name)}")
-            ends = i in (0, len(factors) - 1)
-            row.append(_measure(shape, device, dtype, found, profile and ends, seed, row[0] if row else None))
+            ends, rate = i in (0, len(factors) - 1), found.matmul[dtype_name(dtype)]
+            point = _measure(shape, device, dtype, seed, rate, budget[device.type], profile and ends)
+            if row and point.seconds is not None:
+                ratio = point.seconds / row[0].seconds if row[0].seconds else None
+                point = replace(point, ratio=ratio, flops_ratio=shape.flops / row[0].shape.flops)
+            row.append(point)
         points[name] = tuple(row)
     return Sweeps(found, device, dtype, base, points)
 
 
-def make_run(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> Callable[[], torch.Tensor]:
-    """A function that runs `shape.steps` steps and returns the last loss. Gradients are dropped before each step."""
-    generator = torch.Generator(device).manual_seed(seed)
+class TrainingRun:
+    """Calling it runs `shape.steps` steps and returns the last loss. Gradients are dropped before each step.
 
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, device=device, generator=generator)
+    Attributes:
+        weights: one [dim, dim] a layer.
+        inputs: [batch, dim], of every step.
+    """
 
-    # Weights of a variance that keeps activations of the same size from layer to layer.
-    weights = [(normal(shape.dim, shape.dim) * (2 / shape.dim) ** 0.5).to(dtype) for _ in range(shape.layers)]
-    for weight in weights:
-        weight.requires_grad_()
-    inputs = normal(shape.batch, shape.dim).to(dtype)
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
 
-    def run() -> torch.Tensor:
-        loss = inputs
-        for _ in range(shape.steps):
-            for weight in weights:
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(size, device=device, generator=generator)
+
+        self.steps = shape.steps
+        # With this variance the activations have the same size in all layers.
+        scale = (2 / shape.dim) ** 0.5
+        self.weights = [(normal(shape.dim, shape.dim) * scale).to(dtype) for _ in range(shape.layers)]
+        for weight in self.weights:
+            weight.requires_grad_()
+        self.inputs = normal(shape.batch, shape.dim).to(dtype)
+
+    def __call__(self) -> torch.Tensor:
+        loss = self.inputs
+        for _ in range(self.steps):
+            for weight in self.weights:
                 weight.grad = None
-            x = inputs
-            for weight in weights:
+            x = self.inputs
+            for weight in self.weights:
                 x = F.gelu(x @ weight)
             loss = x.float().square().mean()
             loss.backward()
         return loss.detach()
 
-    return run
-
 
 def _measure(
-    shape: Shape, device: torch.device, dtype: torch.dtype, found: Rates, profile: bool, seed: int, first: Point | None
+    shape: Shape, device: torch.device, dtype: torch.dtype, seed: int, rate: float, budget: float, profile: bool
 ) -> Point:
+    """The median of as many runs as fit into `budget` seconds, at least three. As the first point of a sweep."""
     run: Any = None
     try:
-        run = make_run(shape, device, dtype, seed)
-        seconds = _wall_time(run, device)
-        # The profiler is told of a GPU by a tensor among the arguments.
+        run = TrainingRun(shape, device, dtype, seed)
+        seconds_of(run, device)
+        runs = max(3, min(_MOST_RUNS, int(budget / seconds_of(run, device))))
+        seconds = statistics.median(seconds_of(run, device) for _ in range(runs))
+        # A tensor among the arguments tells the profiler of the GPU.
         ran = kernels_that_ran(lambda _: run(), [torch.empty(0, device=device)]) if profile else ()
     except torch.OutOfMemoryError:
         return Point(shape, reason="out of memory")
@@ -192,24 +203,4 @@ def _measure(
         run = None  # frees its memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    rate = found.matmul[dtype_name(dtype)]
-    ratio, flops_ratio = (1.0, 1.0) if first is None else (None, shape.flops / first.shape.flops)
-    if first is not None and first.seconds:
-        ratio = seconds / first.seconds
-    return Point(shape, seconds, ratio, flops_ratio, shape.flops / seconds / rate, ran)
-
-
-def _wall_time(run: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Seconds of the median run by the host's clock, from a device that is idle until it is idle again."""
-
-    def timed() -> float:
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    timed()
-    once = timed()
-    runs = max(3, min(_MOST_RUNS, int(_BUDGET[device.type] / once)))
-    return statistics.median(timed() for _ in range(runs))
+    return Point(shape, seconds, 1.0, 1.0, shape.flops / seconds / rate, ran)

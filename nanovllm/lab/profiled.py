@@ -1,4 +1,4 @@
-"""Which kernels a call ran, by the profiler."""
+"""The kernels that a call ran, from PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOOKKEEPING = {
 
 @dataclass(frozen=True)
 class Ran:
-    """A GPU's kernel, or a CPU's operator or compiled function: how often it ran, and seconds in all."""
+    """A kernel of a GPU, or an operator or compiled function of a CPU: how often it ran, and seconds in all."""
 
     name: str
     count: int
@@ -32,7 +32,7 @@ class Ran:
 
 
 def kernels_that_ran(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Ran, ...]:
-    """What one call runs, in the order of first appearance. Make the call once before, else it compiles here."""
+    """What one call runs, in the order of first appearance. Call it once before, so that nothing is compiled here."""
     on_gpu = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as recorded:
@@ -43,17 +43,13 @@ def kernels_that_ran(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Ran
     for event in sorted(recorded.events(), key=lambda e: e.time_range.start):
         if on_gpu and event.device_type == DeviceType.CUDA and not _is_annotation(event):
             found[event.name].append(event.time_range.elapsed_us() / 1e6)
-        elif not on_gpu and _computes(event.name):
-            found[event.name].append(event.self_cpu_time_total / 1e6)
+        elif not on_gpu and ("cpp_fused" in event.name or event.name.startswith("aten::")):
+            if event.name not in _BOOKKEEPING:
+                found[event.name].append(event.self_cpu_time_total / 1e6)
     return tuple(Ran(name, len(times), sum(times)) for name, times in found.items())
 
 
 def _is_annotation(event: Any) -> bool:
-    """Ranges of the host, such as torch.compile's, that the profiler shows on the device too."""
-    return getattr(event, "is_user_annotation", False) or event.name.startswith(
-        ("## ", "Torch-Compiled Region", "ProfilerStep")
-    )
-
-
-def _computes(name: str) -> bool:
-    return "cpp_fused" in name or (name.startswith("aten::") and name not in _BOOKKEEPING)
+    """Whether an event is a range of the host, such as torch.compile's, which the profiler shows on the device too."""
+    ranges = "## ", "Torch-Compiled Region", "ProfilerStep"
+    return getattr(event, "is_user_annotation", False) or event.name.startswith(ranges)

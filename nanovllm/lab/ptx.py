@@ -1,8 +1,7 @@
-"""Reads PTX, the assembly language of NVIDIA GPUs, and says in words what it means for speed.
+"""Reads PTX, the assembly language of NVIDIA GPUs, and says what it means for speed.
 
-PTX is what a compiler front end emits; the assembler ptxas turns it into machine code and hands out registers. Loads
-and their widths are decided in PTX, registers and spills only by ptxas: hence a reading of both. The instruction set is
-described in NVIDIA's "Parallel Thread Execution ISA".
+A compiler emits PTX, which decides the loads and their widths. The assembler ptxas turns it into machine code and
+decides registers and spills. A reading covers both. Source: NVIDIA, "Parallel Thread Execution ISA".
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _MEANINGS = {
     "tcgen05.mma": "Blackwell's tensor-core instruction: one thread starts it, sums in tensor memory",
     "mma": "tensor cores, a warp at a time, operands from registers",
     "ldmatrix": "shared memory to registers in the layout that mma wants",
-    "wmma.load": "a tile from shared memory to registers in the layout that mma wants; ptxas makes ldmatrix or "
-                 "plain loads of it",
+    "wmma.load": "a tile from shared memory to registers; ptxas makes ldmatrix or plain loads of it",
     "wmma.store": "a tile of sums from registers to shared memory",
     "cp.async.bulk": "a bulk tensor copy (TMA): one thread asks for a whole tile, hardware computes the addresses",
     "fma": "a multiplication and an addition in one instruction, rounded once",
@@ -49,7 +47,10 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Access:
-    """Instructions of one kind that move `bytes` bytes a thread each. `where`: "global" (device memory) or "shared"."""
+    """Instructions of one kind, each of which moves `bytes` bytes a thread.
+
+    what: "ld" or "st". where: "global" (device memory) or "shared".
+    """
 
     what: str
     where: str
@@ -64,12 +65,11 @@ class Reading:
 
     Attributes:
         accesses: loads and stores through registers.
-        async_copies: cp.async instructions by bytes: device memory to shared memory past the registers.
+        async_copies: cp.async instructions by bytes. They copy device memory to shared memory past the registers.
         counts, examples: other instructions of interest by name: how often, and the first of them.
-        registers, spilled, shared: 32-bit registers a thread, bytes a thread that found none, bytes of static shared
-            memory a block.
-        dynamic_shared: bytes of shared memory that the launch asks for besides.
-        threads: a block's.
+        registers: 32-bit, a thread. spilled: bytes a thread. shared: static bytes a block.
+        dynamic_shared: further bytes of shared memory that the launch asks for.
+        threads: of a block.
     """
 
     kernel: str
@@ -86,7 +86,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Line:
-    """An instruction as it stands in the PTX, how often it is written there, and what it means for speed."""
+    """An instruction of the PTX, how often it is written there, and what it means for speed."""
 
     instruction: str
     count: int
@@ -95,18 +95,14 @@ class Line:
 
 def kernels_of(ptx: str) -> dict[str, str]:
     """The body of every kernel (.entry) in a PTX file, by name."""
-    found = {}
-    for match in re.finditer(r"\.entry\s+(\w+)\s*\(", ptx):
-        end = ptx.find("\n}", match.end())
-        found[match[1]] = ptx[match.start() : end]
-    return found
+    entries = re.finditer(r"\.entry\s+(\w+)\s*\(", ptx)
+    return {match[1]: ptx[match.start() : ptx.find("\n}", match.end())] for match in entries}
 
 
 def read(kernel: str, body: str, report: str, threads: int, dynamic_shared: int = 0) -> Reading:
-    """Read one kernel.
+    """Read the PTX of one kernel.
 
     Args:
-        body: its PTX.
         report: what `ptxas -v` printed, of this kernel or of several.
         threads: of a block.
         dynamic_shared: bytes of shared memory that the launch asks for.
@@ -133,17 +129,13 @@ def read(kernel: str, body: str, report: str, threads: int, dynamic_shared: int 
             counts[found] += 1
         else:
             continue
-        first.setdefault(key, _LONG_LIST.sub(_shortened, text))
+        first.setdefault(key, _LONG_LIST.sub(lambda m: f"{{{m[0].count(',') + 1} registers}}", text))
     registers, spilled, shared = _resources(kernel, report)
     ordered = tuple(Access(*key, count, first[key]) for key, count in sorted(accesses.items()))
     examples = {str(key): text for key, text in first.items() if not isinstance(key, tuple)}
     return Reading(
         kernel, ordered, dict(copies), dict(counts), examples, registers, spilled, shared, dynamic_shared, threads
     )
-
-
-def _shortened(match: re.Match[str]) -> str:
-    return f"{{{match[0].count(',') + 1} registers}}"
 
 
 def _kind(name: str) -> str | None:
@@ -174,11 +166,8 @@ def explained(r: Reading) -> list[Line]:
     """The instructions that matter, each with what it means."""
     lines = [Line(a.example, a.count, _meaning(a)) for a in r.accesses]
     for size, count in sorted(r.async_copies.items()):
-        meaning = (
-            f"{size} bytes from device to shared memory past the registers: the thread goes on while they are under "
-            "way, which is what a pipeline of stages is made of"
-        )
-        lines.append(Line(r.examples[str(size)], count, meaning))
+        meaning = "bytes from device to shared memory past the registers, for a pipeline: the thread does not wait"
+        lines.append(Line(r.examples[str(size)], count, f"{size} {meaning}"))
     order = list(_MEANINGS)
     return [*lines, *(Line(r.examples[k], r.counts[k], _MEANINGS[k]) for k in sorted(r.counts, key=order.index))]
 
@@ -186,16 +175,12 @@ def explained(r: Reading) -> list[Line]:
 def _meaning(a: Access) -> str:
     verb = "read" if a.what == "ld" else "written"
     if a.where == "shared":
-        return (
-            f"{a.bytes} bytes a thread {verb} in shared memory, through which the threads of a block exchange numbers"
-        )
+        return f"{a.bytes} bytes a thread {verb} in shared memory, where the threads of a block exchange numbers"
     line = f"{a.bytes} bytes a thread {verb} in device memory, {32 * a.bytes} a warp: "
     if a.bytes >= 16:
         return line + "the widest there is" if a.bytes == 16 else line + "wider than 16, which only Blackwell has"
-    return line + (
-        f"{16 // a.bytes} times the instructions of 16-byte accesses; alignment is not known, or neighbours of a "
-        "thread are not neighbours in memory"
-    )
+    why = "alignment is not known, or neighbouring threads are not neighbours in memory"
+    return f"{line}{16 // a.bytes} times the instructions of 16-byte accesses; {why}"
 
 
 def resources_in_words(r: Reading, device: DeviceModel) -> list[str]:
@@ -203,7 +188,7 @@ def resources_in_words(r: Reading, device: DeviceModel) -> list[str]:
     shared = r.shared + r.dynamic_shared
     fit = occupancy(device, shared, r.registers, r.threads // 32)
     warps = fit.blocks * r.threads // 32
-    # A kernel without shared memory is not short of it: it meets the most blocks that there can be.
+    # A kernel without shared memory meets the limit of blocks instead.
     limit = "blocks" if fit.limit == "shared memory" and not shared else fit.limit
     verb = "runs" if limit == "shared memory" else "run"
     why = "as many as there can be" if warps == device.warps_per_sm else f"{limit} {verb} out first"
@@ -212,8 +197,5 @@ def resources_in_words(r: Reading, device: DeviceModel) -> list[str]:
         f"a multiprocessor of {device.name} holds {fit.blocks} such block{'' if fit.blocks == 1 else 's'}, "
         f"{warps} of at most {device.warps_per_sm} warps: {why}."
     ]
-    if r.spilled:
-        lines.append(f"Spilled: registers ran out, and {r.spilled} bytes a thread go to memory and back.")
-    else:
-        lines.append("Nothing spilled: every value found a register.")
-    return lines
+    spilled = f"Spilled: registers ran out, and {r.spilled} bytes a thread go to memory and back."
+    return [*lines, spilled if r.spilled else "Nothing spilled: every value found a register."]

@@ -1,10 +1,11 @@
-"""A lesson from beginning to end: check, time, profile, and read what the compilers made."""
+"""A lesson from beginning to end: check, time, profile, and read the PTX of the compilers."""
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Listing:
-    """What a compiler made of one way for one GPU, or the reason why it made nothing."""
+    """The PTX of one way for one GPU, or the reason why there is none."""
 
     way: str
     dim: int
@@ -53,12 +54,9 @@ class Result:
     @property
     def wrong(self) -> list[str]:
         """What was found wrong, a line each."""
-        lines = [f"{c.way}: {failure}" for c in self.checks for failure in c.failures]
-        return lines + [
-            f"{r.way} at {r.dim}: {r.reason}"
-            for r in self.rows
-            if r.reason is not None and r.reason.startswith(("wrong: ", "failed: "))
-        ]
+        rows = [r for r in self.rows if r.reason is not None and r.reason.startswith(("wrong: ", "failed: "))]
+        checks = [f"{c.way}: {failure}" for c in self.checks for failure in c.failures]
+        return checks + [f"{r.way} at {r.dim}: {r.reason}" for r in rows]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -67,20 +65,16 @@ class Result:
             "dtype": dtype_name(self.dtype), "seed": self.seed, "versions": versions(),
             "limits": {"bytes_per_second": self.limits.bandwidth, "matmul_flops_per_second": self.limits.matmul},
             "checks": [asdict(c) for c in self.checks], "rows": [r.as_dict() for r in self.rows],
-            "compiled_for": self.gpu.name, "ptx": [self._listing_as_dict(x) for x in self.listings],
+            "compiled_for": self.gpu.name, "ptx": [
+                {
+                    "way": x.way, "dim": x.dim, "dtype": dtype_name(x.dtype), "reason": x.reason, "ptx": x.ptx,
+                    "reading": x.reading and asdict(x.reading),
+                    "lines": [asdict(line) for line in explained(x.reading)] if x.reading else [],
+                    "resources": resources_in_words(x.reading, self.gpu) if x.reading else [],
+                }
+                for x in self.listings
+            ],
         }  # fmt: skip
-
-    def _listing_as_dict(self, x: Listing) -> dict[str, Any]:
-        found = {"way": x.way, "dim": x.dim, "dtype": dtype_name(x.dtype), "reason": x.reason, "ptx": x.ptx}
-        if x.reading is None:
-            return {**found, "reading": None, "lines": [], "resources": []}
-        lines = [asdict(line) for line in explained(x.reading)]
-        return {
-            **found,
-            "reading": asdict(x.reading),
-            "lines": lines,
-            "resources": resources_in_words(x.reading, self.gpu),
-        }
 
 
 def run(
@@ -97,28 +91,25 @@ def run(
     """Run a lesson.
 
     Args:
-        dtype: one of the lesson's; for None its first, on a CPU float32.
+        dtype: one of the lesson's; None: its first, on a CPU float32.
         sizes: dims to time, 1 to 32768.
-        names: of the ways; all for None.
-        gpu: what to compile PTX for, such as "h100"; None: the GPU that is here, else an H100.
+        names: of the ways; None: all.
+        gpu: compile PTX for it, such as "h100"; None: the GPU that is here, else an H100.
         seed: of the random inputs; None: another one each time.
-        refresh: measure the device's limits again.
-        tell: is told what is being done, as it may take a minute.
+        refresh: measure the limits of the device again.
+        tell: is called with what is being done, since a run may take a minute.
 
     Raises:
-        ValueError: an argument is not one of those that are possible.
+        ValueError: an argument has a value that is not possible.
     """
-    on_cpu = device.type == "cpu"  # where most processors multiply 16 bits slowly
+    on_cpu = device.type == "cpu"  # most processors multiply 16 bits slowly
     compiled_dtype = dtype if dtype in lesson.dtypes else lesson.dtypes[0]
     dtype = dtype or (torch.float32 if on_cpu else lesson.dtypes[0])
     taken = dict.fromkeys((*lesson.dtypes, torch.float32)) if on_cpu else lesson.dtypes
     if dtype not in taken:
         raise ValueError(f"dtype: {lesson.name} takes {', '.join(map(dtype_name, taken))}, not {dtype_name(dtype)}")
     dims, chosen = check_sizes(sizes, device), check_names(names)
-    if gpu is None and device.type == "cuda":
-        model = this_device(device)
-    else:
-        model = device_model(gpu or _COMPILED_DEFAULT)
+    model = this_device(device) if gpu is None and not on_cpu else device_model(gpu or _COMPILED_DEFAULT)
     seed = time.time_ns() % 2**31 if seed is None else seed
     tell("measuring the device")
     limit = limits(lesson, device, dtype, refresh)
@@ -145,9 +136,7 @@ def _check(lesson: Lesson, way: Way, device: torch.device, dtype: torch.dtype, s
     if way.name == "triton" and device.type == "cpu":
         if triton_support(device) is None:
             return check_here(lesson, dtype, seed)
-        try:
-            import triton  # noqa: F401
-        except ImportError:
+        if importlib.util.find_spec("triton") is None:
             return Check("triton", reason=way.reason)
         return check_interpreted(lesson, dtype, seed)
     try:
@@ -156,20 +145,18 @@ def _check(lesson: Lesson, way: Way, device: torch.device, dtype: torch.dtype, s
         return Check(way.name, reason="out of memory")
     except Exception as error:  # a way that fails is a row of the table; the others are still of use
         said = error_line(error)
-        if way.name == "compile":  # for want of a C++ compiler, most often
+        if way.name == "compile":  # most often there is no C++ compiler
             return Check(way.name, reason=f"torch.compile failed: {said}")
         return Check(way.name, failures=(said,))
 
 
 def _unless_wrong(way: Way, found: Check) -> Way:
-    """What is wrong is not timed."""
+    """The way, without its call if the check says that its time would mean nothing."""
     if found.failures:
         return Way(way.name, None, "not timed, as it is wrong: see above")
     if found.how == "interpreter":
         return Way(way.name, None, "checked in Triton's interpreter, whose time says nothing")
-    if found.reason is not None and way.call is not None:
-        return replace(way, call=None, reason=found.reason)
-    return way
+    return way if found.reason is None else Way(way.name, None, found.reason)
 
 
 def _listing(lesson: Lesson, name: str, dim: int, dtype: torch.dtype, gpu: DeviceModel) -> Listing:

@@ -17,27 +17,24 @@ _TITLES = {
 
 
 def show(result: Result, console: Any) -> None:
-    """Print all of it to a rich console."""
+    """Print a result to a rich console."""
     lesson, limit = result.lesson, result.limits
     dtype = dtype_name(result.dtype)
     roof = f"{limit.bandwidth / 1e9:,.0f} GB/s"
     if limit.matmul:
         roof += f", {limit.matmul / 1e12:,.2f} TFLOP/s in {dtype}"
-    console.print(f"{lesson.name}: {lesson.formula}", highlight=False)
-    console.print(
-        f"{dtype} on {limit.device}; its limits, measured: {roof}. Inputs of seed {result.seed}.", highlight=False
-    )
+    _say(console, f"{lesson.name}: {lesson.formula}")
+    _say(console, f"{dtype} on {limit.device}; its limits, measured: {roof}. Inputs of seed {result.seed}.")
     print_table(console, "Is it right? Against float64, at odd sizes", _checks(result))
     for line in result.wrong:
-        console.print(line, style="red", highlight=False, markup=False)
+        _say(console, line, style="red")
     title = "How fast? Square inputs, medians" + (", L2 cold" if result.device.type == "cuda" else "")
     print_table(console, title, _timings(result))
     if any((r.share or 0) > 1 for r in result.rows) and result.device.type == "cpu":
-        console.print(
-            "Above 100 %: what fits into a cache of the CPU is not held back by its memory; or the machine was busy "
-            "when its limits were measured (--refresh measures them again).",
-            highlight=False,
-        )
+        _say(
+            console, "Above 100 %: the data fit into a cache of the CPU, or the machine was busy when its limits were "
+            "measured (--refresh measures them again).",
+        )  # fmt: skip
     kernels = _kernels(result)
     if kernels.row_count:
         print_table(console, "What ran? One call under the profiler", kernels)
@@ -63,7 +60,7 @@ def _timings(result: Result) -> Any:
     dim, never = None, {w.way for w in result.rows} - {r.way for r in result.rows if r.timing}
     for r in result.rows:
         if r.way in never and r.dim != result.rows[-1].dim:
-            continue  # its reason is said once
+            continue  # say the reason once
         if dim not in (None, r.dim):
             table.add_section()
         dim = r.dim
@@ -77,11 +74,8 @@ def _timings(result: Result) -> Any:
             f"{rate_of(r, flops):,.2f}" if flops else f"{rate_of(r, flops):,.0f}", f"{r.share:.0%}",
             str(sum(k.count for k in r.ran)),
         )  # fmt: skip
-    table.caption = (
-        ("" if flops else "GB/s: the least there is to move, over the time, so that ways compare. ")
-        + "MB moved: what PyTorch's operations read and write in all; * taken as the least, for kernels that we did "
-        "not count."
-    )
+    rate = "" if flops else "GB/s: the least that must be moved, over the time, so that ways compare. "
+    table.caption = f"{rate}MB moved: all reads and writes of PyTorch's operations; *: the least, since not counted."
     return table
 
 
@@ -91,21 +85,18 @@ def _megabytes(num_bytes: int) -> str:
 
 
 def rate_of(row: Row, flops: bool) -> float:
-    """TFLOP/s, or GB/s of the bytes that have to be moved at least."""
+    """TFLOP/s, or GB/s of the least bytes to move."""
     assert row.timing is not None
     return row.flops / row.timing.median / 1e12 if flops else row.least_bytes / row.timing.median / 1e9
 
 
 def _kernels(result: Result) -> Any:
-    """Of the largest size that each way was timed at."""
+    """What ran at the largest size at which each way was timed."""
     what = "kernel" if result.device.type == "cuda" else "operator"
     table = table_of("way", "dim", what, "times", "us")
-    for way in WAYS:
-        timed = [r for r in result.rows if r.way == way and r.ran]
-        if not timed:
-            continue
-        for i, k in enumerate(sorted(timed[-1].ran, key=lambda k: -k.seconds)[:8]):
-            first = (way, str(timed[-1].dim)) if i == 0 else ("", "")
+    for way, row in {r.way: r for r in result.rows if r.ran}.items():
+        for i, k in enumerate(sorted(row.ran, key=lambda k: -k.seconds)[:8]):
+            first = (way, str(row.dim)) if i == 0 else ("", "")
             table.add_row(*first, k.name[:110], str(k.count), f"{1e6 * k.seconds:,.1f}")
     return table
 
@@ -113,18 +104,22 @@ def _kernels(result: Result) -> Any:
 def _show_listing(listing: Listing, result: Result, console: Any) -> None:
     title = f"{_TITLES[listing.way]} compiled for {result.gpu.name}, {dtype_name(listing.dtype)}, dim {listing.dim}"
     if listing.reading is None:
-        console.print(f"{title}: {listing.reason}", highlight=False, markup=False)
+        _say(console, f"{title}: {listing.reason}")
         return
     table = table_of("PTX", "written", "what it means")
     for line in explained(listing.reading):
         table.add_row(_escaped(line.instruction), f"{line.count}x", line.meaning)
     print_table(console, title, table)
     for sentence in resources_in_words(listing.reading, result.gpu):
-        console.print(sentence, highlight=False)
+        _say(console, sentence)
+
+
+def _say(console: Any, line: str, **style: Any) -> None:
+    console.print(line, highlight=False, markup=False, **style)
 
 
 def write_ptx(result: Result, folder: Path) -> list[Path]:
-    """<lesson>_<way>_<gpu>.ptx for every listing."""
+    """Write <lesson>_<way>_<gpu>.ptx for every listing. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for x in result.listings:
@@ -151,16 +146,13 @@ def plot(result: Result, path: Path) -> None:
             axes.plot(*zip(*points), marker="o", label=_TITLES[way])
     limit = result.limits.matmul / 1e12 if result.limits.matmul else result.limits.bandwidth / 1e9
     axes.axhline(limit, color="black", linestyle="--", linewidth=1, label="limit, measured")
-    dims = sorted({r.dim for r in result.rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(dims, [str(d) for d in dims])
-    axes.minorticks_off()
+    label_powers(axes, sorted({r.dim for r in result.rows}))
     axes.set(
         xlabel="dim", ylabel="TFLOP/s" if flops else "GB/s of the least traffic", ylim=(0, None),
         title=f"{result.lesson.name}, {dtype_name(result.dtype)}, {result.limits.device}",
     )  # fmt: skip
     axes.legend(frameon=False)
-    save_figure(figure, path)
+    figure.savefig(path, dpi=150)
 
 
 def new_figure(**options: Any) -> Any:
@@ -172,8 +164,15 @@ def new_figure(**options: Any) -> Any:
     return Figure(**options)
 
 
+def label_powers(axes: Any, numbers: list[int]) -> None:
+    """A logarithmic x axis with ticks at these numbers."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [str(n) for n in numbers])
+    axes.minorticks_off()
+
+
 def check_figure(path: Path) -> None:
-    """Raise ValueError if `save_figure` cannot write such a file."""
+    """Raise ValueError if no figure can be saved to this path."""
     known = new_figure().canvas.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in known:
         raise ValueError(f"--plot {path}: expected a name that ends in .{', .'.join(sorted(known))}")
@@ -183,12 +182,8 @@ def check_figure(path: Path) -> None:
         raise ValueError(f"--plot {path}: there is no folder {path.parent}")
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=150)
-
-
 def table_of(*columns: str) -> Any:
-    """A rich table; columns of numbers are set to the right."""
+    """A rich table with columns of numbers aligned to the right."""
     from rich.table import Table
 
     table = Table(caption_justify="left")
@@ -198,8 +193,8 @@ def table_of(*columns: str) -> Any:
 
 
 def print_table(console: Any, title: str, table: Any) -> None:
-    """A line and a table under it: a title of rich's own is broken to the table's width."""
-    console.print(f"\n{title}", style="bold", highlight=False, markup=False)
+    """Print a title, which rich would break to the width of the table, and the table under it."""
+    _say(console, f"\n{title}", style="bold")
     console.print(table)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.lab.mlp import Point, Sweeps
-from nanovllm.lab.show import new_figure, print_table, save_figure, table_of
+from nanovllm.lab.show import label_powers, new_figure, print_table, table_of
 
 
 def show(result: Sweeps, console: Any) -> None:
-    """Print a table for each sweep, and with a profile one for each of its ends."""
+    """Print a table for each sweep, and the profiles of its ends."""
     b, rate = result.base, result.rates.matmul[result.dtype_name]
     console.print(
         f"Training steps of an MLP in {result.dtype_name} on {result.rates.device}: {b.steps} steps, "
@@ -26,7 +26,7 @@ def show(result: Sweeps, console: Any) -> None:
                 table.add_row(value, *[""] * 5, p.reason)
                 continue
             table.add_row(
-                value, f"{1e3 * p.seconds:,.3f}", _times(p.ratio), _times(p.flops_ratio),
+                value, f"{1e3 * p.seconds:,.3f}", *("" if r is None else f"x{r:.2f}" for r in (p.ratio, p.flops_ratio)),
                 f"{p.shape.flops / p.seconds / 1e12:,.2f}", f"{p.share:.0%}",
             )  # fmt: skip
         print_table(console, f"{name}: the median run, host time included", table)
@@ -39,23 +39,20 @@ def show(result: Sweeps, console: Any) -> None:
 
 
 def in_words(name: str, points: tuple[Point, ...]) -> str | None:
-    """What the growth between the first point and the last says; None where there is no second."""
-    timed = [p for p in points if p.seconds is not None and p.ratio is not None and p.flops_ratio is not None]
-    if len(timed) < 2 or timed[0] is not points[0]:
+    """What the growth from the first point to the last says; None: there is no second point."""
+    timed = [(p.ratio, p.flops_ratio) for p in points if p.ratio is not None and p.flops_ratio is not None]
+    if len(timed) < 2 or points[0].ratio is None:
         return None
-    last = timed[-1]
-    assert last.ratio is not None and last.flops_ratio is not None
-    line = f"{last.flops_ratio:.3g} times the arithmetic takes {last.ratio:.1f} times as long: "
-    if last.ratio > 1.15 * last.flops_ratio:
-        return (
-            line
-            + "more than in proportion; look for data that no longer fit into a cache, a lower clock, other programs."
-        )
-    if last.ratio > 0.85 * last.flops_ratio:
-        return line + "in proportion; the limit is the same at both ends."
-    if name in ("steps", "layers"):
-        return line + "less than in proportion; part of a run is the same however many there are."
-    return line + "less than in proportion; the small end does not fill the device, or waits for the host to launch."
+    ratio, flops_ratio = timed[-1]
+    if ratio > 1.15 * flops_ratio:
+        why = "more than in proportion; perhaps a cache is too small, the clock is lower, or other programs run."
+    elif ratio > 0.85 * flops_ratio:
+        why = "in proportion; the limit is the same at both ends."
+    elif name in ("steps", "layers"):
+        why = f"less than in proportion; part of a run does not depend on the number of {name}."
+    else:
+        why = "less than in proportion; the small end does not fill the device, or waits for the host to launch."
+    return f"{flops_ratio:.3g} times the arithmetic takes {ratio:.1f} times as long: {why}"
 
 
 def _profile(name: str, point: Point, what: str) -> tuple[str, Any]:
@@ -64,18 +61,13 @@ def _profile(name: str, point: Point, what: str) -> tuple[str, Any]:
     title = f"{name} {getattr(point.shape, name)} under the profiler: {count} {what}s, {1e3 * total:,.3f} ms in them"
     table = table_of(what, "times", "us", "share")
     for k in sorted(point.ran, key=lambda k: -k.seconds)[:8]:
-        table.add_row(
-            k.name[:110], str(k.count), f"{1e6 * k.seconds:,.1f}", f"{k.seconds / total:.0%}" if total else ""
-        )
+        share = f"{k.seconds / total:.0%}" if total else ""
+        table.add_row(k.name[:110], str(k.count), f"{1e6 * k.seconds:,.1f}", share)
     return title, table
 
 
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"x{ratio:.2f}"
-
-
 def plot(result: Sweeps, path: Path) -> None:
-    """Draw the time over each swept number, and beside it what arithmetic alone would make of the first point.
+    """Draw the time over each swept number, and the first time scaled with the flops.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -90,11 +82,9 @@ def plot(result: Sweeps, path: Path) -> None:
             axes.plot(values, [ms for _, ms in timed], marker="o", label="measured")
             scale = [first_ms * shape.flops / first.flops for shape, _ in timed]
             axes.plot(values, scale, linestyle="--", color="black", linewidth=1, label="in proportion to flops")
-            axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
-            axes.set_xticks(values, [str(v) for v in values])
-            axes.minorticks_off()
+            label_powers(axes, values)
             axes.legend(frameon=False, fontsize=8)
         axes.set(xlabel=name, ylabel="ms" if i == 0 else "")
     figure.suptitle(f"MLP, {result.dtype_name}, {result.rates.device}", fontsize=10)
-    save_figure(figure, path)
+    figure.savefig(path, dpi=150)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,28 +12,27 @@ import torch
 from nanovllm.hardware.measured_rates import Rates, rates
 from nanovllm.hardware.timing import Timing, time_kernel
 from nanovllm.lab.check import compare_rows, error_line
-from nanovllm.lab.lesson import LARGEST_DIM, Inputs, Lesson, dtype_name
+from nanovllm.lab.lesson import LARGEST_DIM, Lesson, dtype_name
 from nanovllm.lab.profiled import Ran, kernels_that_ran
 from nanovllm.lab.traffic import torch_traffic
 from nanovllm.lab.ways import Way
 
 _BUDGET = {"cuda": 0.5, "cpu": 0.3}
 """Seconds of timed calls for one row."""
-MOST_ITERATIONS = 50
-GPU_SIZES = (1024, 2048, 4096, 8192, 16384)
-CPU_SIZES = (256, 512, 1024)
+_MOST_ITERATIONS = 50
+_SIZES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (256, 512, 1024)}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device can do: bytes a second, and flops a second of matrix products, both measured on it."""
+    """The measured limits of a device: bytes a second, and flops a second of matrix products."""
 
     device: str
     bandwidth: float
     matmul: float | None
 
     def seconds(self, num_bytes: int, flops: int) -> float:
-        """The least time for so many bytes and flops of a matrix product."""
+        """The least time for these bytes and flops of a matrix product."""
         return max(num_bytes / self.bandwidth, flops / self.matmul if self.matmul else 0.0)
 
 
@@ -42,9 +41,9 @@ class Row:
     """One way at one size.
 
     Attributes:
-        timing: seconds; None where `reason` says why.
-        bytes: what it moves through device memory. counted: from PyTorch's operations, which each read and write all of
-            their tensors; else the least that any kernel must move.
+        timing: seconds; None: `reason` says why.
+        bytes: what the way moves through device memory. counted: from PyTorch's operations, each of which reads and
+            writes all of its tensors; else the least that any kernel must move.
         limit: the least seconds that the device allows.
         error: of sampled rows, over what is allowed.
         ran: the kernels of one call.
@@ -71,20 +70,20 @@ class Row:
 
 
 def limits(lesson: Lesson, device: torch.device, dtype: torch.dtype, refresh: bool = False) -> Limits:
-    """Of the device, measured once and cached (nanovllm/hardware/measured_rates.py)."""
+    """The limits of the device, measured once and cached (nanovllm/hardware/measured_rates.py)."""
     names = (dtype_name(dtype),) if lesson.name == "matmul" else ()
     found: Rates = rates(device, names, refresh)
     return Limits(found.device, found.bandwidth, found.matmul[names[0]] if names else None)
 
 
 def check_sizes(sizes: Sequence[int] | None, device: torch.device) -> tuple[int, ...]:
-    """The dims to time, ascending; what suits the device for None.
+    """The dims to time, ascending; None: those that suit the device.
 
     Raises:
-        ValueError: one is below 1 or above `LARGEST_DIM`.
+        ValueError: there is none, or one is below 1 or above `LARGEST_DIM`.
     """
     if sizes is None:
-        return GPU_SIZES if device.type == "cuda" else CPU_SIZES
+        return _SIZES[device.type]
     for size in sizes:
         if not 1 <= size <= LARGEST_DIM:
             raise ValueError(f"sizes: expected numbers from 1 to {LARGEST_DIM}, not {size}")
@@ -96,14 +95,14 @@ def check_sizes(sizes: Sequence[int] | None, device: torch.device) -> tuple[int,
 def measure(
     lesson: Lesson, way: Way, dim: int, device: torch.device, dtype: torch.dtype, limit: Limits, seed: int
 ) -> Row:
-    """Time one way on [dim, dim]; the result's first, last and some other rows are compared with float64 beforehand."""
+    """Time one way on [dim, dim], after some rows of its result were compared with float64."""
     size = torch.empty(0, dtype=dtype).element_size()
     cost = lesson.cost(dim, size)
     row = Row(way.name, dim, cost.bytes, cost.flops, limit.seconds(cost.bytes, cost.flops if limit.matmul else 0))
-    reason = way.reason
+    call, reason = way.call, way.reason
     if way.name == "plain" and lesson.plain_limit is not None and dim > lesson.plain_limit[0]:
         reason = f"only up to {lesson.plain_limit[0]}: {lesson.plain_limit[1]}"
-    if reason is not None or way.call is None:
+    if reason is not None or call is None:
         return replace(row, reason=reason)
     inputs: Any = None
     try:
@@ -112,8 +111,10 @@ def measure(
         if failure is not None:
             return replace(row, error=error, reason=f"wrong: {failure}")
         with torch.inference_mode():
-            timing = _timed(way, inputs)
-            ran = kernels_that_ran(way.call, inputs)
+            once = seconds_of(lambda: call(*inputs), device)
+            iters = max(3, min(_MOST_ITERATIONS, int(_BUDGET[device.type] / max(once, 1e-6))))
+            timing = time_kernel(call, *inputs, warmup=min(5, iters // 3), iters=iters)
+            ran = kernels_that_ran(call, inputs)
         num_bytes, counted = cost.bytes, way.name in ("plain", "torch")
         if counted:
             num_bytes, _ = torch_traffic(lesson.plain if way.name == "plain" else lesson.own, *inputs)
@@ -128,10 +129,8 @@ def measure(
             torch.cuda.empty_cache()
 
 
-def _timed(way: Way, inputs: Inputs) -> Timing:
-    """As many calls as the budget allows, at least three."""
-    assert way.call is not None
-    device = inputs[0].device
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call by the host's clock, from an idle device until it is idle again."""
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -139,8 +138,6 @@ def _timed(way: Way, inputs: Inputs) -> Timing:
 
     synchronize()
     start = time.perf_counter()
-    way.call(*inputs)
+    call()
     synchronize()
-    once = time.perf_counter() - start
-    iters = max(3, min(MOST_ITERATIONS, int(_BUDGET[device.type] / max(once, 1e-6))))
-    return time_kernel(way.call, *inputs, warmup=min(5, iters // 3), iters=iters)
+    return time.perf_counter() - start

@@ -15,7 +15,7 @@ from nanovllm.lab.lesson import WAYS, Lesson
 
 @dataclass(frozen=True)
 class Way:
-    """One way. `call` takes the lesson's arguments; it is None where `reason` says why."""
+    """One way. `call` takes the arguments of the lesson; it is None if `reason` says why."""
 
     name: str
     call: Callable[..., torch.Tensor] | None
@@ -23,7 +23,7 @@ class Way:
 
 
 def ways(lesson: Lesson, device: torch.device, dtype: torch.dtype, names: Sequence[str] = WAYS) -> list[Way]:
-    """The ways of these names. CUDA C++ is compiled here, if it was not before."""
+    """The ways of these names. Compiles the CUDA C++ if that was not done before."""
     makers: dict[str, Callable[[], Way]] = {
         "plain": lambda: Way("plain", lesson.plain),
         "torch": lambda: Way("torch", lesson.own),
@@ -35,11 +35,7 @@ def ways(lesson: Lesson, device: torch.device, dtype: torch.dtype, names: Sequen
 
 
 def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The names asked for, in the order of `WAYS`; all of them for None.
-
-    Raises:
-        ValueError: a name is none of `WAYS`.
-    """
+    """The given names in the order of `WAYS`; all for None. Raises ValueError if a name is none of them."""
     for name in names or ():
         if name not in WAYS:
             raise ValueError(f"way: expected one of {', '.join(WAYS)}, not {name!r}")
@@ -47,7 +43,7 @@ def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 class _Compiled:
-    """torch.compile of a function, once for each shape, so that it knows the shape when it compiles."""
+    """torch.compile of a function, anew for each shape, so that the compiler knows the shape."""
 
     def __init__(self, fn: Callable[..., torch.Tensor]) -> None:
         self._fn = fn
@@ -57,7 +53,7 @@ class _Compiled:
         key = tuple((a.shape, a.dtype, a.device) for a in args)
         if key not in self._by_shape:
             torch._dynamo.reset()  # else PyTorch stops compiling after eight shapes
-            # On a CPU the profiler sees its kernels only when told so.
+            # On a CPU the profiler sees compiled kernels only with this option.
             options: Any = {"cpp.enable_kernel_profile": True} if args[0].device.type == "cpu" else None
             self._by_shape = {key: torch.compile(self._fn, dynamic=False, fullgraph=True, options=options)}
         return self._by_shape[key](*args)
@@ -71,13 +67,16 @@ def _cuda(lesson: Lesson, device: torch.device) -> Way:
         library = cuda_build.load(lesson.name, torch.cuda.get_device_capability(device))
     except (RuntimeError, OSError) as error:
         return Way("cuda", None, f"it did not compile: {' / '.join(str(error).strip().splitlines()[:3])}")
-    return Way("cuda", lambda *args: lesson.cuda(library, *args))
+
+    def call(*inputs: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.device(inputs[0].device):
+            return lesson.run_cuda(library, *inputs, stream=torch.cuda.current_stream().cuda_stream)
+
+    return Way("cuda", call)
 
 
 def _triton(lesson: Lesson, device: torch.device, dtype: torch.dtype) -> Way:
     reason = triton_support(device)
     if reason is None and lesson.name == "matmul":
         reason = interpretable_dot(torch.empty(0, dtype=dtype, device=device))
-    if reason is not None:
-        return Way("triton", None, reason)
-    return Way("triton", lambda *args: lesson.launch(*args).run())
+    return Way("triton", None, reason) if reason else Way("triton", lambda *args: lesson.launch(*args).run())

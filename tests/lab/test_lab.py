@@ -39,7 +39,9 @@ def test_torch_ways_are_right(name, dtype, way):
     assert found.cases == len(SHAPES) and not found.failures and found.error <= 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["softmax", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "softmax")]
+)
 def test_triton_is_right_in_the_interpreter(name):
     pytest.importorskip("triton")
     dtype = torch.float16 if name in ("matmul", "gelu") else torch.float32
@@ -128,14 +130,10 @@ def test_compile_without_a_compiler_is_a_reason(fixed_rates, monkeypatch):
     assert result.rows[0].reason == result.checks[0].reason
 
 
-@pytest.mark.parametrize(
-    "name, passes",
-    # Of [dim, dim] float32: each operation reads its tensors and writes its result.
-    [("gelu", 22), ("softmax", 8)],
-)
+@pytest.mark.parametrize("name, passes", [("gelu", 22), ("softmax", 8)])
 def test_bytes_of_eager_operations(name, passes):
-    n = 256
-    x = torch.empty(n, n)
+    """passes: each operation reads its tensors and writes its result."""
+    x = torch.empty(256, 256)
     moved, operations = torch_traffic(lesson(name).plain, x)
     assert moved / x.nbytes == pytest.approx(passes, rel=0.02) and operations > 3
     moved, operations = torch_traffic(lesson(name).own, x)
@@ -178,9 +176,8 @@ def test_result_as_json(fixed_rates):
     result = run(lesson("softmax"), CPU, sizes=[24, 8], names=["torch", "cuda", "triton"], gpu="a100", seed=5)
     document = json.loads(json.dumps(result.as_dict()))
     assert (document["lesson"], document["seed"], document["compiled_for"]) == ("softmax", 5, "nvidia-a100")
-    assert [(r["way"], r["dim"]) for r in document["rows"]] == [
-        (w, d) for d in (8, 24) for w in ("torch", "cuda", "triton")
-    ]
+    expected = [(way, dim) for dim in (8, 24) for way in ("torch", "cuda", "triton")]
+    assert [(r["way"], r["dim"]) for r in document["rows"]] == expected
     for r in document["rows"]:  # each has a time or a reason
         assert (r["timing"] is None) == (r["reason"] is not None)
     assert {c["way"] for c in document["checks"]} == {"torch", "cuda", "triton"}
@@ -189,18 +186,23 @@ def test_result_as_json(fixed_rates):
     assert [x["way"] for x in document["ptx"]] == ["cuda", "triton"]
 
 
-def test_bad_arguments():
-    gelu = lesson("gelu")
-    for arguments, said in [
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
         (dict(sizes=[0]), f"sizes: expected numbers from 1 to {LARGEST_DIM}, not 0"),
         (dict(sizes=[LARGEST_DIM + 1]), "not 32769"),
         (dict(sizes=[]), "sizes: expected at least one"),
         (dict(names=["tritn"]), "way: expected one of plain, torch, compile, cuda, triton, not 'tritn'"),
         (dict(dtype=torch.float64), "dtype: gelu takes float32, bfloat16, float16, not float64"),
         (dict(gpu="h1000"), "did you mean 'h100'"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            run(gelu, CPU, **arguments)
+    ],
+)
+def test_bad_arguments(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        run(lesson("gelu"), CPU, **arguments)
+
+
+def test_an_unknown_lesson():
     with pytest.raises(ValueError, match="lesson: expected one of gelu, softmax"):
         lesson("gleu")
 
@@ -212,7 +214,7 @@ def test_order_of_sizes_and_ways():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", ["plain", "torch", "compile", "cuda", "triton"])
+@pytest.mark.parametrize("way", WAYS)
 def test_all_ways_on_a_gpu(name, way):
     device = torch.device("cuda", torch.cuda.current_device())
     for dtype in lesson(name).dtypes:

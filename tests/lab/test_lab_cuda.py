@@ -1,12 +1,10 @@
-"""The CUDA C++ of the lessons and of the guide computes the right thing: compiled for the CPU, a thread for each CUDA
-thread.
+"""The CUDA C++ of the lessons and of the guide is right: compiled for the CPU, a thread for each CUDA thread.
 
-`cuda_on_cpu.hpp` has the little of CUDA that they use. The sources are taken as they are but for what is not C++:
-launches, inline PTX, dynamic shared memory. Needs a compiler for C++20 and CUDA's headers; the GPU tests need neither.
+`cuda_on_cpu.hpp` has the part of CUDA that the sources use. `as_cpp` replaces what is not C++: launches, inline PTX,
+dynamic shared memory. The tests need a compiler for C++20 and CUDA's headers; the GPU tests need neither.
 """
 
 import ctypes
-import importlib
 import re
 import shutil
 import subprocess
@@ -19,7 +17,7 @@ from nanovllm.kernels import rms_norm
 from nanovllm.kernels.cuda.build import cuda_home
 from nanovllm.lab import cuda_build
 from nanovllm.lab.check import compare, difference
-from nanovllm.lab.lesson import NAMES, _c_value, lesson
+from nanovllm.lab.lesson import NAMES, lesson
 from nanovllm.lab.ways import Way
 from tests.docs.runnable_markdown import REPOSITORY, blocks
 
@@ -27,12 +25,7 @@ LAB = Path(cuda_build.__file__).parent
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 SHAPES = {
-    "matmul": [
-        (1, 1),
-        (3, 7),
-        (130, 136),
-        (140, 264),
-    ],  # ragged; more than a tile and a step; aligned with a ragged tile
+    "matmul": [(1, 1), (3, 7), (130, 136), (140, 264)],  # ragged; more than a tile and a step; with a ragged tile
     None: [(1, 1), (3, 7), (2, 264), (2, 4097), (2, 8192)],
 }
 
@@ -69,15 +62,9 @@ def build(name: str, source: str, folder: Path) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lesson(name, tmp_path, monkeypatch):
-    library = build(name, (LAB / f"{name}.cu").read_text(), tmp_path)
-
-    def call(function, first, *args):
-        assert function(*(_c_value(a) for a in args), None) == 0
-
-    monkeypatch.setattr(importlib.import_module(f"nanovllm.lab.{name}"), "call_cuda", call)
-    one = lesson(name)
-    way = Way("cuda", lambda *inputs: one.cuda(library, *inputs))
+def test_lesson(name, tmp_path):
+    library, one = build(name, (LAB / f"{name}.cu").read_text(), tmp_path), lesson(name)
+    way = Way("cuda", lambda *inputs: one.run_cuda(library, *inputs))
     for dtype in (one.dtypes[0], torch.bfloat16):
         for rows, dim in SHAPES.get(name, SHAPES[None]):
             generator = torch.Generator().manual_seed(torch.seed() % 2**31)
@@ -85,11 +72,10 @@ def test_lesson(name, tmp_path, monkeypatch):
             assert failure is None and error <= 1, f"{dtype} {rows}x{dim}: {failure}"
 
 
-def test_a_wrong_index_would_show(tmp_path, monkeypatch):
+def test_a_wrong_index_would_show(tmp_path):
     source = (LAB / "softmax.cu").read_text().replace("i += blockDim.x", "i += blockDim.x + 1", 1)
-    library = build("softmax", source, tmp_path)
-    x, y = torch.randn(2, 4097), torch.empty(2, 4097)
-    assert library.lab_softmax(*map(_c_value, (x, y)), 2, 4097, 0, None) == 0
+    x = torch.randn(2, 4097)
+    y = lesson("softmax").run_cuda(build("softmax", source, tmp_path), x)
     assert difference(y, torch.softmax(x.double(), 1))[1] is not None
 
 

@@ -8,18 +8,23 @@ import torch.nn.functional as F
 
 from nanovllm.hardware.measured_rates import Rates
 from nanovllm.lab import mlp
-from nanovllm.lab.mlp import SWEEPS, Point, Shape, make_run, run_sweeps
+from nanovllm.lab.mlp import SWEEPS, Point, Shape, TrainingRun, run_sweeps
 from nanovllm.lab.show_mlp import in_words
 
 CPU = torch.device("cpu")
 BASE = Shape(steps=1, layers=2, batch=4, dim=8)
 
 
+RATES = Rates("a test", 1e10, 1e10, 1e10, {"float32": 1e11})
+
+
 @pytest.fixture(autouse=True)
 def fixed_rates(monkeypatch):
-    rates = Rates("a test", 1e10, 1e10, 1e10, {"float32": 1e11})
-    monkeypatch.setattr(mlp, "rates", lambda device, dtypes: rates)
-    monkeypatch.setitem(mlp._BUDGET, "cpu", 0.0)
+    monkeypatch.setattr(mlp, "rates", lambda device, dtypes: RATES)
+
+
+def sweeps(**arguments):
+    return run_sweeps(BASE, CPU, seed=1, budget={"cpu": 0.0}, **arguments)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 1, 8, 16), Shape(2, 3, 4, 32)])
@@ -27,27 +32,26 @@ def test_flops_are_those_that_pytorch_counts(shape):
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
-        make_run(shape, CPU, torch.float32, seed=1)()
+        TrainingRun(shape, CPU, torch.float32, seed=1)()
     assert counter.get_total_flops() == shape.flops
 
 
 def test_a_step_is_forward_and_backward():
-    run = make_run(Shape(steps=3, layers=2, batch=4, dim=8), CPU, torch.float32, seed=7)
-    cells = dict(zip(run.__code__.co_freevars, (c.cell_contents for c in run.__closure__)))
+    run = TrainingRun(Shape(steps=3, layers=2, batch=4, dim=8), CPU, torch.float32, seed=7)
     loss = run()
-    weights = [w.detach().clone().requires_grad_() for w in cells["weights"]]
-    x = cells["inputs"]
+    weights = [w.detach().clone().requires_grad_() for w in run.weights]
+    x = run.inputs
     for weight in weights:
         x = F.gelu(x @ weight)
     expected = x.square().mean()
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
-    for got, want in zip(cells["weights"], weights):
+    for got, want in zip(run.weights, weights):
         torch.testing.assert_close(got.grad, want.grad)  # of the last step alone, not the sum
 
 
 def test_sweeps_change_one_number_at_a_time():
-    result = run_sweeps(BASE, CPU, factors=(1, 3), seed=1)
+    result = sweeps(factors=(1, 3))
     assert list(result.points) == list(SWEEPS)
     for name, (first, last) in result.points.items():
         assert first.shape == BASE and first.ratio == first.flops_ratio == 1
@@ -60,26 +64,25 @@ def test_sweeps_change_one_number_at_a_time():
 
 
 def test_profile_at_both_ends():
-    result = run_sweeps(BASE, CPU, names=["layers"], factors=(1, 2, 4), profile=True, seed=1)
+    result = sweeps(names=["layers"], factors=(1, 2, 4), profile=True)
     first, middle, last = result.points["layers"]
     assert not middle.ran
     products = [next(k.count for k in p.ran if k.name == "aten::mm") for p in (first, last)]
     assert products == [3 * 2 - 1, 3 * 8 - 1]
 
 
-def test_bad_arguments():
-    for make, said in [
-        (
-            lambda: run_sweeps(BASE, CPU, names=["width"]),
-            "sweep: expected one of steps, layers, batch, dim, not 'width'",
-        ),
-        (lambda: run_sweeps(BASE, CPU, factors=()), "factors: expected ascending"),
-        (lambda: run_sweeps(BASE, CPU, factors=(2, 1)), "not 2,1"),
-        (lambda: run_sweeps(BASE, CPU, factors=(1, 10000)), "steps: expected a number from 1 to 1024, not 10000"),
-        (lambda: Shape(1, 1, 1, 0), "dim: expected a number from 1 to 32768, not 0"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            make()
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"names": ["width"]}, "sweep: expected one of steps, layers, batch, dim, not 'width'"),
+        ({"factors": ()}, "factors: expected ascending"),
+        ({"factors": (2, 1)}, "not 2,1"),
+        ({"factors": (1, 10000)}, "steps: expected a number from 1 to 1024, not 10000"),
+    ],
+)
+def test_bad_arguments(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        sweeps(**arguments)
 
 
 def test_words_for_growth():

@@ -5,6 +5,7 @@ import torch
 
 from nanovllm.hardware.gpu_presets import device_model
 from nanovllm.kernels.cuda.build import toolchain_reason
+from nanovllm.lab import cuda_build
 from nanovllm.lab.compiled import cuda_reading, triton_reading
 from nanovllm.lab.lesson import NAMES, lesson
 from nanovllm.lab.ptx import explained, kernels_of, read, resources_in_words
@@ -121,10 +122,16 @@ def test_spills_are_said():
     assert "24 bytes a thread go to memory and back" in resources_in_words(reading, device_model("a100"))[1]
 
 
-def _needs_a_compiling_triton():
-    triton = pytest.importorskip("triton")
-    if triton.knobs.runtime.interpret:
+@pytest.fixture
+def compiling_triton():
+    if pytest.importorskip("triton").knobs.runtime.interpret:
         pytest.skip("compiles nothing under TRITON_INTERPRET")
+
+
+@pytest.fixture
+def nvcc():
+    if (reason := toolchain_reason()) is not None:
+        pytest.skip(reason)
 
 
 def _bytes(reading, what):
@@ -133,15 +140,13 @@ def _bytes(reading, what):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "matmul"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_of_row_kernels_moves_16_bytes(name, dtype):
-    _needs_a_compiling_triton()
+def test_triton_of_row_kernels_moves_16_bytes(compiling_triton, name, dtype):
     ptx, reading = triton_reading(lesson(name), 4096, dtype, (9, 0))
     assert ".target sm_90" in ptx and _bytes(reading, "ld") == _bytes(reading, "st") == {16}
     assert 10 < reading.registers <= 255 and reading.spilled == 0
 
 
-def test_triton_matmul_uses_each_gpus_tensor_cores():
-    _needs_a_compiling_triton()
+def test_triton_matmul_uses_each_gpus_tensor_cores(compiling_triton):
     matmul = lesson("matmul")
     for capability, unit in (((8, 0), "mma"), ((9, 0), "wgmma.mma")):
         _, reading = triton_reading(matmul, 4096, torch.float16, capability)
@@ -159,9 +164,7 @@ def test_triton_interpreting_compiles_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cuda_of_every_lesson(name):
-    if (reason := toolchain_reason()) is not None:
-        pytest.skip(reason)
+def test_cuda_of_every_lesson(nvcc, name):
     one = lesson(name)
     dtype = one.dtypes[-1]
     ptx, reading = cuda_reading(one, 4096, dtype, (9, 0))
@@ -177,34 +180,18 @@ def test_cuda_of_every_lesson(name):
         assert _bytes(ragged, "ld") == {torch.empty(0, dtype=dtype).element_size()}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_cuda_source_exports_its_launcher(name):
-    from nanovllm.lab import cuda_build
-
-    text = (cuda_build.Path(cuda_build.__file__).parent / f"{name}.cu").read_text()
-    assert f"\nLAB_EXPORT int lab_{name}(" in text
-
-
-@pytest.mark.parametrize("name", ["gelu"])
-def test_cuda_links_into_a_library_with_its_launcher(name, tmp_path, monkeypatch):
-    if (reason := toolchain_reason()) is not None:
-        pytest.skip(reason)
-    from nanovllm.lab import cuda_build
-
+def test_cuda_links_into_a_library_with_its_launcher(nvcc, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    library = cuda_build.load.__wrapped__(name, (9, 0))
-    assert getattr(library, f"lab_{name}")
-    built = list(tmp_path.rglob("*.so"))
-    assert len(built) == 1
-    before = built[0].stat().st_mtime_ns
-    cuda_build.load.__wrapped__(name, (9, 0))
-    assert built[0].stat().st_mtime_ns == before  # not built again
-    assert "nanovllm_lab_" in built[0].parent.name
+    load = cuda_build.load.__wrapped__  # without its cache
+    assert load("gelu", (9, 0)).lab_gelu
+    (built,) = tmp_path.rglob("*.so")
+    before = built.stat().st_mtime_ns
+    load("gelu", (9, 0))
+    assert built.stat().st_mtime_ns == before  # not built again
+    assert "nanovllm_lab_" in built.parent.name
 
 
 def test_cuda_without_a_compiler_says_why(monkeypatch):
-    from nanovllm.lab import cuda_build
-
     monkeypatch.setattr(cuda_build, "toolchain_reason", lambda: "nvcc is not here")
     with pytest.raises(RuntimeError, match="nvcc is not here"):
         cuda_reading(lesson("gelu"), 64, torch.float32, (9, 0))
