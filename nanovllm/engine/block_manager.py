@@ -4,18 +4,15 @@ A *full* block of known tokens is registered under a hash chained over all token
 equal prefixes. A registered block stays findable after its last user frees it, until it is handed out again: free
 blocks are reused least recently used first, and a sequence's last blocks before its first ones.
 
-The hash is BLAKE2b with a random key for each block manager: without the key nobody can construct token ids that have
-the hash of another request's prefix, and so read its cache. The first hash of a sequence also depends on its
-`cache_salt`, so that requests with different salts share nothing, and cannot learn from response times what others
-asked. A block of 256 tokens takes 7.9 us to hash, of which 5 us go to packing the ids; unkeyed XXH3-128 took 7.1 us
-(one core of an AMD EPYC, best of 90 runs:
-`python -m timeit -s "import array, hashlib; ids = list(range(150000, 154096)); key = hashlib.blake2b(digest_size=16,
-key=b'k' * 32)" "h = key.copy(); h.update(b'0' * 16); h.update(array.array('i', ids[0:256])); h.digest()"`).
+The hash is BLAKE2b with a random key for each block manager. Without the key nobody can construct token ids that have
+the hash of another request's prefix, and read its cache. The first hash of a sequence also depends on its `cache_salt`:
+requests with different salts share nothing, and cannot learn from response times what others asked. A block of 256
+tokens takes 7.9 us to hash (one core of an AMD EPYC), 5 us of it to pack the ids; unkeyed XXH3-128 took 7.1 us.
 
-Blocks are registered when the step that computes them is *scheduled*. That is early enough for a request of the same
-step to share the block: in every layer all of a step's keys and values are stored before any attention reads them, and
-later steps run after it on the same stream. There is one exception. A step of single tokens stores and attends in one
-kernel, so a block that a single token or a piggybacked prompt completes is registered one step later.
+A block is registered when the step that computes it is *scheduled*. A request of the same step may then share the
+block: in every layer a step stores all its keys and values before any attention reads them. Later steps run after it on
+the same stream. There is one exception: a step of single tokens stores and attends in one kernel, so a block that a
+single token or a piggybacked prompt completes is registered one step later.
 """
 
 from __future__ import annotations
@@ -40,10 +37,9 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """Make all blocks free and forget what they hold, even in the middle of another method's work."""
+        """Free all blocks and forget their contents, even in the middle of another method."""
         self._ref_counts = [0] * self.num_blocks
-        # Free blocks in the order of reuse.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # in the order of reuse
         self._hash_of: list[bytes | None] = [None] * self.num_blocks
         self._block_of: dict[bytes, int] = {}
 
@@ -55,10 +51,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks that already hold the beginning of the sequence; at least its last token is left to compute.
-
-        Nothing changes: `admit` takes them.
-        """
+        """Blocks that already hold the beginning of the sequence, for `admit`; its last token is never in them."""
         if not self.enable_prefix_caching or seq.params.prompt_logprobs is not None:
             return []  # prompt log-probabilities need the logits of every prompt token
         self._extend_hashes(seq, len(seq.token_ids))
@@ -89,7 +82,7 @@ class BlockManager:
     def grow(self, seq: Sequence, num_tokens: int, keep_free: int = 0) -> bool:
         """Extend the sequence's blocks to hold `num_tokens`.
 
-        Returns False, with nothing changed, if fewer than `keep_free` blocks would stay free.
+        Returns False, with nothing changed, if fewer than `keep_free` blocks would stay free afterwards.
         """
         missing = self.blocks_needed(num_tokens) - len(seq.block_table)
         if missing > len(self._free) - keep_free:
@@ -111,7 +104,7 @@ class BlockManager:
         self._extend_hashes(seq, full * self.block_size)
         for i in range(seq.num_registered_blocks, full):
             block, digest = seq.block_table[i], seq.block_hashes[i]
-            # Where another block holds the same tokens already, this one stays private.
+            # If another block holds the same tokens already, this one stays private.
             if self._hash_of[block] is None and digest not in self._block_of:
                 self._hash_of[block] = digest
                 self._block_of[digest] = block
@@ -124,7 +117,7 @@ class BlockManager:
             if self._ref_counts[block] == 0:
                 self._free[block] = None
                 if self._hash_of[block] is None:
-                    self._free.move_to_end(block, last=False)  # nothing to find in it: reuse it first
+                    self._free.move_to_end(block, last=False)  # not findable: reuse it first
         seq.block_table = []
         seq.num_registered_blocks = 0
 
@@ -143,7 +136,7 @@ class BlockManager:
             hashes.append(digest.digest())
 
     def _first_parent(self, seq: Sequence) -> bytes:
-        """What stands for the hash of the block before the first one."""
+        """The hash that stands before that of the first block."""
         digest = self._keyed_hash.copy()
         if seq.cache_salt is not None:
             # The prefix byte keeps the empty salt apart from none.

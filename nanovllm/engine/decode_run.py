@@ -1,4 +1,4 @@
-"""Decode steps that repeat: the same sequences, each one token further, with as little work a step as possible."""
+"""Decode steps that repeat: the same sequences, each one token further, with little work a step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from nanovllm.engine.step import ScheduledStep
 
 
 class DecodeRun:
-    """The continuations of a decode step, until something has to be decided.
+    """The continuations of a decode step, until the scheduler has to decide something.
 
-    It knows in advance when a sequence will begin a block or reach its greatest length, so that a step looks only at
-    these. Where one sequence needs a block, all that will need one soon get theirs too, so that the device hears of new
-    blocks once in many steps. No sequence is preempted for a reserved block, none gets blocks beyond its greatest
-    length, and as many blocks stay free as all sequences may need for so many tokens.
+    A run knows in advance when each sequence begins a block or reaches its greatest length. A step looks only at these
+    sequences. When one sequence needs a block, every sequence that needs one soon gets its block too, so that the host
+    sends new blocks to the device once in many steps. No sequence is preempted for a reserved block, and no sequence
+    gets blocks beyond its greatest length. The blocks that all sequences may need for the same number of tokens stay
+    free.
 
     Args:
-        step: the first step, of kind DECODE, with all sequences that run.
-        reserve_tokens_ahead: tokens that a sequence has blocks for beyond the step's, after blocks were reserved; 0:
-            none are reserved.
+        step: the first step, of kind DECODE, with all running sequences.
+        reserve_tokens_ahead: tokens beyond the step's for which blocks are reserved; 0: none.
     """
 
     def __init__(self, step: ScheduledStep, blocks: BlockManager, reserve_tokens_ahead: int) -> None:
@@ -30,15 +30,13 @@ class DecodeRun:
         self._last_offset = min(seq.max_len - seq.num_tokens for seq in step.sampling)
         """Continuations until a sequence reaches its greatest length."""
         self._block_starts: dict[int, list[Sequence]] = {}
-        """By continuation: the sequences whose token is the first of a block. Each is there once, with its next
-        block.
-        """
+        """By continuation: the sequences whose token begins a block. Each sequence is there once."""
         for seq in step.sampling:
             self._block_starts.setdefault(-seq.num_computed_tokens % blocks.block_size + 1, []).append(seq)
-        self._reserve(step.sampling)  # the step differs from the one before it, so the device hears of something anyway
+        self._reserve(step.sampling)  # the host sends something anyway: the step differs from the one before it
 
     def next(self) -> ScheduledStep | None:
-        """The next step of the run, or None if something has to be decided."""
+        """The next step of the run, or None if the scheduler has to decide something."""
         if self.step.offset == self._last_offset:
             return None
         step, block_size = self.step.next(), self._blocks.block_size
@@ -48,7 +46,7 @@ class DecodeRun:
             if len(seq.block_table) * block_size == seq.num_computed_tokens:
                 grows = True
                 if not self._blocks.grow(seq, seq.num_computed_tokens + 1):
-                    return None  # a sequence has to be preempted; those that have grown until here keep their blocks
+                    return None  # a sequence has to be preempted; the ones before it keep their new blocks
         for seq in step.sampling:
             seq.num_computed_tokens += 1
             seq.num_pending += 1
@@ -62,7 +60,7 @@ class DecodeRun:
         return step
 
     def _reserve(self, seqs: Iterable[Sequence]) -> None:
-        """Give sequences the blocks of their next tokens, as the class says."""
+        """Give sequences the blocks of their next tokens."""
         ahead, block_size = self._reserve_tokens_ahead, self._blocks.block_size
         if not ahead:
             return

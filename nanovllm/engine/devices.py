@@ -10,9 +10,7 @@ from nanovllm.weights.checkpoint import Checkpoint
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a GPU the current one: kernels, graphs, events and pinned memory go to that, not to where their
-    arguments are.
-    """
+    """Makes a GPU the current one: kernels, graphs, events and pinned memory go there, wherever their arguments are."""
     return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 

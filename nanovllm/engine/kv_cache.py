@@ -1,4 +1,4 @@
-"""The paged KV cache's memory: how much there is room for, and the tensors themselves."""
+"""The paged KV cache's memory: its size, and the tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.arguments import full_dtype
 from nanovllm.layers.attention import LayerCache
 from nanovllm.model_config import ModelConfig
 
-# On a CPU a cache whose size was not asked for takes at most this share of the free memory.
+# The share of the free memory that a cache on a CPU takes, unless the user names its size.
 _CPU_SHARE = 0.25
 _MIB = 2**20
 
@@ -21,27 +21,27 @@ _FP8 = ("fp8", "fp8_e4m3")
 
 
 class OutOfCacheMemory(ValueError):
-    """The device has no room for the KV cache that is needed."""
+    """The KV cache does not fit into the device's memory."""
 
 
 def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that `kv_cache_dtype`, one of `config.KV_CACHE_DTYPES`, names; "auto" is the model's."""
+    """The dtype of a `kv_cache_dtype`, one of `config.KV_CACHE_DTYPES`; "auto" is the model's."""
     if name == "auto":
         return model_dtype
     return torch.float8_e4m3fn if name in _FP8 else getattr(torch, full_dtype(name))
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
-    """Bytes that one block of `block_size` tokens takes, over all layers, K and V."""
+    """Bytes of one block of `block_size` tokens, over all layers, K and V."""
     num_kv_heads = max(1, config.num_kv_heads // tp_size)
     return 2 * config.num_hidden_layers * block_size * num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def kv_slot(block: Any, position: Any, block_size: int) -> Any:
-    """The place of a token in the cache: integers, NumPy arrays or tensors.
+    """The place of a token in the cache; integers, NumPy arrays or tensors.
 
     Args:
-        block: the block that holds the token: entry `position // block_size` of its sequence's block table.
+        block: entry `position // block_size` of the sequence's block table.
         position: the token's position in its sequence.
     """
     return block * block_size + position % block_size
@@ -50,7 +50,7 @@ def kv_slot(block: Any, position: Any, block_size: int) -> Any:
 def allocate(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
-    """Zeroed caches for `num_blocks` blocks and one more, the padding block, whose number is `num_blocks`."""
+    """Zeroed caches of `num_blocks` blocks and the padding block, whose number is `num_blocks`."""
     shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
     return [LayerCache(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_hidden_layers)]
 
@@ -58,8 +58,7 @@ def allocate(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # The operating system clears pages when they are first touched: gigabytes at once, and unused blocks take no
-    # memory.
+    # The operating system clears pages when they are first touched: unused blocks take no memory.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
@@ -68,13 +67,13 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, usef
 
     Args:
         available: bytes that the cache may take.
-        per_block: bytes a block.
+        per_block: bytes of a block.
         wanted: the user's number of blocks, or None.
-        useful: more blocks than this could never be used.
-        remedy: what to change if there is not enough, for the error.
+        useful: the most blocks that sequences can use.
+        remedy: what the error message advises.
 
     Raises:
-        OutOfCacheMemory: not even one block fits, or not the `wanted` ones; the message says how much is missing.
+        OutOfCacheMemory: not even one block fits, or not the `wanted` ones.
     """
     needed = 1 if wanted is None else wanted
     fits = available // per_block - 1  # one is the padding block
@@ -89,18 +88,14 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, usef
 
 
 def available_bytes_cpu(asked: bool) -> int:
-    """This machine's free memory in bytes; unless the user `asked` for a size, only the share of it that a cache may
-    take.
-    """
+    """This machine's free memory in bytes; a share of it, unless the user `asked` for a size."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return free if asked else int(_CPU_SHARE * free)
 
 
 def available_bytes_cuda(device: torch.device, utilization: float, peak_allocated: int) -> int:
-    """What is left of `utilization` of the GPU's memory.
-
-    Args:
-        peak_allocated: PyTorch's peak of allocated bytes over a forward pass of the largest batch, weights included.
+    """Bytes of the GPU's memory, times `utilization`, that are free beside other processes and `peak_allocated` bytes:
+    PyTorch's peak over the largest steps, weights included.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -1,6 +1,4 @@
-"""Before the first step: how long the start takes, how much memory steps need, and the KV cache in what memory is
-left.
-"""
+"""Before the first step: the limits of steps, the memory that they need, and the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartTimer:
-    """Seconds that the parts of the start took, on the host's clock: the GPU may still be at work when one ends."""
+    """Seconds that the parts of the start took on the host. The GPU may still work when a part ends."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -43,10 +41,10 @@ class StartTimer:
 
 @contextmanager
 def garbage_collected_at_the_end() -> Iterator[None]:
-    """Within the block Python does not look for garbage; it does so once at the end.
+    """Within the block Python's garbage collector is off; it runs once at the end.
 
-    A start creates so many objects that Python would look at all of them, a few hundred thousand, many times, and once
-    more while requests wait. The block does nothing where the user has switched the collector off.
+    A start creates a few hundred thousand objects. The collector would look at all of them many times, and once more
+    while requests wait. A collector that the user has switched off stays off.
     """
     if not gc.isenabled():
         yield
@@ -61,21 +59,18 @@ def garbage_collected_at_the_end() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest steps, and the KV cache that they use.
-
-    Attributes:
-        max_model_len: the longest sequence, bounded by the model, and by the KV cache once its size is known.
-    """
+    """The largest steps, and the KV cache that they use."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    """The longest sequence, bounded by the model, and by the KV cache once its size is known."""
     block_size: int
     cache_dtype: torch.dtype
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> StepLimits:
-        """What the arguments ask for, within the model's limits. dtype: of the model."""
+        """The limits that the arguments ask for, within those of the model. dtype: the model's."""
         return cls(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
@@ -86,7 +81,7 @@ class StepLimits:
 
 
 def within_blocks(limits: StepLimits, num_blocks: int) -> StepLimits:
-    """These limits with a KV cache of so many blocks."""
+    """These limits with a KV cache of `num_blocks` blocks."""
     longest = num_blocks * limits.block_size
     return replace(limits, max_model_len=_bounded_len(limits.max_model_len, longest, "the KV cache's size"))
 
@@ -98,10 +93,10 @@ def _bounded_len(wanted: int, limit: int, what: str) -> int:
 
 
 def num_kvcache_blocks(config: EngineConfig, model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits) -> int:
-    """How many blocks the KV cache gets; a GPU runs the largest steps once to see how much memory is left.
+    """The number of blocks of the KV cache. A GPU runs the largest steps once, to see how much memory they leave.
 
     Raises:
-        OutOfCacheMemory: not even one block fits, or not as many as the config names.
+        OutOfCacheMemory: not even one block fits, or fewer than the config names.
     """
     per_block = kv_cache.block_bytes(model.config, limits.block_size, limits.cache_dtype)
     useful = limits.max_num_seqs * -(-limits.max_model_len // limits.block_size)
@@ -120,11 +115,7 @@ def num_kvcache_blocks(config: EngineConfig, model: DecoderForCausalLM, sampler:
 
 
 def profile_peak(model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits) -> int:
-    """PyTorch's peak memory in bytes over the largest steps, weights included.
-
-    These are a prefill with prompt log-probabilities, and decodes with filters, penalties and log-probabilities. The
-    penalty state, which stays once a request has used it, is there throughout.
-    """
+    """PyTorch's peak memory in bytes over the largest steps, weights and penalty state included."""
     device = sampler.device
     torch.cuda.reset_peak_memory_stats(device)
     num_blocks = -(-limits.max_model_len // limits.block_size)
@@ -139,7 +130,9 @@ def profile_peak(model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits
 
 
 def run_largest_steps(paged: PagedModel, sampler: Sampler, limits: StepLimits) -> None:
-    """Run the steps that take most memory. All sequences use the same blocks: only the memory matters."""
+    """Run the steps that take most memory: a prefill with prompt log-probabilities, and decodes with filters,
+    penalties and log-probabilities. All sequences use the same blocks, since only the memory matters.
+    """
     device, max_num_seqs = paged.device, limits.max_num_seqs
     length = min(limits.max_model_len, limits.max_num_batched_tokens)
     num_seqs = max(1, min(limits.max_num_batched_tokens // length, max_num_seqs))

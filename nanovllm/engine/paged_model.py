@@ -16,8 +16,8 @@ class PagedModel:
     """A model, its KV cache, and the last token of every sequence.
 
     Args:
-        caches: one for each layer. Their last block, the padding block, belongs to no sequence.
-        max_num_seqs: sequences that run at the same time, and the number of seq_slots.
+        caches: one for each layer. The last block, the padding block, belongs to no sequence.
+        max_num_seqs: the most running sequences, and the number of seq_slots.
         max_model_len: a bound on every context length.
     """
 
@@ -50,9 +50,7 @@ class PagedModel:
 
     @contextmanager
     def two_layers(self) -> Iterator[None]:
-        """Within the block the model runs two layers, for first calls that compile kernels and whose results are not
-        read.
-        """
+        """Within the block the model runs two layers, for calls that compile kernels: their results are not read."""
         caches = self.caches
         self.caches = caches[:2]  # the model runs as many layers as there are caches
         try:

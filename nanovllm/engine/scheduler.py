@@ -1,19 +1,18 @@
 """The scheduler: which sequences run in the next step, on how many tokens, in which cache blocks.
 
 A step may mix sequences that decode (one token each) with pieces of prompts, under one token budget. Running sequences
-go first, in the order of their admission; the rest of the budget admits waiting ones. If a sequence needs a block and
-none is
-free, the sequence admitted last is preempted: it gives up its blocks and is computed again later, its output kept.
+go first, in the order of their admission; the rest of the budget admits waiting sequences. If a sequence needs a block
+and none is free, the sequence admitted last is preempted: it gives up its blocks and is computed again later. Its
+output is kept.
 
-A step can be scheduled while the one before it is still in flight. Blocks and seq_slots are given back as soon as the
-host
-knows that a sequence is over, even then: steps run one after the other on one stream, so the next owner of a block
-writes to it after the step in flight has.
+A step can be scheduled while the step before it is in flight. Blocks and seq_slots are given back as soon as the host
+knows that a sequence has ended, even if a step in flight uses them: steps run in order on one stream, so the next owner
+of a block writes to it later.
 
 While no sequence comes, ends or lacks a block, steps repeat: the same sequences, each one token further (`DecodeRun`).
 
-With piggybacked prefill (`engine/fast/piggyback.py`) a step of decodes takes a few tokens of prompts as well, but never
-a prompt's last token, which is a decode of the next step.
+With piggybacked prefill (`engine/fast/piggyback.py`) a step of decodes takes a few prompt tokens as well, but never a
+prompt's last token, which is a decode of the next step.
 """
 
 from __future__ import annotations
@@ -29,18 +28,16 @@ from nanovllm.engine.step import ScheduledSequence, ScheduledStep, StepBudget, S
 
 
 class PrefillPacer(Protocol):
-    """Decides how many tokens of prompts a step takes, where latency does not matter: see
-    `engine/fast/piggyback.py`.
-    """
+    """Decides how many prompt tokens a step takes: see `engine/fast/piggyback.py`."""
 
     def budget(self, running: Collection[Sequence], waiting: Collection[Sequence], max_num_tokens: int) -> StepBudget:
-        """The budget of the next step; it computes sequences that run and those that may be admitted, in order."""
+        """The budget of the next step. running, waiting: the sequences that it may compute, in order."""
 
     def started(self) -> None:
-        """The first sequences come to an idle scheduler."""
+        """The first sequence comes to an idle scheduler."""
 
     def ended(self, seq: Sequence, reason: str) -> None:
-        """A sequence is over."""
+        """A sequence has ended."""
 
 
 class Scheduler:
@@ -48,14 +45,12 @@ class Scheduler:
 
     Args:
         block_manager: the KV cache's bookkeeping.
-        max_num_seqs: most sequences in a step, and the number of seq_slots.
-        max_num_batched_tokens: most tokens in a step.
-        max_model_len: longest prompt plus output; the cache must hold at least one such sequence.
+        max_num_seqs: the most sequences in a step, and the number of seq_slots.
+        max_num_batched_tokens: the most tokens in a step.
+        max_model_len: the longest prompt plus output; the cache must hold at least one such sequence.
         eos_token_ids: tokens that end a sequence unless its `ignore_eos` is set.
-        pacer: decides how many tokens of prompts a step takes; None: as many as fit.
-        reserve_tokens_ahead: tokens that a decoding sequence has blocks for beyond the step's, after blocks were
-            reserved;
-            0: no block is reserved.
+        pacer: decides how many prompt tokens a step takes; None: as many as fit.
+        reserve_tokens_ahead: see `DecodeRun`.
     """
 
     def __init__(
@@ -78,18 +73,18 @@ class Scheduler:
         self.reserve_tokens_ahead = reserve_tokens_ahead
         self.num_preemptions = 0
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
-        """In the order of service. A dict, so that ending a waiting sequence takes the same time wherever it waits."""
+        """In the order of service. A dict, so that ending a waiting sequence takes constant time."""
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, even from the midst of a decision: no sequence runs or waits for a step in flight.
+        """Begin anew, even in the middle of a decision: no sequence runs or waits for a step in flight.
 
-        The sequences in `waiting` afterwards will be served; the caller must end all others.
+        The sequences in `waiting` will be served; the caller must end all others.
         """
         self.running: list[Sequence] = []
         self._run: DecodeRun | None = None
         self._head_lacks_blocks = False
-        """Whether the first waiting sequence found too few blocks, and none has been given back since."""
+        """Whether the first waiting sequence found too few free blocks, and none was given back since."""
         self._free_seq_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self.blocks.reset()
         self.waiting = OrderedDict.fromkeys(
@@ -112,7 +107,7 @@ class Scheduler:
         self.waiting[seq] = None
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None if nothing can run before results in flight are read (or nothing is left)."""
+        """The next step; None: no sequence is left, or none can run before a result in flight is read."""
         step = None if self._run is None or self._may_admit() else self._run.next()
         if step is not None:
             return step
@@ -160,23 +155,23 @@ class Scheduler:
 
     @staticmethod
     def _at_end(seq: Sequence) -> bool:
-        """Whether its last token is in flight, so that nothing is left to compute."""
+        """Whether the sequence's last token is in flight, so that it needs no further step."""
         return bool(seq.num_pending) and seq.num_tokens >= seq.max_len
 
     def _admit(self, parts: list[ScheduledSequence], budget: StepBudget) -> None:
-        """Add the parts of waiting sequences in their order, as far as everything suffices."""
+        """Add parts of waiting sequences in their order, while budget, seq_slots and blocks suffice."""
         piggyback = budget.piggybacked is not None
         left = budget.num_tokens - sum(part.num_tokens for part in parts)
         while self.waiting and left > 0 and self._free_seq_slots:
             seq = next(iter(self.waiting))
             if seq.num_pending:
-                break  # preempted with a token in flight: its tokens are not all known yet
+                break  # preempted with a token in flight: the host does not know all of its tokens yet
             prefix = self.blocks.match_prefix(seq)
             start = len(prefix) * self.blocks.block_size
             num_tokens = min(_most_tokens(seq.num_tokens - start, parts, budget), left)
             if num_tokens == 0:
                 break
-            # A piggybacked prompt begins when all of it fits: else decodes that grow would soon preempt it.
+            # A piggybacked prompt begins when all of it fits: otherwise decodes that grow would soon preempt it.
             if not self.blocks.admit(seq, prefix, start + num_tokens, seq.num_tokens if piggyback else 0):
                 self._head_lacks_blocks = True
                 break
@@ -191,10 +186,9 @@ class Scheduler:
             left -= num_tokens
 
     def update(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
-        """Take the tokens that a step sampled, one for each of its parts that samples, in order.
+        """Append the tokens that a step sampled, one for each part that samples, in order.
 
-        Returns the sequences that grew; some of them finished by it. Tokens of sequences that finished before are
-        dropped.
+        Returns the sequences that grew; some of them have finished. Tokens of sequences that had finished are dropped.
         """
         grown = []
         assert len(step.sampling) == len(token_ids)
@@ -211,8 +205,8 @@ class Scheduler:
         return grown
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence, whether it waits, runs, has a step in flight or was never added, and take back what it
-        holds.
+        """End a sequence and take back its blocks and seq_slot. It may wait, run, have a step in flight, or not be
+        added.
         """
         if seq.finished:
             return
@@ -231,9 +225,8 @@ class Scheduler:
         start = seq.num_computed_tokens
         early = piggyback or num_tokens == 1
         if early:
-            # Only what earlier steps compute: in a step of single tokens one kernel stores keys and attends to them. So
-            # no sequence may share the block that this token completes, or that a piggybacked piece completes, in this
-            # step.
+            # Before the step: one kernel stores the keys of single tokens and attends to them. So no other sequence may
+            # share, in this step, a block that this token or a piggybacked piece completes.
             self.blocks.register(seq)
         seq.num_computed_tokens += num_tokens
         samples = seq.num_computed_tokens == seq.num_tokens
@@ -269,7 +262,7 @@ class Scheduler:
             self.finish(seq, "length")
 
     def check(self) -> None:
-        """Assert the invariants; cheap enough to call after every operation in a test."""
+        """Assert the invariants, for tests."""
         self.blocks.check([*self.running, *self.waiting])
         slots = [s.seq_slot for s in self.running] + self._free_seq_slots
         assert sorted(slots) == list(range(self.max_num_seqs)), f"slots are lost or doubled: {slots}"
@@ -290,7 +283,7 @@ class Scheduler:
 
 
 def _most_tokens(missing: int, parts: list[ScheduledSequence], budget: StepBudget) -> int:
-    """Tokens that a step with these parts may take of a sequence of which so many tokens are not computed."""
+    """Tokens of a sequence that a step with these parts may take. missing: its tokens that are not computed."""
     if budget.piggybacked is None or missing <= 1:
         return missing
     pieces = [p.num_tokens for p in parts if not p.samples]

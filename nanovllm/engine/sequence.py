@@ -17,9 +17,9 @@ class SequenceStatus(Enum):
 class Sequence:
     """Token ids and progress of one completion.
 
-    Tokens come to be in two moments: a step that will sample one is *scheduled* (`num_pending` grows), and later that
-    step's result is *read* (`token_ids` grows, `num_pending` shrinks). With asynchronous scheduling the next step is
-    scheduled between the two, so a sequence has a length (`num_tokens`) that can exceed the tokens the host knows.
+    A step that samples a token is *scheduled* (`num_pending` grows), and its result is *read* later (`token_ids` grows,
+    `num_pending` shrinks). With asynchronous scheduling the next step is scheduled between the two, so a sequence may
+    be longer (`num_tokens`) than the tokens that the host knows.
 
     Invariant: num_computed_tokens <= num_tokens, and while running, block_table covers num_computed_tokens.
     """
@@ -47,17 +47,17 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)
         self.num_pending = 0
         self.num_computed_tokens = 0
-        """Tokens whose keys and values are in the cache or will be once the steps in flight have run."""
+        """Tokens whose keys and values are in the cache once the steps in flight have run."""
         self.num_cached_tokens: int | None = None
-        """Of those, the ones found in the prefix cache at the first admission; None before it."""
+        """Tokens that the first admission found in the prefix cache; None before it."""
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
         """Chained hashes of the leading full blocks of known tokens; kept over preemption."""
         self.num_registered_blocks = 0
-        """Leading blocks of the block table that were offered to the prefix cache."""
+        """Leading blocks that were offered to the prefix cache."""
         self.seq_slot = -1
-        """The sequence's place in per-sequence buffers (last tokens, token counts) while it runs; -1 while it does not.
-        Its row of the decode state is another number, which changes."""
+        """The sequence's place in per-sequence buffers (last tokens, token counts) while it runs, else -1. Its row of
+        the decode state is another number."""
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -66,9 +66,7 @@ class Sequence:
         self.stop_ids: frozenset[int] = frozenset()
         """Tokens that end the sequence, set when it is queued."""
         self.offline = False
-        """Whether the caller waits for the whole output only, so that the prompt may be computed late: piggybacked
-        prefill.
-        """
+        """Whether only the time of the whole output matters, so that the prompt may be computed late."""
         self.cache_salt = cache_salt
         """Cached prefixes are shared only among sequences of the same salt."""
         self.logit_rules: LogitRules | None = None
@@ -93,7 +91,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def end(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """It is over, and what it held has been taken back."""
+        """Mark the sequence as finished; its blocks and seq_slot have been given back."""
         self.block_table, self.seq_slot = [], -1
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason

@@ -1,4 +1,4 @@
-"""What the scheduler decides: a step, and each sequence's part in it."""
+"""What the scheduler decides: a step, and the part of each sequence in it."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StepKind(Enum):
-    """What a step computes, which decides how it can be run."""
+    """What a step computes. It decides how the step can be run."""
 
     DECODE = "decode"
-    """The last token of each sequence alone."""
+    """The last token of each sequence."""
     PIGGYBACKED = "piggybacked"
-    """Decodes, and pieces of prompts that only leave their keys and values: no piece ends its prompt, log-probabilities
-    of a piece are not wanted, and neither kind attends to what the other writes in this step."""
+    """Decodes, and pieces of prompts that only leave their keys and values: no piece ends its prompt, no piece wants
+    log-probabilities, and neither kind attends to what the other writes in this step."""
     MIXED = "mixed"
-    """Everything else: pieces of prompts, with or without decodes."""
+    """Any other step with pieces of prompts."""
 
 
 class StepBudget(NamedTuple):
     """The tokens that a step may take."""
 
     num_tokens: int
-    """Of the whole step."""
+    """Tokens of the whole step."""
     piggybacked: int | None = None
-    """Tokens of prompts that are piggybacked on the step's decodes; None: prompts are computed at full speed."""
+    """Prompt tokens that are piggybacked on the step's decodes; None: prompts are computed at full speed."""
     max_pieces: int = 0
     """Prompts that may be piggybacked."""
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's part in a step: compute tokens start .. start + num_tokens - 1, and maybe sample the next."""
+    """One sequence's part in a step: its tokens start .. start + num_tokens - 1."""
 
     seq: Sequence
     start: int
     num_tokens: int
     samples: bool
-    """Whether the step reaches the sequence's end, so that its last token's logits give a new token."""
+    """Whether the part reaches the sequence's end, so that the next token is sampled."""
     seq_slot: int
     admitted: bool
-    """Whether the sequence takes its seq_slot in this step, so that the device state of the seq_slot must be set up."""
+    """Whether the sequence takes its seq_slot in this step: the seq_slot's device state must be set up."""
 
     @property
     def decodes(self) -> bool:
-        """Whether the part is the sequence's last token alone, and no other row of logits is wanted."""
+        """Whether the part is the sequence's last token, and wants no other row of logits."""
         return (
             self.num_tokens == 1
             and self.samples
@@ -57,21 +57,21 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """Everything of one step; single-token parts come first.
+    """One step; single-token parts come first.
 
     A *continuation* is a step of the same decodes as the step before it, each one token further. It is described by the
-    first step of its run and the number of steps since, so that its cost does not grow with the batch.
+    first step of its run and the number of steps since, so that making it costs the same for any batch.
     """
 
     first: tuple[ScheduledSequence, ...]
-    """The parts of the run's first step."""
+    """The parts of the first step of the run."""
     kind: StepKind
     offset: int = 0
     """Steps since the run's first one."""
 
     @classmethod
     def of(cls, parts: tuple[ScheduledSequence, ...], piggyback: bool = False) -> ScheduledStep:
-        """A step of these parts. piggyback: it is of kind PIGGYBACKED if its parts allow it."""
+        """A step of these parts. piggyback: make it of kind PIGGYBACKED if its parts allow it."""
         if all(part.decodes for part in parts):
             return cls(parts, StepKind.DECODE)
         piggyback = piggyback and any(part.samples for part in parts)
@@ -106,7 +106,7 @@ class ScheduledStep:
 
     @cached_property
     def pieces(self) -> tuple[ScheduledSequence, ...]:
-        """The parts that do not sample: pieces of prompts that do not end in this step."""
+        """The parts that do not sample: pieces of prompts."""
         return tuple(p for p in self.parts if not p.samples)
 
     def next(self) -> ScheduledStep:

@@ -24,14 +24,14 @@ class PromptLogprobs:
 
 
 class StepResult:
-    """A step's tokens and log-probabilities. Made when the step is launched: the copies to the host run behind it.
+    """A step's tokens and log-probabilities. Made when the step is launched; the copies to the host run behind it.
 
     Args:
         token_ids: [n] int64, one for each part of the step that samples: on the device, or in host memory that the
-            device writes to by itself and that keeps them until they have been read.
-        logprobs: of the same rows.
+            device writes to (`TokenRing`).
+        logprobs: the log-probabilities of the same rows.
         order: [n] int64, the row of each of these parts; None: they are in order.
-        device: that computes the step; None: where `token_ids` is.
+        device: the device that computes the step; None: where `token_ids` is.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StepResult:
         self.step = step
         self._ready: torch.cuda.Event | None = None
         if (device or token_ids.device).type == "cuda":
-            token_ids = token_ids.to("cpu", non_blocking=True)  # nothing to do for what is in host memory
+            token_ids = token_ids.to("cpu", non_blocking=True)  # no copy if it is in host memory
             logprobs = None if logprobs is None else logprobs.cpu(non_blocking=True)
             prompt = [PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in prompt]
             self._ready = torch.cuda.Event()
@@ -68,7 +68,7 @@ class StepResult:
 
     @cached_property
     def logprobs(self) -> LogprobsTensors | None:
-        """Of the parts that sample, in order; to be read after `token_ids()`."""
+        """The log-probabilities of the parts that sample, in order; to be read after `token_ids()`."""
         if self._logprobs is None or self._order is None:
             return self._logprobs
         order = torch.from_numpy(self._order)
