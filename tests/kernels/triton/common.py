@@ -63,8 +63,12 @@ def strided(x):
 
 
 def keep_what_runs_here(tests: dict[str, object], gpu_only: tuple[str, ...] = ()) -> None:
-    """Of a module's tests leave those that can run here, so that nothing is reported as skipped."""
+    """Of a module's tests leave those that can run here, so that nothing is reported as skipped.
+
+    gpu_only: names of tests that need a GPU, beside those that are marked so.
+    """
     for name in [name for name in tests if name.startswith("test_")]:
         elsewhere = (name == "test_in_the_interpreter") == RUNS_HERE
-        if elsewhere or (name in gpu_only and not GPU) or ("quickened" in name and not INTERPRETED):
+        marked = any(mark.name == "gpu" for mark in getattr(tests[name], "pytestmark", []))
+        if elsewhere or ((marked or name in gpu_only) and not GPU) or ("quickened" in name and not INTERPRETED):
             del tests[name]

@@ -12,13 +12,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 CAPABILITIES = [80, 90, 100]
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.uint8: "u8",
+    torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -66,6 +66,8 @@ def specialised(kernel, args):
             signature[parameter.name] = "*" + TYPES[value.dtype]
             if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
                 attributes[(i,)] = [["tt.divisibility", 16]]
+        elif hasattr(value, "layout"):  # Gluon's descriptors
+            signature[parameter.name] = mangle_type(value)
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and not parameter.do_not_specialize:
@@ -77,7 +79,10 @@ def specialised(kernel, args):
 
 def compiled(kernel, args, options, capability):
     """What Triton would compile for this launch."""
-    source = ASTSource(kernel, *specialised(kernel, args))
+    source_of = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source_of
+    source = source_of(kernel, *specialised(kernel, args))
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

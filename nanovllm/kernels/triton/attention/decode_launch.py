@@ -141,17 +141,23 @@ def _most_tiles(call: DecodeCall, tile: int) -> int:
 
 def launch_shared(call: DecodeCall, plan: SharedPlan | None, rest: DecodePlan | None) -> torch.Tensor:
     """Two kernels: over what the groups of `call.shared` share, and over the tokens behind it, if there are groups."""
-    q, kv, new, shared, num_seqs = call.q, call.kv, call.new, call.shared, call.num_seqs
-    assert shared is not None
-    num_groups = len(shared.groups)
-    if not num_seqs or not num_groups:
+    assert call.shared is not None
+    if not call.num_seqs or not len(call.shared.groups):
         return launch_decode(call, rest)
     sizes = (
-        num_seqs, kv.num_kv_heads, call.group, call.head_dim, kv.k_cache.element_size(), call.full_precision,
-        num_multiprocessors(q.device),
+        call.num_seqs, call.kv.num_kv_heads, call.group, call.head_dim, call.kv.k_cache.element_size(),
+        call.full_precision, num_multiprocessors(call.q.device),
     )  # fmt: skip
-    dependent = has_dependent_launch(q.device)
-    plan = plan or plan_shared(*sizes, warpgroups=dependent)
+    plan = plan or plan_shared(*sizes, warpgroups=has_dependent_launch(call.q.device))
+    parts = launch_shared_pass(call, plan)
+    return launch_decode(call, rest or plan_rest(*sizes), parts)
+
+
+def launch_shared_pass(call: DecodeCall, plan: SharedPlan) -> SharedParts:
+    """The first of the two kernels: partial results of every sequence over what its group shares."""
+    q, kv, new, shared, num_seqs = call.q, call.kv, call.new, call.shared, call.num_seqs
+    assert shared is not None
+    num_groups, dependent = len(shared.groups), has_dependent_launch(q.device)
     parts = SharedParts(
         shared.shared_lens,
         torch.empty((num_seqs, call.group), dtype=torch.int32, device=q.device),
@@ -192,4 +198,4 @@ def launch_shared(call: DecodeCall, plan: SharedPlan | None, rest: DecodePlan | 
         num_stages=plan.stages,
         launch_pdl=dependent,
     )
-    return launch_decode(call, rest or plan_rest(*sizes), parts)
+    return parts

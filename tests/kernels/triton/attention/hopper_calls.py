@@ -1,21 +1,18 @@
-"""What the tests of the decode kernel for Hopper share: arguments with everything poisoned, results in float64,
-compiled kernels.
-"""
+"""What the tests of the kernels for Hopper share: arguments with everything poisoned, results in float64, compiled
+kernels."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
 from nanovllm.kernels.ops.checks import FP8
-from nanovllm.kernels.triton.attention import decode
-from tests.kernels.flat import flat
-
-attention_decode = flat("attention_decode", decode.attention_decode)
-qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
+from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV
+from nanovllm.kernels.triton.attention.call import DecodeCall
+from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper
+from nanovllm.kernels.triton.attention.prefill_hopper import launch_hopper as launch_hopper_prefill
+from tests.kernels.triton.attention.cases import attention_decode, cached_rows, compile_call, qk_norm_rope_attention
 
 MAX_POSITION = 8192
 
@@ -112,24 +109,17 @@ def _rounded_key(x, weight, angle, eps):
     return torch.cat((first[0] - first[1], second[0] + second[1]), -1).to(dtype)
 
 
-def _rows_of(rows, slots):
-    """rows[slots]; not every version of PyTorch indexes float8."""
-    return rows.view(torch.uint8)[slots].view(FP8) if rows.dtype == FP8 else rows[slots]
-
-
 def expected(given, after=None):
-    """(out [num_seqs, num_heads, head_dim] float64, {slot of a new token: (its key, its value)}, as the cache should
-    have them).
+    """(out [num_seqs, num_heads, head_dim] float64, {slot of a new token: its (key, value) as the cache has them}).
 
-    after: k_cache and v_cache as a kernel has left them. Then the new tokens that are attended to are those: float8 is
-        coarse, and a
-    last bit of a bfloat16 may decide on which side a key is rounded to.
+    after: k_cache and v_cache as a kernel has left them, from which the new tokens are then read. Float8 is coarse: a
+    last bit of a bfloat16 may decide to which side a key is rounded.
     """
     q, new = given["q"].double(), {}
     block_size, kv_heads, head_dim = given["k_cache"].shape[1:]
     table = angles(head_dim, q.device, torch.float64)
     out = torch.zeros_like(q)
-    rows = [(after or given)[n].view(-1, kv_heads, head_dim) for n in ("k_cache", "v_cache")]
+    caches = [(after or given)[n] for n in ("k_cache", "v_cache")]
     scales = [given.get(n, torch.ones(1, device=q.device))[:, None] for n in ("k_scale", "v_scale")]
     for i, n in enumerate(given["context_lens"].tolist()):
         if not n:
@@ -139,7 +129,7 @@ def expected(given, after=None):
         if "k" in given:
             eps = given.get("eps")
             queries = _rotated(queries, given.get("q_weight"), table[n - 1], eps)
-            if rows[0].dtype == FP8:
+            if caches[0].dtype == FP8:
                 key = _rounded_key(given["k"][i], given.get("k_weight"), table[n - 1], eps)
                 stored = [to_float8(x.float() / s) for x, s in zip((key, given["v"][i]), scales)]
             else:
@@ -148,11 +138,11 @@ def expected(given, after=None):
             new[int(slots[-1])] = tuple(stored)
         if "k" in given and after is None:
             keys, values = (
-                torch.cat((_rows_of(x, slots[:-1]).double(), y[None].double())) * s
-                for x, y, s in zip(rows, stored, scales)
+                torch.cat((cached_rows(x, slots[:-1]).double(), y[None].double())) * s
+                for x, y, s in zip(caches, stored, scales)
             )
         else:
-            keys, values = (_rows_of(x, slots).double() * s for x, s in zip(rows, scales))
+            keys, values = (cached_rows(x, slots).double() * s for x, s in zip(caches, scales))
         scores = torch.einsum("hgd,thd->hgt", queries.view(kv_heads, -1, head_dim), keys)
         weights = torch.softmax(scores * given["scale"], -1)
         out[i] = torch.einsum("hgt,thd->hgd", weights, values).reshape(-1, head_dim)
@@ -190,59 +180,32 @@ def dims_apart(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def compiled(
-    plan, seqs_pad, group=2, head_dim=128, block_size=256, dtype="bf16", new=True, norm=True, release=True, scales=None
-):
-    """The kernel as it is compiled for a launch with aligned tensors, without a GPU. scales: as for `make`."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from nanovllm.kernels.triton.attention.decode_hopper_kernel import decode_hopper_kernel as kernel
-
-    constants = dict(
-        SEQS_PAD=seqs_pad, EMPTY_LAST=plan.empty_last, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        WARPS=plan.warps, BOX=plan.box, SLOTS=plan.slots,
-        CHUNK=plan.chunk, NEW=new, NORM=new and norm, RELEASE=release, CLUSTER=plan.cluster,
-        FP8=scales is not None, K_SCALES=scales[0] if scales else 0, V_SCALES=scales[1] if scales else 0,
-    )  # fmt: skip
-    words = head_dim if scales is None else head_dim // 2
-    line = min(64, words)
-    element = dtype if scales is None else "i16"
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * line, element_bitwidth=16, rank=5)
-    types = {
-        **dict.fromkeys(("table_ptr", "lens_ptr", "counters_ptr"), "*i32"),
-        **dict.fromkeys(("acc_ptr", "ml_ptr"), "*fp32"),
-        **dict.fromkeys(("eps", "scale"), "fp32"),
-        "cos_sin_ptr": "*fp32" if new else f"*{dtype}",
-        **dict.fromkeys(("k_ptr", "v_ptr"), f"*{dtype}" if scales is None else "*fp8e4nv"),
-        "k_scale_ptr": "*fp32" if scales and scales[0] else "*i32",
-        "v_scale_ptr": "*fp32" if scales and scales[1] else "*i32",
-    }
-    signature, attributes = {}, {}
-    for i, parameter in enumerate(kernel.params):
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_descriptor"):
-            boxes = plan.tile // plan.box if "whole" in name else 1
-            signature[name] = f"tensordesc<{element}[{boxes}, {words // line}, {plan.box}, 1, {line}],{layout!r}>"
-        else:
-            signature[name] = types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
-        aligned = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-        if aligned and signature[name][0] in "*i":
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": plan.warps})
+def compile_hopper_decode(
+    plan, count, group=2, head_dim=128, block_size=256, dtype=torch.bfloat16, new=True, norm=True, release=True,
+    scales=None,
+):  # fmt: skip
+    """The decode kernel as it is launched for `count` sequences. scales: as for `make`."""
+    kv_heads = 2
+    q, k, v = torch.empty(count, (group + 2) * kv_heads, head_dim, dtype=dtype).split([group * kv_heads, 2, 2], 1)
+    cache = torch.empty(3, block_size, kv_heads, head_dim, dtype=dtype if scales is None else FP8)
+    of_cache = [torch.ones(kv_heads if n == 2 else 1) if n else None for n in scales or (0, 0)]
+    lens = torch.ones(count, dtype=torch.int32)
+    kv = PagedKV(cache, cache, torch.zeros(count, 16, dtype=torch.int32), lens, 16 * block_size, *of_cache)
+    weights = [torch.empty(head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    tokens = NewTokens(k, v, torch.empty(MAX_POSITION, head_dim), *weights, 1e-6) if new else None
+    call = DecodeCall.of(q, kv, 1.0, None, None, tokens)
+    # Clusters have a launcher of their own, which cannot be recorded.
+    alone = replace(plan, cluster=0)
+    ((_, binary),) = compile_call(lambda: launch_hopper(call, alone), RELEASE=release, CLUSTER=plan.cluster)
+    return binary
 
 
-def resources(binary, directory):
-    """(registers, bytes of stack, bytes of local memory) a thread, as the assembler allotted them."""
-    import triton
-
-    cubin = Path(directory) / "kernel.cubin"
-    cubin.write_bytes(binary.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    done = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    return tuple(int(n) for n in re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", done.stdout).groups())
+def compile_hopper_prefill(plan, heads, kv_heads, dim, block_size, window=None, soft_cap=None, **constants):
+    """The prefill kernel as it is launched, but for `constants` of the kernel."""
+    q = torch.empty(16, heads, dim, dtype=torch.bfloat16)
+    cache = torch.empty(3, block_size, kv_heads, dim, dtype=torch.bfloat16)
+    lens, starts = torch.full((2,), 8, dtype=torch.int32), torch.tensor([0, 8, 16], dtype=torch.int32)
+    kv = PagedKV(cache, cache, torch.zeros(2, 16, dtype=torch.int32), lens, 16 * block_size)
+    arguments = torch.empty_like(q), q, kv, starts, 1.0, window, soft_cap
+    ((_, binary),) = compile_call(lambda: launch_hopper_prefill(plan, *arguments), **constants)
+    return binary

@@ -17,12 +17,12 @@ if triton.knobs.runtime.interpret:
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV
 from nanovllm.kernels.triton.attention import decode, decode_hopper, decode_hopper_plan
 from nanovllm.kernels.triton.attention.call import DecodeCall
-from nanovllm.kernels.triton.attention.common import padded_count
 from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan as Plan
 from nanovllm.kernels.triton.attention.decode_hopper_plan import plan_hopper_decode
 from nanovllm.kernels.triton.attention.decode_plan import DecodePlan
 from tests.kernels.flat import flat
-from tests.kernels.triton.attention.hopper_calls import compiled, dims_apart, heads_apart, make, resources, run
+from tests.kernels.triton.attention.hopper_calls import compile_hopper_decode, dims_apart, heads_apart, make, run
+from tests.kernels.triton.compiled import resources
 
 attention_decode = flat("attention_decode", decode.attention_decode)
 qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
@@ -226,7 +226,7 @@ COMPILED = {
     "1": (plan_hopper_decode(1, 8, 128, 132), 1, {}),
     "8": (plan_hopper_decode(8, 8, 128, 132), 8, {}),
     "32": (plan_hopper_decode(32, 8, 128, 132), 32, {}),
-    "64, group 8, fp16": (plan_hopper_decode(64, 8, 128, 132), 64, {"group": 8, "dtype": "fp16", "norm": False,
+    "64, group 8, fp16": (plan_hopper_decode(64, 8, 128, 132), 64, {"group": 8, "dtype": F16, "norm": False,
     "release": False}),
     "256": (plan_hopper_decode(256, 8, 128, 132), 256, {}),
     "dim 64": (plan_hopper_decode(32, 8, 64, 132), 32, {"head_dim": 64, "group": 7, "block_size": 64}),
@@ -236,7 +236,7 @@ COMPILED = {
     "cached 64": (plan_hopper_decode(64, 8, 128, 132), 64, {"new": False}),
     "float8 256": (plan_hopper_decode(256, 8, 128, 132, 1), 256, {"scales": (0, 0)}),
     "float8 32, scales, group 8, fp16": (plan_hopper_decode(32, 8, 128, 132, 1), 32, {"scales": (1, 2), "group": 8,
-    "dtype": "fp16"}),
+    "dtype": F16}),
     "float8 dim 64": (plan_hopper_decode(32, 8, 64, 132, 1), 32, {"scales": (2, 1), "head_dim": 64, "block_size": 64}),
     "cluster of 16": (Plan(16, 1, chunk=8, cluster=16), 1, {}),
     "cached, cluster of 16": (Plan(16, 1, chunk=8, cluster=16), 1, {"new": False}),
@@ -244,7 +244,7 @@ COMPILED = {
     {"new": False, "group": 4}),
     "float8, cluster of 8": (replace(plan_hopper_decode(8, 8, 128, 132, 1), cluster=8), 8, {"scales": (1, 2)}),
     "dim 64, cluster of 4, group 7": (Plan(33, 1, 1, 4, cluster=4), 8, {"head_dim": 64, "group": 7, "block_size": 64,
-    "dtype": "fp16"}),
+    "dtype": F16}),
     "8 warps, cluster of 2": (Plan(33, 1, 8, 1, 32, cluster=2), 8, {}),
     "float8 cached 64": (plan_hopper_decode(64, 8, 128, 132, 1), 64, {"scales": (0, 0), "new": False}),
 }  # fmt: skip
@@ -254,7 +254,7 @@ COMPILED = {
 def test_compiles_without_spills(name, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
     plan, count, options = COMPILED[name]
-    binary = compiled(plan, padded_count(count), **options)
+    binary = compile_hopper_decode(plan, count, **options)
     registers, stack, local = resources(binary, tmp_path)
     assert stack == local == 0 and registers <= 176, (registers, stack, local)
     head_dim, new = options.get("head_dim", 128), options.get("new", True)

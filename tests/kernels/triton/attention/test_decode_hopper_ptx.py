@@ -15,20 +15,20 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.triton.attention.common import LOG2E, padded_count
+from nanovllm.kernels.triton.attention.common import LOG2E
 from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan as Plan
 from nanovllm.kernels.triton.attention.decode_hopper_plan import plan_hopper_decode
 from tests.kernels.ptx_arithmetic import UnknownInstruction
 from tests.kernels.ptx_emulator import Machine
 from tests.kernels.ptx_launch import Memory, unknown
-from tests.kernels.triton.attention.hopper_calls import check_stored, compiled, expected, make
+from tests.kernels.triton.attention.hopper_calls import check_stored, compile_hopper_decode, expected, make
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ERROR = {"bf16": 1e-2, "fp16": 1.5e-3}
+BF16, F16 = torch.bfloat16, torch.float16
+ERROR = {BF16: 1e-2, F16: 1.5e-3}
 
 
 def emulate(
-    lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype="bf16", norm=True, new=True, scales=None,
+    lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype=BF16, norm=True, new=True, scales=None,
     ptx=lambda ptx: ptx,
 ):  # fmt: skip
     """One launch: (arguments, memory, what runs a program or a cluster of them, (heads, programs of a head or
@@ -37,8 +37,8 @@ def emulate(
     Args:
         ptx: changes the compiled code.
     """
-    given = make(lens, group, kv_heads, head_dim, block_size, DTYPES[dtype], norm, "cpu", new=new, scales=scales)
-    binary = compiled(plan, padded_count(len(lens)), group, head_dim, block_size, dtype, new, norm, scales=scales)
+    given = make(lens, group, kv_heads, head_dim, block_size, dtype, norm, "cpu", new=new, scales=scales)
+    binary = compile_hopper_decode(plan, len(lens), group, head_dim, block_size, dtype, new, norm, scales=scales)
     pieces = plan.programs(len(lens), max(*lens, 1))
     clusters = pieces // max(1, plan.cluster)
     num_slots, slot = given["k_cache"].shape[0] * block_size, kv_heads * head_dim
@@ -108,7 +108,7 @@ def emulate(
     return given, memory, program, (kv_heads, clusters)
 
 
-def check(lens, plan, order=None, dtype="bf16", **options):
+def check(lens, plan, order=None, dtype=BF16, **options):
     """The output's bits. order: of the pieces or clusters, first to last unless given."""
     given, memory, program, (kv_heads, pieces) = emulate(lens, plan, dtype=dtype, **options)
     try:
@@ -117,7 +117,7 @@ def check(lens, plan, order=None, dtype="bf16", **options):
                 program(head, piece)
     except UnknownInstruction as e:
         unknown(e)
-    got = memory.read("out", DTYPES[dtype], given["q"].shape)
+    got = memory.read("out", dtype, given["q"].shape)
     after = {n: memory.read(n, given[n].dtype, given[n].shape) for n in ("k_cache", "v_cache")}
     want, stored = expected(given, after if options.get("scales") else None)
     error = ((got.double() - want).norm() / (want.norm() + 1e-30)).item()
@@ -136,7 +136,7 @@ def check(lens, plan, order=None, dtype="bf16", **options):
 CASES = {
     "several pieces, none, and edges of tiles": dict(lens=[300, 1, 0, 65, 130], plan=Plan(3), kv_heads=1),
     "group 7, fp16, no norm, more slots than tiles": dict(
-        lens=[64, 66, 200], plan=Plan(12, slots=3, box=32, chunk=2), group=7, kv_heads=1, dtype="fp16", norm=False
+        lens=[64, 66, 200], plan=Plan(12, slots=3, box=32, chunk=2), group=7, kv_heads=1, dtype=F16, norm=False
     ),
     "one slot, whole tiles": dict(lens=[70, 2, 129, 16, 17, 255, 256, 257], plan=Plan(6, slots=1, box=64), group=8,
     kv_heads=1),
@@ -152,11 +152,11 @@ CASES = {
     new=False),
     "cached, head_dim 64, fp16": dict(
         lens=[130, 65], plan=Plan(4, warps=2, slots=4, box=32), group=8, kv_heads=1, head_dim=64, block_size=64,
-        dtype="fp16", new=False
+        dtype=F16, new=False
     ),
     "float8": dict(lens=[300, 1, 0, 65, 130], plan=Plan(3), kv_heads=2, scales=(1, 2)),
     "float8, group 7, fp16, no norm": dict(
-        lens=[64, 66], plan=Plan(5, slots=3, box=32), group=7, kv_heads=2, dtype="fp16", norm=False, scales=(2, 0)
+        lens=[64, 66], plan=Plan(5, slots=3, box=32), group=7, kv_heads=2, dtype=F16, norm=False, scales=(2, 0)
     ),
     "float8, head_dim 64": dict(lens=[130, 40, 3], plan=Plan(4, slots=3, box=8), group=5, kv_heads=2, head_dim=64,
     block_size=64, scales=(2, 1)),
@@ -184,7 +184,7 @@ CLUSTERS = {
     ),
     "inside and across": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4, cluster=4), kv_heads=1),
     "one warp, group 7, fp16, no norm": dict(
-        lens=[64, 40, 30], plan=Plan(6, warps=1, slots=3, cluster=2), group=7, kv_heads=2, dtype="fp16", norm=False
+        lens=[64, 40, 30], plan=Plan(6, warps=1, slots=3, cluster=2), group=7, kv_heads=2, dtype=F16, norm=False
     ),
     "eight warps": dict(lens=[300, 200, 140], plan=Plan(4, warps=8, slots=1, box=32, cluster=4), group=1, kv_heads=1),
     "head_dim 64": dict(

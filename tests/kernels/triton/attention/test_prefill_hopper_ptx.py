@@ -16,11 +16,12 @@ if triton.knobs.runtime.interpret:
 pytest.importorskip("triton.experimental.gluon")
 
 from nanovllm.kernels.triton.attention.common import LOG2E
-from nanovllm.kernels.triton.attention.prefill_plan import fit_hopper, plan_hopper_prefill
+from nanovllm.kernels.triton.attention.prefill_plan import plan_hopper_prefill
 from tests.kernels.ptx_arithmetic import UnknownInstruction
 from tests.kernels.ptx_emulator import BASE, Machine
 from tests.kernels.ptx_launch import Memory, unknown
-from tests.kernels.triton.attention.test_prefill import compile_hopper, paged, queries, reference
+from tests.kernels.triton.attention.cases import paged, queries, reference
+from tests.kernels.triton.attention.hopper_calls import compile_hopper_prefill
 
 WARPS = 12
 BEHIND = 4096
@@ -37,9 +38,7 @@ def emulate(
             kernel, or `window`, `soft_cap`.
     """
     plan = dataclasses.replace(plan_hopper_prefill(heads // kv_heads, dim, block_size), **(plan or {}))
-    dim_pad = max(64, triton.next_power_of_2(dim))
-    query_buffers, _ = fit_hopper(plan, dim_pad)
-    binary = compile_hopper(plan, heads, kv_heads, dim, block_size, **options)
+    binary = compile_hopper_prefill(plan, heads, kv_heads, dim, block_size, **options)
     q = queries(sum(query_lens), heads, dim, torch.bfloat16, seed).contiguous().cpu()
     k, v, table = (x.cpu() for x in paged(lens, kv_heads, dim, block_size, torch.bfloat16, seed))
     starts = torch.tensor([sum(query_lens[:i]) for i in range(len(lens) + 1)], dtype=torch.int32)
@@ -84,7 +83,7 @@ def emulate(
     assert (array[out - BASE + q.numel() * 2 :][:BEHIND] == 0xFF).all(), "behind the output"
     got = memory.read("out", torch.bfloat16, q.shape)
     given = {n: options[n] for n in ("window", "soft_cap") if n in options}
-    return got, reference(q, k, v, table, query_lens, lens, **given)
+    return got, reference(q, k, v, table, lens, query_lens, **given)
 
 
 def check(*case, **options):

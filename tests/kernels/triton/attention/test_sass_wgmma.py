@@ -135,14 +135,15 @@ def test_what_is_not_read():
         found(END, SUMS, END)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="compiles nothing under TRITON_INTERPRET")
 def test_a_wait_less_is_found():
     """Each wait of the prefill kernel, of either consumer, is needed; without it the reader says so."""
     pytest.importorskip("triton.experimental.gluon")
     from nanovllm.kernels.triton.attention.prefill_plan import plan_hopper_prefill
-    from tests.kernels.triton.attention.test_prefill import compile_hopper
+    from tests.kernels.triton.attention.hopper_calls import compile_hopper_prefill
 
-    sass = machine_code(compile_hopper(plan_hopper_prefill(2, 128, 256), 16, 8, 128, 256))
+    sass = machine_code(compile_hopper_prefill(plan_hopper_prefill(2, 128, 256), 16, 8, 128, 256))
     waits = list(re.finditer(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[01]", sass))
     assert len(waits) >= 8
     assert touched_in_flight(sass) == []
