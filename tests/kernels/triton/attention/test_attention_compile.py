@@ -67,7 +67,7 @@ def check_decode_binary(binary, dtype, capability, tmp_path, shared_memory=99 <<
 # (dtype, head_dim, query heads a KV head, query tokens, capability, whether queries are normalised and rotated, window)
 DECODE = [
     *(("bf16", dim, group, 1, 90, False, None) for dim, group in ((64, 3), (80, 1), (96, 4), (128, 7), (256, 4))),
-    *(("fp8", dim, group, 1, 90, False, None) for dim, group in ((80, 1), (128, 2), (256, 4))),
+    *(("fp8", dim, group, 1, 90, False, None) for dim, group in ((64, 3), (128, 2), (256, 4))),
     *(("fp32", dim, group, 1, 90, False, None) for dim, group in ((64, 3), (96, 4), (128, 7), (256, 4))),
     *((dtype, 128, 2, 1, capability, False, None) for dtype in ("bf16", "fp8") for capability in (80, 100)),
     ("fp32", 64, 3, 1, 80, False, None),
