@@ -1,0 +1,41 @@
+"""A chat model's answer taken apart: reasoning first, then text and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nanovllm.chat.deltas import ContentDelta, Delta, Parser
+from nanovllm.chat.reasoning import ReasoningParser
+
+
+class AnswerParser:
+    """Reasoning and tool calls out of one text.
+
+    Args:
+        reasoning: a `ReasoningParser`, or None: `<think>` is text like any other.
+        tools: a parser of tool calls, or None: calls are text like any other.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None = None, tools: Parser | None = None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text; returns what is certain now."""
+        if not text:
+            return []
+        return self._with_calls([ContentDelta(text)] if self._reasoning is None else self._reasoning.feed(text))
+
+    def finish(self) -> list[Delta]:
+        """No more text will come; returns what was kept back."""
+        deltas = [] if self._reasoning is None else self._with_calls(self._reasoning.finish())
+        return deltas if self._tools is None else deltas + self._tools.finish()
+
+    def _with_calls(self, deltas: Iterable[Delta]) -> list[Delta]:
+        found: list[Delta] = []
+        for delta in deltas:
+            if self._tools is not None and isinstance(delta, ContentDelta):
+                found += self._tools.feed(delta.text)
+            else:
+                found.append(delta)
+        return found
