@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.llm import LLM
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
 __version__ = "0.1.0"
 
 
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from nanovllm.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from nanovllm.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

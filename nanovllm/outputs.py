@@ -68,7 +68,7 @@ class RequestMetrics:
 class RequestOutput:
     """A request's prompt and completions. `output["text"]` and `output["token_ids"]` are the first completion's."""
 
-    request_id: int
+    request_id: int | str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

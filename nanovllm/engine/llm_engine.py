@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +11,11 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.devices import select_device
-from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import PromptReader
 from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.request_maker import RequestMaker
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
@@ -81,19 +78,22 @@ class LLMEngine:
         on_gpu = self.runner.device.type == "cuda"
         asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
         self._steps_ahead = 1 if asynchronous else 0
-        self._decoder = None if self.tokenizer is None else TextDecoder(self.tokenizer)
-        self._token_text = None if self._decoder is None else self._decoder.token_text
-        self.prompts = PromptReader(self.tokenizer, self.model_config.vocab_size, self.runner.max_model_len)
+        self.maker = RequestMaker(
+            self.tokenizer, self.model_config.vocab_size, self.runner.max_model_len, config.max_logprobs, config.seed
+        )
         self._in_flight: deque[StepResult] = deque()
         self._completions: dict[Sequence, tuple[Request, Completion]] = {}
-        self._inbox: deque[tuple[Request, bool]] = deque()
-        """Requests to start (False) and to abort (True), in order. Appending to a deque is atomic."""
+        self._inbox: deque[tuple[Request, list[Completion] | None]] = deque()
+        """Requests to start (None) or with the completions to abort, in order. Appending to a deque is atomic."""
         self._turns: deque[object] = deque()
         """The step that runs, first. Not a lock: an interrupt on leaving `with lock:` would leave it locked."""
         self.num_lost = 0
         """Requests that were lost by steps that failed."""
-        self._request_ids = itertools.count()
-        self._seeds = random.Random(config.seed)
+
+    @property
+    def prompts(self) -> PromptReader:
+        """What turns prompts to token ids."""
+        return self.maker.prompts
 
     @property
     def has_unfinished(self) -> bool:
@@ -122,20 +122,7 @@ class LLMEngine:
         Raises:
             ValueError, TypeError: the request cannot be served.
         """
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(
-                f"{names[1]}={params!r:.80}: must be SamplingParams, not {type(params).__name__}; pass for example"
-                " SamplingParams(temperature=0.6, max_tokens=64), or None for the defaults"
-            )
-        self._check(params)
-        checked = self.prompts.read(prompt, names[0])
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        rules = None
-        if params.changes_logits:
-            words = bad_word_token_ids(params.bad_words or (), self.tokenizer, self.model_config.vocab_size)
-            rules = LogitRules(params.logit_bias or {}, words)
-        return Request(next(self._request_ids), checked, params, seed, self._decoder, incremental, rules)
+        return self.maker.make(prompt, params, incremental, names)
 
     def queue(self, *requests: Request, offline: bool = False) -> None:
         """Start requests with the next step.
@@ -148,12 +135,16 @@ class LLMEngine:
             requests = tuple(sorted(requests, key=lambda r: -r.most_output_tokens(longest)))
         for request in requests:
             request.offline = offline
-            self._inbox.append((request, False))
+            self._inbox.append((request, None))
 
-    def abort(self, request: Request) -> None:
-        """End a request with the next step; its outputs keep the tokens they have. Does nothing to a finished one."""
+    def abort(self, request: Request, index: int | None = None) -> None:
+        """End a request, or its completion `index` alone, with the next step; its outputs keep the tokens they have.
+
+        Does nothing to what has finished.
+        """
         if not request.finished:
-            self._inbox.append((request, True))
+            ended = request.completions if index is None else [request.completions[index]]
+            self._inbox.append((request, ended))
 
     def step(self) -> list[Request]:
         """Launch the next step and read the oldest one that is due; returns the requests that got tokens.
@@ -219,9 +210,9 @@ class LLMEngine:
         """
         while self._inbox:
             request, aborted = self._inbox[0]
-            for completion in request.completions:
+            for completion in request.completions if aborted is None else aborted:
                 seq = completion.seq
-                if aborted:
+                if aborted is not None:
                     self.scheduler.finish(seq, "abort")
                     request.notify()
                     self._completions.pop(seq, None)
@@ -247,7 +238,7 @@ class LLMEngine:
             # Most tokens are only counted: nothing needs the text of a sequence that goes on.
             if completion.is_watched:
                 if completion.logprobs is not None and logprobs is not None:
-                    completion.logprobs.append(logprobs.row(row_of[seq], seq.params.logprobs or 0, self._token_text))
+                    completion.logprobs.append(logprobs.row(row_of[seq], seq.params.logprobs or 0, request.token_text))
                 stop = completion.append(seq.token_ids[-1])
                 if stop is not None:
                     self.scheduler.finish(seq, "stop", stop)
@@ -270,7 +261,7 @@ class LLMEngine:
             return
         rows, count = prompt.tensors, prompt.seq.params.prompt_logprobs or 0
         for i in range(len(rows.ranks)):
-            found[0].prompt_logprobs[prompt.start + i] = rows.row(i, count, self._token_text)
+            found[0].prompt_logprobs[prompt.start + i] = rows.row(i, count, found[0].token_text)
 
     def _abandon_running(self, failure: BaseException) -> None:
         """End every sequence that ran or had a step in flight: after a failure nothing that was computed can be
@@ -290,25 +281,6 @@ class LLMEngine:
                 request.failure = failure
                 request.notify()
                 del self._completions[seq]
-
-    def _check(self, params: SamplingParams) -> None:
-        most = self.config.max_logprobs
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name)
-            if count is not None and 0 <= most < count:
-                raise ValueError(
-                    f"{name}={count}: this engine reports at most {most} for a token; lower it, or pass"
-                    f" max_logprobs={count} to LLM"
-                )
-        vocab_size = self.model_config.vocab_size
-        for name in ("stop_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                if not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name}: {token_id} is outside the vocabulary of {vocab_size}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
-        if params.bad_words and self.tokenizer is None:
-            raise ValueError("bad_words need a tokenizer, and this engine has none; use logit_bias")
 
 
 def _resolve_kernels(config: EngineConfig, device: torch.device, model_choice: bool | None) -> Kernels:

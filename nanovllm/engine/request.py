@@ -52,8 +52,9 @@ class Completion:
 
     @property
     def settled_text(self) -> str:
-        """The text so far, less what a stop string may still take back."""
-        assert self._detokenizer is not None
+        """The text so far, less what a stop string may still take back; empty without a tokenizer."""
+        if self._detokenizer is None:
+            return ""
         text = self._detokenizer.text
         return text if self.seq.finished else text[: self._detokenizer.settled_length]
 
@@ -86,6 +87,7 @@ class Request:
     Args:
         request_id: unique in the engine; sequence ids follow from it.
         seed: of the first completion's draws; the others count up from it.
+        decoder: None: the request has no text.
         incremental: keep the text current while tokens come, for streaming.
         logit_rules: the bias and the bad words of `params`.
 
@@ -111,7 +113,10 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt.text
         self.prompt_token_ids = prompt.token_ids
+        self.cache_salt = prompt.cache_salt
         self.params = params
+        self.seed = seed
+        self.token_text = None if decoder is None else decoder.token_text
         self.incremental = incremental
         self.offline = False
         self.listener: Callable[[Request], None] | None = None
@@ -167,12 +172,12 @@ class Request:
             finished=self.finished,
             prompt_logprobs=self.prompt_logprobs,
             metrics=RequestMetrics(
-                time_to_first_token=self._seconds_until(self.first_token_time),
-                total_time=self._seconds_until(self.finish_time),
+                time_to_first_token=self.seconds_until(self.first_token_time),
+                total_time=self.seconds_until(self.finish_time),
                 num_cached_tokens=self.completions[0].seq.num_cached_tokens or 0,
                 arrival_time=self.arrival_date,
             ),
         )
 
-    def _seconds_until(self, moment: float | None) -> float | None:
+    def seconds_until(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.arrival_time

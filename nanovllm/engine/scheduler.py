@@ -17,6 +17,7 @@ prompt's last token, which is a decode of the next step.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import Protocol
@@ -180,7 +181,7 @@ class Scheduler:
             seq.seq_slot = self._free_seq_slots.pop()
             seq.num_computed_tokens = start
             if seq.num_cached_tokens is None:
-                seq.num_cached_tokens = start
+                seq.num_cached_tokens, seq.admitted_time = start, time.perf_counter()
             self.running.append(seq)
             parts.append(self._take(seq, num_tokens, piggyback, admitted=True))
             left -= num_tokens

@@ -27,7 +27,7 @@ class Sequence:
     __slots__ = (
         "seq_id", "index", "params", "seed", "prompt_len", "token_ids", "num_pending", "num_computed_tokens",
         "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "seq_slot", "status",
-        "finish_reason", "stop_reason", "max_len", "stop_ids", "offline", "cache_salt", "logit_rules",
+        "finish_reason", "stop_reason", "max_len", "stop_ids", "offline", "cache_salt", "logit_rules", "admitted_time",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +50,8 @@ class Sequence:
         """Tokens whose keys and values are in the cache once the steps in flight have run."""
         self.num_cached_tokens: int | None = None
         """Tokens that the first admission found in the prefix cache; None before it."""
+        self.admitted_time: float | None = None
+        """When it was first admitted, on the clock `time.perf_counter`."""
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
         """Chained hashes of the leading full blocks of known tokens; kept over preemption."""

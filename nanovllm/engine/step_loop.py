@@ -116,6 +116,31 @@ class StepLoop:
         finally:  # again, since an interrupt may have come at the first time
             self._leave(waiter)
 
+    def serve(self, waiter: Waiter, until: Callable[[], bool], stepped: Callable[[list[Request]], None]) -> None:
+        """Run steps in this thread whenever the engine has something to do, until `until()`.
+
+        Args:
+            waiter: one without requests. Set its `news` after a request was queued or aborted, and for `until`.
+            stepped: called after every step with the requests that got tokens. If the step failed there are none, and
+                the requests that it lost have told their listeners.
+        """
+        self._name_thread(waiter)
+        try:
+            self._waiting.append(waiter)
+            while not until():
+                if self._waiting[0] is not waiter or not self._engine.has_unfinished:
+                    waiter.news.wait()
+                    waiter.news.clear()
+                    continue
+                grown: list[Request] = []
+                try:
+                    grown = self._engine.step()
+                except Exception:
+                    logger.warning("a step failed; the requests that it computed are lost", exc_info=True)
+                stepped(grown)
+        finally:
+            self._leave(waiter)
+
     def between_steps(self, action: Callable[[], T]) -> T:
         """Call `action` when no other thread runs steps, nor will until it has returned.
 

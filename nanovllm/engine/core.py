@@ -1,0 +1,196 @@
+"""An engine behind messages: requests come in from any thread, one thread runs the steps, tokens go out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.core_messages import (
+    AbortRequest,
+    CompletionEnd,
+    EngineInfo,
+    EngineStats,
+    FirstToken,
+    StartRequest,
+    StepOutputs,
+    TokenLogprobs,
+    completion_key,
+)
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request
+from nanovllm.engine.step_loop import StepLoop, Waiter
+from nanovllm.outputs import Logprob
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.weights.checkpoint import locate
+
+logger = logging.getLogger(__name__)
+
+
+class _Entry:
+    """A request of the core, and how much of each completion was told."""
+
+    __slots__ = ("key", "request", "told", "ended")
+
+    def __init__(self, key: int, request: Request) -> None:
+        self.key = key
+        self.request = request
+        self.told = [0] * len(request.completions)
+        self.ended = [False] * len(request.completions)
+
+
+class EngineCore:
+    """Serves `StartRequest` and `AbortRequest`. `run` is called by the one thread that owns the steps.
+
+    Args:
+        deliver: called by that thread after every step, and by a thread whose request is refused. It must not raise.
+
+    Raises:
+        Whatever `LLMEngine` raises.
+    """
+
+    def __init__(self, config: EngineConfig, deliver: Callable[[StepOutputs], None], engine: LLMEngine | None = None):
+        self.engine = LLMEngine(config) if engine is None else engine
+        self._deliver = deliver
+        self._loop = StepLoop(self.engine)
+        self._waiter = Waiter(())
+        self._entries: dict[int, _Entry] = {}
+        self._by_request: dict[Request, _Entry] = {}
+        self._over: dict[int, None] = {}
+        """Keys of requests with completions that ended without a token in a step."""
+        self._lock = threading.Lock()
+        """Guards the fields above between the thread of the steps and those that add and abort."""
+        self._closed = False
+        self._last_result = time.perf_counter()
+
+    @property
+    def info(self) -> EngineInfo:
+        engine, config = self.engine, self.engine.config
+        path = config.tokenizer or locate(config).path if engine.tokenizer is not None else None
+        return EngineInfo(
+            config.model, None if path is None else str(path), engine.model_config.vocab_size,
+            engine.runner.max_model_len, config.max_num_seqs, config.max_logprobs, engine.runner.num_kvcache_blocks,
+            config.kvcache_block_size, engine.runner.device_name, config.seed,
+        )  # fmt: skip
+
+    def start(self, message: StartRequest) -> None:
+        """Queue a request; called from any thread. A request that cannot be served is told to `deliver`."""
+        prompt = {"prompt_token_ids": message.token_ids}
+        if message.cache_salt is not None:
+            prompt["cache_salt"] = message.cache_salt  # type: ignore[assignment]
+        try:
+            params = SamplingParams(**message.params | {"seed": None})
+            request = self.engine.maker.make(prompt, params, seed=message.seed, with_text=False)
+        except (ValueError, TypeError) as error:
+            self._deliver(StepOutputs(self.stats(0.0), failed=[(message.key, "refused", str(error))]))
+            return
+        entry = _Entry(message.key, request)
+        request.listener = self._listen
+        with self._lock:
+            self._entries[message.key] = self._by_request[request] = entry
+        self.engine.queue(request)
+        self._waiter.news.set()
+
+    def abort(self, message: AbortRequest) -> None:
+        """Called from any thread."""
+        with self._lock:
+            entry = self._entries.get(message.key)
+        if entry is not None:
+            self.engine.abort(entry.request, message.completion)
+            self._waiter.news.set()
+
+    def run(self) -> None:
+        """Run steps until `close`."""
+        self._last_result = time.perf_counter()
+        self._loop.serve(self._waiter, lambda: self._closed, self._stepped)
+
+    def close(self) -> None:
+        """Called from any thread: no further step is started."""
+        self._closed = True
+        self._waiter.news.set()
+
+    def _listen(self, request: Request) -> None:
+        """In the thread of the steps: a completion ended, with a token or without."""
+        entry = self._by_request.get(request)
+        if entry is not None:
+            self._over[entry.key] = None
+
+    def stats(self, step_seconds: float) -> EngineStats:
+        scheduler = self.engine.scheduler
+        blocks = scheduler.blocks
+        return EngineStats(
+            len(scheduler.running), len(scheduler.waiting), 1 - blocks.num_free_blocks / blocks.num_blocks,
+            scheduler.num_preemptions, step_seconds, self.engine.has_unfinished,
+        )  # fmt: skip
+
+    def _stepped(self, grown: list[Request]) -> None:
+        now = time.perf_counter()
+        outputs = StepOutputs(self.stats(now - self._last_result), [], [], [], [], [], [])
+        by_request = self._by_request
+        for request in grown:
+            entry = by_request.get(request)
+            if entry is not None:
+                self._tell_tokens(entry, outputs)
+        if self._over:
+            for key in self._over:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    self._tell_ends(entry, outputs)
+            self._over = {}
+        self._deliver(outputs)
+        self._last_result = time.perf_counter() if not self.engine.has_unfinished else now
+
+    def _tell_tokens(self, entry: _Entry, outputs: StepOutputs) -> None:
+        key, told = entry.key, entry.told
+        for index, completion in enumerate(entry.request.completions):
+            seq = completion.seq
+            num_told, num_output = told[index], len(seq.token_ids) - seq.prompt_len
+            if num_output == num_told:
+                continue
+            completion_id = completion_key(key, index)
+            if num_told == 0 and not any(told):
+                outputs.first.append(_first(entry))
+            if num_output == num_told + 1:
+                outputs.keys.append(completion_id)
+                outputs.token_ids.append(seq.token_ids[-1])
+            else:
+                outputs.keys.extend([completion_id] * (num_output - num_told))
+                outputs.token_ids.extend(seq.token_ids[num_told - num_output :])
+            if completion.logprobs is not None:
+                outputs.logprobs.extend((completion_id, _row(row)) for row in completion.logprobs[num_told:])
+            told[index] = num_output
+
+    def _tell_ends(self, entry: _Entry, outputs: StepOutputs) -> None:
+        request = entry.request
+        if request.failure is not None:
+            logger.error("request %d was lost: %r", entry.key, request.failure)
+            outputs.failed.append((entry.key, "lost", "the engine failed while it computed this request"))
+        else:
+            for index, completion in enumerate(request.completions):
+                seq = completion.seq
+                if seq.finished and not entry.ended[index]:
+                    entry.ended[index] = True
+                    ended = CompletionEnd(completion_key(entry.key, index), seq.finish_reason or "", seq.stop_reason)
+                    outputs.ended.append(ended)
+            if not all(entry.ended):
+                return
+        request.listener = request.failure = None
+        with self._lock:
+            self._entries.pop(entry.key, None)
+            self._by_request.pop(request, None)
+
+
+def _first(entry: _Entry) -> FirstToken:
+    request = entry.request
+    seq = request.completions[0].seq
+    prompt = None
+    if request.prompt_logprobs is not None:
+        prompt = [None if row is None else _row(row) for row in request.prompt_logprobs]
+    queued = 0.0 if seq.admitted_time is None else seq.admitted_time - request.arrival_time
+    return FirstToken(entry.key, seq.num_cached_tokens or 0, queued, prompt)
+
+
+def _row(row: dict[int, Logprob]) -> TokenLogprobs:
+    return TokenLogprobs(list(row), [p.logprob for p in row.values()], [p.rank for p in row.values()])

@@ -1,0 +1,88 @@
+"""From a user's prompt and parameters to a checked request. It needs the model's sizes and its tokenizer, no device."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+from nanovllm.engine.detokenizer import TextDecoder
+from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
+from nanovllm.engine.prompts import PromptReader
+from nanovllm.engine.request import Request
+from nanovllm.sampling_params import SamplingParams
+
+
+class RequestMaker:
+    """Makes requests. Any thread may use it.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None: prompts are token ids and outputs have no text.
+        vocab_size: of the model.
+        max_model_len: most tokens of a prompt and its output.
+        max_logprobs: most log-probabilities of a token; negative: any number.
+        seed: of the seeds for requests that bring none; None: from the system.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, max_model_len: int, max_logprobs: int, seed: int | None
+    ) -> None:
+        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len)
+        self.decoder = None if tokenizer is None else TextDecoder(tokenizer)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_logprobs = max_logprobs
+        self._request_ids = itertools.count()
+        self._seeds = random.Random(seed)
+
+    def make(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        incremental: bool = False,
+        names: tuple[str, str] = ("prompt", "sampling_params"),
+        *,
+        seed: int | None = None,
+        with_text: bool = True,
+    ) -> Request:
+        """As `LLMEngine.make_request`.
+
+        Args:
+            seed: 64 bits, in place of the parameters' seed.
+            with_text: False: the request has token ids alone; its stop strings are another's task.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(
+                f"{names[1]}={params!r:.80}: must be SamplingParams, not {type(params).__name__}; pass for example"
+                " SamplingParams(temperature=0.6, max_tokens=64), or None for the defaults"
+            )
+        self.check(params)
+        checked = self.prompts.read(prompt, names[0])
+        if seed is None:
+            seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        rules = None
+        if params.changes_logits:
+            words = bad_word_token_ids(params.bad_words or (), self._tokenizer, self._vocab_size)
+            rules = LogitRules(params.logit_bias or {}, words)
+        decoder = self.decoder if with_text else None
+        return Request(next(self._request_ids), checked, params, seed, decoder, incremental, rules)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise a ValueError if this model cannot serve the parameters."""
+        most = self._max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and 0 <= most < count:
+                raise ValueError(
+                    f"{name}={count}: this engine reports at most {most} for a token; lower it, or pass"
+                    f" max_logprobs={count} to LLM"
+                )
+        for name in ("stop_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if not 0 <= token_id < self._vocab_size:
+                    raise ValueError(f"{name}: {token_id} is outside the vocabulary of {self._vocab_size}")
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        if params.bad_words and self._tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, and this engine has none; use logit_bias")

@@ -1,0 +1,211 @@
+"""AsyncLLM: requests as asynchronous iterators over the same engine."""
+
+import asyncio
+import gc
+import threading
+
+import pytest
+
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.async_llm import EngineDeadError, RequestFailed
+from nanovllm.engine.engine_client import ThreadClient
+from tests import tiny
+
+SIZES = dict(max_model_len=128, max_num_seqs=8, num_kvcache_blocks=64, kvcache_block_size=16, seed=0)
+PROMPTS = ["hello there", "one two three four", "abc", "the quick brown fox"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    tiny.save_with_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    made = AsyncLLM(path, **SIZES)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    return LLM(path, **SIZES)
+
+
+async def collect(engine, prompt, params, request_id=None):
+    """(texts, token ids, finish reasons) of all completions, joined from the pieces, and the number of outputs."""
+    texts, token_ids, reasons, count = [""] * params.n, [[] for _ in range(params.n)], [None] * params.n, 0
+    async for output in engine.generate(prompt, params, request_id):
+        count += 1
+        for piece in output.outputs:
+            assert reasons[piece.index] is None, "a piece after the end"
+            texts[piece.index] += piece.text
+            token_ids[piece.index] += piece.token_ids
+            reasons[piece.index] = piece.finish_reason
+    return texts, token_ids, reasons, count
+
+
+async def idle(engine):
+    """Wait until the engine has applied all aborts, and check that nothing is left."""
+    for _ in range(500):
+        if not engine.client.engine.has_unfinished:
+            break
+        await asyncio.sleep(0.01)
+    assert engine.num_unfinished == 0
+    engine.client.engine.check()
+
+
+def test_the_pieces_are_what_generate_returns(engine, llm):
+    """Concurrent requests, several completions each, with stop strings and log-probabilities."""
+    all_params = [
+        SamplingParams(temperature=0.8, max_tokens=20, seed=3, n=3),
+        SamplingParams(temperature=0, max_tokens=30),
+        SamplingParams(temperature=1.0, max_tokens=40, seed=4, stop=["e", "qz"], logprobs=2, n=2),
+        SamplingParams(temperature=0.5, max_tokens=9, seed=5, min_tokens=9, bad_words=["hello"], logit_bias={7: 3.0}),
+    ]
+
+    async def run():
+        found = await asyncio.gather(*(collect(engine, p, s) for p, s in zip(PROMPTS, all_params)))
+        await idle(engine)
+        return found
+
+    found = asyncio.run(run())
+    for output, (texts, token_ids, reasons, count) in zip(llm.generate(PROMPTS, all_params, use_tqdm=False), found):
+        assert texts == [c.text for c in output.outputs]
+        assert reasons == [c.finish_reason for c in output.outputs]
+        assert token_ids == [c.token_ids for c in output.outputs]
+        assert count > 1
+
+
+def test_log_probabilities_and_prompt_log_probabilities(engine, llm):
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1)
+
+    async def run():
+        return [output async for output in engine.generate(PROMPTS[1], params)]
+
+    outputs = asyncio.run(run())
+    (expected,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
+    assert [row for o in outputs for row in o.outputs[0].logprobs] == expected.outputs[0].logprobs
+    assert outputs[0].prompt_logprobs == expected.prompt_logprobs
+    assert all(o.prompt_logprobs is None for o in outputs[1:])
+    assert outputs[-1].finished and outputs[-1].metrics.total_time > 0
+
+
+def test_an_iterator_that_is_left_ends_the_request(engine):
+    params = SamplingParams(max_tokens=None, ignore_eos=True, n=2)
+
+    async def leave():
+        async for _ in engine.generate(PROMPTS[0], params):
+            break
+        task = asyncio.create_task(collect(engine, PROMPTS[1], params))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gc.collect()
+        await asyncio.sleep(0)  # the event loop closes iterators that were dropped
+        await idle(engine)
+
+    asyncio.run(leave())
+
+
+def test_abort_by_id_from_another_thread(engine):
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+
+    async def run():
+        task = asyncio.create_task(collect(engine, PROMPTS[0], params, "mine"))
+        while not engine.stats.num_running:
+            await asyncio.sleep(0.001)
+        with pytest.raises(ValueError, match="request_id='mine'"):
+            await collect(engine, "x", params, "mine")
+        threading.Thread(target=engine.abort, args=("mine",)).start()
+        _, _, reasons, _ = await asyncio.wait_for(task, 10)
+        assert reasons == ["abort"]
+        engine.abort("mine")  # not known any more: nothing happens
+        await idle(engine)
+
+    asyncio.run(run())
+
+
+def test_two_event_loops_share_the_engine(engine, llm):
+    params = SamplingParams(temperature=0, max_tokens=25)
+    found = {}
+
+    def run(prompt):
+        found[prompt] = asyncio.run(collect(engine, prompt, params))[0][0]
+
+    threads = [threading.Thread(target=run, args=(p,)) for p in PROMPTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert found == {p: o["text"] for p, o in zip(PROMPTS, expected)}
+
+
+def test_a_slow_consumer_gets_merged_pieces(engine):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    async def run():
+        outputs = []
+        async for output in engine.generate(PROMPTS[0], params):
+            outputs.append(output)
+            while not outputs[1:] and engine.num_unfinished:
+                await asyncio.sleep(0.01)
+        return outputs
+
+    outputs = asyncio.run(run())
+    assert len(outputs) < 5 and sum(len(o.outputs[0].token_ids) for o in outputs) == 40
+
+
+def test_what_cannot_be_served_is_refused(engine):
+    async def run(prompt, params):
+        return await collect(engine, prompt, params)
+
+    for prompt, params, said in [
+        ("", SamplingParams(), "the prompt is empty"),
+        ([1] * 500, SamplingParams(), "max_model_len=128"),
+        ("x", SamplingParams(logprobs=50), "logprobs=50"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            asyncio.run(run(prompt, params))
+    with pytest.raises(TypeError, match="exactly one"):
+        AsyncLLM()
+    assert engine.num_unfinished == 0
+
+
+def test_a_failed_step_and_a_closed_engine(path):
+    engine = AsyncLLM(path, **SIZES)
+    inner = engine.client.engine
+    execute = inner.runner.execute
+
+    def fail(step):
+        inner.runner.execute = execute
+        raise ArithmeticError("a kernel failed in /some/file.py")
+
+    async def run():
+        inner.runner.execute = fail
+        with pytest.raises(RequestFailed) as caught:
+            await collect(engine, "abc", SamplingParams(max_tokens=5))
+        assert "/some/file" not in str(caught.value)
+        assert (await collect(engine, "abc", SamplingParams(max_tokens=5, ignore_eos=True)))[2] == ["length"]
+        await idle(engine)
+        endless = asyncio.create_task(collect(engine, "abc", SamplingParams(max_tokens=None, ignore_eos=True)))
+        await asyncio.sleep(0.01)
+        engine.close()
+        with pytest.raises(EngineDeadError):
+            await endless
+        with pytest.raises(EngineDeadError):
+            await collect(engine, "abc", SamplingParams())
+
+    asyncio.run(run())
+
+
+def test_token_ids_without_a_tokenizer(path):
+    client = ThreadClient(LLM(path, skip_tokenizer_init=True, **SIZES).engine.config)
+    engine = AsyncLLM(client=client)
+    texts, token_ids, reasons, _ = asyncio.run(collect(engine, [5, 6, 7], SamplingParams(max_tokens=4)))
+    assert texts == [""] and len(token_ids[0]) == 4 and reasons == ["length"]
+    engine.close()
