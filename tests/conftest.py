@@ -1,6 +1,8 @@
 """Fixtures that several parts of the suite share."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory_goes_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """PyTorch keeps freed memory for its own process, and the GPU tests of several processes share one GPU."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        import torch
+
+        if torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

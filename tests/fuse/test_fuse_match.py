@@ -14,7 +14,7 @@ from nanovllm.fuse.match import find, patterns
 from nanovllm.kernels import Tensors, all_ops
 
 # Attention and sampling depend on values, so their references cannot be traced; they stay ops of their own in a graph.
-UNTRACED = {name for name in all_ops() if "attention" in name or name == "sample"}
+UNTRACED = {name for name in all_ops() if "attention" in name or name in ("sample", "decoder_step")}
 # Their patterns draw random numbers or depend on the shape, and are not found again at another one.
 BY_SHAPE = {"layernorm_residual_dropout_gelu"}
 X, R, W = torch.randn(5, 16), torch.randn(5, 16), torch.randn(16)

@@ -9,6 +9,16 @@ from typing import Any
 import torch
 
 
+def _interprets() -> bool:
+    """Whether Triton was imported with TRITON_INTERPRET=1. Its own functions are compiled otherwise, and setting the
+    variable later changes only what is decorated after that.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(tl.sum, InterpretedFunction)
+
+
 @cache
 def triton_support(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None."""
@@ -20,7 +30,7 @@ def triton_support(device: torch.device) -> str | None:
         remedy = "pip install --force-reinstall triton"
         return f"Triton is installed but cannot be imported ({type(e).__name__}: {e}); {remedy}"
     if device.type != "cuda":
-        if device.type == "cpu" and triton.knobs.runtime.interpret:
+        if device.type == "cpu" and _interprets():
             return None
         return f"Triton kernels need a CUDA device, this is {device}; TRITON_INTERPRET=1 runs them there, slowly"
     major, minor = torch.cuda.get_device_capability(device)

@@ -222,9 +222,13 @@ def test_device_time():
 @pytest.mark.gpu
 def test_a_share_of_the_limit_is_a_share():
     op = all_ops()["rms_norm"]
+    shared = gpu_is_shared()
     for case in bench_cases(op, torch.bfloat16):
         m = measure(op, op.providers["triton"], case, torch.device("cuda", 0))
-        assert m.method == "graph" and 0 < m.share < 1.05 and m.peak_bytes > 0
+        assert m.method == "graph" and m.share > 0 and m.peak_bytes > 0
+        if shared or gpu_is_shared():
+            pytest.skip("another program uses the GPU, so the rates that are its limit say nothing")
+        assert m.share < 1.05
         assert (m.copy is None) == (m.bytes < 8 << 20)
         if m.copy is not None:
             assert m.share < m.copy / m.timing.median < 1.5  # starting and running out count in both
