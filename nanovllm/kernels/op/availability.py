@@ -9,28 +9,20 @@ from typing import Any
 import torch
 
 
-def _interprets() -> bool:
-    """Whether Triton was imported with TRITON_INTERPRET=1. Its own functions are compiled otherwise, and setting the
-    variable later changes only what is decorated after that.
-    """
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-
-    return isinstance(tl.sum, InterpretedFunction)
-
-
 @cache
 def triton_support(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton (Linux)"
     try:
-        import triton
+        import triton.language as tl
+        from triton.runtime.interpreter import InterpretedFunction
     except Exception as e:  # whatever a damaged installation raises
         remedy = "pip install --force-reinstall triton"
         return f"Triton is installed but cannot be imported ({type(e).__name__}: {e}); {remedy}"
     if device.type != "cuda":
-        if device.type == "cpu" and _interprets():
+        # Triton's own functions are interpreted if the variable was set when Triton was imported.
+        if device.type == "cpu" and isinstance(tl.sum, InterpretedFunction):
             return None
         return f"Triton kernels need a CUDA device, this is {device}; TRITON_INTERPRET=1 runs them there, slowly"
     major, minor = torch.cuda.get_device_capability(device)
