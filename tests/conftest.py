@@ -54,6 +54,24 @@ def gpu_memory_goes_back(request: pytest.FixtureRequest) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays; each of the hundreds of engines that start collects garbage without it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_support() -> None:
+    """What can run on this machine is asked once in a process: here, before tests change the environment."""
+    import torch
+
+    from nanovllm.kernels import all_ops
+
+    for op in all_ops().values():
+        for provider in op.providers.values():
+            provider.support(torch.device("cpu"))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The real SmolLM2-135M-Instruct file. `make test` fetches it beforehand, so that nothing is skipped there."""
