@@ -60,6 +60,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def known_support() -> None:
     """What can run on this machine is asked once in a process: here, before tests change the environment."""

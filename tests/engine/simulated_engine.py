@@ -1,6 +1,5 @@
 """An engine on a simulated device, which fails when told to."""
 
-import random
 from types import SimpleNamespace
 
 import torch
@@ -9,7 +8,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.fast.piggyback import Piggyback
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import StepKind
-from tests.engine.simulation import EOS, VOCAB, Device
+from tests.engine.simulation import EOS, Device
 
 BLOCK = 16
 
@@ -109,8 +108,3 @@ def assert_clean(engine):
     while engine.has_unfinished:  # aborts that no step has applied yet, and a token too many in flight
         assert not engine.step()
     engine.check()
-
-
-def documents():
-    rng = random.Random(5)
-    return [[rng.randrange(VOCAB) for _ in range(64)] for _ in range(2)]

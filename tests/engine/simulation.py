@@ -14,6 +14,7 @@ part of the step writes.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 
 from nanovllm.engine.block_manager import BlockManager
@@ -26,6 +27,9 @@ from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 7
 EOS = 0
+_RNG = random.Random(1)
+DOCUMENTS = [[_RNG.randrange(VOCAB) for _ in range(64)] for _ in range(2)]
+"""Prompts are the beginnings of these, so that many share one."""
 
 
 class Truth:

@@ -1,11 +1,14 @@
-"""Log-probabilities of tokens, against float64, and the dicts that requests get."""
+"""Log-probabilities of tokens against float64, the dicts that requests get, and an engine against transformers."""
 
 import time
 
 import pytest
 import torch
 
+from nanovllm import SamplingParams
 from nanovllm.engine.logprobs import LogprobsTensors, compute_logprobs
+from tests import tiny
+from tests.engine.small_engine import generate, make, random_prompts
 
 VOCAB = 40
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -62,3 +65,79 @@ def test_the_ranks_of_many_take_linear_time():
     row = tensors.row(0, 99_999)
     assert time.perf_counter() - start < 2  # a search for each would take a minute
     assert len(row) == 100_000 and [row[i].rank for i in (1, 2, 3, 4, 5)] == [1, 2, 2, 2, 5]
+
+
+# ------------------------------------------------------------------------------------------------ an engine
+
+
+def close(record, token, row, k):
+    """One position's record: its token and the k best, as log_softmax says."""
+    best = row.topk(k).indices.tolist()
+    assert list(record)[0] == token and set(record) == {token, *best}
+    for candidate, entry in record.items():
+        assert entry.logprob == pytest.approx(float(row[candidate]), abs=1e-4)
+        assert entry.rank == int((row > row[candidate]).sum()) + 1
+
+
+@pytest.mark.parametrize("k", [0, 1, 5])
+def test_logprobs_are_the_log_softmax_of_the_raw_logits(llm, reference, k):
+    prompts = random_prompts([7, 41, 90])
+    params = SamplingParams(temperature=0.7, top_k=50, seed=3, max_tokens=8, logprobs=k, presence_penalty=1.0)
+    for prompt, out in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
+        rows = tiny.logprobs(reference, prompt + out["token_ids"])
+        assert len(out["logprobs"]) == len(out["token_ids"]) == 8 and out.prompt_logprobs is None
+        for i, (token, record) in enumerate(zip(out["token_ids"], out["logprobs"])):
+            close(record, token, rows[len(prompt) + i - 1], k)
+            assert all(entry.decoded_token == llm.tokenizer.decode([t]) for t, entry in record.items())
+
+
+def test_logprobs_of_different_widths_in_one_batch(llm):
+    prompts = random_prompts([5, 5, 5])
+    params = [SamplingParams(max_tokens=3, logprobs=k, ignore_eos=True) for k in (None, 0, 4)]
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    assert outs[0]["logprobs"] is None and all(len(out["token_ids"]) == 3 for out in outs)
+    assert [len(r) for r in outs[1]["logprobs"]] == [1, 1, 1] and all(len(r) in (4, 5) for r in outs[2]["logprobs"])
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 41, 90])
+def test_prompt_logprobs_over_chunks_and_cached_prefixes(llm, reference, length):
+    (prompt,) = random_prompts([length], seed=length)
+    generate(llm, [prompt], SamplingParams(max_tokens=1))  # its prefix is in the cache now
+    out = llm.generate(
+        [*random_prompts([60]), prompt, prompt[: length // 2 + 1]],
+        [
+            SamplingParams(max_tokens=20),
+            SamplingParams(max_tokens=5, prompt_logprobs=2, temperature=0),
+            SamplingParams(max_tokens=20),
+        ],
+        use_tqdm=False,
+    )[1]
+    rows = tiny.logprobs(reference, prompt)
+    assert len(out.prompt_logprobs) == length and out.prompt_logprobs[0] is None
+    for i in range(1, length):
+        close(out.prompt_logprobs[i], prompt[i], rows[i - 1], 2)
+    assert out["token_ids"] == tiny.greedy(reference, prompt, 5)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_prompt_logprobs_survive_preemption(directory, reference, asynchronous):
+    llm = make(directory, num_kvcache_blocks=8, max_num_seqs=4, async_scheduling=asynchronous)
+    prompts = random_prompts([30, 31, 32, 33])
+    params = SamplingParams(max_tokens=40, prompt_logprobs=1, ignore_eos=True, temperature=0)
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    assert llm.engine.scheduler.num_preemptions
+    for prompt, out in zip(prompts, outs):
+        rows = tiny.logprobs(reference, prompt)
+        for i in range(1, len(prompt)):
+            close(out.prompt_logprobs[i], prompt[i], rows[i - 1], 1)
+        assert out["token_ids"] == tiny.greedy(reference, prompt, 40)
+
+
+def test_prompt_logprobs_of_several_completions_are_computed_once(llm):
+    (prompt,) = random_prompts([40])
+    params = SamplingParams(n=3, prompt_logprobs=0, logprobs=0, max_tokens=4, ignore_eos=True)
+    (out,) = llm.generate([prompt], params, use_tqdm=False)
+    assert len(out.prompt_logprobs) == 40 and all(r is not None for r in out.prompt_logprobs[1:])
+    assert [len(c.logprobs) for c in out.outputs] == [4, 4, 4]
+    request = llm.engine.make_request(prompt, SamplingParams(n=3, prompt_logprobs=0))
+    assert [c.seq.params.prompt_logprobs for c in request.completions] == [0, None, None]

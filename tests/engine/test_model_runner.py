@@ -3,6 +3,7 @@
 import gc
 import random
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,25 +14,9 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS
 from nanovllm.engine.model_setup import run_largest_steps
-from tests import tiny
+from tests.engine import small_engine
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save(path, "qwen3", vocab_size=331, max_position_embeddings=1024)
-    return path
-
-
-def make(directory, **arguments):
-    defaults = dict(
-        device=DEVICE, dtype="float32", kvcache_block_size=16, num_kvcache_blocks=100, max_model_len=700,
-        max_num_seqs=20,
-        skip_tokenizer_init=True,
-    )  # fmt: skip
-    return LLM(directory, **defaults | arguments)
+make = partial(small_engine.make, max_model_len=700, max_num_seqs=20, max_num_batched_tokens=None)
 
 
 def watch_logits(paged):

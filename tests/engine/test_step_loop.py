@@ -12,8 +12,8 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step_loop import StepLoop, Waiter
 from tests import tiny
-from tests.engine.simulated_engine import Broken, assert_clean, documents, drain, simulated_engine
-from tests.engine.simulation import expected_output
+from tests.engine.simulated_engine import Broken, assert_clean, drain, simulated_engine
+from tests.engine.simulation import DOCUMENTS, expected_output
 
 
 def endless(max_tokens=40, **others):
@@ -106,7 +106,7 @@ def test_many_threads(engine):
 
     def client(number):
         for i in range(6):
-            prompt = documents()[number % 2][: 3 + 5 * i + number]
+            prompt = DOCUMENTS[number % 2][: 3 + 5 * i + number]
             requests = [engine.make_request(prompt, SamplingParams(max_tokens=9, seed=s)) for s in (number, i)]
             run(loop, engine, *requests)
             for request, seed in zip(requests, (number, i)):
@@ -173,7 +173,7 @@ def test_an_abort_inside_of_a_step_waits_for_its_end(asynchronous):
     for call in ("execute", "update", "register", "grow", "free"):
         engine = simulated_engine(num_blocks=16, asynchronous=asynchronous)
         owner = {"execute": engine.runner, "update": engine.scheduler}.get(call, engine.scheduler.blocks)
-        requests = [engine.add_request(documents()[0][: 9 + n], endless()) for n in range(4)]
+        requests = [engine.add_request(DOCUMENTS[0][: 9 + n], endless()) for n in range(4)]
         original, calls = getattr(owner, call), []
 
         def hooked(*args, original=original, calls=calls, requests=requests, engine=engine):
@@ -188,19 +188,19 @@ def test_an_abort_inside_of_a_step_waits_for_its_end(asynchronous):
             engine.check()
         assert_clean(engine)
         assert [r.output()["finish_reason"] for r in requests][3:] == ["length"]
-        assert requests[3].output()["token_ids"] == expected_output(documents()[0][:12], 1, endless(), 64)[0]
+        assert requests[3].output()["token_ids"] == expected_output(DOCUMENTS[0][:12], 1, endless(), 64)[0]
 
 
 def test_aborting_many_that_wait_takes_time_in_proportion():
     engine = simulated_engine(max_num_seqs=1)
-    requests = [engine.add_request([1], endless()) for _ in range(40_000)]
+    requests = [engine.add_request([1], endless()) for _ in range(20_000)]
     engine.step()
     for request in requests[1::2] + requests[2::2]:
         engine.abort(request)
     began = time.process_time()
     engine.step()
-    assert time.process_time() - began < 3  # 0.1 s; 14 s when each was searched for
-    assert [r.finished for r in requests] == [False] + [True] * 39_999
+    assert time.process_time() - began < 1  # 0.05 s; 3.5 s when each was searched for
+    assert [r.finished for r in requests] == [False] + [True] * 19_999
     drain(engine)
 
 

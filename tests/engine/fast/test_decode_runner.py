@@ -4,29 +4,24 @@ copies.
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
 from nanovllm.engine.fast.step_shape import SamplingMode, StepShape
 from nanovllm.engine.step import StepKind
-from tests import tiny
+from tests.engine import small_engine
 from tests.engine.fast.replayed import BACKEND, lengths_on_the_device, watch_replays
+from tests.engine.small_engine import DEVICE, generate, random_prompts
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCK = 16
+make = partial(small_engine.make, num_kvcache_blocks=64)
+
 CAPTURED = FastPolicy(graph_backend=BACKEND, capture_sampling=True, prefill_graphs=DEVICE == "cuda")
 SIZES = PiggybackSizes(totals=(8, 20, 40), row_multiple=2, min_tokens=2, min_tokens_at_once=4, max_pieces=3)
 """Of steps with piggybacked prompts, for models of a few tokens."""
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save_with_tokenizer(path, "qwen3")
-    return path
 
 
 @pytest.fixture
@@ -36,27 +31,6 @@ def by_length():
     """
     with lengths_on_the_device() as priority:
         yield dict(kernel_priority=priority) if DEVICE == "cpu" else {}
-
-
-def make(directory, **arguments):
-    defaults = dict(
-        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=64, max_model_len=128,
-        max_num_seqs=11,
-        max_num_batched_tokens=40, skip_tokenizer_init=True,
-    )  # fmt: skip
-    return LLM(directory, **defaults | arguments)
-
-
-def random_prompts(lengths, seed=0):
-    rng = random.Random(seed)
-    return [[rng.randrange(900) for _ in range(n)] for n in lengths]
-
-
-def generate(llm, prompts, params):
-    outputs = [[c.token_ids for c in o.outputs] for o in llm.generate(prompts, params, use_tqdm=False)]
-    llm.engine.scheduler.check()
-    assert llm.engine.scheduler.blocks.num_free_blocks == llm.engine.scheduler.blocks.num_blocks
-    return outputs
 
 
 LENGTHS = [1, 5, 16, 17, 40, 70, 33, 2, 15, 31, 9, 64]
@@ -173,18 +147,6 @@ def test_those_that_may_have_the_most_output_are_queued_first(directory, piggyba
     assert queued == ([100, 6, 5, 120] if piggyback else lengths)
     for request in requests:
         engine.abort(request)
-
-
-def test_a_seeded_request_draws_the_same_alone_and_among_256(directory):
-    llm = make(directory, max_num_seqs=256, num_kvcache_blocks=600, max_num_batched_tokens=2048)
-    rng = random.Random(5)
-    prompts = random_prompts([rng.randint(1, 30) for _ in range(256)], seed=1)
-    params = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=rng.randint(5, 12), ignore_eos=True) for i in range(256)
-    ]
-    together = generate(llm, prompts, params)
-    for i in (0, 1, 100, 254, 255):
-        assert generate(llm, [prompts[i]], [params[i]]) == [together[i]]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

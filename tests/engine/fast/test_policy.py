@@ -7,7 +7,6 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
-from tests import tiny
 from tests.engine.fast.replayed import ReplayedFunctions, lengths_on_the_device
 
 SIZES = PiggybackSizes(totals=(8, 20, 40), row_multiple=2, min_tokens=2, min_tokens_at_once=4, max_pieces=3)
@@ -31,13 +30,6 @@ CUDA = {
     "prefill graphs": FastPolicy.off(prefill_graphs=True, padding=True, cuda_graphs=True, **SMALL),
     "all": FastPolicy(piggyback_prefill=True, prefill_graphs=True, **SMALL),
 }
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save(path, "qwen3", vocab_size=331)
-    return path
 
 
 def tokens(directory, policy, **arguments):

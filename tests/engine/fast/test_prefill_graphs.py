@@ -1,25 +1,22 @@
-"""Padded steps with prompts: the same tokens as unpadded ones, on any machine; captured against eager ones on a GPU."""
+"""Padded steps with prompts: the same tokens as unpadded ones."""
 
-import random
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.fast.padding import NOTHING, PaddedInputs, RunsBucket
+from nanovllm import SamplingParams
+from nanovllm.engine.fast.padding import RunsBucket
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets
 from nanovllm.kernels.testing.memory_guard import MemoryGuard
-from tests import tiny
+from tests.engine import small_engine
 from tests.engine.fast.replayed import BACKEND, ReplayedFunctions, lengths_on_the_device
 from tests.engine.fast.test_decode_state import paged_model
+from tests.engine.small_engine import DEVICE, VOCAB, random_prompts
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCK = 16
 USUAL = FastPolicy()
 SMALL = FastPolicy(prefill_sizes=(4, 8, 24, 40, 100))
 LENGTHS = [1, 2, 15, 16, 17, 31, 48, 90, 3, 64, 5, 33]
@@ -57,88 +54,15 @@ def test_full_steps_have_a_bucket_if_asked_for_and_only_they(budget, largest):
             assert found == RunsBucket(size, min(size, 256))
 
 
-# ------------------------------------------------------------------------------------------------ padding
-
-
-def inputs(bucket, max_blocks=5):
-    buffer = torch.full((PaddedInputs.num_words(bucket, max_blocks),), -99, dtype=torch.int64)
-    return PaddedInputs.of(buffer, bucket, max_blocks)
-
-
-def batch(tokens, decode_lens, table, runs, contexts, rows):
-    return Batch(
-        np.asarray(tokens, np.int64), np.asarray(decode_lens, np.int32), np.asarray(table, np.int32), 0, runs, contexts,
-        np.asarray(rows, np.int64), np.arange(len(rows)), (),
-    )  # fmt: skip
-
-
-def test_padding_is_a_run_of_its_own():
-    got = inputs(RunsBucket(10, 4))
-    got.fill(
-        batch(
-            [[7, -2, 5, 6, 8], [20, 3, 0, 1, 2], [36, 51, 0, 1, 2]], [21, 4], [[9, 2], [3, 0], [0, 0]], (3,), (3,), [0,
-            1, 4]
-        ),
-        padding_block=6, block_size=16,
-    )  # fmt: skip
-    assert got.tokens.tolist() == [
-        [7, -2, 5, 6, 8, 0, 0, 0, 0, 0],
-        [20, 3, 0, 1, 2, 0, 0, 0, 0, 0],
-        [36, 51, 0, 1, 2, 96, 96, 96, 96, 96],
-    ]
-    assert got.logits_rows.tolist() == [0, 1, 4, 0]
-    assert got.cu_seqlens_q.tolist() == [0, 1, 2, 5, 10, 10]
-    assert got.context_lens.tolist() == [21, 4, 3, 5, 1]
-    assert got.block_table.tolist() == [[9, 2, 6, 6, 6], [3, 0, 6, 6, 6], [0, 0, 6, 6, 6], [6] * 5, [6] * 5]
-
-
-def test_a_full_bucket_has_an_empty_run_of_padding():
-    got = inputs(RunsBucket(3, 1))
-    got.fill(batch([[1, 2, 3]] * 3, [], [[4]], (3,), (9,), []), padding_block=6, block_size=16)
-    assert got.cu_seqlens_q.tolist() == [0, 3, 3] and got.context_lens.tolist() == [9, 1]
-    assert got.logits_rows.tolist() == [0]
-
-
-def test_padding_alone():
-    got = inputs(RunsBucket(4, 2))
-    got.fill(NOTHING, padding_block=6, block_size=16)
-    assert got.tokens.tolist() == [[0] * 4, [0] * 4, [96] * 4] and got.logits_rows.tolist() == [0, 0]
-    assert got.cu_seqlens_q.tolist() == [0, 4, 4, 4] and got.context_lens.tolist() == [4, 1, 1]
-    assert (got.block_table == 6).all()
-
-
-@pytest.mark.parametrize("bucket, max_blocks", [((1, 1), 1), ((37, 5), 3), ((64, 64), 16), ((2048, 64), 17)])
-def test_inputs_share_one_buffer_and_no_memory(bucket, max_blocks):
-    got = inputs(RunsBucket(*bucket), max_blocks)
-    for i, tensor in enumerate(got):
-        assert tensor.is_contiguous() and tensor.data_ptr() % 16 == got.tokens.data_ptr() % 16
-        tensor.fill_(i)
-    assert all((tensor == i).all() for i, tensor in enumerate(got))
-
-
 # ------------------------------------------------------------------------------------------------ whole engines
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save(path, "qwen3", vocab_size=331)
-    return path
-
-
-def make(directory, fast_policy=SMALL, **arguments):
-    defaults = dict(fast_policy=fast_policy,
-        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=100, max_model_len=160,
-        max_num_seqs=11,
-        max_num_batched_tokens=100, skip_tokenizer_init=True,
-    )  # fmt: skip
-    return LLM(directory, **defaults | arguments)
+make = partial(small_engine.make, fast_policy=SMALL, max_model_len=160, max_num_batched_tokens=100)
 
 
 def prompts_of(lengths, seed=0):
     """Random prompts, and some that begin like the longest."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(331) for _ in range(n)] for n in lengths]
+    prompts = random_prompts(lengths, seed)
     longest = max(prompts, key=len)
     return [*prompts, longest[:33] + [1, 2, 3], longest[:48], longest[:20] + [5]]
 
@@ -157,13 +81,10 @@ def generate(llm, prompts, params):
 
         prefill.launch = noted
     try:
-        outputs = [[c.token_ids for c in o.outputs] for o in llm.generate(prompts, params, use_tqdm=False)]
+        return small_engine.generate(llm, prompts, params), steps
     finally:
         if prefill is not None:
             del prefill.launch
-    llm.engine.scheduler.check()
-    assert llm.engine.scheduler.blocks.num_free_blocks == llm.engine.scheduler.blocks.num_blocks
-    return outputs, steps
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -206,7 +127,7 @@ FULL = replace(SMALL, prefill_sizes=(4, 8), prefill_seqs=(5, 11))
 
 def test_full_steps_give_the_same_tokens(directory, expected):
     """Steps of 64 tokens, where the usual sizes end at 8."""
-    llm = make(directory, FULL, capture_prefill=True, max_num_batched_tokens=64)
+    llm = make(directory, fast_policy=FULL, capture_prefill=True, max_num_batched_tokens=64)
     got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
     assert got == expected
     full = [step for step in steps if step[0] >= 60]
@@ -220,7 +141,9 @@ def test_full_steps_have_a_bucket_where_the_layers_are_small(directory, small):
     """FLOPs of the layers that are just few enough, or one too many."""
     flops = 2 * 64 * make(directory).engine.runner.model.layer_sizes[0]
     policy = replace(FULL, max_full_step_flops=flops if small else flops - 1)
-    prefill = make(directory, policy, capture_prefill=True, max_num_batched_tokens=64).engine.runner.fast.prefill
+    prefill = make(
+        directory, fast_policy=policy, capture_prefill=True, max_num_batched_tokens=64
+    ).engine.runner.fast.prefill
     assert prefill.buckets[-1] == ((64, 11) if small else (8, 8))
 
 
@@ -241,9 +164,11 @@ class NoMemory(ReplayedFunctions):
 @pytest.mark.parametrize("failures", [2, 3], ids=["full steps", "others"])
 def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, caplog, failures):
     """One warning for each; for a smaller size it is an error, which the engine reports."""
-    prefill = make(directory, FULL, capture_prefill=True, max_num_batched_tokens=64).engine.runner.fast.prefill
+    prefill = make(
+        directory, fast_policy=FULL, capture_prefill=True, max_num_batched_tokens=64
+    ).engine.runner.fast.prefill
     assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8), (64, 5), (64, 11)]
-    logits, backend = torch.empty(11, 331, device=DEVICE), NoMemory(torch.device(DEVICE), failures)
+    logits, backend = torch.empty(11, VOCAB, device=DEVICE), NoMemory(torch.device(DEVICE), failures)
     if failures > 2:
         with pytest.raises(torch.OutOfMemoryError), torch.inference_mode():
             prefill.capture(logits, backend, nullcontext())
@@ -256,7 +181,7 @@ def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, caplog, f
 
 
 def test_real_sizes(directory, expected):
-    llm = make(directory, USUAL, capture_prefill=True, max_num_batched_tokens=None, max_num_seqs=30)
+    llm = make(directory, fast_policy=USUAL, capture_prefill=True, max_num_batched_tokens=None, max_num_seqs=30)
     got, steps = generate(llm, prompts_of(LENGTHS), GREEDY)
     assert got == expected and [bucket for *_, bucket in steps] == [(512, 30)]
 
@@ -312,7 +237,10 @@ def test_captured_steps_give_the_same_tokens(directory, asynchronous):
     policy = replace(SMALL, graph_backend=BACKEND)
     with lengths_on_the_device() as kernels:
         llm = make(
-            directory, policy, async_scheduling=asynchronous, kernel_priority=kernels if DEVICE == "cpu" else None
+            directory,
+            fast_policy=policy,
+            async_scheduling=asynchronous,
+            kernel_priority=kernels if DEVICE == "cpu" else None,
         )
     prefill = llm.engine.runner.fast.prefill
     assert len(prefill) == len(prefill.buckets)
@@ -329,115 +257,10 @@ def test_a_capture_that_fails_is_one_warning_and_steps_run_eagerly(directory, ca
 
     policy = replace(SMALL, graph_backend=Failing, device_state=False)
     with lengths_on_the_device() as kernels:
-        llm = make(directory, policy, device="cpu", kernel_priority=kernels)
+        llm = make(directory, fast_policy=policy, device="cpu", kernel_priority=kernels)
     assert llm.engine.runner.fast.prefill is None
     (record,) = (r for r in caplog.records if r.levelname == "WARNING")
     assert "steps with prompts run without CUDA graphs" in record.getMessage()
     assert "operation not permitted" in record.getMessage()
     if DEVICE == "cpu":
         assert generate(llm, prompts_of(LENGTHS), GREEDY)[0] == expected
-
-
-# ------------------------------------------------------------------------------------------------ on a GPU
-
-
-def load(seed, count=40):
-    """Prompts of 1 to 600 tokens and their parameters, half of them greedy, that end one after the other."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(151936) for _ in range(rng.randint(1, 600))] for _ in range(count)]
-    params = [
-        SamplingParams(temperature=(0, 0.8)[i % 2], ignore_eos=True, max_tokens=rng.randint(1, 60), seed=i)
-        for i in range(count)
-    ]
-    return prompts, params
-
-
-def qwen(**arguments):
-    defaults = dict(load_format="dummy", max_num_seqs=40, max_model_len=1024, num_kvcache_blocks=120)
-    return LLM("qwen3-0.6b", **defaults | arguments)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("budget", [300, 2048])
-def test_captured_steps_equal_eager_ones(budget):
-    """Mixed steps of every size in bfloat16; eager steps are padded alike, so that all tokens are equal."""
-    prompts, params = load(3)
-    outputs = []
-    for enforce_eager in (False, True):
-        llm = qwen(capture_prefill=True, enforce_eager=enforce_eager, max_num_batched_tokens=budget)
-        prefill = llm.engine.runner.fast.prefill
-        assert len(prefill) == (0 if enforce_eager else len(prefill.buckets))
-        got, steps = generate(llm, prompts, params)
-        assert any(decodes and runs and bucket for _, decodes, runs, bucket in steps)
-        assert any(bucket and bucket.num_tokens == budget for *_, bucket in steps)
-        outputs.append(got)
-    assert outputs[0] == outputs[1]
-
-
-@pytest.mark.gpu
-def test_captured_logits_and_caches_are_those_of_unpadded_steps():
-    """Each step twice, replayed and then unpadded, into the same places of the cache: they agree as bfloat16 does."""
-    llm = qwen(capture_prefill=True, max_num_batched_tokens=2048)
-    runner = llm.engine.runner
-    launch, errors = runner.fast.prefill.launch, []
-
-    def compared(batch):
-        got = launch(batch)
-        assert got is not None
-        got = got.clone()
-        caches = [t[:-1] for c in (runner.caches[0], runner.caches[-1]) for t in (c.k, c.v)]
-        padded = [cache.clone() for cache in caches]
-        want = runner.paged.logits(runner.hidden(batch))[: len(batch.logits_rows)]
-        for a, b in [(got, want)] * bool(len(want)) + list(zip(padded, caches)):
-            errors.append(float((a.float() - b.float()).norm() / b.float().norm()))
-        return got
-
-    runner.fast.prefill.launch = compared
-    assert len(llm.generate(*load(4, count=24), use_tqdm=False)) == 24
-    assert errors and max(errors) < 0.05
-
-
-@pytest.mark.gpu
-def test_a_captured_step_waits_for_nothing():
-    llm = qwen(capture_prefill=True, max_num_batched_tokens=2048)
-    runner = llm.engine.runner
-    launch, launched = runner.fast.prefill.launch, []
-
-    def watched(batch):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            logits = launch(batch)
-            launched.append(logits is not None)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        return logits
-
-    runner.fast.prefill.launch = watched
-    llm.generate(*load(5, count=8), use_tqdm=False)
-    assert launched and all(launched)
-
-
-@pytest.mark.gpu
-def test_many_replays_give_the_same_bits():
-    prompts, params = load(6)
-    llm = qwen(capture_prefill=True, enable_prefix_caching=False, max_num_batched_tokens=600)
-    assert generate(llm, prompts, params) == generate(llm, prompts, params)
-
-
-@pytest.mark.gpu
-def test_a_failed_capture_leaves_a_working_engine(monkeypatch, caplog):
-    """A copy to the host in the middle of the model, which no graph can hold."""
-    run = PrefillRunner._run
-
-    def waits(self, bucket, logits=None):
-        result = run(self, bucket, logits)
-        result.sum().item()
-        return result
-
-    prompts, params = load(7, count=12)
-    want = generate(qwen(), prompts, params)[0]
-    monkeypatch.setattr(PrefillRunner, "_run", waits)
-    llm = qwen(capture_prefill=True)
-    assert llm.engine.runner.fast.prefill is None
-    assert sum("their capture failed" in record.getMessage() for record in caplog.records) == 1
-    assert generate(llm, prompts, params)[0] == want

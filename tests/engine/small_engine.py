@@ -1,0 +1,34 @@
+"""Engines of the tiny model in the fixture `directory`, and what they are asked for."""
+
+import random
+
+import torch
+
+from nanovllm import LLM
+from tests import tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 16
+VOCAB = len(tiny.tokenizer())
+
+
+def make(directory, **arguments) -> LLM:
+    """A small cache and small steps; `arguments` come before these defaults."""
+    defaults = dict(
+        device=DEVICE, dtype="float32", kvcache_block_size=BLOCK, num_kvcache_blocks=100, max_model_len=128,
+        max_num_seqs=11, max_num_batched_tokens=40, skip_tokenizer_init=True,
+    )  # fmt: skip
+    return LLM(directory, **defaults | arguments)
+
+
+def random_prompts(lengths, seed=0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
+
+
+def generate(llm, prompts, params) -> list[list[list[int]]]:
+    """The tokens of every completion of every prompt; then no block is in use any more."""
+    outputs = [[c.token_ids for c in o.outputs] for o in llm.generate(prompts, params, use_tqdm=False)]
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.blocks.num_free_blocks == llm.engine.scheduler.blocks.num_blocks
+    return outputs

@@ -1,0 +1,214 @@
+"""Forward passes that raise and interrupts at any line: the engine stays clean, and serves the next requests."""
+
+import inspect
+import random
+import sys
+import threading
+from collections import Counter
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanovllm
+from nanovllm import SamplingParams
+from nanovllm.engine.progress import ProgressBar
+from tests import tiny
+from tests.engine import small_engine
+from tests.engine.simulated_engine import assert_clean, drain
+from tests.engine.small_engine import generate, random_prompts
+
+make = partial(small_engine.make, num_kvcache_blocks=24, max_num_seqs=6, enforce_eager=True, skip_tokenizer_init=False)
+PROMPTS = random_prompts([1, 5, 16, 17, 40, 70, 33, 2])
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def expected(reference):
+    return [[tiny.greedy(reference, p, 10)] for p in PROMPTS]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_engine_survives_a_forward_pass_that_raises(directory, expected, monkeypatch, asynchronous):
+    llm = make(directory, async_scheduling=asynchronous)
+    calls = []
+    execute = llm.engine.runner.execute
+
+    def failing(step):
+        calls.append(step)
+        if len(calls) == 4:
+            with torch.inference_mode():
+                llm.engine.runner.caches[0].k.fill_(torch.nan)  # a failed kernel may leave anything
+            raise RuntimeError("out of memory")
+        return execute(step)
+
+    monkeypatch.setattr(llm.engine.runner, "execute", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert_clean(llm.engine)
+    assert generate(llm, PROMPTS, GREEDY) == expected
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_interrupt_leaves_the_engine_clean(directory, expected, monkeypatch, asynchronous):
+    llm = make(directory, async_scheduling=asynchronous)
+    runner, scheduler = llm.engine.runner, llm.engine.scheduler
+    places = [
+        (runner, "execute"), (runner.fast.decoder.state, "place"), (runner.fast.decoder.state, "advanced"),
+        (scheduler, "update"), (scheduler, "schedule"),
+    ]  # fmt: skip
+    for (owner, name), last in product(places, (1, 2, 5)):
+        original, calls = getattr(owner, name), []
+
+        def interrupted(*args, original=original, calls=calls, last=last):
+            calls.append(args)
+            if len(calls) == last:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert_clean(llm.engine)
+        assert generate(llm, PROMPTS, GREEDY) == expected
+
+
+def test_an_interrupt_between_steps(directory, monkeypatch):
+    from nanovllm import llm as module
+
+    llm = make(directory, async_scheduling=True)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.ProgressBar, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    assert_clean(llm.engine)
+
+
+PACKAGE = Path(nanovllm.__file__).parent
+TRACED = {str(file): file.name for file in (PACKAGE / "llm.py", *(PACKAGE / "engine").glob("*.py"))}
+
+
+def generate_all(llm):
+    """Preempts, and uses what is off the beaten track."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, stop=["never said"], n=2),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.2, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1),
+    ]
+    return generate(llm, random_prompts([20, 18, 30, 2]), params)
+
+
+def leave_streams(llm):
+    streams = [
+        llm.stream(p, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) for p in ("hello", "world")
+    ]
+    for stream in streams:
+        next(stream)
+    for stream in streams:
+        stream.close()
+
+
+def at_lines(call, visit):
+    """Call with `visit(file, line)` before every line of the engine and of `LLM`."""
+
+    def at_line(frame, event, _):
+        if event == "line":
+            visit(frame.f_code.co_filename, frame.f_lineno)
+        return at_line
+
+    def at_call(frame, *_):
+        return at_line if frame.f_code.co_filename in TRACED else None
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("call", [generate_all, leave_streams])
+def test_an_interrupt_at_any_line_leaves_the_engine_clean(directory, call, asynchronous):
+    """A sample of the lines, denser where the bookkeeping is; another one in every mode."""
+    arguments = dict(num_kvcache_blocks=5, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=20)
+    llm = make(directory, async_scheduling=asynchronous, **arguments)
+    expected = generate_all(llm)
+    assert llm.engine.scheduler.num_preemptions
+    times, reached = Counter(), 0
+    llm.engine.scheduler.reset()  # without cached prefixes every time, so that the same lines are reached
+    at_lines(lambda: call(llm), lambda file, line: times.update([(file, line)]))
+    drain(llm.engine)
+    rng = random.Random(f"{call.__name__} {asynchronous}")
+    shares = {"llm.py": 0.25, "step_loop.py": 0.5, "llm_engine.py": 0.1, "scheduler.py": 0.1, "block_manager.py": 0.1}
+    chosen = [where for where in times if rng.random() < shares.get(TRACED[where[0]], 0.01)]
+    assert len(chosen) > 20
+    for where in chosen:
+        left = rng.randint(1, times[where])
+
+        def interrupt(*here, where=where):
+            nonlocal left
+            left -= here == where
+            if left == 0 and here == where:
+                raise KeyboardInterrupt
+
+        llm.engine.scheduler.reset()
+        try:
+            at_lines(lambda: call(llm), interrupt)
+        except KeyboardInterrupt:
+            reached += 1
+        assert_clean(llm.engine)
+        assert generate_all(llm) == expected, where
+    assert reached > 0.9 * len(chosen)
+
+
+def test_an_interrupt_takes_the_progress_bar_back(directory):
+    def call():
+        llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=True)
+
+    llm = make(directory)
+    call()
+    others = set(threading.enumerate())
+    lines = []
+    at_lines(call, lambda file, line: lines.append((file, line)))
+    code, first = inspect.getsourcelines(ProgressBar.__exit__)
+    end = range(first, first + len(code))  # of the bar; an interrupt just there may leave it
+    for where in sorted({where for where in lines if TRACED[where[0]] == "llm.py" and where[1] not in end}):
+
+        def interrupt(*here, where=where):
+            if here == where:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            at_lines(call, interrupt)
+        for thread in set(threading.enumerate()) - others:  # the bar has a thread that draws it
+            thread.join(1)
+            assert not thread.is_alive(), where
+        assert_clean(llm.engine)
+
+
+def test_streams_of_others_end_with_an_error_when_a_forward_pass_raises(directory, monkeypatch):
+    llm = make(directory)
+    stream = llm.stream("hello", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    execute = llm.engine.runner.execute
+
+    def failing(step):
+        monkeypatch.setattr(llm.engine.runner, "execute", execute)
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(llm.engine.runner, "execute", failing)
+    with pytest.raises(RuntimeError):
+        llm.generate("other", SamplingParams(max_tokens=2), use_tqdm=False)
+    with pytest.raises(RuntimeError, match="the output is incomplete"):
+        list(stream)
+    assert_clean(llm.engine)
