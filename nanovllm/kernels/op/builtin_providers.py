@@ -21,6 +21,11 @@ def _short_rows(x: Any, *args: Any, **kwargs: Any) -> str | None:
     return None if x.shape[-1] <= 32768 else f"rows of {x.shape[-1]} elements; it takes at most 32768"
 
 
+def _adjacent_logits(logits: Any, *args: Any, **kwargs: Any) -> str | None:
+    """Accept logits that can be written in place."""
+    return None if logits.stride(-1) == 1 else "the logits of a row are not side by side"
+
+
 def _triton(module: str, *declared: Op, accepts: Any = None, num_tokens: bool = False, **capabilities: Any) -> None:
     """Register nanovllm.kernels.triton.<module>:<op's name>; num_tokens: the module has num_tokens_<op's name>, too."""
     module = f"nanovllm.kernels.triton.{module}"
@@ -41,6 +46,7 @@ _triton(
 )  # fmt: skip
 _triton("rows", extra.layernorm_residual_dropout_gelu, accepts=_short_rows)
 _triton("sampling.sample", ops.sample)
+_triton("sampling.token_bitmask", ops.apply_token_bitmask, accepts=_adjacent_logits)
 _triton(
     "gemm.small_products", ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear, ops.linear_add_rms_norm,
     ops.linear_silu_and_mul, num_tokens=True,

@@ -17,6 +17,7 @@ from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.kernels.ops.rotary import rotary_embedding
 from nanovllm.kernels.ops.sample import sample
 from nanovllm.kernels.ops.store_kvcache import store_kvcache
+from nanovllm.kernels.ops.token_bitmask import apply_token_bitmask
 
 __all__ = [
     "NewTokens",
@@ -25,6 +26,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_gate_up",
     "add_rms_norm_linear",
+    "apply_token_bitmask",
     "attention_decode",
     "attention_decode_shared",
     "attention_prefill",
