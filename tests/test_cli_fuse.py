@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from nanovllm.cli.fuse import fuse
-from nanovllm.fuse.nest import parse
+from nanovllm.fuse.loop_nest import parse
 from nanovllm.fuse.tile_fusion import TileFusion
 from nanovllm.hardware.gpu_presets import device_model
 
@@ -76,7 +76,7 @@ def test_a_preset():
     for part in (
         "predicted for nvidia-h200",
         "qk_norm_rope_store",
-        "Left unfused",
+        "Not merged",
         "two matrix products",
         "59 kernels become 8",
     ):
@@ -150,7 +150,7 @@ def test_loops(tmp_path):
     assert "RAW on B: B[i] then B[i + 1], distance (-1): prevents fusion" in text
     assert (
         "No common loop(s) can be fused" in text
-        and "With a delay all can: nest 2 by (1,)" in text
+        and "All loops can be fused with a delay: nest 2 by (1,)" in text
         and "Tiles for" in text
     )
     data = json.loads(run("--loops", str(path), "--size", "N=64", "--json").output)
@@ -185,7 +185,7 @@ def test_one_nest_is_tiled(tmp_path):
     nests = parse(loops, N=512)
     best = TileFusion(*nests).best(device_model("h100").shared_per_block // 4)
     assert data["nests"] == 1 and data["tile"]["tile"] == list(best.tile) and data["tile"]["traffic"] == best.traffic
-    assert f"{best.tile}, {best.tiles:,} of them" in text
+    assert f"{best.tile}, {best.tiles:,} tiles of" in text
     path.write_text("for i in range(1, 64):\n    for j in range(1, 63):\n        A[i, j] = A[i - 1, j + 1]\n")
     text = run("--loops", str(path)).output
     assert (

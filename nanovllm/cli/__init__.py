@@ -153,6 +153,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # NumPy, which computes in Triton's interpreter, warns of overflows that a GPU passes over in silence.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"(numpy|triton)\b")
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes lines of its own to standard error
     try:
         app()
     except KeyboardInterrupt:

@@ -1,23 +1,21 @@
-"""`nanovllm fuse`: what to fuse in a module, what it is predicted to bring, and what it brings.
+"""`nanovllm fuse`: which kernels of a module should be one, the predicted gain, and the measured one.
 
-Which module is fuse_target.py's business; loop nests in place of a module are fuse_loops.py's.
+fuse_target.py makes the module, fuse_tables.py prints the tables, fuse_loops.py answers for loop nests.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import DTYPES, GPUS, dtype_name
+from nanovllm.cli.kernels_common import DTYPES, GPUS, Wide, dtype_name
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
 
     from nanovllm.cli.fuse_target import Target
     from nanovllm.fuse import FusionAnalyzer, FusionDevice
@@ -27,7 +25,7 @@ _NOTHING = "{}: nothing to fuse, it runs no kernel"
 
 
 _Preset = Annotated[
-    str | None, typer.Option(help="A model, whose decoder layer is taken; qwen3-0.6b if nothing is named.")
+    str | None, typer.Option(help="Take the decoder layer of this model; qwen3-0.6b if nothing is named.")
 ]
 _Module = Annotated[
     str | None,
@@ -37,21 +35,17 @@ _Module = Annotated[
 ]
 _Loops = Annotated[
     Path | None,
-    typer.Option(
-        help="A file with loop nests in Python instead: may they be fused and tiled? One nest is tiled. Needs islpy."
-    ),
+    typer.Option(help="A Python file of loop nests, in place of a module: may they be fused and tiled? Needs islpy."),
 ]
 _Size = Annotated[list[str] | None, typer.Option(help="With --loops: the value of a name, such as N=64; repeatable.")]
-_Context = Annotated[
-    int | None, typer.Option(help="Tokens of each sequence, the new ones among them; by default 1024.")
-]
+_Context = Annotated[int | None, typer.Option(help="Tokens of each sequence, with the new ones; by default 1024.")]
 _Phase = Annotated[str, typer.Option(help="decode: sequences of one new token each; prefill: one prompt.")]
 _Measure = Annotated[
-    bool, typer.Option("--measure", help="Run every group: unfused, with torch.compile, with our ops.")
+    bool, typer.Option("--measure", help="Time every group here: unfused, with torch.compile, with our ops.")
 ]
 _Save = Annotated[
     Path | None,
-    typer.Option(help="Keep measurements in <device>/fusion.json of this folder; of a GPU by default in results."),
+    typer.Option(help="Keep measurements in <device>/fusion.json of this folder; a GPU's go to results by default."),
 ]
 
 
@@ -65,15 +59,16 @@ def fuse(
     phase: _Phase = "decode",
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; by default the preset's.")] = None,
     gpu: Annotated[str | None, typer.Option(help=f"Predict for this GPU: {GPUS}. By default h100.")] = None,
-    left: Annotated[bool, typer.Option("--left", help="Also show what was left unfused, and why.")] = False,
+    left: Annotated[bool, typer.Option("--left", help="Also show the merges that were not made, and why.")] = False,
     measure: _Measure = False,
     device: Annotated[str, typer.Option(help="Where to measure: auto, cpu, cuda, cuda:N.")] = "auto",
     compile: Annotated[bool, typer.Option(help="Measure torch.compile too.")] = True,
     iters: Annotated[int, typer.Option(help="Timed calls of each.")] = 30,
     save: _Save = None,
+    wide: Wide = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Which operators of a module to run as one kernel, what that saves on a GPU, and which of our ops does it."""
+    """Which kernels of a module should be one kernel, what a GPU saves by it, and which of our ops does it."""
     if phase not in _PHASES:
         raise ValueError(f"--phase {phase}: expected one of {', '.join(_PHASES)}")
     if dtype is not None:
@@ -104,7 +99,7 @@ def fuse(
         folder = save or (Path("results") if where.type == "cuda" else None)
         _measure(target, where, compile, iters, folder, as_json)
         return
-    from nanovllm.fuse.report_tables import decisions_table, groups_table
+    from nanovllm.cli.fuse_tables import print_groups, print_left_out
 
     report = _analyzer(target, model or device_model("h100")).report()
     if as_json:
@@ -113,10 +108,10 @@ def fuse(
     if not report.rows:
         print(_NOTHING.format(target.title))
         return
-    print(f"{target.title}, predicted for {report.device}")
-    _print(groups_table(report))
+    print(f"{target.title}\npredicted for {report.device}")
+    print_groups(report, wide)
     if left:
-        _print(decisions_table(report))
+        print_left_out(report)
     print(_summary(report))
 
 
@@ -133,17 +128,18 @@ def _summary(report: Any) -> str:
     served = sum(len(r.served_by) == 1 and "of" not in r.served.split() for r in report.rows)
     return (
         f"{kernels} kernels become {groups}: {1e6 * report.unfused:.1f} -> {1e6 * report.fused:.1f} us predicted, "
-        f"{report.unfused / report.fused:.1f} times as fast. "
-        f"One op of ours does all of {served} of the {groups} groups."
+        f"{report.unfused / report.fused:.1f} times as fast.\n"
+        f"{served} of the {groups} groups are each computed by a single op of ours."
     )
 
 
 def _measure(target: Target, where: torch.device, compile: bool, iters: int, save: Path | None, as_json: bool) -> None:
     import torch
 
-    from nanovllm.fuse import report_tables, saved
-    from nanovllm.fuse.measure import WAYS, agreement
-    from nanovllm.fuse.measure import measure as run
+    from nanovllm.cli import fuse_tables
+    from nanovllm.fuse import kept_timings
+    from nanovllm.fuse.group_timing import WAYS, agreement
+    from nanovllm.fuse.group_timing import measure as run
     from nanovllm.hardware.gpu_name import device_name
 
     ways = tuple(w for w in WAYS if compile or w != "compile")
@@ -153,7 +149,7 @@ def _measure(target: Target, where: torch.device, compile: bool, iters: int, sav
             analyzer, target.args, target.kwargs, ways=ways, iters=iters, progress=None if as_json else _progress
         )
     name = device_name(where)
-    document = saved.document(rows, name, target.about, Path.cwd())
+    document = kept_timings.document(rows, name, target.about, Path.cwd())
     if as_json:
         print(json.dumps(document, indent=1))
     else:
@@ -161,15 +157,13 @@ def _measure(target: Target, where: torch.device, compile: bool, iters: int, sav
         if not rows:
             print(_NOTHING.format(target.title))
             return
-        print(f"{target.title}, measured on {name}")
-        _print(report_tables.measured_table(rows))
-        for line in report_tables.missing(rows):
-            print(line)
-        print(report_tables.agreement_line(agreement(rows)))
+        print(f"{target.title}\nmeasured on {name}, in microseconds")
+        fuse_tables.print_measured(rows)
+        print(fuse_tables.agreement_line(agreement(rows)))
         if where.type == "cpu":
-            print("On a CPU this is a wall clock that other programs disturb; the model is made for GPUs.")
+            print("On a CPU, other programs disturb these times, and the model is made for GPUs.")
     if save is not None:
-        path = saved.keep(document, save)
+        path = kept_timings.keep(document, save)
         print(f"kept in {path}", file=sys.stderr)
 
 
@@ -178,21 +172,11 @@ def _here(where: torch.device) -> FusionDevice:
         from nanovllm.hardware.gpu_presets import this_device
 
         return this_device(where)
-    from nanovllm.fuse.host import measure_host
+    from nanovllm.fuse.cpu_model import measure_cpu
 
-    return measure_host(DTYPES)
+    return measure_cpu(DTYPES)
 
 
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{text[:100]}", end="", file=sys.stderr, flush=True)
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    console = Console()
-    # Into a file or a pipe wide, so that little is broken up.
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=200)
-    console.print(table)

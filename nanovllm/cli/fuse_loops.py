@@ -1,4 +1,4 @@
-"""`nanovllm fuse --loops`: whether the loop nests of a file may be fused and tiled, and what they are then."""
+"""`nanovllm fuse --loops`: whether the loop nests of a file may be fused and tiled, and the fused loops."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.fuse.loops import LoopFusionAnalyzer
-from nanovllm.fuse.nest import LoopNest, parse
+from nanovllm.fuse.loop_fusion import LoopFusionAnalyzer
+from nanovllm.fuse.loop_nest import LoopNest, parse
 from nanovllm.fuse.tile_fusion import TileFusion
 from nanovllm.hardware.gpu_presets import DeviceModel
 
 
 def show_loops(path: Path, sizes: list[str], model: DeviceModel, as_json: bool) -> None:
-    """Print what may be done with the nests of a file, with tiles for a GPU. sizes: values of names, such as "N=64".
+    """Print what may be done with the nests of a file, with tiles for a GPU.
+
+    Args:
+        sizes: values of names, such as "N=64".
 
     Raises:
         ValueError: there is no such file, a size or the file is malformed, or a nest runs no iteration.
@@ -53,18 +56,18 @@ def show_loops(path: Path, sizes: list[str], model: DeviceModel, as_json: bool) 
     elif found["legal"]:
         print("All loops can be fused:")
     else:
-        print(f"{found['fused_levels'] or 'No'} common loop(s) can be fused: {found['reason']}")
+        print(f"{found['fused_levels'] or 'No'} common loop(s) can be fused:\n  {found['reason']}")
         if found["shift"] is not None:
             later = ", ".join(f"nest {i} by {s}" for i, s in enumerate(found["shift"], 1) if any(s))
-            print(f"With a delay all can: {later}.")
+            print(f"All loops can be fused with a delay: {later}.")
     print(found["fused"])
     if found.get("tiles_forbidden_by"):
         print(f"Tiles are not legal: {found['tiles_forbidden_by']}")
     elif "tile" in found:
         t = found["tile"]
         print(
-            f"Tiles for {capacity:,} floats (the shared memory of a block on {model.name}): {t['tile']}, "
-            f"{t['tiles']:,} of them, {t['footprint']:,} elements each, {t['traffic']:,} moved in all"
+            f"Tiles for {capacity:,} floats (the shared memory of a block on {model.name}):\n"
+            f"{t['tile']}, {t['tiles']:,} tiles of {t['footprint']:,} elements each, {t['traffic']:,} elements moved"
         )
 
 

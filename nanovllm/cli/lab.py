@@ -1,4 +1,4 @@
-"""`nanovllm lab`: the course. A function in five ways, and how the time of an MLP grows."""
+"""`nanovllm lab`, the course: a function in five ways, and how the time of an MLP grows."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _Ways = Annotated[
 _Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
 _Gpu = Annotated[str | None, typer.Option(help=f"Compile PTX for this GPU ({GPUS}), here or not.")]
 _Plot = Annotated[Path | None, typer.Option(help="Draw a figure to this file, such as gelu.png.")]
-_JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all that was found to this file.")]
+_JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every result to this JSON file.")]
 _Ptx = Annotated[Path | None, typer.Option("--ptx", help="Write the PTX of both kernels into this folder.")]
-_Seed = Annotated[int | None, typer.Option(help="Of the random inputs; by default another one each time.")]
+_Seed = Annotated[int | None, typer.Option(help="Seed of the random inputs; by default a new one each time.")]
 _Refresh = Annotated[bool, typer.Option("--refresh", help="Measure the device's limits again.")]
 
 
@@ -50,11 +50,11 @@ def _command(name: str) -> Callable[..., None]:
         seed: _Seed = None,
         refresh: _Refresh = False,
     ) -> None:
+        from nanovllm.cli.lab_show import plot as draw
+        from nanovllm.cli.lab_show import show, write_ptx
         from nanovllm.engine.devices import select_device
         from nanovllm.lab.lesson import lesson
         from nanovllm.lab.run import run
-        from nanovllm.lab.show import plot as draw
-        from nanovllm.lab.show import show, write_ptx
 
         chosen = lesson(name)
         _check_plot(plot)
@@ -65,7 +65,7 @@ def _command(name: str) -> Callable[..., None]:
             chosen, select_device(device), _dtype(dtype), _numbers("--sizes", sizes), way, gpu, seed, refresh, tell
         )
         done()
-        show(result, _console())
+        show(result)
         if json_file is not None:
             _write_json(json_file, result.as_dict())
         if ptx is not None:
@@ -94,25 +94,25 @@ def mlp(
     sweep: Annotated[
         list[str] | None, typer.Option(help="steps, layers, batch or dim; repeatable, all by default.")
     ] = None,
-    dim: Annotated[int | None, typer.Option(help="Of each layer, where it is not swept.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a step, where they are not swept.")] = None,
-    layers: Annotated[int, typer.Option(help="Linear layers with GELU, where they are not swept.")] = 4,
-    steps: Annotated[int, typer.Option(help="Forward and backward passes, where they are not swept.")] = 2,
-    factors: Annotated[str, typer.Option(help="What the swept number is multiplied by.")] = "1,2,4,8",
+    dim: Annotated[int | None, typer.Option(help="Width of each layer, if it is not swept.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a step, if they are not swept.")] = None,
+    layers: Annotated[int, typer.Option(help="Linear layers with GELU, if they are not swept.")] = 4,
+    steps: Annotated[int, typer.Option(help="Forward and backward passes, if they are not swept.")] = 2,
+    factors: Annotated[str, typer.Option(help="Factors of the swept number.")] = "1,2,4,8",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: _Device = "auto",
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also show which kernels the time goes to, at both ends of each sweep.")
+        bool, typer.Option("--profile", help="Also show the kernels that take the time, at both ends of each sweep.")
     ] = False,
     plot: _Plot = None,
     json_file: _JsonFile = None,
     seed: _Seed = None,
 ) -> None:
-    """How the time of training steps of an MLP grows with steps, layers, batch and dim, and where it does not."""
+    """How the time to train an MLP grows with the number of steps, layers, rows and with the width."""
+    from nanovllm.cli.lab_show_mlp import plot as draw
+    from nanovllm.cli.lab_show_mlp import show
     from nanovllm.engine.devices import select_device
     from nanovllm.lab.mlp import Shape, run_sweeps
-    from nanovllm.lab.show_mlp import plot as draw
-    from nanovllm.lab.show_mlp import show
 
     _check_plot(plot)
     _check_place("--json", json_file, folder=False)
@@ -121,7 +121,7 @@ def mlp(
     tell, done = _progress()
     result = run_sweeps(base, where, _dtype(dtype), sweep, _numbers("--factors", factors) or (), profile, seed, tell)
     done()
-    show(result, _console())
+    show(result)
     if json_file is not None:
         _write_json(json_file, result.as_dict())
     if plot is not None:
@@ -132,7 +132,7 @@ def mlp(
 def _check_plot(path: Path | None) -> None:
     """Say at once, and not after the whole run, that a file cannot be drawn."""
     if path is not None:
-        from nanovllm.lab.show import check_figure
+        from nanovllm.cli.lab_show import check_figure
 
         check_figure(path)
 
@@ -178,10 +178,3 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"wrote {path}")
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    # A file or a pipe has no width: nothing is cut off there.
-    return Console() if sys.stdout.isatty() else Console(width=200)

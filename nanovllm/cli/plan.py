@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import GPUS
+from nanovllm.cli.kernels_common import GPUS, Wide
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Predict which tiles, stages and warps a kernel should use on a GPU, and how fast it is: see docs/planner.md.",
+    help="Predict which tiles, stages and warps a kernel should use on a GPU, and how long it runs. No GPU is needed.",
 )
 
 _Gpu = Annotated[
@@ -28,11 +29,21 @@ _Top = Annotated[int, typer.Option(min=1, help="How many of the configurations t
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _Compile = Annotated[
     bool,
-    typer.Option("--compile", help="Also compile what is shown, and show the compiler's shared memory and registers."),
+    typer.Option("--compile", help="Also compile the plans shown: the compiler's shared memory and registers."),
 ]
 _Dtype = Annotated[
-    str, typer.Option(help="Of the operands: bfloat16, float16, float32, and for gemm tfloat32 or float8.")
+    str, typer.Option(help="Type of the operands: bfloat16, float16, float32; gemm also takes tfloat32 and float8.")
 ]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """How plans are shown: how many, whether compiled, and in which form."""
+
+    top: int
+    as_json: bool
+    wide: bool
+    compile: bool = False
 
 
 @app.command()
@@ -46,6 +57,7 @@ def gemm(
     gpu: _Gpu = None,
     top: _Top = 10,
     compile: _Compile = False,
+    wide: Wide = False,
     as_json: _Json = False,
 ) -> None:
     """Tiles of a matrix product: x of m x k times the transpose of a weight of n x k."""
@@ -61,27 +73,36 @@ def gemm(
     problem = GemmProblem(m, n, k, dtype_name(dtype, DTYPES), packed, group)
     device = _device(gpu)
     least = m * k * problem.bytes_x + n * k * problem.bytes_weight + m * n * problem.bytes_x
-    _show("gemm", problem, device, plan_gemm(problem, device), device.rate(problem.dtype), least, top, compile, as_json)
+    _show(
+        "gemm",
+        problem,
+        device,
+        plan_gemm(problem, device),
+        device.rate(problem.dtype),
+        least,
+        _Shown(top, as_json, wide, compile),
+    )
 
 
 @app.command()
 def attention(
     query: Annotated[int, typer.Option(help="New tokens of each sequence; 1 for decoding.")],
     context: Annotated[
-        int | None, typer.Option(help="Keys of each sequence; by default as many as new tokens.")
+        int | None, typer.Option(help="Keys of each sequence; by default the number of new tokens.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
-    causal: Annotated[bool, typer.Option(help="Whether a token sees none after it.")] = True,
+    causal: Annotated[bool, typer.Option(help="A token sees no later token.")] = True,
     dtype: _Dtype = "bfloat16",
     gpu: _Gpu = None,
     top: _Top = 10,
     compile: _Compile = False,
+    wide: Wide = False,
     as_json: _Json = False,
 ) -> None:
-    """Tiles of attention: query rows and keys a step."""
+    """Tiles of attention: query rows of a block, keys of a step."""
     from nanovllm.hardware.gpu_presets import dtype_name
     from nanovllm.plan import AttentionProblem, plan_attention
     from nanovllm.plan.attention import DTYPES
@@ -90,26 +111,35 @@ def attention(
     problem = AttentionProblem(batch, query, context, heads, kv_heads, head_dim, causal, dtype_name(dtype, DTYPES))
     device = _device(gpu)
     plans = plan_attention(problem, device)
-    _show("attention", problem, device, plans, device.rate(problem.dtype), problem.least_bytes, top, compile, as_json)
+    _show(
+        "attention",
+        problem,
+        device,
+        plans,
+        device.rate(problem.dtype),
+        problem.least_bytes,
+        _Shown(top, as_json, wide, compile),
+    )
 
 
 @app.command()
 def conv(
     channels: Annotated[int, typer.Option(help="Input channels.")],
     filters: Annotated[int, typer.Option(help="Output channels.")],
-    height: Annotated[int, typer.Option(help="Of the input.")],
-    width: Annotated[int, typer.Option(help="Of the input.")],
+    height: Annotated[int, typer.Option(help="Pixels of the input.")],
+    width: Annotated[int, typer.Option(help="Pixels of the input.")],
     batch: Annotated[int, typer.Option(help="Images.")] = 1,
     kernel: Annotated[str, typer.Option(help="Filter taps, such as 3 or 3x5 (height x width).")] = "3",
-    stride: Annotated[int, typer.Option(help="Of both dimensions.")] = 1,
+    stride: Annotated[int, typer.Option(help="Stride of both dimensions.")] = 1,
     padding: Annotated[int, typer.Option(help="Zeros on each side.")] = 0,
     dilation: Annotated[int, typer.Option(help="Distance between taps.")] = 1,
     dtype: _Dtype = "bfloat16",
     gpu: _Gpu = None,
     top: _Top = 10,
+    wide: Wide = False,
     as_json: _Json = False,
 ) -> None:
-    """Tiles of a convolution as implicit matrix product with halo; channels innermost."""
+    """Tiles of a convolution, computed as a matrix product over image patches; channels innermost."""
     from nanovllm.hardware.gpu_presets import dtype_name
     from nanovllm.plan import ConvProblem, plan_conv
     from nanovllm.plan.conv_problem import DTYPES
@@ -123,12 +153,12 @@ def conv(
     )  # fmt: skip
     device = _device(gpu)
     plans = plan_conv(problem, device)
-    _show("conv", problem, device, plans, device.rate(problem.dtype), problem.least_bytes, top, False, as_json)
+    _show("conv", problem, device, plans, device.rate(problem.dtype), problem.least_bytes, _Shown(top, as_json, wide))
 
 
 @app.command()
 def elementwise(
-    elements: Annotated[int, typer.Option(help="Of the result.")],
+    elements: Annotated[int, typer.Option(help="Elements of the result.")],
     inputs: Annotated[int, typer.Option(help="Tensors read, each as large as the result.")] = 1,
     outputs: Annotated[int, typer.Option(help="Tensors written.")] = 1,
     operations: Annotated[int, typer.Option(help="Instructions an element besides loads and stores.")] = 8,
@@ -136,6 +166,7 @@ def elementwise(
     gpu: _Gpu = None,
     top: _Top = 10,
     compile: _Compile = False,
+    wide: Wide = False,
     as_json: _Json = False,
 ) -> None:
     """Blocks of an elementwise kernel: elements a thread, width of loads, warps."""
@@ -146,7 +177,9 @@ def elementwise(
     problem = ElementwiseProblem(elements, inputs, outputs, dtype_name(dtype, DTYPES), operations)
     device = _device(gpu)
     plans = plan_elementwise(problem, device)
-    _show("elementwise", problem, device, plans, device.vector_flops, plans[0].bytes, top, compile, as_json)
+    _show(
+        "elementwise", problem, device, plans, device.vector_flops, plans[0].bytes, _Shown(top, as_json, wide, compile)
+    )
 
 
 @app.command()
@@ -158,9 +191,10 @@ def reduction(
     gpu: _Gpu = None,
     top: _Top = 10,
     compile: _Compile = False,
+    wide: Wide = False,
     as_json: _Json = False,
 ) -> None:
-    """Blocks of a row kernel: one pass in registers where the row fits, else pieces."""
+    """Blocks of a row kernel: one pass if the row fits into registers, else pieces."""
     from nanovllm.hardware.gpu_presets import dtype_name
     from nanovllm.plan import ReductionProblem, plan_reduction
     from nanovllm.plan.reduction import DTYPES, KINDS
@@ -171,7 +205,7 @@ def reduction(
     device = _device(gpu)
     least = 2 * rows * size * problem.itemsize
     plans = plan_reduction(problem, device)
-    _show("reduction", problem, device, plans, device.vector_flops, least, top, compile, as_json)
+    _show("reduction", problem, device, plans, device.vector_flops, least, _Shown(top, as_json, wide, compile))
 
 
 def _device(gpu: str | None) -> DeviceModel:
@@ -190,55 +224,43 @@ def _device(gpu: str | None) -> DeviceModel:
 
 
 def _show(
-    kind: str, problem: Any, device: DeviceModel, plans: Sequence[Plan], rate: float, least_bytes: float, top: int,
-    compile: bool, as_json: bool,
-) -> None:  # fmt: skip
-    from nanovllm.plan.report import compiled, compiled_cells, document, floor_seconds, table_rows
+    kind: str, problem: Any, device: DeviceModel, plans: Sequence[Plan], rate: float, least_bytes: float, shown: _Shown
+) -> None:
+    from nanovllm.cli.text_table import print_table
+    from nanovllm.plan.report import compiled, document, floor_seconds, table_rows
 
     floor = floor_seconds(plans[0], rate, least_bytes, device)
-    shown = list(plans[:top])
-    compiler = _compiler(kind, problem, device) if compile else None
-    reported = compiled(shown, compiler) if compiler else None
-    if as_json:
-        found = document(kind, problem, device, shown, len(plans), floor)
-        if reported:
-            for plan, resources in zip(found["plans"], reported):
-                plan["compiled"] = resources
+    best = list(plans[: shown.top])
+    reported = compiled(best, _compiler(kind, problem, device)) if shown.compile else None
+    if shown.as_json:
+        found = document(kind, problem, device, best, len(plans), floor)
+        for plan, resources in zip(found["plans"], reported or ()):
+            plan["compiled"] = resources
         print(json.dumps(found, indent=1))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    columns, rows = table_rows(shown, floor)
-    if reported:
-        columns = [*columns, "shared, compiled", "regs, compiled"]
-        rows = [[*row, *compiled_cells(more)] for row, more in zip(rows, reported)]
     bound = "arithmetic" if plans[0].flops / rate >= least_bytes / device.bandwidth else "memory"
-    intensity = plans[0].flops / least_bytes
-    print(f"{kind} on {device.name}: {_words(problem)}")
+    print(textwrap.fill(f"{kind} on {device.name}: {_words(problem)}", 80))
     print(
-        f"{plans[0].flops:.4g} flops, {least_bytes:.4g} bytes at least: {intensity:.1f} flops a byte, "
-        f"ridge {rate / device.bandwidth:.0f}; at best {1e6 * floor:.2f} us, by {bound}. "
-        f"{len(plans)} configurations fit; predicted, not measured:"
+        f"{plans[0].flops:.4g} flops, {least_bytes:.4g} bytes: {plans[0].flops / least_bytes:.1f} flops a byte "
+        f"(ridge {rate / device.bandwidth:.0f})\nat best {1e6 * floor:.2f} us, bound by {bound}; "
+        f"{len(plans)} configurations fit\npredicted, not measured:"
     )
     if least_bytes > device.memory:
-        print(f"It does not fit {device.name}: {least_bytes / 1e9:,.0f} GB at least, of {device.memory / 1e9:,.0f} GB.")
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*row)
-    # A file or a pipe has no width: nothing is cut off there.
-    (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
-    times = [round(1e6 * plan.seconds, 2) for plan in shown]
+        needed, has = least_bytes / 1e9, device.memory / 1e9
+        print(f"It does not fit {device.name}: it takes {needed:,.0f} GB at least, the GPU has {has:,.0f} GB.")
+    columns, rows, notes = table_rows(best, floor, reported, shown.wide)
+    print_table(columns, rows, ("configuration", "bound by", "limited by"), wide=shown.wide)
+    for note in notes:
+        print(note)
+    times = [round(1e6 * plan.seconds, 2) for plan in best]
     if times != sorted(times):
         print(
-            "Plans within 0.5 % of each other count as equally fast: "
-            "first comes what covers the latency, then what takes less."
+            "Plans within 0.5 % of each other count as equally fast. Of these, the first\n"
+            "covers the latency, or else takes less of the multiprocessor."
         )
 
 
 def _words(problem: Any) -> str:
-    from dataclasses import asdict
-
     shown = {name: value for name, value in asdict(problem).items() if value is not None}
     if "group" in shown and "weight" not in shown:
         del shown["group"]  # of packed weights

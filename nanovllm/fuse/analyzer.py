@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.fx import Node as FxNode
 
-from nanovllm.fuse import match
+from nanovllm.fuse import op_matching
 from nanovllm.fuse.cost import FusionCostModel, FusionDevice, InputsIn
-from nanovllm.fuse.graph import OpGraph, build
 from nanovllm.fuse.grouping import Decision, Group, Grower
-from nanovllm.fuse.match import Match
+from nanovllm.fuse.op_graph import OpGraph, build
+from nanovllm.fuse.op_matching import Match
 from nanovllm.hardware.gpu_presets import device_model
 
 
@@ -125,7 +125,7 @@ class FusionAnalyzer:
         module: an nn.Module, a torch.fx.GraphModule, a function of tensors, or a torch.export.ExportedProgram.
         example_inputs: its positional arguments. Only shapes and dtypes matter, so tensors may be on the meta device.
         kwargs: its keyword arguments.
-        device: a GPU with a preset ("h100"), or a model of a device such as `DeviceModel` or `Host`.
+        device: a GPU with a preset ("h100"), or a model of a device such as `DeviceModel` or `CpuModel`.
         known: values of integer inputs by name which decide how much work an op has, where the example is on the meta
             device: lengths of sequences, block tables.
         inputs: where what enters a group lies; see `FusionCostModel`.
@@ -168,7 +168,7 @@ class FusionAnalyzer:
     @cached_property
     def matches(self) -> list[Match]:
         """Every occurrence of one of our ops in the module, the largest first."""
-        return match.find(self.graph)
+        return op_matching.find(self.graph)
 
     def served(self, group: Group) -> Served:
         """The ops that do a group's work: one that does all of it, else as few as cover the most."""

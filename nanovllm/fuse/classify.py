@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node as FxNode
 
 from nanovllm.fuse.fx_nodes import arg, argument, fake, op_name, overload, shape_of
-from nanovllm.fuse.products import is_matmul
+from nanovllm.fuse.matrix_products import is_matmul
 
 
 class Kind(str, Enum):

@@ -24,13 +24,13 @@ from torch.fx import Node as FxNode
 
 from nanovllm.fuse import legality
 from nanovllm.fuse.classify import GATHERS, NORMALISATIONS, PER_ELEMENT, Kind, independent_parts
+from nanovllm.fuse.cpu_model import CpuModel
 from nanovllm.fuse.fx_nodes import fake
-from nanovllm.fuse.graph import Kernel, Read
 from nanovllm.fuse.grouping import Group
-from nanovllm.fuse.host import Host
+from nanovllm.fuse.op_graph import Kernel, Read
 from nanovllm.hardware.gpu_presets import DeviceModel
 
-FusionDevice = DeviceModel | Host
+FusionDevice = DeviceModel | CpuModel
 """Sizes in bytes and 32-bit registers, rates a second, times in seconds. `warps_per_sm` 0: any number is resident."""
 InputsIn = Literal["computed", "memory", "cache"]
 _ACCESS = 16  # bytes of a vector load, the most that a thread asks for at once

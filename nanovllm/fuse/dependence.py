@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from nanovllm.fuse.nest import Access, LoopNest, Point
+from nanovllm.fuse.loop_nest import Access, LoopNest, Point
 
 try:
     import islpy as isl

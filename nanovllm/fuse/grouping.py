@@ -16,9 +16,9 @@ from functools import cached_property
 import torch
 from torch.fx import Node as FxNode
 
-from nanovllm.fuse import legality, memory
+from nanovllm.fuse import legality, memory_rules
 from nanovllm.fuse.classify import Kind
-from nanovllm.fuse.graph import Kernel, OpGraph, Read
+from nanovllm.fuse.op_graph import Kernel, OpGraph, Read
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Group:
             later = (*g.consumers.get(k.fx, ()), *g.writers.get(k.fx, ()))
             if k.fx in g.returned or not later or any(c.fx not in self.members for c in later):
                 return True
-            return k.mutates and not memory.private(g, k, self.members) and not memory.overwritten(k, later)
+            return k.mutates and not memory_rules.private(g, k, self.members) and not memory_rules.overwritten(k, later)
 
         return [k for k in self.kernels if needed(k)]
 
@@ -72,7 +72,7 @@ class Group:
         """What leaves, memory that several members write once."""
         found: dict[object, int] = {}
         for k in self.outputs:
-            place = memory.place(k)
+            place = memory_rules.place(k)
             found[place] = max(found.get(place, 0), k.written_bytes)
         return sum(found.values())
 
@@ -87,7 +87,8 @@ class Group:
     @property
     def name(self) -> str:
         """Its operators, for people: "add, mean, rsqrt, mul"; runs of one are shortened."""
-        runs = ((name, len(list(same))) for name, same in itertools.groupby(k.op for k in self.kernels))
+        ops = (k.op.removeprefix("nanovllm.") for k in self.kernels)
+        runs = ((name, len(list(same))) for name, same in itertools.groupby(ops))
         return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in runs)
 
 

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.fx import Node as FxNode
 
-from nanovllm.fuse import memory
+from nanovllm.fuse import memory_rules
 from nanovllm.fuse.classify import GATHERS, PER_ELEMENT, Kind
 from nanovllm.fuse.fx_nodes import argument, fake, op_name, shape_of
-from nanovllm.fuse.graph import Kernel, OpGraph, Read
-from nanovllm.fuse.memory import producers
-from nanovllm.fuse.products import CONVOLUTIONS, matmul_bias, matmul_operands, rows_in_order
+from nanovllm.fuse.matrix_products import CONVOLUTIONS, matmul_bias, matmul_operands, rows_in_order
+from nanovllm.fuse.memory_rules import producers
+from nanovllm.fuse.op_graph import Kernel, OpGraph, Read
 
 _RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "unflatten", "view_as"}
 _EXPANDS = {"expand", "expand_as"}
@@ -45,7 +45,7 @@ def why_not(graph: OpGraph, kernels: Iterable[Kernel]) -> str | None:
             return f"the result of {k.name} ({k.op}) is empty: no kernel runs"
         if k.kind is Kind.OPAQUE:
             return f"{k.name} ({k.op}) is opaque: what it does inside is not known"
-    reason = memory.why_not(members)
+    reason = memory_rules.why_not(members)
     if reason is not None:
         return reason
     products = [k for k in members if k.kind is Kind.MATMUL]
@@ -96,10 +96,13 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
     if before and product.op in CONVOLUTIONS:
         return f"{before[0].name} comes before the convolution {product.name}, every window of which would do it again"
     for k in before:
-        if k.mutates and not memory.private(graph, k, own):
+        if k.mutates and not memory_rules.private(graph, k, own):
             return f"{k.name} writes memory in place, and before {product.name} every tile of it would do so again"
     for k in after:
-        used = next((p for p in (*before, product) if p.fx in k.after and memory.written(k) & memory.needed(p)), None)
+        used = next(
+            (p for p in (*before, product) if p.fx in k.after and memory_rules.written(k) & memory_rules.needed(p)),
+            None,
+        )
         if used is not None:
             return f"{k.name} writes memory that {used.name} reads for many tiles of {product.name}"
         if any(r.base in inner for r in k.reads):

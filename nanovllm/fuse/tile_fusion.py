@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from nanovllm.fuse.dependence import Dependence, dependences
-from nanovllm.fuse.loops import LoopFusionAnalyzer
-from nanovllm.fuse.nest import Arrays, LoopNest, Point, run
+from nanovllm.fuse.loop_fusion import LoopFusionAnalyzer
+from nanovllm.fuse.loop_nest import LoopNest, Point
 
 
 @dataclass(frozen=True)
-class TilePlan:
-    """A size of tiles and what it costs, in elements.
+class TileCost:
+    """What tiles of one size cost, in elements.
 
     Attributes:
         tile: iterations of each loop, outermost first.
@@ -125,7 +123,7 @@ class TileFusion:
         own = (d.distances.ranges for d in self.dependences if d.array == name)
         return written_first and not any(low or high for ranges in own for low, high in ranges)
 
-    def plan(self, tile: Sequence[int]) -> TilePlan:
+    def plan(self, tile: Sequence[int]) -> TileCost:
         """What tiles of a size cost.
 
         Raises:
@@ -136,9 +134,9 @@ class TileFusion:
             raise ValueError(f"tile: expected {len(self.extents)} sizes of at least 1, not {tile}")
         tile = tuple(min(t, max(1, n)) for t, n in zip(tile, self.extents))
         tiles = math.prod(math.ceil(n / t) for n, t in zip(self.extents, tile))
-        return TilePlan(tile, self.footprint(tile), tiles, tiles * self.footprint(tile, temporary=False))
+        return TileCost(tile, self.footprint(tile), tiles, tiles * self.footprint(tile, temporary=False))
 
-    def best(self, capacity: int) -> TilePlan:
+    def best(self, capacity: int) -> TileCost:
         """Of the sizes that are powers of two or a whole loop, the one that moves the least and whose footprint fits.
 
         Args:
@@ -162,7 +160,8 @@ class TileFusion:
         return min(fitting, key=lambda p: (p.traffic, p.tiles, [-t for t in reversed(p.tile)]))
 
     def schedule(self, tile: Sequence[int]) -> list[tuple[LoopNest, Point]]:
-        """The iterations tile by tile, legal or not; within a tile in the order of the fused loops."""
+        """The iterations tile by tile, legal or not, for `loop_nest.run`; within a tile as the fused loops run."""
+        tile = self.plan(tile).tile
         low = [b[0] for b in self.nests[0].bounds]
         timed = []
         for number, (nest, s) in enumerate(zip(self.nests, self.shift)):
@@ -171,7 +170,3 @@ class TileFusion:
                 block = tuple((x - first) // t for x, first, t in zip(time, low, tile))
                 timed.append((block, time, number, point))
         return [(self.nests[number], point) for *_, number, point in sorted(timed)]
-
-    def run(self, arrays: Mapping[str, np.ndarray], tile: Sequence[int]) -> Arrays:
-        """Execute tile by tile; returns new arrays."""
-        return run(self.schedule(self.plan(tile).tile), arrays)

@@ -10,44 +10,48 @@ from typing import Any
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.plan.resources import Plan
 
-COLUMNS = {
-    "#": "rank by predicted time",
-    "configuration": "tiles, w: warps, s: stages",
-    "I": "flops a byte that is loaded",
-    "shared": "KiB of shared memory a block",
-    "regs": "registers a thread",
-    "S_min": "stages that cover the latency",
-    "in flight": "KiB under way on a multiprocessor / KiB that cover the latency",
-    "blocks/SM": "resident at a time, and what allows no more",
-    "occ": "resident warps, as a share of the most",
-    "waves": "of blocks, and how evenly multiprocessors share them: the mean number over the largest",
-    "us": "predicted, cold L2 cache, in a CUDA graph",
-    "of limit": "the least time for the arithmetic or for every byte once / predicted time",
-    "binds": "the part that takes longest",
-}
-
 
 def floor_seconds(plan: Plan, rate: float, least_bytes: float, device: DeviceModel) -> float:
     """The least time: all the arithmetic, or every byte through device memory once."""
     return max(plan.flops / rate, least_bytes / device.bandwidth)
 
 
-def table_rows(plans: Sequence[Plan], floor: float) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows). `in flight` stands where there are no stages."""
-    streaming = bool(plans) and plans[0].needed > 0
-    columns = [c for c in COLUMNS if c != ("S_min" if streaming else "in flight")]
-    rows = []
+def table_rows(
+    plans: Sequence[Plan], floor: float, compiled: Sequence[dict[str, Any]] | None = None, wide: bool = False
+) -> tuple[list[str], list[list[str]], list[str]]:
+    """(columns, rows, notes below the table). docs/planner.md explains the columns.
+
+    Args:
+        floor: the least seconds, see `floor_seconds`.
+        compiled: what `compiled` found for each plan; three columns show it.
+        wide: also the columns that say why: intensity, stages or bytes in flight, occupancy, efficiency of the waves.
+    """
+    rows, notes = [], []
     for rank, p in enumerate(plans, 1):
-        covered = f"{p.in_flight / 1024:.0f}/{p.needed / 1024:.0f}" if streaming else str(p.min_stages)
-        rows.append(
-            [
-                str(rank), str(p.config), f"{p.intensity:.1f}", f"{p.shared / 1024:.1f}", str(p.registers), covered,
-                f"{p.occupancy.blocks} ({p.occupancy.limit})", f"{p.occupancy.warps:.0%}",
-                f"{p.waves.count:.2f} ({p.waves.efficiency:.0%})", f"{1e6 * p.seconds:.2f}", f"{floor / p.seconds:.0%}",
-                p.limit,
-            ]
-        )  # fmt: skip
-    return columns, rows
+        cells = {
+            "#": str(rank), "configuration": str(p.config), "us": f"{1e6 * p.seconds:.2f}",
+            "of\nlimit": f"{floor / p.seconds:.0%}", "bound by": p.limit, "shared\nKiB": f"{p.shared / 1024:.1f}",
+            "regs": str(p.registers), "blocks\n/SM": str(p.occupancy.blocks), "waves": f"{p.waves.count:.2f}",
+        }  # fmt: skip
+        if compiled is not None:
+            c = compiled[rank - 1]
+            cells |= {"compiled\nKiB": "", "compiled\nregs": "", "spilled\nbytes": ""}
+            del cells["blocks\n/SM"], cells["waves"]
+            if "error" in c:
+                notes.append(f"plan {rank} does not compile: {c['error']}")
+            else:
+                cells["compiled\nKiB"] = f"{c['shared'] / 1024:.1f}"
+                cells |= {"compiled\nregs": str(c["registers"]), "spilled\nbytes": str(c["spilled"])}
+        if wide:
+            cells["flops/\nbyte"] = f"{p.intensity:.1f}"
+            if p.needed > 0:
+                cells["KiB in flight\n/ needed"] = f"{p.in_flight / 1024:.0f} / {p.needed / 1024:.0f}"
+            else:
+                cells["stages\nneeded"] = str(p.min_stages)
+            cells |= {"occupancy": f"{p.occupancy.warps:.0%}", "limited by": p.occupancy.limit}
+            cells["wave\nefficiency"] = f"{p.waves.efficiency:.0%}"
+        rows.append(cells)
+    return list(rows[0]) if rows else [], [list(cells.values()) for cells in rows], notes
 
 
 def document(
@@ -82,10 +86,3 @@ def compiled(plans: Sequence[Plan], compile: Callable[[Any], Any]) -> list[dict[
         except RuntimeError as e:
             found.append({"error": str(e).splitlines()[0]})
     return found
-
-
-def compiled_cells(c: dict[str, Any]) -> list[str]:
-    """Two cells of a table: shared KiB; registers and spills, or the error."""
-    if "error" in c:
-        return ["", c["error"][:60]]
-    return [f"{c['shared'] / 1024:.1f}", f"{c['registers']}" + (f", {c['spilled']} B spilled" if c["spilled"] else "")]

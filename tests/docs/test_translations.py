@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.docs.translations import LANGUAGE, ORIGINALS, fences, translation, with_blocks_of
+from tests.docs.translations import ORIGINALS, fences, translation, with_blocks_of
 
 
 @pytest.mark.parametrize("original", ORIGINALS, ids=lambda p: p.stem)
@@ -27,8 +27,8 @@ def test_the_same_sections_and_working_links(original):
     for pattern in (r"^## ", r"^### ", r"^\|", r"^- \[ \]", r"^- ", r"^\d+\. "):  # headings, tables, lists
         assert count(pattern, path) == count(pattern, original), pattern
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", prose(path))
-    assert any(LANGUAGE not in link for link in links) and all((path.parent / link).exists() for link in links)
-    assert len(re.findall("[\u4e00-\u9fff]", prose(path))) > 1000
+    assert links and all((path.parent / link).exists() for link in links)
+    assert len(re.findall("[\u4e00-\u9fff]", prose(path))) > 100
 
 
 def test_blocks_are_put_in_place():

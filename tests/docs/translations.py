@@ -12,9 +12,10 @@ from pathlib import Path
 from tests.docs.runnable_markdown import REPOSITORY, blocks
 
 LANGUAGE = "zh-CN"
-ORIGINALS = tuple(
-    REPOSITORY / "docs" / f"{name}.md" for name in ("CUSTOM_KERNEL_QUICKSTART", "CUSTOM_CUDA_KERNEL_GUIDE")
-)
+DOCS = REPOSITORY / "docs"
+COURSE = DOCS / "CUSTOM_CUDA_KERNEL_GUIDE.md"
+CHAPTERS = tuple(sorted(p for p in (DOCS / "course").glob("*.md") if LANGUAGE not in p.name))
+ORIGINALS = (DOCS / "CUSTOM_KERNEL_QUICKSTART.md", COURSE, *CHAPTERS)
 
 
 def translation(original: Path) -> Path:

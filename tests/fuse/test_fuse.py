@@ -14,16 +14,17 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.cli.fuse_layer import decoder_layer
-from nanovllm.fuse import FusionAnalyzer, FusionCostModel, Group, TraceError, report_tables, saved
-from nanovllm.fuse.export import trace
-from nanovllm.fuse.graph import build
-from nanovllm.fuse.host import Host, measure_host
-from nanovllm.fuse.measure import Comparison, Measured, agreement, measure, spearman
+from nanovllm.cli.fuse_tables import missing
+from nanovllm.fuse import FusionAnalyzer, FusionCostModel, Group, TraceError, kept_timings
+from nanovllm.fuse.cpu_model import CpuModel, measure_cpu
+from nanovllm.fuse.group_timing import Comparison, Measured, agreement, measure, spearman
+from nanovllm.fuse.op_graph import build
+from nanovllm.fuse.tracing import trace
 from nanovllm.hardware.gpu_presets import PRESETS, device_model
 from tests.shared_gpu import gpu_is_shared
 
 # A device on which times are easily worked out by hand.
-PLAIN = Host("plain", 1e12, 0, 1e12, 1e-6, 1e13, {"float32": 1e14})
+PLAIN = CpuModel("plain", 1e12, 0, 1e12, 1e-6, 1e13, {"float32": 1e14})
 H100 = device_model("h100")
 REPO = Path(__file__).parents[2]
 
@@ -374,7 +375,7 @@ def test_a_way_that_fails_or_is_wrong_is_a_row():
 WITHOUT_A_COMPILER = """
 import torch, torch._inductor.config as config
 from nanovllm.fuse import FusionAnalyzer
-from nanovllm.fuse.measure import measure
+from nanovllm.fuse.group_timing import measure
 from tests.fuse.test_fuse import PLAIN
 config.cpp.cxx, config.force_disable_caches = ("/nowhere/c++",), True
 x = torch.randn(3, 7)
@@ -400,7 +401,7 @@ def test_groups_that_write_are_measured_on_copies():
 
 
 def test_results_that_are_tuples_are_compared(monkeypatch):
-    import nanovllm.fuse.measure as module
+    import nanovllm.fuse.group_timing as module
 
     x = torch.randn(8, 16)
     for fn in (
@@ -432,8 +433,8 @@ def test_random_numbers_are_timed_and_not_compared():
         for m in (r.unfused, r.compile):
             assert m.seconds and m.error is None
             assert m.reason == f"{op} draws random numbers, so results were not compared"
-        assert report_tables.missing([r]) == [f"group {r.number}: {m.reason}"]
-        (group,) = saved.document([r], "NVIDIA H200", {}, Path("."))["groups"]
+        assert missing([r]) == [f"group {r.number}: {m.reason}"]
+        (group,) = kept_timings.document([r], "NVIDIA H200", {}, Path("."))["groups"]
         assert group["unfused"]["us"] and group["unfused"]["not_compared"] == m.reason
     inference = measure(
         FusionAnalyzer(lambda x: F.dropout(x * 2, 0.5, False), (x,), device=PLAIN), (x,), ways=("unfused",), iters=1
@@ -450,7 +451,7 @@ def test_meta_tensors_and_unknown_ways_are_errors():
 
 
 def test_inputs_are_rotated_clearly_within_or_beyond_the_cache(monkeypatch):
-    import nanovllm.fuse.measure as module
+    import nanovllm.fuse.group_timing as module
 
     monkeypatch.setattr(module, "l2_bytes", lambda device: 60 << 20)
     where = torch.device("cuda")
@@ -471,7 +472,7 @@ def test_inputs_are_rotated_clearly_within_or_beyond_the_cache(monkeypatch):
 
 
 def test_what_is_read_of_a_cache_decides_how_a_group_is_timed(monkeypatch):
-    import nanovllm.fuse.measure as module
+    import nanovllm.fuse.group_timing as module
 
     asked = []
     monkeypatch.setattr(module, "_copies", lambda inputs, read, device: asked.append((inputs, read)) or (1, True))
@@ -533,10 +534,10 @@ def test_kept_results(tmp_path):
     analyzer = FusionAnalyzer(norm, ARGS[:2], device=PLAIN)
     rows = measure(analyzer, ARGS[:2], ways=("unfused", "ours"), iters=1)
     for tokens in (1, 2, 1):
-        run = saved.document(rows, "NVIDIA H200", {"module": "norm", "tokens": tokens}, tmp_path)
-        path = saved.keep(run, tmp_path)
+        run = kept_timings.document(rows, "NVIDIA H200", {"module": "norm", "tokens": tokens}, tmp_path)
+        path = kept_timings.keep(run, tmp_path)
     assert path == tmp_path / "nvidia-h200" / "fusion.json"
-    runs = saved.load(path)
+    runs = kept_timings.load(path)
     assert [r["arguments"]["tokens"] for r in runs] == [2, 1]  # the latest of each
     (group,) = runs[0]["groups"]
     assert (
@@ -544,11 +545,11 @@ def test_kept_results(tmp_path):
     )
     path.write_text("[1]")
     with pytest.raises(ValueError, match="is not a file of measured fusions"):
-        saved.load(path)
+        kept_timings.load(path)
 
 
 def test_a_host_is_measured():
-    host = measure_host(cache_bytes=1 << 18)
+    host = measure_cpu(cache_bytes=1 << 18)
     assert host.bandwidth > 1e8 and host.l2_bandwidth >= host.bandwidth and 0 < host.launch < 1e-3
     assert host.rate("float32") > 1e8
     with pytest.raises(ValueError, match="the products of float16 were not measured; float32 were"):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from nanovllm.fuse import FusionAnalyzer, legality
 from nanovllm.fuse.classify import PER_ELEMENT, Kind
-from nanovllm.fuse.extract import extract, values
-from nanovllm.fuse.graph import build
+from nanovllm.fuse.group_module import extract, values
 from nanovllm.fuse.grouping import Group, Grower
+from nanovllm.fuse.op_graph import build
 
 ROWS, SIZE = 4, 6
 

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.fuse import FusionAnalyzer
-from nanovllm.fuse.extract import extract, values
-from nanovllm.fuse.graph import build
+from nanovllm.fuse.group_module import extract, values
 from nanovllm.fuse.grouping import Group
-from nanovllm.fuse.match import find, patterns
+from nanovllm.fuse.op_graph import build
+from nanovllm.fuse.op_matching import find, patterns
 from nanovllm.kernels import Tensors, all_ops
 
-# Attention and sampling depend on values, so their references cannot be traced; they stay ops of their own in a graph.
+# These depend on values, so their references cannot be traced; they stay ops of their own in a graph.
 UNTRACED = {name for name in all_ops() if "attention" in name or name in ("sample", "decoder_step")}
 # Their patterns draw random numbers or depend on the shape, and are not found again at another one.
 BY_SHAPE = {"layernorm_residual_dropout_gelu"}

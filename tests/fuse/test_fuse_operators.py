@@ -10,14 +10,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanovllm.fuse import FusionAnalyzer, FusionCostModel, Group, legality
-from nanovllm.fuse.extract import extract, values
-from nanovllm.fuse.graph import build
-from nanovllm.fuse.host import Host
-from nanovllm.fuse.measure import measure
-from nanovllm.fuse.products import matmul_operands
+from nanovllm.fuse.cpu_model import CpuModel
+from nanovllm.fuse.group_module import extract, values
+from nanovllm.fuse.group_timing import measure
+from nanovllm.fuse.matrix_products import matmul_operands
+from nanovllm.fuse.op_graph import build
 from nanovllm.hardware.gpu_presets import device_model
 
-PLAIN = Host("plain", 1e12, 0, 1e12, 1e-6, 1e13, {"float32": 1e14})
+PLAIN = CpuModel("plain", 1e12, 0, 1e12, 1e-6, 1e13, {"float32": 1e14})
 
 
 def groups(fn, *args):

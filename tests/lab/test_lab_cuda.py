@@ -80,7 +80,7 @@ def test_a_wrong_index_would_show(tmp_path):
 
 
 def test_the_guides_kernels(tmp_path):
-    guide = blocks((REPOSITORY / "docs" / "CUSTOM_CUDA_KERNEL_GUIDE.md").read_text())
+    guide = blocks((REPOSITORY / "docs" / "course" / "4-cuda-kernel.md").read_text())
     library = build("rms_norm", next(b.text for b in guide if b.file == "rms_norm.cu"), tmp_path)
     numbers = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
     for dtype, number in numbers.items():

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.cli.lab_show_mlp import in_words
 from nanovllm.hardware.measured_rates import Rates
 from nanovllm.lab import mlp
 from nanovllm.lab.mlp import SWEEPS, Point, Shape, TrainingRun, run_sweeps
-from nanovllm.lab.show_mlp import in_words
 
 CPU = torch.device("cpu")
 BASE = Shape(steps=1, layers=2, batch=4, dim=8)

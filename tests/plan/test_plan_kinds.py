@@ -395,11 +395,13 @@ def test_bad_input(make, message):
 
 def test_tables_and_json():
     plans = plan_gemm(GemmProblem(256, 256, 256), H100)[:3]
-    columns, rows = table_rows(plans, 1e-7)
-    assert {"I", "S_min", "waves", "binds", "blocks/SM"} <= set(columns) and all(len(r) == len(columns) for r in rows)
-    assert rows[0][columns.index("us")] == f"{1e6 * plans[0].seconds:.2f}"
-    columns, _ = table_rows(plan_reduction(ReductionProblem("softmax", 8, 64), H100)[:2], 1e-7)
-    assert "in flight" in columns and "S_min" not in columns
+    columns, rows, notes = table_rows(plans, 1e-7, wide=True)
+    assert {"flops/\nbyte", "stages\nneeded", "waves"} <= set(columns) and all(len(r) == len(columns) for r in rows)
+    assert rows[0][columns.index("us")] == f"{1e6 * plans[0].seconds:.2f}" and not notes
+    columns, *_ = table_rows(plan_reduction(ReductionProblem("softmax", 8, 64), H100)[:2], 1e-7, wide=True)
+    assert "KiB in flight\n/ needed" in columns and "stages\nneeded" not in columns
+    *_, notes = table_rows(plans[:1], 1e-7, [{"error": "no room"}])
+    assert notes == ["plan 1 does not compile: no room"]
     found = json.loads(json.dumps(document("gemm", GemmProblem(256, 256, 256), H100, plans, 9, 1e-7), allow_nan=False))
     assert (
         found["plans"][0]["config"]["block_m"] == plans[0].config.block_m

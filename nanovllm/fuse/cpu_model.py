@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Host:
+class CpuModel:
     """A CPU with the attributes of `FusionDevice`.
 
     Its caches hide latency and there is no limit on registers that a compiler could not work around, so those are left
@@ -39,7 +39,7 @@ class Host:
         return self.matmul[dtype]
 
 
-def measure_host(dtypes: tuple[str, ...] = ("float32",), cache_bytes: int = 1 << 20) -> Host:
+def measure_cpu(dtypes: tuple[str, ...] = ("float32",), cache_bytes: int = 1 << 20) -> CpuModel:
     """Measure this CPU with PyTorch's present number of threads; takes about a second.
 
     Args:
@@ -62,7 +62,7 @@ def measure_host(dtypes: tuple[str, ...] = ("float32",), cache_bytes: int = 1 <<
         a, b = (torch.randn(512, 512).to(getattr(torch, dtype)) for _ in range(2))
         matmul[dtype] = 2 * 512**3 / _least(lambda a=a, b=b: a @ b, 10)
     threads = torch.get_num_threads()
-    return Host(
+    return CpuModel(
         f"cpu, {threads} of {os.cpu_count()} threads",
         copy,
         4 * cache_bytes,

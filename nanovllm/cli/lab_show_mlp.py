@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
-from typing import Any
 
+from nanovllm.cli.lab_show import label_powers, new_figure
+from nanovllm.cli.text_table import print_table
 from nanovllm.lab.mlp import Point, Sweeps
-from nanovllm.lab.show import label_powers, new_figure, print_table, table_of
 
 
-def show(result: Sweeps, console: Any) -> None:
+def show(result: Sweeps) -> None:
     """Print a table for each sweep, and the profiles of its ends."""
     b, rate = result.base, result.rates.matmul[result.dtype_name]
-    console.print(
-        f"Training steps of an MLP in {result.dtype_name} on {result.rates.device}: {b.steps} steps, "
-        f"{b.layers} layers, batch {b.batch}, dim {b.dim}, one of them swept at a time. "
-        f"Matrix products reach {rate / 1e12:,.2f} TFLOP/s here, measured.",
-        highlight=False,
+    print(
+        f"Training steps of an MLP in {result.dtype_name} on {result.rates.device}\n{b.steps} steps, "
+        f"{b.layers} layers, batch {b.batch}, dim {b.dim}; each table varies one of them\n"
+        f"measured limit of matrix products: {rate / 1e12:,.2f} TFLOP/s"
     )
     for name, points in result.points.items():
-        table = table_of(name, "ms", "time", "flops", "TFLOP/s", "of limit", "")
+        rows = []
         for p in points:
-            value = str(getattr(p.shape, name))
-            if p.seconds is None:
-                table.add_row(value, *[""] * 5, p.reason)
-                continue
-            table.add_row(
-                value, f"{1e3 * p.seconds:,.3f}", *("" if r is None else f"x{r:.2f}" for r in (p.ratio, p.flops_ratio)),
+            cells = [""] * 5 if p.seconds is None else [
+                f"{1e3 * p.seconds:,.3f}", *("" if r is None else f"x{r:.2f}" for r in (p.ratio, p.flops_ratio)),
                 f"{p.shape.flops / p.seconds / 1e12:,.2f}", f"{p.share:.0%}",
-            )  # fmt: skip
-        print_table(console, f"{name}: the median run, host time included", table)
+            ]  # fmt: skip
+            rows.append((f"{getattr(p.shape, name)}", *cells, p.reason or ""))
+        headings = (name, "ms", "time", "flops", "TFLOP/s", "of limit", "")
+        print_table(headings, rows, ("",), f"\n{name}: the median run, host time included")
         if (line := in_words(name, points)) is not None:
-            console.print(line, highlight=False)
+            print(textwrap.fill(line, 80))
         for p in points:
             if p.ran:
-                what = "kernel" if result.device.type == "cuda" else "operator"
-                print_table(console, *_profile(name, p, what))
+                _show_profile(name, p, "kernel" if result.device.type == "cuda" else "operator")
 
 
 def in_words(name: str, points: tuple[Point, ...]) -> str | None:
@@ -55,15 +52,15 @@ def in_words(name: str, points: tuple[Point, ...]) -> str | None:
     return f"{flops_ratio:.3g} times the arithmetic takes {ratio:.1f} times as long: {why}"
 
 
-def _profile(name: str, point: Point, what: str) -> tuple[str, Any]:
-    """(title, table) of the kernels or operators that took longest."""
+def _show_profile(name: str, point: Point, what: str) -> None:
+    """The kernels or operators that took longest."""
     total, count = sum(k.seconds for k in point.ran), sum(k.count for k in point.ran)
-    title = f"{name} {getattr(point.shape, name)} under the profiler: {count} {what}s, {1e3 * total:,.3f} ms in them"
-    table = table_of(what, "times", "us", "share")
-    for k in sorted(point.ran, key=lambda k: -k.seconds)[:8]:
-        share = f"{k.seconds / total:.0%}" if total else ""
-        table.add_row(k.name[:110], str(k.count), f"{1e6 * k.seconds:,.1f}", share)
-    return title, table
+    rows = [
+        (k.name[:110], f"{k.count}", f"{1e6 * k.seconds:,.1f}", f"{k.seconds / total:.0%}" if total else "")
+        for k in sorted(point.ran, key=lambda k: -k.seconds)[:8]
+    ]
+    title = f"\n{name} {getattr(point.shape, name)} under the profiler: {count} {what}s, {1e3 * total:,.3f} ms in them"
+    print_table((what, "times", "us", "share"), rows, (what,), title)
 
 
 def plot(result: Sweeps, path: Path) -> None:

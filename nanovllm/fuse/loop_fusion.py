@@ -1,23 +1,19 @@
 """May loop nests that run one after the other become one, down to which level, and if not, would a delay help?
 
-Fused down to level k, iteration j of the second nest runs with iteration j of the first. Whatever iteration i of the
-first does to an element that iteration j of the second touches still comes first if j does not lie before i. So a
-dependence prevents fusion if its distance j - i, cut to k levels, is negative (Kennedy and McKinley, "Maximizing Loop
-Parallelism and Improving Data Locality via Loop Fusion and Distribution", 1993). Where the distances are bounded,
-running the second nest that much later makes fusion legal (Manjikian and Abdelrahman, "Fusion of Loops for Parallelism
-and Locality", 1997).
+Fused down to level k, iteration j of the second nest runs with iteration j of the first. Iteration i of the first still
+comes first if j does not lie before i. So a dependence prevents fusion if its distance j - i, cut to k levels, is
+negative (Kennedy and McKinley, "Maximizing Loop Parallelism and Improving Data Locality via Loop Fusion and
+Distribution", 1993). If the distances are bounded, running the second nest that much later makes fusion legal
+(Manjikian and Abdelrahman, "Fusion of Loops for Parallelism and Locality", 1997).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from functools import cached_property
 
-import numpy as np
-
 from nanovllm.fuse.dependence import Dependence, dependences
-from nanovllm.fuse.nest import Arrays, LoopNest, Point, in_sequence, run
+from nanovllm.fuse.loop_nest import LoopNest, Point
 
 
 class LoopFusionAnalyzer:
@@ -49,10 +45,9 @@ class LoopFusionAnalyzer:
     @cached_property
     def depth(self) -> int:
         """Down to which level the nests can be fused; 0: not at all."""
-        for level in range(self.common, 0, -1):
-            if not any(d.kind.orders and d.distances.before(level) for d in self.dependences):
-                return level
-        return 0
+        ordering = [d.distances for d in self.dependences if d.kind.orders]
+        levels = (k for k in range(self.common, 0, -1) if not any(d.before(k) for d in ordering))
+        return next(levels, 0)
 
     @property
     def legal(self) -> bool:
@@ -62,21 +57,17 @@ class LoopFusionAnalyzer:
     @property
     def reason(self) -> str:
         """Why not all levels can be fused; empty if they can."""
-        if self.legal:
-            return ""
-        prevented = next((d for d in self.dependences if d.prevents), None)
-        if prevented is not None:
-            return str(prevented)
-        for level, bounds in enumerate(itertools.zip_longest(*(n.bounds for n in self.nests))):
-            if len(set(bounds)) > 1:
-                return f"loop {level + 1} has different bounds: {', '.join(map(str, bounds))}"
-        return ""
+        prevented = next((str(d) for d in self.dependences if d.prevents), "")
+        if self.legal or prevented:
+            return prevented
+        levels = enumerate(itertools.zip_longest(*(n.bounds for n in self.nests)), 1)
+        return next(f"loop {k} has different bounds: {', '.join(map(str, b))}" for k, b in levels if len(set(b)) > 1)
 
     @cached_property
     def shift(self) -> tuple[Point, ...] | None:
-        """How many iterations later each nest must run, level by level, to be fused, and tiled, at all levels.
+        """How many iterations later each nest must run, level by level, to be fused and tiled at all levels.
 
-        All zeros where nothing need be done. None: bounds differ, or a nest would only begin with the last iteration of
+        All zeros if no delay is needed. None: bounds differ, or a nest would only begin with the last iteration of
         another.
         """
         depth = max(n.depth for n in self.nests)
@@ -96,37 +87,27 @@ class LoopFusionAnalyzer:
     def schedule(
         self, depth: int | None = None, shift: tuple[Point, ...] | None = None
     ) -> list[tuple[LoopNest, Point]]:
-        """The iterations in the order of the fused loops, legal or not.
+        """The iterations in the order of the fused loops, legal or not; for `loop_nest.run`.
 
         Args:
-            depth: levels to fuse; by default those that can be.
+            depth: levels to fuse; by default those that can be. 0: one nest after the other.
             shift: for each nest, how much later its iterations run.
         """
         level = self.depth if depth is None else depth
         if not 0 <= level <= self.common:
             raise ValueError(f"depth: expected 0 to {self.common}, the loops with the same bounds, not {level}")
-        shift = shift or tuple((0,) * n.depth for n in self.nests)
         timed = []
-        for number, (nest, s) in enumerate(zip(self.nests, shift)):
+        for number, nest in enumerate(self.nests):
+            delay = shift[number] if shift else (0,) * nest.depth
             for point in nest.points():
-                time = tuple(x + y for x, y in zip(point, s))
+                time = tuple(x + y for x, y in zip(point, delay))
                 timed.append((time[:level], number, time[level:], point))
         return [(self.nests[number], point) for _, number, _, point in sorted(timed)]
-
-    def run(
-        self, arrays: Mapping[str, np.ndarray], depth: int | None = None, shift: tuple[Point, ...] | None = None
-    ) -> Arrays:
-        """Execute the fused loops; returns new arrays."""
-        return run(self.schedule(depth, shift), arrays)
-
-    def run_unfused(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
-        """Execute the nests one after the other."""
-        return run(in_sequence(self.nests), arrays)
 
     def source(self) -> str:
         """The fused loops as text: the common loops, and in them what remains of each nest."""
         level, first = self.depth, self.nests[0]
-        lines = first.loops(0, level)
+        lines = [first.source(0, level)] if level else []
         for nest in self.nests:
             pairs = zip(first.variables[:level], nest.variables[:level])
             lines += [f"{'    ' * level}{new} = {old}" for old, new in pairs if old != new]

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from nanovllm.fuse import fx_nodes
 from nanovllm.fuse.analyzer import FusionAnalyzer
-from nanovllm.fuse.extract import Extract, extract, values
+from nanovllm.fuse.group_module import Extract, extract, values
 from nanovllm.fuse.grouping import Group
 from nanovllm.hardware.timing import l2_bytes, time_in_graph, time_kernel
 from nanovllm.kernels.op.declaration import copy_of

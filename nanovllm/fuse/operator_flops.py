@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nanovllm.fuse.classify import Kind
 from nanovllm.fuse.fx_nodes import arg, fake, op_name, overload, shape_of
-from nanovllm.fuse.products import Einsum, matmul_sizes
+from nanovllm.fuse.matrix_products import Einsum, matmul_sizes
 from nanovllm.kernels import all_ops
 
 Known = Mapping[FxNode, torch.Tensor]

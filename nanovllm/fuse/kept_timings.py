@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.fuse.measure import WAYS, Comparison, Measured, agreement
+from nanovllm.fuse.group_timing import WAYS, Comparison, Measured, agreement
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import provenance
 

@@ -13,9 +13,9 @@ from torch.fx import Node as FxNode
 from torch.utils._pytree import tree_flatten
 
 from nanovllm.fuse import fx_nodes
-from nanovllm.fuse.graph import OpGraph
 from nanovllm.fuse.grouping import Group
-from nanovllm.fuse.match import Match
+from nanovllm.fuse.op_graph import OpGraph
+from nanovllm.fuse.op_matching import Match
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.selection import default_function
 

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node as FxNode
 
-from nanovllm.fuse.export import TraceError
 from nanovllm.fuse.fx_nodes import fake
-from nanovllm.fuse.graph import OpGraph, build
-from nanovllm.fuse.network import Network, Value, uses_match
+from nanovllm.fuse.op_graph import OpGraph, build
+from nanovllm.fuse.tracing import TraceError
+from nanovllm.fuse.value_graph import Value, ValueGraph, uses_match
 from nanovllm.kernels import Op, Tensors, all_ops
 
 
@@ -46,7 +46,7 @@ class Pattern:
     """An op's reference. `inputs`: its tensor arguments; `fixed`: the others; `roots`: where matching starts."""
 
     op: Op
-    network: Network
+    network: ValueGraph
     inputs: Mapping[FxNode, str]
     fixed: Mapping[str, Any]
     outputs: tuple[Value, ...]
@@ -95,7 +95,7 @@ _SPELLINGS: dict[str, list[Callable[..., Any]]] = {
 
 def find(graph: OpGraph) -> list[Match]:
     """Every occurrence of an op in a graph, larger ones first."""
-    network = Network(graph)
+    network = ValueGraph(graph)
     found: list[Match] = []
     for k in graph:
         namespace, _, name = k.op.rpartition(".")
@@ -151,7 +151,7 @@ def _pattern(declared: Op, fn: Callable[..., Any], arguments: dict[str, Any]) ->
         return None
     if not len(graph):
         return None
-    network = Network(graph)
+    network = ValueGraph(graph)
     inputs = dict(zip(graph.inputs, tensors))
     (output,) = (n for n in graph.program.graph.nodes if n.op == "output")
     outputs = tuple(network.of[n] for n in output.args[0] if isinstance(n, FxNode) and n in network.of)
@@ -168,7 +168,7 @@ def _pattern(declared: Op, fn: Callable[..., Any], arguments: dict[str, Any]) ->
 Binding = dict[Value, "tuple[Value, FxNode]"]
 
 
-def _occurrences(pattern: Pattern, network: Network) -> Iterator[Match]:
+def _occurrences(pattern: Pattern, network: ValueGraph) -> Iterator[Match]:
     targets = list(dict.fromkeys(network.of.values()))
     for binding in _roots(pattern.roots, {}, targets):
         match = _accept(pattern, binding, network)
@@ -211,7 +211,7 @@ def _operands(wanted: Value, given: Value, order: list[int], binding: Binding) -
         yield from _operands(wanted, given, order[1:], extended)
 
 
-def _accept(pattern: Pattern, binding: Binding, network: Network) -> Match | None:
+def _accept(pattern: Pattern, binding: Binding, network: ValueGraph) -> Match | None:
     graph = network.graph
     pairs = [(w, g) for w, (g, _) in binding.items() if w.kernel]
     kernels = frozenset(g.fx for _, g in pairs)

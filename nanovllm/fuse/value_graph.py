@@ -16,8 +16,8 @@ from torch.fx import Node as FxNode
 
 from nanovllm.fuse.classify import CLASS_LOSSES, Kind, reduced_dims
 from nanovllm.fuse.fx_nodes import arg, argument, fake, is_ignored, is_view, op_name, overload, shape_of
-from nanovllm.fuse.graph import OpGraph
-from nanovllm.fuse.products import CONVOLUTIONS
+from nanovllm.fuse.matrix_products import CONVOLUTIONS
+from nanovllm.fuse.op_graph import OpGraph
 
 _COMMUTES = {"add", "mul", "maximum", "minimum"}
 _SPELLINGS = {
@@ -60,7 +60,7 @@ class Value:
         return self.label[0] if self.label else ""
 
 
-class Network:
+class ValueGraph:
     """The values of a graph. `of[fx]` is the value behind an fx node."""
 
     def __init__(self, graph: OpGraph) -> None:

@@ -13,7 +13,7 @@ from torch.fx import Node as FxNode
 
 from nanovllm.fuse.classify import Kind
 from nanovllm.fuse.fx_nodes import fake, mutated, shape_of, storages
-from nanovllm.fuse.graph import Kernel, OpGraph
+from nanovllm.fuse.op_graph import Kernel, OpGraph
 
 _SCATTERS = ("index_put", "index_put_")
 _COPIES = ("clone", "copy_", "fill_", "zero_")

@@ -13,10 +13,10 @@ from torch.fx import Node as FxNode
 
 from nanovllm.fuse import classify, fx_nodes
 from nanovllm.fuse.classify import Kind
-from nanovllm.fuse.export import trace
-from nanovllm.fuse.flops import declared_cost, flops_of
 from nanovllm.fuse.fx_nodes import arg, fake, shape_of
-from nanovllm.fuse.products import matmul_sizes
+from nanovllm.fuse.matrix_products import matmul_sizes
+from nanovllm.fuse.operator_flops import declared_cost, flops_of
+from nanovllm.fuse.tracing import trace
 
 Key = TypeVar("Key")
 
