@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.core_messages import (
@@ -19,12 +19,14 @@ from nanovllm.engine.core_messages import (
     params_to_send,
     split_key,
 )
-from nanovllm.engine.engine_client import EngineClient, ThreadClient
 from nanovllm.engine.output_stream import EngineDeadError, OutputStream, RequestFailed
 from nanovllm.engine.request_maker import RequestMaker
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.engine.engine_client import EngineClient
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -55,6 +57,10 @@ class AsyncLLM:
         if (model is None) == (client is None):
             raise TypeError(f"AsyncLLM got model={model!r} and client={client!r}; pass exactly one of them")
         if client is None:
+            from nanovllm.engine.engine_client import (
+                ThreadClient,  # with PyTorch, which a client of a process needs not
+            )
+
             client = ThreadClient(EngineConfig(str(model), **kwargs))
         self.client = client
         """The engine's side."""
@@ -92,6 +98,14 @@ class AsyncLLM:
         if not self._streams and not self.stats.has_work:
             return 0.0
         return time.monotonic() - self.last_step_time
+
+    def runs(self, request_id: str) -> bool:
+        """Whether a request of this id has not ended."""
+        return request_id in self._keys
+
+    def attach(self) -> None:
+        """Let the running event loop read what the engine says, if the client needs one. A server calls it once."""
+        self.client.attach(asyncio.get_running_loop())
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None

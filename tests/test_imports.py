@@ -27,7 +27,7 @@ ALLOWED = {
     "tune": {"kernels", "hardware"},
     "lab": {"kernels", "hardware"},
     "cli": {
-        "chat", "engine", "llm", "serve", "models", "weights", "kernels", "hardware", "bench", "plan", "fuse", "tune",
+        "chat", "engine", "llm", "async_llm", "serve", "models", "weights", "kernels", "hardware", "bench", "plan", "fuse", "tune",
         "lab",
     },
     "__main__": {"cli"},

@@ -16,9 +16,10 @@ from nanovllm.cli.fuse import fuse as fuse_command
 from nanovllm.cli.kernels import app as kernels_app
 from nanovllm.cli.lab import app as lab_app
 from nanovllm.cli.plan import app as plan_app
+from nanovllm.cli.serve import serve as serve_command
 from nanovllm.cli.tune import tune as tune_command
 
-_ORDER = ("chat", "generate", "bench", "kernels", "plan", "fuse", "tune", "lab", "device")
+_ORDER = ("chat", "generate", "serve", "bench", "kernels", "plan", "fuse", "tune", "lab", "device")
 
 
 class _InOrderOfUse(TyperGroup):
@@ -140,6 +141,7 @@ def generate(
         print(" [cut short]")
 
 
+app.command("serve")(serve_command)
 app.add_typer(kernels_app, name="kernels")
 app.add_typer(plan_app, name="plan")
 app.command("fuse")(fuse_command)

@@ -87,6 +87,12 @@ class TextDecoder:
         """The text of a token by itself, for reports of single tokens."""
         return self.decode_whole([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token by itself: `token_text`, but for tokens that hold a part of a character."""
+        if self._to_bytes is None or token_id in self._special:
+            return self.token_text(token_id).encode()
+        return self.bytes_of(token_id, skip_special_tokens=False)
+
     def decode_whole(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """What the tokenizer itself says."""
         return self._tokenizer.decode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -33,6 +34,9 @@ class EngineClient(Protocol):
         """Begin. deliver: called with what each step brought. died: called when the engine has ended by itself, with
         the reason; every request that was started before is lost then. Both are called by any thread, one at a time.
         """
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Called once in an event loop that may read the engine's messages."""
 
     def start(self, request: StartRequest) -> None:
         """Called from any thread."""
@@ -75,6 +79,9 @@ class ThreadClient:
     def listen(self, deliver: Deliver, died: Died) -> None:
         self._deliver, self._died = deliver, died
         self._thread.start()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The thread of the engine delivers; no event loop is needed."""
 
     def start(self, request: StartRequest) -> None:
         self._core.start(request)

@@ -44,7 +44,10 @@ class OutputStream:
         num = len(request.completions)
         self._sent_tokens, self._sent_text, self._sent_end = [0] * num, [0] * num, [False] * num
         self._prompt_logprobs_sent = False
-        self._over = False
+        self.over = False
+        """Whether the consumer has had everything."""
+        self.listener: Callable[[], None] | None = None
+        """Called in the event loop when there is something to `take`."""
 
     @property
     def started(self) -> bool:
@@ -106,6 +109,8 @@ class OutputStream:
 
     def wake(self) -> None:
         """Called in the consumer's event loop when there is news."""
+        if self.listener is not None:
+            self.listener()
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -117,16 +122,10 @@ class OutputStream:
         Raises:
             EngineDeadError, RequestFailed, ValueError: the request is lost or was refused.
         """
-        while not self._over:
-            with self._lock:
-                output = self._take()
-            if output is not None:
+        while not self.over:
+            output = self.take()
+            if output is not None or self.over:
                 return output
-            if self.failure is not None:
-                self._over = True
-                raise self.failure
-            if self._over:
-                break
             self._waiting = self.loop.create_future()
             try:
                 await self._waiting
@@ -134,16 +133,29 @@ class OutputStream:
                 self._waiting = None
         return None
 
+    def take(self) -> RequestOutput | None:
+        """What is new since the last call; None: nothing yet, or if `over`, nothing more.
+
+        Raises:
+            As `next`.
+        """
+        with self._lock:
+            output = None if self.over else self._take()
+        if output is None and self.failure is not None and not self.over:
+            self.over = True
+            raise self.failure
+        return output
+
     def close(self) -> None:
         """No more is wanted: abort what runs. It never waits, so it may be called in a task that is cancelled."""
-        self._over = True
+        self.over = True
         if not self.finished:
             self._abort(None)
 
     def _take(self) -> RequestOutput | None:
         outputs = [piece for c in self.request.completions if (piece := self._piece(c)) is not None]
         finished = self.request.finished
-        self._over = finished
+        self.over = finished
         if not outputs:
             return None
         metrics = None

@@ -80,6 +80,10 @@ class PromptReader:
             ) from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    def check_ids(self, token_ids: list[int]) -> None:
+        """Raise a ValueError for a token id outside of the vocabulary."""
+        self._check_ids(token_ids, min, max)
+
     def _check_characters(self, text: str) -> None:
         """Refuse a text that surely has too many tokens, before the seconds and gigabytes that tokenising it takes."""
         fits = self._max_model_len - 1

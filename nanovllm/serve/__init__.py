@@ -1,0 +1,1 @@
+"""`nanovllm serve`: an HTTP server with OpenAI's and Anthropic's interfaces over `AsyncLLM`."""

@@ -1,0 +1,169 @@
+"""The ASGI application: routes, keys, request ids, and what is said of an error."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import NamedTuple
+
+from nanovllm.serve.chat import chat_completions
+from nanovllm.serve.completions import completions
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http import Disconnected, Exchange, Receive, Scope, Send
+from nanovllm.serve.models import detokenize, get_model, health, list_models, live, tokenize, version
+from nanovllm.serve.sampling import as_api_error
+from nanovllm.serve.service import Service
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("nanovllm.serve.access")
+
+Handler = Callable[[Service, Exchange, str], Awaitable[None]]
+_LAG_SECONDS = 0.25
+
+
+class Route(NamedTuple):
+    handler: Handler
+    methods: tuple[str, ...] = ("POST",)
+    open: bool = False
+    """Whether it needs no key."""
+
+
+async def _metrics(service: Service, exchange: Exchange, key: str) -> None:
+    await exchange.answer(200, service.metrics.text(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
+
+
+async def _page(service: Service, exchange: Exchange, key: str) -> None:
+    page = (files("nanovllm.serve") / "page.html").read_bytes()
+    policy = b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    await exchange.answer(
+        200, page, [(b"content-type", b"text/html; charset=utf-8"), (b"content-security-policy", policy)]
+    )
+
+
+_GET = ("GET", "HEAD")
+ROUTES: dict[str, Route] = {
+    "/v1/completions": Route(completions),
+    "/v1/chat/completions": Route(chat_completions),
+    "/v1/models": Route(list_models, _GET),
+    "/tokenize": Route(tokenize),
+    "/detokenize": Route(detokenize),
+    "/health": Route(health, _GET, open=True),
+    "/health/live": Route(live, _GET, open=True),
+    "/metrics": Route(_metrics, _GET),
+    "/version": Route(version, _GET),
+    "/": Route(_page, _GET, open=True),
+}
+
+
+class App:
+    """An ASGI application that serves a `Service`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._lag_timer: asyncio.TimerHandle | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._serve(Exchange(scope, receive, send, secrets.token_hex(12), self._cors(scope)))
+        else:
+            await send({"type": "websocket.close", "code": 1003})
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        gc.collect()
+        gc.freeze()  # a collection need not look at all that importing and loading has made
+        self.service.engine.attach()
+        self._watch_lag()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self._lag_timer is not None:
+            self._lag_timer.cancel()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def _watch_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + _LAG_SECONDS
+
+        def measure() -> None:
+            self.service.metrics.lagged(max(0.0, loop.time() - due))
+            self._watch_lag()
+
+        self._lag_timer = loop.call_at(due, measure)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        started = time.perf_counter()
+        path = exchange.path.rstrip("/") or "/"
+        name, route = _route(path)
+        try:
+            if exchange.method == "OPTIONS" and self.service.options.cors_origins:
+                await exchange.answer(204, b"", [])
+            elif route is None:
+                raise ApiError(404, f"there is no {exchange.path[:200]!r} here", code="not_found")
+            elif exchange.method not in route.methods:
+                allowed = " or ".join(route.methods)
+                raise ApiError(405, f"{exchange.method} is not allowed for {path}; use {allowed}", code="wrong_method")
+            else:
+                key = "" if route.open else self.service.keys.check(exchange.headers)
+                await route.handler(self.service, exchange, key)
+        except asyncio.CancelledError:
+            if not exchange.gone:
+                raise
+            _uncancel()
+        except Disconnected:
+            pass
+        except Exception as error:
+            await self._tell(exchange, error)
+        status = 499 if exchange.gone else exchange.status or 500
+        self.service.metrics.answered(exchange.method if route else "-", name, status)
+        if access_logger.isEnabledFor(logging.INFO):
+            client = exchange.scope.get("client") or ("-",)
+            access_logger.info(
+                "%s %s %s %d %.3f s", client[0], exchange.method, exchange.path, status, time.perf_counter() - started,
+                extra={"request_id": exchange.request_id},
+            )  # fmt: skip
+
+    async def _tell(self, exchange: Exchange, error: Exception) -> None:
+        told = as_api_error(error)
+        if told.status == 500:
+            logger.error("request %s failed", exchange.request_id, exc_info=error)
+        if exchange.status is None and not exchange.gone:
+            await exchange.answer_json(_body(exchange, told), told.status, told.headers())
+
+    def _cors(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        allowed = self.service.options.cors_origins
+        origin = dict(scope["headers"]).get(b"origin", b"") if allowed else b""
+        if not origin or not ({"*", origin.decode("latin-1")} & set(allowed)):
+            return []
+        return [
+            (b"access-control-allow-origin", origin), (b"vary", b"origin"),
+            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+            (b"access-control-allow-methods", b"GET, POST, OPTIONS"), (b"access-control-max-age", b"600"),
+        ]  # fmt: skip
+
+
+def _route(path: str) -> tuple[str, Route | None]:
+    """(the route's name for statistics, the route)"""
+    route = ROUTES.get(path)
+    if route is not None:
+        return path, route
+    if path.startswith("/v1/models/"):
+        return "/v1/models/{id}", Route(get_model, _GET)
+    return "-", None
+
+
+def _body(exchange: Exchange, error: ApiError) -> dict[str, object]:
+    return error.body()
+
+
+def _uncancel() -> None:
+    """The cancellation was ours: the task goes on to its end."""
+    task = asyncio.current_task()
+    if task is not None and hasattr(task, "uncancel"):  # since Python 3.11
+        task.uncancel()

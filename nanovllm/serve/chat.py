@@ -1,0 +1,282 @@
+"""/v1/chat/completions"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from nanovllm.chat import (
+    AnswerParser,
+    ArgumentsDelta,
+    CallDelta,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    ReasoningParser,
+    ToolPlan,
+    collect,
+    may_reason,
+    opens_reasoning,
+)
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.serve.answering import answer
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.event_stream import DONE, event
+from nanovllm.serve.generation import Generation
+from nanovllm.serve.http import Exchange
+from nanovllm.serve.protocol import ChatRequest, parse
+from nanovllm.serve.sampling import bad_request, sampling_params
+from nanovllm.serve.service import Service
+from nanovllm.serve.structured import constraint
+from nanovllm.serve.token_logprobs import chat_logprobs, prompt_rows
+
+
+async def chat_completions(service: Service, exchange: Exchange, key: str) -> None:
+    request = parse(await service.json(exchange), ChatRequest)
+    service.check_model(request.model)
+    conversation = Conversation(service, request)
+    generation = await conversation.start(exchange, key)
+    try:
+        shape = ChatAnswer(conversation, exchange.request_id)
+        await answer(exchange, generation, shape, request.stream, service.options)
+    finally:
+        generation.close()
+
+
+class Conversation:
+    """A chat request, checked, with the prompt that its template makes.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+
+    def __init__(self, service: Service, request: ChatRequest) -> None:
+        self.service = service
+        self.request = request
+        template = service.chat_template
+        try:
+            self.tools = ToolPlan.of(request.tools, request.tool_choice, template, request.parallel_tool_calls)
+        except ValueError as error:
+            raise bad_request(error) from None
+        variables = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            variables |= _reasoning_effort(request.reasoning_effort, template or "")
+        self.prompt = service.render(
+            request.messages, variables, tools=self.tools.template_tools,
+            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+            continue_final_message=request.continue_final_message,
+        )  # fmt: skip
+        self._may_reason = may_reason(self.prompt, template)
+        self._opens_reasoning = opens_reasoning(self.prompt)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
+        both = request.max_completion_tokens, request.max_tokens
+        self.params = sampling_params(
+            request,
+            max_tokens=both[1] if both[0] is None else both[0],
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            **constraint(request, service, self.tools.grammar),
+        )
+
+    def parser(self) -> AnswerParser | None:
+        """A new parser of an answer; None: all of it is content."""
+        reasoning = None
+        if self._opens_reasoning or self._may_reason:
+            reasoning = ReasoningParser(self._opens_reasoning)
+        tools = self.tools.parser()
+        return None if reasoning is None and tools is None else AnswerParser(reasoning, tools)
+
+    async def start(self, exchange: Exchange, key: str) -> Generation:
+        return await self.service.start(
+            exchange, key, [self.prompt], self.params, add_special_tokens=False, cache_salt=self.request.cache_salt,
+            request_id=self.request.request_id,
+        )  # fmt: skip
+
+
+def _reasoning_effort(effort: str, template: str) -> dict[str, Any]:
+    """OpenAI's field as a variable that the template knows."""
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none"}
+    if effort == "none":
+        return {}
+    raise ApiError(400, f"reasoning_effort={effort!r:.80}: this model does not reason; leave it out",
+                   "reasoning_effort")  # fmt: skip
+
+
+class Choice:
+    """A completion of a chat: its parser and what it gave out."""
+
+    def __init__(self, parser: AnswerParser | None) -> None:
+        self._parser = parser
+        self.deltas: list[Delta] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.call_ids: list[str] = []
+        self.has_calls = False
+        self.begun = False
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def feed(self, piece: CompletionOutput) -> list[Delta]:
+        """The deltas of what is new."""
+        if self._parser is None:
+            return [ContentDelta(piece.text)] if piece.text else []
+        deltas = self._parser.feed(piece.text)
+        if piece.finish_reason is not None:
+            deltas = [*deltas, *self._parser.finish()]
+        for delta in deltas:
+            if isinstance(delta, CallDelta):
+                self.has_calls = True
+                self.call_ids.append(f"call_{secrets.token_hex(12)}")
+        return deltas
+
+
+class ChatAnswer:
+    """OpenAI's chat completion, whole or in chunks."""
+
+    def __init__(self, conversation: Conversation, request_id: str) -> None:
+        request, service = conversation.request, conversation.service
+        self._conversation = conversation
+        self._request = request
+        decoder = service.engine.maker.decoder
+        assert decoder is not None, "a chat has a tokenizer"
+        self._token_bytes = decoder.token_bytes
+        self._head = {
+            "id": f"chatcmpl-{request_id}",
+            "object": "chat.completion.chunk" if request.stream else "chat.completion",
+            "created": int(time.time()), "model": service.model_name,
+        }  # fmt: skip
+        self._choices: dict[int, Choice] = {}
+        self._first: RequestOutput | None = None
+        options = request.stream_options
+        self._usage = options is not None and options.include_usage
+        self._prefix = b"data: " + msgspec.json.encode(self._head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":'
+        self._suffix = b'},"logprobs":null,"finish_reason":null}]'
+        self._suffix += b',"usage":null}\n\n' if self._usage else b"}\n\n"
+        self._plain = not request.logprobs and not request.return_token_ids
+
+    def feed(self, prompt_index: int, output: RequestOutput) -> bytes:
+        self._first = self._first or output
+        frames = []
+        for piece in output.outputs:
+            choice = self._choices.get(piece.index)
+            if choice is None:
+                choice = self._choices[piece.index] = Choice(self._conversation.parser())
+            deltas = choice.feed(piece)
+            rows: list[dict[str, Any]] = []
+            if self._request.logprobs:
+                rows = chat_logprobs(piece.logprobs or (), self._request.top_logprobs or 0, self._token_bytes)
+            if piece.finish_reason is not None:
+                choice.finish_reason = self._conversation.tools.finish_reason(piece.finish_reason, choice.has_calls)
+                choice.stop_reason = piece.stop_reason
+            if self._request.stream:
+                frames.append(self._frames(piece, choice, deltas, rows))
+            else:
+                choice.deltas += deltas
+                choice.logprobs += rows
+                choice.token_ids += piece.token_ids
+        return b"".join(frames)
+
+    def _frames(
+        self, piece: CompletionOutput, choice: Choice, deltas: list[Delta], rows: list[dict[str, Any]]
+    ) -> bytes:
+        frames = []
+        if not choice.begun:
+            choice.begun = True
+            frames.append(self._frame(piece.index, {"role": "assistant", "content": ""}))
+        if self._plain:
+            for delta in deltas:
+                if isinstance(delta, ContentDelta):
+                    text = msgspec.json.encode(delta.text)
+                    frames.append(self._prefix % piece.index + text + self._suffix)
+                else:
+                    frames.append(self._frame(piece.index, _delta(delta, choice)))
+        elif deltas or rows or piece.token_ids:
+            # The log-probabilities of the tokens go with the first of the texts that they made, or with none.
+            for i, delta in enumerate(deltas or [ContentDelta("")]):
+                own_rows, token_ids = (rows, piece.token_ids) if i == 0 else ([], [])
+                frames.append(self._frame(piece.index, _delta(delta, choice), own_rows, token_ids))
+        if choice.finish_reason is not None:
+            frames.append(
+                self._frame(piece.index, {}, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason)
+            )
+        return b"".join(frames)
+
+    def _frame(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        rows: list[dict[str, Any]] | None = None,
+        token_ids: list[int] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> bytes:
+        entry: dict[str, Any] = {
+            "index": index, "delta": delta, "logprobs": {"content": rows} if rows else None,
+            "finish_reason": finish_reason,
+        }  # fmt: skip
+        if finish_reason is not None:
+            entry["stop_reason"] = stop_reason
+        if token_ids and self._request.return_token_ids:
+            entry["token_ids"] = token_ids
+        return event({**self._head, "choices": [entry], **({"usage": None} if self._usage else {})})
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        last = event({**self._head, "choices": [], "usage": usage}) if self._usage else b""
+        return last + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        choices = []
+        for index, choice in sorted(self._choices.items()):
+            entry: dict[str, Any] = {
+                "index": index, "message": _message(choice),
+                "logprobs": {"content": choice.logprobs} if self._request.logprobs else None,
+                "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason,
+            }  # fmt: skip
+            if self._request.return_token_ids:
+                entry["token_ids"] = choice.token_ids
+            choices.append(entry)
+        found: dict[str, Any] = {**self._head, "choices": choices, "usage": usage}
+        if self._first is not None and self._request.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_rows(self._first.prompt_logprobs)
+        if self._first is not None and self._request.return_token_ids:
+            found["prompt_token_ids"] = self._first.prompt_token_ids
+        return found
+
+
+def _delta(delta: Delta, choice: Choice) -> dict[str, Any]:
+    """A chunk's delta."""
+    if isinstance(delta, ContentDelta):
+        return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return {"reasoning_content": delta.text}
+    if isinstance(delta, CallDelta):
+        function = {"name": delta.name, "arguments": ""}
+        call_id = choice.call_ids[delta.index]
+        return {"tool_calls": [{"index": delta.index, "id": call_id, "type": "function", "function": function}]}
+    assert isinstance(delta, ArgumentsDelta)
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message = collect(choice.deltas)
+    content = message.content
+    if content is None and not message.tool_calls:
+        content = ""
+    found: dict[str, Any] = {"role": "assistant", "content": content}
+    if message.reasoning_content is not None:
+        found["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call_id, call in zip(choice.call_ids, message.tool_calls)
+        ]
+    return found

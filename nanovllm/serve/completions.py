@@ -1,0 +1,181 @@
+"""/v1/completions"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.serve.answering import answer
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.event_stream import DONE, event
+from nanovllm.serve.http import Exchange
+from nanovllm.serve.protocol import CompletionRequest, parse
+from nanovllm.serve.sampling import sampling_params
+from nanovllm.serve.service import Service
+from nanovllm.serve.structured import constraint
+from nanovllm.serve.token_logprobs import CompletionLogprobs, prompt_rows
+
+MAX_PROMPTS = 1024
+
+
+async def completions(service: Service, exchange: Exchange, key: str) -> None:
+    request = parse(await service.json(exchange), CompletionRequest)
+    service.check_model(request.model)
+    prompts = split_prompts(request.prompt)
+    nothing = request.max_tokens == 0
+    if nothing and not request.echo:
+        raise ApiError(400, "max_tokens=0: nothing would be answered; pass echo=true, or a larger number", "max_tokens")
+    wants_prompt = request.echo and request.logprobs is not None
+    params = sampling_params(
+        request,
+        max_tokens=1 if nothing else request.max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if wants_prompt else request.prompt_logprobs,
+        **constraint(request, service),
+    )
+    generation = await service.start(
+        exchange, key, prompts, params, add_special_tokens=request.add_special_tokens, cache_salt=request.cache_salt,
+        request_id=request.request_id,
+    )  # fmt: skip
+    try:
+        shape = CompletionAnswer(service, request, exchange.request_id)
+        await answer(exchange, generation, shape, request.stream, service.options)
+    finally:
+        generation.close()
+
+
+def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The prompts of a request: a text, token ids, or a list of them."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+        return [prompt]
+    if not prompt or len(prompt) > MAX_PROMPTS:
+        raise ApiError(400, f"prompt: {len(prompt)} prompts; pass 1 to {MAX_PROMPTS}", "prompt")
+    for i, one in enumerate(prompt):
+        is_ids = isinstance(one, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in one)
+        if not (isinstance(one, str) or is_ids):
+            raise ApiError(
+                400, f"prompt[{i}]={one!r:.80}: must be a string or a list of token ids", "prompt"
+            )  # fmt: skip
+    return prompt
+
+
+class _Choice:
+    """What was said of a completion."""
+
+    def __init__(self, logprobs: CompletionLogprobs | None) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs = logprobs
+        self.all_logprobs: dict[str, Any] | None = None
+        self.begun = False
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+
+class CompletionAnswer:
+    """OpenAI's text completion, whole or in chunks."""
+
+    def __init__(self, service: Service, request: CompletionRequest, request_id: str) -> None:
+        self._request = request
+        self._token_text = service.engine.maker.decoder.token_text if service.engine.maker.decoder else str
+        self._head = {
+            "id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time()),
+            "model": service.model_name,
+        }  # fmt: skip
+        self._choices: dict[int, _Choice] = {}
+        self._prompts: dict[int, RequestOutput] = {}
+        options = request.stream_options
+        self._usage = options is not None and options.include_usage
+        prefix = msgspec.json.encode(self._head)[:-1]
+        self._prefix = b"data: " + prefix + b',"choices":[{"index":%d,"text":'
+        self._suffix = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
+        self._suffix += b',"usage":null}\n\n' if self._usage else b"}\n\n"
+        self._plain = request.logprobs is None and not request.return_token_ids
+
+    def feed(self, prompt_index: int, output: RequestOutput) -> bytes:
+        first = self._prompts.setdefault(prompt_index, output)
+        frames = []
+        for piece in output.outputs:
+            index = prompt_index * self._request.n + piece.index
+            choice = self._choices.get(index)
+            if choice is None:
+                wanted = self._request.logprobs
+                choice = self._choices[index] = _Choice(None if wanted is None else CompletionLogprobs(wanted))
+            frames.append(self._feed(index, choice, piece, first))
+        return b"".join(frames)
+
+    def _feed(self, index: int, choice: _Choice, piece: CompletionOutput, first: RequestOutput) -> bytes:
+        request = self._request
+        text, rows = piece.text, list(piece.logprobs or ())
+        token_ids = piece.token_ids
+        if request.max_tokens == 0:
+            text, rows, token_ids = "", [], []
+        texts = [row[t].decoded_token or "" for row, t in zip(rows, token_ids)]
+        if not choice.begun and request.echo:
+            text = self._prompt_text(first) + text
+            if choice.logprobs is not None and first.prompt_logprobs is not None:
+                rows = [*first.prompt_logprobs, *rows]  # type: ignore[list-item]
+                texts = [*map(self._token_text, first.prompt_token_ids), *texts]
+        choice.begun = True
+        choice.texts.append(text)
+        choice.token_ids += token_ids
+        choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+        logprobs = None if choice.logprobs is None else choice.logprobs.of(rows, texts)
+        if not request.stream:
+            _extend(choice, logprobs)
+            return b""
+        if self._plain and piece.finish_reason is None:
+            return self._prefix % index + msgspec.json.encode(text) + self._suffix if text else b""
+        entry = {
+            "index": index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }  # fmt: skip
+        if request.return_token_ids:
+            entry["token_ids"] = token_ids
+        return event({**self._head, "choices": [entry], **({"usage": None} if self._usage else {})})
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return "".join(map(self._token_text, output.prompt_token_ids))
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        last = event({**self._head, "choices": [], "usage": usage}) if self._usage else b""
+        return last + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        choices = []
+        for index, choice in sorted(self._choices.items()):
+            first = self._prompts[index // self._request.n]
+            entry: dict[str, Any] = {
+                "index": index, "text": "".join(choice.texts), "logprobs": choice.all_logprobs,
+                "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason,
+            }  # fmt: skip
+            if self._request.prompt_logprobs is not None:
+                entry["prompt_logprobs"] = prompt_rows(first.prompt_logprobs)
+            if self._request.return_token_ids:
+                entry |= {"token_ids": choice.token_ids, "prompt_token_ids": first.prompt_token_ids}
+            choices.append(entry)
+        if self._request.max_tokens == 0:
+            used = {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+            usage = usage | used
+        return {**self._head, "choices": choices, "usage": usage}
+
+
+def _extend(choice: _Choice, logprobs: dict[str, Any] | None) -> None:
+    if logprobs is None:
+        return
+    if choice.all_logprobs is None:
+        choice.all_logprobs = logprobs
+        return
+    for name, values in logprobs.items():
+        if values is not None:
+            choice.all_logprobs[name] += values

@@ -1,0 +1,55 @@
+"""Errors as clients of OpenAI's interface expect them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
+    500: "server_error", 501: "not_supported_error", 503: "service_unavailable_error",
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """What a client is told. The message must not hold paths or other facts of the machine.
+
+    Args:
+        status: of HTTP.
+        param: the request's field that is wrong.
+        code: a word for programs, such as "model_not_found".
+        retry_after: seconds after which the client may try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code or self.status}
+        return {"error": error}
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        found = []
+        if self.retry_after is not None:
+            found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
+        if self.status == 401:
+            found.append((b"www-authenticate", b"Bearer"))
+        return found

@@ -1,0 +1,54 @@
+"""Messages between the two processes of a server: a length, a kind and MessagePack, over a Unix socket."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+_HEAD = struct.Struct("<IB")
+CONFIG, READY, FAILED, START, ABORT, STEP = range(6)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def frame(kind: int, message: Any) -> bytes:
+    data = encode(message)
+    return _HEAD.pack(len(data), kind) + data
+
+
+class FrameReader:
+    """Cuts a stream of bytes into (kind, message's bytes)."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """The messages that are complete now."""
+        buffer = self._buffer
+        buffer += data
+        found, at = [], 0
+        while len(buffer) - at >= _HEAD.size:
+            length, kind = _HEAD.unpack_from(buffer, at)
+            start = at + _HEAD.size
+            if len(buffer) - start < length:
+                break
+            found.append((kind, bytes(memoryview(buffer)[start : start + length])))
+            at = start + length
+        if at:
+            del buffer[:at]
+        return found
+
+
+def read_frames(sock: socket.socket) -> Any:
+    """Yield (kind, message's bytes) from a blocking socket until the other side closes it."""
+    reader = FrameReader()
+    while True:
+        try:
+            data = sock.recv(1 << 18)
+        except ConnectionError:
+            return
+        if not data:
+            return
+        yield from reader.feed(data)

@@ -1,0 +1,121 @@
+"""One HTTP exchange over ASGI: the request's parts within limits, and the ways to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from nanovllm.serve.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = Iterable[tuple[bytes, bytes]]
+
+_BODY_PIECE = 64 << 10
+_JSON = ((b"content-type", b"application/json"),)
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+class Disconnected(Exception):
+    """The client has gone: nobody reads an answer."""
+
+
+class Exchange:
+    """A request and its answer.
+
+    Attributes:
+        request_id: the client's X-Request-Id if it is a harmless one, else `default_id`.
+        status: of the answer, once it has begun.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, default_id: str, headers: Headers = ()) -> None:
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self._receive = receive
+        self._send = send
+        given = self.headers.get(b"x-request-id", b"")
+        self.request_id = given.decode() if _SAFE_ID.fullmatch(given) else default_id
+        self._own_headers = [(b"x-request-id", self.request_id.encode()), *headers]
+        self.status: int | None = None
+        self.gone = False
+
+    @cached_property
+    def headers(self) -> dict[bytes, bytes]:
+        """The last header of each name, in lower case."""
+        return dict(self.scope["headers"])
+
+    async def body(self, max_bytes: int, timeout: float) -> bytes:
+        """The whole body.
+
+        Raises:
+            ApiError: it is larger than `max_bytes`, or takes longer than `timeout` seconds.
+            Disconnected: the client has gone.
+        """
+        length = self.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > max_bytes:
+            raise _too_large(max_bytes)
+        try:
+            return await asyncio.wait_for(self._body(max_bytes), timeout)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {timeout:g} seconds") from None
+
+    async def _body(self, max_bytes: int) -> bytes:
+        pieces = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                raise Disconnected
+            pieces += message.get("body", b"")
+            if len(pieces) > max_bytes:
+                raise _too_large(max_bytes)
+            if not message.get("more_body", False):
+                return bytes(pieces)
+
+    async def json(self, max_bytes: int, timeout: float) -> dict[str, Any]:
+        """The body, which must be a JSON object."""
+        kind = self.headers.get(b"content-type", b"application/json").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise ApiError(415, "content-type: must be application/json")
+        body = await self.body(max_bytes, timeout)
+        try:
+            decoded = msgspec.json.decode(body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}") from None
+        if not isinstance(decoded, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        return decoded
+
+    async def wait_for_disconnect(self) -> None:
+        """Return when the client has gone or the answer is complete; to be called after `body`."""
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                return
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._own_headers]})
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def answer(self, status: int, data: bytes, headers: Headers) -> None:
+        """A whole answer."""
+        await self.start(status, [*headers, (b"content-length", str(len(data)).encode())])
+        await self.write(b"" if self.method == "HEAD" else data, more=False)
+
+    async def answer_json(self, value: Any, status: int = 200, headers: Headers = ()) -> None:
+        await self.answer(status, msgspec.json.encode(value), [*_JSON, *headers])
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes; send a shorter prompt")

@@ -1,0 +1,196 @@
+"""Statistics for Prometheus, under the names that vLLM uses."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.core_messages import StepOutputs
+from nanovllm.engine.output_stream import OutputStream
+from nanovllm.outputs import RequestOutput
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2,
+                 0.3, 0.5, 1, 2.5, 10)  # fmt: skip
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+_COUNTS = (1, 2, 5, 10, 20, 50, 100)
+
+
+class Histogram:
+    """Counts in buckets. An observation may stand for several equal ones.
+
+    It is not prometheus_client's, which would take a lock for every token.
+    """
+
+    def __init__(self, name: str, documentation: str, bounds: tuple[float, ...]) -> None:
+        self.name, self.documentation = name, documentation
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        with self._lock:
+            self._counts[bisect.bisect_left(self._bounds, value)] += weight
+            self._sum += value * weight
+
+    def family(self, model: str) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(self.name, self.documentation, labels=["model_name"])
+        with self._lock:
+            counts, total = list(self._counts), self._sum
+        buckets, cumulative = [], 0
+        for bound, count in zip((*map(float, self._bounds), float("inf")), counts):
+            cumulative += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(bound), cumulative))
+        family.add_metric([model], buckets, total)
+        return family
+
+
+class Metrics:
+    """Collects what requests and steps tell, and writes Prometheus' text."""
+
+    def __init__(self, engine: AsyncLLM, model: str, prefix: str) -> None:
+        self._engine = engine
+        self._model = model
+        self._prefix = prefix
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
+            return Histogram(prefix + name, documentation, bounds)
+
+        self._ttft = histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.", _SECONDS)
+        self._itl = histogram("inter_token_latency_seconds", "Seconds between two tokens of a request.", _STEP_SECONDS)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean seconds between a request's tokens.", _STEP_SECONDS
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Seconds from arrival to the last token.", _SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "Seconds that a request waited.", _SECONDS)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._generation = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
+        self._n = histogram("request_params_n", "The parameter n.", _COUNTS)
+        self._iteration = histogram("iteration_tokens_total", "Output tokens of a step.", _TOKENS)
+        self._step = Histogram("nanovllm:step_seconds", "Seconds of a step.", _STEP_SECONDS)
+        self._lag = Histogram("nanovllm:frontend_lag_seconds", "How late the event loop is.", _STEP_SECONDS)
+        self._http: dict[tuple[str, str, int], int] = {}
+        self._totals = dict.fromkeys(
+            ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"), 0
+        )
+        self._success: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self._rejected: dict[str, int] = {}
+        self._last_step = 0.0
+        self.registry.register(self)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------------------------------ what is told
+
+    def stepped(self, outputs: StepOutputs) -> None:
+        """A step's outputs have come."""
+        now = time.monotonic()
+        num_tokens = len(outputs.token_ids)
+        if num_tokens:
+            continuing = num_tokens - len(outputs.first)
+            if continuing > 0 and self._last_step:
+                self._itl.observe(now - self._last_step, continuing)
+            self._iteration.observe(num_tokens)
+            self._totals["generation_tokens"] += num_tokens
+        if outputs.stats.step_seconds:
+            self._step.observe(outputs.stats.step_seconds)
+        self._last_step = now if outputs.stats.has_work else 0.0
+
+    def first_token(self, stream: OutputStream) -> None:
+        request = stream.request
+        num_prompt = len(request.prompt_token_ids)
+        seconds = request.seconds_until(request.first_token_time)
+        if seconds is not None:
+            self._ttft.observe(seconds)
+        if stream.queue_seconds is not None:
+            self._queue.observe(stream.queue_seconds)
+        self._prompt.observe(num_prompt)
+        self._n.observe(request.params.n)
+        self._totals["prompt_tokens"] += num_prompt
+        self._totals["prefix_cache_queries"] += num_prompt
+        self._totals["prefix_cache_hits"] += stream.num_cached_tokens
+
+    def finished(self, stream: OutputStream, output: RequestOutput) -> None:
+        """A request has ended by itself."""
+        request = stream.request
+        reason = request.completions[0].seq.finish_reason or "stop"
+        self._success[reason] = self._success.get(reason, 0) + 1
+        self._generation.observe(request.num_output_tokens)
+        total, first = output.metrics.total_time, output.metrics.time_to_first_token
+        if total is not None and first is not None:
+            self._e2e.observe(total)
+            longest = max(completion.seq.num_output_tokens for completion in request.completions)
+            if longest > 1:
+                self._tpot.observe((total - first) / (longest - 1))
+
+    def aborted(self) -> None:
+        """A client has gone, or a request was lost."""
+        self._success["abort"] += 1
+
+    def rejected(self, reason: str) -> None:
+        self._rejected[reason] = self._rejected.get(reason, 0) + 1
+
+    def answered(self, method: str, path: str, status: int) -> None:
+        """path: a route's, so that there are few."""
+        key = method, path, status
+        self._http[key] = self._http.get(key, 0) + 1
+
+    def lagged(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+
+    # ------------------------------------------------------------------------------------------------ what is written
+
+    def text(self) -> bytes:
+        """Prometheus' text format, version 0.0.4."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Of prometheus_client: everything as it is now."""
+        stats, engine = self._engine.stats, self._engine
+        gauges = [
+            ("num_requests_running", "Completions in the batch.", stats.num_running),
+            ("num_requests_waiting", "Completions that wait for the batch.", stats.num_waiting),
+            ("kv_cache_usage_perc", "The share of the KV cache in use, from 0 to 1.", stats.kv_usage),
+        ]
+        for name, documentation, value in gauges:
+            yield self._family(GaugeMetricFamily, self._prefix + name, documentation, value)
+        own = [
+            ("engine_up", "Whether the engine takes requests.", int(engine.alive)),
+            ("engine_heartbeat_age_seconds", "Seconds without a step, while there is work.",
+             engine.seconds_without_step),
+            ("requests_open", "Requests that have not ended.", engine.num_unfinished),
+        ]  # fmt: skip
+        for name, documentation, value in own:
+            yield self._family(GaugeMetricFamily, f"nanovllm:{name}", documentation, value)
+        totals = self._totals | {"num_preemptions": stats.num_preemptions}
+        for name, value in totals.items():
+            yield self._family(CounterMetricFamily, self._prefix + name, f"Total of {name.replace('_', ' ')}.", value)
+        yield self._labelled("request_success", "Requests that ended.", "finished_reason", self._success)
+        yield self._labelled("admission_rejections", "Requests that were refused.", "reason", self._rejected)
+        http = CounterMetricFamily("nanovllm:http_requests", "HTTP answers.", labels=["method", "path", "status"])
+        for (method, path, status), count in list(self._http.items()):
+            http.add_metric([method, path, str(status)], count)
+        yield http
+        for histogram in (
+            self._ttft, self._itl, self._tpot, self._e2e, self._queue, self._prompt, self._generation, self._n,
+            self._iteration, self._step, self._lag,
+        ):  # fmt: skip
+            yield histogram.family(self._model)
+
+    def _family(self, kind: Any, name: str, documentation: str, value: float) -> Metric:
+        family = kind(name, documentation, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _labelled(self, name: str, documentation: str, label: str, counts: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(self._prefix + name, documentation, labels=["model_name", label])
+        for value, count in list(counts.items()):
+            family.add_metric([self._model, value], count)
+        return family

@@ -1,0 +1,93 @@
+"""The small routes: what is served, whether it works, and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm import __version__
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http import Exchange
+from nanovllm.serve.protocol import DetokenizeRequest, TokenizeRequest, parse
+from nanovllm.serve.sampling import bad_request
+from nanovllm.serve.service import Service
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    info = service.engine.info
+    return {
+        "id": name, "object": "model", "created": service.created, "owned_by": "nanovllm", "root": service.model_name,
+        "parent": None, "max_model_len": info.max_model_len,
+    }  # fmt: skip
+
+
+async def list_models(service: Service, exchange: Exchange, key: str) -> None:
+    """GET /v1/models"""
+    cards = [_card(service, name) for name in service.options.model_names]
+    await exchange.answer_json({"object": "list", "data": cards})
+
+
+async def get_model(service: Service, exchange: Exchange, key: str) -> None:
+    """GET /v1/models/{id}; an id may have slashes."""
+    name = exchange.path.removeprefix("/v1/models/")
+    service.check_model(name)
+    await exchange.answer_json(_card(service, name))
+
+
+async def version(service: Service, exchange: Exchange, key: str) -> None:
+    """GET /version"""
+    await exchange.answer_json({"version": __version__})
+
+
+async def health(service: Service, exchange: Exchange, key: str) -> None:
+    """GET /health: whether the server should get requests."""
+    await _health(service.unhealthy, exchange)
+
+
+async def live(service: Service, exchange: Exchange, key: str) -> None:
+    """GET /health/live: whether the engine works; a server that drains is alive."""
+    await _health(service.stuck, exchange)
+
+
+async def _health(reason: str | None, exchange: Exchange) -> None:
+    if reason is None:
+        await exchange.answer_json({"status": "ok"})
+    else:
+        await exchange.answer_json({"status": "unavailable", "reason": reason}, 503)
+
+
+async def tokenize(service: Service, exchange: Exchange, key: str) -> None:
+    """POST /tokenize: of a text or of a conversation."""
+    request = parse(await service.json(exchange), TokenizeRequest)
+    service.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "prompt: pass exactly one of prompt and messages", "prompt")
+    if request.messages is not None:
+        text = service.render(
+            request.messages, request.chat_template_kwargs or {}, tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+            continue_final_message=request.continue_final_message,
+        )  # fmt: skip
+        token_ids = await service.encode(text, "messages", bool(request.add_special_tokens))
+    else:
+        assert request.prompt is not None
+        token_ids = await service.encode(request.prompt, "prompt", request.add_special_tokens is not False)
+    found: dict[str, Any] = {
+        "tokens": token_ids, "count": len(token_ids), "max_model_len": service.engine.info.max_model_len,
+    }  # fmt: skip
+    if request.return_token_strs:
+        found["token_strs"] = service.engine.tokenizer.convert_ids_to_tokens(token_ids)
+    await exchange.answer_json(found)
+
+
+async def detokenize(service: Service, exchange: Exchange, key: str) -> None:
+    """POST /detokenize"""
+    request = parse(await service.json(exchange), DetokenizeRequest)
+    service.check_model(request.model)
+    decoder = service.engine.maker.decoder
+    if decoder is None:
+        raise ApiError(400, "this server has no tokenizer")
+    try:
+        service.engine.maker.prompts.check_ids(request.tokens)
+    except ValueError as error:
+        raise bad_request(error) from None
+    await exchange.answer_json({"prompt": decoder.decode(request.tokens, skip_special_tokens=False)})

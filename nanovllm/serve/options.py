@@ -1,0 +1,60 @@
+"""The options of a server: one frozen record, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a server behaves. The model and its engine have options of their own (`EngineConfig`).
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    model_names: tuple[str, ...] = ("model",)
+    """Names by which requests may call the model; answers have the first one."""
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens the server; none: everybody may use it."""
+    max_waiting: int = 4096
+    """Most completions that wait for their first token; further requests get 503."""
+    max_waiting_tokens: int = 4_000_000
+    """Most prompt tokens that wait, counted once for each completion."""
+    max_per_key: int | None = None
+    """Most requests of one API key at a time; further ones get 429. None: any number."""
+    queue_timeout: float = 600.0
+    """Seconds that a request may wait for its first token."""
+    max_body_bytes: int = 16 << 20
+    max_header_bytes: int = 64 << 10
+    max_headers: int = 128
+    receive_timeout: float = 60.0
+    """Seconds in which a request's headers, and then its body, must arrive."""
+    send_timeout: float = 300.0
+    """Seconds for which a client may take nothing of a stream before it is cut off."""
+    ping_interval: float = 15.0
+    """Seconds of silence after which a stream gets a comment, so that proxies keep it open."""
+    stall_timeout: float = 120.0
+    """Seconds without a step, while the engine has work, after which /health is 503."""
+    drain: float = 30.0
+    """Seconds that running requests have after SIGTERM or SIGINT."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the server; "*": all."""
+    metrics_prefix: str = "vllm:"
+    """Before the metrics that vLLM has as well, so that its dashboards work."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_header_bytes", "max_headers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
+        for name in ("queue_timeout", "receive_timeout", "send_timeout", "ping_interval", "stall_timeout", "drain"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < (0 if name == "drain" else 0.001):
+                raise ValueError(f"{name}={value!r}: must be a number of seconds above 0")
+        if self.max_per_key is not None and self.max_per_key < 1:
+            raise ValueError(f"max_per_key={self.max_per_key!r}: must be at least 1, or None for any number")
+        if not self.model_names or not all(self.model_names):
+            raise ValueError("model_names: a model needs a name; pass --served-model-name")
+        if any(len(key) < 8 or not key.isascii() or not key.isprintable() for key in self.api_keys):
+            raise ValueError("api key: must have at least 8 printable ASCII characters")

@@ -1,0 +1,158 @@
+"""The requests of OpenAI's interface and vLLM's additions to them: what is read, and what is refused by its name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from nanovllm.serve.errors import ApiError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What completions and chats have in common. Names and defaults are OpenAI's, then vLLM's."""
+
+    model: str | None = None
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    # vLLM's
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool = False
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[Any]
+    max_tokens: int | None = 16
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+_NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
+    # None: any value is taken, since it asks nothing of the answer.
+    "user": None, "metadata": None, "safety_identifier": None, "prompt_cache_key": None,
+    "prompt_cache_retention": None, "prediction": None, "priority": (0,), "store": (False,),
+    "service_tier": ("auto", "default"), "modalities": (["text"],), "verbosity": ("medium",), "echo": (False,),
+    "use_beam_search": (False,), "length_penalty": (1, 1.0), "include_reasoning": (True,), "suffix": ("",),
+    "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (-1,), "add_special_tokens": (False,),
+    "return_tokens_as_token_ids": (False,), "function_call": ("none", "auto"), "functions": ([],),
+    "documents": ([],), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},), "vllm_xargs": ({},),
+    "guided_decoding_backend": None, "thinking_token_budget": (), "web_search_options": (), "audio": (),
+    "chat_template": (), "lora_request": (), "logits_processors": ([],), "prompt_embeds": (),
+}  # fmt: skip
+"""Fields of OpenAI's and vLLM's requests that this server does not have, with the values that are the same as none."""
+
+_REMEDIES = {
+    "use_beam_search": "beam search is not supported; use n for several completions",
+    "length_penalty": "beam search is not supported",
+    "suffix": "the models of this server do not fill gaps; put everything into the prompt",
+    "store": "this server keeps nothing",
+    "modalities": "this server reads and writes text alone",
+    "audio": "this server reads and writes text alone",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "chat_template": "the server's own template is used; pass chat_template_kwargs",
+    "truncate_prompt_tokens": "a prompt is not cut; shorten it",
+    "priority": "requests are served in the order of their arrival",
+}
+
+
+def parse(data: dict[str, Any], kind: type[T]) -> T:
+    """A decoded JSON object as a request. A null is the same as no value.
+
+    Raises:
+        ApiError: 400, which names the field.
+    """
+    given = {name: value for name, value in data.items() if value is not None}
+    known = kind.__struct_fields__
+    for name in list(given):
+        if name in known:
+            continue
+        if name not in _NO_EFFECT:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            remedy = f"did you mean {nearest[0]!r}?" if nearest else "leave it out"
+            raise ApiError(400, f"{name[:80]}: this field is not known; {remedy}", name[:80], "unknown_parameter")
+        harmless = _NO_EFFECT[name]
+        if harmless is not None and given[name] not in harmless:
+            remedy = _REMEDIES.get(name, "it is not supported; leave it out")
+            raise ApiError(400, f"{name}={given[name]!r:.80}: {remedy}", name, "unsupported_parameter")
+        del given[name]
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+
+
+def _invalid(message: str) -> ApiError:
+    """msgspec names the place as "... - at `$.field[0]`"."""
+    said, _, place = message.partition(" - at `$.")
+    name = re.match(r"\w+", place)
+    missing = re.match(r"Object missing required field `(\w+)`", message)
+    param = name[0] if name else missing[1] if missing else None
+    at = place.rstrip("`")
+    return ApiError(400, f"{at}: {said}" if at else message, param)

@@ -1,0 +1,65 @@
+"""From the fields of a request to `SamplingParams`, and from the engine's errors to those of HTTP."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from nanovllm.async_llm import EngineDeadError, RequestFailed
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.protocol import GenerationRequest
+
+_FIELDS = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "stop", "skip_special_tokens",
+    "include_stop_str_in_output", "prompt_logprobs",
+)  # fmt: skip
+
+
+def sampling_params(request: GenerationRequest, **others: Any) -> SamplingParams:
+    """The parameters that a request asks for. others: what its kind of request decides.
+
+    Raises:
+        ApiError: 400, which names the field.
+    """
+    if request.best_of is not None and request.best_of != request.n:
+        raise ApiError(400, f"best_of={request.best_of}: it is not supported; use n, and choose the best", "best_of")
+    given = {name: getattr(request, name) for name in _FIELDS}
+    given["logit_bias"] = _logit_bias(request.logit_bias)
+    if request.seed is not None:
+        given["seed"] = request.seed % 2**63
+    try:
+        return SamplingParams(**given | others)
+    except (ValueError, TypeError) as error:
+        raise bad_request(error) from None
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    if given is None:
+        return None
+    for name in given:
+        if not re.fullmatch(r"\d{1,9}", name):
+            raise ApiError(400, f"logit_bias: {name[:80]!r} is no token id", "logit_bias")
+    return {int(name): bias for name, bias in given.items()}
+
+
+def bad_request(error: Exception) -> ApiError:
+    """A 400 of what the engine says of a request; the message begins with the name of what is wrong."""
+    message = str(error)
+    name = re.match(r"([a-z_]\w*)(\[\d+\])?[=:]", message)
+    code = "context_length_exceeded" if "max_model_len" in message else None
+    return ApiError(400, message, name[1] if name else None, code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error of the engine or of a request."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead", retry_after=5)
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), code="request_failed")
+    if isinstance(error, (ValueError, TypeError)):
+        return bad_request(error)
+    return ApiError(500, "an error inside of the server; its log has the details", code="internal_error")

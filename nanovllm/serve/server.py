@@ -1,0 +1,104 @@
+"""Runs the application: sockets, signals, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+import socket
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from nanovllm.async_llm import AsyncLLM, EngineDeadError
+from nanovllm.serve.app import App
+from nanovllm.serve.limits import limited_protocol
+from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.service import Service
+
+_BACKLOG = 4096
+_KEEP_ALIVE_SECONDS = 75
+_DESCRIPTORS = 65536
+_AFTER_DRAIN_SECONDS = 5.0
+"""Time for the last events of requests that a drain has ended."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where a server listens.
+
+    Attributes:
+        port: 0: a free one.
+        tls: uvicorn's options ssl_certfile, ssl_keyfile, ssl_keyfile_password and ssl_ca_certs.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tls: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
+    def open(self) -> socket.socket:
+        """Raises: ValueError: nothing can listen there."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG)
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                f"cannot listen at {self.host}:{self.port} ({error}); choose another --host or --port"
+            ) from None
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, whose first signal lets running requests finish and whose second one ends at once."""
+
+    def __init__(self, engine: AsyncLLM, options: ServeOptions, listener: Listener = Listener()) -> None:
+        self.service = Service(engine, options)
+        super().__init__(
+            uvicorn.Config(
+                App(self.service), http=limited_protocol(options), ws="none", lifespan="on", log_config=None,
+                access_log=False, server_header=False, backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=options.drain + _AFTER_DRAIN_SECONDS,  # type: ignore[arg-type]
+                **dict(listener.tls),
+            )
+        )  # fmt: skip
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+        self.service.admission.draining = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        error = EngineDeadError("the server was shut down before the request ended")
+        timer = loop.call_later(self.service.options.drain, self.service.engine.fail_all, error)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def serve(engine: AsyncLLM, options: ServeOptions, listener: Listener, sock: socket.socket) -> None:
+    """Serve until a signal ends it, then end the engine. sock: from `listener.open`."""
+    _raise_descriptor_limit()
+    server = Server(engine, options, listener)
+    try:
+        server.run(sockets=[sock])
+    finally:
+        # A further signal must not leave the engine's process behind.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        engine.close()
+
+
+def _raise_descriptor_limit() -> None:
+    """A connection is a file descriptor, and the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

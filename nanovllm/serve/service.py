@@ -1,0 +1,168 @@
+"""What the handlers of requests share: the engine, the limits, the statistics, and how a generation starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.chat import chat_text, check_messages
+from nanovllm.engine.output_stream import OutputStream
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.admission import Admission
+from nanovllm.serve.auth import ApiKeys
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.generation import Generation
+from nanovllm.serve.http import Exchange
+from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.sampling import as_api_error, bad_request
+
+logger = logging.getLogger(__name__)
+
+_INLINE_CHARACTERS = 4096
+"""A longer text is tokenized in a thread, so that the event loop goes on."""
+_CHARACTERS_A_TOKEN = 4
+_TEMPLATE_VARIABLES_TAKEN = frozenset({
+    "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
+    "return_assistant_tokens_mask", "messages",
+})  # fmt: skip
+
+
+class Service:
+    """A model, ready for requests.
+
+    Args:
+        engine: serves the requests.
+        options: the limits.
+    """
+
+    def __init__(self, engine: AsyncLLM, options: ServeOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.metrics = Metrics(engine, options.model_names[0], options.metrics_prefix)
+        self.keys = ApiKeys(options.api_keys)
+        self.admission = Admission(
+            options.max_waiting, options.max_waiting_tokens, options.max_per_key, self.metrics.rejected
+        )
+        self.created = int(time.time())
+        engine.on_outputs = self.metrics.stepped
+
+    @property
+    def model_name(self) -> str:
+        return self.options.model_names[0]
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Why the server should get no requests; None: it should."""
+        if self.admission.draining:
+            return "the server is shutting down"
+        return self.stuck
+
+    @property
+    def stuck(self) -> str | None:
+        """Why the engine computes nothing; None: it does, or has nothing to do."""
+        if not self.engine.alive:
+            return "the engine is not running"
+        if (age := self.engine.seconds_without_step) > self.options.stall_timeout:
+            return f"the engine has had work and made no step for {age:.0f} seconds"
+        return None
+
+    def check_model(self, name: str | None) -> None:
+        """A 404 for a model that is not served. No name means the model of this server."""
+        if name is not None and name not in self.options.model_names:
+            known = ", ".join(self.options.model_names)
+            raise ApiError(404, f"model={name!r:.200}: there is no such model; known are {known}", "model",
+                           "model_not_found")  # fmt: skip
+
+    async def json(self, exchange: Exchange) -> dict[str, Any]:
+        """The body of a request, within the limits."""
+        return await exchange.json(self.options.max_body_bytes, self.options.receive_timeout)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        template = getattr(self.engine.tokenizer, "chat_template", None)
+        return template if isinstance(template, str) or template is None else str(template)
+
+    async def encode(self, text: str, name: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. name: the field that holds it."""
+        encode = self.engine.maker.prompts.encode
+        try:
+            if len(text) <= _INLINE_CHARACTERS:
+                return encode(text, name, add_special_tokens)
+            return await asyncio.get_running_loop().run_in_executor(None, encode, text, name, add_special_tokens)
+        except (ValueError, TypeError) as error:
+            raise bad_request(error) from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], **own: Any) -> str:
+        """The text of a conversation. variables: the client's, for the template; own: the server's."""
+        taken = _TEMPLATE_VARIABLES_TAKEN & variables.keys()
+        if taken:
+            name = min(taken)
+            raise ApiError(400, f"chat_template_kwargs: {name!r} is not for the template", "chat_template_kwargs")
+        try:
+            check_messages("messages", messages)
+            return chat_text(self.engine.tokenizer, "messages", messages, {**variables, **own})
+        except (ValueError, TypeError) as error:
+            raise bad_request(error) from None
+
+    async def start(
+        self,
+        exchange: Exchange,
+        key: str,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        cache_salt: str | None = None,
+        request_id: str | None = None,
+    ) -> Generation:
+        """Admit the request, tokenize its prompts and start them.
+
+        Args:
+            key: the client's, from `ApiKeys.check`.
+            prompts: texts or token ids.
+
+        Raises:
+            ApiError: it is refused.
+        """
+        completions = params.n * len(prompts)
+        estimates = [len(p) // _CHARACTERS_A_TOKEN + 1 if isinstance(p, str) else len(p) for p in prompts]
+        self.check_alive()
+        ticket = self.admission.enter(key, completions, params.n * sum(estimates))
+        streams: list[OutputStream] = []
+        try:
+            ready: list[dict[str, Any]] = []
+            for prompt in prompts:
+                is_text = isinstance(prompt, str)
+                ids = await self.encode(prompt, "prompt", add_special_tokens) if isinstance(prompt, str) else prompt
+                ready.append({"prompt": prompt if is_text else None, "prompt_token_ids": ids})
+                if cache_salt is not None:
+                    ready[-1]["cache_salt"] = cache_salt
+            ticket.set_tokens(params.n * sum(len(p["prompt_token_ids"]) for p in ready))
+            base = request_id or exchange.request_id
+            for i, prompt_ids in enumerate(ready):
+                name = base if len(ready) == 1 else f"{base}-{i}"
+                streams.append(self.engine.add(prompt_ids, params, self._unique(name)))
+            return Generation(streams, ticket, exchange, self.metrics, self.options.queue_timeout)
+        except BaseException as error:
+            for stream in streams:
+                stream.close()
+            ticket.close()
+            if isinstance(error, Exception):
+                raise as_api_error(error) from error
+            raise
+
+    def check_alive(self) -> None:
+        """A 503 while the engine is not there."""
+        if not self.engine.alive:
+            raise ApiError(503, "the engine is not running", code="engine_dead", retry_after=10)
+
+    def _unique(self, name: str) -> str | None:
+        """The request's id in the engine; None, so that one is made, if another request has it."""
+        return None if self.engine.runs(name) else name

@@ -1,0 +1,152 @@
+"""Routes, keys, request ids, limits of the network."""
+
+import http.client
+import json
+import socket
+import time
+
+import pytest
+
+from nanovllm import __version__
+from nanovllm.serve.options import ServeOptions
+from tests.serve.running import RunningServer, wait_until
+
+
+@pytest.fixture(scope="module")
+def guarded(model_path):
+    options = ServeOptions(
+        model_names=("one", "org/two"), api_keys=("secret-key-1", "secret-key-2"), max_body_bytes=2000,
+        max_header_bytes=4096, max_headers=30, receive_timeout=0.4, cors_origins=("https://example.org",),
+    )  # fmt: skip
+    with RunningServer(model_path, options) as running:
+        yield running
+
+
+def test_models_version_and_health(guarded):
+    listed = guarded.client.get("/v1/models").json()
+    assert [m["id"] for m in listed["data"]] == ["one", "org/two"]
+    assert guarded.client.get("/v1/models/org/two").json()["max_model_len"] == 256
+    assert guarded.client.get("/version").json() == {"version": __version__}
+    assert guarded.client.get("/health").status_code == guarded.client.head("/health/live").status_code == 200
+    missing = guarded.client.get("/v1/models/three")
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+    status, error = guarded.refused("/v1/completions", model="three", prompt="x")
+    assert (status, error["param"]) == (404, "model")
+    assert guarded.client.get("/nowhere").status_code == 404
+    assert guarded.client.get("/v1/completions").status_code == 405
+
+
+def test_tokenize_and_detokenize(guarded, llm):
+    found = guarded.post("/tokenize", prompt="hello there", return_token_strs=True)
+    assert found["tokens"] == llm.tokenizer.encode("hello there") and found["count"] == len(found["token_strs"])
+    assert guarded.post("/detokenize", tokens=found["tokens"]) == {"prompt": "hello there"}
+    assert guarded.refused("/tokenize", prompt="x", messages=[])[0] == 400
+    assert "vocabulary" in guarded.refused("/detokenize", tokens=[10**7])[1]["message"]
+
+
+def test_keys(guarded):
+    for headers, status in [
+        ({}, 401), ({"authorization": "Bearer wrong-key-1"}, 401), ({"authorization": "Basic secret-key-1"}, 401),
+        ({"authorization": "bearer secret-key-2"}, 200), ({"x-api-key": "secret-key-1"}, 200),
+    ]:  # fmt: skip
+        connection = http.client.HTTPConnection("127.0.0.1", guarded.port)
+        connection.request("GET", "/v1/models", headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == status, headers
+        if status == 401:
+            assert json.loads(answer.read())["error"]["code"] == "invalid_api_key"
+        connection.close()
+    connection = http.client.HTTPConnection("127.0.0.1", guarded.port)
+    for path, status in [("/health", 200), ("/", 200), ("/metrics", 401), ("/version", 401)]:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == status, path
+    with pytest.raises(ValueError, match="at least 8"):
+        ServeOptions(api_keys=("short",))
+
+
+def test_request_ids(guarded):
+    answer = guarded.client.get("/version", headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1"
+    for hostile in ("a b", "x" * 200, "é"):
+        answer = guarded.client.get("/version", headers={"x-request-id": hostile.encode()})
+        assert answer.headers["x-request-id"] != hostile and len(answer.headers["x-request-id"]) == 24
+    found = guarded.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"x-request-id": "q"})
+    assert found.json()["id"] == "cmpl-q"
+
+
+def test_origins(guarded):
+    allowed = guarded.client.options("/v1/completions", headers={"origin": "https://example.org"})
+    assert allowed.status_code == 204 and allowed.headers["access-control-allow-origin"] == "https://example.org"
+    other = guarded.client.get("/version", headers={"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    "body, headers, status",
+    [
+        (b"{", {}, 400), (b"[1]", {}, 400), (b'"x"', {}, 400), (b"", {}, 400), (b"\xff\xfe", {}, 400),
+        (b"[" * 1500, {}, 400), (b'{"prompt": "' + b"x" * 3000 + b'"}', {}, 413),
+        (b"{}", {"content-type": "text/plain"}, 415), (b'{"prompt": "\\ud800"}', {}, 400),
+        (b'{"prompt": "x", "temperature": NaN}', {}, 400), (b'{"prompt": "x", "n": 1e400}', {}, 400),
+    ],
+)  # fmt: skip
+def test_hostile_bodies(guarded, body, headers, status):
+    answer = guarded.client.post(
+        "/v1/completions", content=body, headers={"content-type": "application/json", **headers}
+    )
+    assert answer.status_code == status, answer.text
+    said = answer.json()["error"]["message"]
+    assert "Traceback" not in said and "/nanovllm/" not in said
+
+
+def raw(port, data, wait=1.0):
+    """What the server says to raw bytes."""
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.settimeout(5)
+        sock.sendall(data)
+        found, end = b"", time.monotonic() + wait + 4
+        while time.monotonic() < end:
+            piece = sock.recv(65536)
+            if not piece:
+                return found
+            found += piece
+    raise AssertionError(f"the connection stays open: {found!r}")
+
+
+def test_hostile_headers(guarded):
+    start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    many = b"".join(b"h%d: x\r\n" % i for i in range(60))
+    assert b" 400 " in raw(guarded.port, start + many + b"\r\n")
+    assert b" 400 " in raw(guarded.port, start + b"h: " + b"x" * 5000 + b"\r\n\r\n")
+    assert b" 400 " in raw(guarded.port, b"nonsense\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", guarded.port)) as sock:  # headers that never end
+        sock.settimeout(5)
+        with pytest.raises(OSError):
+            for _ in range(2000):
+                sock.sendall(b"a" * 1000)
+                time.sleep(0.0005)
+    assert b" 408 " in raw(guarded.port, start)  # headers that do not come
+    begun = start + b"authorization: Bearer secret-key-1\r\ncontent-length: 50\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", guarded.port)) as sock:  # a body that does not come
+        sock.settimeout(5)
+        sock.sendall(begun)
+        assert b" 408 " in sock.recv(65536)
+
+
+def test_metrics(guarded):
+    guarded.post("/v1/completions", prompt="hello", max_tokens=5, ignore_eos=True)
+    text = guarded.client.get("/metrics").text
+    for name in (
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+        "vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total",
+        "vllm:num_preemptions_total", 'vllm:request_success_total{finished_reason="length"',
+        "vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_sum",
+        "vllm:e2e_request_latency_seconds_count", "nanovllm:engine_heartbeat_age_seconds",
+        "nanovllm:step_seconds_bucket", "nanovllm:frontend_lag_seconds_bucket", "nanovllm:http_requests_total",
+    ):  # fmt: skip
+        assert name in text, name
+    assert guarded.metric("vllm:generation_tokens_total") >= 5
+    wait_until(lambda: guarded.metric("vllm:num_requests_running") == 0)
+    assert guarded.metric("vllm:kv_cache_usage_perc") == 0

@@ -1,0 +1,76 @@
+"""/v1/chat/completions."""
+
+import pytest
+
+from nanovllm import SamplingParams
+
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+def test_whole_and_streamed_answers_are_those_of_chat(server, llm):
+    body = dict(messages=MESSAGES, max_tokens=15, temperature=0.8, seed=3, n=2, ignore_eos=True)
+    params = SamplingParams(max_tokens=15, temperature=0.8, seed=3, n=2, ignore_eos=True)
+    (expected,) = llm.chat(MESSAGES, params, use_tqdm=False)
+    whole = server.post("/v1/chat/completions", **body)
+    assert [c["message"]["content"] for c in whole["choices"]] == [c.text for c in expected.outputs]
+    assert whole["object"] == "chat.completion" and whole["id"].startswith("chatcmpl-")
+    assert whole["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+
+    *chunks, done = server.events("/v1/chat/completions", **body)
+    assert done == "[DONE]"
+    for index in range(2):
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in own) == expected.outputs[index].text
+        assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["length"]
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+
+
+def test_log_probabilities(server, llm):
+    body = dict(messages=MESSAGES, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=3, ignore_eos=True)
+    (expected,) = llm.chat(MESSAGES, params, use_tqdm=False)
+    content = server.post("/v1/chat/completions", **body)["choices"][0]["logprobs"]["content"]
+    rows = expected.outputs[0].logprobs
+    assert [c["logprob"] for c in content] == pytest.approx([r[t].logprob for r, t in zip(rows, expected["token_ids"])])
+    assert all(len(c["top_logprobs"]) == 3 and c["top_logprobs"][0]["token"] == c["token"] for c in content)
+    text = b"".join(bytes(c["bytes"]) for c in content).decode(errors="replace")
+    assert text.startswith(expected["text"][:2])
+    chunks = server.events("/v1/chat/completions", **body)[:-1]
+    streamed = [row for c in chunks for row in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert streamed == content
+
+
+@pytest.mark.parametrize(
+    "body, param, said",
+    [
+        (dict(messages=[]), None, "conversation"),
+        (dict(messages="hello"), "messages", "array"),
+        (dict(messages=[{"content": "x"}]), None, "role"),
+        (dict(messages=MESSAGES, top_logprobs=2), "top_logprobs", "logprobs=true"),
+        (dict(messages=MESSAGES, chat_template_kwargs={"tokenize": True}), "chat_template_kwargs", "tokenize"),
+        (dict(messages=MESSAGES, chat_template="{{ 1 }}"), "chat_template", "server's own template"),
+        (dict(messages=MESSAGES, functions=[{"name": "f"}]), "functions", "use tools"),
+        (dict(messages=MESSAGES, tools=[{"type": "function"}]), "tools", "description of a function"),
+        (dict(messages=MESSAGES, store=True), "store", "keeps nothing"),
+        (dict(messages=MESSAGES, reasoning_effort="high"), "reasoning_effort", "does not reason"),
+        (dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), None,
+         "image_url"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_named(server, body, param, said):
+    status, error = server.refused("/v1/chat/completions", **body)
+    assert status == 400 and said in error["message"]
+    assert param is None or error["param"] == param
+
+
+def test_max_completion_tokens_and_parts_of_text(server):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    found = server.post("/v1/chat/completions", messages=messages, max_completion_tokens=3, ignore_eos=True)
+    assert found["usage"]["completion_tokens"] == 3 and found["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_last_message_goes_on(server, llm):
+    messages = [*MESSAGES, {"role": "assistant", "content": "sure"}]
+    found = server.post("/tokenize", messages=messages, continue_final_message=True)
+    assert llm.tokenizer.decode(found["tokens"]).endswith("<|assistant|>sure")

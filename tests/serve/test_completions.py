@@ -1,0 +1,133 @@
+"""/v1/completions: the same tokens as `LLM.generate`, in OpenAI's shapes."""
+
+import pytest
+
+from nanovllm import SamplingParams
+
+PROMPTS = ["hello there", "one two three four", "abc"]
+
+
+def test_whole_and_streamed_answers_are_those_of_generate(server, llm):
+    body = dict(prompt=PROMPTS, n=2, max_tokens=12, temperature=0.9, seed=11, stop=["qq", "zz"], top_k=50)
+    params = SamplingParams(n=2, max_tokens=12, temperature=0.9, seed=11, stop=["qq", "zz"], top_k=50)
+    expected = [c for o in llm.generate(PROMPTS, params, use_tqdm=False) for c in o.outputs]
+    whole = server.post("/v1/completions", **body)
+    assert [c["text"] for c in whole["choices"]] == [c.text for c in expected]
+    assert [c["finish_reason"] for c in whole["choices"]] == [c.finish_reason for c in expected]
+    assert [c["index"] for c in whole["choices"]] == list(range(6))
+    assert whole["usage"]["completion_tokens"] == sum(len(c.token_ids) for c in expected)
+
+    *chunks, usage, done = server.events("/v1/completions", **body, stream_options={"include_usage": True})
+    assert done == "[DONE]" and usage["choices"] == [] and usage["usage"]["completion_tokens"] > 0
+    texts, reasons = [""] * 6, [None] * 6
+    for chunk in chunks:
+        assert chunk["object"] == "text_completion" and chunk["usage"] is None
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        if choice["finish_reason"]:
+            assert reasons[choice["index"]] is None, "one finish reason for each choice"
+            reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == [c.text for c in expected] and reasons == [c.finish_reason for c in expected]
+
+
+def test_token_ids_as_prompts(server, llm):
+    ids = llm.tokenizer.encode("hello there")
+    expected = server.post("/v1/completions", prompt="hello there", max_tokens=5, temperature=0)["choices"][0]["text"]
+    for prompt in (ids, [ids]):
+        found = server.post("/v1/completions", prompt=prompt, max_tokens=5, temperature=0, return_token_ids=True)
+        assert found["choices"][0]["text"] == expected
+        assert found["choices"][0]["prompt_token_ids"] == ids and len(found["choices"][0]["token_ids"]) == 5
+
+
+def test_echo_and_log_probabilities(server, llm):
+    """What lm-eval asks for: the log-probabilities of a prompt, and nothing generated."""
+    prompt = "abc hello"
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=2)
+    (expected,) = llm.generate(prompt, params, use_tqdm=False)
+    ids = expected.prompt_token_ids
+
+    choice = server.post("/v1/completions", prompt=prompt, max_tokens=0, echo=True, logprobs=2)["choices"][0]
+    assert choice["text"] == prompt
+    found = choice["logprobs"]
+    assert found["tokens"] == [llm.tokenizer.decode([t]) for t in ids] and found["token_logprobs"][0] is None
+    rows = expected.prompt_logprobs
+    assert found["token_logprobs"][1:] == pytest.approx([row[t].logprob for row, t in zip(rows[1:], ids[1:])])
+    assert found["text_offset"] == [0] + [len("".join(found["tokens"][:i])) for i in range(1, len(ids))]
+    assert all(len(top) in (2, 3) for top in found["top_logprobs"][1:])
+
+    whole = server.post("/v1/completions", prompt=prompt, max_tokens=3, echo=True, logprobs=2, temperature=0)
+    choice = whole["choices"][0]
+    assert choice["text"] == prompt + expected["text"]
+    own = [row[t].logprob for row, t in zip(expected.outputs[0].logprobs, expected["token_ids"])]
+    assert choice["logprobs"]["token_logprobs"][len(ids) :] == pytest.approx(own)
+    assert whole["usage"]["completion_tokens"] == 3
+
+    events = server.events("/v1/completions", prompt=prompt, max_tokens=3, echo=True, logprobs=2, temperature=0)
+    pieces = [e["choices"][0] for e in events[:-1]]
+    assert "".join(p["text"] for p in pieces) == choice["text"]
+    assert [x for p in pieces for x in p["logprobs"]["token_logprobs"]] == choice["logprobs"]["token_logprobs"]
+    assert [x for p in pieces for x in p["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
+
+
+def test_a_seed_holds_in_any_batch(server):
+    import threading
+
+    body = dict(prompt="hello", max_tokens=20, temperature=1.0, seed=42)
+    alone = server.post("/v1/completions", **body)["choices"][0]["text"]
+    others = [threading.Thread(target=server.post, args=("/v1/completions",), kwargs=dict(prompt="x", max_tokens=60))
+              for _ in range(6)]  # fmt: skip
+    for thread in others:
+        thread.start()
+    assert server.post("/v1/completions", **body)["choices"][0]["text"] == alone
+    for thread in others:
+        thread.join()
+
+
+def test_cached_tokens_are_told(server):
+    prompt = "the quick brown fox jumps over the lazy dog again and again"
+    first = server.post("/v1/completions", prompt=prompt, max_tokens=1, cache_salt="a")
+    second = server.post("/v1/completions", prompt=prompt, max_tokens=1, cache_salt="a")
+    other = server.post("/v1/completions", prompt=prompt, max_tokens=1, cache_salt="b")
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, second, other)]
+    assert cached[0] == cached[2] == 0 and cached[1] >= 16
+
+
+@pytest.mark.parametrize(
+    "body, param, said",
+    [
+        (dict(prompt="x", tempratur=1), "tempratur", "did you mean 'temperature'"),
+        (dict(prompt="x", temperature="hot"), "temperature", "float"),
+        (dict(prompt="x", temperature=-1), "temperature", "at least 0"),
+        (dict(prompt="x", n=0), "n", "at least 1"),
+        (dict(prompt="x", n=129), "n", "at most 128"),
+        (dict(prompt="x", best_of=3), "best_of", "use n"),
+        (dict(prompt="x", suffix="y"), "suffix", "put everything into the prompt"),
+        (dict(prompt="x", max_tokens=0), "max_tokens", "echo"),
+        (dict(prompt="x", logprobs=50), "logprobs", "at most 20"),
+        (dict(prompt="x", logit_bias={"a": 1}), "logit_bias", "no token id"),
+        (dict(prompt="x", logit_bias={"123456": 1}), "logit_bias", "outside the vocabulary"),
+        (dict(prompt="x", stream_options={"usage": True}), "stream_options", "unknown field"),
+        (dict(prompt=[]), "prompt", "pass 1 to"),
+        (dict(prompt=["a", 5]), "prompt", "list of token ids"),
+        (dict(prompt=""), None, "empty"),
+        (dict(prompt=[10**6]), None, "vocabulary"),
+        (dict(max_tokens=5), "prompt", "prompt"),
+        (dict(prompt="x", use_beam_search=True), "use_beam_search", "beam search"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(server, body, param, said):
+    status, error = server.refused("/v1/completions", **body)
+    assert status == 400 and error["param"] == param and said in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_harmless_fields_and_nulls_are_taken(server):
+    server.post(
+        "/v1/completions", prompt="x", max_tokens=1, user="me", suffix=None, stop=None, best_of=1, n=1, logprobs=None,
+        use_beam_search=False, metadata={"a": "b"}, seed=-5,
+    )  # fmt: skip
+
+
+def test_too_long_a_prompt(server):
+    status, error = server.refused("/v1/completions", prompt="hello there " * 5000, max_tokens=5)
+    assert status == 400 and error["code"] == "context_length_exceeded"

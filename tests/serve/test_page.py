@@ -1,0 +1,60 @@
+"""The chat page, in a browser."""
+
+import shutil
+
+import pytest
+
+
+def test_a_conversation(server):
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with playwright.sync_playwright() as p:
+        try:
+            browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium here: {str(error).splitlines()[0]}")
+        tab = browser.new_page(viewport={"width": 390, "height": 800})
+        messages, requests = [], []
+        tab.on("console", lambda m: messages.append(m.text))
+        tab.on("pageerror", lambda e: messages.append(str(e)))
+        tab.on("request", lambda r: requests.append(r.url))
+        tab.goto(server.url)
+        tab.wait_for_function("document.getElementById('model').textContent === 'model'")
+        tab.click("summary")
+        tab.fill("#max_tokens", "20")
+        tab.fill("#temperature", "0")
+        tab.fill("#prompt", "hello <b>there</b>")
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector("#send:not([hidden])")
+        tab.wait_for_function("document.querySelector('.facts').textContent.includes('tokens/s')")
+        assert tab.inner_text(".user") == "hello <b>there</b>"
+        asked = [{"role": "user", "content": "hello <b>there</b>"}]
+        body = dict(messages=asked, max_tokens=20, temperature=0, top_p=0.95, seed=None)
+        expected = server.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+        assert tab.evaluate("document.querySelector('.assistant').textContent") == expected
+
+        # Stop: the server aborts the request, and the page is ready for the next one.
+        tab.fill("#max_tokens", "200")
+        tab.fill("#temperature", "1")
+        tab.evaluate("""() => {
+            const stop = document.getElementById('stop');
+            const seen = new MutationObserver(() => { if (!stop.hidden) { seen.disconnect(); stop.click(); } });
+            seen.observe(document.getElementById('log'), {childList: true, subtree: true, characterData: true});
+        }""")
+        tab.fill("#prompt", "go on for long")
+        tab.click("#send")
+        tab.wait_for_function("[...document.querySelectorAll('.facts')].at(-1).textContent.includes('stopped')")
+        assert tab.is_visible("#send")
+        server.assert_idle()
+
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+        assert all(url.startswith(server.url) for url in requests) and messages == []
+        tab.fill("#max_tokens", "100000")
+        tab.fill("#top_p", "7")
+        tab.fill("#prompt", "again")
+        tab.click("#send")
+        tab.wait_for_selector(".error")
+        assert "top_p" in tab.inner_text(".error")
+        tab.click("#new")
+        assert tab.locator(".message").count() == 0
+        browser.close()
