@@ -183,20 +183,50 @@ def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
     rows = {r["provider"]: r for r in json.loads(done.stdout)}
     assert done.returncode == 1 and not rows["right"]["failures"] and rows["native"]["cases"] > 50
     assert any("scale 50" in f for f in rows["wrong"]["failures"])
-    assert run_here("kernels", "verify", "softmax", "--provider", "native", "--seed", "0").returncode == 0
 
 
-def test_kernels_verify_prints_the_seed_it_drew(monkeypatch):
-    """And with it draws the same inputs again; by several processes too."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # it stays in this process
+NO_MASK = """
+import torch, triton
+import triton.language as tl
+from nanovllm.kernels import softmax, triton_support
+
+@triton.jit
+def kernel(x, y, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * n + tl.arange(0, BLOCK)
+    row = tl.load(x + i, tl.arange(0, BLOCK) < n, float("-inf"))
+    e = tl.exp(row - tl.max(row))
+    tl.store(y + i, e / tl.sum(e))
+
+@softmax.provider("no_mask", support=triton_support)
+def no_mask(x):
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    if x.numel():
+        kernel[(x.numel() // x.shape[-1],)](x, y, x.shape[-1], triton.next_power_of_2(x.shape[-1]))
+    return y
+"""
+
+
+@pytest.mark.slow
+def test_kernels_verify_finds_a_store_without_a_mask(tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "plugin.py").write_text(NO_MASK)
+    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(tmp_path / "plugin.py"), "--provider", "no_mask")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"^softmax +no_mask +\d+ +\d+ +\d.\d\d crashed$", done.stdout, re.M), done.stdout
+    said = " ".join(done.stdout.split())
+    assert "crashed (SIGSEGV) at plugin.py:11, `tl.store(y + i, e / tl.sum(e))`: a store without a mask?" in said
+
+
+def test_kernels_verify_prints_the_seed_it_drew():
+    """And with it draws the same inputs again; in this process too, without a time limit."""
     command = "kernels", "verify", "softmax", "--provider", "native", "--quick", "--json"
     first, second = run_here(*command), run_here(*command)
     (seed,), (other,) = (re.findall(r"^inputs of --seed (\d+)$", done.stderr, re.M) for done in (first, second))
     assert seed != other and first.stdout != second.stdout
     (row,) = json.loads(first.stdout)
     assert row["seed"] == int(seed) and row["cases"] == 21 and not row["failures"]
-    assert run_here(*command, "--seed", seed, "--jobs", "2").stdout == first.stdout
-    assert "inputs of --seed" not in run_here(*command, "--seed", "7").stderr
+    assert run_here(*command, "--seed", seed, "--timeout", "0").stdout == first.stdout
+    assert "inputs of --seed" not in run_here(*command, "--seed", "7", "--timeout", "0").stderr
     done = run_here(*command, "--jobs", "0")
     assert done.returncode and "--jobs" in done.stderr
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanovllm.cli import kernels_common as common
+from nanovllm.cli.rows import WIDTH, Column, Rows
+from nanovllm.cli.status_line import StatusLine
 
 if TYPE_CHECKING:
-    import torch
+    from nanovllm.kernels import Op
+    from nanovllm.kernels.testing.verify import Case, Verdict
+    from nanovllm.kernels.testing.verify_jobs import Pair, Setting
 
-    from nanovllm.kernels.testing.verify import Verdict
+_MOST_SHOWN = 5
+"""Failures of a provider."""
 
 
 def verify(
     op: common.OpName = None,
     provider: common.Providers = None,
-    device: common.Device = "auto",
+    kernel_plugin: common.Plugins = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the random inputs; by default a random one, which is printed.")
     ] = None,
@@ -30,18 +36,25 @@ def verify(
         bool, typer.Option("--quick", help="Only small shapes, once in each dtype: for compute-sanitizer.")
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
-    kernel_plugin: common.Plugins = None,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that a case may take. 0: no limit, and no other process, for debuggers."),
+    ] = 120,
+    device: common.Device = "auto",
     as_json: common.Json = False,
 ) -> None:
     """Compare every provider with the reference in float64, on every kind of input.
 
-    Fails if a provider is wrong, or if none can run.
+    Cases run in a process of their own: a kernel that crashes or hangs is a row of the table. Fails if a provider is
+    wrong, or if none can run.
 
     Without a GPU, Triton kernels run in Triton's interpreter, on small shapes.
     """
-    if device in ("auto", "cpu") and _interpret_instead():
-        return
+    if device in ("auto", "cpu"):
+        _interpret()
     where, ops, _ = common.prepare(device, kernel_plugin)
+    from nanovllm.kernels.testing.verify_jobs import Setting
+
     if seed is None:
         seed = secrets.randbelow(1 << 31)
         print(f"inputs of --seed {seed}", file=sys.stderr)
@@ -56,34 +69,67 @@ def verify(
     pairs = [(r["op"], r["provider"]) for r in rows if r["reason"] is None]
     if not pairs:
         raise common.nothing_done("verified", (f"{r['provider'] or r['op']}: {r['reason']}" for r in rows))
-    verdicts = _verdicts(pairs, where, kernel_plugin or [], seed, quick, jobs)
-    for row in rows:
-        if row["reason"] is None:
-            row |= _summary(verdicts[row["op"], row["provider"]], seed)
-    failures = [f"{r['op']}, {r['provider']}: {f}" for r in rows for f in r.get("failures", ())]
+    setting = Setting(str(where), tuple(kernel_plugin or ()), seed, quick, jobs, timeout)
+    table = None if as_json else _Table(f"{common.device_name(where)}: error is the largest error over the tolerance")
+    stopped = _fill(rows, pairs, setting, ops, table)
     if as_json:
         print(json.dumps(rows, indent=2))
-    else:
-        _print_rows(rows, failures, common.device_name(where))
-    if failures:
+    if stopped:
+        raise typer.Exit(130)
+    if any(row.get("failures") for row in rows):
         raise typer.Exit(1)
 
 
+def _fill(
+    rows: list[dict[str, Any]], pairs: list[Pair], setting: Setting, ops: dict[str, Op], table: _Table | None
+) -> bool:
+    """Verify, and add what was found to the rows and to the table. Whether Ctrl-C came first."""
+    by_pair = {(row["op"], row["provider"]): row for row in rows}
+    status, done = StatusLine(), 0
+
+    def began(pair: Pair, case: Case) -> None:
+        status.show(f"{pair[0]}, {pair[1]}: {case} ({done} of {len(pairs)} providers are done)")
+
+    stopped = False
+    try:
+        for pair, verdicts in _verdicts(pairs, setting, ops, began):
+            by_pair[pair] |= _summary(verdicts, setting.seed)
+            done += 1
+            status.clear()
+            if table is not None:
+                table.add(by_pair[pair])
+    except KeyboardInterrupt:
+        stopped = True
+    status.clear()
+    if table is not None:
+        for row in rows:
+            if row["reason"] is not None:
+                table.add(row)
+        table.end()
+    if stopped:
+        print(f"stopped early: {done} of {len(pairs)} providers were verified", file=sys.stderr)
+    return stopped
+
+
 def _verdicts(
-    pairs: list[tuple[str, str]], where: torch.device, plugins: list[str], seed: int, quick: bool, jobs: int
-) -> dict[tuple[str, str], list[Verdict]]:
-    """Of each op and provider, in the order of the op's cases."""
-    from nanovllm.kernels import all_ops
-    from nanovllm.kernels.testing.verify import verify_op
+    pairs: list[Pair], setting: Setting, ops: dict[str, Op], began: Any
+) -> Iterator[tuple[Pair, list[Verdict]]]:
+    """The verdicts of each op and provider, in the order of the op's cases."""
+    import torch
+
+    from nanovllm.kernels.testing.verify import verify_case
     from nanovllm.kernels.testing.verify_jobs import verify_in_processes
 
-    ops = all_ops()
-    if jobs > 1:
+    if setting.limit:
         named = {op: ops[op] for op, _ in pairs}
-        return verify_in_processes(list(named.values()), pairs, where, plugins, seed, quick, jobs)
-    return {
-        (op, name): verify_op(ops[op], ops[op].providers[name], where, seed=seed, quick=quick) for op, name in pairs
-    }
+        yield from verify_in_processes(list(named.values()), pairs, setting, began)
+        return
+    for pair in pairs:
+        declared, verdicts = ops[pair[0]], []
+        for case in setting.cases(declared):
+            began(pair, case)
+            verdicts.append(verify_case(declared, declared.providers[pair[1]], torch.device(setting.device), case))
+        yield pair, verdicts
 
 
 def _summary(verdicts: list[Verdict], seed: int) -> dict[str, Any]:
@@ -96,35 +142,50 @@ def _summary(verdicts: list[Verdict], seed: int) -> dict[str, Any]:
     }
 
 
-def _print_rows(rows: list[dict[str, Any]], failures: list[str], title: str) -> None:
-    table = common.new_table("op", "provider", "cases", "not taken", "worst error / tolerance", "verdict", title=title)
-    for r in rows:
-        if r["reason"] is not None:
-            table.add_row(r["op"], r["provider"], "", "", "", r["reason"])
-            continue
-        verdict = "right" if r["cases"] else "nothing to compare: it took none of the cases"
-        verdict = f"[red]{len(r['failures'])} wrong[/]" if r["failures"] else verdict
-        worst = f"{r['worst_error_over_tolerance']:.2f}"
-        table.add_row(r["op"], r["provider"], str(r["cases"]), str(r["skipped"]), worst, verdict)
-    common.print_table(table)
-    for failure in failures[:40]:
-        print(failure)
-    if len(failures) > 40:
-        print(f"and {len(failures) - 40} more; --json has all")
+class _Table:
+    """Shows each provider when its cases are done, and the failures below it."""
+
+    def __init__(self, title: str) -> None:
+        self._rows = Rows(
+            Column("op", 31), Column("provider", 12), Column("cases", 5, number=True),
+            Column("skipped", 7, number=True), Column("error", 5, number=True), Column("verdict", 15), title=title,
+        )  # fmt: skip
+
+    def add(self, row: dict[str, Any]) -> None:
+        if row["reason"] is not None:
+            self._rows.add(row["op"], row["provider"], "", "", "", f"not run {self._rows.note(row['reason'])}")
+            return
+        failures = row["failures"]
+        verdict = "right" if row["cases"] else "took no case"
+        if failures:
+            ends = [end for end in ("crashed", "hung") if any(f": {end}" in f for f in failures)]
+            verdict = " and ".join(ends) or f"{len(failures)} wrong"
+        error = f"{row['worst_error_over_tolerance']:.2f}"
+        counts = str(row["cases"]), str(row["skipped"])
+        self._rows.add(row["op"], row["provider"], *counts, error, verdict, style="red" if failures else "")
+        cases_of: dict[str, list[str]] = {}
+        for failure in failures:
+            case, _, what = failure.partition(": ")
+            cases_of.setdefault(what, []).append(case)
+        for what, cases in list(cases_of.items())[:_MOST_SHOWN]:
+            more = f" and {len(cases) - 1} more cases" if len(cases) > 1 else ""
+            text = f"{cases[0]}{more}: {what}"
+            print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
+        if len(cases_of) > _MOST_SHOWN:
+            print(f"  and {len(cases_of) - _MOST_SHOWN} more; --json has all")
+
+    def end(self) -> None:
+        self._rows.end()
 
 
-def _interpret_instead() -> bool:
-    """Without a GPU, run this command again with Triton's interpreter, which is chosen when Triton is imported."""
+def _interpret() -> None:
+    """Without a GPU, choose Triton's interpreter. Triton reads the choice when it is imported."""
     import importlib.util
 
     import torch
 
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" or not importlib.util.find_spec("triton"):
-        return False
-    print("No CUDA device: Triton kernels run in Triton's interpreter, on small shapes.", file=sys.stderr)
-    # NumPy, which computes there, warns of overflows that a GPU passes over in silence.
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "nanovllm", *sys.argv[1:]]
-    code = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode
-    if code:
-        raise typer.Exit(code)
-    return True
+    if torch.cuda.is_available() or "triton" in sys.modules or not importlib.util.find_spec("triton"):
+        return
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        os.environ["TRITON_INTERPRET"] = "1"
+        print("No CUDA device: Triton kernels run in Triton's interpreter, on small shapes.", file=sys.stderr)

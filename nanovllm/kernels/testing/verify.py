@@ -94,23 +94,20 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
     if reason is not None:
         return Verdict(case, skipped=reason)
     expected = _reference(declared, arguments)
-    before = {
-        name: value.clone()
-        for name, value in arguments.items()
-        if isinstance(value, torch.Tensor) and name not in (*declared.mutates, *declared.reuses)
-    }
-    given = _copied(arguments, (*declared.mutates, *declared.reuses))
+    guard = MemoryGuard()
+    given = guard.surrounded(arguments)
     bound = declared.bind(given)
     try:
-        with MemoryGuard() as guard:
+        with guard:
             got = provider.fn(*bound.args, **bound.kwargs)
         damage = guard.check()
     except Exception as e:
-        return Verdict(case, failure=f"{type(e).__name__}: {e}")
+        return Verdict(case, failure=_what_failed(e))
     if damage is not None:
         return Verdict(case, failure=damage)
-    for name, value in before.items():
-        if not _same(value, arguments[name]):
+    for name, value in arguments.items():
+        mine = not isinstance(value, torch.Tensor) or name in (*declared.mutates, *declared.reuses)
+        if not mine and not _same(value, given[name]):
             return Verdict(case, failure=f"wrote to its argument {name}")
     if declared.compare is not None:
         return Verdict(case, failure=declared.compare(got, arguments, case.dtype))
@@ -118,6 +115,14 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
     if len(results) != len(expected):
         return Verdict(case, failure=f"gave {len(results)} results instead of {len(expected)}")
     return _compare(declared, case, results, expected, arguments)
+
+
+def _what_failed(error: Exception) -> str:
+    """An error as a verdict's failure."""
+    first = str(error).split("\n")[0]
+    if "illegal memory access" in first:
+        return f"crashed ({first}): a load or a store without a mask?"
+    return f"{type(error).__name__}: {error}"
 
 
 def verify_case(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:

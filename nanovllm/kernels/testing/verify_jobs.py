@@ -1,18 +1,29 @@
-"""`verify` in several processes, each with a share of the cases. Most of its time on a GPU is compiling kernels."""
+"""`verify` in processes of their own: a kernel that crashes or hangs ends its process, and its case has failed.
+
+Several processes share the cases. Most of the time on a GPU is compiling kernels.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
 import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.kernels.op.dispatch import Op
+from nanovllm.kernels.testing.crash_report import describe
 from nanovllm.kernels.testing.verify import Case, Verdict, cases, lacks_memory, verify_case
 
 Pair = tuple[str, str]
@@ -22,17 +33,27 @@ Task = tuple[str, str, int]
 
 _MEMORY = 0.9
 """Of a GPU's memory, for the tensors of all processes together."""
+_MOST_CRASHES = 2
+"""Of a provider: then its other cases are not run."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a process needs besides its tasks. `plugins`, `seed` and `quick`: as in `verify_in_processes`."""
+    """What a process needs besides its tasks.
+
+    Attributes:
+        plugins: what each process loads first.
+        seed, quick: as in `cases`.
+        jobs: the number of processes that share the cases.
+        limit: the seconds that a case may take.
+    """
 
     device: str
-    plugins: tuple[str, ...]
-    seed: int
-    quick: bool
-    jobs: int
+    plugins: tuple[str, ...] = ()
+    seed: int = 0
+    quick: bool = False
+    jobs: int = 1
+    limit: float = 120.0
 
     def cases(self, declared: Op) -> list[Case]:
         return list(cases(declared, torch.device(self.device).type == "cuda", self.seed, self.quick))
@@ -41,36 +62,46 @@ class Setting:
 def verify_in_processes(
     ops: Sequence[Op],
     pairs: Sequence[Pair],
-    device: torch.device,
-    plugins: Sequence[str],
-    seed: int,
-    quick: bool,
-    jobs: int,
-) -> dict[Pair, list[Verdict]]:
-    """`verify_op` of each pair, by `jobs` processes. Ctrl-C ends them.
+    setting: Setting,
+    began: Callable[[Pair, Case], None] = lambda pair, case: None,
+) -> Iterator[tuple[Pair, list[Verdict]]]:
+    """Each pair with the verdicts on its op's cases, as soon as it has all of them. Ctrl-C ends the processes.
 
-    If a process dies in a case, the case has failed, and a new process takes over the rest of the share. Each process
-    may use its part of the GPU's memory. A case that needs more is verified again at the end, alone, in this process.
+    If a process dies in a case, the case has failed, and a new process takes over the rest of the share. After a case
+    that took longer than the limit, or after two crashes, the other cases of the provider are not run.
+
+    Each process may use its part of the GPU's memory. A case that needs more is verified again at the end, alone.
 
     Args:
         ops: those of the pairs.
-        plugins: what each process loads first.
-        seed, quick: as in `cases`.
+        began: called when a case begins.
 
     Raises:
         RuntimeError: a process ended before it began with its share.
     """
-    by_name = {declared.name: declared for declared in ops}
-    setting = Setting(str(device), tuple(plugins), seed, quick, jobs)
-    of_op = {name: setting.cases(declared) for name, declared in by_name.items()}
-    verdicts: dict[Task, Verdict] = {}
-    for task, verdict in _run(shares(of_op, pairs, jobs), of_op, setting):
-        verdicts[task] = verdict
-    for (op, provider, index), verdict in verdicts.items():
-        if lacks_memory(verdict):
-            again = verify_case(by_name[op], by_name[op].providers[provider], device, verdict.case)
-            verdicts[op, provider, index] = again
-    return {pair: [verdicts[pair + (index,)] for index in range(len(of_op[pair[0]]))] for pair in pairs}
+    of_op = {declared.name: setting.cases(declared) for declared in ops}
+    found: dict[Pair, dict[int, Verdict]] = {pair: {} for pair in pairs}
+    again: list[Task] = []
+    yielded = set()
+
+    def complete() -> Iterator[tuple[Pair, list[Verdict]]]:
+        for pair in pairs:
+            if pair not in yielded and len(found[pair]) == len(of_op[pair[0]]):
+                yielded.add(pair)
+                yield pair, [verdict for _, verdict in sorted(found[pair].items())]
+
+    yield from complete()  # those without cases
+    for task, verdict in _Processes(of_op, setting, began).run(shares(of_op, pairs, setting.jobs)):
+        op, provider, index = task
+        if lacks_memory(verdict) and setting.jobs > 1:
+            again.append(task)
+            continue
+        found[op, provider][index] = verdict
+        yield from complete()
+    alone = Setting(setting.device, setting.plugins, setting.seed, setting.quick, 1, setting.limit)
+    for (op, provider, index), verdict in _Processes(of_op, alone, began).run([again]):
+        found[op, provider][index] = verdict
+        yield from complete()
 
 
 def shares(of_op: dict[str, list[Case]], pairs: Sequence[Pair], jobs: int) -> list[list[Task]]:
@@ -86,68 +117,123 @@ def shares(of_op: dict[str, list[Case]], pairs: Sequence[Pair], jobs: int) -> li
 
 @dataclass
 class _Worker:
-    """A process, the tasks that it has still to report, and the one that it began last."""
+    """A process.
+
+    Attributes:
+        log: where its Python stack is written if it crashes or hangs.
+        left: the tasks that it has not reported.
+        current: the task that it began last; None: it has not begun, or has ended as it should.
+        verdict: that of `current`. It stands when the process goes on after it.
+    """
 
     process: BaseProcess
+    log: Path
     left: list[Task]
     current: Task | None = None
+    began: bool = False
+    verdict: Verdict | None = None
 
 
-def _run(dealt: list[list[Task]], of_op: dict[str, list[Case]], setting: Setting) -> Iterator[tuple[Task, Verdict]]:
-    """Verdicts as they come. A process that died is replaced."""
-    running: dict[Connection, _Worker] = {}
-    try:
-        running.update(_start(tasks, setting) for tasks in dealt if tasks)
-        while running:
-            ready = wait(list(running), timeout=1)  # a Ctrl-C just before it begins is seen only when it ends
-            for connection, worker in [(c, w) for c, w in running.items() if c in ready]:
-                try:
-                    task, *outcome = connection.recv()
-                except EOFError:
-                    worker.process.join()
-                    del running[connection]
-                    if worker.left:
-                        task, failure = _died(worker)
-                        if task is not None:
-                            yield task, Verdict(of_op[task[0]][task[2]], failure=failure)
-                        if worker.left:
-                            running.update([_start(worker.left, setting)])
-                    continue
-                worker.current = task
-                if outcome:
-                    worker.left.pop(0)
-                    yield task, Verdict(of_op[task[0]][task[2]], *outcome)
-    finally:
-        for worker in running.values():
+@dataclass
+class _Processes:
+    """Runs tasks in processes and replaces those that die."""
+
+    of_op: dict[str, list[Case]]
+    setting: Setting
+    began: Callable[[Pair, Case], None]
+    _running: dict[Connection, _Worker] = field(default_factory=dict)
+    _crashes: Counter[Pair] = field(default_factory=Counter)
+    _given_up: dict[Pair, str] = field(default_factory=dict)
+
+    def run(self, dealt: Sequence[list[Task]]) -> Iterator[tuple[Task, Verdict]]:
+        """Verdicts as they come."""
+        with ExitStack() as at_end:
+            directory = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
+            at_end.callback(self._kill)
+            for tasks in dealt:
+                self._start(tasks, directory)
+            while self._running:
+                ready = wait(list(self._running), timeout=1)  # Ctrl-C just before it begins is seen only when it ends
+                for connection in [c for c in self._running if c in ready]:
+                    worker = self._running[connection]
+                    try:
+                        task, *outcome = connection.recv()
+                    except EOFError:
+                        worker.process.join()
+                        del self._running[connection]
+                        yield from self._ended(worker)
+                        yield from self._not_run(worker)
+                        self._start(worker.left, directory)
+                    else:
+                        yield from self._said(worker, task, outcome)
+
+    def _said(self, worker: _Worker, task: Task | None, outcome: Sequence[Any]) -> Iterator[tuple[Task, Verdict]]:
+        """A process begins a task, has an outcome (what makes up a verdict), or (None) ends."""
+        if task is not None and outcome:
+            worker.verdict = Verdict(self.of_op[task[0]][task[2]], *outcome)
+            return
+        if worker.current is not None and worker.verdict is not None:
+            yield worker.left.pop(0), worker.verdict
+        worker.current, worker.verdict, worker.began = task, None, True
+        if task is not None:
+            self.began(task[:2], self.of_op[task[0]][task[2]])
+
+    def _ended(self, worker: _Worker) -> Iterator[tuple[Task, Verdict]]:
+        """The verdict on the case in which a process died, if it did."""
+        code = worker.process.exitcode or 0
+        if not worker.began:
+            raise RuntimeError(f"a process of `verify` ended with code {code} before it began")
+        if worker.current is None:
+            return
+        op, provider, index = worker.left.pop(0)
+        end = describe(code, worker.log.read_text(errors="replace"), self.setting.limit)
+        pair = op, provider
+        self._crashes[pair] += 1
+        if end.hung:
+            self._given_up[pair] = f"not run: a case took longer than {self.setting.limit:g} s"
+        elif self._crashes[pair] == _MOST_CRASHES:
+            self._given_up[pair] = f"not run: {_MOST_CRASHES} cases crashed"
+        yield (op, provider, index), Verdict(self.of_op[op][index], failure=end.text)
+
+    def _not_run(self, worker: _Worker) -> Iterator[tuple[Task, Verdict]]:
+        """What is left of providers that are given up."""
+        for op, provider, index in [task for task in worker.left if task[:2] in self._given_up]:
+            worker.left.remove((op, provider, index))
+            skipped = self._given_up[op, provider]
+            yield (op, provider, index), Verdict(self.of_op[op][index], skipped=skipped)
+
+    def _start(self, tasks: list[Task], directory: Path) -> None:
+        if not tasks:
+            return
+        # A process that was forked could not use the GPU.
+        context = multiprocessing.get_context("spawn")
+        mine, theirs = context.Pipe(duplex=False)
+        handle, log = tempfile.mkstemp(dir=directory)
+        os.close(handle)
+        arguments = (theirs, log, tuple(tasks), self.setting)
+        process = context.Process(target=_work, args=arguments, daemon=True)
+        process.start()
+        theirs.close()  # so that its end is seen here
+        self._running[mine] = _Worker(process, Path(log), list(tasks))
+
+    def _kill(self) -> None:
+        for worker in self._running.values():
             worker.process.kill()
             worker.process.join()
 
 
-def _died(worker: _Worker) -> tuple[Task | None, str]:
-    """The task in which a process died, which is taken from those left (None: between two tasks), and how it ended."""
-    code = worker.process.exitcode or 0
-    if worker.current is None:
-        raise RuntimeError(f"a process of `verify` ended with code {code} before it began")
-    task = worker.left.pop(0) if worker.left[0] == worker.current else None
-    return task, f"the process ended {f'by signal {-code}' if code < 0 else f'with code {code}'}"
+def _work(connection: Connection, log: str, tasks: Sequence[Task], setting: Setting) -> None:
+    """What a process does.
 
-
-def _start(tasks: list[Task], setting: Setting) -> tuple[Connection, _Worker]:
-    # A process that was forked could not use the GPU.
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(theirs, tuple(tasks), setting), daemon=True)
-    process.start()
-    theirs.close()  # so that its end is seen here
-    return mine, _Worker(process, list(tasks))
-
-
-def _work(connection: Connection, tasks: Sequence[Task], setting: Setting) -> None:
-    """What a process does: for each task it sends that it begins, then (the task, and what makes up its verdict)."""
+    It sends (task,) when a case begins, (task, error, failure, skipped) after it, and (None,) at its end.
+    """
     from nanovllm.kernels import all_ops
     from nanovllm.kernels.op.plugins import load_plugins
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    # NumPy, which computes in Triton's interpreter, warns of overflows that a GPU passes over in silence.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"(numpy|triton)\b")
+    os.dup2(2, 1)  # what a plugin prints is not mixed with the table, or with JSON
     torch.set_num_threads(max(1, torch.get_num_threads() // setting.jobs))
     device = torch.device(setting.device)
     if device.type == "cuda":
@@ -156,13 +242,20 @@ def _work(connection: Connection, tasks: Sequence[Task], setting: Setting) -> No
     load_plugins(setting.plugins)
     ops = all_ops()
     of_op = {op: setting.cases(ops[op]) for op in {op for op, _, _ in tasks}}
-    try:
-        for task in tasks:
-            op, provider, index = task
-            connection.send((task,))
-            verdict = verify_case(ops[op], ops[op].providers[provider], device, of_op[op][index])
-            connection.send((task, verdict.error, verdict.failure, verdict.skipped))
-            if verdict.failure and device.type == "cuda":
-                torch.cuda.synchronize(device)  # an error that stays with the process ends it, and another goes on
-    except BrokenPipeError:
-        pass  # the reader has ended
+    with open(log, "w") as stack:
+        faulthandler.enable(stack)
+        try:
+            for op, provider, index in tasks:
+                connection.send(((op, provider, index),))
+                faulthandler.dump_traceback_later(setting.limit, exit=True, file=stack)
+                verdict = verify_case(ops[op], ops[op].providers[provider], device, of_op[op][index])
+                faulthandler.cancel_dump_traceback_later()
+                connection.send(((op, provider, index), verdict.error, verdict.failure, verdict.skipped))
+                if verdict.failure and device.type == "cuda":
+                    try:
+                        torch.cuda.synchronize(device)
+                    except RuntimeError:  # the error stays with this process: another goes on
+                        break
+            connection.send((None,))
+        except BrokenPipeError:
+            pass  # the reader has ended

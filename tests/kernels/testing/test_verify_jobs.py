@@ -1,6 +1,7 @@
 """`verify` by several processes: what one process finds, whatever happens to those of several."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,12 +15,13 @@ import torch
 from nanovllm.kernels import Provider, all_ops
 from nanovllm.kernels.op.plugins import load_plugins
 from nanovllm.kernels.testing.verify import Verdict, cases, lacks_memory, verify_case, verify_op
-from nanovllm.kernels.testing.verify_jobs import shares, verify_in_processes
+from nanovllm.kernels.testing.verify_jobs import Setting, shares, verify_in_processes
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
 
 OP = """
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -59,9 +61,10 @@ def plugin(tmp_path):
     yield write
 
 
-def in_processes(declared, path, jobs=2, quick=True):
+def in_processes(declared, path, jobs=2, quick=True, **limit):
     pairs = [(declared.name, provider) for provider in declared.providers]
-    found = verify_in_processes([declared], pairs, CPU, [path], seed=4, quick=quick, jobs=jobs)
+    setting = Setting("cpu", (path,), seed=4, quick=quick, jobs=jobs, **limit)
+    found = dict(verify_in_processes([declared], pairs, setting))
     return {provider: found[declared.name, provider] for provider in declared.providers}
 
 
@@ -82,16 +85,45 @@ def test_who_dies_in_a_case_has_failed_it_and_no_other(plugin):
     assert not [v for v in found["native"] if v.failure] and len(found["native"]) == len(found["other"])
     failed = [v for v in found["other"] if v.failure]
     assert {(v.case.shape, v.case.dtype) for v in failed} == {((2, 3), torch.float16)} and len(failed) == 1
-    assert {v.failure for v in failed} == {"the process ended by signal 9"}
+    assert {v.failure for v in failed} == {"crashed (SIGKILL): was the machine out of memory?"}
+
+
+ENDS = {
+    "reads": (
+        "ctypes.string_at(x.data_ptr() + x.nbytes + 64, 1)",
+        r"crashed \(SIGSEGV\) at thrice_.*a load or store",
+        2,
+    ),
+    "hangs": ("time.sleep(1000)", r"hung: it took longer than 2 s at thrice_\w+.py:\d+, `.*time.sleep\(1000\)`", 1),
+    "writes": ("ctypes.memset(torch.empty(3).data_ptr(), 0, 4096)", r"crashed \(SIGSEGV\) at thrice_", 2),
+    "exits": ("os._exit(0)", "crashed: it ended the process with code 0", 2),
+}
+
+
+@pytest.mark.parametrize(
+    "end", ["reads", "hangs", *(pytest.param(e, marks=pytest.mark.slow) for e in ("writes", "exits"))]
+)
+def test_a_crash_or_a_hang_is_the_verdict_on_its_case_and_ends_the_provider(plugin, end):
+    does, said, num_run = ENDS[end]
+    declared, path = plugin(f"thrice_{end}", f"WORKER and {does}")
+    setting = Setting("cpu", (path,), quick=True, limit=2)
+    ((_, found),) = verify_in_processes([declared], [(declared.name, "other")], setting)
+    failures = [v.failure for v in found if v.failure]
+    assert len(failures) == num_run and all(re.match(said, f) for f in failures), failures
+    assert [v.skipped.startswith("not run: ") for v in found if not v.failure] == [True] * (len(found) - num_run)
 
 
 def test_what_lacks_memory_beside_others_is_verified_again_alone(plugin, tmp_path):
-    tried = f"WORKER and open({str(tmp_path / 'tried')!r}, 'a').write('x')"
-    lacks = f"{tried} and (_ for _ in ()).throw(torch.OutOfMemoryError('no'))"
+    lacks = f"""
+    if WORKER:
+        with open({str(tmp_path / "tried")!r}, 'a+') as tried:
+            if tried.seek(0) == 0 and str((x.shape, x.dtype)) not in tried.read():
+                print((x.shape, x.dtype), file=tried)
+                raise torch.OutOfMemoryError('no')"""
     declared, path = plugin("thrice_large", lacks)
     found = in_processes(declared, path)
     assert not [v for v in found["other"] if v.failure]
-    assert len((tmp_path / "tried").read_text()) == len(found["other"])
+    assert len((tmp_path / "tried").read_text().splitlines()) == len(found["other"])
 
 
 def test_memory_that_the_reference_lacks_is_a_failure(plugin):
