@@ -146,6 +146,14 @@ def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):
     assert reasons["nowhere"] == "No module named 'nanovllm.kernels.nowhere'"
 
 
+@pytest.mark.parametrize("command", ["list", "why softmax", "verify softmax", "bench softmax"])
+def test_a_plugin_that_cannot_be_loaded_is_an_error(command):
+    done = run_here("kernels", *command.split(), "--kernel-plugin", "missing.py")
+    assert done.returncode == 1 and re.search(
+        r"^nanovllm: kernel plugin .*missing.py: FileNotFoundError", done.stderr, re.M
+    )
+
+
 def test_every_command_takes_the_short_names_of_dtypes():
     from nanovllm.cli.kernels_common import dtype_of
 

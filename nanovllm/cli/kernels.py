@@ -34,7 +34,7 @@ def list_kernels(
     """
     from nanovllm.kernels.op.plugins import failures
 
-    where, ops, origins = common.prepare(device, kernel_plugin, must_load=False)
+    where, ops, origins = common.prepare(device, kernel_plugin)
     rows = [row for declared in common.matching(ops, op) for row in _provider_rows(declared, where, origins)]
     rows += [
         {"op": "", "provider": name, "rank": None, "chosen": False, "reason": reason, "architectures": ""}

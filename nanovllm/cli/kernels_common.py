@@ -30,18 +30,17 @@ GPUS = "a100, a100-40gb, h100, h200, b200, rtx-4090"
 """The names that --gpu takes: the presets of hardware.gpu_presets, which a help text need not import."""
 
 
-def prepare(
-    device: str, plugins: list[str] | None, must_load: bool = True
-) -> tuple[torch.device, dict[str, Op], list[str]]:
-    """(the device, the ops by name, what the plugins' providers have as their origin)."""
+def prepare(device: str, plugins: list[str] | None) -> tuple[torch.device, dict[str, Op], list[str]]:
+    """(the device, the ops by name, what the plugins' providers have as their origin).
+
+    Raises:
+        ValueError: a plugin cannot be loaded.
+    """
     from nanovllm.engine.devices import select_device
-    from nanovllm.kernels import all_ops
-    from nanovllm.kernels.op.plugins import failures, load_plugins
+    from nanovllm.kernels import all_ops, load_plugins
 
     where = select_device(device)
-    origins = load_plugins(plugins or ())
-    if must_load and len(origins) < len(plugins or ()):
-        raise ValueError("; ".join(f"plugin {name} failed: {reason}" for name, reason in failures().items()))
+    origins = load_plugins(plugins or (), must_load=True)
     return where, dict(sorted(all_ops().items())), origins
 
 

@@ -8,6 +8,7 @@ import secrets
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,9 +51,15 @@ def verify(
 
     Without a GPU, Triton kernels run in Triton's interpreter, on small shapes.
     """
-    if device in ("auto", "cpu"):
-        _interpret()
-    where, ops, _ = common.prepare(device, kernel_plugin)
+    with _interpreter(device):
+        _verify(op, provider, kernel_plugin, seed, quick, jobs, timeout, device, as_json)
+
+
+def _verify(
+    op: str | None, provider: list[str] | None, plugins: list[str] | None, seed: int | None, quick: bool, jobs: int,
+    timeout: float, device: str, as_json: bool,
+) -> None:  # fmt: skip
+    where, ops, _ = common.prepare(device, plugins)
     from nanovllm.kernels.testing.verify_jobs import Setting
 
     if seed is None:
@@ -69,7 +76,7 @@ def verify(
     pairs = [(r["op"], r["provider"]) for r in rows if r["reason"] is None]
     if not pairs:
         raise common.nothing_done("verified", (f"{r['provider'] or r['op']}: {r['reason']}" for r in rows))
-    setting = Setting(str(where), tuple(kernel_plugin or ()), seed, quick, jobs, timeout)
+    setting = Setting(str(where), tuple(plugins or ()), seed, quick, jobs, timeout)
     table = None if as_json else _Table(f"{common.device_name(where)}: error is the largest error over the tolerance")
     stopped = _fill(rows, pairs, setting, ops, table)
     if as_json:
@@ -168,8 +175,8 @@ class _Table:
             case, _, what = failure.partition(": ")
             cases_of.setdefault(what, []).append(case)
         for what, cases in list(cases_of.items())[:_MOST_SHOWN]:
-            more = f" and {len(cases) - 1} more cases" if len(cases) > 1 else ""
-            text = f"{cases[0]}{more}: {what}"
+            more = len(cases) - 1
+            text = cases[0] + (f" and {more} more case{'s' * (more > 1)}" if more else "") + f": {what}"
             print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
         if len(cases_of) > _MOST_SHOWN:
             print(f"  and {len(cases_of) - _MOST_SHOWN} more; --json has all")
@@ -178,14 +185,24 @@ class _Table:
         self._rows.end()
 
 
-def _interpret() -> None:
-    """Without a GPU, choose Triton's interpreter. Triton reads the choice when it is imported."""
+@contextmanager
+def _interpreter(device: str) -> Iterator[None]:
+    """Without a GPU, Triton kernels run in Triton's interpreter within the block, and in processes that start in it."""
     import importlib.util
 
     import torch
 
-    if torch.cuda.is_available() or "triton" in sys.modules or not importlib.util.find_spec("triton"):
+    from nanovllm.kernels import triton_support
+
+    wanted = device in ("auto", "cpu") and not torch.cuda.is_available() and importlib.util.find_spec("triton")
+    if not wanted or os.environ.get("TRITON_INTERPRET") == "1":
+        yield
         return
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        os.environ["TRITON_INTERPRET"] = "1"
-        print("No CUDA device: Triton kernels run in Triton's interpreter, on small shapes.", file=sys.stderr)
+    print("No CUDA device: Triton kernels run in Triton's interpreter, on small shapes.", file=sys.stderr)
+    os.environ["TRITON_INTERPRET"] = "1"
+    triton_support.cache_clear()
+    try:
+        yield
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+        triton_support.cache_clear()

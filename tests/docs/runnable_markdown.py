@@ -27,6 +27,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHOWN_DIRECTORY = "~/my-kernel"  # stands for the directory that the commands run in
 _BLOCK = re.compile(r"^```(?P<info>[^`\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+# As pip writes it.
+CONSOLE_SCRIPT = "#!{}\nfrom nanovllm.cli import main\nif __name__ == '__main__':\n    main()\n"
 _EXPORT = re.compile(r"export (\w+)=(\S+)")
 
 
@@ -96,7 +98,7 @@ class Workplace:
         programs = directory.parent / f"{directory.name}-bin"
         for path in (directory, programs):
             path.mkdir(parents=True, exist_ok=True)
-        self._program(programs / "nanovllm", f"#!{sys.executable}\nfrom nanovllm.cli import main\nmain()\n")
+        self._program(programs / "nanovllm", CONSOLE_SCRIPT.format(sys.executable))
         self._program(programs / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         unset = ("TRITON_INTERPRET", "NANOVLLM_KERNELS", "NANOVLLM_KERNEL_TABLES")
         self._environment = {k: v for k, v in os.environ.items() if k not in unset}

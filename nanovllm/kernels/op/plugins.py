@@ -42,23 +42,32 @@ class _Loaded(NamedTuple):
 _loaded: dict[str, _Loaded] = {}
 
 
-def load_plugins(plugins: Sequence[str]) -> list[str]:
+def load_plugins(plugins: Sequence[str], must_load: bool = False) -> list[str]:
     """Load plugins that are not loaded yet or have changed, and installed ones; the names of those given that could be
-    loaded.
+    loaded. A warning says why a plugin could not be loaded.
 
     Args:
         plugins: paths of Python files, or names of modules.
+        must_load: a plugin that cannot be loaded is an error, not a warning.
+
+    Raises:
+        ValueError: with `must_load`, one of `plugins` cannot be loaded.
     """
     if isinstance(plugins, (str, Path)):
         plugins = [str(plugins)]
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        _load(entry.module, entry.load)  # under its module's name, which `plugins` may contain too
+        if not _load(entry.module, entry.load):  # under its module's name, which `plugins` may contain too
+            logger.warning("kernel plugin %s: %s", entry.module, _loaded[entry.module].failure)
     names = []
     for plugin in map(str, plugins):
         is_file = plugin.endswith(".py")
         name = str(Path(plugin).expanduser().resolve()) if is_file else plugin
         if _load(name, lambda: _run_file(name) if is_file else _import(plugin), _hash(name) if is_file else None):  # noqa: B023
             names.append(name)
+        elif must_load:
+            raise ValueError(f"kernel plugin {name}: {_loaded[name].failure}")
+        else:
+            logger.warning("kernel plugin %s: %s", name, _loaded[name].failure)
     return names
 
 
@@ -82,7 +91,6 @@ def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool
             failure = f"{type(e).__name__}: {e}"
             if isinstance(e, ModuleNotFoundError) and e.name == name:
                 failure += "; a file is named with its path and .py"
-            logger.warning("kernel plugin %s: %s", name, failure)
         _loaded[name] = _Loaded(text, failure)
     return _loaded[name].failure is None
 

@@ -125,7 +125,28 @@ def resolve_kernels(
             provider = _choose(declared, device, sources, origins)
         fn = _function(declared, provider)
         chosen[name] = provider, decorate(name, provider.name, fn) if decorate else fn
+    for plugin in origins:
+        _warn_if_it_serves_nothing(plugin, device, use_custom_kernels, {name: p for name, (p, _) in chosen.items()})
     return Kernels(chosen)
+
+
+def _warn_if_it_serves_nothing(
+    plugin: str, device: torch.device, use_custom_kernels: bool, chosen: Mapping[str, Provider]
+) -> None:
+    """Warn of a plugin that was named, if no op runs a provider of it, with the reasons."""
+    registered = [(o, p) for o in all_ops().values() for p in o.providers.values() if plugin in (p.origin, o.origin)]
+    if any(chosen[declared.name] is provider for declared, provider in registered):
+        return
+    if not registered:
+        reasons = ["it registers no provider and declares no op"]
+    elif not use_custom_kernels:
+        reasons = ["use_custom_kernels=False selects the reference of every op"]
+    else:
+        reasons = []
+        for declared, provider in registered:
+            reason = provider.support(device) or f"{chosen[declared.name].name} was selected"
+            reasons.append(f"{declared.name}, {provider.name}: {reason}")
+    logger.warning("kernel plugin %s serves no op: %s", plugin, "; ".join(reasons))
 
 
 def _gives_way(

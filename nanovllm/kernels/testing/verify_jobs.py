@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.op.dispatch import Op
+from nanovllm.kernels.op.provider import KernelError
 from nanovllm.kernels.testing.crash_report import describe
 from nanovllm.kernels.testing.verify import Case, Verdict, cases, lacks_memory, verify_case
 
@@ -77,7 +78,7 @@ def verify_in_processes(
         began: called when a case begins.
 
     Raises:
-        RuntimeError: a process ended before it began with its share.
+        KernelError: a process ended before it began with its share.
     """
     of_op = {declared.name: setting.cases(declared) for declared in ops}
     found: dict[Pair, dict[int, Verdict]] = {pair: {} for pair in pairs}
@@ -182,7 +183,7 @@ class _Processes:
         """The verdict on the case in which a process died, if it did."""
         code = worker.process.exitcode or 0
         if not worker.began:
-            raise RuntimeError(f"a process of `verify` ended with code {code} before it began")
+            raise KernelError(f"a process of `verify` ended with code {code} before it began; does a plugin end it?")
         if worker.current is None:
             return
         op, provider, index = worker.left.pop(0)

@@ -84,6 +84,23 @@ def test_a_path_or_module_that_is_not_there(tmp_path):
     assert "a file is named with its path and .py" in failures()["no_such_plugin"]
 
 
+def test_one_that_was_named_and_serves_nothing_says_why(plugin, caplog):
+    path = plugin(PROVIDER.format(name="mine").replace('"mine")', '"mine", support=lambda device: "no fish")', 1))
+    resolve_kernels(CPU, plugins=[path])
+    assert caplog.messages == [f"kernel plugin {path} serves no op: softmax, mine: no fish"]
+    path = plugin(PROVIDER.format(name="mine"))
+    for choice, reason in (
+        ({"use_custom_kernels": False}, "use_custom_kernels=False selects the reference of every op"),
+        ({"priority": {"softmax": ["native"]}}, "softmax, mine: native was selected"),
+    ):
+        resolve_kernels(CPU, plugins=[path], **choice)
+        assert caplog.messages[-1] == f"kernel plugin {path} serves no op: {reason}"
+    resolve_kernels(CPU, plugins=[path])
+    assert len(caplog.messages) == 3
+    resolve_kernels(CPU, plugins=[plugin("x = 1", "empty.py")])
+    assert "empty.py serves no op: it registers no provider and declares no op" in caplog.messages[-1]
+
+
 def test_one_that_was_mended_is_loaded_the_next_time(plugin):
     path = plugin("raise ValueError('not yet')")
     assert load_plugins([path]) == []
@@ -157,8 +174,8 @@ def test_two_files_of_one_name_and_two_providers_of_one_name(plugin, tmp_path, c
     for said in (failures()[third], caplog.text):
         assert f"already has a provider 'mine', from {first}; give yours another name" in said
     assert f"kernel plugin {third}" in caplog.text
-    (row,) = [r for r in cli("list", "--device", "cpu", "--kernel-plugin", third, "--json") if r["provider"] == third]
-    assert first in row["reason"]
+    done = cli("list", "--device", "cpu", "--kernel-plugin", third, fails=True)
+    assert first in str(done.exception)
     fourth, fifth = (plugin(OP.format(name="declared_by_two"), f"{name}.py") for name in ("fourth", "fifth"))
     assert load_plugins([fourth, fifth]) == [fourth]
     assert f"'declared_by_two' is declared twice, before by {fourth}" in failures()[fifth]
