@@ -27,8 +27,8 @@ ALLOWED = {
     "tune": {"kernels", "hardware"},
     "lab": {"kernels", "hardware"},
     "cli": {
-        "chat", "engine", "llm", "async_llm", "serve", "models", "weights", "kernels", "hardware", "bench", "plan", "fuse", "tune",
-        "lab",
+        "chat", "engine", "llm", "async_llm", "serve", "models", "weights", "kernels", "hardware", "bench", "plan",
+        "fuse", "tune", "lab",
     },
     "__main__": {"cli"},
     "__init__": {"llm", "async_llm"},
