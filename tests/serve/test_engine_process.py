@@ -1,0 +1,120 @@
+"""The engine in a process of its own: the same answers, and what happens when it dies."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import msgspec
+import pytest
+
+from nanovllm import AsyncLLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.serve.frames import FrameReader, frame
+from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.process_client import ProcessClient
+from tests.serve.running import SIZES, RunningServer, wait_until
+
+
+@pytest.fixture(scope="module")
+def apart(model_path):
+    """A server whose engine is a process."""
+    client = ProcessClient(EngineConfig(str(model_path), **SIZES))
+    with RunningServer(model_path, ServeOptions(stall_timeout=0.5), client) as running:
+        yield running
+
+
+def test_frames_may_be_cut_anywhere():
+    data = b"".join(frame(kind, {"x": [kind] * kind * 40}) for kind in range(5))
+    for size in (1, 3, 7, 1000):
+        reader = FrameReader()
+        found = [f for i in range(0, len(data), size) for f in reader.feed(data[i : i + size])]
+        assert [kind for kind, _ in found] == list(range(5))
+        assert [msgspec.msgpack.decode(message) for _, message in found] == [{"x": [k] * k * 40} for k in range(5)]
+
+
+def test_the_same_answers(apart, llm):
+    body = dict(
+        prompt=["hello there", "abc"], n=2, max_tokens=10, seed=7, logprobs=2, logit_bias={"9": 2.5}, stop=["zz"],
+        bad_words=["hello"],
+    )  # fmt: skip
+    params = SamplingParams(
+        n=2, max_tokens=10, seed=7, logprobs=2, logit_bias={9: 2.5}, stop=["zz"], bad_words=["hello"]
+    )
+    expected = llm.generate(body["prompt"], params, use_tqdm=False)
+    whole = apart.post("/v1/completions", **body)
+    completions = [c for o in expected for c in o.outputs]
+    assert [c["text"] for c in whole["choices"]] == [c.text for c in completions]
+    for choice, completion in zip(whole["choices"], completions):
+        own = [row[t].logprob for row, t in zip(completion.logprobs, completion.token_ids)]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(own)
+    status, error = apart.refused("/v1/completions", prompt="x", logit_bias={"5000": 1})
+    assert status == 400 and "vocabulary" in error["message"]
+
+
+def test_an_engine_that_dies_is_started_again(apart):
+    body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 8}
+    with apart.client.stream("POST", "/v1/completions", json=body) as answer:
+        pieces = answer.iter_raw()
+        next(pieces)
+        first = apart.engine_client.pid
+        os.kill(first, signal.SIGKILL)
+        text = b"".join(pieces)
+    assert b'"error":{"message":"the engine ended: its process ended with signal 9"' in text
+    assert text.endswith(b"data: [DONE]\n\n")
+    unhealthy = apart.client.get("/health")
+    assert unhealthy.status_code == 503 and "engine" in unhealthy.json()["reason"]
+    refused = apart.client.post("/v1/completions", json=body)
+    assert refused.status_code == 503 and "retry-after" in refused.headers
+    assert apart.metric("nanovllm:engine_up") == 0
+    wait_until(lambda: apart.client.get("/health").status_code == 200, 60)
+    assert apart.engine_client.pid != first
+    found = apart.post("/v1/completions", prompt="x", max_tokens=3, ignore_eos=True)
+    assert found["usage"]["completion_tokens"] == 3
+
+
+def test_signals_do_not_end_the_engine_before_its_server(apart):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(apart.engine_client.pid, number)
+    assert apart.post("/v1/completions", prompt="x", max_tokens=2)["choices"]
+
+
+def test_a_stuck_engine_is_unhealthy(apart):
+    """/health tells of an engine that has work and makes no step, until it makes one."""
+    found = {}
+    asking = threading.Thread(target=lambda: found.update(apart.post("/v1/completions", prompt="a", max_tokens=2)))
+    os.kill(apart.engine_client.pid, signal.SIGSTOP)
+    try:
+        asking.start()
+        wait_until(lambda: apart.client.get("/health").status_code == 503)
+        assert "made no step" in apart.client.get("/health/live").json()["reason"]
+        assert apart.metric("nanovllm:engine_heartbeat_age_seconds") > 0.5
+    finally:
+        os.kill(apart.engine_client.pid, signal.SIGCONT)
+    asking.join(20)
+    assert found["choices"] and apart.client.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_what_the_engine_refuses_at_its_start_is_told(tmp_path):
+    with pytest.raises(ValueError, match="holds no config.json"):
+        ProcessClient(EngineConfig(str(tmp_path), device="cpu"))
+
+
+@pytest.mark.slow
+def test_a_process_without_restart(model_path):
+    client = ProcessClient(EngineConfig(str(model_path), **SIZES), restart=False)
+    engine = AsyncLLM(client=client)
+
+    async def run():
+        engine.attach()
+        outputs = [o async for o in engine.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True))]
+        assert sum(len(o.outputs[0].token_ids) for o in outputs) == 3
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="engine"):
+            async for _ in engine.generate("hello", SamplingParams(max_tokens=None, ignore_eos=True)):
+                pass
+        assert not engine.alive
+
+    asyncio.run(run())
+    engine.close()

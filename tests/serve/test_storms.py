@@ -1,0 +1,162 @@
+"""Many clients, clients that vanish, clients that do not read, a full queue, a server that stops."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.serve.options import ServeOptions
+from tests.serve.running import RunningServer, wait_until
+
+
+def test_concurrent_requests_lose_and_mix_nothing(server, llm):
+    """Streamed and whole answers of 120 requests at once are those of one request at a time."""
+    prompts = [f"{a}{b} word" for a in "abcdefghij" for b in "klmnop"]
+    params = [SamplingParams(max_tokens=8, temperature=1.0, seed=i) for i in range(len(prompts))]
+    expected = [o["text"] for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    async def ask(client, i, stream):
+        body = {"prompt": prompts[i], "max_tokens": 8, "seed": i, "stream": stream}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["choices"][0]["text"]
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        return "".join(json.loads(e)["choices"][0]["text"] for e in events)
+
+    async def run():
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60, trust_env=False) as client:
+            return await asyncio.gather(*(ask(client, i, s) for s in (False, True) for i in range(len(prompts))))
+
+    assert asyncio.run(run()) == expected * 2
+    server.assert_idle()
+
+
+def send(port, body, path="/v1/completions"):
+    """A raw connection that has asked, with a small receive buffer."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(20)
+    sock.connect(("127.0.0.1", port))
+    data = json.dumps(body).encode()
+    sock.sendall(
+        b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+        % (path.encode(), len(data), data)
+    )
+    return sock
+
+
+def test_clients_that_vanish(server):
+    """Before the first token, within a stream, and while a whole answer is made: all of it is aborted."""
+    long = {"prompt": "hello", "max_tokens": 240, "ignore_eos": True}
+    before = server.metric("vllm:generation_tokens_total")
+    for _ in range(3):
+        sockets = [send(server.port, long | {"stream": i % 2 == 0, "n": 1 + i % 3}) for i in range(30)]
+        for i, sock in enumerate(sockets):
+            if i % 2 == 0 and i < 10:
+                sock.recv(100)
+            sock.close()
+    server.assert_idle()
+    assert server.metric("vllm:generation_tokens_total") - before < 90 * 240 * 2 / 3, "nothing was aborted"
+    assert server.post("/v1/completions", prompt="x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+
+
+def test_a_slow_reader_holds_up_nobody(model_path):
+    with RunningServer(model_path, ServeOptions(send_timeout=0.5, ping_interval=0.2)) as server:
+        body = {"prompt": "hello", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 16, "logprobs": 5}
+        slow = send(server.port, body)
+        started = time.monotonic()
+        server.post("/v1/completions", prompt="x", max_tokens=20, ignore_eos=True)
+        assert time.monotonic() - started < 15
+        # It is cut off, since it takes nothing for so long, and its completions are aborted.
+        wait_until(lambda: not server.engine.num_unfinished and not server.server.service.admission.num_open, 30)
+        slow.close()
+        server.assert_idle()
+
+
+def test_a_silent_stream_is_pinged(model_path):
+    with RunningServer(model_path, ServeOptions(ping_interval=0.1), max_num_seqs=1) as server:
+        first = send(server.port, {"prompt": "a", "max_tokens": 250, "ignore_eos": True})
+        wait_until(lambda: server.engine.stats.num_running)
+        with server.client.stream("POST", "/v1/completions", json={"prompt": "b", "stream": True}) as answer:
+            assert b": ping" in b"".join(answer.iter_raw())
+        first.close()
+        server.assert_idle()
+
+
+@pytest.fixture
+def narrow(model_path):
+    options = ServeOptions(max_waiting=6, max_waiting_tokens=400, queue_timeout=0.5)
+    with RunningServer(model_path, options, max_num_seqs=1) as running:
+        yield running
+        running.assert_idle()
+
+
+def test_a_full_queue(narrow):
+    long = {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
+    running = send(narrow.port, long)
+    wait_until(lambda: narrow.engine.stats.num_running)
+    admission = narrow.server.service.admission
+    assert admission.waiting <= 1
+    waiting = [send(narrow.port, long | {"n": 2}) for _ in range(2)]
+    wait_until(lambda: admission.waiting >= 4)
+    answer = narrow.client.post("/v1/completions", json={"prompt": "b", "n": 3})
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["code"] == "overloaded" and "completions wait" in answer.json()["error"]["message"]
+    answer = narrow.client.post("/v1/completions", json={"prompt": [5] * 200, "n": 2})
+    assert answer.status_code == 503 and "prompt tokens wait" in answer.json()["error"]["message"]
+    assert narrow.metric("vllm:admission_rejections_total") == 2
+    assert b" 503 " in waiting[1].recv(1000), "the queue's time is over"
+    for sock in (running, *waiting):
+        sock.close()
+
+
+def test_requests_of_one_key(model_path):
+    options = ServeOptions(api_keys=("key-number-one", "key-number-two"), max_per_key=1)
+    with RunningServer(model_path, options) as server:
+        other = httpx.Client(base_url=server.url, trust_env=False)
+        body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 16}
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            refused = other.post("/v1/completions", json=body, headers={"x-api-key": "key-number-one"})
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            served = other.post(
+                "/v1/completions", json=body | {"max_tokens": 1}, headers={"x-api-key": "key-number-two"}
+            )
+            assert served.status_code == 200
+        server.assert_idle()
+
+
+def test_a_server_that_stops_lets_running_requests_finish(model_path):
+    with RunningServer(model_path, ServeOptions(drain=20)) as server:
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.iter_raw()
+            first = next(pieces)
+            stopping = threading.Thread(target=server.stop)
+            stopping.start()
+            wait_until(lambda: server.server.service.admission.draining)
+            text = first + b"".join(pieces)
+        assert text.endswith(b"data: [DONE]\n\n") and b'"finish_reason":"length"' in text
+        stopping.join()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url + "/health", trust_env=False)
+
+
+def test_what_outlives_the_drain_ends_with_an_error(model_path):
+    with RunningServer(model_path, ServeOptions(drain=0.05)) as server:
+        body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 8}
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            server.stop()
+            text = b"".join(pieces)
+        assert b'"error":{"message":"the server was shut down' in text and text.endswith(b"data: [DONE]\n\n")
