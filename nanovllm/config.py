@@ -81,7 +81,9 @@ class EngineConfig:
     async_scheduling: bool | None = None
     """Launch a step before the previous step's tokens are read. None: on a GPU yes, on a CPU no."""
     tensor_parallel_size: int = 1
-    """GPUs that share the model; only 1 for now."""
+    """GPUs of this machine that share the model, or processes on a CPU (docs/scaling.md)."""
+    rank_timeout: float = 60.0
+    """Seconds that a rank waits for the others at the start, and on a CPU in a step."""
     use_custom_kernels: bool | None = None
     """False: the `native` (PyTorch) provider of every op. None: as the model's config.json says, else True."""
     kernel_priority: Mapping[str, Sequence[str]] | None = None
@@ -181,8 +183,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "kvcache_block_size": (
         lambda value: _is_int(value, 16, 1025) and value & (value - 1) == 0, "must be a power of two from 16 to 1024",
     ),
-    "tensor_parallel_size": (
-        lambda value: _is_int(value) and value == 1, "only 1 is supported for now; run one engine per GPU instead",
+    "tensor_parallel_size": (lambda value: _is_int(value, 1, 65), "must be an integer from 1 to 64"),
+    "rank_timeout": (
+        lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) <= 86400,
+        "must be seconds, above 0 and at most 86400",
     ),
     "kernel_priority": (
         _or_none(lambda value: isinstance(value, Mapping)),

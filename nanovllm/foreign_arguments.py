@@ -48,7 +48,8 @@ ENGINE_ARGUMENTS = _table(
      " show_hidden_metrics_for_version collect_detailed_traces"),
     ("the sizes of CUDA graphs follow max_num_seqs", None, "max_seq_len_to_capture max_context_len_to_capture"
      " cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size"),
-    ("there is one GPU", None, "disable_custom_all_reduce distributed_executor_backend worker_use_ray"
+    ("the engine starts a process for each GPU of this machine itself", None, "disable_custom_all_reduce"
+     " distributed_executor_backend worker_use_ray"
      " ray_workers_use_nsight max_parallel_loading_workers nnodes node_rank master_addr master_port"),
     ("the name of a served model belongs to a server", None, "served_model_name"),
     ("the engine has one scheduler and one block manager", None, "num_scheduler_steps multi_step_stream_outputs"
@@ -72,7 +73,7 @@ ENGINE_ARGUMENTS = _table(
      (None, "auto", "gguf"), "quantization quantization_param_path load_in_4bit load_in_8bit quantization_config"),
     ("speculative decoding is not supported", _OFF, "speculative_config speculative_model num_speculative_tokens"
      " speculative_draft_tensor_parallel_size ngram_prompt_lookup_max ngram_prompt_lookup_min"),
-    ("a model runs on one GPU; run one engine for each GPU", _ONE, "pipeline_parallel_size data_parallel_size"
+    ("a model is split by tensor_parallel_size alone", _ONE, "pipeline_parallel_size data_parallel_size"
      " decode_context_parallel_size prefill_context_parallel_size context_parallel_size enable_expert_parallel"
      " data_parallel_backend"),
     ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb cpu_offload_params"

@@ -12,11 +12,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 LEAVES = {"config", "model_config", "arguments", "foreign_arguments", "sampling_params", "outputs"}
 ALLOWED = {
     "hardware": set(),
+    "distributed": set(),
     "kernels": {"hardware"},
     "layers": {"kernels", "distributed"},
     "models": {"kernels", "layers"},
     "weights": {"kernels", "layers", "models"},
-    "engine": {"hardware", "kernels", "layers", "models", "weights"},
+    "engine": {"distributed", "hardware", "kernels", "layers", "models", "weights"},
     "chat": set(),
     "llm": {"engine", "chat"},
     "async_llm": {"engine", "weights"},

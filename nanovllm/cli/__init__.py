@@ -52,6 +52,8 @@ _KernelPlugins = Annotated[
     typer.Option(help="A Python file or module with kernels of your own, preferred to ours; repeatable."),
 ]
 
+_TensorParallelSize = Annotated[int, typer.Option(help="GPUs of this machine that share the model.")]
+
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -80,13 +82,19 @@ def chat(
     seed: _Seed = None,
     use_custom_kernels: _UseCustomKernels = None,
     kernel_plugin: _KernelPlugins = None,
+    tensor_parallel_size: _TensorParallelSize = 1,
 ) -> None:
     """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
     from nanovllm import LLM, SamplingParams
     from nanovllm.weights.demo_model import demo_model_path
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = LLM(model or demo_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
+    llm = LLM(
+        model or demo_model_path(),
+        use_custom_kernels=use_custom_kernels,
+        kernel_plugins=kernel_plugin or (),
+        tensor_parallel_size=tensor_parallel_size,
+    )
     messages = [{"role": "system", "content": system}] if system else []
     print("Say something. An empty line ends the conversation.")
     while True:
@@ -121,13 +129,19 @@ def generate(
     seed: _Seed = None,
     use_custom_kernels: _UseCustomKernels = None,
     kernel_plugin: _KernelPlugins = None,
+    tensor_parallel_size: _TensorParallelSize = 1,
 ) -> None:
     """Complete prompts as they stand, without a chat template. Ctrl-C cuts a single completion short."""
     from nanovllm import LLM, SamplingParams
     from nanovllm.weights.demo_model import demo_model_path
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = LLM(model or demo_model_path(), use_custom_kernels=use_custom_kernels, kernel_plugins=kernel_plugin or ())
+    llm = LLM(
+        model or demo_model_path(),
+        use_custom_kernels=use_custom_kernels,
+        kernel_plugins=kernel_plugin or (),
+        tensor_parallel_size=tensor_parallel_size,
+    )
     if len(prompts) > 1:
         for output in llm.generate(prompts, params):
             print(f"\n> {output.prompt}\n{output['text']}")

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from nanovllm.kernels import Kernels, Op, all_ops
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import SINGLE, AttentionMetadata, Decoder, LayerCache, ResidualStream
+from nanovllm.models.decoder import AttentionMetadata, Decoder, LayerCache, ResidualStream
 from nanovllm.models.model_presets import preset
 from nanovllm.models.registry import model_class
 
@@ -116,7 +116,7 @@ def decoder_layer(
     try:
         with torch.device(device):
             qk_norm = model_class(config.architecture).qk_norm
-            decoder = Decoder(config, max(context, 1), reference_kernels(), SINGLE, qk_norm)
+            decoder = Decoder(config, max(context, 1), reference_kernels(), qk_norm)
     finally:
         torch.set_default_dtype(torch_default)
     layer = LayerOfTensors(decoder.layers[0], decode, context).requires_grad_(False).eval()

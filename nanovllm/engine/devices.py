@@ -14,8 +14,21 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 
-def select_device(name: str) -> torch.device:
-    """The device that a `device` argument names; a ValueError if this machine does not have it."""
+def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """The device that a `device` argument names, for one of several ranks; a ValueError if this machine does not have
+    it.
+    """
+    if num_ranks > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if num_ranks > count:
+            raise ValueError(f"tensor_parallel_size={num_ranks}: this machine has {count} CUDA device(s)")
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    if num_ranks > 1 and ":" in name:
+        raise ValueError(
+            f"device={name!r} with tensor_parallel_size={num_ranks}: each rank has a device of its own; pass"
+            " device='cuda', and choose the GPUs by the environment variable CUDA_VISIBLE_DEVICES"
+        )
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:

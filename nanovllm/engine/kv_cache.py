@@ -31,10 +31,10 @@ def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if name in _FP8 else getattr(torch, full_dtype(name))
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
-    """Bytes of one block of `block_size` tokens, over all layers, K and V."""
-    num_kv_heads = max(1, config.num_kv_heads // tp_size)
-    return 2 * config.num_hidden_layers * block_size * num_kv_heads * config.head_dim * dtype.itemsize
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, num_kv_heads: int | None = None) -> int:
+    """Bytes of one block of `block_size` tokens, over all layers, K and V. num_kv_heads: of this rank; None: all."""
+    heads = num_kv_heads or config.num_kv_heads
+    return 2 * config.num_hidden_layers * block_size * heads * config.head_dim * dtype.itemsize
 
 
 def kv_slot(block: Any, position: Any, block_size: int) -> Any:
@@ -48,10 +48,18 @@ def kv_slot(block: Any, position: Any, block_size: int) -> Any:
 
 
 def allocate(
-    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_kv_heads: int | None = None,
 ) -> list[LayerCache]:
-    """Zeroed caches of `num_blocks` blocks and the padding block, whose number is `num_blocks`."""
-    shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+    """Zeroed caches of `num_blocks` blocks and the padding block, whose number is `num_blocks`.
+
+    num_kv_heads: of this rank; None: all.
+    """
+    shape = (num_blocks + 1, block_size, num_kv_heads or config.num_kv_heads, config.head_dim)
     return [LayerCache(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_hidden_layers)]
 
 

@@ -14,6 +14,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.devices import select_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import PromptReader
+from nanovllm.engine.ranks import Leader, Ranks
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.request_maker import RequestMaker
 from nanovllm.engine.scheduler import Scheduler
@@ -39,15 +40,26 @@ class LLMEngine:
     steps among threads that wait; a thread of its own may run them as well, and `Request.listener` tells others what
     came of it.
 
+    With `tensor_parallel_size` above 1 each rank has such an engine (`ranks.py`). An interrupt then takes effect after
+    the step that it comes in, and a failure ends all ranks.
+
     Args:
         make_runner: for tests: what makes the ModelRunner.
+        ranks: of a rank from 1 on. None: this is rank 0, which starts the others.
     """
 
-    def __init__(self, config: EngineConfig, make_runner: Callable[..., ModelRunner] = ModelRunner) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_runner: Callable[..., ModelRunner] = ModelRunner,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.config = config
         checkpoint = locate(config)
         self.model_config = checkpoint.config
-        device = select_device(config.device)
+        size = config.tensor_parallel_size
+        device = select_device(config.device, 0 if ranks is None else ranks.rank, size)
+        self.ranks = ranks or (Leader(config, checkpoint.config, device) if size > 1 else Ranks())
         self.kernels = _resolve_kernels(config, device, checkpoint.config.use_custom_kernels)
         logger.info("kernels: %s", self.kernels.summary())
         self.tokenizer: Any = None
@@ -65,7 +77,7 @@ class LLMEngine:
         ends = eos_token_ids(path if path and has_files else checkpoint.config.raw, self.tokenizer)
         # A tokenizer may know more tokens than the model has logits for, and some files say -1 for none.
         self.eos_token_ids = tuple(token for token in ends if 0 <= token < checkpoint.config.vocab_size)
-        self.runner = make_runner(config, checkpoint, device, self.kernels)
+        self.runner = self.ranks.started(lambda: make_runner(config, checkpoint, device, self.kernels))
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching),
             config.max_num_seqs,
@@ -162,7 +174,7 @@ class LLMEngine:
                         "a step was started inside of a step, by a signal handler, a finalizer or another thread;"
                         " only abort there, and let one thread run the steps"
                     )
-                return self._step()
+                return self.ranks.run(self._step)
             finally:
                 self._end_turn(turn)
         finally:  # again, since an interrupt may have come at the first time
@@ -178,6 +190,7 @@ class LLMEngine:
         try:
             self._apply_inbox()
             step = self.scheduler.schedule()
+            self.ranks.note(step)
             if step is not None:
                 self._in_flight.append(self.runner.execute(step))
             if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
@@ -192,6 +205,7 @@ class LLMEngine:
         """Forget all cached prefixes, between steps. False, with nothing changed: requests are unfinished."""
         if self.has_unfinished:
             return False
+        self.ranks.tell("reset_prefix_cache")
         self.scheduler.blocks.reset()
         return True
 
@@ -208,7 +222,9 @@ class LLMEngine:
         """An entry is removed after it was applied, and may be applied twice, since an interrupt can come at any
         line.
         """
-        while self._inbox:
+        count = len(self._inbox)  # what other threads append now is for the next step
+        self.ranks.hand_on([self._inbox[i] for i in range(count)])
+        for _ in range(count):
             request, aborted = self._inbox[0]
             for completion in request.completions if aborted is None else aborted:
                 seq = completion.seq

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import current_group
 from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import Batch, DeviceBatch, to_device
 from nanovllm.engine.devices import on_device, select_dtype
@@ -50,6 +51,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, device: torch.device, kernels: Kernels) -> None:
         self.config = config
         self.device = device
+        self.group = group = current_group()
         self.dtype = select_dtype(config.dtype, checkpoint, device)
         limits = StepLimits.of(config, checkpoint.config, self.dtype, device)
         on_gpu = device.type == "cuda"
@@ -57,18 +59,21 @@ class ModelRunner:
         with torch.inference_mode(), on_device(device), garbage_collected_at_the_end() if on_gpu else nullcontext():
             self.model = load_model(
                 checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
-                packed=refusal(checkpoint.config, kernels, self.dtype, limits.cache_dtype) is None,
+                packed=group.size == 1 and refusal(checkpoint.config, kernels, self.dtype, limits.cache_dtype) is None,
             )  # fmt: skip
             timer.end("weights")
+            group.meet("the model's weights are loaded")
             self.sampler = Sampler(config.max_num_seqs, checkpoint.config.vocab_size, device, kernels.sample)
             # Before the KV cache is sized, so that it leaves memory for the static buffers.
             self.fast = FastPaths(config, kernels, self.model, device)
-            self.num_kvcache_blocks = num_kvcache_blocks(config, self.model, self.sampler, limits)
+            num_blocks = num_kvcache_blocks(config, self.model, self.sampler, limits)
+            self.num_kvcache_blocks = group.smallest(num_blocks, device)
             timer.end("memory")
             self.limits = within_blocks(limits, self.num_kvcache_blocks)
             caches = kv_cache.allocate(
-                checkpoint.config, self.num_kvcache_blocks, limits.block_size, limits.cache_dtype, device
-            )
+                checkpoint.config, self.num_kvcache_blocks, limits.block_size, limits.cache_dtype, device,
+                self.model.num_kv_heads,
+            )  # fmt: skip
             self.paged = PagedModel(self.model, caches, limits.max_num_seqs, self.limits.max_model_len)
             self.fast.start(self.paged, self.sampler, self.limits, timer)
         logger.info("started in %s", timer)
@@ -76,6 +81,7 @@ class ModelRunner:
     @property
     def device_name(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        name = name if self.group.size == 1 else f"{self.group.size} x {name}"
         return f"{name}, {str(self.dtype).removeprefix('torch.')}"
 
     @property

@@ -98,7 +98,7 @@ def num_kvcache_blocks(config: EngineConfig, model: DecoderForCausalLM, sampler:
     Raises:
         OutOfCacheMemory: not even one block fits, or fewer than the config names.
     """
-    per_block = kv_cache.block_bytes(model.config, limits.block_size, limits.cache_dtype)
+    per_block = kv_cache.block_bytes(model.config, limits.block_size, limits.cache_dtype, model.num_kv_heads)
     useful = limits.max_num_seqs * -(-limits.max_model_len // limits.block_size)
     device = sampler.device
     if device.type == "cuda":
@@ -119,14 +119,15 @@ def profile_peak(model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits
     device = sampler.device
     torch.cuda.reset_peak_memory_stats(device)
     num_blocks = -(-limits.max_model_len // limits.block_size)
-    caches = kv_cache.allocate(model.config, num_blocks, limits.block_size, limits.cache_dtype, device)
+    shape = limits.block_size, limits.cache_dtype
+    caches = kv_cache.allocate(model.config, num_blocks, *shape, device, model.num_kv_heads)
     try:
         run_largest_steps(PagedModel(model, caches, limits.max_num_seqs, limits.max_model_len), sampler, limits)
     finally:
         sampler.release_penalty_state()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
-    return peak - kv_cache.block_bytes(model.config, limits.block_size, limits.cache_dtype) * (num_blocks + 1)
+    return peak - kv_cache.block_bytes(model.config, *shape, model.num_kv_heads) * (num_blocks + 1)
 
 
 def run_largest_steps(paged: PagedModel, sampler: Sampler, limits: StepLimits) -> None:

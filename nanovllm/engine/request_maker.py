@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
-from nanovllm.engine.prompts import PromptReader
+from nanovllm.engine.prompts import Prompt, PromptReader
 from nanovllm.engine.request import Request
 from nanovllm.sampling_params import SamplingParams
 
@@ -61,12 +61,24 @@ class RequestMaker:
         checked = self.prompts.read(prompt, names[0])
         if seed is None:
             seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        return self.of_checked(next(self._request_ids), checked, params, seed, incremental, with_text)
+
+    def of_checked(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        incremental: bool = False,
+        with_text: bool = True,
+    ) -> Request:
+        """A request of parts that `make` has checked. Equal parts give equal requests, in whatever process."""
         rules = None
         if params.changes_logits:
             words = bad_word_token_ids(params.bad_words or (), self._tokenizer, self._vocab_size)
             rules = LogitRules(params.logit_bias or {}, words)
         decoder = self.decoder if with_text else None
-        return Request(next(self._request_ids), checked, params, seed, decoder, incremental, rules)
+        return Request(request_id, prompt, params, seed, decoder, incremental, rules)
 
     def check(self, params: SamplingParams) -> None:
         """Raise a ValueError if this model cannot serve the parameters."""

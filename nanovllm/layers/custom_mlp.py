@@ -11,7 +11,6 @@ import torch.nn as nn
 from nanovllm.kernels import Kernels, resolve_kernels
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.parallel import SINGLE, TensorParallel
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
 
@@ -19,19 +18,12 @@ from nanovllm.layers.selected_op import FusedOp
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with gate and up fused into one projection."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        kernels: Kernels,
-        bias: bool = False,
-        tp: TensorParallel = SINGLE,
-    ) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, kernels: Kernels, bias: bool = False) -> None:
         super().__init__()
         self.gate_up_proj = ColumnParallelLinear(
-            hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias, tp, kernels
+            hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias, kernels
         )
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, tp, kernels)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, kernels)
         self._silu_and_mul = kernels.silu_and_mul
         # The fused ops have no bias.
         self._linear_silu_and_mul = FusedOp("linear_silu_and_mul", None if bias else kernels)

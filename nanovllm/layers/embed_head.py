@@ -4,39 +4,43 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
-from nanovllm.layers.linear import ShardedParameters
-from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.layers.group_sum import GroupSum
+from nanovllm.layers.linear import Part, ShardedParameters
 from nanovllm.layers.selected_op import FusedOp
 
 
 class VocabParallelEmbedding(ShardedParameters):
     """Token ids [num_tokens] -> [num_tokens, hidden_size]; each rank holds an equal run of the (padded) vocabulary."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels, tp: TensorParallel = SINGLE) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels) -> None:
         super().__init__()
-        self.tp = tp
+        self.group = current_group()
         self.vocab_size = vocab_size
-        rows = -(-vocab_size // tp.size)
-        self.start = tp.rank * rows
+        rows = -(-vocab_size // self.group.size)
+        self.start = min(self.group.rank * rows, vocab_size)
         self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
         self._embedding = kernels.embedding
+        self._sum = GroupSum(self.group, kernels)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
+        if self.group.size == 1:
             return self._embedding(token_ids, self.weight)
         local = token_ids - self.start
         mine = (local >= 0) & (local < self.weight.shape[0])
         rows = self._embedding(torch.where(mine, local, 0), self.weight)
-        return self.tp.all_reduce(rows.masked_fill_(~mine.unsqueeze(-1), 0))
+        return self._sum(rows.masked_fill_(~mine.unsqueeze(-1), 0))
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.vocab_size, self.weight.shape[1])
 
+    def part(self, name: str, shard: str) -> Part | None:
+        return Part(0, self.start, min(self.weight.shape[0], self.vocab_size - self.start))
+
     def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
-        mine = tensor[self.start : self.start + self.weight.shape[0]]
-        self.weight.data[mine.shape[0] :].zero_()
-        return self.weight.data[: mine.shape[0]].copy_(mine)
+        self.weight.data[len(tensor) :].zero_()
+        return self.weight.data[: len(tensor)].copy_(tensor)
 
 
 class LMHead(VocabParallelEmbedding):
@@ -45,13 +49,13 @@ class LMHead(VocabParallelEmbedding):
     With `out`, a tensor of that shape and dtype, the logits are written there; it is then the result.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels, tp: TensorParallel = SINGLE) -> None:
-        super().__init__(vocab_size, hidden_size, kernels, tp)
+    def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels) -> None:
+        super().__init__(vocab_size, hidden_size, kernels)
         self._linear = FusedOp("linear", kernels)
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         linear = self._linear if self._linear.takes(hidden, self.weight) else F.linear
-        if out is not None and self.tp.size == 1 and linear is F.linear:
+        if out is not None and self.group.size == 1 and linear is F.linear:
             return torch.mm(hidden, self.weight.T, out=out)
-        logits = self.tp.gather_last(linear(hidden, self.weight))[:, : self.vocab_size]
+        logits = self.group.all_gather_last(linear(hidden, self.weight))[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)

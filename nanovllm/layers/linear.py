@@ -1,24 +1,36 @@
-"""Linear layers, split over the tensor-parallel group, that several checkpoint tensors may be loaded into.
+"""Linear layers, split over the group of ranks, that several checkpoint tensors may be loaded into.
 
 A layer's weight is made of named *shards*: QKV of "q", "k", "v"; gate-up of "gate", "up"; a plain layer of one shard,
-"". `destination` gives the memory of a shard, and the part of a checkpoint tensor that belongs there.
+"". `part` says which part of a checkpoint tensor this rank holds, and `load_shard` copies it into place.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
-from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.layers.group_sum import GroupSum
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
 
 if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
+
+
+class Part(NamedTuple):
+    """Adjacent rows (dimension 0) or columns (dimension 1) of a tensor."""
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(*self)
 
 
 class ShardedParameters(nn.Module):
@@ -30,8 +42,12 @@ class ShardedParameters(nn.Module):
         """The shape that the checkpoint's tensor for this parameter and shard must have."""
         return tuple(getattr(self, name).shape)
 
+    def part(self, name: str, shard: str) -> Part | None:
+        """What this rank holds of the checkpoint's tensor; None: all of it."""
+        return None
+
     def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of a checkpoint tensor of shape `source_shape` into place; a view of that place."""
+        """Copy the `part` of a checkpoint tensor into place; a view of that place."""
         return getattr(self, name).data.copy_(tensor)
 
 
@@ -49,11 +65,10 @@ class ColumnParallelLinear(ShardedParameters):
         in_features: int,
         out_features: dict[str, int],
         bias: bool = False,
-        tp: TensorParallel = SINGLE,
         kernels: Kernels | None = None,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.group = current_group()
         self._linear = FusedOp("linear", kernels)
         self._add_rms_norm_linear = FusedOp("add_rms_norm_linear", kernels)
         self.shards = tuple(out_features)
@@ -63,10 +78,7 @@ class ColumnParallelLinear(ShardedParameters):
         self.bias = nn.Parameter(torch.empty(self.weight.shape[0]), requires_grad=False) if bias else None
 
     def _local_size(self, shard: str, size: int) -> int:
-        return self.tp.divide(size, f"output features of {shard or 'the layer'}")
-
-    def _local_start(self, shard: str) -> int:
-        return self.tp.rank * self.sizes[shard]
+        return self.group.divide(size, f"output features of {shard or 'the layer'}")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         linear = self._linear if self._linear.takes(x, self.weight) else F.linear
@@ -83,19 +95,21 @@ class ColumnParallelLinear(ShardedParameters):
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.full_sizes[shard], *getattr(self, name).shape[1:])
 
+    def part(self, name: str, shard: str) -> Part | None:
+        return Part(0, self.group.rank * self.sizes[shard], self.sizes[shard])
+
     def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
-        offset = 0
-        for other in self.shards:
-            if other == shard:
-                break
-            offset += self.sizes[other]
-        size = self.sizes[shard]
-        part = tensor.narrow(0, self._local_start(shard), size)
-        return getattr(self, name).data.narrow(0, offset, size).copy_(part)
+        offset = sum(self.sizes[other] for other in self.shards[: self.shards.index(shard)])
+        return getattr(self, name).data.narrow(0, offset, self.sizes[shard]).copy_(tensor)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """The fused query, key and value projections, split by heads. Ranks beyond the number of KV heads share these."""
+    """The fused query, key and value projections, split by heads.
+
+    Where the KV heads do not divide by the number of ranks, each is repeated as often as needed: query heads of one KV
+    head may be on several ranks, and each of these ranks has a copy of the KV head. All KV heads of a rank have equally
+    many query heads.
+    """
 
     def __init__(
         self,
@@ -104,27 +118,47 @@ class QKVParallelLinear(ColumnParallelLinear):
         num_kv_heads: int,
         head_dim: int,
         bias: bool = False,
-        tp: TensorParallel = SINGLE,
         kernels: Kernels | None = None,
     ) -> None:
-        self.kv_replicas = max(1, tp.size // num_kv_heads)
         self.head_dim = head_dim
+        ranks = current_group().size
+        queries = num_heads // num_kv_heads
+        self.kv_copies = next(
+            (n for n in range(1, queries + 1) if not queries % n and not num_kv_heads * n % ranks), queries
+        )
+        """Heads that each KV head stands for, over all ranks."""
         super().__init__(
             hidden_size,
             {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim},
             bias,
-            tp,
             kernels,
         )
         self.num_heads = self.sizes["q"] // head_dim
         self.num_kv_heads = self.sizes["k"] // head_dim
 
     def _local_size(self, shard: str, size: int) -> int:
-        replicas = 1 if shard == "q" else self.kv_replicas
-        return self.tp.divide(size // self.head_dim * replicas, f"{shard} heads") * self.head_dim
+        heads = self.group.divide(size // self.head_dim * self._copies(shard), f"{shard} heads")
+        return heads * self.head_dim
 
-    def _local_start(self, shard: str) -> int:
-        return self.tp.rank // (1 if shard == "q" else self.kv_replicas) * self.sizes[shard]
+    def _copies(self, shard: str) -> int:
+        return 1 if shard == "q" else self.kv_copies
+
+    def _source_heads(self, shard: str) -> list[int]:
+        """For each head of this rank, which of the checkpoint's it is."""
+        count = self.sizes[shard] // self.head_dim
+        first = self.group.rank * count
+        return [head // self._copies(shard) for head in range(first, first + count)]
+
+    def part(self, name: str, shard: str) -> Part | None:
+        heads = self._source_heads(shard)
+        return Part(0, heads[0] * self.head_dim, (heads[-1] + 1 - heads[0]) * self.head_dim)
+
+    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
+        heads = self._source_heads(shard)
+        parts = tensor.unflatten(0, (-1, self.head_dim))
+        if len(parts) < len(heads):
+            parts = parts[[head - heads[0] for head in heads]]
+        return super().load_shard(name, shard, parts.flatten(0, 1))
 
     # Heads, not one tensor as the base class gives.
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
@@ -146,42 +180,37 @@ class QKVParallelLinear(ColumnParallelLinear):
 class RowParallelLinear(ShardedParameters):
     """y = x W^T + b with the input features split over the group and the results summed."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        tp: TensorParallel = SINGLE,
-        kernels: Kernels | None = None,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, kernels: Kernels | None = None) -> None:
         super().__init__()
-        self.tp = tp
+        self.group = current_group()
         self._linear = FusedOp("linear", kernels)
         # A norm needs the sum over the group.
-        self._linear_add_rms_norm = FusedOp("linear_add_rms_norm", kernels if tp.size == 1 else None)
+        self._linear_add_rms_norm = FusedOp("linear_add_rms_norm", kernels if self.group.size == 1 else None)
+        self._sum = GroupSum(self.group, kernels)
         self.full_in = in_features
         self.weight = nn.Parameter(
-            torch.empty(out_features, tp.divide(in_features, "input features")), requires_grad=False
+            torch.empty(out_features, self.group.divide(in_features, "input features")), requires_grad=False
         )
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The bias is added once, not once a rank.
+        return self._sum(self._local(x))
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's term of the sum. The bias is added once, not once a rank."""
         linear = self._linear if self._linear.takes(x, self.weight) else F.linear
-        return self.tp.all_reduce(linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
+        return linear(x, self.weight, self.bias if self.group.rank == 0 else None)
 
     def before_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> ResidualStream:
         """This layer of x, for a next block that begins with norm(this + residual); one op where the batch is small."""
         if self._linear_add_rms_norm.takes(x, self.weight):
             normed, total = self._linear_add_rms_norm(x, self.weight, residual, norm.weight, norm.eps, self.bias)
             return ResidualStream(normed, total, normed=True)
-        return ResidualStream(self(x), residual)
+        return self._sum.before_norm(self._local(x), residual, norm)
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.weight.shape[0], self.full_in) if name == "weight" else tuple(getattr(self, name).shape)
 
-    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
-        parameter = getattr(self, name).data
-        if name == "weight":
-            tensor = tensor.narrow(1, self.tp.rank * parameter.shape[1], parameter.shape[1])
-        return parameter.copy_(tensor)
+    def part(self, name: str, shard: str) -> Part | None:
+        size = self.weight.shape[1]
+        return Part(1, self.group.rank * size, size) if name == "weight" else None

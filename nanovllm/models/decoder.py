@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -13,7 +14,6 @@ from nanovllm.layers.custom_mlp import GatedMLP
 from nanovllm.layers.embed_head import LMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.parallel import SINGLE, TensorParallel
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
@@ -25,17 +25,13 @@ Rows = torch.Tensor | slice | None
 class DecoderAttention(nn.Module):
     """QKV projection, optional norm of each query and key head, rotation, attention, output projection."""
 
-    def __init__(
-        self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, qk_norm: bool) -> None:
         super().__init__()
         c = config
         self.qkv_proj = QKVParallelLinear(
-            c.hidden_size, c.num_attention_heads, c.num_kv_heads, c.head_dim, c.attention_bias, tp, kernels
+            c.hidden_size, c.num_attention_heads, c.num_kv_heads, c.head_dim, c.attention_bias, kernels
         )
-        self.o_proj = RowParallelLinear(
-            c.num_attention_heads * c.head_dim, c.hidden_size, c.attention_bias, tp, kernels
-        )
+        self.o_proj = RowParallelLinear(c.num_attention_heads * c.head_dim, c.hidden_size, c.attention_bias, kernels)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, kernels) if qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, kernels) if qk_norm else None
         self._rotary = rotary
@@ -64,14 +60,12 @@ class DecoderAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); each sum and norm is fused into what comes before or after it."""
 
-    def __init__(
-        self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, tp: TensorParallel, qk_norm: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, qk_norm: bool) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
-        self.self_attn = DecoderAttention(config, rotary, kernels, tp, qk_norm)
+        self.self_attn = DecoderAttention(config, rotary, kernels, qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, kernels, config.mlp_bias, tp)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, kernels, config.mlp_bias)
 
     def forward(
         self,
@@ -91,14 +85,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(
-        self, config: ModelConfig, max_position: int, kernels: Kernels, tp: TensorParallel, qk_norm: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, max_position: int, kernels: Kernels, qk_norm: bool) -> None:
         super().__init__()
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, kernels)
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, kernels, tp)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, kernels)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, rotary, kernels, tp, qk_norm) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, rotary, kernels, qk_norm) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
@@ -126,7 +118,6 @@ class DecoderForCausalLM(nn.Module):
         config: the architecture.
         max_position: positions below this are served; sizes the rotary table.
         kernels: the provider of every op.
-        tp: this process's share of the model.
     """
 
     qk_norm = False
@@ -140,11 +131,11 @@ class DecoderForCausalLM(nn.Module):
         "up_proj": ("gate_up_proj", "up"),
     }
 
-    def __init__(self, config: ModelConfig, max_position: int, kernels: Kernels, tp: TensorParallel = SINGLE) -> None:
+    def __init__(self, config: ModelConfig, max_position: int, kernels: Kernels) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, max_position, kernels, tp, self.qk_norm)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, kernels, tp)
+        self.model = Decoder(config, max_position, kernels, self.qk_norm)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, kernels)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -152,6 +143,12 @@ class DecoderForCausalLM(nn.Module):
     def dtype(self) -> torch.dtype:
         """The dtype of hidden states and logits."""
         return self.lm_head.weight.dtype
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer that this process holds."""
+        layer: Any = self.model.layers[0]
+        return layer.self_attn.qkv_proj.num_kv_heads
 
     @property
     def layer_sizes(self) -> tuple[int, int]:

@@ -72,6 +72,11 @@ class PackedDecoderForCausalLM(DecoderForCausalLM):
         return torch.float32
 
     @property
+    def num_kv_heads(self) -> int:
+        """As of `DecoderForCausalLM`."""
+        return self.config.num_kv_heads
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the packed matrices."""
         matrices = [m for layer in self.weights.layers for m in _matrices(layer)]

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from nanovllm.layers.linear import Part
 from nanovllm.weights.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, TensorInfo
-from nanovllm.weights.safetensors_files import TensorHeader
+from nanovllm.weights.safetensors_files import NO_PARTS, TensorHeader
 
 __all__ = ["ARCHITECTURES", "GGUFError", "iter_tensors", "read_config", "read_headers"]
 
@@ -106,8 +107,12 @@ def read_headers(path: str | os.PathLike[str]) -> list[TensorHeader]:
     ]
 
 
-def iter_tensors(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_tensors(
+    path: str | os.PathLike[str], parts: Mapping[str, Part] = NO_PARTS
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight as (Hugging Face name, tensor in Hugging Face layout), one at a time, in file order.
+
+    A tensor that is named in `parts` is that part alone: of a quantised one, only the blocks that hold it are expanded.
 
     F32, F16 and BF16 tensors keep their dtype and are backed by the mapped file (copy-on-write: writing to them leaves
     the file as it is); every quantised type is expanded to float32. The order of rows that GGUF conversion gives
@@ -129,11 +134,13 @@ def iter_tensors(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tens
         data = _map(file)
         for name, hf_name in names.items():
             info = file.tensors[name]
-            tensor = _read_tensor(data, info, dequantize)
-            if arch == "llama" and ".attn_q." in name:
-                tensor = _undo_permutation(file, info, tensor, num_heads)
-            elif arch == "llama" and ".attn_k." in name:
-                tensor = _undo_permutation(file, info, tensor, num_kv_heads)
+            part = parts.get(hf_name)
+            tensor = _read_tensor(data, info, dequantize) if part is None else _read_part(data, info, dequantize, part)
+            heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(name.split(".")[-2]) if arch == "llama" else None
+            if heads is not None:
+                if part is not None:
+                    heads = heads * part.length // info.shape[0]  # a part has whole heads
+                tensor = _undo_permutation(file, info, tensor, heads)
             yield hf_name, tensor
 
     return generate()
@@ -290,6 +297,19 @@ def _read_tensor(data: np.memmap, info: TensorInfo, dequantize: _Dequantize | No
     if info.offset % dtype.itemsize:  # torch wants elements at multiples of their size
         raw = raw.copy()
     return torch.from_numpy(raw).view(dtype).reshape(info.shape)
+
+
+def _read_part(data: np.memmap, info: TensorInfo, dequantize: _Dequantize | None, part: Part) -> torch.Tensor:
+    if info.type in _PLAIN_DTYPES:
+        return part.of(_read_tensor(data, info, None))  # the rest of the mapped file is not read
+    assert dequantize is not None
+    blocks = data[info.offset : info.offset + info.nbytes].reshape(*info.shape[:-1], -1)
+    if part.dim == 0 and len(info.shape) == 2:
+        return torch.from_numpy(dequantize(blocks[part.start : part.start + part.length], info.type))
+    weights, nbytes = block_size(info.type)
+    first, last = part.start // weights, -(-(part.start + part.length) // weights)
+    expanded = torch.from_numpy(dequantize(blocks[..., first * nbytes : last * nbytes], info.type))
+    return expanded.narrow(-1, part.start - first * weights, part.length)
 
 
 def _undo_permutation(file: GGUFFile, info: TensorInfo, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

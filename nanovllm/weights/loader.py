@@ -11,12 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.nn as nn
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.embed_head import LMHead
-from nanovllm.layers.linear import ShardedParameters
-from nanovllm.layers.parallel import SINGLE, TensorParallel
+from nanovllm.layers.linear import Part, ShardedParameters
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
 from nanovllm.weights import gguf, safetensors_files
@@ -31,11 +29,10 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     max_position: int,
-    tp: TensorParallel = SINGLE,
     seed: int = 0,
     packed: bool = False,
 ) -> DecoderForCausalLM:
-    """Build the model on `device` and fill every parameter.
+    """Build the model on `device` and fill every parameter; of the current group, the part of this rank.
 
     Args:
         packed: keep the weights in the form that the op `decoder_step` reads, on a CPU; quantised ones as they are.
@@ -47,7 +44,7 @@ def load_model(
 
     def build(where: torch.device | str) -> DecoderForCausalLM:
         with torch.device(where), _default_dtype(dtype):
-            return cls(checkpoint.config, max_position, kernels, tp)
+            return cls(checkpoint.config, max_position, kernels)
 
     if checkpoint.format == "dummy":
         model = build(device)
@@ -61,7 +58,7 @@ def load_model(
     if packed:
         return load_packed(checkpoint, kernels, dtype, max_position, places)
     model = build(device)
-    copy_weights(model, places, files.iter_tensors(checkpoint.path))
+    copy_weights(model, places, files.iter_tensors(checkpoint.path, parts_of(model, places)))
     return model.eval()
 
 
@@ -86,17 +83,29 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def fill_random(model: nn.Module, seed: int) -> None:
-    """Random weights of a usual scale (norms 1, biases 0, all else normal with deviation 0.02)."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif parameter.dim() == 1:
-            parameter.fill_(1)
-        else:
-            parameter.normal_(0, 0.02, generator=generator)
+def fill_random(model: DecoderForCausalLM, seed: int) -> None:
+    """Random weights of a usual scale (norms 1, biases 0, all else normal with deviation 0.02).
+
+    They are drawn tensor by tensor of a checkpoint, so that the ranks of a group of any size hold parts of one model.
+    """
+    first = next(model.parameters())
+    generator = torch.Generator(first.device).manual_seed(seed)
+    filled: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, ShardedParameters):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in filled:  # a head that is tied to the embedding
+                continue
+            filled.add(id(parameter))
+            if parameter.dim() == 1:
+                parameter.fill_(0 if name == "bias" else 1)
+                continue
+            for shard in module.shards:
+                drawn = torch.empty(module.source_shape(name, shard), dtype=first.dtype, device=first.device)
+                part = module.part(name, shard)
+                drawn.normal_(0, 0.02, generator=generator)
+                module.load_shard(name, shard, drawn if part is None else part.of(drawn))
 
 
 def find_places(model: DecoderForCausalLM, headers: Sequence[TensorHeader]) -> dict[str, Place]:
@@ -150,10 +159,22 @@ def find_places(model: DecoderForCausalLM, headers: Sequence[TensorHeader]) -> d
     return places
 
 
+def parts_of(model: DecoderForCausalLM, places: Mapping[str, Place]) -> dict[str, Part]:
+    """What this rank reads of a checkpoint's tensors; tensors that are not in it are read whole."""
+    parts: dict[str, Part] = {}
+    for name, (module_name, parameter, shard) in places.items():
+        module = model.get_submodule(module_name)
+        assert isinstance(module, ShardedParameters)
+        part = module.part(parameter, shard)
+        if part is not None and part.length < module.source_shape(parameter, shard)[part.dim]:
+            parts[name] = part
+    return parts
+
+
 def copy_weights(
     model: DecoderForCausalLM, places: Mapping[str, Place], weights: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Copy a checkpoint's tensors to their places.
+    """Copy a checkpoint's tensors, of which each is the part that `parts_of` names, to their places.
 
     Raises:
         WeightError: a tensor is not finite, or a stored LM head differs from the embedding that it is tied to.
@@ -201,8 +222,7 @@ def _check_finite(weights: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 def _holds(module: LMHead, tensor: torch.Tensor) -> bool:
     """Whether the module's rows are the tensor's, compared a few at a time: it may be large and in host memory."""
-    mine = tensor[module.start : module.start + len(module.weight)]
-    parts = zip(mine.split(8192), module.weight[: len(mine)].split(8192))
+    parts = zip(tensor.split(8192), module.weight[: len(tensor)].split(8192))
     return all(torch.equal(part.to(weight), weight) for part, weight in parts)
 
 

@@ -6,11 +6,16 @@ Pickle files are never opened.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+
+from nanovllm.layers.linear import Part
+
+NO_PARTS: Mapping[str, Part] = MappingProxyType({})
 
 
 class WeightError(ValueError):
@@ -38,10 +43,18 @@ def read_headers(path: Path) -> list[TensorHeader]:
     return [header for _, header in _tensors(path)]
 
 
-def iter_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) for every tensor of a checkpoint directory; tensors are memory-mapped, one at a time."""
+def iter_tensors(path: Path, parts: Mapping[str, Part] = NO_PARTS) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) for every tensor of a checkpoint directory, one at a time.
+
+    A tensor is memory-mapped. One that is named in `parts` is that part alone, and no other byte of it is read.
+    """
     for f, header in _tensors(path):
-        yield header.name, f.get_tensor(header.name)
+        part = parts.get(header.name)
+        if part is None:
+            yield header.name, f.get_tensor(header.name)
+        else:
+            index = (slice(None),) * part.dim + (slice(part.start, part.start + part.length),)
+            yield header.name, f.get_slice(header.name)[index]
 
 
 def _tensors(path: Path) -> Iterator[tuple[Any, TensorHeader]]:

@@ -19,8 +19,7 @@ def test_bytes_of_a_block():
     qwen = ModelConfig.from_dict(preset("qwen3-0.6b"))
     assert kv_cache.block_bytes(qwen, 1, torch.bfloat16) == 114_688
     assert kv_cache.block_bytes(qwen, 256, torch.float32) == 2 * 256 * 114_688
-    assert kv_cache.block_bytes(qwen, 1, torch.bfloat16, tp_size=8) == 114_688 // 8
-    assert kv_cache.block_bytes(qwen, 1, torch.bfloat16, tp_size=16) == 114_688 // 8  # KV heads are repeated, not cut
+    assert kv_cache.block_bytes(qwen, 1, torch.bfloat16, num_kv_heads=1) == 114_688 // 8
 
 
 def test_a_float8_cache_takes_half_of_the_bytes():

@@ -4,26 +4,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.distributed.group import SINGLE, Group, split_over
 from nanovllm.layers.embed_head import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.parallel import SINGLE, TensorParallel
 from tests.native import NATIVE
 
 HIDDEN = 12
 
 
-class Rank(TensorParallel):
+class Rank(Group):
     """A rank that keeps what it would send to the others."""
 
     def all_reduce(self, x):
         return x
 
-    def gather_last(self, x):
+    def all_gather_last(self, x):
         return x
 
 
-def ranks(size):
-    return [SINGLE] if size == 1 else [Rank(rank, size) for rank in range(size)]
+def each_rank(size):
+    """Every rank of a group, in turn: layers that are made in the loop's body hold its part."""
+    for rank in range(size):
+        group = SINGLE if size == 1 else Rank(rank, size)
+        with split_over(group):
+            yield group
 
 
 def randn(*shape, seed=0):
@@ -36,7 +40,8 @@ def load(layer, name, **shards):
     for shard, tensor in shards.items():
         shard = "" if shard == "whole" else shard
         assert layer.source_shape(name, shard) == tuple(tensor.shape)
-        layer.load_shard(name, shard, tensor)
+        part = layer.part(name, shard)
+        layer.load_shard(name, shard, tensor if part is None else part.of(tensor))
     assert not getattr(layer, name).isnan().any()
     return layer
 
@@ -44,12 +49,13 @@ def load(layer, name, **shards):
 def test_the_default_is_a_single_rank():
     assert (SINGLE.rank, SINGLE.size) == (0, 1)
     x = randn(3, 4)
-    assert SINGLE.all_reduce(x) is x and SINGLE.gather_last(x) is x and SINGLE.divide(7, "heads") == 7
+    assert SINGLE.all_reduce(x) is x and SINGLE.all_gather_last(x) is x and SINGLE.divide(7, "heads") == 7
 
 
 def test_a_size_that_does_not_divide_is_named():
     with pytest.raises(ValueError, match="q heads=7 does not divide by tensor_parallel_size=2"):
-        QKVParallelLinear(HIDDEN, 7, 1, 4, tp=Rank(0, 2))
+        with split_over(Rank(0, 2)):
+            QKVParallelLinear(HIDDEN, 7, 1, 4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -58,8 +64,8 @@ def test_gate_and_up(size, bias):
     gate, up, x = randn(8, HIDDEN), randn(16, HIDDEN, seed=1), randn(5, HIDDEN, seed=2)
     gate_bias, up_bias = randn(8, seed=3), randn(16, seed=4)
     halves = []
-    for tp in ranks(size):
-        layer = ColumnParallelLinear(HIDDEN, {"gate": 8, "up": 16}, bias, tp)
+    for _ in each_rank(size):
+        layer = ColumnParallelLinear(HIDDEN, {"gate": 8, "up": 16}, bias)
         load(layer, "weight", gate=gate, up=up)
         if bias:
             load(layer, "bias", gate=gate_bias, up=up_bias)
@@ -72,7 +78,8 @@ def test_gate_and_up(size, bias):
 
 
 @pytest.mark.parametrize(
-    "heads, kv_heads, size", [(4, 4, 1), (4, 2, 1), (7, 1, 1), (9, 3, 1), (8, 4, 2), (8, 2, 4), (8, 1, 4)]
+    "heads, kv_heads, size",
+    [(4, 4, 1), (4, 2, 1), (7, 1, 1), (9, 3, 1), (8, 4, 2), (8, 2, 4), (8, 1, 4), (9, 3, 3), (6, 3, 2), (12, 3, 4)],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_queries_keys_and_values(heads, kv_heads, size, bias):
@@ -83,8 +90,8 @@ def test_queries_keys_and_values(heads, kv_heads, size, bias):
     }
     biases = {s: randn(n * head_dim, seed=5 + i) for i, (s, n) in enumerate(zip("qkv", (heads, kv_heads, kv_heads)))}
     parts = []
-    for tp in ranks(size):
-        layer = QKVParallelLinear(HIDDEN, heads, kv_heads, head_dim, bias, tp)
+    for _ in each_rank(size):
+        layer = QKVParallelLinear(HIDDEN, heads, kv_heads, head_dim, bias)
         load(layer, "weight", **weights)
         if bias:
             load(layer, "bias", **biases)
@@ -93,9 +100,10 @@ def test_queries_keys_and_values(heads, kv_heads, size, bias):
     torch.testing.assert_close(torch.cat([p[0] for p in parts], 1), whole["q"])
     for i, s in ((1, "k"), (2, "v")):
         for rank, part in enumerate(parts):
-            local = max(1, kv_heads // size)
-            first = rank * kv_heads // size
-            torch.testing.assert_close(part[i], whole[s][:, first : first + local])
+            queries = heads // size // part[i].shape[1]  # of a KV head on this rank: it is that of each of them
+            for head in range(heads // size):
+                own = (rank * (heads // size) + head) // (heads // kv_heads)
+                torch.testing.assert_close(part[i][:, head // queries], whole[s][:, own])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -103,12 +111,12 @@ def test_queries_keys_and_values(heads, kv_heads, size, bias):
 def test_row_parallel_sums_to_the_whole_with_the_bias_once(size, bias):
     weight, b, x = randn(6, HIDDEN), randn(6, seed=1), randn(5, HIDDEN, seed=2)
     total = 0
-    for tp in ranks(size):
-        layer = load(RowParallelLinear(HIDDEN, 6, bias, tp), "weight", whole=weight)
+    for group in each_rank(size):
+        layer = load(RowParallelLinear(HIDDEN, 6, bias), "weight", whole=weight)
         if bias:
             load(layer, "bias", whole=b)
         share = HIDDEN // size
-        total = total + layer(x[:, tp.rank * share : (tp.rank + 1) * share])
+        total = total + layer(x[:, group.rank * share : (group.rank + 1) * share])
     torch.testing.assert_close(total, F.linear(x, weight, b if bias else None))
 
 
@@ -117,9 +125,9 @@ def test_embedding_and_head_over_an_odd_vocabulary(vocab, size):
     weight, hidden = randn(vocab, HIDDEN), randn(5, HIDDEN, seed=1)
     ids = torch.arange(vocab)
     embedded, logits = 0, []
-    for tp in ranks(size):
-        embedded = embedded + load(VocabParallelEmbedding(vocab, HIDDEN, NATIVE, tp), "weight", whole=weight)(ids)
-        logits.append(load(LMHead(vocab, HIDDEN, NATIVE, tp), "weight", whole=weight)(hidden))
+    for _ in each_rank(size):
+        embedded = embedded + load(VocabParallelEmbedding(vocab, HIDDEN, NATIVE), "weight", whole=weight)(ids)
+        logits.append(load(LMHead(vocab, HIDDEN, NATIVE), "weight", whole=weight)(hidden))
     torch.testing.assert_close(embedded, weight)
     # Ranks pad to equal rows; what is cut off after gathering is the padding.
     torch.testing.assert_close(torch.cat(logits, -1)[:, :vocab], hidden @ weight.T)

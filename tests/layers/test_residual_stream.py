@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.distributed.group import SINGLE, Group, split_over
 from nanovllm.kernels import Kernels, Provider, all_ops
 from nanovllm.layers.attention import AttentionMetadata, LayerCache
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.layers.parallel import SINGLE, TensorParallel
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -27,7 +27,7 @@ NORMS = ("rms_norm", "add_rms_norm")
 LAYERS = 3
 
 
-class Rank(TensorParallel):
+class Rank(Group):
     """One of two ranks that compute the same."""
 
     def all_reduce(self, x):
@@ -57,14 +57,15 @@ def stubs():
     return Kernels(native | noted), Kernels(native), calls
 
 
-def decoder(kernels, bias=False, tp=SINGLE):
+def decoder(kernels, bias=False, group=SINGLE):
     config = ModelConfig.from_dict(dict(
         architectures=["Qwen3ForCausalLM"], vocab_size=50, hidden_size=24, intermediate_size=20,
         num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_bias=bias,
         max_position_embeddings=64,
     ))  # fmt: skip
     config = replace(config, mlp_bias=bias)
-    model = Qwen3ForCausalLM(config, 64, kernels, tp).requires_grad_(False).model
+    with split_over(group):
+        model = Qwen3ForCausalLM(config, 64, kernels).requires_grad_(False).model
     g = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=g)
@@ -136,11 +137,11 @@ def names_in(layer):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_calls_and_values_of_a_decoder(stubs, case):
-    (tokens, bias, tp), before, each, after = CASES[case]
+    (tokens, bias, group), before, each, after = CASES[case]
     fused, native, calls = stubs
-    want = hidden(decoder(native, bias, tp), tokens)
+    want = hidden(decoder(native, bias, group), tokens)
     assert not calls and want.isfinite().all()
-    model = decoder(fused, bias, tp)
+    model = decoder(fused, bias, group)
     torch.testing.assert_close(hidden(model, tokens), want, rtol=1e-6, atol=1e-6)
     every = [before.format(**names_in(0)), *(each.format(**names_in(i)) for i in range(LAYERS)), after]
     assert described(calls, model) == "; ".join(filter(None, every)).split("; ")
@@ -151,20 +152,21 @@ def test_the_calls_and_values_of_a_decoder(stubs, case):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    "tokens, tp, normed", [(3, SINGLE, True), (1, SINGLE, False), (5, SINGLE, False), (3, RANK, False)]
+    "tokens, group, normed", [(3, SINGLE, True), (1, SINGLE, False), (5, SINGLE, False), (3, RANK, False)]
 )
-def test_a_projection_before_a_norm(stubs, tokens, tp, normed, bias):
+def test_a_projection_before_a_norm(stubs, tokens, group, normed, bias):
     """Whoever does the sum and the norm, they are those of the reference, of the stream as it was before."""
     fused, _, calls = stubs
-    layer, norm = RowParallelLinear(12, 6, bias, tp, fused), RMSNorm(6, 1e-3, fused)
+    with split_over(group):
+        layer, norm = RowParallelLinear(12, 6, bias, fused), RMSNorm(6, 1e-3, fused)
     for parameter in (*layer.parameters(), *norm.parameters()):
         parameter.data.normal_()
-    x, residual = torch.randn(tokens, 12 // tp.size), torch.randn(tokens, 6)
+    x, residual = torch.randn(tokens, 12 // group.size), torch.randn(tokens, 6)
     stream = layer.before_norm(x, residual, norm)
     assert isinstance(stream, ResidualStream) and stream.normed is normed
     assert ("linear_add_rms_norm" in [op for op, _ in calls]) == normed
     y, total = norm.of(stream)
-    wanted = residual + tp.all_reduce(F.linear(x, layer.weight, layer.bias))
+    wanted = residual + group.all_reduce(F.linear(x, layer.weight, layer.bias))
     torch.testing.assert_close(total, wanted)
     torch.testing.assert_close(y, F.rms_norm(wanted, (6,), norm.weight, 1e-3))
 

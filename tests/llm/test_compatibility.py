@@ -175,7 +175,7 @@ def test_harmless_arguments_are_taken_with_one_line(directory, caplog):
         (dict(trust_remote_code=True), "trust_remote_code=True: code of a checkpoint is never run"),
         (dict(quantization="awq"), "quantization='awq': "),
         (dict(speculative_config={"model": "x"}), "speculative_config={'model': 'x'}: speculative decoding is not"),
-        (dict(pipeline_parallel_size=2), "pipeline_parallel_size=2: a model runs on one GPU"),
+        (dict(pipeline_parallel_size=2), "pipeline_parallel_size=2: a model is split by tensor_parallel_size alone"),
         (dict(cpu_offload_gb=1), "cpu_offload_gb=1: weights stay on the device"),
         (dict(task="embed"), "task='embed': the engine generates text"),
         (dict(block_size=16), "block_size=16: use kvcache_block_size"),

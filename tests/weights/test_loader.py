@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.config import EngineConfig
-from nanovllm.layers.parallel import TensorParallel
+from nanovllm.distributed.group import Group, split_over
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.loader import load_model
 from nanovllm.weights.safetensors_files import WeightError
@@ -186,7 +186,8 @@ def test_a_tied_embedding_that_is_not_finite_is_not_called_different(tmp_path):
 def test_a_rank_without_rows_of_a_small_vocabulary(tmp_path):
     reference = tiny.save(tmp_path, "llama", num_hidden_layers=1, num_key_value_heads=4, vocab_size=3)
     checkpoint = locate(EngineConfig(str(tmp_path)))
-    model = load_model(checkpoint, NATIVE, torch.float32, CPU, 16, TensorParallel(3, 4))
+    with split_over(Group(3, 4)):
+        model = load_model(checkpoint, NATIVE, torch.float32, CPU, 16)
     assert model.model.embed_tokens.weight.eq(0).all() and reference.lm_head.weight.shape[0] == 3
 
 

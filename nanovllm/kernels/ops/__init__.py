@@ -2,6 +2,7 @@
 
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
+from nanovllm.kernels.ops.all_reduce import all_reduce, all_reduce_add_rms_norm
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.attention_shared import attention_decode_shared, qk_norm_rope_attention_shared
 from nanovllm.kernels.ops.decoder_step import decoder_step
@@ -26,6 +27,8 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_gate_up",
     "add_rms_norm_linear",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
     "apply_token_bitmask",
     "attention_decode",
     "attention_decode_shared",

@@ -1,0 +1,84 @@
+"""The ranks that share a model, as layers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """This process's rank among `size` processes that share a model. The default is one process that holds all of it.
+
+    Attributes:
+        process_group: a `torch.distributed.ProcessGroup` of these processes; None: there is one process.
+        store: what the ranks exchange handles of shared memory by; None: there is one process.
+        meet: waits until every rank has reached the place in the code that its argument names.
+        kept: what providers of collectives keep for this group, by their name.
+    """
+
+    rank: int = 0
+    size: int = 1
+    process_group: Any = None
+    store: Any = None
+    meet: Callable[[str], None] = lambda place: None
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def divide(self, total: int, what: str) -> int:
+        """This rank's share of `total`; a ValueError naming `what` if it does not divide."""
+        if total % self.size:
+            raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={self.size}")
+        return total // self.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over the ranks, in the memory of x if it is contiguous; equal to the bit on all ranks."""
+        return self._reduced(x, torch.distributed.ReduceOp.SUM) if self.size > 1 else x
+
+    def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, ..., n] of every rank, in the order of the ranks: [rows, ..., size * n]."""
+        if self.size == 1:
+            return x
+        parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        work = self.process_group._allgather_base(parts, x.contiguous())
+        if work is not None:
+            work.wait()
+        return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
+
+    def smallest(self, number: int, device: torch.device) -> int:
+        """The least of the ranks' numbers."""
+        if self.size == 1:
+            return number
+        return int(self._reduced(torch.tensor([number], device=device), torch.distributed.ReduceOp.MIN))
+
+    def _reduced(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
+        x = x.contiguous()
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp, options.asyncOp = operation, False  # on the current stream
+        work = self.process_group.allreduce([x], options)
+        if work is not None:
+            work.wait()
+        return x
+
+
+SINGLE = Group()
+_current: ContextVar[Group] = ContextVar("the group that layers are split over", default=SINGLE)
+
+
+def current_group() -> Group:
+    """The group that layers are split over which this thread makes now."""
+    return _current.get()
+
+
+@contextmanager
+def split_over(group: Group) -> Iterator[None]:
+    """Layers that are made within the block hold this rank's part."""
+    token = _current.set(group)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,215 @@
+"""The processes of the other ranks, as rank 0 sees them: started, listened to, and ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 5.0
+"""A process that was told to end has this long before it is killed."""
+
+
+class RankError(RuntimeError):
+    """A rank has failed, so that the engine has stopped. The message says which, and what it said."""
+
+
+class Processes:
+    """One process for each rank from 1 on, which ends when this object or this process does.
+
+    A thread listens to all of them. A process sends (kind, content). The kind "failed" says why the process ends; any
+    other message waits for `receive`.
+
+    Args:
+        module: is run as `python -m module FILE_DESCRIPTOR RANK`; it talks over the connection of that descriptor.
+        size: ranks, this one included.
+        on_failure: called once, by another thread, when a rank has failed or ended, to free whoever waits for it.
+        stuck_seconds: a call that waits for a rank has this long to return after the rank has failed.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        size: int,
+        environment: dict[str, str],
+        on_failure: Callable[[], None],
+        stuck_seconds: float = 60.0,
+    ) -> None:
+        self._state = _State(size, on_failure, stuck_seconds)
+        # Where the program found its modules, they find theirs.
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        environment = {**os.environ, **environment, "PYTHONPATH": path}
+        self._finalizer = weakref.finalize(self, _end, self._state)
+        try:
+            for rank in range(1, size):
+                self._state.start(module, rank, environment)
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=_listen, args=(self._state,), name="ranks", daemon=True).start()
+
+    @property
+    def failure(self) -> str | None:
+        """What a rank failed of; None: all are well."""
+        return self._state.failure
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks from 1 on."""
+        return [process.pid for process in self._state.processes]
+
+    def send(self, message: Any) -> None:
+        """Send a message to every rank. Raises RankError if one has failed."""
+        self.raise_failure()
+        try:
+            for connection in self._state.connections:
+                connection.send(message)
+        except OSError:
+            self.wait_for_failure()
+            raise RankError(self.failure or "a rank does not listen") from None
+
+    def receive(self, kind: str, timeout: float, what: str) -> list[Any]:
+        """The oldest message of this kind from each rank.
+
+        Raises:
+            RankError: a rank has failed, or did not send one in `timeout` seconds; `what` it did not do.
+        """
+        state, deadline = self._state, time.monotonic() + timeout
+        with state.news:
+            while not all(state.inbox.get((rank, kind)) for rank in range(1, state.size)):
+                left = deadline - time.monotonic()
+                if state.failure is None and left <= 0:
+                    silent = [rank for rank in range(1, state.size) if not state.inbox.get((rank, kind))]
+                    state.fail(f"rank {silent[0]} did not answer for {timeout:g} s: {what}")
+                if state.failure is not None:
+                    raise RankError(state.failure)
+                state.news.wait(max(0.0, min(left, 1.0)))
+            return [state.inbox[rank, kind].pop(0) for rank in range(1, state.size)]
+
+    def raise_failure(self) -> None:
+        """Raise a RankError if a rank has failed."""
+        if self.failure is not None:
+            raise RankError(self.failure)
+
+    def fail(self, failure: str) -> None:
+        """The ranks have to end, since this one cannot go on."""
+        with self._state.news:
+            self._state.fail(failure)
+
+    def wait_for_failure(self, timeout: float = 2.0) -> None:
+        """Let the listening thread find out what has happened, after a call that a rank's end may have broken."""
+        with self._state.news:
+            self._state.news.wait_for(lambda: self._state.failure is not None, timeout)
+
+    def expect_return(self, expected: bool) -> None:
+        """Whether a call waits for other ranks now. If one of these fails and the call does not return, since a GPU
+        waits for a signal that never comes, this process is ended with a message.
+        """
+        self._state.waiting = expected
+
+    def close(self) -> None:
+        """End the processes; after a few seconds by force."""
+        self._finalizer()
+
+
+class _State:
+    """What the listening thread and the others share. It does not hold `Processes`, whose end ends the processes."""
+
+    def __init__(self, size: int, on_failure: Callable[[], None], stuck_seconds: float) -> None:
+        self.size = size
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
+        self.inbox: dict[tuple[int, str], list[Any]] = {}
+        self.failure: str | None = None
+        self.closing = False
+        self.waiting = False
+        self.news = threading.Condition()
+        self._on_failure, self._stuck_seconds = on_failure, stuck_seconds
+
+    def start(self, module: str, rank: int, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", module, str(theirs.fileno()), str(rank)]
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for rank 0
+            )  # fmt: skip
+        self.connections.append(Connection(ours.detach()))
+        self.processes.append(process)
+
+    def fail(self, failure: str) -> None:
+        """Called with `news` held."""
+        if self.failure is None and not self.closing:
+            self.failure = failure
+            self.news.notify_all()
+            threading.Thread(target=self._free_waiters, name="failed rank", daemon=True).start()
+
+    def _free_waiters(self) -> None:
+        try:
+            self._on_failure()
+        except Exception:
+            logger.debug("the group could not be aborted", exc_info=True)
+        since = time.monotonic()
+        while self.waiting and time.monotonic() - since < self._stuck_seconds:
+            time.sleep(0.2)
+        if self.waiting:
+            print(f"nanovllm: {self.failure}; a call that waits for it does not return: exit", file=sys.stderr)
+            _end(self)
+            os._exit(1)
+
+
+def _listen(state: _State) -> None:
+    ranks = {connection: rank for rank, connection in enumerate(state.connections, 1)}
+    while ranks and not state.closing:
+        try:
+            ready = wait(list(ranks), 1.0)
+        except OSError:  # closed meanwhile
+            return
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = ranks[connection]
+            try:
+                kind, content = connection.recv()
+            except (EOFError, OSError):
+                del ranks[connection]
+                kind, content = "failed", _exit_of(state.processes[rank - 1])
+            with state.news:
+                if kind == "failed":
+                    state.fail(f"rank {rank} of {state.size} {content}")
+                else:
+                    state.inbox.setdefault((rank, kind), []).append(content)
+                    state.news.notify_all()
+
+
+def _exit_of(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(2.0)
+    except subprocess.TimeoutExpired:
+        return "closed its connection"
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _end(state: _State) -> None:
+    state.closing = True
+    for connection in state.connections:
+        try:
+            connection.close()  # they end when it does
+        except OSError:
+            pass
+    deadline = time.monotonic() + (_GRACE_SECONDS if state.failure is None else 0.5)
+    for process in state.processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

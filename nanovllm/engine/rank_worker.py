@@ -1,0 +1,70 @@
+"""The process of a rank from 1 on: `python -m nanovllm.engine.rank_worker FILE_DESCRIPTOR RANK`, started by rank 0.
+
+It makes an engine of the same arguments and takes every step that rank 0 takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from weakref import WeakValueDictionary
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.ranks import AbortRecord, Follower
+from nanovllm.engine.request import Request
+
+
+def follow(engine: LLMEngine, connection: Connection) -> None:
+    """Take rank 0's steps until it closes the connection, which raises EOFError."""
+    requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
+    while True:
+        order, news = connection.recv()
+        if order != "step":
+            getattr(engine, order)()
+            continue
+        for item in news:
+            if isinstance(item, AbortRecord):
+                if item.request_id in requests:
+                    for index in item.indices:
+                        engine.abort(requests[item.request_id], index)
+                continue
+            request = engine.maker.of_checked(
+                item.request_id, item.prompt, item.params, item.seed, with_text=item.with_text
+            )
+            requests[item.request_id] = request
+            engine.queue(request, offline=item.offline)
+        engine.step()
+
+
+def _exit_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)  # whatever this process waits for
+
+
+def main() -> None:
+    """Run a rank; ends the process."""
+    descriptor, rank = map(int, sys.argv[1:])
+    threading.Thread(target=_exit_with, args=(os.getppid(),), name="parent", daemon=True).start()
+    connection = Connection(descriptor)
+    logging.basicConfig(level=logging.ERROR, format=f"%(levelname)s rank {rank} %(name)s: %(message)s")
+    try:
+        config, directory = connection.recv()
+        follow(LLMEngine(config, ranks=Follower(rank, config, connection, directory)), connection)
+    except (EOFError, ConnectionError):  # rank 0 has ended, or does not want this rank any more
+        os._exit(0)
+    except BaseException as error:
+        logging.getLogger(__name__).debug("failed", exc_info=True)
+        try:
+            connection.send(("failed", f"failed: {type(error).__name__}: {error}"))
+        except OSError:
+            pass
+        os._exit(1)  # destructors could wait for the other ranks
+
+
+if __name__ == "__main__":
+    main()

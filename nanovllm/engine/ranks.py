@@ -1,0 +1,311 @@
+"""Several ranks that run one engine's steps: each has a scheduler of its own, and all get the same requests.
+
+Rank 0 is the user's process. Before a step it sends the others what came since the last one: requests and aborts.
+Everything else follows from these on every rank alike: the schedule, the tokens (equal logits, seeds and positions),
+and the ends of sequences. So ranks exchange nothing else but what the layers sum up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import Group, split_over
+from nanovllm.distributed.processes import Processes, RankError
+from nanovllm.distributed.rendezvous import join
+from nanovllm.engine.prompts import Prompt
+from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.step import ScheduledStep
+from nanovllm.kernels import resolve_kernels
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import model_class
+from nanovllm.sampling_params import SamplingParams
+
+T = TypeVar("T")
+CHECK_VARIABLE = "NANOVLLM_CHECK"
+_CHECK_STEPS = 16
+_STUCK_SECONDS = 20.0
+_SIZES = range(1, 65)
+
+
+class RequestRecord(NamedTuple):
+    """What the ranks need to make the same request."""
+
+    request_id: int
+    prompt: Prompt
+    params: SamplingParams
+    seed: int
+    offline: bool
+    with_text: bool
+
+    @classmethod
+    def of(cls, request: Request) -> RequestRecord:
+        prompt = Prompt(None, request.prompt_token_ids, request.cache_salt)
+        with_text = request.token_text is not None
+        return cls(request.request_id, prompt, request.params, request.seed, request.offline, with_text)
+
+
+class AbortRecord(NamedTuple):
+    """Completions of a request that are to end."""
+
+    request_id: int
+    indices: list[int]
+
+
+Entry = tuple[Request, "list[Completion] | None"]
+"""A request to start (None), or with the completions to end."""
+
+
+class Ranks:
+    """A single rank, which exchanges nothing; and what an engine asks of several."""
+
+    rank = 0
+
+    def started(self, make: Callable[[], T]) -> T:
+        """What `make` returns, which is called on every rank with the group as `current_group()`."""
+        return make()
+
+    def run(self, step: Callable[[], T]) -> T:
+        """What `step` returns, which runs on every rank."""
+        return step()
+
+    def hand_on(self, entries: Sequence[Entry]) -> None:
+        """Start the next step on the other ranks, with what came before it."""
+
+    def tell(self, method: str) -> None:
+        """Call a method of the engine on the other ranks, between steps."""
+
+    def note(self, step: ScheduledStep | None) -> None:
+        """A step was scheduled."""
+
+    def close(self) -> None:
+        """End the other ranks."""
+
+
+class ScheduleDigest:
+    """A hash over all steps so far, with the tokens that they began from."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.steps = 0
+
+    def add(self, step: ScheduledStep | None) -> None:
+        self.steps += 1
+        for part in () if step is None else step.parts:
+            seq = part.seq
+            told = (seq.seq_id, seq.index, part[1:], seq.block_table, len(seq.token_ids), seq.token_ids[-1])
+            self._hash.update(repr(told).encode())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the ranks compare their digests now."""
+        return self.steps % _CHECK_STEPS == 0
+
+    @property
+    def value(self) -> tuple[int, str]:
+        return self.steps, self._hash.hexdigest()
+
+
+class Leader(Ranks):
+    """Rank 0: starts the processes of the other ranks. They end with this object.
+
+    Raises:
+        ValueError: the model cannot be split over so many ranks.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+        check_split(model, config.tensor_parallel_size)
+        self._config, self._device, self._size = config, device, config.tensor_parallel_size
+        self._groups: list[Group] = []
+        self._digest = ScheduleDigest() if os.environ.get(CHECK_VARIABLE) == "1" else None
+        self._directory = tempfile.mkdtemp(prefix="nanovllm-ranks-")  # mode 0700
+        weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        environment = {}
+        if device.type == "cpu":
+            threads = torch.get_num_threads()
+            weakref.finalize(self, torch.set_num_threads, threads)
+            torch.set_num_threads(max(1, threads // self._size))
+            environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        groups = self._groups  # not self, which the processes are to end with
+        # A CPU's collectives end by themselves after that time.
+        stuck = _STUCK_SECONDS if device.type == "cuda" else config.rank_timeout + _STUCK_SECONDS
+        self._processes = Processes(
+            "nanovllm.engine.rank_worker", self._size, environment, lambda: abort(groups), stuck
+        )
+        self._processes.send((config, self._directory))
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks from 1 on."""
+        return self._processes.pids
+
+    def started(self, make: Callable[[], T]) -> T:
+        with self._stopped_on_failure():
+            timeout = self._config.rank_timeout
+            self._processes.receive("started", timeout, "it has not started")
+            meet = _Meet(self._processes, timeout)
+            group = join(Path(self._directory), 0, self._size, self._device, timeout, meet)
+            self._groups.append(group)
+            with split_over(group):
+                made = make()
+            meet("the engine has started")
+            return made
+
+    def run(self, step: Callable[[], T]) -> T:
+        try:
+            self._processes.raise_failure()
+        except RankError as e:
+            raise RankError(f"{e}; the engine has stopped, make a new one") from None
+        with interrupts_deferred(), self._stopped_on_failure():
+            return step()
+
+    @contextmanager
+    def _stopped_on_failure(self) -> Iterator[None]:
+        """A failure within ends all ranks: they are no longer at the same step."""
+        self._processes.expect_return(True)
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and not isinstance(error, RankError):
+                self._processes.wait_for_failure()  # perhaps another rank broke the connection
+            failure = self._processes.failure
+            self._processes.expect_return(False)
+            self._processes.fail(f"rank 0 of {self._size} failed: {type(error).__name__}: {error}")
+            self.close()
+            if failure is not None and isinstance(error, RuntimeError):
+                raise RankError(failure) from error
+            raise
+        self._processes.expect_return(False)
+
+    def hand_on(self, entries: Sequence[Entry]) -> None:
+        news = [
+            RequestRecord.of(request)
+            if ended is None
+            else AbortRecord(request.request_id, [completion.seq.index for completion in ended])
+            for request, ended in entries
+        ]
+        self._processes.send(("step", news))
+
+    def tell(self, method: str) -> None:
+        self._processes.send((method, None))
+
+    def note(self, step: ScheduledStep | None) -> None:
+        if self._digest is None:
+            return
+        self._digest.add(step)
+        if self._digest.is_due:
+            digests = self._processes.receive("digest", self._config.rank_timeout, "its schedule is to be compared")
+            for rank, digest in enumerate(digests, 1):
+                if digest != self._digest.value:
+                    raise RankError(
+                        f"rank {rank} of {self._size} has another schedule or other tokens than rank 0 after"
+                        f" {self._digest.steps} steps; the engine has stopped"
+                    )
+
+    def close(self) -> None:
+        abort(self._groups)
+        self._processes.close()
+
+
+class _Meet:
+    """`Group.meet` of rank 0."""
+
+    def __init__(self, processes: Processes, timeout: float) -> None:
+        self._processes, self._timeout = processes, timeout
+
+    def __call__(self, place: str) -> None:
+        for other in self._processes.receive("at", self._timeout, f"it did not come to where {place}"):
+            assert other == place, f"ranks are at different places: {other!r}, {place!r}"
+        self._processes.send(("go", place))
+
+
+class Follower(Ranks):
+    """A rank from 1 on, in a process of its own."""
+
+    def __init__(self, rank: int, config: EngineConfig, connection: Connection, directory: str) -> None:
+        self.rank = rank
+        self._config, self._connection, self._directory = config, connection, directory
+        self._digest = ScheduleDigest() if os.environ.get(CHECK_VARIABLE) == "1" else None
+
+    def started(self, make: Callable[[], T]) -> T:
+        config = self._config
+        device = torch.device("cuda", self.rank) if torch.cuda.is_available() and config.device != "cpu" else "cpu"
+        size, directory = config.tensor_parallel_size, Path(self._directory)
+        self._connection.send(("started", None))
+        group = join(directory, self.rank, size, torch.device(device), config.rank_timeout, self._meet)
+        with split_over(group):
+            made = make()
+        self._meet("the engine has started")
+        return made
+
+    def _meet(self, place: str) -> None:
+        self._connection.send(("at", place))
+        self._connection.recv()
+
+    def note(self, step: ScheduledStep | None) -> None:
+        if self._digest is not None:
+            self._digest.add(step)
+            if self._digest.is_due:
+                self._connection.send(("digest", self._digest.value))
+
+
+def abort(groups: Sequence[Group]) -> None:
+    """Free whoever waits in a collective of groups whose ranks are not all there any more."""
+    for group in groups:
+        group.process_group.abort()
+
+
+def check_split(model: ModelConfig, size: int) -> None:
+    """Raise a ValueError that names what does not divide by `size`, and the sizes that are possible."""
+
+    def problem(size: int) -> str | None:
+        one_layer = replace(model, num_hidden_layers=1)
+        try:
+            with split_over(Group(0, size)), torch.device("meta"):
+                model_class(model.architecture)(one_layer, 1, kernels)
+        except ValueError as e:
+            return str(e)
+        return None
+
+    kernels = resolve_kernels(torch.device("cpu"), use_custom_kernels=False)
+    found = problem(size)
+    if found is not None:
+        possible = ", ".join(str(n) for n in _SIZES if problem(n) is None)
+        raise ValueError(f"{found}; for this model it may be {possible}")
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C takes effect after the block, so that it leaves no rank waiting for this one; pressed again, at once."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    pending: list[Any] = []
+
+    def defer(number: int, frame: Any) -> None:
+        if pending:
+            before(number, frame)
+        pending.append(frame)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pending:
+        before(signal.SIGINT, pending[0])

@@ -1,0 +1,101 @@
+"""Ranks for tests: processes that run the same functions as this one, so that many cases share their start.
+
+A function takes its group first; it is found in every process by its module and name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import SINGLE, split_over
+from nanovllm.distributed.processes import Processes
+from nanovllm.distributed.rendezvous import join
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.ranks import Ranks
+
+SECONDS = 60
+
+
+class SameInputs(Ranks):
+    """Ranks whose programs give them the same requests at the same steps."""
+
+    def __init__(self, group):
+        self.rank, self._group = group.rank, group
+
+    def started(self, make):
+        with split_over(self._group):
+            return make()
+
+
+def engine(group, directory, **arguments):
+    defaults = dict(
+        dtype="float32", skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=100, max_num_seqs=8,
+        max_model_len=128, max_num_batched_tokens=48, seed=0,
+    )  # fmt: skip
+    device = torch.device("cuda", group.rank) if torch.cuda.is_available() else "cpu"
+    return LLMEngine(EngineConfig(str(directory), device=str(device), **defaults | arguments), ranks=SameInputs(group))
+
+
+def barrier(group):
+    return lambda place: group[0].smallest(0, torch.device("cpu")) if group else None
+
+
+def joined(directory, rank, size):
+    group = []
+    made = join(Path(directory), rank, size, torch.device("cpu"), SECONDS, barrier(group))
+    group.append(made)
+    return made
+
+
+class Pool:
+    """`size` ranks, of which this process is the first."""
+
+    def __init__(self, size):
+        self._processes = Processes("tests.distributed.spmd", size, {"OMP_NUM_THREADS": "1"}, lambda: None)
+        self._groups = {1: SINGLE}
+
+    def run(self, size, fn, *args):
+        """What fn(group, *args) returns on this rank; it runs on `size` ranks."""
+        if size not in self._groups:
+            directory = tempfile.mkdtemp()
+            self._processes.send((size, "tests.distributed.spmd", "", (directory,)))
+            self._groups[size] = joined(directory, 0, size)
+            self._processes.receive("done", SECONDS, "joining a group")
+        if size > 1:
+            self._processes.send((size, fn.__module__, fn.__name__, args))
+        result = fn(self._groups[size], *args)
+        if size > 1:
+            for rank, other in enumerate(self._processes.receive("done", SECONDS, fn.__name__), 1):
+                assert rank >= size or other == result, f"rank {rank} has another result"
+        return result
+
+    def close(self):
+        self._processes.close()
+
+
+def main():
+    connection, rank = Connection(int(sys.argv[1])), int(sys.argv[2])
+    groups = {}
+    while True:
+        size, module, name, args = connection.recv()
+        result = None
+        if rank < size and not name:
+            groups[size] = joined(args[0], rank, size)
+        elif rank < size:
+            result = getattr(importlib.import_module(module), name)(groups[size], *args)
+        connection.send(("done", result))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except EOFError:
+        os._exit(0)

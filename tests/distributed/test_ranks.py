@@ -1,0 +1,160 @@
+"""`LLM(tensor_parallel_size=2)`: requests reach the other rank, and whatever goes wrong is an error that leaves no
+process behind.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests import tiny
+
+ARGUMENTS = dict(
+    device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=40, max_model_len=128, max_num_seqs=8,
+    max_num_batched_tokens=64, use_custom_kernels=False, seed=0,
+)  # fmt: skip
+PROMPTS = ["hello world", "one two three", "x"]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1, max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    tiny.save_with_tokenizer(directory)
+    return directory
+
+
+def make(directory, size=2, **arguments):
+    return LLM(directory, tensor_parallel_size=size, **ARGUMENTS | arguments)
+
+
+def told(outputs):
+    return [(o["text"], o["token_ids"], o.outputs[0].finish_reason) for o in outputs]
+
+
+def exist(pids):
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def gone(pids, seconds=10):
+    deadline = time.monotonic() + seconds
+    while exist(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not exist(pids)
+
+
+def conversation(llm):
+    """What an engine answers to requests of all kinds, each of which the ranks must hear of."""
+    said = [told(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (GREEDY, DRAWN)]
+    stop = said[0][0][0][4:7]
+    said.append(told(llm.generate(PROMPTS, SamplingParams(temperature=0, stop=[stop]), use_tqdm=False)))
+    stream = llm.stream(PROMPTS[1], GREEDY)
+    said.append(next(stream))
+    stream.close()  # aborts the request
+    assert llm.reset_prefix_cache() or not llm.engine.step()
+    said.append(told(llm.generate([PROMPTS[0] * 8] * 2, DRAWN, use_tqdm=False)))
+    return said
+
+
+def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")  # the ranks compare their schedules
+    want = conversation(make(directory, 1))
+    llm = make(directory)
+    pids = llm.engine.ranks.pids
+    assert conversation(llm) == want and exist(pids) == pids
+
+    # Ctrl-C in a step ends the call after this step, and the ranks go on together.
+    long = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        for _ in range(100):
+            llm.generate(PROMPTS, long, use_tqdm=False)
+    assert told(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == want[0]
+
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="rank 1 of 2 was killed by signal 9"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    with pytest.raises(RuntimeError, match="rank 1 of 2 .*; the engine has stopped, make a new one"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (dict(size=3), "q heads=4 does not divide by tensor_parallel_size=3; for this model it may be 1, 2, 4"),
+        (dict(device="cpu:0"), "device='cpu:0' with tensor_parallel_size=2: each rank has a device of its own"),
+    ],
+)
+def test_bad_arguments(directory, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        make(directory, **arguments)
+
+
+FAULTS = {
+    "hangs": ("time.sleep(300)", "rank 1 did not answer for 3 s: it"),
+    "fails": (
+        "from nanovllm.engine import model_runner; model_runner.load_model = None",
+        "rank 1 of 2 failed: TypeError",
+    ),
+    "ends": ("os._exit(7)", "rank 1 of 2 ended with exit code 7"),
+    "differs": (
+        "from nanovllm.kernels import sample\n"
+        "@sample.provider('other')\n"
+        "def other(logits, temperature, top_k, top_p, min_p, seeds, positions):\n"
+        "    return sample.native(logits, temperature, top_k, top_p, min_p, seeds + 1, positions)",
+        "rank 1 of 2 has another schedule or other tokens than rank 0 after 16 steps",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in ("fails", "differs"))) for f in FAULTS]
+)
+def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
+    """A plugin does something else in the process of rank 1."""
+    monkeypatch.setenv("NANOVLLM_CHECK", "1")
+    what, said = FAULTS[fault]
+    plugin = tmp_path / "fault.py"
+    plugin.write_text(
+        "import os, sys, time\n"
+        "from nanovllm.kernels import softmax\n"
+        f"@softmax.provider({fault!r})\n"
+        "def mine(x): return softmax.native(x)\n"
+        "if sys.argv[0].endswith('rank_worker.py'):\n" + textwrap.indent(what, "    ")
+    )
+    before = children()
+    with pytest.raises(RuntimeError, match=said):
+        llm = make(
+            directory, kernel_plugins=[str(plugin)], use_custom_kernels=True, rank_timeout=3 if fault == "hangs" else 60
+        )
+        llm.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
+    assert gone(children() - before)
+
+
+def children():
+    """The processes that this one has started."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as f:
+        return set(map(int, f.read().split()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["exit", "error", "kill"])
+def test_the_ranks_end_with_their_program(directory, end):
+    last = {"exit": "", "error": "raise ValueError", "kill": "os.kill(os.getpid(), signal.SIGKILL)"}[end]
+    program = (
+        "import os, signal\nfrom nanovllm import LLM\n"
+        f"llm = LLM({str(directory)!r}, tensor_parallel_size=2, **{ARGUMENTS})\n"
+        f"print(*llm.engine.ranks.pids, flush=True)\n{last}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 1 and gone(pids), done.stderr

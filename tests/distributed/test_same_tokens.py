@@ -1,0 +1,122 @@
+"""A model split over 2, 3 or 4 ranks writes the tokens of one rank, whatever the engine does to the batch."""
+
+import random
+
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.distributed.group import SINGLE
+from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
+from tests import tiny
+from tests.distributed.spmd import Pool, engine
+
+MODELS = {
+    "kv1-tied": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=1, vocab_size=331, tie_word_embeddings=True)),
+    "kv2": ("qwen3", dict(num_attention_heads=8, num_key_value_heads=2)),
+    "kv3-tied": ("llama", dict(num_attention_heads=12, num_key_value_heads=3, head_dim=8, tie_word_embeddings=True)),
+    "bias": ("llama", dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True, vocab_size=197)),
+    "three": ("llama", dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, head_dim=8,
+                            intermediate_size=81)),
+}  # fmt: skip
+# Too few blocks for all: sequences are preempted. Prompts are longer than a step.
+CROWDED = dict(num_kvcache_blocks=11, max_num_batched_tokens=32)
+MODES = {
+    "plain": dict(),
+    "reference": dict(fast_policy=FastPolicy.off(), enable_prefix_caching=False),
+    "asynchronous": dict(async_scheduling=True, **CROWDED),
+    "padded": dict(fast_policy=FastPolicy(padding=True, prefill_graphs=True)),
+    "piggybacked": dict(
+        max_num_batched_tokens=64,
+        fast_policy=FastPolicy(
+            piggyback_prefill=True, piggyback=PiggybackSizes((32, 48), min_tokens=4, min_tokens_at_once=64)
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    made = {}
+    for name, (architecture, overrides) in MODELS.items():
+        made[name] = tmp_path_factory.mktemp(name)
+        tiny.save(made[name], architecture, **overrides)
+    return made
+
+
+def served(group, directory, arguments):
+    """The tokens of two rounds of requests; some are aborted in the midst, and the second round finds prefixes."""
+    made = engine(group, directory, **arguments)
+    rng = random.Random(7)
+    shared = [rng.randrange(197) for _ in range(40)]
+    prompts = [[rng.randrange(197) for _ in range(n)] for n in (1, 17, 60)] + [shared + [n] for n in range(3)]
+    told = []
+    for _ in range(2):
+        requests = []
+        for i, prompt in enumerate(prompts):
+            drawn = dict(temperature=1.0, top_p=0.9) if i % 2 else dict(temperature=0.0)
+            if i == 3:
+                drawn.update(n=2, repetition_penalty=1.2, logprobs=1)
+            params = SamplingParams(max_tokens=12, ignore_eos=True, **drawn)
+            requests.append(made.make_request(prompt, params))
+        made.queue(*requests, offline=True)
+        steps = 0
+        while made.has_unfinished:
+            made.step()
+            steps += 1
+            if steps in (4, 7):
+                made.abort(requests[steps - 3])
+            made.check()
+        told += [seq.seq.output_token_ids for request in requests for seq in request.completions]
+    return told, made.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("kv1-tied", 4), ("kv2", 4), ("kv3-tied", 2), ("bias", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            ("kv1-tied", 2), ("kv2", 2), ("kv3-tied", 4), ("bias", 4),
+        ]),
+    ],
+)  # fmt: skip
+def test_architectures(pool, directories, name, size):
+    want, preempted = served_alone(directories[name], "asynchronous")
+    got, preempted_too = pool.run(size, served, directories[name], MODES["asynchronous"])
+    assert got == want and preempted == preempted_too > 0
+    assert len(set(map(tuple, want))) > 10  # sequences differ
+
+
+def test_three_ranks(pool, directories):
+    want = served_alone(directories["three"], "plain")
+    assert pool.run(3, served, directories["three"], MODES["plain"]) == want
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(pool, directories, mode):
+    assert pool.run(2, served, directories["kv2"], MODES[mode]) == served_alone(directories["kv2"], mode)
+
+
+def served_alone(directory, mode):
+    # The C++ kernels of a CPU round in another order.
+    return served(SINGLE, directory, MODES[mode] | dict(use_custom_kernels=False))
+
+
+def answered(group, path):
+    made = engine(group, path, use_custom_kernels=False, skip_tokenizer_init=False)
+    request = made.add_request("The capital of France is", SamplingParams(temperature=0, max_tokens=24))
+    while made.has_unfinished:
+        made.step()
+    return request.completions[0].seq.output_token_ids
+
+
+@pytest.mark.slow
+def test_smollm2_on_three_ranks(pool, smollm2_path):
+    want = answered(SINGLE, smollm2_path)
+    assert pool.run(3, answered, smollm2_path) == want and len(want) > 4
