@@ -15,7 +15,9 @@ from nanovllm.serve.chat import chat_completions
 from nanovllm.serve.completions import completions
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http import Disconnected, Exchange, Receive, Scope, Send
+from nanovllm.serve.messages import count_tokens, error_body, messages
 from nanovllm.serve.models import detokenize, get_model, health, list_models, live, tokenize, version
+from nanovllm.serve.responses import responses
 from nanovllm.serve.sampling import as_api_error
 from nanovllm.serve.service import Service
 
@@ -49,6 +51,9 @@ _GET = ("GET", "HEAD")
 ROUTES: dict[str, Route] = {
     "/v1/completions": Route(completions),
     "/v1/chat/completions": Route(chat_completions),
+    "/v1/responses": Route(responses),
+    "/v1/messages": Route(messages),
+    "/v1/messages/count_tokens": Route(count_tokens),
     "/v1/models": Route(list_models, _GET),
     "/tokenize": Route(tokenize),
     "/detokenize": Route(detokenize),
@@ -159,7 +164,7 @@ def _route(path: str) -> tuple[str, Route | None]:
 
 
 def _body(exchange: Exchange, error: ApiError) -> dict[str, object]:
-    return error.body()
+    return error_body(error) if exchange.path.startswith("/v1/messages") else error.body()
 
 
 def _uncancel() -> None:

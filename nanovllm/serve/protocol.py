@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -146,6 +148,19 @@ def parse(data: dict[str, Any], kind: type[T]) -> T:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Within the block an error names a field as another interface calls it. names: from a chat's fields."""
+    try:
+        yield
+    except ApiError as error:
+        other = names.get(error.param or "")
+        if other is not None and error.param is not None:
+            error.message = error.message.replace(error.param, other, 1)
+            error.param = other
+        raise
 
 
 def _invalid(message: str) -> ApiError:

@@ -1,0 +1,86 @@
+"""An answer as a row of blocks (reasoning, text, tool calls), as Anthropic's and OpenAI's newer interface have it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nanovllm.chat import AnswerParser, ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from nanovllm.outputs import CompletionOutput
+
+Change = Literal["open", "more", "close"]
+
+
+@dataclass
+class Block:
+    """A part of an answer. `text` is a call's arguments if it is one."""
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    name: str = ""
+    text: str = ""
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+
+
+class Blocks:
+    """Sorts an answer's deltas into blocks. One block is open at a time.
+
+    Args:
+        parser: of the answer; None: all of it is text.
+    """
+
+    def __init__(self, parser: AnswerParser | None) -> None:
+        self._parser = parser
+        self._open: Block | None = None
+        self.all: list[Block] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        return any(block.kind == "call" for block in self.all)
+
+    def feed(self, piece: CompletionOutput) -> Iterator[tuple[Change, Block, str]]:
+        """(what happens, to which block, the new text) for what is new."""
+        deltas: Iterable[Delta] = [ContentDelta(piece.text)] if piece.text else []
+        ended = piece.finish_reason is not None
+        if self._parser is not None:
+            deltas = self._parser.feed(piece.text)
+            if ended:
+                deltas = [*deltas, *self._parser.finish()]
+        for delta in deltas:
+            yield from self._take(delta)
+        if ended:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+            yield from self._close()
+
+    def _take(self, delta: Delta) -> Iterator[tuple[Change, Block, str]]:
+        if isinstance(delta, CallDelta):
+            yield from self._close()
+            yield from self._begin(Block("call", len(self.all), delta.name))
+            return
+        kind: Literal["reasoning", "text", "call"] = "text"
+        if isinstance(delta, ReasoningDelta):
+            kind = "reasoning"
+        elif isinstance(delta, ArgumentsDelta):
+            kind = "call"
+        if self._open is None or self._open.kind != kind:
+            if kind == "text" and not delta.text.strip():
+                return  # line breaks between blocks
+            yield from self._close()
+            yield from self._begin(Block(kind, len(self.all)))
+        assert self._open is not None
+        self._open.text += delta.text
+        yield "more", self._open, delta.text
+
+    def _begin(self, block: Block) -> Iterator[tuple[Change, Block, str]]:
+        self._open = block
+        self.all.append(block)
+        yield "open", block, ""
+
+    def _close(self) -> Iterator[tuple[Change, Block, str]]:
+        if self._open is not None:
+            block, self._open = self._open, None
+            yield "close", block, ""

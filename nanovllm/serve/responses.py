@@ -1,0 +1,242 @@
+"""/v1/responses: OpenAI's newer interface as a translation to a chat. Nothing is kept between two requests."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from nanovllm.outputs import RequestOutput
+from nanovllm.serve.answering import answer
+from nanovllm.serve.blocks import Block, Blocks
+from nanovllm.serve.chat import Conversation
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.event_stream import event
+from nanovllm.serve.http import Exchange
+from nanovllm.serve.protocol import ChatRequest, parse, renamed
+from nanovllm.serve.service import Service
+
+_RENAMED = {"max_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
+            "messages": "input"}  # fmt: skip
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stream: bool = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    include: list[str] = []
+    truncation: str = "disabled"
+    previous_response_id: str | None = None
+    background: bool = False
+    # vLLM's
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+async def responses(service: Service, exchange: Exchange, key: str) -> None:
+    request = parse(await service.json(exchange), ResponsesRequest)
+    service.check_model(request.model)
+    _refuse_state(request)
+    with renamed(_RENAMED):
+        conversation = Conversation(service, _chat_request(request))
+    generation = await conversation.start(exchange, key)
+    try:
+        shape = ResponseAnswer(request, conversation, exchange.request_id)
+        await answer(exchange, generation, shape, request.stream, service.options)
+    finally:
+        generation.close()
+
+
+def _refuse_state(request: ResponsesRequest) -> None:
+    if request.previous_response_id is not None:
+        raise ApiError(400, "previous_response_id: this server keeps nothing; send the whole conversation as input",
+                       "previous_response_id")  # fmt: skip
+    if request.background:
+        raise ApiError(400, "background: it is not supported; use stream", "background")
+    if request.truncation != "disabled":
+        raise ApiError(400, f"truncation={request.truncation!r:.40}: an input is not cut; shorten it", "truncation")
+    for name in request.include:
+        if name != "reasoning.encrypted_content":  # there is none, so nothing is left out
+            raise ApiError(400, f"include: {name!r:.80} is not supported", "include")
+
+
+def _chat_request(request: ResponsesRequest) -> ChatRequest:
+    messages: list[dict[str, Any]] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        messages.append({"role": "user", "content": request.input})
+    else:
+        for i, item in enumerate(request.input):
+            _add_item(messages, item, f"input[{i}]")
+    choice = request.tool_choice
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return ChatRequest(
+        messages=messages, max_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p,
+        top_k=request.top_k, seed=request.seed, ignore_eos=request.ignore_eos, tools=_tools(request.tools),
+        tool_choice=choice, parallel_tool_calls=request.parallel_tool_calls, response_format=_format(request.text),
+        reasoning_effort=(request.reasoning or {}).get("effort"),
+    )  # fmt: skip
+
+
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: str) -> None:
+    """Add an item of the input to the chat."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        messages.append({"role": "system" if role == "developer" else role, "content": item.get("content")})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if messages and messages[-1]["role"] == "assistant":  # calls of one answer
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    elif kind == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+    elif kind != "reasoning":  # thoughts of earlier answers are not shown to the model again
+        raise ApiError(400, f"{name}: type={kind!r:.80} is not supported", "input")
+
+
+def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    found = []
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise ApiError(400, f"tools[{i}]: type={tool.get('type')!r:.40}: only functions are supported", "tools")
+        known = {k: v for k, v in tool.items() if k in ("name", "description", "parameters") and v is not None}
+        found.append({"type": "function", "function": known})
+    return found
+
+
+def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The format in the shape of a chat's response_format."""
+    form = (text or {}).get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    return form
+
+
+class ResponseAnswer:
+    """OpenAI's response, whole or as events."""
+
+    def __init__(self, request: ResponsesRequest, conversation: Conversation, request_id: str) -> None:
+        self._blocks = Blocks(conversation.parser())
+        self._number = 0
+        self._head: dict[str, Any] = {
+            "id": f"resp_{request_id}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
+            "background": False, "error": None, "incomplete_details": None, "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens, "model": conversation.service.model_name, "output": [],
+            "parallel_tool_calls": request.parallel_tool_calls, "previous_response_id": None,
+            "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None}, "store": False,
+            "temperature": request.temperature, "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto", "tools": request.tools or [], "top_p": request.top_p,
+            "truncation": "disabled", "usage": None, "metadata": request.metadata or {},
+        }  # fmt: skip
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def feed(self, prompt_index: int, output: RequestOutput) -> bytes:
+        frames = []
+        if not self._number:
+            frames.append(self._event("response.created", response=self._head))
+            frames.append(self._event("response.in_progress", response=self._head))
+        for piece in output.outputs:
+            for change, block, text in self._blocks.feed(piece):
+                frames.append(getattr(self, f"_{change}")(block, text))
+        return b"".join(frames)
+
+    def _open(self, block: Block, text: str) -> bytes:
+        added = self._event(
+            "response.output_item.added", output_index=block.index, item=_item(block, "in_progress", empty=True)
+        )
+        if block.kind == "call":
+            return added
+        return added + self._event("response.content_part.added", **_place(block), part=_part(block, ""))
+
+    def _more(self, block: Block, text: str) -> bytes:
+        if block.kind == "call":
+            return self._event(
+                "response.function_call_arguments.delta", item_id=_id(block), output_index=block.index, delta=text
+            )
+        kind = "response.output_text.delta" if block.kind == "text" else "response.reasoning_text.delta"
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        return self._event(kind, **_place(block), delta=text, **logprobs)
+
+    def _close(self, block: Block, text: str) -> bytes:
+        if block.kind == "call":
+            done = self._event(
+                "response.function_call_arguments.done", item_id=_id(block), output_index=block.index,
+                name=block.name, arguments=block.text,
+            )  # fmt: skip
+        else:
+            kind = "response.output_text.done" if block.kind == "text" else "response.reasoning_text.done"
+            logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            done = self._event(kind, **_place(block), text=block.text, **logprobs)
+            done += self._event("response.content_part.done", **_place(block), part=_part(block, block.text))
+        item = _item(block, "completed")
+        return done + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        response = self.whole(usage)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def error(self, error: ApiError) -> bytes:
+        told = {"code": str(error.code or "server_error"), "message": error.message}
+        return self._event("response.failed", response={**self._head, "status": "failed", "error": told})
+
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        complete = self._blocks.finish_reason == "stop"
+        reason = "max_output_tokens" if self._blocks.finish_reason == "length" else "content_filter"
+        status = "completed" if complete else "incomplete"
+        return {
+            **self._head, "status": status, "incomplete_details": None if complete else {"reason": reason},
+            "output": [_item(block, "completed") for block in self._blocks.all],
+            "usage": {
+                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+                "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+            },
+        }  # fmt: skip
+
+
+def _id(block: Block) -> str:
+    return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
+
+
+def _place(block: Block) -> dict[str, Any]:
+    return {"item_id": _id(block), "output_index": block.index, "content_index": 0}
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _item(block: Block, status: str, empty: bool = False) -> dict[str, Any]:
+    """An item of the output. empty: as it begins."""
+    text = "" if empty else block.text
+    content = [] if empty else [_part(block, text)]
+    if block.kind == "call":
+        call = {"call_id": f"call_{block.id}", "name": block.name, "arguments": text}
+        return {"type": "function_call", "id": _id(block), "status": status, **call}
+    if block.kind == "reasoning":
+        return {"type": "reasoning", "id": _id(block), "summary": [], "content": content, "status": status}
+    return {"type": "message", "id": _id(block), "status": status, "role": "assistant", "content": content}

@@ -1,0 +1,131 @@
+"""The official clients of OpenAI and Anthropic."""
+
+import asyncio
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="pip install openai")
+anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
+
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_models(client):
+    assert [m.id for m in client.models.list()] == ["model"]
+    assert client.models.retrieve("model").id == "model"
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        client.models.retrieve("other")
+
+
+def test_chat(client):
+    asked = dict(model="model", messages=MESSAGES, max_tokens=12, temperature=0, seed=1)
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+    text, usage = "", None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        usage = chunk.usage or usage
+    assert text == whole.choices[0].message.content and usage == whole.usage
+    with client.chat.completions.stream(**asked, stop=[text[4:6]]) as stream:  # the client's own accumulator
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == text.partition(text[4:6])[0]
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_completions_and_extra_fields(client):
+    asked = dict(model="model", prompt="abc", max_tokens=6, temperature=0)
+    extra = {"top_k": 5, "ignore_eos": True, "min_tokens": 6}
+    whole = client.completions.create(**asked, extra_body=extra, logprobs=1)
+    assert whole.usage.completion_tokens == 6 and len(whole.choices[0].logprobs.tokens) == 6
+    pieces = client.completions.create(**asked, extra_body=extra, stream=True)
+    assert "".join(p.choices[0].text for p in pieces) == whole.choices[0].text
+
+
+def test_errors(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="model", messages=MESSAGES, temperature=-1)
+    assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="'temperature'"):
+        client.chat.completions.create(model="model", messages=MESSAGES, extra_body={"temperatur": 1})
+
+
+def test_many_asynchronous_chats(server):
+    async def run():
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+
+            async def one(i):
+                stream = await client.chat.completions.create(
+                    model="model", messages=MESSAGES, max_tokens=10, seed=i % 4, stream=True
+                )
+                return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            return await asyncio.gather(*(one(i) for i in range(16)))
+
+    texts = asyncio.run(run())
+    assert len(set(texts)) == 4 and all(texts[i] == texts[i % 4] for i in range(16))
+
+
+def test_responses(client, server):
+    asked = dict(model="model", input="hello there", max_output_tokens=12, temperature=0)
+    whole = client.responses.create(**asked, instructions="be brief")
+    chat = [{"role": "system", "content": "be brief"}, *MESSAGES]
+    expected = server.post("/v1/chat/completions", messages=chat, max_tokens=12, temperature=0)
+    assert whole.output_text == expected["choices"][0]["message"]["content"]
+    assert whole.status == ("completed" if expected["choices"][0]["finish_reason"] == "stop" else "incomplete")
+    with client.responses.stream(**asked, instructions="be brief") as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response() if "response.completed" in kinds else None
+    assert kinds[:2] == ["response.created", "response.in_progress"] and "response.output_text.delta" in kinds
+    assert kinds[-1] == f"response.{whole.status}" and (final is None or final.output_text == whole.output_text)
+    items = [*MESSAGES, {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hi"}]},
+             {"role": "user", "content": [{"type": "input_text", "text": "again"}]}]  # fmt: skip
+    assert client.responses.create(**asked | {"input": items}).usage.input_tokens > 5
+    for wrong in ({"previous_response_id": "resp_1"}, {"store": True}, {"max_output_tokens": -1}, {"background": True}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**asked | wrong)
+        assert caught.value.param == next(iter(wrong))
+
+
+def test_messages(claude, server):
+    asked = dict(model="model", max_tokens=12, messages=MESSAGES, extra_body={"temperature": 0}, system="be brief")
+    whole = claude.messages.create(**asked)
+    chat = [{"role": "system", "content": "be brief"}, *MESSAGES]
+    expected = server.post("/v1/chat/completions", messages=chat, max_tokens=12, temperature=0)
+    assert "".join(block.text for block in whole.content) == expected["choices"][0]["message"]["content"]
+    assert whole.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[expected["choices"][0]["finish_reason"]]
+    assert whole.usage.output_tokens == expected["usage"]["completion_tokens"]
+    with claude.messages.stream(**asked) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text and final.stop_reason == whole.stop_reason
+    assert claude.messages.count_tokens(
+        model="model", messages=MESSAGES, system="be brief"
+    ).input_tokens == expected["usage"]["prompt_tokens"]  # fmt: skip
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        claude.messages.create(**asked | {"stop_sequences": [""]})
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    assert "stop_sequences" in caught.value.body["error"]["message"]
+    image = [{"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x"}}]
+    with pytest.raises(anthropic.BadRequestError, match="image"):
+        claude.messages.create(**asked | {"messages": [{"role": "user", "content": image}]})
+
+
+def test_stop_sequences(claude, server):
+    text = server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=20, temperature=0, ignore_eos=True)
+    stop = text["choices"][0]["message"]["content"][4:7]
+    found = claude.messages.create(
+        model="model", max_tokens=20, messages=MESSAGES, extra_body={"temperature": 0}, stop_sequences=[stop]
+    )
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
