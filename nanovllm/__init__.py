@@ -3,12 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
 
 

@@ -83,10 +83,9 @@ ENGINE_ARGUMENTS = _table(
      " skip_mm_profiling allowed_local_media_path allowed_media_domains language_model_only"),
     ("the engine generates text; embeddings, scores and rewards are not supported", (None, "auto", "generate"),
      "task runner convert override_pooler_config pooler_config"),
-    ("structured output is not supported; check the text, and ask again", _OFF, "structured_outputs_config"
-     " reasoning_parser"),
-    ("structured output is not supported, so its backend has no effect", None, "guided_decoding_backend"
-     " guided_decoding_disable_fallback guided_decoding_disable_any_whitespace"),
+    ("llguidance constrains outputs", None, "guided_decoding_backend guided_decoding_disable_fallback"
+     " guided_decoding_disable_any_whitespace structured_outputs_config"),
+    ("use the parsers of nanovllm.chat", _OFF, "reasoning_parser"),
     ("the engine cannot sleep; delete the LLM, which frees its memory", _OFF, "enable_sleep_mode"),
     ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
      " logits_processor_pattern"),
@@ -134,11 +133,11 @@ SAMPLING_ARGUMENTS = _table(
     ("beam search is not supported; use n for several completions", _ONE, "use_beam_search num_beams beam_width"
      " length_penalty early_stopping num_beam_groups diversity_penalty"),
     ("use n, and choose the best by cumulative_logprob", _ONE, "best_of"),
-    ("structured output is not supported; check the text, and ask again", _OFF, "structured_outputs guided_decoding"
-     " guided_json guided_regex guided_choice guided_grammar response_format"),
+    ("use structured_outputs, for example structured_outputs={\"json\": schema}", _OFF, "guided_decoding guided_json"
+     " guided_regex guided_choice guided_grammar"),
+    ("use structured_outputs=StructuredOutputs.of_response_format(...)", _OFF, "response_format"),
     ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
      " logits_processor extra_args vllm_xargs"),
-    ("ban tokens with logit_bias, or end at stop_token_ids", (None,), "allowed_token_ids"),
     ("a prompt is not cut; shorten it", (None, -1), "truncate_prompt_tokens"),
     ("pass skip_tokenizer_init=True to LLM for outputs without a text", (None, True), "detokenize"),
     ("the text is the tokenizer's, spaces included", (None, True), "spaces_between_special_tokens"),
@@ -159,11 +158,20 @@ SAMPLING_ARGUMENTS = _table(
 )  # fmt: skip
 """Keywords of vLLM's SamplingParams, of transformers' GenerationConfig and of OpenAI's API."""
 
+STRUCTURED_OUTPUT_ARGUMENTS = _table(
+    ("there is one backend, llguidance", None, "disable_fallback backend"),
+    ("JSON has a space after each separator and no other white space", (None, False, True), "disable_any_whitespace"),
+    ("JSON has a space after each separator and no other white space", (None,), "whitespace_pattern"),
+    ('write "additionalProperties": false into the schema', (None, False), "disable_additional_properties"),
+    ("structural tags are not supported; use a grammar", (None,), "structural_tag"),
+)
+"""Keywords of vLLM's StructuredOutputsParams."""
+
 CALL_ARGUMENTS = _table(
     ("LoRA is not supported; merge the adapter into the weights", (None,), "lora_request"),
     ("prompt adapters are not supported; put the prompt into the text", (None,), "prompt_adapter_request"),
     ("requests are served in the order of their arrival", (None, 0, []), "priority"),
-    ("structured output is not supported; check the text, and ask again", (None,), "guided_options_request"),
+    ("use SamplingParams(structured_outputs=...)", (None,), "guided_options_request"),
     ("images, audio and video are not supported; send text", (None, {}), "mm_processor_kwargs multi_modal_data"),
     ("pass a list of token ids, or a list of such lists, as prompts", (None,), "prompt_token_ids"),
     ("prompts are tokenised with the tokenizer's defaults; pass token ids for others", (None, {}),

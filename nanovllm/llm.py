@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.arguments import drop_foreign, reject_unknown
+from nanovllm.chat import AnswerPlan, ToolPlan, parse, with_constraints
 from nanovllm.config import EngineConfig
-from nanovllm.engine.chat import Message, chat_text, check_conversations, check_messages
+from nanovllm.engine.chat import Message, chat_text, check_conversations, check_messages, described
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.request import Request
@@ -134,19 +135,27 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's own chat template.
+
+        Each completion has a `message`: `content`, `reasoning_content` (a `<think>` block) and `tool_calls`. Its `text`
+        is what the model wrote.
 
         Args:
             messages: dicts with "role" and "content", or a list of such lists. A content is a string, or a list of
                 parts `{"type": "text", "text": ...}`, which are joined with line breaks.
             chat_template_kwargs: further variables for the template, for example `{"enable_thinking": False}`.
-            tools: descriptions of functions, as OpenAI's API has them, for templates that show them to the model.
+            tools: functions that the model may call, as OpenAI's API describes them, or Python functions with types and
+                docstrings.
             chat_template: a Jinja template to use instead of the model's own.
             add_generation_prompt: end the prompt with the beginning of an answer.
             continue_final_message: the model goes on with the last message instead of answering it. It needs
                 `add_generation_prompt=False`.
+            tool_choice: "auto", "none", "required", or `{"type": "function", "function": {"name": ...}}`. None: "auto".
+            parallel_tool_calls: False: at most one call.
             others: arguments of vLLM's `chat` that have no effect here.
 
         Raises:
@@ -159,13 +168,21 @@ class LLM:
                 f"chat_template_kwargs={variables!r:.80}: must be a dict, for example"
                 ' {"enable_thinking": False}, or None'
             )
+        template = chat_template or getattr(self.tokenizer, "chat_template", None)
+        plan = ToolPlan.of(described(tools), tool_choice, str(template or ""), parallel_tool_calls)
         variables = {
-            "tools": tools, "chat_template": chat_template, "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message, **variables,
+            "tools": plan.template_tools, "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+            **variables,
         }  # fmt: skip
         conversations = check_conversations(messages)
         prompts = [self._chat_prompt(name, c, variables) for name, c in conversations.items()]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        plans = [AnswerPlan.of(plan, prompt["prompt"], str(template or "")) for prompt in prompts]
+        outputs = self.generate(prompts, with_constraints(sampling_params, plans), use_tqdm)
+        for output, answer in zip(outputs, plans):
+            for completion in output.outputs:
+                completion.message = parse(answer.parser(), completion.text)
+        return outputs
 
     def chat_prompt(self, messages: Sequence[Message], **template_kwargs: Any) -> dict[str, Any]:
         """A conversation as a prompt: the template's text, and its token ids. template_kwargs: as `chat` takes them."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm.chat.deltas import Message
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class CompletionOutput:
     """The stop token id or stop string that ended it; None for the model's own end token."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each output token: itself first, then the most likely tokens. None if `SamplingParams.logprobs` is None."""
+
+    message: Message | None = None
+    """Of `LLM.chat`: the text taken apart into content, reasoning and tool calls."""
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.arguments import rejects_unknown
 from nanovllm.foreign_arguments import SAMPLING_ARGUMENTS
+from nanovllm.structured_outputs import StructuredOutputs
 
 MAX_N = 128
 """Most completions of a request: OpenAI's limit. Each is a sequence of its own from the start."""
@@ -76,6 +77,11 @@ class SamplingParams:
     where the tokens before it are already in the output. Kept as a tuple."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     """Token id -> what is added to its logit, from -100 (never) to 100 (always). Kept as a dict."""
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    """Only these tokens may be sampled; end tokens too only if they are among them. None: all. Kept as a tuple."""
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    """What the output must look like; or a dict of its fields. Bans and `min_tokens` give way where they would leave no
+    token. Needs the extra `structured`."""
 
     def __post_init__(self) -> None:
         self._int("n", 1, MAX_N, remedy="; send several requests for more")
@@ -96,8 +102,13 @@ class SamplingParams:
                 self._fail(name, "must be True or False")
         self._strings("stop", "stop string", "would end every text at once", MAX_STOP_STRINGS, lone=True)
         self._strings("bad_words", "word", "cannot be banned", MAX_BAD_WORDS)
-        self._stop_token_ids()
+        self._token_ids("stop_token_ids")
+        if self.allowed_token_ids is not None:
+            self._token_ids("allowed_token_ids")
+            if not self.allowed_token_ids:
+                self._fail("allowed_token_ids", "no token could be sampled; leave it out, or pass None, to allow all")
         self._logit_bias()
+        self._structured_outputs()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             self._fail("min_tokens", f"is above max_tokens={self.max_tokens}; lower it or raise max_tokens")
 
@@ -119,6 +130,11 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether the host must say at every step which logits of the row change."""
         return bool(self.logit_bias or self.bad_words)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the host must say at every step which tokens may be sampled."""
+        return self.structured_outputs is not None or self.allowed_token_ids is not None
 
     @property
     def uses_filters(self) -> bool:
@@ -178,13 +194,25 @@ class SamplingParams:
             )
         self._set(name, tuple(given))
 
-    def _stop_token_ids(self) -> None:
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
+    def _token_ids(self, name: str) -> None:
+        ids = () if getattr(self, name) is None else getattr(self, name)
         if not isinstance(ids, (list, tuple)) or not all(_is_int(i) for i in ids):
-            self._fail("stop_token_ids", "must be a list of integers, or None")
+            self._fail(name, "must be a list of integers, or None")
         if any(i < 0 for i in ids):
-            self._fail("stop_token_ids", "token ids must be at least 0; leave the negative ones out")
-        self._set("stop_token_ids", tuple(int(i) for i in ids))
+            self._fail(name, "token ids must be at least 0; leave the negative ones out")
+        self._set(name, tuple(int(i) for i in ids))
+
+    def _structured_outputs(self) -> None:
+        given = self.structured_outputs
+        if given is None:
+            return
+        if isinstance(given, Mapping):
+            given = StructuredOutputs(**given)
+        if not isinstance(given, StructuredOutputs):
+            self._fail("structured_outputs", 'must be a StructuredOutputs or a dict such as {"json": {...}}, or None')
+        if self.ignore_eos:
+            self._fail("ignore_eos", "structured outputs end with the end token; leave ignore_eos out")
+        self._set("structured_outputs", given)
 
     def _logit_bias(self) -> None:
         biases = {} if self.logit_bias is None else self.logit_bias

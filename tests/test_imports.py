@@ -9,7 +9,15 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 # These know nothing of ours but each other's plain helpers; everybody may import them.
-LEAVES = {"config", "model_config", "arguments", "foreign_arguments", "sampling_params", "outputs"}
+LEAVES = {
+    "config",
+    "model_config",
+    "arguments",
+    "foreign_arguments",
+    "sampling_params",
+    "outputs",
+    "structured_outputs",
+}
 ALLOWED = {
     "hardware": set(),
     "distributed": set(),

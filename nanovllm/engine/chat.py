@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,7 +63,7 @@ def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables:
             raise TypeError(f"tools={tools!r:.80}: must be a list of descriptions of functions, or None")
         if "tools" not in str(given.get("chat_template", tokenizer.chat_template)):
             logger.warning("the model's chat template does not show tools: the model will not know them")
-    plain = [_with_plain_content(f"{name}[{i}]", message) for i, message in enumerate(messages)]
+    plain = [_with_call_objects(_with_plain_content(f"{name}[{i}]", m)) for i, m in enumerate(messages)]
     try:
         return tokenizer.apply_chat_template(plain, tokenize=False, **given)
     except Exception as error:  # of Jinja, of transformers, or what the template itself raises
@@ -85,6 +86,42 @@ def _with_plain_content(name: str, message: Message) -> Message:
             raise TypeError(f'{name}: content[{i}]={part!r:.80}: a part is {{"type": "text", "text": ...}} or a string')
         texts.append(text)
     return {**message, "content": "\n".join(texts)}
+
+
+def _with_call_objects(message: Message) -> Message:
+    """The message with the arguments of its tool calls as objects, which templates want; OpenAI's API has JSON text."""
+    calls: Any = message.get("tool_calls")
+    if not _is_list(calls):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function: Any = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        given = json.loads(arguments or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": given}} if isinstance(given, dict) else call
+
+
+def described(tools: Any) -> Any:
+    """Descriptions of functions, in place of Python functions among the tools.
+
+    Raises:
+        ValueError: a function lacks types or a docstring.
+    """
+    if not _is_list(tools) or not any(map(callable, tools)):
+        return tools
+    from transformers.utils import get_json_schema
+
+    try:
+        return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
+    except Exception as error:  # of transformers
+        raise ValueError(f"tools: a function cannot be described: {error}") from error
 
 
 def _is_list(value: Any) -> bool:

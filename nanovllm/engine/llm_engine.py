@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.constraint import ConstraintMaker
 from nanovllm.engine.devices import select_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import PromptReader
@@ -91,8 +92,9 @@ class LLMEngine:
         asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
         self._steps_ahead = 1 if asynchronous else 0
         self.maker = RequestMaker(
-            self.tokenizer, self.model_config.vocab_size, self.runner.max_model_len, config.max_logprobs, config.seed
-        )
+            self.tokenizer, self.model_config.vocab_size, self.runner.max_model_len, config.max_logprobs, config.seed,
+            ConstraintMaker(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids),
+        )  # fmt: skip
         self._in_flight: deque[StepResult] = deque()
         self._completions: dict[Sequence, tuple[Request, Completion]] = {}
         self._inbox: deque[tuple[Request, list[Completion] | None]] = deque()
@@ -262,6 +264,12 @@ class LLMEngine:
                         seq.finish_reason, seq.stop_reason = "stop", stop
                 if request.incremental:
                     request.notify()
+            if seq.constraint is not None and seq.constraint.error is not None and not seq.finished:
+                logger.warning("request %d ends early: %s", request.request_id, seq.constraint.error)
+                if seq.constraint.broken:
+                    self.scheduler.finish(seq, "abort")
+                elif self.ranks.rank == 0:  # time differs among ranks: this one tells the others
+                    self.abort(request, seq.index)
             if request.first_token_time is None or seq.finished:
                 request.note_token()
                 if seq.finished:

@@ -27,6 +27,7 @@ from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
+from nanovllm.engine.token_masks import ConstrainedRow
 from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import LayerCache
 from nanovllm.models.packed_decoder import refusal
@@ -63,7 +64,9 @@ class ModelRunner:
             )  # fmt: skip
             timer.end("weights")
             group.meet("the model's weights are loaded")
-            self.sampler = Sampler(config.max_num_seqs, checkpoint.config.vocab_size, device, kernels.sample)
+            self.sampler = Sampler(
+                config.max_num_seqs, checkpoint.config.vocab_size, device, kernels.sample, kernels.apply_token_bitmask
+            )
             # Before the KV cache is sized, so that it leaves memory for the static buffers.
             self.fast = FastPaths(config, kernels, self.model, device)
             num_blocks = num_kvcache_blocks(config, self.model, self.sampler, limits)
@@ -106,8 +109,9 @@ class ModelRunner:
         with on_device(self.device):
             if not step.continues:
                 self._set_up_admitted(step)
-            result = self.fast.decode(step)
-            return self._run(step) if result is None else result
+            result = self.fast.decode(step) or self._run(step)
+            self.sampler.masks.launched(result)
+            return result
 
     def _set_up_admitted(self, step: ScheduledStep) -> None:
         for part in step.parts:
@@ -129,7 +133,12 @@ class ModelRunner:
             return StepResult(step, torch.empty(0, dtype=torch.int64, device=self.device), None, prompt)
         rows = [SamplingRow.of(p.seq, p.start + p.num_tokens, p.seq_slot) for p in sampling]
         metadata = SamplingMetadata.build(rows, self.device, pin=self.device.type == "cuda")
-        output = self.sampler(logits, metadata, self.paged.last_tokens)
+        constrained = [
+            ConstrainedRow(i, p.seq, p.start + p.num_tokens)
+            for i, p in enumerate(sampling)
+            if p.seq.constraint is not None
+        ]
+        output = self.sampler(logits, metadata, self.paged.last_tokens, constrained)
         self.paged.last_tokens[metadata.seq_slots] = output.token_ids
         return StepResult(step, output.token_ids, output.logprobs, prompt)
 

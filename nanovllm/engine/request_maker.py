@@ -6,11 +6,14 @@ import itertools
 import random
 from typing import Any
 
+from nanovllm.engine.constraint import ConstraintMaker
 from nanovllm.engine.detokenizer import TextDecoder
+from nanovllm.engine.grammar_check import GrammarChecker
 from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
 from nanovllm.engine.prompts import Prompt, PromptReader
 from nanovllm.engine.request import Request
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputs
 
 
 class RequestMaker:
@@ -22,10 +25,18 @@ class RequestMaker:
         max_model_len: most tokens of a prompt and its output.
         max_logprobs: most log-probabilities of a token; negative: any number.
         seed: of the seeds for requests that bring none; None: from the system.
+        constraints: makes the constraints of sequences. None: they are only checked, since another maker's requests
+            are computed.
     """
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, max_model_len: int, max_logprobs: int, seed: int | None
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        max_logprobs: int,
+        seed: int | None,
+        constraints: ConstraintMaker | None = None,
     ) -> None:
         self.prompts = PromptReader(tokenizer, vocab_size, max_model_len)
         self.decoder = None if tokenizer is None else TextDecoder(tokenizer)
@@ -34,6 +45,8 @@ class RequestMaker:
         self._max_logprobs = max_logprobs
         self._request_ids = itertools.count()
         self._seeds = random.Random(seed)
+        self._constraints = constraints
+        self._checker = GrammarChecker()
 
     def make(
         self,
@@ -78,10 +91,17 @@ class RequestMaker:
             words = bad_word_token_ids(params.bad_words or (), self._tokenizer, self._vocab_size)
             rules = LogitRules(params.logit_bias or {}, words)
         decoder = self.decoder if with_text else None
-        return Request(request_id, prompt, params, seed, decoder, incremental, rules)
+        request = Request(request_id, prompt, params, seed, decoder, incremental, rules)
+        if self._constraints is not None and params.constrained:
+            for completion, constraint in zip(request.completions, self._constraints.make(params)):
+                completion.seq.constraint = constraint
+        return request
 
     def check(self, params: SamplingParams) -> None:
-        """Raise a ValueError if this model cannot serve the parameters."""
+        """Raise a ValueError if this model cannot serve the parameters.
+
+        A grammar that is new may take seconds: call this in another thread first, where seconds count.
+        """
         most = self._max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
@@ -90,7 +110,7 @@ class RequestMaker:
                     f"{name}={count}: this engine reports at most {most} for a token; lower it, or pass"
                     f" max_logprobs={count} to LLM"
                 )
-        for name in ("stop_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token_id in getattr(params, name) or ():
                 if not 0 <= token_id < self._vocab_size:
                     raise ValueError(f"{name}: {token_id} is outside the vocabulary of {self._vocab_size}")
@@ -98,3 +118,5 @@ class RequestMaker:
             raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
         if params.bad_words and self._tokenizer is None:
             raise ValueError("bad_words need a tokenizer, and this engine has none; use logit_bias")
+        if isinstance(params.structured_outputs, StructuredOutputs):
+            self._checker.check(params.structured_outputs)

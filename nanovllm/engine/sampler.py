@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +13,8 @@ import torch
 from nanovllm.engine.logit_rules import LogitChange
 from nanovllm.engine.logprobs import LogprobsTensors, compute_logprobs
 from nanovllm.engine.sequence import Sequence as TokenSequence
+from nanovllm.engine.token_masks import ConstrainedRow, MaskBuilder
+from nanovllm.kernels import apply_token_bitmask
 from nanovllm.kernels.ops.sample import apply_penalties, rows_per_chunk
 from nanovllm.sampling_params import SamplingParams
 
@@ -39,6 +42,8 @@ class SamplingRow(NamedTuple):
             num_unknown = position - len(seq.token_ids)
             assert 0 <= num_unknown <= 1, "the device compares one token"
             changes += seq.logit_rules.changes(seq.token_ids, seq.prompt_len, num_unknown == 1)
+        if seq.constraint is not None:  # its mask has the bans, as far as they leave a token
+            changes = [change for change in changes if change.value != -math.inf]
         return cls(seq.params, seq.seed, position, seq_slot, changes)
 
 
@@ -174,15 +179,26 @@ class Sampler:
         vocab_size: columns of the logits.
         device: where the logits are.
         sample_op: a provider of the op `sample`.
+        mask_op: a provider of the op `apply_token_bitmask`.
+
+    Attributes:
+        masks: fills the masks of constrained rows.
     """
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device | str, sample_op: Callable[..., torch.Tensor]
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        sample_op: Callable[..., torch.Tensor],
+        mask_op: Callable[..., None] = apply_token_bitmask,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.sample_op = sample_op
+        self.mask_op = mask_op
+        self.masks = MaskBuilder(vocab_size, device)
         self._penalty_state: tuple[torch.Tensor, torch.Tensor] | None = None
         """[max_num_seqs, vocab_size] each: whether the prompt has a token (bool), its count in the output (int32)."""
 
@@ -212,7 +228,11 @@ class Sampler:
         self._penalty_state = None
 
     def __call__(
-        self, logits: torch.Tensor, meta: SamplingMetadata, last_tokens: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        meta: SamplingMetadata,
+        last_tokens: torch.Tensor | None = None,
+        constrained: Sequence[ConstrainedRow] = (),
     ) -> SamplerOutput:
         """Sample one token per row, and count it in the penalty state of rows with penalties.
 
@@ -221,6 +241,7 @@ class Sampler:
             meta: of the same R rows; no seq_slot twice.
             last_tokens: [max_num_seqs or more] int64, the token last sampled in each seq_slot. It is needed where a
                 change of a logit depends on a token that the host does not know.
+            constrained: the rows with a constraint; see `MaskBuilder.build` for what this waits for.
         """
         # Log-probabilities are of the model's own distribution, before all changes, as in vLLM.
         raw = logits
@@ -228,6 +249,9 @@ class Sampler:
             logits = changed_logits(logits, meta.changes, meta.seq_slots, last_tokens)
         if meta.penalties is not None:
             logits = self._penalize(logits, meta, *meta.penalties, in_place=logits is not raw)
+        if constrained:
+            logits = logits.clone() if logits is raw else logits
+            self.constrain(logits, constrained)
         if meta.all_greedy:
             token_ids = logits.argmax(-1)
         else:
@@ -240,6 +264,10 @@ class Sampler:
         if meta.max_logprobs is None:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, compute_logprobs(raw, token_ids, meta.max_logprobs))
+
+    def constrain(self, logits: torch.Tensor, constrained: Sequence[ConstrainedRow]) -> None:
+        """Ban what the constraints of some rows do not allow, in place."""
+        self.mask_op(logits, *self.masks.build(constrained))
 
     def _penalize(
         self, logits: torch.Tensor, meta: SamplingMetadata, *penalties: torch.Tensor, in_place: bool

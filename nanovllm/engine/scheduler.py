@@ -256,7 +256,9 @@ class Scheduler:
 
     def _stop_by_token(self, seq: Sequence, token: int) -> None:
         params = seq.params
-        if token in seq.stop_ids and seq.num_output_tokens >= params.min_tokens:
+        # A constraint allows an end token before `min_tokens` only where it allows nothing else.
+        may_end = seq.num_output_tokens >= params.min_tokens or seq.constraint is not None
+        if token in seq.stop_ids and may_end:
             by_eos = token in self.eos_token_ids and not params.ignore_eos
             self.finish(seq, "stop", None if by_eos else token)
         elif len(seq.token_ids) >= seq.max_len:

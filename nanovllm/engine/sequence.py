@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from nanovllm.engine.constraint import TokenConstraint
 from nanovllm.engine.logit_rules import LogitRules
 from nanovllm.sampling_params import SamplingParams
 
@@ -28,6 +29,7 @@ class Sequence:
         "seq_id", "index", "params", "seed", "prompt_len", "token_ids", "num_pending", "num_computed_tokens",
         "num_cached_tokens", "block_table", "block_hashes", "num_registered_blocks", "seq_slot", "status",
         "finish_reason", "stop_reason", "max_len", "stop_ids", "offline", "cache_salt", "logit_rules", "admitted_time",
+        "constraint",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +75,8 @@ class Sequence:
         """Cached prefixes are shared only among sequences of the same salt."""
         self.logit_rules: LogitRules | None = None
         """Bias and bad words; None: there are none."""
+        self.constraint: TokenConstraint | None = None
+        """Which tokens may come next; None: any."""
 
     @property
     def num_tokens(self) -> int:

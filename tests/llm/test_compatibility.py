@@ -109,7 +109,7 @@ def test_tools_reach_the_template(llm, caplog):
     assert out.prompt == "weather: hi" and not caplog.records
     (out,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
     assert out.prompt == PROMPT and "chat template does not show tools" in caplog.text
-    with pytest.raises(TypeError, match="tools=5: must be a list of descriptions"):
+    with pytest.raises(ValueError, match="tools=5: must be a list of descriptions"):
         llm.chat(MESSAGES, tools=5)
 
 

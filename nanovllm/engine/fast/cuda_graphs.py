@@ -162,13 +162,17 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, shape: StepShape, launch: Callable[[StepShape], object]) -> bool:
+    def run(
+        self, shape: StepShape, launch: Callable[[StepShape], object], between: Callable[[], None] | None = None
+    ) -> bool:
         """Replay a step. False: its kind of sampling was not captured, and the step ends with the static logits.
 
-        launch: as for `capture`, for a shape that comes for the first time.
+        Args:
+            launch: as for `capture`, for a shape that comes for the first time.
+            between: called when the model was launched, before sampling is: it may change the static logits.
         """
         graphs = self._graphs
-        whole = graphs.get(shape)
+        whole = graphs.get(shape) if between is None else None
         if whole is not None:
             whole.replay()
             return True
@@ -176,6 +180,8 @@ class DecodeGraphs:
         if model not in graphs:
             graphs[model] = self._backend.capture(partial(launch, model))
         graphs[model].replay()
+        if between is not None:
+            between()
         draw = graphs.get(StepShape(shape.rows, mode=shape.mode))
         if draw is not None:
             draw.replay()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -17,6 +19,7 @@ from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.engine.step_result import StepResult
+from nanovllm.engine.token_masks import ConstrainedRow
 
 
 class DecodeRunner:
@@ -140,14 +143,19 @@ class DecodeRunner:
             pieces = Batch.of_parts(step.pieces, state.block_size)
             self._runs.send(pieces, self._runs_bucket(piggybacked))
         drawn = False
+        constrained = state.constrained()
+        general = shape.mode is SamplingMode.GENERAL
         if self.graphs is not None and self._logits is not None:
-            drawn = self.graphs.run(shape, self._launch_shape)
             logits = self._logits[: shape.rows]
+            constrain = partial(self._sampler.constrain, logits, constrained) if constrained and not general else None
+            drawn = self.graphs.run(shape, self._launch_shape, constrain)
         else:
             logits = self._run_model(shape)
+            if constrained and not general:
+                self._sampler.constrain(logits, constrained)
         logprobs = None
-        if shape.mode is SamplingMode.GENERAL:
-            logprobs = self._sample(logits[: state.num_rows])
+        if general:
+            logprobs = self._sample(logits[: state.num_rows], constrained)
         elif not drawn:
             self._draw(logits, shape.mode)
         state.advanced()
@@ -195,7 +203,7 @@ class DecodeRunner:
             tokens = self._sampler.sample_op(logits, *self.state.sampling_arguments(len(logits), filtered))
         self.state.advance(tokens)
 
-    def _sample(self, logits: torch.Tensor) -> LogprobsTensors | None:
+    def _sample(self, logits: torch.Tensor, constrained: Sequence[ConstrainedRow]) -> LogprobsTensors | None:
         """Sample with what the host says of each row, and advance the state."""
         state = self.state
         rows = [
@@ -203,6 +211,6 @@ class DecodeRunner:
             for seq, position, seq_slot in zip(state.seqs, state.positions(), state.seq_slots())
         ]
         metadata = SamplingMetadata.build(rows, state.device, pin=state.device.type == "cuda")
-        output = self._sampler(logits, metadata, self._paged.last_tokens)
+        output = self._sampler(logits, metadata, self._paged.last_tokens, constrained)
         state.advance(output.token_ids)
         return output.logprobs

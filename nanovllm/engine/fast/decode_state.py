@@ -28,6 +28,7 @@ from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import PackedSampling, SamplingRow
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.token_masks import ConstrainedRow
 
 # A row update: its row, the int64 fields, the int32 fields (two a word), the block table (two a word).
 _TOKEN, _POSITION, _KV_SLOT, _DRAW, _SEED, _SEQ_SLOT, _ACTIVE, _NUM_INTS = range(8)
@@ -80,6 +81,7 @@ class DecodeState:
         self._num_blocks = np.zeros(max_num_seqs, np.int64)  # entries of its block table that the device has
         self._modes = np.zeros(max_num_seqs, np.int64)
         self._bans_end = np.zeros(max_num_seqs, np.int64)  # from this position on nothing is banned
+        self._constrained = np.zeros(max_num_seqs, bool)
         self._rows = np.zeros(0, np.int64)
 
     # ---------------------------------------------------------------------------------------------- before a step
@@ -153,7 +155,9 @@ class DecodeState:
     def _take(self, row: int, seq: Sequence) -> None:
         params = seq.params
         self._seqs[row] = seq
-        self._bans_end[row] = seq.prompt_len + min(params.min_tokens, 2**31) if seq.stop_ids else 0
+        bans = seq.stop_ids and seq.constraint is None
+        self._bans_end[row] = seq.prompt_len + min(params.min_tokens, 2**31) if bans else 0
+        self._constrained[row] = seq.constraint is not None
         if params.uses_penalties or params.changes_logits or params.logprobs is not None:
             self._modes[row] = SamplingMode.GENERAL
         elif params.greedy:
@@ -229,6 +233,12 @@ class DecodeState:
     def seqs(self) -> list[Sequence]:
         """The placed sequences by row."""
         return [seq for seq in self._seqs[: self.num_rows] if seq is not None]
+
+    def constrained(self) -> list[ConstrainedRow]:
+        """The placed sequences with a constraint."""
+        rows = np.flatnonzero(self._constrained[: self.num_rows]).tolist()
+        positions, seqs = self._positions, self._seqs
+        return [ConstrainedRow(row, seq, int(positions[row]) + 1) for row in rows if (seq := seqs[row]) is not None]
 
     def positions(self) -> list[int]:
         """By row: the position of the token that the step computes."""

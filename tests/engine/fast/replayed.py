@@ -43,8 +43,8 @@ def watch_replays(llm):
     graphs, replayed = llm.engine.runner.fast.decoder.graphs, []
     run = graphs.run
 
-    def watched(shape, launch):
-        drawn = run(shape, launch)
+    def watched(shape, launch, between=None):
+        drawn = run(shape, launch, between)
         replayed.append((shape, drawn))
         return drawn
 

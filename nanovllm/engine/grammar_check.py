@@ -1,0 +1,128 @@
+"""Finds out, in a process of its own, whether a grammar compiles within bounds of time and memory.
+
+A hostile grammar can keep llguidance busy for hours (`{"multipleOf": 9999991}`) or overflow its stack. In the process
+that serves, neither could be ended. Here an alarm or the fault ends the process, and the next check starts another one.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import asdict
+from typing import Any
+
+from nanovllm.engine.grammar import grammar_text, parser_limits, require_llguidance
+from nanovllm.structured_outputs import StructuredOutputs
+
+_MEMORY = 2 * 2**30
+_STACK = 2 * 2**20
+"""Bytes of stack for a check, a quarter of what a thread usually has: what passes here has room elsewhere."""
+_REMEMBERED = 256
+
+
+class GrammarChecker:
+    """Checks grammars, one at a time. Any thread may call it; a check blocks for milliseconds, at most `2 * seconds`.
+
+    Args:
+        seconds: how long one grammar may take, and how long a check waits for the one before it.
+    """
+
+    def __init__(self, seconds: float = 2.0) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._passed: OrderedDict[StructuredOutputs, None] = OrderedDict()
+
+    def check(self, spec: StructuredOutputs) -> None:
+        """Raise a ValueError unless the grammar compiles."""
+        if spec in self._passed:
+            return
+        require_llguidance()
+        if not self._lock.acquire(timeout=self._seconds):
+            raise ValueError("structured_outputs: other grammars are being compiled; try again later")
+        try:
+            error = self._ask(spec)
+            if error is not None:
+                raise ValueError(f"structured_outputs: {error}")
+            self._passed[spec] = None
+            if len(self._passed) > _REMEMBERED:
+                self._passed.popitem(last=False)
+        finally:
+            self._lock.release()
+
+    def _ask(self, spec: StructuredOutputs) -> str | None:
+        """What is wrong; None: nothing."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = _start()
+            weakref.finalize(self, _end, process)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"spec": asdict(spec), "seconds": self._seconds}) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except OSError:
+            answer = ""
+        except BaseException:  # an interrupt: the answer would be taken for that of the next check
+            _end(process)
+            raise
+        if answer:
+            return json.loads(answer)
+        code = process.wait()
+        if code == -signal.SIGALRM:
+            return f"compiling takes more than {self._seconds:g} seconds; simplify it"
+        return f"compiling takes too much memory or nests too deeply (exit code {code}); simplify it"
+
+
+def _start() -> subprocess.Popen[str]:
+    code = "import sys; sys.path[:] = sys.argv[1:]; from nanovllm.engine.grammar_check import serve; serve()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *sys.path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def serve() -> None:
+    """Check the grammars that come, one a line, until the input ends. An alarm ends the process."""
+    import resource
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that asks
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_STACK)
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        answer: list[str | None] = []
+        thread = threading.Thread(target=lambda: answer.append(_error_of(request["spec"])))  # noqa: B023
+        thread.start()
+        thread.join()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(answer[0]), flush=True)
+
+
+def _error_of(spec: dict[str, Any]) -> str | None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    try:
+        matcher = LLMatcher(
+            LLTokenizer("byte"), grammar_text(StructuredOutputs(**spec)), log_level=0, limits=parser_limits()
+        )
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return matcher.get_error()[:500] or None
+    except ValueError as error:
+        return str(error)[:500]

@@ -1,0 +1,90 @@
+"""The bit masks of a step's constrained rows, filled on the host while the device computes the step's logits.
+
+A mask depends on the sequence's last token. With asynchronous scheduling that token is still being sampled when the
+step is launched. So the model is launched first; then the host waits for the tokens of the step before, fills the masks
+and launches the sampling. The device computes logits meanwhile: the other rows lose nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.engine.constraint import num_mask_words
+from nanovllm.engine.sequence import Sequence as TokenSequence
+from nanovllm.engine.step_result import StepResult
+
+
+class ConstrainedRow(NamedTuple):
+    """A row of logits whose token is constrained."""
+
+    row: int
+    seq: TokenSequence
+    position: int
+    """Of the token that will be sampled: so many tokens the sequence has."""
+
+
+class TokenMasks(NamedTuple):
+    """What the op `apply_token_bitmask` takes after the logits."""
+
+    bitmask: torch.Tensor
+    """[num_masks, num_words] int32"""
+    rows: torch.Tensor
+    """[num_masks] int64"""
+
+
+class MaskBuilder:
+    """Fills masks.
+
+    Args:
+        vocab_size: columns of the logits.
+        device: where they are.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+        self._num_words = num_mask_words(vocab_size)
+        self._device = torch.device(device)
+        self._latest: StepResult | None = None
+
+    def launched(self, result: StepResult) -> None:
+        """A step was launched; the next step's masks may need its tokens."""
+        self._latest = result
+
+    def build(self, rows: Sequence[ConstrainedRow]) -> TokenMasks:
+        """The masks of some rows, on the device. It waits for the tokens of the step before, if the host lacks them."""
+        pin = self._device.type == "cuda"
+        # One buffer and one copy: a row number (two words) and a mask for each row.
+        buffer = torch.empty(len(rows) * (2 + self._num_words), dtype=torch.int32, pin_memory=pin)
+        numbers, bitmask = self._split(buffer, len(rows))
+        numbers.numpy()[:] = [row.row for row in rows]
+        masks = bitmask.numpy()
+        latest = None
+        for mask, (_, seq, position) in zip(masks, rows):
+            token_ids = seq.token_ids
+            if position > len(token_ids):
+                assert position == len(token_ids) + 1 and self._latest is not None, "one step is in flight"
+                if latest is None:
+                    latest = dict(zip(self._latest.step.sampling, self._latest.token_ids()))
+                token_ids = [*token_ids, latest[seq]]
+            constraint = seq.constraint
+            assert constraint is not None
+            constraint.fill(token_ids[seq.prompt_len :], _banned(seq, token_ids), mask)
+        numbers, bitmask = self._split(buffer.to(self._device, non_blocking=pin), len(rows))
+        return TokenMasks(bitmask, numbers)
+
+    def _split(self, buffer: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, bitmask = buffer.split([2 * num_rows, num_rows * self._num_words])
+        return numbers.view(torch.int64), bitmask.view(num_rows, self._num_words)
+
+
+def _banned(seq: TokenSequence, token_ids: Sequence[int]) -> Iterable[int]:
+    """Tokens that the sequence's parameters ban next: bad words, and end tokens before `min_tokens`."""
+    if len(token_ids) - seq.prompt_len < seq.params.min_tokens:
+        yield from seq.stop_ids
+    if seq.logit_rules is not None:
+        for change in seq.logit_rules.changes(token_ids, seq.prompt_len, last_is_unknown=False):
+            if change.value == -math.inf:
+                yield change.token_id

@@ -1,0 +1,112 @@
+"""Masks of single sequences, and grammars that must not be compiled."""
+
+import numpy as np
+import pytest
+
+from nanovllm import SamplingParams, StructuredOutputs
+from nanovllm.engine.constraint import ConstraintMaker, num_mask_words
+from nanovllm.engine.grammar_check import GrammarChecker
+from tests import tiny
+
+TOKENIZER = tiny.tokenizer()
+SIZE, END = len(TOKENIZER), TOKENIZER.eos_token_id
+
+
+@pytest.fixture(scope="module")
+def maker():
+    return ConstraintMaker(TOKENIZER, SIZE, [END])
+
+
+def allowed(constraint, output, banned=()):
+    mask = np.zeros(num_mask_words(SIZE), np.int32)
+    constraint.fill(output, banned, mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE]).tolist())
+
+
+def one(maker, **params):
+    (constraint,) = maker.make(SamplingParams(**params))
+    return constraint
+
+
+def ids(text):
+    return {TOKENIZER.convert_tokens_to_ids(c) for c in text}
+
+
+def test_a_grammar_allows_what_it_says_and_the_end_token_at_its_end(maker):
+    constraint = one(maker, structured_outputs={"regex": "x[01]?"})
+    assert allowed(constraint, []) == ids("x")
+    (x,), (zero,) = ids("x"), ids("0")
+    assert allowed(constraint, [x]) == ids("01") | {END}
+    assert allowed(constraint, [x, zero]) == {END} and constraint.error is None
+    assert allowed(constraint, [x, zero, x]) == set(range(SIZE)) and "does not allow" in constraint.error
+
+
+def test_bans_leave_at_least_one_token(maker):
+    constraint = one(maker, structured_outputs={"regex": "[abc]+"})
+    assert allowed(constraint, [], banned=sorted(ids("a"))) & ids("abc") == ids("bc")
+    lone = one(maker, structured_outputs={"choice": ["x"]})
+    assert allowed(lone, [], banned=sorted(ids("x"))) == ids("x")
+
+
+def test_allowed_tokens_and_a_grammar_apply_together(maker):
+    assert allowed(one(maker, allowed_token_ids=[3, 40, 64]), []) == {3, 40, 64}
+    both = dict(structured_outputs={"regex": "[abc]"}, allowed_token_ids=[*sorted(ids("az")), END])
+    assert allowed(one(maker, **both), []) == ids("a")
+    none = one(maker, structured_outputs={"regex": "[abc]"}, allowed_token_ids=sorted(ids("z")))
+    allowed(none, [])
+    assert "no token in common" in none.error
+
+
+def test_completions_have_states_of_their_own(maker):
+    first, second = maker.make(SamplingParams(n=2, structured_outputs={"choice": ["xy", "z"]}))
+    assert allowed(first, sorted(ids("x"))) == ids("y") and allowed(second, []) >= ids("z")
+
+
+CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(10_000)) + '\nr10000: "a"'
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        (dict(json={"multipleOf": 9999991, "type": "integer"}), "takes more than 0.7 seconds"),
+        (dict(grammar=CHAIN), "nests too deeply"),
+        (dict(regex="(a{1000}){1000}"), "too complex|takes more than 0.7 seconds"),
+        (dict(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (dict(json={"type": "strange"}), "strange"),
+        (dict(json={"$ref": "#/nowhere"}), "nowhere"),
+        (dict(regex="("), "unclosed group"),
+        (dict(regex="(?=a)b"), "look-around|lookaround"),
+        (dict(grammar="hello world"), "neither Lark nor GBNF"),
+        (dict(grammar="root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "neither Lark nor GBNF"),
+        (dict(grammar='start: "a" missing'), "missing"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_hostile_and_wrong_grammars_are_errors(checker, spec, words):
+    with pytest.raises(ValueError, match=words):
+        checker.check(StructuredOutputs(**spec))
+
+
+@pytest.fixture(scope="module")
+def checker():
+    checker = GrammarChecker(seconds=0.7)
+    yield checker
+    checker.check(StructuredOutputs(json_object=True))  # whatever came before, the next one is served
+
+
+def test_reasoning_comes_before_the_constraint(maker):
+    text = "<think>a</think>\n\nyes"
+    for prefix, reasoning in (("", "optional"), ("<think>", "open")):
+        constraint = one(maker, structured_outputs={"choice": ["yes"], "reasoning": reasoning})
+        tokens = TOKENIZER.encode(text.removeprefix(prefix))
+        assert allowed(constraint, tokens) == {END} and constraint.error is None
+    constraint = one(maker, structured_outputs={"choice": ["yes"], "reasoning": "optional"})
+    assert allowed(constraint, TOKENIZER.encode("yes")) == {END}
+
+
+def test_models_that_cannot_be_constrained_are_named():
+    params = SamplingParams(structured_outputs={"json_object": True})
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        ConstraintMaker(None, SIZE, [END]).make(params)
+    with pytest.raises(ValueError, match="no end token"):
+        ConstraintMaker(TOKENIZER, SIZE, []).make(params)
