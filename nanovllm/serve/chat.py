@@ -10,16 +10,14 @@ import msgspec
 
 from nanovllm.chat import (
     AnswerParser,
+    AnswerPlan,
     ArgumentsDelta,
     CallDelta,
     ContentDelta,
     Delta,
     ReasoningDelta,
-    ReasoningParser,
     ToolPlan,
     collect,
-    may_reason,
-    opens_reasoning,
 )
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.answering import answer
@@ -69,25 +67,25 @@ class Conversation:
             add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
             continue_final_message=request.continue_final_message,
         )  # fmt: skip
-        self._may_reason = may_reason(self.prompt, template)
-        self._opens_reasoning = opens_reasoning(self.prompt)
+        self._plan = AnswerPlan.of(self.tools, self.prompt, template)
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
         both = request.max_completion_tokens, request.max_tokens
-        self.params = sampling_params(
+        params = sampling_params(
             request,
             max_tokens=both[1] if both[0] is None else both[0],
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            **constraint(request, service, self.tools.grammar),
+            **constraint(request),
         )
+        try:
+            self.params = self._plan.params(params)
+        except ValueError as error:
+            raise bad_request(error) from None
 
     def parser(self) -> AnswerParser | None:
         """A new parser of an answer; None: all of it is content."""
-        reasoning = None
-        if self._opens_reasoning or self._may_reason:
-            reasoning = ReasoningParser(self._opens_reasoning)
-        tools = self.tools.parser()
-        return None if reasoning is None and tools is None else AnswerParser(reasoning, tools)
+        is_text = self._plan.reasoning is None and self.tools.choice == "none"
+        return None if is_text else self._plan.parser()
 
     async def start(self, exchange: Exchange, key: str) -> Generation:
         return await self.service.start(

@@ -34,7 +34,7 @@ async def completions(service: Service, exchange: Exchange, key: str) -> None:
         max_tokens=1 if nothing else request.max_tokens,
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if wants_prompt else request.prompt_logprobs,
-        **constraint(request, service),
+        **constraint(request),
     )
     generation = await service.start(
         exchange, key, prompts, params, add_special_tokens=request.add_special_tokens, cache_salt=request.cache_salt,

@@ -145,6 +145,8 @@ class Service:
                 if cache_salt is not None:
                     ready[-1]["cache_salt"] = cache_salt
             ticket.set_tokens(params.n * sum(len(p["prompt_token_ids"]) for p in ready))
+            if params.structured_outputs is not None:  # a new grammar is compiled for milliseconds, at most seconds
+                await asyncio.to_thread(self.engine.maker.check, params)
             base = request_id or exchange.request_id
             for i, prompt_ids in enumerate(ready):
                 name = base if len(ready) == 1 else f"{base}-{i}"

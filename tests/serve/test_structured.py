@@ -1,0 +1,76 @@
+"""Constrained answers and tools through the server."""
+
+import json
+import re
+
+import msgspec
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.engine.core_messages import params_to_send
+
+MESSAGES = [{"role": "user", "content": "hello there"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+F = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+
+
+def content(server, **body):
+    body = dict(messages=MESSAGES, max_tokens=100, seed=1) | body
+    return server.post("/v1/chat/completions", **body)["choices"][0]
+
+
+def test_formats_of_both_endpoints(server):
+    choice = content(server, response_format=FORMAT)
+    assert set(json.loads(choice["message"]["content"])) == {"a"} and choice["finish_reason"] == "stop"
+    assert content(server, structured_outputs={"choice": ["yes", "no"]})["message"]["content"] in ("yes", "no")
+    body = dict(prompt="x", max_tokens=50, structured_outputs={"regex": "[ab]{5}"}, n=2)
+    texts = [choice["text"] for choice in server.post("/v1/completions", **body)["choices"]]
+    assert len(texts) == 2 and all(re.fullmatch("[ab]{5}", text) for text in texts)
+    body = dict(prompt="x", max_tokens=8, allowed_token_ids=[70], return_token_ids=True)
+    assert server.post("/v1/completions", **body)["choices"][0]["text"]
+
+
+def test_a_tool_that_must_be_called(server):
+    named = {"type": "function", "function": {"name": "f"}}
+    for tool_choice, reason in (("required", "tool_calls"), (named, "stop")):
+        body = dict(tools=[F], tool_choice=tool_choice, parallel_tool_calls=False)
+        choice = content(server, **body)
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "f" and set(json.loads(call["function"]["arguments"])) == {"a"}
+        assert choice["message"]["content"] is None and choice["finish_reason"] == reason
+        events = server.events("/v1/chat/completions", messages=MESSAGES, max_tokens=100, seed=1, **body)[:-1]
+        deltas = [d for e in events for d in e["choices"][0]["delta"].get("tool_calls", ())]
+        assert deltas[0]["function"]["name"] == "f" and deltas[0]["id"].startswith("call_")
+        assert "".join(d["function"].get("arguments", "") for d in deltas) == call["function"]["arguments"]
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        (dict(response_format={"type": "xml"}), "response_format"),
+        (dict(response_format=FORMAT, structured_outputs={"choice": ["a"]}), "exclude each other"),
+        (dict(structured_outputs={"regex": "("}), "unclosed group"),
+        (dict(structured_outputs={"regexp": "x"}), "did you mean 'regex'"),
+        (dict(structured_outputs={"json": {"type": "array", "uniqueItems": True}}), "uniqueItems"),
+        (dict(structured_outputs={"json": {"type": "integer", "multipleOf": 9999991}}), "more than 2 seconds"),
+        (dict(structured_outputs={"choice": ["a"]}, ignore_eos=True), "ignore_eos"),
+        (dict(structured_outputs={"choice": ["a"]}, tools=[F], tool_choice="required"), "exclude each other"),
+        (dict(allowed_token_ids=[99999]), "outside the vocabulary"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_served_is_a_400(server, body, said):
+    status, error = server.refused("/v1/chat/completions", messages=MESSAGES, **body)
+    assert status == 400 and said in error["message"]
+
+
+def test_parameters_travel_to_another_process():
+    params = SamplingParams(structured_outputs={"json": SCHEMA, "reasoning": "open"}, allowed_token_ids=[3, 4])
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(params_to_send(params)))
+    assert SamplingParams(**sent) == params
