@@ -81,7 +81,7 @@ def test_generate_from_a_checkpoint_without_a_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu"])
 def test_kernels_list(device):
-    rows = json.loads(run_here("kernels", "list", "--device", device, "--json").stdout)
+    rows = json.loads(run_here("kernels", "list", "--device", device, "--json", "-").stdout)
     assert {r["op"] for r in rows} == set(all_ops())
     for name in set(all_ops()) - {"decoder_step"}:
         (chosen,) = [r for r in rows if r["op"] == name and r["chosen"]]
@@ -187,7 +187,7 @@ def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
         "@softmax.provider('right')\ndef right(x):\n    return x.softmax(-1)\n\n"
         "@softmax.provider('wrong')\ndef wrong(x):\n    return x.exp() / x.exp().sum(-1, keepdim=True)\n"
     )
-    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(plugin), "--json", "--seed", "0")
+    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(plugin), "--json", "-", "--seed", "0")
     rows = {r["provider"]: r for r in json.loads(done.stdout)}
     assert done.returncode == 1 and not rows["right"]["failures"] and rows["native"]["cases"] > 50
     assert any("scale 50" in f for f in rows["wrong"]["failures"])
@@ -227,7 +227,7 @@ def test_kernels_verify_finds_a_store_without_a_mask(tmp_path):
 
 def test_kernels_verify_prints_the_seed_it_drew():
     """And with it draws the same inputs again; in this process too, without a time limit."""
-    command = "kernels", "verify", "softmax", "--provider", "native", "--quick", "--json"
+    command = "kernels", "verify", "softmax", "--provider", "native", "--quick", "--json", "-"
     first, second = run_here(*command), run_here(*command)
     (seed,), (other,) = (re.findall(r"^inputs of --seed (\d+)$", done.stderr, re.M) for done in (first, second))
     assert seed != other and first.stdout != second.stdout

@@ -67,7 +67,7 @@ def test_a_module_without_kernels(module, tmp_path):
     ):
         done = run("--module", f"{module}:identity", *more)
         assert done.exit_code == 0 and "nothing to fuse, it runs no kernel" in done.output, (more, done.exception)
-    assert json.loads(run("--module", f"{module}:identity", "--json").output)["groups"] == []
+    assert json.loads(run("--module", f"{module}:identity", "--json", "-").output)["groups"] == []
     assert not (tmp_path / "fusion.json").exists() and not list(tmp_path.glob("*/fusion.json"))
 
 
@@ -81,7 +81,7 @@ def test_a_preset():
         "59 kernels become 8",
     ):
         assert part in text
-    data = json.loads(run("--preset", "llama3.2-1b", "--phase", "prefill", "--tokens", "128", "--json").output)
+    data = json.loads(run("--preset", "llama3.2-1b", "--phase", "prefill", "--tokens", "128", "--json", "-").output)
     assert (
         data["phase"] == "prefill"
         and data["context"] == 128
@@ -93,11 +93,11 @@ def test_a_preset():
 
 
 def test_a_module_of_ones_own(module):
-    data = json.loads(run("--module", f"{module}:make", "--gpu", "rtx4090", "--json").output)
+    data = json.loads(run("--module", f"{module}:make", "--gpu", "rtx4090", "--json", "-").output)
     assert [g["ops"] for g in data["groups"]] == ["linear, gelu", "layer_norm"]
     assert [g["served"] for g in data["groups"]] == ["linear_bias_act", "layer_norm"]
     assert data["arguments"] == "float32[4, 16]"
-    assert json.loads(run("--module", f"{module}:named", "--json").output)["groups"][0]["ops"] == "mul, add, relu"
+    assert json.loads(run("--module", f"{module}:named", "--json", "-").output)["groups"][0]["ops"] == "mul, add, relu"
 
 
 def test_measured_on_a_cpu_and_kept(module, tmp_path):
@@ -153,7 +153,7 @@ def test_loops(tmp_path):
         and "All loops can be fused with a delay: nest 2 by (1,)" in text
         and "Tiles for" in text
     )
-    data = json.loads(run("--loops", str(path), "--size", "N=64", "--json").output)
+    data = json.loads(run("--loops", str(path), "--size", "N=64", "--json", "-").output)
     assert data["fused_levels"] == 0 and data["shift"] == [[0], [1]] and data["tile"]["tiles"] == 1
     assert "--size N: expected a name and a number" in said("--loops", str(path), "--size", "N")
     assert "N has no value" in said("--loops", str(path))
@@ -181,7 +181,7 @@ def test_one_nest_is_tiled(tmp_path):
     assert (
         "One nest, nothing to fuse:" in text and "C[i, j] += A[i, k] * B[k, j]" in text and "allows fusion" not in text
     )
-    data = json.loads(run("--loops", str(path), "--size", "N=512", "--json").output)
+    data = json.loads(run("--loops", str(path), "--size", "N=512", "--json", "-").output)
     nests = parse(loops, N=512)
     best = TileFusion(*nests).best(device_model("h100").shared_per_block // 4)
     assert data["nests"] == 1 and data["tile"]["tile"] == list(best.tile) and data["tile"]["traffic"] == best.traffic

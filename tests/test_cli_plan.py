@@ -52,7 +52,7 @@ def test_an_order_that_is_not_of_time_is_explained():
     said = "Plans within 0.5 % of each other count as equally fast"
     for m, sorted_by_time in ((256, True), (16, False)):
         args = ("gemm", "--m", m, "--n", 4096, "--k", 4096, "--gpu", "h200")
-        times = [round(1e6 * plan["seconds"], 2) for plan in json.loads(run(*args, "--json"))["plans"]]
+        times = [round(1e6 * plan["seconds"], 2) for plan in json.loads(run(*args, "--json", "-"))["plans"]]
         assert (times == sorted(times)) == sorted_by_time == (said not in run(*args))
         assert said not in run(*args, "--top", 1)
 
@@ -74,7 +74,7 @@ def test_gemm_json_is_what_the_planner_says():
     from nanovllm.hardware.gpu_presets import device_model
     from nanovllm.plan import GemmProblem, plan_gemm
 
-    found = json.loads(run(*GEMM, "--json"))
+    found = json.loads(run(*GEMM, "--json", "-"))
     plans = plan_gemm(GemmProblem(512, 4096, 1024), device_model("h100"))
     assert found["candidates"] == len(plans) and len(found["plans"]) == 10 and found["gpu"] == "nvidia-h100"
     for shown, plan in zip(found["plans"], plans):
@@ -91,12 +91,12 @@ def test_gemm_json_is_what_the_planner_says():
 def test_what_the_memory_does_not_hold_is_said():
     many = ("gemm", "--m", 10**11, "--n", 4, "--k", 4, "--gpu", "h100", "--top", 1)
     assert "It does not fit nvidia-h100: it takes 1,600 GB at least, the GPU has 80 GB." in run(*many)
-    assert "does not fit" not in run(*GEMM) and json.loads(run(*many, "--json"))["memory_bytes"] == 80e9
+    assert "does not fit" not in run(*GEMM) and json.loads(run(*many, "--json", "-"))["memory_bytes"] == 80e9
 
 
 def test_packed_weights():
     found = json.loads(
-        run("gemm", "--m", 16, "--n", 4096, "--k", 4096, "--weight", "i4", "--gpu", "a100", "--top", 1, "--json")
+        run("gemm", "--m", 16, "--n", 4096, "--k", 4096, "--weight", "i4", "--gpu", "a100", "--top", 1, "--json", "-")
     )
     assert found["problem"]["weight"] == "int4" and "conversion" in found["plans"][0]["parts"]
 
@@ -116,7 +116,7 @@ def test_packed_weights():
     ids=lambda a: f"{a[0]}-{a[2]}",
 )  # fmt: skip
 def test_every_command_on_every_gpu(args, gpu):
-    found = json.loads(run(*args, "--gpu", gpu, "--top", 2, "--json"))
+    found = json.loads(run(*args, "--gpu", gpu, "--top", 2, "--json", "-"))
     assert len(found["plans"]) == 2 and all(p["seconds"] > 0 for p in found["plans"])
     assert "predicted, not measured" in run(*args, "--gpu", gpu, "--top", 2)
 
@@ -126,7 +126,7 @@ def test_every_command_on_every_gpu(args, gpu):
     "rms_norm")]
 )  # fmt: skip
 def test_rows_by_other_names(kind, named):
-    args = ("--rows", 64, "--size", 512, "--gpu", "h100", "--top", 1, "--json")
+    args = ("--rows", 64, "--size", 512, "--gpu", "h100", "--top", 1, "--json", "-")
     assert json.loads(run("reduction", kind, *args)) == json.loads(run("reduction", named, *args))
 
 
@@ -137,7 +137,7 @@ def test_compiled_beside_predicted():
     text = run("elementwise", "--elements", 1 << 20, "--gpu", "h100", "--top", 2, "--compile")
     assert "compiled" in text and "spilled" in text
     found = json.loads(
-        run("gemm", "--m", 64, "--n", 1024, "--k", 1024, "--gpu", "h100", "--top", 1, "--compile", "--json")
+        run("gemm", "--m", 64, "--n", 1024, "--k", 1024, "--gpu", "h100", "--top", 1, "--compile", "--json", "-")
     )
     (plan,) = found["plans"]
     assert plan["compiled"]["shared"] == plan["shared"] and 0.5 < plan["compiled"]["registers"] / plan["registers"] < 2
@@ -191,7 +191,7 @@ def test_without_a_gpu():
 def test_device():
     text = run("--gpu", "h100", command=device_app)
     assert "nvidia-h100" in text and "132" in text and "228 / 227" in text and "wgmma" in text and "Presets: " in text
-    found = json.loads(run("--gpu", "rtx-4090", "--json", command=device_app))
+    found = json.loads(run("--gpu", "rtx-4090", "--json", "-", command=device_app))
     assert (
         found["name"] == "nvidia-rtx-4090"
         and found["sms"] == 128
@@ -208,7 +208,7 @@ def test_device():
 def test_every_preset_without_a_gpu():
     text = run(command=device_app)
     assert all(name in text for name in ("nvidia-a100", "nvidia-h200", "nvidia-b200"))
-    assert len(json.loads(run("--json", command=device_app))) == 6
+    assert len(json.loads(run("--json", "-", command=device_app))) == 6
 
 
 def test_what_was_measured_is_marked(monkeypatch):
@@ -225,8 +225,8 @@ def test_what_was_measured_is_marked(monkeypatch):
         "4.40 *" in line for line in lines
     )
     assert any("tfloat32" in line and "*" not in line for line in lines) and "* measured on this GPU" in lines[-1]
-    assert "memory_latency" not in json.loads(run("--json", command=device_app)) and "dram_latency" in run(
-        "--json", command=device_app
+    assert "memory_latency" not in json.loads(run("--json", "-", command=device_app)) and "dram_latency" in run(
+        "--json", "-", command=device_app
     )
 
 

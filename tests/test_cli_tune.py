@@ -19,7 +19,8 @@ from nanovllm.cli.kernels_bench import bench
 from nanovllm.hardware.gpu_presets import device_model
 from nanovllm.kernels.op import config_files
 from nanovllm.kernels.triton import tunables
-from nanovllm.tune.jobs import TARGETS, jobs, target
+from nanovllm.tune import Budget
+from nanovllm.tune.jobs import TUNABLES, jobs
 from tests.docs.runnable_markdown import blocks
 from tests.tune.test_tune_run import FakeTimer, Impossible
 from tests.tune.test_tune_store import an_entry
@@ -59,7 +60,7 @@ def test_a_dry_run_shows_the_space_and_what_is_left_out_and_why():
     assert "10 left out: more than 64 values a thread: registers spill" in text
     assert "=    26 to try, those near" in text and "nothing was timed or written" in text
     assert "planned for h100" in run(*args).stderr
-    document = json.loads(ok("rms_norm", "--shape", "1x256", "--dry-run", "--gpu", "a100", "--json"))
+    document = json.loads(ok("rms_norm", "--shape", "1x256", "--dry-run", "--gpu", "a100", "--json", "-"))
     assert document["gpu"] == "nvidia-a100"
     (job,) = document["jobs"]
     assert job["key"] == {"rows": 1, "size": 256, "dtype": "bfloat16"} and job["builtin"] == {"rows": 1, "warps": 1}
@@ -69,16 +70,16 @@ def test_a_dry_run_shows_the_space_and_what_is_left_out_and_why():
 
 
 def test_a_dry_run_of_a_model_has_all_its_ops():
-    document = json.loads(ok("--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--json"))
+    document = json.loads(ok("--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--json", "-"))
     ops = {job["op"] for job in document["jobs"]}
     assert (
         {"attention_decode", "attention_prefill", "add_rms_norm_linear", "linear", "linear_bias_act"}
         < ops
-        <= set(TARGETS)
+        <= set(TUNABLES)
     )
     assert len(document["jobs"]) > 70 and all(job["candidates"] for job in document["jobs"])
     assert sum(job["tunable"] == "attention_decode_hopper" for job in document["jobs"]) == 8
-    only = json.loads(ok("silu_and_mul", "--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--json"))
+    only = json.loads(ok("silu_and_mul", "--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--json", "-"))
     assert {job["op"] for job in only["jobs"]} == {"silu_and_mul"}
 
 
@@ -89,7 +90,7 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
     path = files / f"{GPU}.json"
     path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [good, stale]}))
     config_files.forget_files()
-    document = json.loads(ok("rms_norm", "--list", "--json"))
+    document = json.loads(ok("rms_norm", "--list", "--json", "-"))
     assert document["gpu"] == GPU and document["files"] == [str(path)] and document["directory"] == str(files)
     (row,) = document["tunables"]
     assert row["in_force"] == {str(path): 1} and row["stale"] == {"the kernels' source has changed since": 1}
@@ -102,7 +103,7 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
     other = an_entry(source="0" * 16, config={"rows": 1, "warps": 4, "lanes": 2})
     path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [good, stale, other]}))
     config_files.forget_files()
-    (row,) = json.loads(ok("rms_norm", "--list", "--json"))["tunables"]
+    (row,) = json.loads(ok("rms_norm", "--list", "--json", "-"))["tunables"]
     assert row["in_force"] == {str(path): 1}
     assert row["stale"] == {
         "the kernels' source has changed since": 1,
@@ -123,7 +124,7 @@ def test_the_list_on_a_gpu_of_that_name_shows_what_is_shipped_for_it(path, monke
     assert all(data["versions"] == measured_with for data in written)  # else extend this test
     counts = Counter(data["tunable"] for data in written)
     monkeypatch.setattr(config_files, "versions", lambda: measured_with)
-    document = json.loads(ok("--list", "--json"))
+    document = json.loads(ok("--list", "--json", "-"))
     assert document["gpu"] == path.stem and document["files"] == [str(path)]
     rows = {row["tunable"]: row for row in document["tunables"]}
     for name, row in rows.items():
@@ -134,16 +135,18 @@ def test_the_list_on_a_gpu_of_that_name_shows_what_is_shipped_for_it(path, monke
         )
     text = ok("--list")
     assert f"kernel configurations on {path.stem}" in text and f"read: {path}" in text.replace("\n", "")
-    lines = {line.split("│")[1].strip(): line for line in text.splitlines() if "│" in line}
+    lines = {line.split(" ")[0]: line for line in text.splitlines()}
     assert all((f"{counts[name]} shipped" if name in counts else "built in") in lines[name] for name in tunables.ALL)
+    assert all(len(line) <= 80 for line in text.partition("read:")[0].splitlines())
+    assert "HopperDecodePlan(pieces, least," in ok("--list", "--wide")
     monkeypatch.setattr(config_files, "versions", lambda: {**measured_with, "triton": "9.9"})
-    rows = {row["tunable"]: row for row in json.loads(ok("--list", "--json"))["tunables"]}
+    rows = {row["tunable"]: row for row in json.loads(ok("--list", "--json", "-"))["tunables"]}
     for name, row in rows.items():
         why = f"measured with triton {measured_with['triton']}, here 9.9"
         assert row["in_force"] == {} and row["stale"] == ({why: counts[name]} if name in counts else {}), row
     name, count = next(iter(counts.items()))
     text = " ".join(ok("--list").split())
-    assert " shipped │" not in text and f"{count}: measured with triton" in text
+    assert " shipped " not in text and f"{count}: measured with triton" in text
 
 
 def test_the_list_says_that_the_directory_is_none(files, monkeypatch):
@@ -154,50 +157,50 @@ def test_the_list_says_that_the_directory_is_none(files, monkeypatch):
     assert f"{files / 'typo'}, which is no directory" in ok("--list")
 
 
-@pytest.fixture
-def timed(files, monkeypatch):
-    """As on a GPU, with a timer that says what it is told to. Returns a function that takes another timer."""
-    import contextlib
-
-    import nanovllm.engine.devices as runner
-    from nanovllm.hardware import gpu_presets
-    from nanovllm.tune import run as session
-
-    monkeypatch.setattr(runner, "select_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 9")
-    monkeypatch.setattr(gpu_presets, "this_device", lambda device: gpu_presets.device_model("h200"))
-    defaults = session.tune.__kwdefaults__
-
-    def by(timer):
-        monkeypatch.setattr(session.tune, "__kwdefaults__", {**defaults, "timer": timer})
-
-    by(FakeTimer)
-    return by
+def tune(capsys, out, *shapes, timer=FakeTimer, json_file=None, seconds=None, resume=False):
+    """(exit code, standard output, standard error) of a run that is timed by what a test says."""
+    found, h200 = jobs("rms_norm", shapes, torch.bfloat16, device_model("h200"))[0], device_model("h200")
+    cpu, budget = torch.device("cpu"), Budget(seconds=seconds)
+    try:
+        module.tune_jobs(found, cpu, h200, GPU, out, budget, resume, json_file, timer=timer)
+        code = 0
+    except typer.Exit as e:
+        code = e.exit_code
+    return code, *capsys.readouterr()
 
 
-def test_tuning_writes_prints_and_says_how_to_use_it(timed, files, tmp_path):
-    out = tmp_path / "new" / "folder"
-    text = ok("rms_norm", "--shape", "64x1024", "--out", str(out), "--limit", "60")
-    assert "2.25 us  rows=1 warps=8" in text and "built in: 3.50 us  rows=1 warps=4" in text
+def test_tuning_writes_prints_and_says_how_to_use_it(tmp_path, capsys):
+    out, numbers = tmp_path / "new" / "folder", tmp_path / "numbers.json"
+    code, text, _ = tune(capsys, out, (64, 1024), seconds=60, json_file=str(numbers))
+    assert code == 0 and "2.25 us  rows=1 warps=8" in text and "built in: 3.50 us  rows=1 warps=4" in text
     assert "6 out of registers" in text and f"NANOVLLM_KERNEL_CONFIGS={out}" in text
     (entry,) = json.loads((out / f"{GPU}.json").read_text())["entries"]
-    assert entry["config"] == {"rows": 1, "warps": 8} and entry["device"] == "NVIDIA Test 9"
-    document = json.loads(ok("rms_norm", "--shape", "64x1024", "--json"))  # to the directory that the variable names
-    assert document["directory"] == str(files) and document["entries"][0]["us"] == 2.25
-    text = ok("rms_norm", "--shape", "64x1024", "--shape", "1x1024", "--out", str(out), "--resume")
+    assert entry["config"] == {"rows": 1, "warps": 8} and json.loads(numbers.read_text())["entries"] == [entry]
+    document = json.loads(tune(capsys, out, (64, 1024), json_file="-")[1])
+    assert document["directory"] == str(out) and document["entries"][0]["us"] == 2.25
+    code, text, _ = tune(capsys, out, (64, 1024), (1, 1024), resume=True)
     assert "1 of 2 jobs were measured before" in text and "rows=64" not in text and "wrote 1 configurations" in text
-    done = run("rms_norm", "--shape", "64x1024", "--out", str(out), "--resume", "--limit", "1")
-    assert done.exit_code == 0 and "1 of 1 jobs were measured before" in done.stdout
-    assert "--limit 1: 1.0 s for each of 1 jobs, of which one takes some 3 s" in done.stderr
-    timed(Impossible)
-    done = run("rms_norm", "--shape", "64x1024", "--out", str(out))
-    assert done.exit_code == 1 and "nothing found: does not compile (26)" in done.stdout
+    code, text, errors = tune(capsys, out, (64, 1024), resume=True, seconds=1)
+    assert code == 0 and "1 of 1 jobs were measured before" in text
+    assert "--limit 1: 1.0 s for each of 1 jobs, of which one takes some 3 s" in errors
+    code, text, _ = tune(capsys, out, (64, 1024), timer=Impossible)
+    assert code == 1 and "nothing found: does not compile (26)" in text
+
+
+def test_ctrl_c_prints_what_there_is(tmp_path, capsys):
+    class Interrupted(FakeTimer):
+        def prepare(self, plans):
+            if self.job.key[0] == 64:
+                raise KeyboardInterrupt
+
+    code, text, errors = tune(capsys, tmp_path, (1, 1024), (64, 1024), timer=Interrupted)
+    assert code == 130 and "wrote 1 configurations" in text and "interrupted after 1 of 2 jobs" in errors
+    assert not list(tmp_path.glob("*.under-way"))
 
 
 def test_the_documentation_names_what_can_be_tuned_and_what_a_file_holds():
     text = (DOCS / "tuning.md").read_text()
-    assert all(f"`{name}`" in text for name in tunables.ALL) and all(f"`{op}`" in text for op in TARGETS)
+    assert all(f"`{name}`" in text for name in tunables.ALL) and all(f"`{op}`" in text for op in TUNABLES)
     assert all(f"`{field}`" in text for field in an_entry(device="", commit="", dirty=False, search=""))
 
 
@@ -246,9 +249,9 @@ def test_the_documentation_counts_what_is_shipped():
         ("softmax --dry-run --preset qwen3-0.6b", "softmax: --preset has shapes for attention_decode"),
         ("--dry-run --preset qwen9", "no preset 'qwen9'"),
         ("--dry-run", "expected an op to tune, or --preset with a model's name, or --list"),
-        ("rms_norm --out x --patience 0", "patience: expected at least 1 candidate"),
-        ("rms_norm --dry-run --patience 0", "patience: expected at least 1 candidate"),
-        ("--list --patience 0", "patience: expected at least 1 candidate"),
+        ("rms_norm --out x --patience 0", "--patience 0: expected at least 1 candidate"),
+        ("rms_norm --dry-run --patience 0", "--patience 0: expected at least 1 candidate"),
+        ("--list --patience 0", "--patience 0: expected at least 1 candidate"),
         ("--list --shape 4x4", "--list, --shape: expected one of them"),
         ("--list --dry-run --preset x", "--list, --preset, --dry-run: expected one of them"),
         ("--list --gpu h101", "no preset for 'h101'"),
@@ -292,7 +295,7 @@ def test_a_wrong_shape_of_attention_is_said_as_it_was_given_and_as_bench_says_it
     benched = CliRunner().invoke(app, [op, "--shape", shape, "--device", "cpu"])
     assert str(benched.exception) == str(done.exception)
     with pytest.raises(ValueError, match=re.escape(said.replace("--shape", "shape"))):
-        jobs(target(op), [tuple(map(int, shape.split("x")))], torch.bfloat16, device_model("h100"))
+        jobs(op, [tuple(map(int, shape.split("x")))], torch.bfloat16, device_model("h100"))
 
 
 def test_without_a_gpu_that_is_said_before_the_directory_is_asked_for(monkeypatch):
@@ -318,7 +321,7 @@ def test_the_list_of_a_gpu_that_is_not_here(monkeypatch):
     monkeypatch.delenv(config_files.DIRECTORY_VARIABLE, raising=False)
     path = config_files.SHIPPED / "nvidia-h200.json"
     monkeypatch.setattr(config_files, "versions", lambda: config_files.document(path)["entries"][0]["versions"])
-    document = json.loads(ok("--list", "--gpu", "h200", "--json"))
+    document = json.loads(ok("--list", "--gpu", "h200", "--json", "-"))
     assert document["gpu"] == "nvidia-h200" and document["files"] == [str(path)]
     assert sum(sum(row["in_force"].values()) for row in document["tunables"]) == len(
         config_files.document(path)["entries"]

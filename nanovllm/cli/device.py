@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import GPUS, Wide, new_table, print_wide
+from nanovllm.cli.kernels_common import GPUS, Json, Wide, new_table, print_wide
 from nanovllm.cli.rows import Column, Rows
+from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
@@ -24,9 +24,7 @@ def device(
     ] = None,
     refresh: Annotated[bool, typer.Option(help="Measure again, and keep what is found.")] = False,
     wide: Wide = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of a table: bytes, seconds, flops a second.")
-    ] = False,
+    json_file: Json = None,
 ) -> None:
     """What a GPU has (multiprocessors, registers, shared memory) and does (bandwidth, matmul rates, latencies)."""
     from dataclasses import asdict
@@ -46,9 +44,8 @@ def device(
             raise ValueError("device: there is no CUDA device to measure; --gpu h100 shows a preset")
         else:
             models = list(PRESETS.values())
-    if as_json:
-        found = [asdict(m) | {"vector_flops": m.vector_flops, "matrix_unit": m.matrix_unit} for m in models]
-        print(json.dumps(found[0] if gpu or len(found) == 1 else found, indent=1))
+    found = [asdict(m) | {"vector_flops": m.vector_flops, "matrix_unit": m.matrix_unit} for m in models]
+    if write_json(json_file, found[0] if gpu or len(found) == 1 else found):
         return
     if len(models) > 1 and not wide:
         _print_summary(models)

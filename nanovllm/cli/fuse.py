@@ -5,14 +5,14 @@ fuse_target.py makes the module, fuse_tables.py prints the tables, fuse_loops.py
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import DTYPES, GPUS, Wide, dtype_name
+from nanovllm.cli.kernels_common import DTYPES, GPUS, Json, Wide, dtype_name
+from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def fuse(
     iters: Annotated[int, typer.Option(help="Timed calls of each.")] = 30,
     save: _Save = None,
     wide: Wide = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    json_file: Json = None,
 ) -> None:
     """Which kernels of a module should be one kernel, what a GPU saves by it, and which of our ops does it."""
     if phase not in _PHASES:
@@ -84,7 +84,7 @@ def fuse(
     if loops is not None:
         from nanovllm.cli.fuse_loops import show_loops
 
-        show_loops(loops, size or [], model or device_model("h100"), as_json)
+        show_loops(loops, size or [], model or device_model("h100"), json_file)
         return
     from nanovllm.cli.fuse_target import layer_of_preset, own_module
 
@@ -97,13 +97,12 @@ def fuse(
         if model is not None:
             raise ValueError("--gpu and --measure: what is measured is predicted for the device that it is measured on")
         folder = save or (Path("results") if where.type == "cuda" else None)
-        _measure(target, where, compile, iters, folder, as_json)
+        _measure(target, where, compile, iters, folder, json_file)
         return
     from nanovllm.cli.fuse_tables import print_groups, print_left_out
 
     report = _analyzer(target, model or device_model("h100")).report()
-    if as_json:
-        print(json.dumps({**target.about, **report.to_json()}, indent=1))
+    if write_json(json_file, {**target.about, **report.to_json()}):
         return
     if not report.rows:
         print(_NOTHING.format(target.title))
@@ -133,7 +132,9 @@ def _summary(report: Any) -> str:
     )
 
 
-def _measure(target: Target, where: torch.device, compile: bool, iters: int, save: Path | None, as_json: bool) -> None:
+def _measure(
+    target: Target, where: torch.device, compile: bool, iters: int, save: Path | None, json_file: str | None
+) -> None:
     import torch
 
     from nanovllm.cli import fuse_tables
@@ -146,13 +147,16 @@ def _measure(target: Target, where: torch.device, compile: bool, iters: int, sav
     with torch.inference_mode(False):
         analyzer = _analyzer(target, _here(where))
         rows = run(
-            analyzer, target.args, target.kwargs, ways=ways, iters=iters, progress=None if as_json else _progress
+            analyzer,
+            target.args,
+            target.kwargs,
+            ways=ways,
+            iters=iters,
+            progress=None if json_file == STDOUT else _progress,
         )
     name = device_name(where)
     document = kept_timings.document(rows, name, target.about, Path.cwd())
-    if as_json:
-        print(json.dumps(document, indent=1))
-    else:
+    if not write_json(json_file, document):
         _progress("")
         if not rows:
             print(_NOTHING.format(target.title))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,9 +11,10 @@ from nanovllm.fuse.loop_fusion import LoopFusionAnalyzer
 from nanovllm.fuse.loop_nest import LoopNest, parse
 from nanovllm.fuse.tile_fusion import TileFusion
 from nanovllm.hardware.gpu_presets import DeviceModel
+from nanovllm.json_output import write_json
 
 
-def show_loops(path: Path, sizes: list[str], model: DeviceModel, as_json: bool) -> None:
+def show_loops(path: Path, sizes: list[str], model: DeviceModel, json_file: str | None) -> None:
     """Print what may be done with the nests of a file, with tiles for a GPU.
 
     Args:
@@ -47,8 +47,7 @@ def show_loops(path: Path, sizes: list[str], model: DeviceModel, as_json: bool) 
         found["tiles_forbidden_by"] = tiles.why_not()
         if found["tiles_forbidden_by"] is None:
             found["tile"] = asdict(tiles.best(capacity))
-    if as_json:
-        print(json.dumps(found, indent=1))
+    if write_json(json_file, found):
         return
     print("\n".join(found["dependences"]) or "no dependences")
     if len(nests) == 1:

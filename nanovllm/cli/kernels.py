@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ from nanovllm.cli import kernels_common as common
 from nanovllm.cli.kernels_bench import bench
 from nanovllm.cli.kernels_verify import verify
 from nanovllm.cli.rows import Column, Rows
+from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def list_kernels(
     device: common.Device = "auto",
     kernel_plugin: common.Plugins = None,
     wide: common.Wide = False,
-    as_json: common.Json = False,
+    json_file: common.Json = None,
 ) -> None:
     """The providers of every op: which one runs here, which ones could, and why the others cannot.
 
@@ -41,9 +41,9 @@ def list_kernels(
         for name, reason in failures().items()
     ]
     title = f"kernels on {common.device_name(where)}"
-    if as_json:
-        print(json.dumps(rows, indent=2))
-    elif wide:
+    if write_json(json_file, rows):
+        return
+    if wide:
         table = common.new_table("op", "provider", "rank", "available", "architectures", title=title)
         for row in rows:
             table.add_row(
@@ -87,7 +87,7 @@ def why(
     dtype: common.Dtype = "bfloat16",
     device: common.Device = "auto",
     kernel_plugin: common.Plugins = None,
-    as_json: common.Json = False,
+    json_file: common.Json = None,
 ) -> None:
     """Which provider runs an op here, and why the others do not."""
     from nanovllm.kernels import KernelError
@@ -115,8 +115,8 @@ def why(
                     row["reason"] = str(e)
     because = explain(declared, where, origins)
     taken = next((r["provider"] for r in rows if r["chosen"] and r["reason"] is None), "native")
-    if as_json:
-        print(json.dumps({"op": op, "runs": taken, "because": because, "call": call, "providers": rows}, indent=2))
+    document = {"op": op, "runs": taken, "because": because, "call": call, "providers": rows}
+    if write_json(json_file, document):
         return
     print(f"{op} on {common.device_name(where)}: {taken} runs, because {because}.")
     if "bytes" in call:

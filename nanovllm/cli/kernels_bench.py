@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import typer
 
 from nanovllm.cli import kernels_common as common
 from nanovllm.cli.rows import Column, Rows
+from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def bench(
         typer.Option(help="Write the order of the providers by speed into this directory; kernels are selected by it."),
     ] = None,
     wide: common.Wide = False,
-    as_json: common.Json = False,
+    json_file: common.Json = None,
 ) -> None:
     """Time the providers of an op: medians with cold caches, and their share of the hardware limit.
 
@@ -49,7 +49,7 @@ def bench(
         raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
     results: list[Measurement] = []
     skipped = []
-    table = None if as_json or wide else _Table(where)
+    table = None if json_file == STDOUT or wide else _Table(where)
     try:
         for declared in common.with_provider(common.matching(ops, op), provider):
             if declared.inputs is None or declared.cost is None:
@@ -68,17 +68,13 @@ def bench(
         if all(m.timing is None for m in results):
             raise common.nothing_done("timed", [*skipped, *(f"{m.provider}: {m.reason}" for m in results)])
     document = _bench_document(where, results)
-    if as_json:
-        print(json.dumps(document, indent=1))
-    else:
+    if not write_json(json_file, document):
         if table is None:
             common.print_wide(wide_table(where, results))
         else:
             table.end()
         _warn_of_slow_choices(ops, results, where, origins)
-    if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(None if save is None else str(save), document)
     if save_table is not None:
         print(f"wrote {_save_table(where, results, save_table, document['date'])}")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.arguments import full_dtype
+from nanovllm.json_output import HELP, check_target
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 OpName = Annotated[str | None, typer.Argument(help="An op, or how several begin (attention); all of them if left out.")]
 Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=HELP, callback=check_target)]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, however wide the table is.")]
 Plugins = Annotated[
     list[str] | None, typer.Option(help="A Python file or module with kernels of your own; repeatable.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -16,6 +15,7 @@ import typer
 from nanovllm.cli import kernels_common as common
 from nanovllm.cli.rows import WIDTH, Column, Rows
 from nanovllm.cli.status_line import StatusLine
+from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
     from nanovllm.kernels import Op
@@ -42,7 +42,7 @@ def verify(
         typer.Option(min=0, help="Seconds that a case may take. 0: no limit, and no other process, for debuggers."),
     ] = 120,
     device: common.Device = "auto",
-    as_json: common.Json = False,
+    json_file: common.Json = None,
 ) -> None:
     """Compare every provider with the reference in float64, on every kind of input.
 
@@ -52,12 +52,12 @@ def verify(
     Without a GPU, Triton kernels run in Triton's interpreter, on small shapes.
     """
     with _interpreter(device):
-        _verify(op, provider, kernel_plugin, seed, quick, jobs, timeout, device, as_json)
+        _verify(op, provider, kernel_plugin, seed, quick, jobs, timeout, device, json_file)
 
 
 def _verify(
     op: str | None, provider: list[str] | None, plugins: list[str] | None, seed: int | None, quick: bool, jobs: int,
-    timeout: float, device: str, as_json: bool,
+    timeout: float, device: str, json_file: str | None,
 ) -> None:  # fmt: skip
     where, ops, _ = common.prepare(device, plugins)
     from nanovllm.kernels.testing.verify_jobs import Setting
@@ -77,10 +77,13 @@ def _verify(
     if not pairs:
         raise common.nothing_done("verified", (f"{r['provider'] or r['op']}: {r['reason']}" for r in rows))
     setting = Setting(str(where), tuple(plugins or ()), seed, quick, jobs, timeout)
-    table = None if as_json else _Table(f"{common.device_name(where)}: error is the largest error over the tolerance")
+    table = (
+        None
+        if json_file == STDOUT
+        else _Table(f"{common.device_name(where)}: error is the largest error over the tolerance")
+    )
     stopped = _fill(rows, pairs, setting, ops, table)
-    if as_json:
-        print(json.dumps(rows, indent=2))
+    write_json(json_file, rows)
     if stopped:
         raise typer.Exit(130)
     if any(row.get("failures") for row in rows):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import GPUS, dtype_of
+from nanovllm.cli.kernels_common import GPUS, Json, dtype_of
+from nanovllm.json_output import write_json
 
 app = typer.Typer(
     no_args_is_help=True, help="Learn to write kernels: one function in five ways, checked, timed and explained."
@@ -31,7 +31,6 @@ _Ways = Annotated[
 _Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
 _Gpu = Annotated[str | None, typer.Option(help=f"Compile PTX for this GPU ({GPUS}), here or not.")]
 _Plot = Annotated[Path | None, typer.Option(help="Draw a figure to this file, such as gelu.png.")]
-_JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every result to this JSON file.")]
 _Ptx = Annotated[Path | None, typer.Option("--ptx", help="Write the PTX of both kernels into this folder.")]
 _Seed = Annotated[int | None, typer.Option(help="Seed of the random inputs; by default a new one each time.")]
 _Refresh = Annotated[bool, typer.Option("--refresh", help="Measure the device's limits again.")]
@@ -45,7 +44,7 @@ def _command(name: str) -> Callable[..., None]:
         device: _Device = "auto",
         gpu: _Gpu = None,
         plot: _Plot = None,
-        json_file: _JsonFile = None,
+        json_file: Json = None,
         ptx: _Ptx = None,
         seed: _Seed = None,
         refresh: _Refresh = False,
@@ -58,16 +57,14 @@ def _command(name: str) -> Callable[..., None]:
 
         chosen = lesson(name)
         _check_plot(plot)
-        _check_place("--json", json_file, folder=False)
-        _check_place("--ptx", ptx, folder=True)
+        _check_folder("--ptx", ptx)
         tell, done = _progress()
         result = run(
             chosen, select_device(device), _dtype(dtype), _numbers("--sizes", sizes), way, gpu, seed, refresh, tell
         )
         done()
-        show(result)
-        if json_file is not None:
-            _write_json(json_file, result.as_dict())
+        if not write_json(json_file, result.as_dict()):
+            show(result)
         if ptx is not None:
             written = write_ptx(result, ptx)
             for path in written:
@@ -105,7 +102,7 @@ def mlp(
         bool, typer.Option("--profile", help="Also show the kernels that take the time, at both ends of each sweep.")
     ] = False,
     plot: _Plot = None,
-    json_file: _JsonFile = None,
+    json_file: Json = None,
     seed: _Seed = None,
 ) -> None:
     """How the time to train an MLP grows with the number of steps, layers, rows and with the width."""
@@ -115,15 +112,13 @@ def mlp(
     from nanovllm.lab.mlp import Shape, run_sweeps
 
     _check_plot(plot)
-    _check_place("--json", json_file, folder=False)
     where = select_device(device)
     base = Shape.default(where, dim=dim, batch=batch, layers=layers, steps=steps)
     tell, done = _progress()
     result = run_sweeps(base, where, _dtype(dtype), sweep, _numbers("--factors", factors) or (), profile, seed, tell)
     done()
-    show(result)
-    if json_file is not None:
-        _write_json(json_file, result.as_dict())
+    if not write_json(json_file, result.as_dict()):
+        show(result)
     if plot is not None:
         draw(result, plot)
         print(f"wrote {plot}")
@@ -137,14 +132,10 @@ def _check_plot(path: Path | None) -> None:
         check_figure(path)
 
 
-def _check_place(option: str, path: Path | None, folder: bool) -> None:
-    """Say at once, and not after the whole run, that a file or folder cannot be written there."""
-    if path is None:
-        return
-    if not folder and path.is_dir():
-        raise ValueError(f"{option} {path}: it is a folder, expected a file")
-    there = next(p for p in (path if folder else path.parent, *path.absolute().parents) if p.exists())
-    if not there.is_dir():
+def _check_folder(option: str, path: Path | None) -> None:
+    """Say at once, and not after the whole run, that a folder cannot be written there."""
+    there = next(p for p in (path, *path.absolute().parents) if p.exists()) if path else None
+    if there and not there.is_dir():
         raise ValueError(f"{option} {path}: {there} is a file, expected a folder")
 
 
@@ -172,9 +163,3 @@ def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
     return tell, lambda: tell("")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"wrote {path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import GPUS, Wide
+from nanovllm.cli.kernels_common import GPUS, Json, Wide
+from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
@@ -26,7 +26,6 @@ _Gpu = Annotated[
     typer.Option(help=f"{GPUS}, or 'here'. By default the CUDA device here, measured, else h100."),
 ]
 _Top = Annotated[int, typer.Option(min=1, help="How many of the configurations to show, best first.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _Compile = Annotated[
     bool,
     typer.Option("--compile", help="Also compile the plans shown: the compiler's shared memory and registers."),
@@ -41,7 +40,7 @@ class _Shown:
     """How plans are shown: how many, whether compiled, and in which form."""
 
     top: int
-    as_json: bool
+    json_file: str | None
     wide: bool
     compile: bool = False
 
@@ -58,7 +57,7 @@ def gemm(
     top: _Top = 10,
     compile: _Compile = False,
     wide: Wide = False,
-    as_json: _Json = False,
+    json_file: Json = None,
 ) -> None:
     """Tiles of a matrix product: x of m x k times the transpose of a weight of n x k."""
     from nanovllm.hardware.gpu_presets import dtype_name
@@ -80,7 +79,7 @@ def gemm(
         plan_gemm(problem, device),
         device.rate(problem.dtype),
         least,
-        _Shown(top, as_json, wide, compile),
+        _Shown(top, json_file, wide, compile),
     )
 
 
@@ -100,7 +99,7 @@ def attention(
     top: _Top = 10,
     compile: _Compile = False,
     wide: Wide = False,
-    as_json: _Json = False,
+    json_file: Json = None,
 ) -> None:
     """Tiles of attention: query rows of a block, keys of a step."""
     from nanovllm.hardware.gpu_presets import dtype_name
@@ -118,7 +117,7 @@ def attention(
         plans,
         device.rate(problem.dtype),
         problem.least_bytes,
-        _Shown(top, as_json, wide, compile),
+        _Shown(top, json_file, wide, compile),
     )
 
 
@@ -137,7 +136,7 @@ def conv(
     gpu: _Gpu = None,
     top: _Top = 10,
     wide: Wide = False,
-    as_json: _Json = False,
+    json_file: Json = None,
 ) -> None:
     """Tiles of a convolution, computed as a matrix product over image patches; channels innermost."""
     from nanovllm.hardware.gpu_presets import dtype_name
@@ -153,7 +152,7 @@ def conv(
     )  # fmt: skip
     device = _device(gpu)
     plans = plan_conv(problem, device)
-    _show("conv", problem, device, plans, device.rate(problem.dtype), problem.least_bytes, _Shown(top, as_json, wide))
+    _show("conv", problem, device, plans, device.rate(problem.dtype), problem.least_bytes, _Shown(top, json_file, wide))
 
 
 @app.command()
@@ -167,7 +166,7 @@ def elementwise(
     top: _Top = 10,
     compile: _Compile = False,
     wide: Wide = False,
-    as_json: _Json = False,
+    json_file: Json = None,
 ) -> None:
     """Blocks of an elementwise kernel: elements a thread, width of loads, warps."""
     from nanovllm.hardware.gpu_presets import dtype_name
@@ -178,7 +177,13 @@ def elementwise(
     device = _device(gpu)
     plans = plan_elementwise(problem, device)
     _show(
-        "elementwise", problem, device, plans, device.vector_flops, plans[0].bytes, _Shown(top, as_json, wide, compile)
+        "elementwise",
+        problem,
+        device,
+        plans,
+        device.vector_flops,
+        plans[0].bytes,
+        _Shown(top, json_file, wide, compile),
     )
 
 
@@ -192,7 +197,7 @@ def reduction(
     top: _Top = 10,
     compile: _Compile = False,
     wide: Wide = False,
-    as_json: _Json = False,
+    json_file: Json = None,
 ) -> None:
     """Blocks of a row kernel: one pass if the row fits into registers, else pieces."""
     from nanovllm.hardware.gpu_presets import dtype_name
@@ -205,7 +210,7 @@ def reduction(
     device = _device(gpu)
     least = 2 * rows * size * problem.itemsize
     plans = plan_reduction(problem, device)
-    _show("reduction", problem, device, plans, device.vector_flops, least, _Shown(top, as_json, wide, compile))
+    _show("reduction", problem, device, plans, device.vector_flops, least, _Shown(top, json_file, wide, compile))
 
 
 def _device(gpu: str | None) -> DeviceModel:
@@ -232,11 +237,10 @@ def _show(
     floor = floor_seconds(plans[0], rate, least_bytes, device)
     best = list(plans[: shown.top])
     reported = compiled(best, _compiler(kind, problem, device)) if shown.compile else None
-    if shown.as_json:
-        found = document(kind, problem, device, best, len(plans), floor)
-        for plan, resources in zip(found["plans"], reported or ()):
-            plan["compiled"] = resources
-        print(json.dumps(found, indent=1))
+    found = document(kind, problem, device, best, len(plans), floor)
+    for plan, resources in zip(found["plans"], reported or ()):
+        plan["compiled"] = resources
+    if write_json(shown.json_file, found):
         return
     bound = "arithmetic" if plans[0].flops / rate >= least_bytes / device.bandwidth else "memory"
     print(textwrap.fill(f"{kind} on {device.name}: {_words(problem)}", 80))

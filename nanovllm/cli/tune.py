@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,15 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import dtype_of, shape_of
+from nanovllm.cli.kernels_common import Json, Wide, dtype_of, shape_of
+from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
+    import torch
+
     from nanovllm.hardware.gpu_presets import DeviceModel
-    from nanovllm.tune.jobs import Job, Target
+    from nanovllm.tune.jobs import Job
     from nanovllm.tune.run import Result
     from nanovllm.tune.search import Budget
 
-Request = tuple["Target", "list[tuple[int, ...]] | None"]
+Request = tuple[str, "list[tuple[int, ...]] | None"]
 _DEFAULT_GPU = "h100"
 
 
@@ -52,7 +54,8 @@ def tune(
         bool, typer.Option("--list", help="What can be tuned, and what is in force here and from where.")
     ] = False,
     device: Annotated[str, typer.Option(help="The device: auto, cuda, cuda:N.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    wide: Wide = False,
+    json_file: Json = None,
 ) -> None:
     """Time a kernel's configurations on this GPU, keep the fastest right one, and write it where kernels find it.
 
@@ -66,23 +69,24 @@ def tune(
         others = {"--shape": shape, "--preset": preset, "--dry-run": dry_run, "--resume": resume, "--out": out}
         if given := [name for name, value in others.items() if value]:
             raise ValueError(f"--list, {', '.join(given)}: expected one of them; a list takes an op at most, and --gpu")
-        show_configurations(op, device, gpu, as_json)
+        show_configurations(op, device, gpu, wide, json_file)
         return
     requests = _requests(op, shape, preset)
     if resume and dry_run:
         raise ValueError("--resume, --dry-run: expected one of them; a dry run measures nothing")
     if dry_run:
         model = _model(gpu, device)
-        show_dry_run(_jobs(requests, dtype, model), model, as_json)
+        show_dry_run(_jobs(requests, dtype, model), model, json_file)
         return
     if gpu is not None:
         raise ValueError("--gpu: only with --dry-run and --list; configurations are timed on the GPU that is here")
-    _tune(requests, dtype, device, out, budget, resume, as_json)
+    _tune(requests, dtype, device, out, budget, resume, json_file)
 
 
 def _requests(op: str | None, shapes: list[str] | None, preset: str | None) -> list[Request]:
-    """(target, its shapes; None: those that the op declares)."""
-    from nanovllm.tune.jobs import target
+    """(op, its shapes; None: those that the op declares)."""
+    from nanovllm.kernels import all_ops
+    from nanovllm.tune.jobs import check_tunable
 
     if preset is not None:
         from nanovllm.models.model_presets import preset as preset_config
@@ -91,21 +95,16 @@ def _requests(op: str | None, shapes: list[str] | None, preset: str | None) -> l
         if shapes:
             raise ValueError("--preset, --shape: expected one of them")
         known = shapes_of(preset_config(preset))
-        names = list(known) if op is None else [target(op).op]
-        if op is not None and op not in known:
+        if op is not None and check_tunable(op) not in known:
             raise ValueError(f"{op}: --preset has shapes for {', '.join(known)}")
-        return [(target(name), list(known[name])) for name in names]
+        return [(name, list(known[name])) for name in ([op] if op else known)]
     if op is None:
         raise ValueError("expected an op to tune, or --preset with a model's name, or --list")
-    chosen = target(op)
-    return [(chosen, None if not shapes else [_shape(chosen, text) for text in shapes])]
-
-
-def _shape(chosen: Target, text: str) -> tuple[int, ...]:
-    shape = shape_of(chosen.declared, text)
-    if shape[0] < 1:
-        raise ValueError(f"--shape {text}: expected at least 1 of the first number; there is nothing to time")
-    return shape
+    declared = all_ops()[check_tunable(op)]
+    found = [shape_of(declared, text) for text in shapes or ()]
+    if empty := [text for text, shape in zip(shapes or (), found) if shape[0] < 1]:
+        raise ValueError(f"--shape {empty[0]}: expected at least 1 of the first number; there is nothing to time")
+    return [(op, found or None)]
 
 
 def output_directory(out: Path | None) -> Path:
@@ -132,9 +131,9 @@ def _jobs(requests: list[Request], dtype: str, model: DeviceModel) -> list[Job]:
     from nanovllm.tune.jobs import jobs
 
     found = []
-    for chosen, shapes in requests:
-        of_target, remarks = jobs(chosen, shapes, dtype_of(dtype), model)
-        found += of_target
+    for op, shapes in requests:
+        of_op, remarks = jobs(op, shapes, dtype_of(dtype), model)
+        found += of_op
         for remark in remarks:
             print(f"{remark}: not tuned", file=sys.stderr)
     return found
@@ -154,74 +153,91 @@ def _model(gpu: str | None, device: str) -> DeviceModel:
 
 
 def _tune(
-    requests: list[Request], dtype: str, device: str, out: Path | None, budget: Budget, resume: bool, as_json: bool
-) -> None:
+    requests: list[Request], dtype: str, device: str, out: Path | None, budget: Budget, resume: bool,
+    json_file: str | None,
+) -> None:  # fmt: skip
     import torch
 
     from nanovllm.engine.devices import select_device
     from nanovllm.hardware.gpu_presets import this_device
-    from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, gpu_of
-    from nanovllm.tune.run import LEAST_SECONDS, MEASURED, ContextLost
-    from nanovllm.tune.run import tune as run
+    from nanovllm.kernels.op.config_files import gpu_of
 
     where = select_device(device)
     gpu = gpu_of(where)
     if gpu is None:
         raise ValueError(f"configurations are timed on a GPU, this is {where}; --dry-run shows what would be tried")
-    out = output_directory(out)
-    results: list[Result] = []
-    lost = None
+    directory = output_directory(out)
     with torch.cuda.device(where):
         # With its index, as tensors name it.
         where = torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
         model = this_device(where)
-        jobs = _jobs(requests, dtype, model)
-        limit = budget.seconds
-        if limit is not None and limit < LEAST_SECONDS * len(jobs):
-            print(
-                f"--limit {limit:g}: {limit / len(jobs):.1f} s for each of {len(jobs)} jobs, of which one takes some "
-                f"{LEAST_SECONDS:g} s; the last may get none, and --resume goes on with them",
-                file=sys.stderr,
-            )
-        try:
-            for result in run(jobs, where, model, gpu, out, budget=budget, resume=resume):
-                results.append(result)
-                if not as_json and result.reason != MEASURED:
-                    print(_line(result), flush=True)
-        except ContextLost as e:
-            lost = str(e)
-            print(lost, file=sys.stderr)
+        tune_jobs(_jobs(requests, dtype, model), where, model, gpu, directory, budget, resume, json_file)
+
+
+def tune_jobs(
+    jobs: list[Job], device: torch.device, model: DeviceModel, gpu: str, directory: Path, budget: Budget,
+    resume: bool, json_file: str | None, **options: Any,
+) -> None:  # fmt: skip
+    """`tune.run.tune`, which takes the options, with a printed result for each job.
+
+    Raises:
+        typer.Exit: with code 1 if nothing was written, or the GPU was lost; with 130 after Ctrl-C.
+    """
+    from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE
+    from nanovllm.tune.run import LEAST_SECONDS, MEASURED, ContextLost, tune
+
+    limit = budget.seconds
+    if limit is not None and limit < LEAST_SECONDS * len(jobs):
+        print(
+            f"--limit {limit:g}: {limit / len(jobs):.1f} s for each of {len(jobs)} jobs, of which one takes some "
+            f"{LEAST_SECONDS:g} s; the last may get none, and --resume goes on with them",
+            file=sys.stderr,
+        )
+    results: list[Result] = []
+    code = 0
+    try:
+        for result in tune(jobs, device, model, gpu, directory, budget=budget, resume=resume, **options):
+            results.append(result)
+            if json_file != STDOUT and result.reason != MEASURED:
+                print(_line(result), flush=True)
+    except ContextLost as e:
+        print(e, file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(results)} of {len(jobs)} jobs; --resume goes on", file=sys.stderr)
+        code = 130
     written = [r.entry for r in results if r.entry is not None]
     before = sum(r.reason == MEASURED for r in results)
-    if as_json:
-        reasons = {str(r.job): r.reason or "nothing right was found" for r in results if r.entry is None}
-        found = {"device": model.name, "directory": str(out), "entries": written, "without": reasons}
-        print(json.dumps(found, indent=1))
-    else:
+    reasons = {str(r.job): r.reason or "nothing right was found" for r in results if r.entry is None}
+    document = {"device": model.name, "directory": str(directory), "entries": written, "without": reasons}
+    if not write_json(json_file, document):
         if before:
             print(f"{before} of {len(results)} jobs were measured before, with these versions and kernels")
         if written:
-            print(f"wrote {len(written)} configurations to {out}; kernels read them with {DIRECTORY_VARIABLE}={out}")
-    if lost or (not written and before < len(results)):
-        raise typer.Exit(1)
+            print(f"wrote {len(written)} configurations to {directory}")
+            print(f"kernels read them with {DIRECTORY_VARIABLE}={directory}")
+    code = code or int(not written and before < len(results))
+    if code:
+        raise typer.Exit(code)
 
 
 def _line(result: Result) -> str:
-    from nanovllm.cli.tune_show import short
-
     job, outcome = result.job, result.outcome
-    if outcome is None or outcome.seconds is None:
-        skipped: Any = outcome.skipped.items() if outcome else ()
-        why = result.reason or "; ".join(f"{reason} ({n})" for reason, n in skipped)
+
+    def found(plan: Any, seconds: float) -> str:
+        return f"{1e6 * seconds:.2f} us  {job.tunable.plan_text(plan)}"
+
+    if outcome is None or not outcome.ranking:
+        skipped = "; ".join(f"{reason} ({n})" for reason, n in (outcome.skipped.items() if outcome else ()))
         end = f"; ended by the {outcome.stopped}" if outcome is not None and outcome.stopped else ""
-        return f"{job}\n    nothing found: {why or 'no candidates'}{end}"
-    text = f"{job}\n    {1e6 * outcome.seconds:.2f} us  {short(job, outcome.best)}"
-    if outcome.best == job.builtin:
+        return f"{job}\n    nothing found: {result.reason or skipped or 'no candidates'}{end}"
+    (best, seconds), *others = outcome.ranking.items()
+    text = f"{job}\n    {found(best, seconds)}"
+    if best == job.builtin:
         text += "  (the built-in choice)"
-    elif outcome.default_seconds is not None:
-        text += f"\n    built in: {1e6 * outcome.default_seconds:.2f} us  {short(job, job.builtin)}"
-    if outcome.runner_up_seconds is not None:
-        text += f"\n    second: {1e6 * outcome.runner_up_seconds:.2f} us  {short(job, outcome.runner_up)}"
+    elif job.builtin in outcome.ranking:
+        text += f"\n    built in: {found(job.builtin, outcome.ranking[job.builtin])}"
+    text += f"\n    second: {found(*others[0])}" if others else ""
     reasons = "; ".join(f"{n} {reason}" for reason, n in outcome.skipped.most_common())
     counts = f"tried {outcome.tried} ({outcome.slower} given up early), skipped {outcome.skipped.total()}"
     text += f"\n    {counts}{f' ({reasons})' if reasons else ''}, untried {outcome.untried} in {outcome.elapsed:.1f} s"

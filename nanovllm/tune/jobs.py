@@ -1,12 +1,11 @@
-"""The ops that can be tuned: which tunable a call asks, with which key, and what is built in for it."""
+"""The ops that can be tuned: which tunable a call looks up, with which key, and what is built in for it."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,133 +15,85 @@ from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.declaration import Arguments, Shape, Tensors, written
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import Provider, imported
-from nanovllm.kernels.op.tunable import Tunable, bucket
-from nanovllm.kernels.triton import tunables
-from nanovllm.tune.choices import asked_on, builtin_plan, hopper_product_key
+from nanovllm.kernels.op.tunable import Key, Tunable, bucket
+from nanovllm.kernels.triton import tunables as t
+from nanovllm.tune.builtin import builtin_plan, hopper_product_key, key_on
 from nanovllm.tune.launches import recorded
-from nanovllm.tune.space import nearest
-from nanovllm.tune.spaces import spaces_of
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
 
-Named = Mapping[str, Any]
-VERIFIED_LENGTH = 700
-"""Tokens a sequence in the check of an attention plan, whose reference in float64 holds all scores."""
-_RECORDED_LENGTH = 128
-"""Tokens a sequence where launches are only recorded: more than a run of few queries has."""
+_DECODE = (t.ATTENTION_DECODE_HOPPER, t.ATTENTION_DECODE)
+TUNABLES: Mapping[str, tuple[Tunable, ...]] = {
+    "rms_norm": (t.RMS_NORM,),
+    "add_rms_norm": (t.ADD_RMS_NORM,),
+    "layer_norm": (t.LAYER_NORM,),
+    "softmax": (t.SOFTMAX,),
+    "silu_and_mul": (t.ACTIVATE_AND_MUL,),
+    "gelu_and_mul": (t.ACTIVATE_AND_MUL,),
+    "fused_activation": (t.ACTIVATION,),
+    "fused_add_gelu": (t.ADD_ACTIVATION,),
+    "element_wise_mul_add": (t.MUL_ADD,),
+    "embedding": (t.EMBEDDING,),
+    "rotary_embedding": (t.ROTARY,),
+    "qk_norm_rope": (t.ROTARY,),
+    "qk_norm_rope_store": (t.ROTARY_STORE,),
+    "linear_bias_act": (t.PRODUCT,),
+    "gated_mlp": (t.PRODUCT,),
+    "linear": (t.HOPPER_PRODUCT, t.SMALL_PRODUCT),
+    "linear_silu_and_mul": (t.HOPPER_PRODUCT,),
+    "linear_add_rms_norm": (t.HOPPER_PRODUCT,),
+    "add_rms_norm_linear": (t.SMALL_PRODUCT,),
+    "add_rms_norm_gate_up": (t.SMALL_PRODUCT,),
+    "attention_decode": _DECODE,
+    "qk_norm_rope_attention": _DECODE,
+    "attention_prefill": (t.ATTENTION_PREFILL_HOPPER, t.ATTENTION_PREFILL),
+}
+"""op -> the tunables that its calls may look up. The first lookup of a call is tuned."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """An op whose Triton kernel's launch is tuned.
-
-    Attributes:
-        choices: the tunables that a call may ask; the first whose key `wants` is tuned.
-        wants: of several keys that a call asks for, the one that counts.
-        shrink: (shape, tokens) -> a shape with the same key and sequences of at most this many tokens.
-    """
-
-    op: str
-    choices: tuple[Tunable, ...]
-    wants: Callable[[Named], bool] = lambda key: True
-    shrink: Callable[[Shape, int], Shape] = lambda shape, length: shape
-
-    @property
-    def declared(self) -> Op:
-        return all_ops()[self.op]
-
-    @property
-    def launcher(self) -> Provider:
-        """The provider that is tuned."""
-        return self.declared.providers["triton"]
-
-
-def _short_decode(shape: Shape, length: int) -> Shape:
-    num_seqs, least, most, *rest = shape
-    return (num_seqs, min(least, length // 2), min(most, length), *rest)
-
-
-def _short_prefill(shape: Shape, length: int) -> Shape:
-    num_seqs, least, most, cached, *rest = shape
-    return (min(num_seqs, 2), min(least, length), min(most, length), min(cached, length), *rest)
-
-
-_TARGETS = (
-    Target("rms_norm", (tunables.RMS_NORM,)),
-    Target("add_rms_norm", (tunables.ADD_RMS_NORM,)),
-    Target("layer_norm", (tunables.LAYER_NORM,)),
-    Target("softmax", (tunables.SOFTMAX,)),
-    Target("silu_and_mul", (tunables.ACTIVATE_AND_MUL,)),
-    Target("gelu_and_mul", (tunables.ACTIVATE_AND_MUL,)),
-    Target("fused_activation", (tunables.ACTIVATION,)),
-    Target("fused_add_gelu", (tunables.ADD_ACTIVATION,)),
-    Target("element_wise_mul_add", (tunables.MUL_ADD,)),
-    Target("embedding", (tunables.EMBEDDING,)),
-    Target("rotary_embedding", (tunables.ROTARY,)),
-    Target("qk_norm_rope", (tunables.ROTARY,)),
-    Target("qk_norm_rope_store", (tunables.ROTARY_STORE,)),
-    Target("linear_bias_act", (tunables.PRODUCT,)),
-    Target("gated_mlp", (tunables.PRODUCT,), wants=lambda key: key["gated"]),
-    Target("linear", (tunables.HOPPER_PRODUCT, tunables.SMALL_PRODUCT)),
-    Target("linear_silu_and_mul", (tunables.HOPPER_PRODUCT,)),
-    Target("linear_add_rms_norm", (tunables.HOPPER_PRODUCT,)),
-    Target("add_rms_norm_linear", (tunables.SMALL_PRODUCT,)),
-    Target("add_rms_norm_gate_up", (tunables.SMALL_PRODUCT,)),
-    Target(
-        "attention_decode", (tunables.ATTENTION_DECODE_HOPPER, tunables.ATTENTION_DECODE), shrink=_short_decode
-    ),
-    Target(
-        "qk_norm_rope_attention", (tunables.ATTENTION_DECODE_HOPPER, tunables.ATTENTION_DECODE), shrink=_short_decode
-    ),
-    Target(
-        "attention_prefill", (tunables.ATTENTION_PREFILL_HOPPER, tunables.ATTENTION_PREFILL), shrink=_short_prefill
-    ),
-)  # fmt: skip
-TARGETS: Mapping[str, Target] = {t.op: t for t in _TARGETS}
-
-
-def target(op: str) -> Target:
-    """The target of an op.
+def check_tunable(op: str) -> str:
+    """The name of an op that can be tuned.
 
     Raises:
         ValueError: the op is unknown, or its kernels choose nothing that could be tuned.
     """
-    if op in TARGETS:
-        return TARGETS[op]
+    if op in TUNABLES:
+        return op
+    known = f"ops to tune are {', '.join(TUNABLES)}"
     if op in all_ops():
-        raise ValueError(f"{op}: its kernels choose nothing that can be tuned; ops to tune are {', '.join(TARGETS)}")
-    near = difflib.get_close_matches(op.lower(), TARGETS, 1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"unknown op {op!r}; {meant}ops to tune are {', '.join(TARGETS)}")
+        raise ValueError(f"{op}: its kernels choose nothing that can be tuned; {known}")
+    near = difflib.get_close_matches(op.lower(), TUNABLES, 1)
+    raise ValueError(f"unknown op {op!r}; {f'did you mean {near[0]!r}? ' if near else ''}{known}")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One key to find a plan for, with the calls that it is to be fast for.
+    """One key to find a plan for, with the calls that the plan is to be fast for.
 
     Attributes:
         tunable, key: where the plan is looked up.
         shapes: of the op's inputs; all have this key.
         variant: further keyword arguments of the op.
-        builtin: what the kernel chooses by itself.
+        builtin: the plan that the kernel chooses by itself.
     """
 
-    target: Target
+    op: Op
     tunable: Tunable
-    key: tuple[Any, ...]
+    key: Key
     shapes: tuple[Shape, ...]
     dtype: torch.dtype
     variant: Mapping[str, Any]
     builtin: Any
 
     @property
-    def named(self) -> dict[str, Any]:
-        return self.tunable.named(self.key)
+    def provider(self) -> Provider:
+        """The provider that is tuned."""
+        return self.op.providers["triton"]
 
     def __str__(self) -> str:
         key = " ".join(f"{k}={v}" for k, v in self.tunable.key_to_json(self.key).items())
-        return f"{self.target.op}: {self.tunable.name} {key}"
+        return f"{self.op.name}: {self.tunable.name} {key}"
 
 
 class _Empty(Tensors):
@@ -152,64 +103,62 @@ class _Empty(Tensors):
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
 
-def arguments_of(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any]) -> Arguments:
-    """The op's arguments on the CPU, for launches that are recorded only.
+def shortened(op: Op, shape: Shape, length: int) -> Shape:
+    """A shape with the same key whose sequences have at most `length` tokens; not of attention: the shape itself."""
+    assert op.inputs is not None
+    most = {"least": length // 2, "most": length, "cached": length}
+    return tuple(min(n, most.get(name, n)) for name, n in zip(op.inputs.dimensions, shape))
+
+
+def call_arguments(op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any]) -> Arguments:
+    """The op's arguments on the CPU, for calls whose launches are only recorded.
 
     Raises:
-        ValueError: there are none of such a shape, or they do not fit in memory.
+        ValueError: the shape does not fit the op.
     """
-    inputs = job_target.declared.inputs
-    assert inputs is not None
-    wrong = inputs.wrong_with(shape)  # said of the shape that was given, not of the one that is recorded
-    if wrong:
-        raise ValueError(f"shape {written(shape)}: {job_target.op} {wrong}")
-    with _fitting(job_target, shape):
-        return inputs(_Empty(dtype, torch.device("cpu")), job_target.shrink(shape, _RECORDED_LENGTH), variant)
-
-
-@contextmanager
-def _fitting(job_target: Target, shape: Shape) -> Iterator[None]:
-    """Name the shape whose tensors the allocator has no memory for, or whose size is no number of bytes at all."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as e:
-        said = str(e).splitlines()[0] if str(e) else type(e).__name__
-        known = any(word in said.lower() for word in ("memory", "overflow", "storage size"))
-        if isinstance(e, RuntimeError) and not known:
-            raise
-        raise ValueError(
-            f"--shape {written(shape)}: tensors of {job_target.op} of this size do not fit here ({said:.120})"
-        ) from None
+    assert op.inputs is not None
+    if wrong := op.inputs.wrong_with(shape):  # of the shape that was given, not of the shortened one
+        raise ValueError(f"shape {written(shape)}: {op.name} {wrong}")
+    # 128 tokens are more than a run of few queries has.
+    return op.inputs(_Empty(dtype, torch.device("cpu")), shortened(op, shape, 128), variant)
 
 
 def jobs(
-    job_target: Target, shapes: Sequence[Shape] | None, dtype: torch.dtype, device: DeviceModel
+    op: str, shapes: Sequence[Shape] | None, dtype: torch.dtype, device: DeviceModel
 ) -> tuple[list[Job], list[str]]:
     """(the keys that calls of these shapes look up, each with its shapes; remarks on shapes that look up none).
 
     Args:
         shapes: None: those that the op declares for benchmarks.
-        device: where calls are to run. Nothing runs for the keys, so it need not be here.
+        device: the GPU that the calls are to run on. Nothing runs for the keys, so it need not be here.
 
     Raises:
-        ValueError: a shape does not fit the op, Triton is not installed, or runs in its interpreter.
+        ValueError: a shape does not fit the op or in memory, Triton is not installed, or runs in its interpreter.
     """
     _need_triton()
-    inputs = job_target.declared.inputs
-    assert inputs is not None
-    if job_target.choices == (tunables.HOPPER_PRODUCT,) and device.capability != 90:
-        return [], [f"{job_target.op}: only its kernel for Hopper chooses anything, and {device.name} is another GPU"]
-    found: dict[tuple[str, tuple[Any, ...]], Job] = {}
+    declared = all_ops()[check_tunable(op)]
+    assert declared.inputs is not None
+    if TUNABLES[op] == (t.HOPPER_PRODUCT,) and device.capability != 90:
+        return [], [f"{op}: only its kernel for Hopper chooses anything, and {device.name} is another GPU"]
+    found: dict[tuple[str, Key], Job] = {}
     remarks = []
-    for shape in (*inputs.decode, *inputs.large) if shapes is None else shapes:
-        job = _job(job_target, tuple(shape), dtype, inputs.variants[0], device)
+    for shape in (*declared.inputs.decode, *declared.inputs.large) if shapes is None else shapes:
+        try:
+            job = _job(declared, tuple(shape), dtype, declared.inputs.variants[0], device)
+        except (MemoryError, RuntimeError) as e:  # no memory for the tensors, or their size is no number of bytes
+            said = str(e).splitlines()[0] if str(e) else type(e).__name__
+            if isinstance(e, RuntimeError) and not any(
+                w in said.lower() for w in ("memory", "overflow", "storage size")
+            ):
+                raise
+            which = f"--shape {written(shape)}: tensors of {op} of this size"
+            raise ValueError(f"{which} do not fit here ({said:.120})") from None
         if job is None:
-            call = f"{job_target.op} {written(shape)} {str(dtype).removeprefix('torch.')}"
+            call = f"{op} {written(shape)} {str(dtype).removeprefix('torch.')}"
             remarks.append(f"{call}: its kernel chooses nothing for such a call")
             continue
-        before = found.get((job.tunable.name, job.key))
-        joined = job if before is None else replace(before, shapes=(*before.shapes, *job.shapes))
-        found[job.tunable.name, job.key] = joined
+        before = found.get((job.tunable.name, job.key), replace(job, shapes=()))
+        found[job.tunable.name, job.key] = replace(before, shapes=(*before.shapes, *job.shapes))
     return list(found.values()), remarks
 
 
@@ -222,56 +171,26 @@ def _need_triton() -> None:
         raise ValueError("TRITON_INTERPRET=1: expected it not to be set; the interpreter launches nothing to tune")
 
 
-def _job(job_target: Target, shape: Shape, dtype: torch.dtype, variant: Named, device: DeviceModel) -> Job | None:
+def _job(op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any], device: DeviceModel) -> Job | None:
     """The job of one shape; None: its kernel chooses nothing."""
-    cpu, launch = torch.device("cpu"), None
-    arguments = arguments_of(job_target, shape, dtype, variant)
-    tunable, key = tunables.HOPPER_PRODUCT, hopper_product_key(job_target.op, arguments, device)
+    arguments, launch = call_arguments(op, shape, dtype, variant), None
+    tunable, key = t.HOPPER_PRODUCT, hopper_product_key(op.name, arguments, device)
     if key is None:
-        choices = [t for t in job_target.choices if t is not tunables.HOPPER_PRODUCT]
-        if not choices:
-            return None
         with ExitStack() as stack, recorded() as launches:
-            asked = [(t, stack.enter_context(t.using(cpu, (), None))) for t in choices]
-            with _fitting(job_target, shape):
-                job_target.launcher.fn(**job_target.declared.records.group(arguments))
-        wanted = ((t, k) for t, keys in asked for k in keys if job_target.wants(t.named(k)))
-        tunable, key = next(wanted, (tunable, None))
+            cpu = torch.device("cpu")
+            lookups = [(of_op, stack.enter_context(of_op.using(cpu, (), None))) for of_op in TUNABLES[op.name]]
+            op.providers["triton"].fn(**op.records.group(arguments))
+        tunable, key = next(((of_op, keys[0]) for of_op, keys in lookups if keys), (tunable, None))
         if key is None:
             return None
         kernels = [imported(kernel) for kernel in tunable.kernels]
-        launch = next(i for i in launches if i.kernel in kernels)
-        tunable, key = asked_on(tunable, key, device)
+        launch = next(made for made in launches if made.kernel in kernels)
+        tunable, key = key_on(tunable, key, device)
     builtin = builtin_plan(tunable, key, arguments, launch, device)
-    return Job(job_target, tunable, key, (shape,), dtype, variant, builtin)
+    return Job(op, tunable, key, (shape,), dtype, variant, builtin)
 
 
 def neighbour(shape: Shape) -> Shape | None:
     """A shape with the same key whose first number is one less, so that masks are in use; None: there is none."""
     first = shape[0]
     return (first - 1, *shape[1:]) if first > 2 and bucket(first - 1, 4) == bucket(first, 4) else None
-
-
-@dataclass
-class Candidates:
-    """What may be tried for a job.
-
-    Attributes:
-        plans: those near the built-in choice first.
-        left_out: reason -> how many other combinations were left out for it.
-    """
-
-    plans: list[Any]
-    left_out: Counter[str]
-
-    @property
-    def total(self) -> int:
-        """Combinations of all values."""
-        return len(self.plans) + self.left_out.total()
-
-
-def candidates(job: Job, device: DeviceModel) -> Candidates:
-    """The plans of a job that its spaces allow, in the order of a search in which none is faster than the built-in."""
-    found = [space.split() for space in spaces_of(job.tunable, job.named, device)]
-    plans = nearest([plan for plans, _ in found for plan in plans], {}, job.builtin)
-    return Candidates(plans, sum((left_out for _, left_out in found), Counter()))

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
+import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 import torch
 
 from nanovllm.hardware.versions import provenance, versions
-from nanovllm.tune.jobs import Candidates, Job, candidates
+from nanovllm.tune.jobs import Job
 from nanovllm.tune.measure import JobTimer, TuningError
 from nanovllm.tune.search import Budget, Outcome, search
+from nanovllm.tune.spaces import candidates
 from nanovllm.tune.store import entry, readable, save
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ R = TypeVar("R")
 LEAST_SECONDS = 3.0
 """About what the first batch of plans takes, mostly to compile. A job that has less compiles fewer together."""
 HANG_SECONDS = 300.0
-"""More than compiling, timing or checking a batch of plans ever takes: then one of them hangs."""
+"""More than compiling, timing or checking a batch of plans ever takes: a kernel hangs that takes longer."""
 MEASURED = "measured before, with these versions and kernels"
 FATAL = "an earlier run ended while it was measured; without --resume it is tried again"
 
@@ -60,14 +63,15 @@ def tune(
     hang_seconds: float = HANG_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Result]:
-    """Search each job and write what was found, job by job, so that an interrupted run keeps what it has.
+    """Search each job and write its result at once, so that an interrupted run keeps what it has.
 
     Args:
         gpu: the name of the device's file in `out`.
-        budget: its seconds are for all jobs, in equal parts; what one leaves, the next ones share.
+        budget: its seconds are for all jobs, in equal parts; the time that a job leaves goes to the next ones.
         resume: leave out jobs that `out` has an entry for, of these versions and kernels, and jobs that an earlier run
             did not survive: it left a note.
         timer: makes what measures, verifies and prepares the plans of a job.
+        hang_seconds: a call of the timer that takes longer ends the process with a traceback.
 
     Raises:
         ContextLost: a plan broke the CUDA context. What was written stays; a run with `resume` goes on after this job.
@@ -77,22 +81,20 @@ def tune(
         save(gpu, [], out)  # sets the file aside before anything is measured
     done = _done(gpu, out, resume)
     left_out = [done.get(_identity(job)) for job in jobs]
-    todo = left_out.count(None)
-    budget = budget or Budget()
-    end = None if budget.seconds is None else clock() + budget.seconds
+    todo, budget, start = left_out.count(None), budget or Budget(), clock()
     for job, reason in zip(jobs, left_out):
-        now = clock()
-        if reason is None and end is not None and now >= end:
+        left = None if budget.seconds is None else start + budget.seconds - clock()
+        if reason is None and left is not None and left <= 0:
             reason = "no time left"
         if reason is not None:
             yield Result(job, None, None, reason)
             continue
-        part = budget if end is None else _part(budget, (end - now) / todo)
+        found, data = candidates(job.tunable, job.key, job.builtin, model), None
+        part = budget if left is None else _part(budget, left / todo)
         todo -= 1
-        found, data = candidates(job, model), None
         with _under_way(job, gpu, out):
-            outcome, reason = _search(job, found, part, timer, device, hang_seconds, clock)
-            if outcome is not None and outcome.best is not None:
+            outcome, reason = _search(job, found.plans, part, _Watched(timer, hang_seconds), device, clock)
+            if outcome is not None and outcome.ranking:
                 data = entry(job, outcome, found.left_out, _about(device))
                 save(gpu, [data], out)
         gc.collect()
@@ -107,30 +109,32 @@ def _part(budget: Budget, seconds: float) -> Budget:
     return replace(budget, seconds=seconds, batch=batch)
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """Calls a function. A call that takes too long ends the process: Python cannot stop a kernel that hangs."""
+
+    fn: Callable[..., Any]
+    seconds: float
+
+    def __call__(self, *args: Any) -> Any:
+        faulthandler.dump_traceback_later(self.seconds, exit=True, file=2)
+        try:
+            return self.fn(*args)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
 def _search(
-    job: Job, found: Candidates, budget: Budget, timer: Any, device: torch.device, hang_seconds: float, clock: Any
+    job: Job, plans: Sequence[Any], budget: Budget, timer: _Watched, device: torch.device, clock: Callable[[], float]
 ) -> tuple[Outcome | None, str | None]:
-    """(what came of it, or None and why)."""
-
-    def watched(fn: Callable[..., R]) -> Callable[..., R]:
-        """A call that takes longer ends the process, with a traceback: Python cannot stop a kernel that hangs."""
-
-        def run(*args: Any) -> R:
-            faulthandler.dump_traceback_later(hang_seconds, exit=True, file=2)
-            try:
-                return fn(*args)
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-
-        return run
-
+    """(what the search found, or None and why there is nothing)."""
     made = None
     try:
-        made = watched(timer)(job, device)
-        steps = watched(made.measure), watched(made.verify)
+        made = timer(job, device)
+        measure, verify, prepare = (replace(timer, fn=fn) for fn in (made.measure, made.verify, made.prepare))
         with torch.inference_mode():
-            prepare = watched(made.prepare)
-            return search(found.plans, *steps, default=job.builtin, budget=budget, prepare=prepare, clock=clock), None
+            found = search(plans, measure, verify, default=job.builtin, budget=budget, prepare=prepare, clock=clock)
+            return found, None
     except torch.OutOfMemoryError:
         return None, "its inputs do not fit in the device's memory"
     except TuningError as e:
@@ -156,56 +160,42 @@ def _identity(job: Job) -> str:
 
 
 def _done(gpu: str, out: Path, resume: bool) -> dict[str, str]:
-    """Identity of a job -> why a run that goes on leaves it out. Other runs remove the notes of dead ones."""
+    """Identity of a job -> why a resumed run leaves it out. A run that begins anew removes the notes of dead runs."""
     found = {}
     if resume:
-        entries = readable(out / f"{gpu}.json")[0]
-        names = "tunable", "source", "versions", "key"
-        found = {json.dumps([e[name] for name in names], sort_keys=True): MEASURED for e in entries}
-    for path, job in _notes(gpu, out):
+        for e in readable(out / f"{gpu}.json")[0]:
+            found[json.dumps([e["tunable"], e["source"], e["versions"], e["key"]], sort_keys=True)] = MEASURED
+    for note in out.glob(f"{gpu}.*.under-way"):
+        if _runs(int(note.name.split(".")[-2])):
+            continue
         if resume:
-            found.setdefault(job, FATAL)
+            found.setdefault(note.read_text(), FATAL)
         else:
-            path.unlink(missing_ok=True)
+            note.unlink(missing_ok=True)
     return found
+
+
+def _runs(pid: int) -> bool:
+    """Whether another process of this number runs."""
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+    return pid != os.getpid()
 
 
 @contextmanager
 def _under_way(job: Job, gpu: str, out: Path) -> Iterator[None]:
-    """Within the block a note names the job, in a file that this process holds a lock on.
-
-    The note stays after a `ContextLost`, and if the process ends: the operating system drops the lock then. A note
-    without a lock is of a job that its run did not survive.
-    """
-    import fcntl
-
-    path = out / f"{gpu}.{uuid4().hex}.under-way"
-    with open(path, "x") as note:
-        fcntl.flock(note, fcntl.LOCK_EX)  # an empty note counts for nothing, so it is written under the lock
-        note.write(_identity(job))
-        note.flush()
-        survived = True
-        try:
-            yield
-        except ContextLost:
-            survived = False
-            raise
-        finally:
-            if survived:
-                note.truncate(0)
-                path.unlink(missing_ok=True)
-
-
-def _notes(gpu: str, out: Path) -> Iterator[tuple[Path, str]]:
-    """(file, job) of the notes that no process holds. The lock is shared: another run may look at the same time."""
-    import fcntl
-
-    for path in sorted(out.glob(f"{gpu}.*.under-way")):
-        try:
-            with open(path) as note:
-                fcntl.flock(note, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                job = note.read()
-        except (BlockingIOError, FileNotFoundError):
-            continue  # its job is under way, or has ended just now
-        if job:
-            yield path, job
+    """Within the block a note names the job and this process. It stays if the block or the process does not survive."""
+    identity = _identity(job)
+    name = f"{gpu}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}.{os.getpid()}.under-way"
+    (out / name).write_text(identity)
+    try:
+        yield
+    except ContextLost:
+        raise
+    except BaseException:  # such as Ctrl-C: the device is well
+        (out / name).unlink(missing_ok=True)
+        raise
+    (out / name).unlink(missing_ok=True)

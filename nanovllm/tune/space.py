@@ -13,31 +13,56 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Space:
-    """Every combination of some values that no rule refuses.
+    """Every combination of some values that no rule leaves out.
 
     Attributes:
-        make: the values as keyword arguments -> a plan, a frozen dataclass.
+        make: the values as keyword arguments -> a plan, which is a frozen dataclass.
         values: name -> what to choose from.
-        rules: reason -> whether a plan is left out for it. A text that a rule returns is the reason in its place.
+        rules: reason -> whether a plan is left out for it. The first such rule counts.
+        refuse: the kernel's own rule: None, or why it cannot launch a plan.
     """
 
     make: Callable[..., Any]
     values: Mapping[str, Sequence[Any]]
     rules: Mapping[str, Callable[[Any], Any]]
+    refuse: Callable[[Any], str | None] = lambda plan: None
 
-    def split(self) -> tuple[list[Any], Counter[str]]:
-        """(the plans, reason -> how many others were left out); the first rule that refuses a plan is the reason."""
-        plans, left_out = [], Counter[str]()
-        for values in itertools.product(*self.values.values()):
-            plan = self.make(**dict(zip(self.values, values)))
-            found = ((reason, refuses(plan)) for reason, refuses in self.rules.items())
-            refused = next(((reason, said) for reason, said in found if said), None)
-            if refused is None:
-                plans.append(plan)
+    def left_out(self, plan: Any) -> str | None:
+        """Why a plan is not tried; None: it is."""
+        if reason := self.refuse(plan):
+            return f"the kernel: {reason}"
+        return next((reason for reason, applies in self.rules.items() if applies(plan)), None)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The plans of some spaces.
+
+    Attributes:
+        plans: what may be tried, the plans near the built-in one first.
+        left_out: reason -> how many other combinations are left out for it.
+    """
+
+    plans: list[Any]
+    left_out: Counter[str]
+
+    @property
+    def total(self) -> int:
+        """Combinations of all values."""
+        return len(self.plans) + self.left_out.total()
+
+
+def candidates_of(spaces: Iterable[Space], builtin: Any) -> Candidates:
+    """All combinations of the values of some spaces, split by the rules."""
+    plans, left_out = [], Counter[str]()
+    for space in spaces:
+        for values in itertools.product(*space.values.values()):
+            plan = space.make(**dict(zip(space.values, values)))
+            if reason := space.left_out(plan):
+                left_out[reason] += 1
             else:
-                reason, said = refused
-                left_out[said if isinstance(said, str) else reason] += 1
-        return plans, left_out
+                plans.append(plan)
+    return Candidates(nearest(plans, {}, builtin), left_out)
 
 
 @cache
@@ -52,21 +77,19 @@ def distance(a: Any, b: Any) -> float:
 
 
 def nearest(plans: Iterable[Any], times: Mapping[Any, float], default: Any | None) -> list[Any]:
-    """The plans, the most promising first: those near the fastest so far.
+    """The plans in the order in which to try them: those near the fastest so far first.
 
-    Each class of plans has a fastest of its own, and the classes alternate.
+    Each class of plans has a fastest of its own, and the classes alternate, beginning with the default's.
 
     Args:
-        times: seconds of the plans that were tried. default: the centre of a class of which none was tried.
+        times: seconds of the plans that were tried.
+        default: what stands for the fastest of a class of which none was tried.
     """
-    classes: dict[type, list[Any]] = {}
+    classes: dict[type, list[Any]] = {type(default): []}
     for plan in plans:
         classes.setdefault(type(plan), []).append(plan)
-    if default is not None and type(default) in classes:
-        classes = {type(default): classes[type(default)], **classes}
     for kind, of_kind in classes.items():
-        tried = [plan for plan in times if type(plan) is kind]
-        centre = min(tried, key=times.__getitem__) if tried else default
+        centre = min((plan for plan in times if type(plan) is kind), key=times.__getitem__, default=default)
         if centre is not None:
             of_kind.sort(key=lambda plan: distance(plan, centre))  # noqa: B023 - called within the same round
     return [plan for group in itertools.zip_longest(*classes.values()) for plan in group if plan is not None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,12 @@ def entry(job: Job, outcome: Outcome, left_out: Mapping[str, int], about: Mappin
     """One entry of a file: the winner, and how it was found.
 
     Args:
+        outcome: of a search that found a winner.
         left_out: reason -> how many plans were not tried for it.
         about: of the run: device, date, commit.
-
-    Raises:
-        ValueError: the search found nothing.
     """
-    if outcome.best is None:
-        raise ValueError(f"{job}: expected a winner to write, got none")
-    tunable = job.tunable
+    tunable, nothing = job.tunable, (None, None)
+    (best, seconds), (second, second_seconds) = (*outcome.ranking.items(), nothing)[:2]
 
     def config(plan: Any) -> dict[str, Any] | None:
         return None if plan is None else tunable.plan_to_json(plan)
@@ -46,14 +43,14 @@ def entry(job: Job, outcome: Outcome, left_out: Mapping[str, int], about: Mappin
         "source": tunable.source,
         "versions": versions(),
         "key": tunable.key_to_json(job.key),
-        "config": config(outcome.best),
-        "us": us(outcome.seconds),
+        "config": config(best),
+        "us": us(seconds),
         "builtin": config(job.builtin),
-        "builtin_us": us(outcome.default_seconds),
-        "runner_up": config(outcome.runner_up),
-        "runner_up_us": us(outcome.runner_up_seconds),
-        "op": job.target.op,
-        "provider": job.target.launcher.name,
+        "builtin_us": us(outcome.ranking.get(job.builtin)),
+        "runner_up": config(second),
+        "runner_up_us": us(second_seconds),
+        "op": job.op.name,
+        "provider": job.provider.name,
         "shapes": [list(shape) for shape in job.shapes],
         "dtype": str(job.dtype).removeprefix("torch."),
         "method": "CUDA graph, L2 cold, median; geometric mean over the shapes",
@@ -71,11 +68,13 @@ def entry(job: Job, outcome: Outcome, left_out: Mapping[str, int], about: Mappin
 def save(gpu: str, new: Sequence[Entry], directory: Path, keep: Callable[[Entry], bool] = lambda data: True) -> Path:
     """Write entries into a GPU's file, in place of those for the same key and versions. `keep` tells which others stay.
 
-    A file that cannot be read is set aside, with a warning; those of its entries that can be read are kept.
+    A file that cannot be read is set aside, with a warning; its readable entries are kept.
 
     Raises:
         ValueError: a new entry would not be read.
     """
+    import fcntl
+
     for data in new:
         tunable = ALL[data["tunable"]]
         tunable.plan_from_json(data["config"], tunable.key_from_json(data["key"]))
@@ -85,19 +84,19 @@ def save(gpu: str, new: Sequence[Entry], directory: Path, keep: Callable[[Entry]
         return json.dumps([data["tunable"], data["key"], data["versions"]], sort_keys=True)
 
     directory.mkdir(parents=True, exist_ok=True)
-    with _exclusive(directory / f"{gpu}.lock"):
+    with open(directory / f"{gpu}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time reads, adds and replaces
         kept, wrong = readable(path)
         if wrong is not None:
             names = (path.with_suffix(f".broken{n or ''}") for n in itertools.count())
             broken = next(name for name in names if not name.exists())
             broken.write_bytes(path.read_bytes())
             logger.warning("%s; set aside as %s, %d of its entries are kept", wrong, broken.name, len(kept))
-        replaced = {identity(data) for data in new}
-        entries = [data for data in kept if keep(data) and identity(data) not in replaced] + [dict(d) for d in new]
-        entries.sort(key=identity)
+        entries = {identity(data): data for data in kept if keep(data)} | {identity(data): dict(data) for data in new}
+        content = {"schema": SCHEMA, "gpu": gpu, "entries": [entries[key] for key in sorted(entries)]}
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
-            part.write_text(json.dumps({"schema": SCHEMA, "gpu": gpu, "entries": entries}, indent=1) + "\n")
+            part.write_text(json.dumps(content, indent=1) + "\n")
             part.replace(path)  # a reader sees the old file or the new one
         finally:
             part.unlink(missing_ok=True)
@@ -106,20 +105,18 @@ def save(gpu: str, new: Sequence[Entry], directory: Path, keep: Callable[[Entry]
 
 
 def readable(path: Path) -> tuple[list[Entry], str | None]:
-    """(the entries of a file that can be read, None or what is wrong with the others or all of it)."""
+    """(the entries of a file that can be read, None or what is wrong with the others or with all of it)."""
     if not path.exists():
         return [], None
-    wrong = None
+    wrong, found = None, []
     try:
-        found = document(path)["entries"]
+        document(path)
     except ValueError as e:
         wrong = str(e).partition("; write it anew")[0]
-        try:
-            found = json.loads(path.read_text())["entries"]
-        except (OSError, ValueError, KeyError, TypeError):
-            found = []
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = list(json.loads(path.read_text())["entries"])
     kept: list[Entry] = []
-    for i, data in enumerate(found if isinstance(found, list) else []):
+    for i, data in enumerate(found):
         try:
             if data["tunable"] in ALL:
                 entry_of(ALL[data["tunable"]], data, path)
@@ -142,13 +139,3 @@ def drop_changed(directory: Path = SHIPPED) -> list[str]:
             save(path.stem, [], directory, keep=current)
         dropped += [f"{path.name}: {data['tunable']} {json.dumps(data['key'])}" for data in changed]
     return dropped
-
-
-@contextmanager
-def _exclusive(lock: Path) -> Iterator[None]:
-    """One process at a time reads, adds and replaces; the operating system drops the lock with the process."""
-    import fcntl
-
-    with open(lock, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

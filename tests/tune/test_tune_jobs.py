@@ -11,42 +11,52 @@ if triton.knobs.runtime.interpret:
     pytest.skip("looks at launches, which the interpreter does not make", allow_module_level=True)
 
 from nanovllm.hardware.gpu_presets import device_model
+from nanovllm.kernels import all_ops
 from nanovllm.kernels.triton import tunables
 from nanovllm.models.model_presets import PRESETS, preset
-from nanovllm.tune.jobs import TARGETS, arguments_of, candidates, jobs, neighbour, target
+from nanovllm.tune.jobs import TUNABLES, call_arguments, check_tunable, jobs, neighbour
 from nanovllm.tune.launches import recorded
 from nanovllm.tune.model_shapes import shapes_of
+from nanovllm.tune.spaces import candidates as plans_for
 
 H200, A100 = device_model("h200"), device_model("a100")
 BF16 = torch.bfloat16
 
 
+def candidates(job, device):
+    return plans_for(job.tunable, job.key, job.builtin, device)
+
+
+def named(job):
+    return job.tunable.named(job.key)
+
+
 def one(op, *shapes, dtype=BF16, device=H200):
-    found, remarks = jobs(target(op), shapes, dtype, device)
+    found, remarks = jobs(op, shapes, dtype, device)
     assert len(found) == 1 and not remarks
     return found[0]
 
 
 def test_every_tunable_has_a_target_and_a_space():
     reached = set()
-    for name, t in TARGETS.items():
+    for op, choices in TUNABLES.items():
         for device in (H200, A100):
-            found, _ = jobs(t, None, BF16, device)
-            assert found or (device is A100 and t.choices == (tunables.HOPPER_PRODUCT,)), name
+            found, _ = jobs(op, None, BF16, device)
+            assert found or (device is A100 and choices == (tunables.HOPPER_PRODUCT,)), op
             reached |= {job.tunable.name for job in found}
     assert reached == set(tunables.ALL)
 
 
-@pytest.mark.parametrize("op", TARGETS)
+@pytest.mark.parametrize("op", TUNABLES)
 def test_the_built_in_choice_is_among_what_is_tried_or_launches_at_least(op):
     shapes = dict(shapes_of(preset("qwen3-0.6b"))).get(op)
-    found, _ = jobs(target(op), shapes, BF16, H200)
+    found, _ = jobs(op, shapes, BF16, H200)
     assert found
     for job in found:
         found_plans = candidates(job, H200)
         plans = found_plans.plans
         assert len(plans) == len(set(plans)) > 3 and found_plans.total == len(plans) + found_plans.left_out.total()
-        assert job.tunable.refuse(job.builtin, job.named) is None
+        assert job.tunable.refuse(job.builtin, named(job)) is None
         assert plans[0] == job.builtin, job
         for plan in plans[:500]:  # what is tried can be written and read
             assert job.tunable.plan_from_json(job.tunable.plan_to_json(plan), job.key) == plan
@@ -54,23 +64,25 @@ def test_the_built_in_choice_is_among_what_is_tried_or_launches_at_least(op):
 
 def test_shapes_with_the_same_key_are_one_job():
     shapes = [(n, length, length, 16, 8, 128, 256) for n, length in ((8, 512), (8, 4096), (64, 512))]
-    named = {
+    expected = {
         "num_seqs": 8, "kv_heads": 8, "group": 2, "head_dim": 128, "dtype": BF16, "cache_dtype": BF16,
         "block_size": 256,
     }  # fmt: skip
     for device, more in ((A100, {"rotate": False}), (H200, {"new": False})):
-        found, remarks = jobs(target("attention_decode"), shapes, BF16, device)
+        found, remarks = jobs("attention_decode", shapes, BF16, device)
         assert [len(j.shapes) for j in found] == [2, 1] and not remarks
-        assert found[0].named == named | more
+        assert named(found[0]) == expected | more
 
 
 def test_a_key_is_what_the_kernel_asks_on_that_gpu():
     job = one("linear_bias_act", (256, 1024, 4096))
-    assert job.named == {"m": 256, "n": 4096, "k": 1024, "dtype": BF16, "gated": False, "tma": True} and job.builtin.tma
+    assert (
+        named(job) == {"m": 256, "n": 4096, "k": 1024, "dtype": BF16, "gated": False, "tma": True} and job.builtin.tma
+    )
     older = one("linear_bias_act", (256, 1024, 4096), device=A100)
-    assert not older.named["tma"] and not older.builtin.tma
-    assert not one("linear_bias_act", (256, 1023, 4096)).named["tma"]  # rows of 2046 bytes
-    assert one("gated_mlp", (256, 1024, 3072)).named["gated"]
+    assert not named(older)["tma"] and not older.builtin.tma
+    assert not named(one("linear_bias_act", (256, 1023, 4096)))["tma"]  # rows of 2046 bytes
+    assert named(one("gated_mlp", (256, 1024, 3072)))["gated"]
     decode = (8, 512, 512, 16, 8, 128, 256)
     for op in ("attention_decode", "qk_norm_rope_attention"):
         assert one(op, decode).tunable is tunables.ATTENTION_DECODE_HOPPER
@@ -79,47 +91,44 @@ def test_a_key_is_what_the_kernel_asks_on_that_gpu():
         assert {job.tunable for job in found} == {tunables.ATTENTION_DECODE}
     assert one("attention_prefill", (2, 64, 64, 0, 8, 4, 64, 32)).tunable is tunables.ATTENTION_PREFILL_HOPPER
     few = one("attention_prefill", (2, 8, 8, 0, 8, 4, 64, 32))
-    assert few.tunable is tunables.ATTENTION_PREFILL and few.named["few_rows"] == 16
-    assert one("attention_prefill", (2, 64, 64, 0, 8, 4, 64, 32), device=A100).named["few_rows"] == 0
-    assert one("rms_norm", (5, 100)).named == {"rows": 8, "size": 100, "dtype": BF16}
+    assert few.tunable is tunables.ATTENTION_PREFILL and named(few)["few_rows"] == 16
+    assert named(one("attention_prefill", (2, 64, 64, 0, 8, 4, 64, 32), device=A100))["few_rows"] == 0
+    assert named(one("rms_norm", (5, 100))) == {"rows": 8, "size": 100, "dtype": BF16}
 
 
 def test_what_chooses_nothing_is_said():
-    found, remarks = jobs(target("linear_bias_act"), [(4, 64, 64)], torch.float32, H200)
+    found, remarks = jobs("linear_bias_act", [(4, 64, 64)], torch.float32, H200)
     assert not found and remarks == ["linear_bias_act 4x64x64 float32: its kernel chooses nothing for such a call"]
-    found, remarks = jobs(target("linear"), [(64, 1024, 1024), (8, 1024, 1024)], BF16, A100)
+    found, remarks = jobs("linear", [(64, 1024, 1024), (8, 1024, 1024)], BF16, A100)
     assert [job.tunable for job in found] == [tunables.SMALL_PRODUCT]
     assert remarks == ["linear 64x1024x1024 bfloat16: its kernel chooses nothing for such a call"]
     for op in ("linear_silu_and_mul", "linear_add_rms_norm"):
-        found, remarks = jobs(target(op), [(8, 1024, 1024), (32, 1024, 1024)], BF16, A100)
+        found, remarks = jobs(op, [(8, 1024, 1024), (32, 1024, 1024)], BF16, A100)
         said = f"{op}: only its kernel for Hopper chooses anything, and nvidia-a100 is another GPU"
         assert not found and remarks == [said]
-        found, remarks = jobs(target(op), [(8, 1024, 100), (257, 64, 64), (1, 2048, 2048)], BF16, H200)
+        found, remarks = jobs(op, [(8, 1024, 100), (257, 64, 64), (1, 2048, 2048)], BF16, H200)
         assert not found and len(remarks) == 3 and all("chooses nothing" in r for r in remarks)
-        assert not jobs(target(op), [(8, 1024, 1024)], torch.float32, H200)[0]
+        assert not jobs(op, [(8, 1024, 1024)], torch.float32, H200)[0]
     # Of few rows, `linear` leaves many tokens to the library; where columns are split, nothing does.
-    assert jobs(target("linear_add_rms_norm"), [(64, 1024, 3072)], BF16, H200)[0]
-    assert (
-        not jobs(target("linear"), [(64, 1024, 3072)], BF16, H200)[0]
-        and jobs(target("linear"), [(32, 1024, 3072)], BF16, H200)[0]
-    )
+    assert jobs("linear_add_rms_norm", [(64, 1024, 3072)], BF16, H200)[0]
+    assert not jobs("linear", [(64, 1024, 3072)], BF16, H200)[0] and jobs("linear", [(32, 1024, 3072)], BF16, H200)[0]
     with pytest.raises(ValueError, match="store_kvcache: its kernels choose nothing that can be tuned"):
-        target("store_kvcache")
+        check_tunable("store_kvcache")
     with pytest.raises(ValueError, match="unknown op 'rms_nrom'; did you mean 'rms_norm'"):
-        target("rms_nrom")
+        check_tunable("rms_nrom")
     with pytest.raises(ValueError, match="shape 3: rms_norm takes ROWSxSIZE, not 1 number$"):
-        jobs(target("rms_norm"), [(3,)], BF16, H200)
+        jobs("rms_norm", [(3,)], BF16, H200)
 
 
 def test_what_the_product_for_hopper_takes_is_tuned_for_it_and_the_rest_for_the_other_kernels():
     few = [(1, 1024, 2048), (8, 1024, 2048), (8, 1024, 100), (1, 40000, 1024)]  # Hopper's takes the first two
     for device, taken in ((H200, few[:2]), (A100, [])):
-        found, remarks = jobs(target("linear"), few, BF16, device)
+        found, remarks = jobs("linear", few, BF16, device)
         hopper = [job for job in found if job.tunable is tunables.HOPPER_PRODUCT]
         assert [job.shapes for job in hopper] == ([tuple(taken)] if taken else []) and not remarks
-        small = [tuple(job.named[k] for k in ("tokens", "outputs", "size")) for job in found if job not in hopper]
+        small = [tuple(named(job)[k] for k in ("tokens", "outputs", "size")) for job in found if job not in hopper]
         assert small == [shape for shape in few if shape not in taken]
-        assert len(jobs(target("add_rms_norm_linear"), few, BF16, device)[0]) == len(few)
+        assert len(jobs("add_rms_norm_linear", few, BF16, device)[0]) == len(few)
     assert one("linear", (1, 2048, 2048)).tunable is tunables.SMALL_PRODUCT  # only from two tokens on
     assert one("linear", few[0], dtype=torch.float32).tunable is tunables.SMALL_PRODUCT
 
@@ -140,11 +149,11 @@ def test_the_key_of_a_product_for_hopper_is_what_its_launch_asks(op, gated, spli
             continue
         job = one(op, (tokens, 96, size))
         assert job.tunable is tunables.HOPPER_PRODUCT
-        assert job.named == {
+        assert named(job) == {
             "tokens": tunables.hopper_product_tokens(tokens, 256), "outputs": 96, "size": size, "dtype": BF16,
             "gated": gated, "split": split,
         }  # fmt: skip
-        arguments = arguments_of(job.target, job.shapes[0], BF16, {})
+        arguments = call_arguments(job.op, job.shapes[0], BF16, {})
         plans = candidates(job, H200).plans
         for plan in (
             job.builtin,
@@ -152,7 +161,7 @@ def test_the_key_of_a_product_for_hopper_is_what_its_launch_asks(op, gated, spli
             None,
         ):  # None: as `plan_hopper_product` says, for the multiprocessors of an H200
             with tunables.HOPPER_PRODUCT.using(cpu, job.key, plan) as asked, recorded() as launches:
-                job.target.launcher.fn(**arguments)
+                job.provider.fn(**arguments)
             assert asked == [job.key]
             product = launches[0]
             assert product.name == "hopper_product_kernel" and product.arguments["TOKENS"] + product.arguments[
@@ -179,12 +188,12 @@ def test_the_key_of_decode_attention_for_hopper_is_what_its_launch_asks(op, new,
     for count, heads, kv_heads, dim, block in shapes:
         job = one(op, (count, 512, 512, heads, kv_heads, dim, block))
         assert job.tunable is tunables.ATTENTION_DECODE_HOPPER
-        assert job.named == {
+        assert named(job) == {
             "num_seqs": 1 << (count - 1).bit_length(), "kv_heads": kv_heads, "group": heads // kv_heads,
             "head_dim": dim, "dtype": BF16, "cache_dtype": BF16, "block_size": block, "new": new,
         }  # fmt: skip
-        fn = job.target.launcher.fn
-        arguments = job.target.declared.records.group(arguments_of(job.target, job.shapes[0], BF16, {}))
+        fn = job.provider.fn
+        arguments = job.op.records.group(call_arguments(job.op, job.shapes[0], BF16, {}))
         # None: as `plan_hopper_decode` says, for the multiprocessors of an H200.
         for plan in (job.builtin, candidates(job, H200).plans[-1], None):
             with tunables.ATTENTION_DECODE_HOPPER.using(cpu, job.key, plan) as asked, recorded() as launches:
@@ -237,7 +246,7 @@ def test_what_is_tried_of_a_product_for_hopper():
 def test_the_shapes_of_models_fit_their_ops():
     for name in PRESETS:
         for op, shapes in shapes_of(preset(name)).items():
-            make = inspect.signature(target(op).declared.inputs.make)
+            make = inspect.signature(all_ops()[check_tunable(op)].inputs.make)
             assert len(set(shapes)) == len(shapes)
             for shape in shapes:
                 make.bind(None, *shape)

@@ -36,91 +36,67 @@ def test_in_the_interpreter(tmp_path):
 _INTERPRETED = """
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
-from nanovllm.kernels.op import config_files
-from nanovllm.kernels.triton import tunables
-from nanovllm.hardware.timing import time_kernel
-from nanovllm.tune import Budget, Skipped, measure
-from nanovllm.tune.jobs import Job, jobs, target
-from nanovllm.tune.run import tune
 from nanovllm.hardware.gpu_presets import device_model
-from nanovllm.kernels.triton.rows.plans import RowPlan, BlockPlan
+from nanovllm.hardware.timing import time_kernel
+from nanovllm.kernels import all_ops
+from nanovllm.kernels.op.provider import Provider
+from nanovllm.kernels.triton import tunables
+from nanovllm.kernels.triton.rows.plans import BlockPlan, RowPlan
+from nanovllm.tune import Budget, Skipped
+from nanovllm.tune.jobs import Job, jobs
+from nanovllm.tune.measure import JobTimer, TuningError
+from nanovllm.tune.run import tune
 
-measure.time_in_graph = lambda calls, rounds: time_kernel(calls[0], warmup=0, iters=1)
-measure.l2_bytes = lambda device: 1000
-torch.cuda.empty_cache = lambda: None
-cpu = torch.device("cpu")
+cpu, f32 = torch.device("cpu"), torch.float32
+on_host = lambda calls, rounds: time_kernel(calls[0], warmup=0, iters=1)
 
-def timer_of(op, tunable, key, shape, dtype=torch.float32, variant=None):
-    job = Job(target(op), tunable, key, shape if isinstance(shape[0], tuple) else (shape,), dtype, variant or {}, None)
-    return measure.JobTimer(job, cpu)
+def timer_of(op, tunable, key, *shapes, clock=on_host):
+    return JobTimer(Job(all_ops()[op], tunable, key, shapes, f32, {}, None), cpu, clock)
 
-timer = timer_of("rms_norm", tunables.RMS_NORM, (4, 96, torch.float32), (3, 96))
+def error_of(kind, call, *args):
+    try:
+        call(*args)
+    except kind as e:
+        return str(e)
+    raise AssertionError(f"no {kind.__name__}")
+
+timer = timer_of("rms_norm", tunables.RMS_NORM, (4, 96, f32), (3, 96))
 assert timer.measure(RowPlan(2, 4), 3) > 0
 timer.verify(RowPlan(2, 4))
 timer.verify(None)
-try:
-    timer_of("rms_norm", tunables.RMS_NORM, (4, 97, torch.float32), (3, 96)).measure(RowPlan(2, 4), 3)
-except RuntimeError as e:
-    assert "did not ask for rms_norm (4, 97" in str(e), e
-else:
-    raise AssertionError
-
-# Checked with the most rows that the plan is for, and with one fewer.
-verified, verify = [], measure.verify
-measure.verify = lambda op, launcher, device, case: verified.append(case.shape) or verify(op, launcher, device, case)
-timer_of("rms_norm", tunables.RMS_NORM, (8, 96, torch.float32), ((5, 96), (8, 96), (6, 96))).verify(RowPlan(2, 4))
-assert verified == [(8, 96), (7, 96)], verified
-measure.verify = verify
+other = timer_of("rms_norm", tunables.RMS_NORM, (4, 97, f32), (3, 96))
+assert "did not look up rms_norm (4, 97" in error_of(TuningError, other.measure, RowPlan(2, 4), 3)
 
 # An error that may have cost the device names the plan.
 def lost(calls, rounds):
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
-time_in_graph, measure.time_in_graph = measure.time_in_graph, lost
-try:
-    timer.measure(RowPlan(1, 4), 3)
-except measure.TuningError as e:
-    assert "RowPlan(rows=1, warps=4) failed" in str(e) and "illegal memory access" in str(e) and timer.alive(), e
-else:
-    raise AssertionError
-measure.time_in_graph = time_in_graph
 
-# A kernel that forgets a part of its row: what a broken configuration would do.
-from nanovllm.kernels.triton.rows import activation
-key = 256, 64, torch.float32, "silu"
-timer = timer_of("silu_and_mul", tunables.ACTIVATE_AND_MUL, key, (4, 64))
-timer.verify(BlockPlan(32, 4))
-activation.cdiv = lambda a, b: a // b
-timer.verify(BlockPlan(32, 4))
-timer.verify(BlockPlan(64, 4))
-try:
-    timer.verify(BlockPlan(128, 4))
-except Skipped as e:
-    assert str(e).startswith("wrong result: 4x64 float32: "), e
-else:
-    raise AssertionError
-assert tunables.RMS_NORM.find(cpu, 4, 96, torch.float32) is None
-try:
-    jobs(target("rms_norm"), None, torch.bfloat16, None)
-except ValueError as e:
-    assert "TRITON_INTERPRET=1: expected it not to be set" in str(e)
+said = error_of(TuningError, timer_of("rms_norm", tunables.RMS_NORM, (4, 96, f32), (3, 96), clock=lost).measure,
+                RowPlan(1, 4), 3)
+assert "RowPlan(rows=1, warps=4) failed" in said and "illegal memory access" in said and timer.alive()
 
-# A whole run, from candidates to a file that the kernel then reads; only the launches are recorded elsewhere.
-config_files.gpu_of = lambda device: "nvidia-test-9"
-key = 4, 96, torch.float32
-job = Job(target("rms_norm"), tunables.RMS_NORM, key, ((3, 96), (4, 96)), torch.float32, {}, RowPlan(4, 1))
-budget = Budget(patience=3, batch=4)
-(result,) = tune([job], cpu, device_model("h200"), "nvidia-test-9", Path(sys.argv[1]), budget=budget)
-assert result.outcome.best is not None and result.outcome.default_seconds > 0, result
-os.environ["NANOVLLM_KERNEL_CONFIGS"] = sys.argv[1]
-tunables.RMS_NORM.forget()
-with tunables.RMS_NORM.using(cpu, (), None):
-    pass
-assert tunables.RMS_NORM.find(cpu, *key) == result.outcome.best
-x = torch.randn(3, 96)
-ours = target("rms_norm").launcher.fn(x, torch.ones(96), 1e-6)
-torch.testing.assert_close(ours, torch.nn.functional.rms_norm(x, (96,), eps=1e-6))
+# A plan that makes a kernel wrong is refused, with the case: of the most rows, and of one row less.
+op, cases = all_ops()["rms_norm"], []
+
+def wrong(x, weight, eps, **more):
+    cases.append(x.shape[0])
+    return op.native(x, weight, eps) + (x.shape[0] == 7)
+
+op.providers["triton"] = Provider("triton", wrong)
+job = timer_of("rms_norm", tunables.RMS_NORM, (8, 96, f32), (5, 96), (8, 96), (6, 96))
+assert error_of(Skipped, job.verify, RowPlan(2, 4)).startswith("wrong result: 7x96 float32: ") and cases == [8, 7]
+assert "TRITON_INTERPRET=1: expected it not to be set" in error_of(ValueError, jobs, "rms_norm", None, f32, None)
+
+# A whole run, from candidates to a file; only the launches are recorded elsewhere.
+key, chosen = (256, 64, f32, "silu"), BlockPlan(128, 1)
+job = Job(all_ops()["silu_and_mul"], tunables.ACTIVATE_AND_MUL, key, ((4, 64),), f32, {}, chosen)
+options = dict(timer=partial(JobTimer, clock=on_host), budget=Budget(patience=3, batch=4))
+(result,) = tune([job], cpu, device_model("h200"), "nvidia-test-9", Path(sys.argv[1]), **options)
+assert chosen in result.outcome.ranking and result.entry["builtin_us"] > 0, result
+assert (Path(sys.argv[1]) / "nvidia-test-9.json").exists()
 print("done")
 """

@@ -125,6 +125,10 @@ class Tunable:
         values = {f.name: getattr(plan, f.name) for f in fields(plan)}
         return {"plan": type(plan).__name__, **values} if len(self.plans) > 1 else values
 
+    def plan_text(self, plan: Any) -> str:
+        """A plan in one line."""
+        return " ".join(f"{k}={v}" for k, v in self.plan_to_json(plan).items())
+
     def plan_from_json(self, data: Any, key: Key) -> Any:
         """The plan of an entry.
 

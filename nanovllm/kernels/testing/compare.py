@@ -22,7 +22,7 @@ from nanovllm.kernels.testing.verify import Case
 COMPILED = "torch.compile"
 WITHOUT_PLAN = ", without its plan"
 """Follows a provider's name, which has no comma, if its planning for a batch was done before the clock started."""
-_MOST_SETS = 60
+_MOST_SETS, _MOST_BYTES = 60, 8 << 30
 _MOST_FLOPS = 50
 """A byte. Only matrix products have more; others do not run on the unit whose rate is measured."""
 _LEAST_COPY = 8 << 20
@@ -113,7 +113,7 @@ def measure(
         return measured(reason=reason)
     if device.type == "cpu" and inspect.unwrap(provider.support) is inspect.unwrap(triton_support):
         return measured(reason="the time of Triton's interpreter says nothing")
-    sets = _argument_sets(declared, case, device)
+    sets = argument_sets(declared, case, device)
     try:
         reason = declared.refusal(provider, **declared.records.group(sets[0]))
     except KernelError as e:
@@ -218,14 +218,19 @@ def _key(case: Case) -> Any:
     return (case.shape, case.dtype, tuple(sorted(case.variant.items())))
 
 
-def _argument_sets(declared: Op, case: Case, device: torch.device) -> list[Arguments]:
-    """Enough sets of arguments, as far as they are cheap, that running through them evicts the L2 cache."""
+def argument_sets(declared: Op, case: Case, device: torch.device) -> list[Arguments]:
+    """A case's arguments and copies of them: between two uses of one set, the others pass through the L2 cache.
+
+    Very large or very small inputs get fewer copies than that takes.
+    """
     first = case.arguments(declared, device)
     if device.type != "cuda":
         return [first]
-    wanted = -(-5 * l2_bytes(device) // 2 // max(1, nbytes(*_tensors(first))))
-    more = min(_MOST_SETS, wanted) - 1
-    return [first, *(_copy(first) for _ in range(more))]
+    size = nbytes(*_tensors(first))
+    read = size if declared.cost is None else min(size, declared.cost(**first).bytes)
+    wanted = 1 + -(-5 * l2_bytes(device) // 2 // max(1, read))
+    copies = min(_MOST_SETS, max(1, _MOST_BYTES // max(1, size)), wanted) - 1
+    return [first, *(_copy(first) for _ in range(copies))]
 
 
 def _copy(arguments: Mapping[str, Any]) -> Arguments:

@@ -79,7 +79,7 @@ def test_a_support_function_that_fails_is_a_reason(plugin, monkeypatch, caplog, 
     assert resolve_kernels(CPU, plugins=[path]).providers["softmax"] == "native"
     said = "op 'softmax', provider 'mine': its support function failed: "
     assert [r.message for r in caplog.records if said in r.message and reason in r.message]
-    options = ("softmax", "--device", "cpu", "--kernel-plugin", path, "--json")
+    options = ("softmax", "--device", "cpu", "--kernel-plugin", path, "--json", "-")
     for command in (("list",), ("verify", "--provider", "mine", "--provider", "native")):
         (row,) = [r for r in cli(*command, *options) if r["provider"] == "mine"]
         assert reason in row["reason"]
@@ -93,7 +93,7 @@ def test_a_support_function_that_fails_is_a_reason(plugin, monkeypatch, caplog, 
 @pytest.mark.parametrize("value, reason", FAILING)
 def test_an_accepts_function_that_fails_is_a_reason_and_an_error_of_a_call(plugin, value, reason):
     path = plugin(failing("accepts", value))
-    options = ("softmax", "--device", "cpu", "--kernel-plugin", path, "--json")
+    options = ("softmax", "--device", "cpu", "--kernel-plugin", path, "--json", "-")
     why = cli("why", *options, "--shape", "2x4")
     (row,) = [r for r in why["providers"] if r["provider"] == "mine"]
     called = "op 'softmax', provider 'mine', called with (x=bfloat16[2, 4]): its accepts function failed: "
@@ -126,7 +126,7 @@ def test_nothing_done_is_an_error(plugin):
             done = cli(command, *arguments, *options, fails=True)
             assert f"nothing was {done_to}: " in str(done.exception) and reason in str(done.exception)
             assert "`nanovllm kernels list`" in str(done.exception)
-        assert cli(command, "softmax", "--provider", "mine", "--provider", "native", *options, "--json")
+        assert cli(command, "softmax", "--provider", "mine", "--provider", "native", *options, "--json", "-")
 
 
 @pytest.mark.parametrize("written", [".", "..", "/", ""])
@@ -146,7 +146,7 @@ def test_list_and_why_show_that_a_plugin_is_preferred(plugin, monkeypatch, tmp_p
     assert explain(declared, CPU, origins) == f"it comes from the plugin {path}"
     monkeypatch.chdir(tmp_path)
     for written in (path, "my_kernels.py"):
-        options = ("--device", "cpu", "--kernel-plugin", written, "--json")
+        options = ("--device", "cpu", "--kernel-plugin", written, "--json", "-")
         ranks = {r["provider"]: r["rank"] for r in cli("list", *options) if r["op"] == "softmax"}
         assert ranks["mine"] == 1 and ranks["native"] == 2
         assert cli("why", "softmax", *options)["runs"] == "mine"
@@ -154,17 +154,17 @@ def test_list_and_why_show_that_a_plugin_is_preferred(plugin, monkeypatch, tmp_p
 
 def test_a_command_stops_at_a_plugin_that_was_named_and_list_shows_one_that_is_installed(plugin, installed):
     path = plugin("raise OSError('no more fish')")
-    options = ("--device", "cpu", "--kernel-plugin", path, "--json")
+    options = ("--device", "cpu", "--kernel-plugin", path, "--json", "-")
     for command in ("list", "why", "bench"):
         assert "no more fish" in str(cli(command, "softmax", *options, fails=True).exception)
     name = installed("raise OSError('no bread')")
-    (row,) = [r for r in cli("list", "--device", "cpu", "--json") if r["provider"] == name]
+    (row,) = [r for r in cli("list", "--device", "cpu", "--json", "-") if r["provider"] == name]
     assert row["op"] == "" and row["reason"] == "OSError: no bread"
 
 
 def test_a_new_op_has_what_ours_have(plugin):
     path = plugin(OP.format(name="twice_as_much"))
-    options = ("--device", "cpu", "--kernel-plugin", path, "--json")
+    options = ("--device", "cpu", "--kernel-plugin", path, "--json", "-")
     rows = [r for r in cli("list", *options) if r["op"] == "twice_as_much"]
     assert [(r["provider"], r["reason"]) for r in rows] == [("sum", None), ("native", None)]
     bench = cli("bench", "twice_as_much", *options)["measurements"]
@@ -186,7 +186,7 @@ def test_a_new_op_has_what_ours_have(plugin):
 def test_verify_fails_for_a_wrong_plugin(plugin, monkeypatch):
     path = plugin(PROVIDER.format(name="wrong"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    options = ("--device", "cpu", "--kernel-plugin", path, "--provider", "wrong", "--json", "--seed", "0")
+    options = ("--device", "cpu", "--kernel-plugin", path, "--provider", "wrong", "--json", "-", "--seed", "0")
     done = cli("verify", "softmax", *options, fails=True)
     (row,) = json.loads(done.stdout)
     assert done.exit_code == 1 and row["failures"]

@@ -1,4 +1,4 @@
-"""What a call asks and chooses on a GPU that need not be here, by the kernels' own rules."""
+"""The key and the built-in plan of a call on a GPU that need not be here, by the kernels' own rules."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels.op.declaration import Arguments
-from nanovllm.kernels.op.tunable import Tunable
+from nanovllm.kernels.op.tunable import Key, Tunable
 from nanovllm.kernels.triton import tunables
 from nanovllm.tune.launches import Launch
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
 
-Key = tuple[Any, ...]
 _HOPPER_PRODUCTS = {
     "linear": (False, False), "linear_silu_and_mul": (True, False), "linear_add_rms_norm": (False, True),
 }  # fmt: skip
 """op -> whether its product is gated, and whether a kernel after it adds the sums of its parts."""
 
 
-def asked_on(tunable: Tunable, key: Key, device: DeviceModel) -> tuple[Tunable, Key]:
-    """What a call asks on `device` that asks for `key` on a CPU."""
+def key_on(tunable: Tunable, key: Key, device: DeviceModel) -> tuple[Tunable, Key]:
+    """The tunable and key on `device` of a call that looks up `key` on a CPU."""
     named = tunable.named(key)
     if tunable is tunables.PRODUCT:
         from nanovllm.kernels.triton.gemm.products import TMA_SHARED
