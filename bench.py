@@ -15,9 +15,11 @@ runs, in `profiles/`: a trace for ui.perfetto.dev, a report as text, and one as 
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 
@@ -26,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     from nanovllm.arguments import full_dtype
     from nanovllm.bench.engines import ENGINES
     from nanovllm.bench.workloads import WORKLOADS
+    from nanovllm.json_output import HELP as JSON_HELP
 
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = p.add_argument_group("the model")
@@ -77,7 +80,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--profile-dir", type=Path, default=Path("profiles"))
     out.add_argument("--plots", action="store_true", help="the report's figures as PNG files too")
     out.add_argument("--report", type=Path, help="only draw the reports of an earlier profile.json again")
-    out.add_argument("--json", type=Path, help="write everything measured to this file")
+    out.add_argument("--json", metavar="FILE|-", help=JSON_HELP[0].lower() + JSON_HELP[1:])
+    out.add_argument("--wide", action="store_true", help="all columns, however wide the table is")
     out.add_argument("--results", type=Path, default=ROOT / "results", help="where results are kept")
     out.add_argument("--save", action="store_true", help="keep this run's results")
     out.add_argument(
@@ -93,10 +97,11 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(arguments: list[str] | None = None) -> int:
-    p = parser()
-    args = p.parse_args(arguments)
+def main(arguments: list[str] | None = None, launch: Any = None) -> int:
+    """Run the benchmark; returns the exit code. launch: see `nanovllm.bench.launcher`."""
+    args = parser().parse_args(arguments)
     from nanovllm.bench import benchmark, launcher
+    from nanovllm.json_output import STDOUT, write_json
 
     if args.worker is not None:
         from nanovllm import LLM
@@ -113,13 +118,22 @@ def main(arguments: list[str] | None = None) -> int:
         if args.tables:
             return write_tables(args)
         choose_model(args)
-        if args.in_process:
+        if args.in_process and launch is None:
             from nanovllm import LLM
 
             launch = launcher.in_process(LLM)
-        else:
+        elif launch is None:
             launch = launcher.in_child([sys.executable, str(ROOT / "bench.py")], args.verbose)
-        return benchmark.Benchmark(args, launch, ROOT).run()
+        run = benchmark.Benchmark(args, launch, ROOT)
+        if args.json != STDOUT:
+            return run.run()
+        with contextlib.redirect_stdout(sys.stderr):
+            code = run.run()
+        write_json(STDOUT, run.record.to_json())
+        return code
+    except KeyboardInterrupt:  # before anything was measured
+        print("\nbench.py: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, FileNotFoundError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

@@ -4,16 +4,23 @@ import functools
 import importlib.util
 import json
 import re
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from nanovllm.bench import benchmark, results
+from nanovllm import LLM
+from nanovllm.bench import benchmark
+from nanovllm.bench.launcher import WorkerDied, in_process
 from nanovllm.bench.options import check_model
-from nanovllm.hardware import measured_rates as device
+from nanovllm.bench.workloads import Workload
+from nanovllm.hardware import measured_rates
 from nanovllm.kernels import all_ops
+from nanovllm.models.model_presets import PRESETS
 from tests import tiny
+from tests.providers import registered
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,26 +42,36 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def measured_once():
-    return functools.cache(device.measure)
+@functools.cache
+def rates_here():
+    return measured_rates.measure(torch.device("cpu"), ("float32", "bfloat16"))
 
 
-@pytest.fixture
-def quick_rates(measured_once, monkeypatch):
+def here(job):
     """This machine's rates, measured once for all tests that run bench.py within this process."""
-    monkeypatch.setattr(device, "measure", measured_once)
+    return rates_here()
+
+
+def fake_rates(*several, dtype="float32"):
+    """The device measures as (bandwidth, matmul rate), one after the other."""
+    left = list(several)
+
+    def measure(job):
+        bandwidth, matmul = left.pop(0) if len(left) > 1 else left[0]
+        return measured_rates.Rates("cpu, fake", bandwidth, bandwidth, bandwidth, {dtype: matmul})
+
+    return measure
 
 
 @pytest.fixture
-def run(model, tmp_path, capfd, quick_rates):
+def run(model, tmp_path, capfd):
     """bench.py within this process: (exit code, standard output, the JSON record)."""
 
-    def call(*arguments, profile=False):
+    def call(*arguments, profile=False, rates=here, around=lambda launch: launch):
         path = tmp_path / "out.json"
-        common = ["--model", str(model), "--device", "cpu", "--in-process", "--json", str(path)]
+        common = ["--model", str(model), "--device", "cpu", "--json", str(path)]
         common += ["--results", str(tmp_path / "results"), "--profile" if profile else "--no-profile"]
-        code = bench.main([*common, *arguments])
+        code = bench.main([*common, *arguments], around(in_process(LLM, rates)))
         record = json.loads(path.read_text()) if path.exists() else None
         return code, capfd.readouterr().out, record
 
@@ -76,8 +93,6 @@ def test_a_run_counts_what_it_should(run):
     ]
     assert len(row["repeats"]) == 2 and len(row["warmup_seconds"]) == 1
     assert [r["output_tokens"] for r in row["repeats"]] == [15, 15]
-    from nanovllm.bench.workloads import Workload
-
     prompts = [sum(len(i.prompt) for i in Workload("custom", 3, (4, 9), 5).draw(s, 199)) for s in (0, 1)]
     assert [r["total_tokens"] - 15 for r in row["repeats"]] == prompts
     for r in row["repeats"]:
@@ -91,13 +106,23 @@ def test_a_run_counts_what_it_should(run):
 
 def test_requests_that_arrive_over_time(run):
     code, out, record = run(
-        "--num-requests", "5", "--input-len", "6", "--output-len", "4", "--rate", "40", "--repeat", "1", "--warmup", "0"
+        "--num-requests",
+        "5",
+        "--input-len",
+        "6",
+        "--output-len",
+        "4",
+        "--rate",
+        "40",
+        "--repeat",
+        "1",
+        "--warmup",
+        "0",
+        "--wide",
     )
     (row,) = record["rows"]
     assert code == 0 and row["open_loop"] and row["mbu"] is None
     (r,) = row["repeats"]
-    from nanovllm.bench.workloads import Workload
-
     last = Workload("custom", 5, 6, 4, rate=40.0).draw(0, 199)[-1].arrival
     assert r["output_tokens"] == 20 and r["seconds"] >= last and r["itl_p99"] > 0 and r["ttft_p50"] > 0
     head, line = out.splitlines()[2:4]
@@ -105,18 +130,16 @@ def test_requests_that_arrive_over_time(run):
         assert line[: head.index(name) + len(name)].split()[-1] == f"{1e3 * value:,.2f}"
 
 
-def test_on_and_off_and_the_price_of_each_op(run, monkeypatch):
+def test_on_and_off_and_the_price_of_each_op(run):
     """With a custom kernel for one op: a slow one, so that there is something to find."""
-    from nanovllm.kernels.op.provider import Provider
-
     op = all_ops()["rms_norm"]
 
     def slow(x, weight, eps):
         time.sleep(0.1)  # far beyond what another process takes of the CPU
         return op.native(x, weight, eps)
 
-    monkeypatch.setitem(op.providers, "slow", Provider("slow", slow))
-    code, out, record = run(*SMALL, "--compare", "--ablate", "--kernels", "rms_norm=slow")
+    with registered("rms_norm", slow, "slow"):
+        code, out, record = run(*SMALL, "--compare", "--ablate", "--kernels", "rms_norm=slow;decoder_step=native")
     assert code == 0
     assert [r["variant"] for r in record["rows"]] == ["custom", "native", "no rms_norm"]
     assert record["rows"][0]["about"]["kernels"]["rms_norm"] == "slow"
@@ -124,6 +147,11 @@ def test_on_and_off_and_the_price_of_each_op(run, monkeypatch):
     ratio = float(re.search(r"custom kernels are ([\d.]+)x native", out)[1])
     worth = float(re.search(r"rms_norm's custom kernel is worth (-[\d.]+)%", out)[1])
     assert ratio < 0.8 and worth < -20
+
+
+def test_a_comparison_without_custom_kernels_says_so(run):
+    code, out, _ = run(*SMALL, "--compare", "--kernels", "decoder_step=native")
+    assert code == 0 and "custom: both rows ran the reference, since no custom kernel ran on cpu" in out
 
 
 def test_nothing_to_ablate_is_said(run):
@@ -134,7 +162,7 @@ def test_nothing_to_ablate_is_said(run):
 def test_peers(run):
     code, out, record = run(*SMALL, "--engine", "nanovllm,transformers,vllm", "--dtype", "float32")
     ours, theirs, vllm = record["rows"]
-    assert code == 0 and ours["error"] is None and theirs["error"] is None
+    assert code == int(vllm["error"] is not None) and ours["error"] is None and theirs["error"] is None
     assert [r["output_tokens"] for r in theirs["repeats"]] == [15, 15] and theirs["repeats"][0]["ttft_p50"] > 0
     assert theirs["repeats"][0]["bytes"] == ours["repeats"][0]["bytes"] and theirs["mbu"] > 0
     assert re.search(r"nanovllm is [\d.]+x transformers \d", out)
@@ -142,6 +170,7 @@ def test_peers(run):
         assert vllm["error"] == "vllm is not installed; pip install vllm" and vllm["error"] in out
 
 
+@pytest.mark.slow
 def test_a_peer_reads_the_embedded_model(run, smollm2_path):
     code, _, record = run("--model", str(smollm2_path), *SMALL[:-1], "1", "--engine", "nanovllm,transformers")
     ours, theirs = record["rows"]
@@ -149,84 +178,53 @@ def test_a_peer_reads_the_embedded_model(run, smollm2_path):
     assert theirs["repeats"][0]["bytes"] == ours["repeats"][0]["bytes"]
 
 
-@pytest.fixture
-def small_preset(monkeypatch):
-    from nanovllm.models import model_presets
-
+def test_a_preset_needs_no_files_and_its_dtype_has_a_measured_limit(tmp_path):
+    given = "--preset qwen3-0.6b --device cpu --no-profile --engine nanovllm,transformers --json"
+    args = bench.parser().parse_args([*given.split(), str(tmp_path / "j.json"), *SMALL])
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
-    small = {**model_presets.PRESETS["qwen3-0.6b"], **sizes}
-    monkeypatch.setitem(model_presets.PRESETS, "qwen3-0.6b", small)
-
-
-def test_a_preset_needs_no_files(tmp_path, small_preset, quick_rates):
-    given = "--preset qwen3-0.6b --device cpu --in-process --no-profile --dtype float32 --engine nanovllm,transformers"
-    assert bench.main([*given.split(), *SMALL, "--json", str(tmp_path / "j.json")]) == 0
-    ours, theirs = json.loads((tmp_path / "j.json").read_text())["rows"]
-    assert ours["model"] == "qwen3-0.6b" and ours["error"] is None and theirs["error"] is None
-
-
-def test_a_presets_dtype_has_a_measured_limit(tmp_path, small_preset, quick_rates):
-    arguments = ["--preset", "qwen3-0.6b", "--device", "cpu", "--in-process", "--no-profile", *SMALL]
-    assert bench.main([*arguments, "--json", str(tmp_path / "j.json")]) == 0
+    args.preset_config = {**PRESETS["qwen3-0.6b"], **sizes}
+    assert benchmark.Benchmark(args, in_process(LLM, here), ROOT).run() == 0
     record = json.loads((tmp_path / "j.json").read_text())
-    (row,) = record["rows"]
-    assert row["about"]["dtype"] == "bfloat16" and record["rates"]["matmul"]["bfloat16"] > 1e8 and row["mfu"] > 0
+    ours, theirs = record["rows"]
+    assert ours["model"] == "qwen3-0.6b" and ours["error"] is None and theirs["error"] is None
+    assert ours["about"]["dtype"] == "bfloat16" and record["rates"]["matmul"]["bfloat16"] > 1e8 and ours["mfu"] > 0
 
 
-def fake_rates(monkeypatch, *several):
-    """The device measures as (bandwidth, matmul rate), one after the other."""
-    left = list(several)
-
-    def measure(where, dtypes):
-        bandwidth, matmul = left.pop(0) if len(left) > 1 else left[0]
-        return device.Rates("cpu, fake", bandwidth, bandwidth, bandwidth, {"float32": matmul})
-
-    monkeypatch.setattr(device, "measure", measure)
-
-
-def test_a_row_above_the_limit_is_said(run, monkeypatch):
-    fake_rates(monkeypatch, (1.0, 1e18))
-    code, out, record = run(*SMALL)
+def test_a_row_above_the_limit_is_said(run):
+    code, out, record = run(*SMALL, rates=fake_rates((1.0, 1e18)))
     assert code == 0 and record["rows"][0]["mbu"] > 1
     assert re.search(r"custom: nanovllm custom is at [\d,.]+% of the limit, which cannot be", out)
     assert "measured again" not in out
 
 
-def test_rates_are_measured_before_and_after_and_the_larger_count(run, monkeypatch):
-    fake_rates(monkeypatch, (1.0, 1e12), (1e18, 1.02e12))
-    code, out, record = run(*SMALL)
+def test_rates_are_measured_before_and_after_and_the_larger_count(run):
+    code, out, record = run(*SMALL, rates=fake_rates((1.0, 1e12), (1e18, 1.02e12)))
     assert code == 0 and record["rates"]["bandwidth"] == 1e18 and record["rates"]["matmul"] == {"float32": 1.02e12}
     assert 0 < record["rows"][0]["mbu"] < 1e-6 and "which cannot be" not in out
     (line,) = [line for line in out.splitlines() if line.startswith("measured again")]
     assert "1e+09 GB/s (before 1e-09)" in line and "TFLOP/s" not in line  # 2 % are noise
 
 
-def test_rates_of_another_dtype_are_not_made_up(run, monkeypatch):
-    monkeypatch.setattr(
-        device, "measure", lambda where, dtypes: device.Rates("cpu, fake", 1e12, 1e12, 1e12, {"float16": 1e12})
-    )
-    code, out, record = run(*SMALL)
+def test_rates_of_another_dtype_are_not_made_up(run):
+    code, out, record = run(*SMALL, "--wide", rates=fake_rates((1e12, 1e12), dtype="float16"))
     assert code == 0 and record["rows"][0]["mfu"] is None and re.search(r"% +- +-\n", out)
 
 
-def test_rates_and_engines_have_processes_of_their_own(model, tmp_path, quick_rates):
+def test_rates_and_engines_have_processes_of_their_own(run):
     """What measures the device has ended, and its memory with it, before an engine sizes its cache by what is free."""
-    from nanovllm import LLM
-    from nanovllm.bench import launcher
-
     jobs = []
-    inner = launcher.in_process(LLM)
 
-    def launch(job, emit):
-        jobs.append(job.task)
-        if job.task == "profile":
-            raise launcher.WorkerDied("not needed here")
-        inner(job, emit)
+    def around(inner):
+        def launch(job, emit):
+            jobs.append(job.task)
+            if job.task == "profile":
+                raise WorkerDied("not needed here")
+            inner(job, emit)
 
-    args = bench.parser().parse_args(["--model", str(model), "--device", "cpu", "--workload", "tiny", "--repeat", "1",
-                                      "--profile-dir", str(tmp_path)])  # fmt: skip
-    assert benchmark.Benchmark(args, launch, ROOT).run() == 0
-    assert jobs == ["rates", "measure", "rates", "profile"]
+        return launch
+
+    code, out, _ = run("--workload", "tiny", "--repeat", "1", profile=True, around=around)
+    assert code == 0 and jobs == ["rates", "measure", "rates", "profile"] and "no profile: not needed here" in out
 
 
 def test_a_place_that_cannot_be_written_is_said_at_once(model, tmp_path, capfd):
@@ -246,30 +244,37 @@ def test_a_place_that_cannot_be_written_is_said_at_once(model, tmp_path, capfd):
         assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
-def test_what_was_measured_outlives_what_fails_after_it(run, tmp_path, monkeypatch, capfd):
-    def fail(*_, **__):
-        raise OSError("disk full")
-
-    from nanovllm.bench import profile_files
-
-    monkeypatch.setattr(profile_files, "make_profile", fail)
-    monkeypatch.setattr(results, "keep", fail)
+def test_what_was_measured_outlives_what_fails_after_it(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(benchmark.tempfile, "tempdir", None)
-    code, out, record = run(*SMALL, "--save", "--profile-dir", str(tmp_path / "p"), profile=True)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # so that $TMPDIR is looked at again
+
+    def blocking(inner):
+        def launch(job, emit):
+            if job.task == "measure":  # a file where the results of this device are to go
+                (tmp_path / "results" / "cpu-fake").write_text("")
+            if job.task == "profile":
+                raise OSError("disk full")
+            inner(job, emit)
+
+        return launch
+
+    rates = fake_rates((1e12, 1e12))
+    options = "--save", "--profile-dir", str(tmp_path / "p")
+    code, out, record = run(*SMALL, *options, profile=True, rates=rates, around=blocking)
     assert code == 1 and record["rows"][0]["error"] is None and "no profile: disk full" in out
     (rescued,) = tmp_path.glob("bench-*.json")
     assert f"written: {rescued}" in out and json.loads(rescued.read_text())["rows"] == record["rows"]
 
+    def breaking(inner):
+        def launch(job, emit):
+            inner(job, emit)
+            if job.task == "measure":
+                raise OSError("the terminal is gone")
+
+        return launch
+
     (tmp_path / "out.json").unlink()
-    take = benchmark.Benchmark._take_row
-
-    def take_and_fail(self, row):
-        take(self, row)
-        raise OSError("the terminal is gone")
-
-    monkeypatch.setattr(benchmark.Benchmark, "_take_row", take_and_fail)
-    code, out, record = run(*SMALL)
+    code, out, record = run(*SMALL, around=breaking)
     assert code == 1 and record["rows"][0]["error"] is None
 
 
@@ -286,7 +291,7 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
     (kept,) = (tmp_path / "results").glob("*/custom.json")
     assert code == 0 and f"kept: {kept}" in out
     code, out, _ = run("--history")
-    assert code == 0 and re.search(r"tiny-qwen3 +nanovllm custom +[\d,.]+ tok/s", out)
+    assert code == 0 and re.search(r"tiny-qwen3, nanovllm custom\n +[\d-]+ ", out)
     document = tmp_path / "doc.md"
     document.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     assert run("--tables", str(document))[0] == 0 and "| custom: 3 x 4-9 -> 5 | tiny-qwen3 |" in document.read_text()
@@ -316,6 +321,19 @@ def test_an_unknown_preset_is_one_line(capfd):
     assert "did you mean 'qwen3-0.6b'" in capfd.readouterr().err
 
 
+def test_json_on_standard_output_comes_alone(model, capfd):
+    arguments = ["--model", str(model), "--device", "cpu", "--no-profile", *SMALL, "--json", "-"]
+    assert bench.main(arguments, in_process(LLM, here)) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["rows"][0]["error"] is None and "nanovllm custom" in printed.err
+
+
 def test_what_the_engine_refuses_is_a_row(run):
     code, out, record = run(*SMALL, "--kernels", "rms_norm=triton")
-    assert code == 1 and "triton" in record["rows"][0]["error"] and record["rows"][0]["error"] in out
+    error = record["rows"][0]["error"]
+    assert code == 1 and "triton" in error and error in " ".join(out.split())
+
+
+def test_one_row_that_could_not_run_makes_the_exit_code_1(run):
+    code, out, record = run(*SMALL, "--compare", "--kernels", "rms_norm=triton")
+    assert [row["error"] is None for row in record["rows"]] == [False, True] and code == 1

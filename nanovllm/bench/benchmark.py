@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from nanovllm.bench.job import Job, Row
 from nanovllm.bench.launcher import Launch, WorkerDied, measure_rows
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware.measured_rates import Rates, best_of
+from nanovllm.json_output import STDOUT, check_target, write_json
 
 # Workloads that fit this are run by one engine; longer ones each by one of their own, so that a result does not
 # depend on what else was asked for.
@@ -47,16 +47,14 @@ class Benchmark:
             self.label += f", {args.kv_cache_dtype} cache"  # results of their own, with tables and history
         self.variant = "native" if args.use_custom_kernels is False else "custom"
         self.record = results.new_record(root, options.recorded(args))
-        variants = ["custom", "native", *(["no layernorm_residual_dropout_gelu"] if args.ablate else [])]
-        engines = [f"{e} {v}" for e in self.engines for v in variants]
-        self.table = text.TextTable([w.name for w in self.workloads], engines)
+        self.table = text.TextTable(args.wide)
         self._check_places()
 
     def run(self) -> int:
         """Measure everything, print it, and write what was asked for.
 
         Returns:
-            The exit code: 0; 1 if --check found a regression or nothing could be measured; 130 after Ctrl-C.
+            The exit code: 0; 1 if --check found a regression or a row could not run; 130 after Ctrl-C.
         """
         code = 0
         print(f"{self.label}; {', '.join(f'{w.name}: {w.description}' for w in self.workloads)}", flush=True)
@@ -85,36 +83,39 @@ class Benchmark:
                 code = _INTERRUPTED
             except (WorkerDied, OSError, ValueError) as error:
                 print(f"no profile: {error}")
-        return code or int(all(row.error is not None for row in self.record.rows))
+        return code or int(not self.record.rows or any(row.error is not None for row in self.record.rows))
 
     def _keep(self, code: int) -> int:
         """Write what was asked for; what cannot be written costs nothing else. Returns the exit code."""
         problems: list[Exception] = []
-        if self.args.json:
+
+        def tried(write: Callable[[], object]) -> None:
             try:
-                self._write_json(self.args.json)
-            except OSError as error:
+                write()
+            except (OSError, ValueError) as error:
                 problems.append(error)
-        try:
-            # Compared before this run is itself the last kept one.
-            if self.args.check and not code:
-                code = self._check()
-            if self.args.save:
-                for path in results.keep(self.record, self.args.results):
-                    print(f"kept: {path}")
-        except (OSError, ValueError) as error:
-            problems.append(error)
-        for problem in problems:
-            print(f"bench.py: {problem}", file=sys.stderr)
+                print(f"bench.py: {error}", file=sys.stderr)
+
+        def save() -> None:
+            for path in results.keep(self.record, self.args.results):
+                print(f"kept: {path}")
+
+        if self.args.json not in (None, STDOUT):
+            tried(lambda: self._write_json(self.args.json))
+        if self.args.check and not code:  # before this run is itself the last kept one
+            checks: list[results.Check] = []
+            tried(lambda: checks.extend(results.check(self.record, self.args.results)))
+            code = self._judge(checks)
+        if self.args.save:
+            tried(save)
         if problems:
             handle, elsewhere = tempfile.mkstemp(prefix="bench-", suffix=".json")
             os.close(handle)
-            self._write_json(Path(elsewhere))
+            self._write_json(elsewhere)
         return code or int(bool(problems))
 
-    def _write_json(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.record.to_json(), indent=1) + "\n")
+    def _write_json(self, path: str) -> None:
+        write_json(path, self.record.to_json())
         print(f"written: {path}")
 
     def _check_places(self) -> None:
@@ -122,10 +123,7 @@ class Benchmark:
         be read.
         """
         args = self.args
-        if args.json:
-            if args.json.is_dir():
-                raise ValueError(f"--json {args.json}: this is a folder; name a file in it")
-            options.check_folder("--json", args.json, args.json.parent)
+        check_target(args.json)
         if args.save:
             options.check_folder("--results", args.results, args.results)
         if args.profile and self._profiled() is not None:
@@ -200,7 +198,7 @@ class Benchmark:
         if not self.record.rows:
             print(self.table.head())
         self.record.rows.append(row)
-        print(self.table.line(text.row_cells(row)), flush=True)
+        print(self.table.row(row), flush=True)
 
     def _over_limit(self) -> list[str]:
         """A line for each row that claims more than the device was measured to give."""
@@ -221,8 +219,7 @@ class Benchmark:
                     results.add_shares(row, self.record.rates)
                 changed = _changes(before, rates)
                 if changed:
-                    words = "of each the larger counts, in all that is written from here on"
-                    print(f"measured again: {changed}; {words}", flush=True)
+                    print(f"measured again: {changed}; from here on the larger of the two counts", flush=True)
                 return
             self.record.rates = rates
             matmul = ", ".join(f"{v / 1e12:.3g} TFLOP/s {k}" for k, v in sorted(rates.matmul.items()))
@@ -254,8 +251,7 @@ class Benchmark:
         for line in written:
             print(line)
 
-    def _check(self) -> int:
-        checks = results.check(self.record, self.args.results)
+    def _judge(self, checks: list[results.Check]) -> int:
         if not checks:
             print("--check: no kept result of this device, model and workload to compare with; keep one with --save")
             return 1

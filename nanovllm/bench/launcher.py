@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanovllm.bench.job import Emit, Job, Row, stopped
+from nanovllm.hardware.measured_rates import Rates
 
 Launch = Callable[[Job, Emit], None]
 
@@ -47,7 +48,12 @@ def in_child(command: list[str], verbose: bool = False) -> Launch:
                 stderr=subprocess.STDOUT if not verbose else None, pass_fds=(write,), start_new_session=True, text=True,
             )  # fmt: skip
             os.close(write)
-            alarm, kind = _Alarm(job.limit, process.pid), ""
+            alarm, rang, kind = threading.Timer(0, lambda: None), threading.Event(), ""
+
+            def ring() -> None:
+                rang.set()
+                _kill(process.pid)
+
             try:
                 assert process.stdin is not None  # a pipe, as asked for above
                 with suppress(BrokenPipeError):  # it has ended already, and its exit code says so
@@ -56,23 +62,24 @@ def in_child(command: list[str], verbose: bool = False) -> Launch:
                 with os.fdopen(read) as messages:
                     for line in messages:
                         kind, content = json.loads(line)
-                        alarm.stop()
+                        alarm.cancel()
                         if kind == "failed":
                             content["error"] = with_causes(content["error"], _printed(log))
                         emit(kind, content)
-                        if kind == "started":
+                        if kind == "started" and job.limit is not None:
+                            alarm = threading.Timer(job.limit, ring)
                             alarm.start()
                 try:
                     code = process.wait(_SECONDS_TO_END)
                 except subprocess.TimeoutExpired:
                     code = 0  # it has said everything
             finally:
-                alarm.stop()
+                alarm.cancel()
                 _kill(process.pid)
                 process.wait()
-            if alarm.rang and kind == "started" and job.limit is not None:
+            if rang.is_set() and kind == "started" and job.limit is not None:
                 raise WorkerDied(stopped(job.limit))
-            if code and not alarm.rang:
+            if code and not rang.is_set():
                 printed = _printed(log)
                 last = " | ".join(printed.strip().splitlines()[-_LAST_LINES:])
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -81,34 +88,9 @@ def in_child(command: list[str], verbose: bool = False) -> Launch:
     return launch
 
 
-class _Alarm:
-    """Ends a process group after some seconds; None: never."""
-
-    def __init__(self, seconds: float | None, group: int) -> None:
-        self._seconds, self._group = seconds, group
-        self._timer: threading.Timer | None = None
-        self.rang = False
-
-    def start(self) -> None:
-        if self._seconds is not None:
-            self._timer = threading.Timer(self._seconds, self._ring)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _ring(self) -> None:
-        self.rang = True
-        _kill(self._group)
-
-
 def _kill(group: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _printed(log: Any) -> str:
@@ -134,13 +116,14 @@ class WorkerDied(RuntimeError):
     """A measuring process ended early; the message says how."""
 
 
-def in_process(llm_class: Any) -> Launch:
+def in_process(llm_class: Any, rates_of: Callable[[Job], Rates] | None = None) -> Launch:
     """A launcher that runs jobs here: for debuggers and tests. Engines then share memory and state."""
     from nanovllm.bench.worker import work
 
     def launch(job: Job, emit: Emit) -> None:
         # Through JSON, as from another process.
-        work(Job.from_json(job.to_json()), llm_class, lambda kind, content: emit(kind, json.loads(json.dumps(content))))
+        again = Job.from_json(job.to_json())
+        work(again, llm_class, lambda kind, content: emit(kind, json.loads(json.dumps(content))), rates_of)
 
     return launch
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -18,12 +20,12 @@ OPS_HEAD = (
 )  # fmt: skip
 
 
-def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
-    """The ops with the most device time, as cells of `OPS_HEAD`."""
-    totals: dict[str, float] = {}
+def op_table(profile: Profile, count: int | None = None) -> list[list[str]]:
+    """`OPS_HEAD`, and the ops with the most device time; where nothing ran early, as on a CPU, without that column."""
+    totals: dict[str, float] = defaultdict(float)
     for o in profile.ops:
-        totals[o.phase] = totals.get(o.phase, 0.0) + o.device_us
-    rows = []
+        totals[o.phase] += o.device_us
+    rows = [list(OPS_HEAD)]
     for o in profile.ops[:count]:
         rows.append([
             o.phase, o.label, o.provider, f"{o.calls:g}", f"{o.device_us:,.1f}",
@@ -31,16 +33,10 @@ def op_rows(profile: Profile, count: int | None = None) -> list[list[str]]:
             percent(o.device_us / totals[o.phase]), "-" if o.host_us is None else f"{o.host_us:,.0f}",
             _rate(o.bytes, o.device_us, 1e3), _rate(o.flops, o.device_us, 1e6), percent(o.share),
         ])  # fmt: skip
+    if not any(o.early_us for o in profile.ops):
+        for row in rows:
+            del row[OPS_HEAD.index("early us")]
     return rows
-
-
-def op_table(profile: Profile, count: int | None = None) -> list[list[str]]:
-    """`OPS_HEAD` and `op_rows`; where nothing ran early, as on a CPU, without that column."""
-    rows = [list(OPS_HEAD), *op_rows(profile, count)]
-    if any(o.early_us for o in profile.ops):
-        return rows
-    column = OPS_HEAD.index("early us")
-    return [row[:column] + row[column + 1 :] for row in rows]
 
 
 def _rate(amount: float, us: float, unit: float) -> str:
@@ -86,16 +82,14 @@ def facts(profile: Profile) -> list[str]:
         )
     if any(o.early_us for o in profile.ops):
         lines.append(
-            "A kernel's time begins when every kernel before it has ended, so times add up to that in which the GPU"
-            " works. "
-            "One that is launched earlier waits until then, or reads weights: early us, which lie in the time of the"
-            " ops before it."
+            "A kernel's time begins when every kernel before it has ended, so all times add up to the time in which "
+            'the GPU works. A kernel that is launched earlier waits until then, or reads weights: this is "early us", '
+            "which lies in the time of the ops before it."
         )
     if early := [f"{o.phase} {o.label} {o.read_early_us:.1f} us" for o in profile.ops if o.read_early_us]:
         lines.append(
-            "Some ops read so much early that their own time is less than the limit allows. So much of the time of the"
-            " ops before "
-            f"them is counted as theirs that they stand at 100 %: {', '.join(early)}."
+            "Some ops read so much early that their own time is less than the limit allows. They are shown at 100 %, "
+            f"with the missing time taken from the ops before them: {', '.join(early)}."
         )
     return lines
 
@@ -124,35 +118,81 @@ def memory_words(profile: Profile) -> list[str]:
     return lines
 
 
+# --------------------------------------------------------------------------------------------------------- sections
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells in columns. `text`: the names of the columns of words, which align to the left."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report: sentences, then drawings by name with what is said of them (the page alone), then a table."""
+
+    title: str
+    lines: Sequence[str] = ()
+    table: Table | None = None
+    drawings: Mapping[str, str] | None = None
+    wrong: bool = False
+
+
+_DRAWN = {
+    "steps": "",
+    "roofline": "Each dot is an op; the line is what this device was measured to reach, dashed from the L2 cache. "
+    "Hollow: ops without arithmetic, at the left edge, as far below the line as their bandwidth is.",
+    "timeline": "Colours as above.",
+}
+_FLAME = {"flame": "Width is time over the recorded steps; what is called lies below its caller."}
+
+
+def sections(profile: Profile, rows: Sequence[Row] = ()) -> list[Section]:
+    """Everything that a report has, in order. rows: of the timed runs."""
+    found = [
+        Section("", facts(profile)),
+        Section("Steps", [step_words(s, profile) for s in profile.steps], drawings=_DRAWN),
+    ]
+    if wrong := over_limit(profile):
+        found.append(Section("Above the limit: the account of these is wrong", wrong, wrong=True))
+    head, *ops = op_table(profile, 40)
+    found.append(Section("Ops, most device time first", table=Table(head, ops, OPS_HEAD[:3])))
+    if profile.kernels:
+        cells = [[k.phase, k.op, f"{k.calls:g}", f"{k.us:,.1f}", k.name[:90]] for k in profile.kernels[:25]]
+        kernels = Table(("step", "op", "calls", "us a step", "kernel"), cells, ("step", "op", "kernel"))
+        found.append(Section("Kernels", table=kernels))
+    host = [(f"{us / 1e3:,.2f}", name) for name, us in host_times(profile)]
+    own = Table(("ms", "name"), host, ("name",))
+    found.append(Section("Host, own time over the recorded steps", table=own, drawings=_FLAME))
+    found.append(Section("Memory", memory_words(profile), drawings={"memory": ""}))
+    if rows:
+        cells = [result_tables.row_cells(r) for r in rows if r.error is None]
+        timed = Table(result_tables.HEAD, cells, result_tables.HEAD[:2])
+        lines = [*result_tables.comparison_lines(rows), *map(result_tables.reason, filter(lambda r: r.error, rows))]
+        found.append(Section("Throughput", lines, timed, {"comparison": ""}))
+    return found
+
+
 def text_report(profile: Profile, rows: Sequence[Row] = ()) -> str:
     """The whole profile as plain text."""
-    parts = ["\n".join(facts(profile)), "STEPS\n" + "\n".join(step_words(s, profile) for s in profile.steps)]
-    parts.append("OPS, most device time first\n" + _aligned(op_table(profile, 40), left=3))
-    if wrong := over_limit(profile):
-        parts.append("ABOVE THE LIMIT: the account of these is wrong\n" + "\n".join(wrong))
-    if profile.kernels:
-        cells = [(k.phase, k.op, f"{k.calls:g}", f"{k.us:,.1f}", k.name[:90]) for k in profile.kernels[:25]]
-        parts.append(
-            "KERNELS\n" + _aligned([("step", "op", "calls", "us a step", "kernel"), *cells], left=2, last_left=True)
-        )
-    host = [(f"{us / 1e3:,.2f}", name) for name, us in host_times(profile)]
-    parts.append("HOST, own time over the recorded steps\n" + _aligned([("ms", "name"), *host], left=0, last_left=True))
-    parts.append("MEMORY\n" + "\n".join(memory_words(profile)))
-    if lines := result_tables.comparison_lines(rows):
-        parts.append("COMPARISON\n" + "\n".join(lines))
+    parts = []
+    for section in sections(profile, rows):
+        lines = [section.title.upper()] if section.title else []
+        lines += section.lines
+        lines += _aligned(section.table) if section.table else []
+        parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int, last_left: bool = False) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            f"{c:{w}}" if i < left or (last_left and i == len(row) - 1) else f"{c:>{w}}"
-            for i, (c, w) in enumerate(zip(row, widths))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def _aligned(table: Table) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(table.head, *table.rows)]
+    return [
+        "  ".join(f"{c:{'<' if n in table.text else '>'}{w}}" for c, n, w in zip(row, table.head, widths)).rstrip()
+        for row in (table.head, *table.rows)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------- HTML
@@ -177,42 +217,19 @@ def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[Row] =
     """One page with everything inside it: no script, no request.
 
     Args:
-        figures: of `plots.figures`.
+        figures: of `profile_figures.figures`.
     """
     title = f"{profile.model} on {profile.about['device']}: {profile.workload}"
-    body = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in facts(profile))]
-    body += ["<h2>Steps</h2>", *(f"<p>{escape(step_words(s, profile))}</p>" for s in profile.steps)]
-    body += [
-        f'<p class="warn">Above the limit, so its account is wrong: {escape(line)}</p>' for line in over_limit(profile)
-    ]
-    for name, words in (
-        ("steps", ""),
-        (
-            "roofline",
-            "Each dot is an op; the line is what this device was measured to reach, dashed from the L2 cache. "
-            "Hollow: ops without arithmetic, at the left edge, as far below the line as their bandwidth is.",
-        ),
-        ("timeline", "Colours as above."),
-    ):
-        if name in figures:
-            body.append(f'<div class="figure" id="{name}">{svg(figures[name])}</div><p class="small">{words}</p>')
-    head, *ops = op_table(profile, 40)
-    body += ["<h2>Ops</h2>", _table(head, ops, text=3)]
-    if profile.kernels:
-        cells = [(k.phase, k.op, f"{k.calls:g}", f"{k.us:,.1f}", k.name[:80]) for k in profile.kernels[:25]]
-        body += ["<h2>Kernels</h2>", _table(("step", "op", "calls", "us a step", "kernel"), cells, text=2)]
-    body += ["<h2>Host time</h2>", f'<div class="flame" id="flame">{_flame(profile.flame)}</div>']
-    host = [(name, f"{us / 1e3:,.2f}") for name, us in host_times(profile)]
-    body += ['<p class="small">Width is time over the recorded steps; what is called lies below its caller.</p>']
-    body += [_table(("own host time of", "ms"), host, text=1)]
-    body += ["<h2>Memory</h2>", *(f"<p>{escape(line)}</p>" for line in memory_words(profile))]
-    if "memory" in figures:
-        body.append(f'<div class="figure" id="memory">{svg(figures["memory"])}</div>')
-    if rows:
-        body += ["<h2>Throughput</h2>", _table(result_tables.HEAD, [result_tables.row_cells(r) for r in rows], text=2)]
-        body += [f"<p>{escape(line)}</p>" for line in result_tables.comparison_lines(rows)]
-        if "comparison" in figures:
-            body.append(f'<div class="figure" id="comparison">{svg(figures["comparison"])}</div>')
+    drawn = {name: svg(figure) for name, figure in figures.items()} | {"flame": _flame(profile.flame)}
+    body = [f"<h1>{escape(title)}</h1>"]
+    for section in sections(profile, rows):
+        body += [f"<h2>{escape(section.title)}</h2>"] if section.title else []
+        body += [f"<p{' class=warn' if section.wrong else ''}>{escape(line)}</p>" for line in section.lines]
+        for name, words in (section.drawings or {}).items():
+            if name in drawn:
+                kind = "flame" if name == "flame" else "figure"
+                body.append(f'<div class="{kind}" id="{name}">{drawn[name]}</div><p class="small">{words}</p>')
+        body += [_table(section.table)] if section.table else []
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -220,17 +237,13 @@ def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[Row] =
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int) -> str:
+def _table(table: Table) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        made = []
-        for i, c in enumerate(cells):
-            # A row that has fewer cells ends in a reason.
-            wide = f' colspan="{len(head) - len(cells) + 1}"' if i == len(cells) - 1 and len(cells) < len(head) else ""
-            left = i < text or wide or head[i] == "kernel"
-            made.append(f"<{tag}{wide}{' class=t' if left else ''}>{escape(c)}</{tag}>")
-        return f"<tr>{''.join(made)}</tr>"
+        left = [" class=t" if name in table.text else "" for name in table.head]
+        return f"<tr>{''.join(f'<{tag}{c}>{escape(cell)}</{tag}>' for cell, c in zip(cells, left))}</tr>"
 
-    return f'<div class="scroll"><table>{line(head, "th")}{"".join(line(r, "td") for r in rows)}</table></div>'
+    rows = "".join(line(row, "td") for row in table.rows)
+    return f'<div class="scroll"><table>{line(table.head, "th")}{rows}</table></div>'
 
 
 def _flame(node: dict[str, Any], total: float | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,35 +18,52 @@ HEAD = (
 )  # fmt: skip
 
 
+_NARROW = ("workload", "engine", "out tok/s", "spread", "TTFT ms", "ITL ms", "GB", "of limit")
+"""What fits a terminal of 80 columns."""
+
+
+def name_of(row: Row) -> str:
+    """The engine and its configuration."""
+    return f"{row.engine} {row.variant}".strip()
+
+
+def reason(row: Row) -> str:
+    """Why a row has no figures."""
+    return f"{row.workload}, {name_of(row)}: {row.error}"
+
+
 def row_cells(row: Row) -> list[str]:
-    """A row's figures in the order of `HEAD`; of a row with an error, the reason."""
-    name = f"{row.engine} {row.variant}".strip()
-    if row.error is not None:
-        return [row.workload, name, row.error]
+    """The figures of a row without an error, in the order of `HEAD`."""
     return [
-        row.workload, name, number(row.median("output_rate")), percent(row.spread), number(row.median("total_rate")),
-        ms(row.median("ttft_p50")), ms(row.median("ttft_p99")), ms(row.median("itl_p50")), ms(row.median("itl_p99")),
-        number(row.median("seconds"), 3),
+        row.workload, name_of(row), number(row.median("output_rate")), percent(row.spread),
+        number(row.median("total_rate")), ms(row.median("ttft_p50")), ms(row.median("ttft_p99")),
+        ms(row.median("itl_p50")), ms(row.median("itl_p99")), number(row.median("seconds"), 3),
         number(None if row.peak_memory is None else row.peak_memory / 1e9, 1), percent(row.mbu), percent(row.mfu),
         percent(row.limit),
     ]  # fmt: skip
 
 
 class TextTable:
-    """Prints rows as they come, in columns of fixed width."""
+    """Rows as they come, in columns of fixed width: of 80 characters, or with `wide` all columns of `HEAD`."""
 
-    def __init__(self, rows_expected: Sequence[str], engines: Sequence[str]) -> None:
-        widths = [max(map(len, (*rows_expected, HEAD[0]))), max(map(len, (*engines, HEAD[1])))]
-        self._widths = [*widths, 9, 6, 11, 8, 8, 8, 8, 8, 6, 6, 6, 8]
+    def __init__(self, wide: bool) -> None:
+        self._columns = [HEAD.index(name) for name in (HEAD if wide else _NARROW)]
+        self._widths = [13, 16, *(max(6, len(name)) for name in HEAD[2:])]
 
     def head(self) -> str:
-        return self.line(HEAD)
+        return self._line(HEAD)
 
-    def line(self, cells: Sequence[str]) -> str:
-        left = [f"{c:{w}}" for c, w in zip(cells[:2], self._widths)]
-        if len(cells) == 3:
-            return "  ".join([*left, cells[2]])
-        return "  ".join([*left, *(f"{c:>{w}}" for c, w in zip(cells[2:], self._widths[2:]))])
+    def row(self, row: Row) -> str:
+        """One line; a name that is too long stands above its figures, and a reason is folded."""
+        if row.error is not None:
+            return textwrap.fill(reason(row), 80, subsequent_indent="    ", break_on_hyphens=False)
+        cells = row_cells(row)
+        if len(cells[1]) > self._widths[1]:
+            return f"{cells[0]}  {cells[1]}\n{self._line(['', '', *cells[2:]])}"
+        return self._line(cells)
+
+    def _line(self, cells: Sequence[str]) -> str:
+        return " ".join(f"{cells[i]:{'<' if i < 2 else '>'}{self._widths[i]}}" for i in self._columns)
 
 
 def comparison_lines(rows: Sequence[Row]) -> list[str]:
@@ -55,7 +73,10 @@ def comparison_lines(rows: Sequence[Row]) -> list[str]:
         if row.engine != "nanovllm" or row.error is not None or not row.variant.startswith("custom"):
             continue
         native = find(rows, "nanovllm", "native", row.workload, row.model)
-        if native is not None:
+        if native is not None and set(row.about.get("kernels", {}).values()) == {"native"}:
+            device = row.about.get("device", "this device")
+            lines.append(f"{row.workload}: both rows ran the reference, since no custom kernel ran on {device}")
+        elif native is not None:
             lines.append(f"{row.workload}: custom kernels are {_times(row, native)} native")
         for other in rows:
             if (other.workload, other.model) != (row.workload, row.model) or other.error is not None:
@@ -90,30 +111,22 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
 
 
 def history_lines(path: Path) -> list[str]:
-    """How a workload moved: a line for each kept run and configuration, with the change to the one before it."""
+    """How a workload moved: under each configuration a line for each kept run, with the change to the one before it."""
+    moved: dict[tuple[str, ...], list[str]] = {}
     before: dict[tuple[str, ...], float] = {}
-    lines = [f"{path.stem} on {path.parent.name}"]
-    runs = load_runs(path)
-    loads = {row.load for run in runs for row in run.rows}
-    for run in runs:
+    for run in load_runs(path):
         for row in run.rows:
-            key = configuration(run, row)
-            rate = row.median("output_rate") or 0.0
+            key, rate = configuration(run, row), row.median("output_rate") or 0.0
+            words = row.load, row.model, name_of(row), *_special(run, row)
+            lines = moved.setdefault(key, [f"  {', '.join(words)}"])
             change = f"{rate / before[key] - 1:+.1%}" if before.get(key) else ""
             before[key] = rate
-            commit = run.commit + ("*" if run.dirty else "")
-            words = [
-                f"torch {run.versions.get('torch', '?')}",
-                *_special(run, row),
-                *([row.load] if len(loads) > 1 else []),
-            ]
-            name = f"{row.engine} {row.variant}".strip()
             lines.append(
-                f"  {run.date}  {commit:11}  {row.model:14}  {name:22}  {number(rate):>8} tok/s {change:>7}"
-                f"  {percent(row.limit):>6} of the limit"
-                f"  {', '.join(words)}"
+                f"    {run.date:16}  {run.commit + '*' * run.dirty:11} {number(rate):>9} {change:>8} "
+                f"{percent(row.limit):>8}  {run.versions.get('torch', '?')}"
             )
-    return lines
+    columns = f"    {'date':16}  {'commit':11} {'out tok/s':>9} {'change':>8} {'of limit':>8}  torch"
+    return [f"{path.stem} on {path.parent.name}", columns, *(line for lines in moved.values() for line in lines)]
 
 
 def _special(run: Record, row: Row) -> list[str]:
@@ -137,17 +150,7 @@ def markdown(files: Sequence[Path]) -> str:
         first = next(iter(latest.values()))[0]
         device = first.rates.device if first.rates else folder.name
         parts.append(f"**{device}**\n")
-        head = (
-            "workload",
-            "model",
-            "engine",
-            "output tok/s",
-            "spread",
-            "TTFT ms",
-            "ITL ms",
-            "of the limit",
-            "measured",
-        )
+        head = "workload", "model", "engine", "output tok/s", "spread", "TTFT ms", "ITL ms", "of the limit", "measured"
         parts.append(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
         order = {key: (row.workload, row.model, row.engine, row.variant, *key) for key, (_, row) in latest.items()}
         for key in sorted(latest, key=lambda key: order[key]):

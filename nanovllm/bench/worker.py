@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,10 @@ _WARMUP_SEED = 1_000_000
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def work(job: Job, llm_class: Any, emit: Emit) -> None:
-    """Do a job. An error of an engine or a workload becomes a row with the reason."""
+def work(job: Job, llm_class: Any, emit: Emit, rates_of: Callable[[Job], Rates] | None = None) -> None:
+    """Do a job. An error of an engine or a workload becomes a row with the reason. rates_of: `measure_rates`."""
     if job.task == "rates":
-        emit("rates", dataclasses.asdict(measure_rates(job)))
+        emit("rates", dataclasses.asdict((rates_of or measure_rates)(job)))
     elif job.task == "ops":
         emit("ops", find_ops(job, llm_class))
     elif job.task == "profile":
@@ -38,7 +40,7 @@ def work(job: Job, llm_class: Any, emit: Emit) -> None:
 
         emit("profile", profile(job, llm_class))
     else:
-        measure(job, llm_class, emit)
+        measure(job, functools.partial(start, llm_class=llm_class), emit)
 
 
 def measure_rates(job: Job) -> Rates:
@@ -46,19 +48,18 @@ def measure_rates(job: Job) -> Rates:
 
     A job of its own, so that its device memory is free again when an engine starts.
     """
-    device = torch_device(job)
-    dtypes = set(_DTYPES) if device.type == "cuda" else {"float32", *_likely_dtypes(job)}
-    return rates(device, tuple(sorted(dtypes)), refresh=True)
+    return rates(torch_device(job), dtypes_of(job), refresh=True)
 
 
-def _likely_dtypes(job: Job) -> set[str]:
-    """What the model may be computed in: as asked for, else as its configuration says."""
-    config = job.config or {}
-    path = Path(job.model) / "config.json"
+def dtypes_of(job: Job) -> tuple[str, ...]:
+    """The dtypes whose products are measured: on a CPU float32, and what the model may be computed in."""
+    if torch_device(job).type == "cuda":
+        return tuple(sorted(_DTYPES))
+    config, path = job.config or {}, Path(job.model) / "config.json"
     if job.config is None and path.is_file():
         config = json.loads(path.read_text())
     named = job.options.get("dtype") or config.get("dtype") or config.get("torch_dtype")
-    return {named} if named in _DTYPES else set()
+    return tuple(sorted({"float32", named} & set(_DTYPES)))
 
 
 def torch_device(job: Job) -> torch.device:
@@ -68,26 +69,28 @@ def torch_device(job: Job) -> torch.device:
     return torch.device(name)
 
 
-def measure(job: Job, llm_class: Any, emit: Emit) -> None:
+def measure(
+    job: Job, start_engine: Callable[[Job], Engine], emit: Emit, clock: Callable[[], float] = time.perf_counter
+) -> None:
     """Run each workload; one row each, whether it could be measured or not.
 
     An error that the engine did not foresee ends the process, since the engine may be damaged: the workloads that
     follow need another one.
     """
     emit("loading", job.engine)
-    started = time.perf_counter()
+    started = clock()
     try:
-        engine = start(job, llm_class)
+        engine = start_engine(job)
     except Exception as error:
         for workload in job.workloads:
             emit("row" if isinstance(error, EngineError) else "failed", _row(job, workload, describe(error)).to_json())
         return
-    about = {**engine.about(), "seconds_to_ready": time.perf_counter() - started}
+    about = {**engine.about(), "seconds_to_ready": clock() - started}
     for workload in job.workloads:
         emit("started", workload.name)
         row = _row(job, workload, about=about)
         try:
-            measure_workload(job, workload, engine, row)
+            measure_workload(job, workload, engine, row, clock)
         except EngineError as error:
             row.error = describe(error)
         except Exception as error:
@@ -103,19 +106,21 @@ def measure(job: Job, llm_class: Any, emit: Emit) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_workload(job: Job, workload: Workload, engine: Engine, row: Row) -> None:
+def measure_workload(
+    job: Job, workload: Workload, engine: Engine, row: Row, clock: Callable[[], float] = time.perf_counter
+) -> None:
     """Warm up, then the repeats.
 
     Each draws its own prompts, so that nothing comes from an earlier one's prefix cache.
     """
-    model = model_shape(job, engine.config, row.about["dtype"])
-    started = time.perf_counter()
+    model, started, limit = model_shape(job, engine.config, row.about["dtype"]), clock(), job.limit
     warm_up = getattr(engine, "warm_up", engine.run)
     for i in range(job.warmup):
-        items = workload.draw(_WARMUP_SEED + job.seed + i, model.vocab)
-        row.warmup_seconds.append(warm_up(items).seconds)
+        row.warmup_seconds.append(warm_up(workload.draw(_WARMUP_SEED + job.seed + i, model.vocab)).seconds)
     for i in range(job.repeat):
-        if job.limit is not None and not _another_fits(job.limit, time.perf_counter() - started, row):
+        # A repeat may be slower than the last. One that takes too long is ended by the process that started this one.
+        next_one = 1.25 * row.repeats[-1].seconds if row.repeats else 0.0
+        if limit is not None and clock() - started + next_one > limit:
             break
         items = workload.draw(job.seed + i, model.vocab)
         run = engine.run(items)
@@ -123,17 +128,8 @@ def measure_workload(job: Job, workload: Workload, engine: Engine, row: Row) -> 
         num_prompt = sum(len(item.prompt) for item in items)
         row.repeats.append(Repeat.of(run, num_prompt, total.bytes, total.flops))
         row.peak_memory = max(row.peak_memory or 0, memory_in_use(row.about["device"]))
-
-
-def _another_fits(limit: float, so_far: float, row: Row) -> bool:
-    """Whether another repeat fits into the row's seconds; an EngineError if the first one does not.
-
-    A repeat that does not end in time is ended by the process that started this one.
-    """
-    next_one = 1.25 * row.repeats[-1].seconds if row.repeats else 0.0  # it may be slower than the last
-    if so_far + next_one > limit and not row.repeats:
+    if limit is not None and not row.repeats:
         raise EngineError(stopped(limit))
-    return so_far + next_one <= limit
 
 
 def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:

@@ -70,10 +70,11 @@ def test_what_is_kept_comes_back(tmp_path):
 def test_history_shows_what_changed(tmp_path):
     results.keep(record(row(1000.0), row(500.0, variant="native")), tmp_path)
     (path,) = results.keep(record(row(1100.0), commit="def"), tmp_path)
-    lines = result_tables.history_lines(path)
-    assert lines[0] == "bs1 on nvidia-h200" and len(lines) == 4
-    assert "abc" in lines[1] and "1,000 tok/s" in lines[1] and "500.0%" in lines[1]
-    assert "def" in lines[3] and "1,100 tok/s  +10.0%" in lines[3]
+    title, _, custom, *runs = result_tables.history_lines(path)
+    assert title == "bs1 on nvidia-h200" and custom == "  1 x 2 -> 3, m, nanovllm custom" and len(runs) == 4
+    assert "abc" in runs[0] and "1,000 " in runs[0] and "500.0%" in runs[0]
+    assert "def" in runs[1] and re.search(r"1,100 +\+10.0%", runs[1]) and runs[2].endswith("nanovllm native")
+    assert all(len(line) <= 80 for line in runs)
 
 
 def test_a_check_compares_ratios_not_speeds(tmp_path):
@@ -132,9 +133,9 @@ def test_configurations_do_not_replace_each_other(tmp_path, other, words):
     results.keep(record(row(1000.0)), tmp_path)
     (path,) = results.keep(other, tmp_path)
     results.keep(record(row(1100.0)), tmp_path)
-    lines = result_tables.history_lines(path)
-    assert len(lines) == 4 and not re.search(r"tok/s +[+-]", lines[2]) and words in lines[2]
-    assert "1,100 tok/s  +10.0%" in lines[3] and words not in lines[3]
+    usual, changed, *others = result_tables.history_lines(path)[3:]
+    assert "+" not in usual and re.search(r"1,100 +\+10.0%", changed)
+    assert words in others[0] and not re.search(r" [+-]\d", others[1]) and len(others) == 2
     table = result_tables.markdown([path])
     assert re.search(r"\| nanovllm custom \| 1,100 \|", table) and re.search(
         r"\| nanovllm custom[^|]* \| 20.0 \|", table
@@ -150,10 +151,10 @@ def test_what_says_nothing_of_the_configuration_does_not_part_it(tmp_path):
     """
     (path,) = results.keep(record(row(100.0), kernels="a=x;b=y", repeat=2), tmp_path)
     results.keep(record(row(200.0), kernels="b = y; a=x", enforce_eager=False, capture_full_steps=True), tmp_path)
-    assert "+100.0%" in result_tables.history_lines(path)[2]
+    assert "+100.0%" in result_tables.history_lines(path)[4]
     results.keep(record(row(10.0, engine="vllm", variant=""), kernels="a=x"), tmp_path)
     results.keep(record(row(20.0, engine="vllm", variant="")), tmp_path)
-    assert "+100.0%" in result_tables.history_lines(path)[4]
+    assert "+100.0%" in result_tables.history_lines(path)[7]
 
 
 def test_peers_may_have_been_kept_by_other_runs(tmp_path):
@@ -190,6 +191,20 @@ def test_lines_of_comparisons():
         "bs1: rms_norm's custom kernel is worth +25.0% (without it 80.0 tok/s)",
         "bs1: nanovllm is 2.00x vllm",
     ]
+    for r in rows[:2]:
+        r.about = {"device": "cpu", "kernels": {"rms_norm": "native"}}
+    said = "bs1: both rows ran the reference, since no custom kernel ran on cpu"
+    assert result_tables.comparison_lines(rows[:2]) == [said]
+
+
+def test_rows_fit_80_columns():
+    narrow, wide = result_tables.TextTable(wide=False), result_tables.TextTable(wide=True)
+    long = row(3e6, variant="no layernorm_residual_dropout_gelu", workload="shared-prefix", spread=0.5)
+    failed = row(1, error="vllm is not installed; " * 9)
+    for table, limit in ((narrow, 80), (wide, 170)):
+        lines = [line for text in (table.head(), table.row(long), table.row(failed)) for line in text.splitlines()]
+        assert max(map(len, lines)) <= limit and "2,250,000" in " ".join(lines)
+    assert table.row(row(10.0)).split()[:4] == ["bs1", "nanovllm", "custom", "10.0"] and "TTFT p99" in wide.head()
 
 
 def test_tables_go_between_the_markers(tmp_path):

@@ -1,0 +1,139 @@
+"""What a measuring process does with engines that work, refuse, and die."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+
+from nanovllm.bench import worker
+from nanovllm.bench.engines.common import EngineError
+from nanovllm.bench.job import Job, RequestTimes, Run
+from nanovllm.bench.launcher import in_process, measure_rows
+from nanovllm.bench.workloads import Workload
+from nanovllm.hardware.measured_rates import Rates
+from nanovllm.model_config import ModelConfig
+
+ONE, TWO, THREE = (Workload(name, 1, 1, 2) for name in ("one", "two", "three"))
+JOB = Job("nanovllm", "custom", "m", (ONE, TWO, THREE))
+CONFIG = ModelConfig.from_dict(
+    {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+     "vocab_size": 9, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+)  # fmt: skip
+
+
+class FakeEngine:
+    """Raises the error of a run, which are counted from 1. `clock` tells the seconds of all runs."""
+
+    def __init__(self, fail=None, seconds=0.5):
+        self.config, self.fail, self.seconds, self.runs = CONFIG, fail or {}, seconds, []
+
+    def about(self):
+        return {"device": "cpu", "dtype": "float32"}
+
+    def run(self, items):
+        self.runs.append(items)
+        if error := self.fail.get(len(self.runs)):
+            raise error
+        return Run(self.seconds, [RequestTimes(0.1, 0.2, i.num_output) for i in items])
+
+    def close(self):
+        if self.fail:
+            raise RuntimeError("cannot close what is dead")
+
+
+def rows_of(*engines, job=JOB):
+    """The rows of a job whose processes start these engines, one after the other."""
+    rows, left = [], list(engines)
+
+    def launch(job, emit):
+        engine = left.pop(0)
+        worker.measure(job, lambda job: engine, emit, clock=lambda: engine.seconds * len(engine.runs))
+
+    measure_rows(launch, job, rows.append, lambda kind, content: None)
+    assert not left
+    return rows
+
+
+def test_warm_up_is_not_counted_and_every_run_has_prompts_of_its_own():
+    engine = FakeEngine()
+    rows = rows_of(engine)
+    assert [(len(r.warmup_seconds), len(r.repeats)) for r in rows] == [(1, 3)] * 3 and rows[0].peak_memory > 0
+    assert engine.runs[1:3] == [ONE.draw(0, 9), ONE.draw(1, 9)] and len(engine.runs) == 12
+
+
+def test_out_of_memory_ends_the_row_and_not_the_run():
+    error = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 3 GiB")
+    rows = rows_of(FakeEngine({6: error}), FakeEngine())
+    assert [r.error for r in rows] == [None, "out of memory: CUDA out of memory. Tried to allocate 3 GiB", None]
+
+
+def test_a_dead_engine_costs_one_row():
+    """Whatever it is asked after its death fails too, so the third workload gets another engine."""
+    rows = rows_of(FakeEngine(dict.fromkeys(range(6, 20), RuntimeError("EngineDeadError"))), FakeEngine())
+    assert [r.error for r in rows] == [None, "RuntimeError: EngineDeadError", None] and len(rows[2].repeats) == 3
+
+
+def test_an_engine_that_only_refuses_goes_on():
+    engine = FakeEngine({5: EngineError("not such a load")})
+    assert [r.error for r in rows_of(engine)] == [None, "not such a load", None]
+    assert len(engine.runs) == 4 + 1 + 4  # the same engine: the refused workload's warm-up was its only run
+
+
+def test_with_a_limit_a_row_keeps_the_repeats_it_has():
+    job = dataclasses.replace(JOB, limit=20.0)
+    # 7 s of warm-up, 7, and not 7 more.
+    assert [(r.error, len(r.repeats)) for r in rows_of(FakeEngine(seconds=7.0), job=job)] == [(None, 1)] * 3
+    assert {r.error for r in rows_of(FakeEngine(seconds=21.0), job=job)} == {"stopped after 20 s (--limit)"}
+
+
+def test_an_engines_own_warm_up():
+    engine = FakeEngine()
+    engine.warm_up = lambda items: Run(0.25, [])
+    rows = rows_of(engine)
+    assert len(engine.runs) == 9 and rows[0].warmup_seconds == [0.25]
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [("auto", 2), ("fp8", 1), ("fp8_e4m3", 1), ("bfloat16", 2), ("fp16", 2), ("float32", 4), ("fp32", 4)],
+)
+def test_bytes_of_the_cache_by_its_dtype(name, expected):
+    job = dataclasses.replace(JOB, options={"kv_cache_dtype": name})
+    assert worker.model_shape(job, CONFIG, "bfloat16").token_kv_bytes == 2 * 2 * 4 * expected
+
+
+def test_rates_are_a_job_that_loads_nothing():
+    def no_engine(*_, **__):
+        pytest.fail("no engine is needed")
+
+    rates = Rates("cpu", 1.0, 1.0, 1.0, {"float32": 1.0})
+    said, job = {}, dataclasses.replace(JOB, task="rates", options={"device": "cpu"})
+    in_process(no_engine, rates_of=lambda job: rates)(job, said.__setitem__)
+    assert said == {"rates": dataclasses.asdict(rates)}
+
+
+@pytest.mark.parametrize(
+    "config, options, dtypes",
+    [({"torch_dtype": "bfloat16"}, {}, {"bfloat16", "float32"}), ({}, {"dtype": "float16"}, {"float16", "float32"})],
+)
+def test_rates_are_measured_in_the_dtypes_that_the_model_may_have(config, options, dtypes):
+    job = dataclasses.replace(JOB, config=config, options={"device": "cpu", **options})
+    assert set(worker.dtypes_of(job)) == dtypes
+
+
+def test_an_engine_that_does_not_start_is_a_reason_in_every_row():
+    def fail(*_, **__):
+        raise ValueError("no such\nmodel")
+
+    rows = []
+    measure_rows(in_process(fail), JOB, rows.append, lambda kind, content: None)
+    assert [r.error for r in rows] == ["ValueError: no such model"] * 3
+
+
+def test_an_engine_that_is_not_installed():
+    if importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is installed")
+    rows = []
+    measure_rows(in_process(None), dataclasses.replace(JOB, engine="vllm", variant=""), rows.append, lambda k, c: None)
+    assert {r.error for r in rows} == {"vllm is not installed; pip install vllm"}
