@@ -86,7 +86,7 @@ def test_a_whole_run_in_processes_of_its_own(whole_run):
     text = (folder / "profile_report.txt").read_text()
     assert all(
         part in text
-        for part in ("STEPS", "OPS, most device time first", "HOST", "MEMORY", "attention_decode", "TFLOP/s")
+        for part in ("STEPS", "OPS, MOST DEVICE TIME FIRST", "HOST", "MEMORY", "attention_decode", "TFLOP/s")
     )
     assert "ABOVE THE LIMIT" not in text
     if importlib.util.find_spec("matplotlib"):

@@ -138,7 +138,7 @@ def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):
         ("nowhere", "nanovllm.kernels.nowhere:rms_norm"),
     ):
         monkeypatch.setitem(rms_norm.providers, name, Provider(name, target))
-    list_kernels("rms_norm", device="cpu", as_json=True)
+    list_kernels("rms_norm", device="cpu", json_file="-")
     reasons = {row["provider"]: row["reason"] for row in json.loads(capsys.readouterr().out)}
     assert reasons["native"] is None and reasons["lost"].startswith(
         "nanovllm.kernels.op.availability has no function 'rms_norm'"
@@ -252,7 +252,7 @@ def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path
     monkeypatch.setattr(compare, "measure", measure)
     kernels_bench.bench("rms_norm", device="cpu", save=tmp_path / "it.json", dtype="float32", shape=None, provider=None,
     compile=False,
-                        kernel_plugin=None, save_table=None, wide=False, as_json=False)  # fmt: skip
+                        kernel_plugin=None, save_table=None, wide=False, json_file=None)  # fmt: skip
     assert "stopped early" in capsys.readouterr().err
     assert len(json.loads((tmp_path / "it.json").read_text())["measurements"]) == 1
 

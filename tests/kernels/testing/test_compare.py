@@ -129,13 +129,13 @@ def test_nothing_is_chosen_by_a_time_without_its_plan():
     assert slower_somewhere(results, "native") == slower_somewhere(results, "planner", 1.3) == []
 
 
-def bench_rms_norm(providers, save=None, as_json=False, wide=False):
+def bench_rms_norm(providers, save=None, json_file=None, wide=False):
     from nanovllm.cli import kernels_bench
 
     kernels_bench.bench(
         "rms_norm", dtype="float32", shape=["4x64"], provider=providers, compile=False, device="cpu",
         kernel_plugin=None,
-        save=save, save_table=None, wide=wide, as_json=as_json,
+        save=save, save_table=None, wide=wide, json_file=json_file,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_bench_shows_whole_calls_and_those_without_a_plan(planner, tmp_path, mon
     rows = {m["provider"]: m for m in json.loads((tmp_path / "it.json").read_text())["measurements"]}
     assert [m["without_plan"] for m in rows.values()] == [False, False, True]
     assert rows["planner"]["us"] >= 5000 > rows["planner, without its plan"]["us"] > 0
-    bench_rms_norm(["native", "planner"], as_json=True)
+    bench_rms_norm(["native", "planner"], json_file="-")
     assert [m["provider"] for m in json.loads(capsys.readouterr().out)["measurements"]] == list(rows)
 
     def table(*results):
