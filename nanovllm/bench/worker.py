@@ -59,7 +59,7 @@ def dtypes_of(job: Job) -> tuple[str, ...]:
     if job.config is None and path.is_file():
         config = json.loads(path.read_text())
     named = job.options.get("dtype") or config.get("dtype") or config.get("torch_dtype")
-    return tuple(sorted({"float32", named} & set(_DTYPES)))
+    return tuple(sorted(dtype for dtype in _DTYPES if dtype in ("float32", named)))
 
 
 def torch_device(job: Job) -> torch.device:
