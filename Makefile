@@ -2,7 +2,7 @@
 # make test       the tests that guard a change; PYTEST_ARGS="-k gguf" narrows them
 # make test-all   every test: also emulated PTX, long simulations, the proofs
 # make test-gpu   every test that needs a GPU, four at a time
-# make check      format, lint, types
+# make check      format, lint, types, the length of pages and sentences, links
 # make docs       the documentation as a site in build/docs, which opens from the disk
 # make pictures   the pictures of the documentation, from results/
 #
@@ -58,10 +58,11 @@ test-gpu: $(VENV)/.installed-demo,test
 check: $(VENV)/.installed-demo,test,check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python docs/check.py
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-demo,docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "open build/docs/index.html"
 
 pictures: $(VENV)/.installed-demo,docs

@@ -38,9 +38,11 @@ class LLM:
     each returns when its own requests have ended.
 
     Example:
+        ```python
         llm = LLM("path/to/Qwen3-0.6B")
         outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=32))
         print(outputs[0]["text"])
+        ```
     """
 
     def __init__(self, model: str | Path, **kwargs: Any) -> None:
@@ -255,7 +257,7 @@ class LLM:
             generated.
 
         Raises:
-            Whatever the forward pass raised. The requests that ran are lost then.
+            Exception: the forward pass failed with it. The requests that ran are lost then.
         """
         return self._loop.between_steps(self._step)
 

@@ -1,4 +1,4 @@
-"""docs/kernels.md and docs/attention-provider.md: the table is what the command prints, and the code runs."""
+"""The pages of reference: the table of ops is what the command prints, and the code runs."""
 
 import pytest
 
@@ -10,8 +10,9 @@ def test_the_table_is_what_the_command_prints():
     assert embedded_table(KERNELS.read_text()) == printed_table(), "run python -m tests.docs.update"
 
 
-@pytest.mark.parametrize("page", [KERNELS, REPOSITORY / "docs" / "attention-provider.md"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", ["kernels", "attention-provider", "models", "faq"])
 def test_its_code_runs(page, tmp_path):
     place = Workplace(tmp_path / "work", NEEDS)
-    ran = [place.run(block) for block in blocks(page.read_text()) if place.runs(block)]
+    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
+    ran = [place.run(block) for block in blocks(text) if place.runs(block)]
     assert ran
