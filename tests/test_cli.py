@@ -40,7 +40,7 @@ def test_version_and_help():
     assert run("--version").stdout.startswith("nanovllm 0.")
     listed = re.findall(r"^\W*(\w+) {2,}\w", run_here("--help").stdout.split("Commands")[1], re.MULTILINE)
     assert [name for name in listed if name.islower()] == list(
-        ("chat", "generate", "serve", "kernels", "plan", "fuse", "tune", "lab", "device")
+        ("chat", "generate", "serve", "bench", "kernels", "plan", "fuse", "tune", "lab", "device")
     )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from nanovllm.cli.bench import app as bench_app
 from nanovllm.cli.device import device as device_command
 from nanovllm.cli.fuse import fuse as fuse_command
 from nanovllm.cli.kernels import app as kernels_app
@@ -156,6 +157,7 @@ def generate(
 
 
 app.command("serve")(serve_command)
+app.add_typer(bench_app, name="bench")
 app.add_typer(kernels_app, name="kernels")
 app.add_typer(plan_app, name="plan")
 app.command("fuse")(fuse_command)

@@ -99,12 +99,17 @@ _NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     # None: any value is taken, since it asks nothing of the answer.
     "user": None, "metadata": None, "safety_identifier": None, "prompt_cache_key": None,
     "prompt_cache_retention": None, "prediction": None, "priority": (0,), "store": (False,),
-    "service_tier": ("auto", "default"), "modalities": (["text"],), "verbosity": ("medium",), "echo": (False,),
+    "service_tier": ("auto", "default", "standard_only"), "modalities": (["text"],), "verbosity": ("medium",),
+    "echo": (False,),
+    "top_logprobs": (0,), "stream_options": ({"include_obfuscation": False},),
     "use_beam_search": (False,), "length_penalty": (1, 1.0), "include_reasoning": (True,), "suffix": ("",),
     "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (-1,), "add_special_tokens": (False,),
     "return_tokens_as_token_ids": (False,), "function_call": ("none", "auto"), "functions": ([],),
     "documents": ([],), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},), "vllm_xargs": ({},),
     "guided_decoding_backend": None, "thinking_token_budget": (), "web_search_options": (), "audio": (),
+    "prompt_cache_options": None, "moderation": (), "cache_control": None, "container": (), "diagnostics": (),
+    "inference_geo": (), "output_config": (), "speed": ("standard",), "user_profile_id": None, "workspace_id": None,
+    "context_management": (), "mcp_servers": ([],), "conversation": (), "max_tool_calls": None, "prompt": (),
     "chat_template": (), "lora_request": (), "logits_processors": ([],), "prompt_embeds": (),
 }  # fmt: skip
 """Fields of OpenAI's and vLLM's requests that this server does not have, with the values that are the same as none."""

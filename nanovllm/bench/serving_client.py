@@ -1,0 +1,203 @@
+"""Streamed requests to any server with OpenAI's interface, timed with little work in between.
+
+What arrives is only kept with its time; it is taken apart after the run. So one process can follow hundreds of streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+import urllib.request
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go.
+
+    Attributes:
+        url: of the server, with or without /v1.
+        endpoint: "completions" or "chat".
+        model: its name in requests.
+        api_key: sent as Bearer, if there is one.
+    """
+
+    url: str
+    endpoint: str = "completions"
+    model: str = ""
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in ("completions", "chat"):
+            raise ValueError(f"endpoint={self.endpoint!r}: must be completions or chat")
+        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
+            raise ValueError(f"url={self.url!r}: must be an address such as http://127.0.0.1:8000")
+
+    def path(self, name: str) -> str:
+        base = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
+        return f"{base}/v1/{name}"
+
+
+@dataclass
+class Timed:
+    """One request and when its pieces came.
+
+    Attributes:
+        start: when it was sent, on the clock `time.perf_counter`.
+        times: when each event with text arrived.
+        num_prompt, num_output: tokens, as the server counts them; None: it does not.
+        error: what went wrong; None: the answer is complete.
+    """
+
+    start: float = 0.0
+    times: list[float] = field(default_factory=list)
+    end: float = 0.0
+    num_prompt: int | None = None
+    num_output: int | None = None
+    error: str | None = None
+
+
+class Recorder(asyncio.Protocol):
+    """Keeps what arrives until the server closes the connection."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.times: list[float] = []
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.times.append(time.perf_counter())
+        self.pieces.append(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+async def exchange(target: Target, method: str, path: str, body: bytes = b"", timeout: float = 600.0) -> Recorder:
+    """Send one request and wait for its whole answer. `start` of the times is that of sending, not of connecting."""
+    parts = urlsplit(target.url)
+    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    port = parts.port or (443 if secure else 80)
+    transport, recorder = await asyncio.get_running_loop().create_connection(
+        Recorder, parts.hostname or "", port, ssl=secure
+    )
+    try:
+        key = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+        head = (
+            f"{method} {path} HTTP/1.1\r\nhost: {parts.netloc}\r\n{key}content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        recorder.times.append(time.perf_counter())
+        recorder.pieces.append(b"")
+        transport.write(head.encode() + body)
+        await asyncio.wait_for(recorder.closed, timeout)
+    finally:
+        transport.close()
+    return recorder
+
+
+def request_body(target: Target, prompt: str | list[int], num_output: int, extra: Mapping[str, Any]) -> bytes:
+    """A streamed request whose answer has exactly `num_output` tokens where the server has `ignore_eos`."""
+    body: dict[str, Any] = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
+    if target.endpoint == "chat":
+        body |= {"messages": [{"role": "user", "content": prompt}], "max_tokens": num_output}
+    else:
+        body |= {"prompt": prompt, "max_tokens": num_output}
+    return json.dumps(body | dict(extra)).encode()
+
+
+async def ask(target: Target, body: bytes, timeout: float) -> tuple[Recorder | None, str | None]:
+    """(what came, what went wrong)"""
+    path = target.path("chat/completions" if target.endpoint == "chat" else "completions")
+    try:
+        return await exchange(target, "POST", path, body, timeout), None
+    except asyncio.TimeoutError:
+        return None, f"no whole answer within {timeout:g} seconds"
+    except OSError as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def take_apart(recorder: Recorder | None, error: str | None) -> Timed:
+    """The times of a finished exchange."""
+    if recorder is None:
+        return Timed(error=error)
+    found = Timed(start=recorder.times[0])
+    ends, total = [], 0
+    for piece in recorder.pieces:
+        total += len(piece)
+        ends.append(total)
+    data = b"".join(recorder.pieces)
+    head_end = data.find(b"\r\n\r\n")
+    status = data[:15].split(b" ")[1:2]
+    if status != [b"200"]:
+        said = data[head_end + 4 :].decode(errors="replace").strip()
+        found.error = f"status {b''.join(status).decode() or 'missing'}: {said[:200]}"
+        return found
+    chunked = b"transfer-encoding: chunked" in data[:head_end].lower()
+    done = False
+    for end, text in _lines(data, head_end + 4, chunked):
+        when = recorder.times[bisect_left(ends, end)]
+        if text == b"data: [DONE]":
+            done = True
+        elif text.startswith(b"data: "):
+            _take_event(found, json.loads(text[6:]), when)
+        elif text.startswith(b"{"):
+            found.error = f"the server does not stream: {text[:200].decode(errors='replace')}"
+        found.end = when
+    if found.error is None and not done:
+        found.error = "the stream ended without [DONE]"
+    elif found.error is None and not found.times:
+        found.error = "the stream has no text"
+    return found
+
+
+def _take_event(found: Timed, event: dict[str, Any], when: float) -> None:
+    if event.get("error"):
+        found.error = str(event["error"].get("message", event["error"]))[:200]
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or choice
+        if delta.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"):
+            found.times.append(when)
+    if usage := event.get("usage"):
+        found.num_prompt, found.num_output = usage.get("prompt_tokens"), usage.get("completion_tokens")
+
+
+def _lines(data: bytes, start: int, chunked: bool) -> Any:
+    """(offset of its end in `data`, line without its end) for the lines of a body."""
+    if not chunked:
+        at = start
+        for line in data[start:].split(b"\n"):
+            at += len(line) + 1
+            yield min(at, len(data)), line.rstrip(b"\r")
+        return
+    rest, at = b"", start
+    while (size_end := data.find(b"\r\n", at)) >= 0:
+        size = int(data[at:size_end].split(b";")[0], 16)
+        if not size:
+            return
+        chunk_end = size_end + 2 + size
+        *lines, rest = (rest + data[size_end + 2 : chunk_end]).split(b"\n")
+        for line in lines:
+            yield min(chunk_end, len(data)), line.rstrip(b"\r")
+        at = chunk_end + 2
+
+
+def get_json(target: Target, name: str) -> Any:
+    """GET /v1/{name}. Raises: ValueError: there is no such answer."""
+
+    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    parts = urlsplit(target.url)
+    request = urllib.request.Request(f"{parts.scheme}://{parts.netloc}{target.path(name)}", headers=headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # straight to the server, as `exchange` goes
+    try:
+        with opener.open(request, timeout=30) as answer:
+            return json.loads(answer.read())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{request.full_url}: {type(error).__name__}: {error}; is a server there?") from None

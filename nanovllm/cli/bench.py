@@ -1,0 +1,126 @@
+"""`nanovllm bench`: measurements from outside of the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanovllm.cli.rows import Column, Rows
+
+if TYPE_CHECKING:
+    from nanovllm.bench.serving import Measured
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure a server under load.")
+
+
+@app.callback()
+def _root() -> None:
+    pass
+
+
+@app.command()
+def serve(
+    url: Annotated[str, typer.Argument(help="Of any server with OpenAI's interface: http://127.0.0.1:8000")],
+    model: Annotated[str | None, typer.Option(help="The model's name; by default the server's first one.")] = None,
+    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    concurrency: Annotated[str, typer.Option(help="Streams at a time; several numbers are measured in turn.")] = "1,8",
+    rate: Annotated[
+        str | None, typer.Option(help="Requests a second that come at random, in place of --concurrency: 2,8")
+    ] = None,
+    num_requests: Annotated[int | None, typer.Option(help="Of each load; by default 4 for each stream.")] = None,
+    input_len: Annotated[int, typer.Option(help="Words of a prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Prompts of --input-len random token ids below this number, not of words.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file with a prompt in each line.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of exactly --output-len tokens.")] = True,
+    goal_ttft: Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")] = None,
+    goal_tpot: Annotated[float | None, typer.Option(help="Goodput: most ms a token after it.")] = None,
+    goal_e2e: Annotated[float | None, typer.Option(help="Goodput: most ms of an answer.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts and the times of arrival.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: seconds and tokens.")] = False,
+) -> None:
+    """Measure throughput and latency of a server: first token (TTFT), time between tokens (ITL), goodput."""
+    from nanovllm.bench.serving import Goal, Load, measure
+    from nanovllm.bench.serving_client import Target, get_json
+
+    target = Target(url, endpoint, model or "", api_key)
+    if model is None:
+        target = Target(url, endpoint, get_json(target, "models")["data"][0]["id"], api_key)
+    texts = tuple(line for line in prompts.read_text().splitlines() if line.strip()) if prompts is not None else ()
+    if prompts is not None and not texts:
+        raise ValueError(f"--prompts {prompts}: holds no prompt; write one in each line")
+    limits = [None if ms is None else ms / 1000 for ms in (goal_ttft, goal_tpot, goal_e2e)]
+    goal = None if limits == [None] * 3 else Goal(*limits)
+    common: dict[str, Any] = dict(
+        input_len=input_len, output_len=output_len, prompts=texts, vocab_size=vocab_size, seed=seed,
+        extra={"ignore_eos": True, "temperature": 0.6} if ignore_eos else {"temperature": 0.6},
+    )  # fmt: skip
+    if rate is None:
+        numbers = [int(n) for n in _numbers("--concurrency", concurrency)]
+        loads = [Load(num_requests or 4 * n, concurrency=n, **common) for n in numbers]
+    else:
+        loads = [Load(num_requests or 64, concurrency=None, rate=r, **common) for r in _numbers("--rate", rate)]
+    found = []
+    for load in loads:
+        with _bar(load.name, load.num_requests, shown=not as_json) as advance:
+            found.append(measure(target, load, goal, advance))
+    if as_json:
+        print(json.dumps([m.as_dict() for m in found], indent=1))
+    else:
+        _print(found)
+    if not any(m.num_good for m in found):
+        raise ValueError(f"{url}: no request succeeded")
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) <= 0:
+        raise ValueError(f"{option} {text}: must be numbers above 0, with commas between them: 1,8,64")
+    return numbers
+
+
+def _bar(name: str, total: int, shown: bool) -> Any:
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    @contextmanager
+    def bar() -> Any:
+        with Progress(console=Console(stderr=True), disable=not shown, transient=True) as progress:
+            task = progress.add_task(name, total=total)
+            yield lambda done: progress.update(task, completed=done)
+
+    return bar()
+
+
+def _print(found: list[Measured]) -> None:
+    table = Rows(
+        Column("load", 11), Column("ok", 5, number=True), Column("tok/s", 7, number=True),
+        Column("req/s", 6, number=True), Column("TTFT ms", 13, number=True), Column("ITL ms", 13, number=True),
+        Column("TPOT ms", 8, number=True), Column("good", 5, number=True),
+    )  # fmt: skip
+    for m in found:
+        table.add(
+            m.load, str(m.num_good), f"{m.output_rate:.0f}", f"{m.request_rate:.2f}", _pair(m.ttft), _pair(m.itl),
+            "-" if m.tpot is None else f"{1000 * m.tpot.median:.1f}",
+            "-" if m.num_goal_met is None else f"{100 * m.num_goal_met / max(1, m.num_good + m.num_failed):.0f}%",
+        )  # fmt: skip
+    table.end()
+    print("TTFT, ITL: median and 99th percentile, from sending the request. TPOT: median of the requests' means.")
+    for m in found:
+        for error, count in m.errors.items():
+            print(f"{m.load}: {count} failed: {error}")
+
+
+def _pair(spread: Any) -> str:
+    return "-" if spread is None else f"{1000 * spread.median:.1f} / {1000 * spread.p99:.1f}"

@@ -1,0 +1,105 @@
+"""`nanovllm bench serve`: what it reads out of answers, and a run against a real server."""
+
+import json
+
+import pytest
+
+pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
+
+from nanovllm.bench.serving import Goal, Load, Measured, measure
+from nanovllm.bench.serving_client import Recorder, Target, Timed, get_json, request_body, take_apart
+from nanovllm.serve.options import ServeOptions
+from tests import tiny
+from tests.serve.running import RunningServer
+
+
+class Recorded(Recorder):
+    """An answer whose pieces come a second apart."""
+
+    def __init__(self, *pieces):
+        self.pieces = [b"", *pieces]
+        self.times = [float(i) for i in range(len(self.pieces))]
+
+
+def event(**fields):
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def chunk(data):
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+USAGE = event(choices=[], usage={"prompt_tokens": 5, "completion_tokens": 4})
+DONE = b"data: [DONE]\n\n"
+
+
+def test_times_of_a_stream_however_it_is_cut():
+    role, one, two = (event(choices=[{"delta": {"content": text}}]) for text in ("", "a", "b"))
+    whole = HEAD + chunk(role) + chunk(one) + chunk(two[:9]) + chunk(two[9:] + USAGE) + chunk(DONE) + b"0\r\n\r\n"
+    found = take_apart(Recorded(whole), None)
+    assert found.error is None and found.times == [1.0, 1.0] and (found.num_prompt, found.num_output) == (5, 4)
+    at = len(HEAD + chunk(role) + chunk(one))
+    found = take_apart(Recorded(whole[:at], whole[at : at + 12], whole[at + 12 :]), None)
+    assert found.times == [1.0, 3.0] and found.start == 0.0
+    assert take_apart(Recorded(*(bytes([b]) for b in whole)), None).num_output == 4
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (b'HTTP/1.1 503 no\r\n\r\n{"error": "full"}', "status 503"),
+        (HEAD + chunk(event(error={"message": "broken"})) + chunk(DONE) + b"0\r\n\r\n", "broken"),
+        (HEAD + chunk(event(choices=[{"text": "a"}])), "without [DONE]"),
+        (HEAD + chunk(USAGE + DONE) + b"0\r\n\r\n", "no text"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"choices": []}', "does not stream"),
+        (b"", "status missing"),
+    ],
+)
+def test_what_is_no_whole_answer_is_an_error(data, said):
+    assert said in take_apart(Recorded(data), None).error
+
+
+def test_figures():
+    requests = [Timed(0.0, [1.0, 1.5, 2.0], 2.0, 5, 3), Timed(1.0, [3.0], 3.0, 5, 1), Timed(error="refused")]
+    found = Measured.of(Load(3), requests, Goal(ttft=1.5))
+    assert (found.num_good, found.num_failed, found.num_goal_met, found.errors) == (2, 1, 1, {"refused": 1})
+    assert found.seconds == 3.0 and found.output_rate == pytest.approx(4 / 3)
+    assert found.ttft.mean == 1.5 and found.itl.median == 0.5 and found.tpot.p99 == 0.5
+    assert json.loads(json.dumps(found.as_dict()))["request_rate"] == pytest.approx(2 / 3)
+
+
+def test_a_server(tmp_path):
+    tiny.save_with_tokenizer(tmp_path)
+    options = ServeOptions(api_keys=("some-secret-key",))
+    extra = {"ignore_eos": True}
+    with RunningServer(tmp_path, options) as server:
+        for endpoint, rate in (("completions", None), ("chat", 100.0)):
+            target = Target(server.url + "/v1/", endpoint, "model", "some-secret-key")
+            seen = []
+            load = Load(6, input_len=5, output_len=7, concurrency=None if rate else 3, rate=rate, extra=extra)
+            found = measure(target, load, progress=seen.append)
+            assert found.errors == {} and found.num_output_tokens == 42 and seen == list(range(1, 7))
+        load = Load(2, input_len=5, output_len=4, vocab_size=50, extra=extra)
+        assert measure(Target(server.url, "completions", "model", "some-secret-key"), load).num_prompt_tokens == 10
+        assert get_json(target, "models")["data"][0]["id"] == "model"
+        wrong = measure(Target(server.url, "completions", "model", "wrong"), Load(2))
+        assert wrong.num_failed == 2 and "status 401" in next(iter(wrong.errors))
+        server.assert_idle()
+    gone = measure(target, Load(1))
+    assert "Connection" in next(iter(gone.errors))
+    with pytest.raises(ValueError, match="is a server there"):
+        get_json(target, "models")
+
+
+def test_bad_input():
+    for kind, arguments, said in [
+        (Target, {"url": "localhost:8000"}, "url='localhost:8000'"),
+        (Target, {"url": "http://x", "endpoint": "y"}, "endpoint='y'"),
+        (Load, {"num_requests": 0}, "num_requests=0"),
+        (Load, {"rate": 0.0}, "rate=0.0"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            kind(**arguments)
+    body = json.loads(request_body(Target("http://x", "chat", "m"), "hello", 5, {"top_k": 1}))
+    assert body["messages"] and body["stream"] and body["top_k"] == 1
