@@ -123,8 +123,8 @@ def _analyzer(target: Target, device: FusionDevice) -> FusionAnalyzer:
 def _summary(report: Any) -> str:
     if not report.fused:
         return "Every tensor is empty, so no kernel has anything to do."
-    kernels, groups = sum(len(r.kernels) for r in report.rows), len(report.rows)
-    served = sum(len(r.served_by) == 1 and "of" not in r.served.split() for r in report.rows)
+    kernels, groups = sum(len(r.group.kernels) for r in report.rows), len(report.rows)
+    served = sum(len(r.served.ops) == 1 and r.served.covered == r.served.kernels for r in report.rows)
     return (
         f"{kernels} kernels become {groups}: {1e6 * report.unfused:.1f} -> {1e6 * report.fused:.1f} us predicted, "
         f"{report.unfused / report.fused:.1f} times as fast.\n"
@@ -139,7 +139,7 @@ def _measure(
 
     from nanovllm.cli import fuse_tables
     from nanovllm.fuse import kept_timings
-    from nanovllm.fuse.group_timing import WAYS, agreement
+    from nanovllm.fuse.group_timing import WAYS, Agreement
     from nanovllm.fuse.group_timing import measure as run
     from nanovllm.hardware.gpu_name import device_name
 
@@ -163,7 +163,7 @@ def _measure(
             return
         print(f"{target.title}\nmeasured on {name}, in microseconds")
         fuse_tables.print_measured(rows)
-        print(fuse_tables.agreement_line(agreement(rows)))
+        print(fuse_tables.agreement_line(Agreement.of(rows)))
         if where.type == "cpu":
             print("On a CPU, other programs disturb these times, and the model is made for GPUs.")
     if save is not None:

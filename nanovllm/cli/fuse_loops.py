@@ -46,7 +46,8 @@ def show_loops(path: Path, sizes: list[str], model: DeviceModel, json_file: str 
         tiles = TileFusion(*nests)
         found["tiles_forbidden_by"] = tiles.why_not()
         if found["tiles_forbidden_by"] is None:
-            found["tile"] = asdict(tiles.best(capacity))
+            best = tiles.best(capacity)
+            found["tile"] = {**asdict(best), "traffic": best.traffic}
     if write_json(json_file, found):
         return
     print("\n".join(found["dependences"]) or "no dependences")

@@ -13,18 +13,22 @@ def print_groups(report: FusionReport, wide: bool) -> None:
     """The groups in the order in which they run. wide: also the bytes that they move."""
     headings = ["#", "one kernel of", "kernels", "us", "fused\nus", "saved\nus", "our op"]
     totals = [
-        "", "sum", f"{sum(len(r.kernels) for r in report.rows)}", f"{1e6 * report.unfused:.1f}",
+        "", "sum", f"{sum(len(r.group.kernels) for r in report.rows)}", f"{1e6 * report.unfused:.1f}",
         f"{1e6 * report.fused:.1f}", f"{1e6 * (report.unfused - report.fused):.1f}", "",
     ]  # fmt: skip
     rows = []
     for r in report.rows:
-        several = len(r.kernels) > 1
+        several = len(r.group.kernels) > 1
         fused = [f"{1e6 * r.fused:.1f}", f"{1e6 * r.gain:.1f}"] if several else ["", ""]
-        rows.append([f"{r.number}", _with_limits(r), f"{len(r.kernels)}", f"{1e6 * r.unfused:.1f}", *fused, r.served])
+        rows.append(
+            [f"{r.number}", _with_limits(r), f"{len(r.group.kernels)}", f"{1e6 * r.unfused:.1f}", *fused, str(r.served)]
+        )
     if wide:
         headings += ["KB", "fused\nKB"]
-        for way in ("unfused", "fused"):
-            moved = [getattr(r, f"{way}_bytes") / 1e3 for r in report.rows]
+        for moved in (
+            [r.group.unfused_bytes / 1e3 for r in report.rows],
+            [r.estimate.bytes / 1e3 for r in report.rows],
+        ):
             totals.append(f"{sum(moved):,.0f}")
             rows = [[*row, f"{kilobytes:,.0f}"] for row, kilobytes in zip(rows, moved)]
     print_table(headings, rows, ("one kernel of", "our op"), footer=totals)
@@ -92,11 +96,11 @@ def _cell(m: Measured) -> str:
 
 def _with_limits(r: Row) -> str:
     """The operators, and in a line of its own what keeps the fused kernel from its ideal time."""
-    found = []
-    if len(r.kernels) > 1 and r.occupancy < 0.25:
-        found.append(f"occupancy {100 * r.occupancy:.0f} %")
-    if r.passes > 1:
-        found.append(f"rows read {r.passes} times")
-    if r.repeated > 5e-8:
-        found.append(f"{1e6 * r.repeated:.1f} us repeated by tiles")
-    return f"{r.ops}\n({', '.join(found)})" if found else r.ops
+    e, found = r.estimate, []
+    if len(r.group.kernels) > 1 and e.occupancy < 0.25:
+        found.append(f"occupancy {100 * e.occupancy:.0f} %")
+    if e.passes > 1:
+        found.append(f"rows read {e.passes} times")
+    if e.repeated > 5e-8:
+        found.append(f"{1e6 * e.repeated:.1f} us repeated by tiles")
+    return f"{r.group.name}\n({', '.join(found)})" if found else r.group.name

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -13,8 +15,8 @@ import torch
 class CpuModel:
     """A CPU with the attributes of `FusionDevice`.
 
-    Its caches hide latency and there is no limit on registers that a compiler could not work around, so those are left
-    out. `launch` is what PyTorch takes to call an operator.
+    Its caches hide latency, and a compiler works around a lack of registers, so those fields are 0. `launch` is the
+    time in which PyTorch calls an operator.
     """
 
     name: str
@@ -44,15 +46,11 @@ def measure_cpu(dtypes: tuple[str, ...] = ("float32",), cache_bytes: int = 1 << 
 
     Args:
         dtypes: whose matrix products to measure.
-        cache_bytes: a working set that stays in a core's own cache. Values up to a quarter of four of these count as
-            cached.
+        cache_bytes: a working set that stays in a core's own cache.
     """
-    large = torch.ones(32 << 20, dtype=torch.float32)  # 128 MiB
-    target = torch.empty_like(large)
+    large, small, one = torch.ones(32 << 20), torch.ones(cache_bytes // 8), torch.ones(1)  # large: 128 MiB
+    target, into = torch.empty_like(large), torch.empty_like(small)
     copy = 2 * large.nbytes / _least(lambda: target.copy_(large), 6)
-    small = torch.ones(cache_bytes // 8, dtype=torch.float32)
-    into = torch.empty_like(small)
-    one = torch.ones(1)
     launch = _least(lambda: one + one, 400)
     cached = 2 * small.nbytes / max(1e-9, _least(lambda: into.copy_(small), 200) - launch)
     # Arithmetic as the cost model counts it: an exponential counts 8.
@@ -60,21 +58,13 @@ def measure_cpu(dtypes: tuple[str, ...] = ("float32",), cache_bytes: int = 1 << 
     matmul = {}
     for dtype in dtypes:
         a, b = (torch.randn(512, 512).to(getattr(torch, dtype)) for _ in range(2))
-        matmul[dtype] = 2 * 512**3 / _least(lambda a=a, b=b: a @ b, 10)
+        matmul[dtype] = 2 * 512**3 / _least(partial(torch.matmul, a, b), 10)
     threads = torch.get_num_threads()
-    return CpuModel(
-        f"cpu, {threads} of {os.cpu_count()} threads",
-        copy,
-        4 * cache_bytes,
-        max(cached, copy),
-        launch,
-        vector,
-        matmul,
-        threads,
-    )
+    name = f"cpu, {threads} of {os.cpu_count()} threads"
+    return CpuModel(name, copy, 4 * cache_bytes, max(cached, copy), launch, vector, matmul, threads)
 
 
-def _least(call, repeats: int) -> float:
+def _least(call: Callable[[], object], repeats: int) -> float:
     """The shortest time in seconds: other programs only ever add to it."""
     best = float("inf")
     for _ in range(repeats):

@@ -1,8 +1,8 @@
 """Dependences between accesses of affine loop nests, as sets of distances between iterations.
 
-Two accesses of one array, at iteration i and at iteration j, depend on each other where they meet in one element; j - i
-is the distance. The sets are exact, however many iterations there are: they are integer sets of isl (Verdoolaege, "isl:
-An Integer Set Library for the Polyhedral Model", 2010), through its Python binding islpy. Distance vectors: Allen and
+Two accesses of one array, at iteration i and at iteration j, depend on each other if they meet in one element; j - i is
+the distance. The sets are exact for any number of iterations: they are integer sets of isl (Verdoolaege, "isl: An
+Integer Set Library for the Polyhedral Model", 2010), through its Python binding islpy. Distance vectors: Allen and
 Kennedy, "Optimizing Compilers for Modern Architectures" (2001).
 """
 
@@ -23,16 +23,12 @@ except ImportError:
 
 
 class DependenceKind(str, Enum):
-    """What the earlier access does, and what the later one: a read after a write is a true dependence, and so on."""
+    """What the later access does, and what the earlier one: RAW is a read after a write."""
 
     RAW = "RAW"
     WAR = "WAR"
     WAW = "WAW"
     RAR = "RAR"
-
-    @staticmethod
-    def of(earlier: Access, later: Access) -> DependenceKind:
-        return DependenceKind(f"{'W' if later.write else 'R'}A{'W' if earlier.write else 'R'}")
 
     @property
     def orders(self) -> bool:
@@ -57,21 +53,18 @@ class Distances:
         """Whether a distance, cut to its first `depth` levels, is negative: its first part that is not 0 is below 0."""
         return bool(_least(self.vectors.project_out(isl.dim_type.set, depth, self.depth - depth)) < (0,) * depth)
 
-    def mixed(self, first: int, last: int, both_ways: bool) -> Point | None:
-        """A distance that forbids tiles over the levels first .. last - 1, if there is one.
+    def against_tiles(self, one_nest: bool) -> Point | None:
+        """A distance with a negative part, which forbids tiles; None without one.
 
-        Such a distance is 0 in the levels before and has a negative part in those levels. both_ways: the accesses are
-        of one nest, where a negative distance is a positive one of the other way round; then it must have parts of both
-        signs.
+        one_nest: both accesses are of one nest. A negative distance is then a positive one of the other way round, so
+        that only a distance with parts of both signs counts.
         """
-        outer = [f"v{k} = 0" for k in range(first)]
-        signs = [" or ".join(f"v{k} {sign} 0" for k in range(first, last)) or "false" for sign in "<>"]
-        wanted = [*outer, *(f"({s})" for s in signs[: 1 + both_ways])]
-        found = self.vectors & _set(self.depth, wanted)
+        signs = [" or ".join(f"v{k} {sign} 0" for k in range(self.depth)) for sign in "<>"]
+        found = self.vectors & _set(self.depth, [f"({s})" for s in signs[: 1 + one_nest]])
         return None if found.is_empty() else _least(found)
 
     def moved(self, delay: Sequence[int]) -> Distances:
-        """The distances where the second access runs later by `delay`."""
+        """The distances if the second access runs later by `delay`."""
         return Distances(self.vectors.sum(_set(self.depth, [f"v{k} = {n}" for k, n in enumerate(delay)])))
 
     def __str__(self) -> str:
@@ -99,7 +92,7 @@ class Dependence:
         return f"{self.kind.value} on {self.array}: {self.earlier} then {self.later}, distance {self.distances}"
 
     def forwards(self) -> Dependence:
-        """The same of two accesses of one nest, named in the order in which they run, where that is one order."""
+        """The same of two accesses of one nest, named in the order in which they run, if that is one order."""
         back = Distances(self.distances.vectors.neg())
         if back.before(back.depth) or _least(back.vectors) == (0,) * back.depth:
             return self
@@ -110,7 +103,7 @@ class Dependence:
 def distances(a: Access, b: Access, first: LoopNest, second: LoopNest) -> Distances | None:
     """Every j - i for which `a` at iteration i of `first` and `b` at iteration j of `second` are one element, if any.
 
-    Where one nest is deeper, the other has loops of one iteration inside.
+    If one nest is deeper, the other has loops of one iteration inside.
     """
     if a.array != b.array:
         return None
@@ -142,7 +135,7 @@ def dependences(
                 continue
             if shift is not None:
                 d = d.moved([y - x for x, y in zip(shift[i], shift[j])])
-            kind = DependenceKind.of(a, b)
+            kind = DependenceKind(f"{'RW'[b.write]}A{'RW'[a.write]}")
             prevents = i != j and kind.orders and d.before(level)
             dependence = Dependence(kind, a.array, a.text, b.text, (i, j), d, prevents)
             found.setdefault(f"{i} {j} {dependence}", dependence)
@@ -167,7 +160,5 @@ def _set(depth: int, conditions: Sequence[str]) -> isl.Set:
 
 def _least(vectors: isl.Set) -> Point:
     """The lexicographically least of them."""
-    point = vectors.lexmin().sample_point()
-    return tuple(
-        point.get_coordinate_val(isl.dim_type.set, k).to_python() for k in range(vectors.dim(isl.dim_type.set))
-    )
+    point, depth = vectors.lexmin().sample_point(), vectors.dim(isl.dim_type.set)
+    return tuple(point.get_coordinate_val(isl.dim_type.set, k).to_python() for k in range(depth))

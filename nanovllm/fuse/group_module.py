@@ -24,14 +24,14 @@ _SHAPED_AS = {"expand_as": torch.ops.aten.expand.default, "view_as": torch.ops.a
 
 
 @dataclass(frozen=True)
-class Extract:
-    """A module of a group, and the nodes of the whole graph whose values are its arguments."""
+class GroupModule:
+    """A module that computes a group, and the nodes of the whole graph whose values are its arguments."""
 
     module: GraphModule
     inputs: tuple[FxNode, ...]
 
 
-def extract(group: Group, matches: Sequence[Match] = (), device: torch.device | None = None) -> Extract:
+def extract(group: Group, matches: Sequence[Match] = (), device: torch.device | None = None) -> GroupModule:
     """The group as a module that returns what the group gives to others.
 
     Args:
@@ -50,7 +50,7 @@ class _Writer:
         self.called: dict[Match, FxNode] = {}
         self.inputs: list[FxNode] = []
 
-    def write(self) -> Extract:
+    def write(self) -> GroupModule:
         # Arguments first: a placeholder may not follow a call.
         needed = dict.fromkeys(base for k in self.group.kernels for base in self._outside(k.fx))
         for node in self.group.graph.program.graph.nodes:
@@ -61,7 +61,7 @@ class _Writer:
             self._value(k.fx)
         self.graph.output(tuple(self._value(k.fx) for k in self.group.outputs))
         self.graph.lint()
-        return Extract(GraphModule(torch.nn.Module(), self.graph), tuple(self.inputs))
+        return GroupModule(GraphModule(torch.nn.Module(), self.graph), tuple(self.inputs))
 
     def _outside(self, node: FxNode) -> list[FxNode]:
         """What a node's arguments come from, past the views, where it is no kernel of the group."""

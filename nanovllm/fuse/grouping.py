@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import networkx
 import torch
 from torch.fx import Node as FxNode
 
@@ -21,7 +22,7 @@ from nanovllm.fuse.classify import Kind
 from nanovllm.fuse.op_graph import Kernel, OpGraph, Read
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """Kernels that become one, in program order."""
 
@@ -69,7 +70,7 @@ class Group:
 
     @property
     def written_bytes(self) -> int:
-        """What leaves, memory that several members write once."""
+        """What leaves; memory that several members write counts once."""
         found: dict[object, int] = {}
         for k in self.outputs:
             place = memory_rules.place(k)
@@ -86,10 +87,10 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Its operators, for people: "add, mean, rsqrt, mul"; runs of one are shortened."""
-        ops = (k.op.removeprefix("nanovllm.") for k in self.kernels)
-        runs = ((name, len(list(same))) for name, same in itertools.groupby(ops))
-        return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in runs)
+        """Its operators, for people: "add, mean, rsqrt, mul x2"."""
+        runs = itertools.groupby(k.op.removeprefix("nanovllm.") for k in self.kernels)
+        counted = ((name, len(list(same))) for name, same in runs)
+        return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in counted)
 
 
 def _whole(base: FxNode) -> int:
@@ -100,12 +101,13 @@ def _whole(base: FxNode) -> int:
 
 @dataclass(frozen=True)
 class Decision:
-    """A merge that was made, or one that was left: its gain in seconds, and why it was not made.
+    """A merge that was made, or one that was not, and why.
 
     Attributes:
-        producer, consumer: kernels, one of each of the two groups, of which the second reads the first's result; or, of
-            siblings, two that read the same value.
-        both: the merged group, where it would be legal.
+        producer, consumer: kernels, one of each of the two groups, of which the second reads the first's result; or two
+            that read the same value.
+        gain: seconds.
+        both: the merged group, if it would be legal.
     """
 
     producer: str
@@ -119,14 +121,9 @@ class Decision:
 Gain = Callable[[Group, Group, Group], float]
 """(producer, consumer, both as one) -> seconds saved, or any number that is larger for a better merge."""
 
-Heap = list[tuple[float, int, int, int, Group]]
-"""(-gain, for a tie which was offered first, the two groups, both as one)."""
-Left = dict[tuple[int, int], Decision]
-"""Merges that were not made, of groups that may be gone by now."""
-
 
 def saved_bytes(a: Group, b: Group, both: Group) -> float:
-    """The gain where no device is given: bytes that need not be moved, and a little for the launch."""
+    """The gain if no device is given: bytes that need not be moved, and a little for the launch."""
     return a.read_bytes + a.written_bytes + b.read_bytes + b.written_bytes - both.read_bytes - both.written_bytes + 1
 
 
@@ -136,120 +133,96 @@ class Grower:
     Args:
         gain: what a merge brings; by default the bytes that it saves, so that every legal merge is made. A
             `FusionCostModel` has one in seconds.
-        siblings: whether kernels that only read the same value may be joined too.
     """
 
-    def __init__(self, graph: OpGraph, gain: Gain = saved_bytes, siblings: bool = True) -> None:
+    def __init__(self, graph: OpGraph, gain: Gain = saved_bytes) -> None:
         self.graph = graph
         self._gain = gain
-        self._siblings = siblings
-        self._groups: dict[int, Group] = {}
-        self._of: dict[FxNode, int] = {}
-        self._numbers = itertools.count()
+        self._of: dict[FxNode, Group] = {}
+        self._after = networkx.DiGraph()  # group -> groups that must wait for it
+        self._heap: list[tuple[float, int, Group, Group, Group]] = []  # (-gain, order of the offer, two groups, both)
+        self._left: dict[tuple[Group, Group], Decision] = {}
+        self._offers = itertools.count()
         self.decisions: list[Decision] = []
-        """Merges in the order in which they were made, then those that were left."""
+        """Merges in the order in which they were made, then those that were not made."""
 
     def groups(self) -> list[Group]:
-        """The groups, in an order in which they can run."""
-        self._groups, self._of, self.decisions = {}, {}, []
-        for k in self.graph:
-            self._add(Group(self.graph, (k,)))
-        heap: Heap = []
-        left: Left = {}
-        for number in list(self._groups):
-            self._push(heap, number, left, only_later=True)
-        while heap:
-            loss, _, a, b, both = heapq.heappop(heap)
-            if a not in self._groups or b not in self._groups:
+        """The groups, in an order in which they can run. Call it once."""
+        singles = [Group(self.graph, (k,)) for k in self.graph]
+        self._of = {g.kernels[0].fx: g for g in singles}
+        self._after.add_nodes_from(singles)
+        for group in singles:
+            self._connect(group)
+        offered: set[Group] = set()
+        for group in singles:
+            self._offer(group, without=offered)
+            offered.add(group)
+        while self._heap:
+            loss, _, a, b, both = heapq.heappop(self._heap)
+            if a not in self._after or b not in self._after:
                 continue  # one of them is part of a larger group by now
-            names = self._meet(a, b)
-            if self._reaches(a, b) or self._reaches(b, a):
+            names = _meet(a, b)
+            if self._through_a_third(a, b) or self._through_a_third(b, a):
                 reason = "it would make a cycle: one needs the other through a third"
-                left[a, b] = Decision(*names, -loss, False, reason, both)
+                self._left[a, b] = Decision(*names, -loss, False, reason, both)
                 continue
-            del self._groups[a], self._groups[b]
             self.decisions.append(Decision(*names, -loss, True, "", both))
-            self._push(heap, self._add(both), left)
-        self.decisions += [d for (a, b), d in left.items() if a in self._groups and b in self._groups]
-        return self._in_order()
+            self._after.remove_nodes_from((a, b))
+            self._of.update(dict.fromkeys(both.members, both))
+            self._connect(both)
+            self._offer(both)
+        self.decisions += [d for (a, b), d in self._left.items() if a in self._after and b in self._after]
+        return list(networkx.lexicographical_topological_sort(self._after, key=lambda g: g.kernels[0].index))
 
-    def _add(self, group: Group) -> int:
-        number = next(self._numbers)
-        self._groups[number] = group
-        self._of.update(dict.fromkeys(group.members, number))
-        return number
+    def _connect(self, group: Group) -> None:
+        """Add the group with its edges."""
+        self._after.add_node(group)
+        for k in group.kernels:
+            for later in self.graph.followers.get(k.fx, ()):
+                if later.fx not in group.members:
+                    self._after.add_edge(group, self._of[later.fx])
+            for fx in (*(r.base for r in k.reads), *k.after):
+                if fx in self._of and fx not in group.members:
+                    self._after.add_edge(self._of[fx], group)
 
-    def _push(self, heap: Heap, number: int, left: Left, only_later: bool = False) -> None:
+    def _through_a_third(self, start: Group, goal: Group) -> bool:
+        return any(networkx.has_path(self._after, n, goal) for n in self._after.successors(start) if n is not goal)
+
+    def _offer(self, group: Group, without: set[Group] | frozenset[Group] = frozenset()) -> None:
         """Offer every merge of a group with a neighbour."""
-        for other in self._neighbours(number):
-            if only_later and other < number:
+        for other in dict.fromkeys(self._neighbours(group)):
+            if other is group or other in without:
                 continue
-            a, b = sorted((number, other), key=lambda n: self._groups[n].kernels[0].index)
-            first, second = self._groups[a], self._groups[b]
-            names = self._meet(a, b)
-            kernels = tuple(sorted(first.kernels + second.kernels, key=lambda k: k.index))
+            a, b = sorted((group, other), key=lambda g: g.kernels[0].index)
+            kernels = tuple(sorted(a.kernels + b.kernels, key=lambda k: k.index))
             reason = legality.why_not(self.graph, kernels)
             if reason is not None:
-                left[a, b] = Decision(*names, 0.0, False, reason)
+                self._left[a, b] = Decision(*_meet(a, b), 0.0, False, reason)
                 continue
             both = Group(self.graph, kernels)
-            gain = self._gain(first, second, both)
+            gain = self._gain(a, b, both)
             if gain > 0:
-                heapq.heappush(heap, (-gain, next(self._numbers), a, b, both))
+                heapq.heappush(self._heap, (-gain, next(self._offers), a, b, both))
             else:
-                left[a, b] = Decision(*names, gain, False, "it would take longer than the two", both)
+                reason = "it would take longer than the two"
+                self._left[a, b] = Decision(*_meet(a, b), gain, False, reason, both)
 
-    def _meet(self, a: int, b: int) -> tuple[str, str]:
-        """Names of two kernels at which two groups meet."""
-        first, second = self._groups[a], self._groups[b]
-        for x, y in ((first, second), (second, first)):
-            for k in y.kernels:
-                for r in k.reads:
-                    if r.base in x.members:
-                        return r.base.name, k.name
-        readers = {r.base: k.name for k in first.kernels for r in k.reads}
-        shared = ((readers[r.base], k.name) for k in second.kernels for r in k.reads if r.base in readers)
-        return next(shared, (first.kernels[-1].name, second.kernels[0].name))
+    def _neighbours(self, group: Group) -> Iterator[Group]:
+        """Producers, consumers, and groups without a product that read the same value."""
+        yield from (self._of[r.base] for r in group.reads if r.base in self._of)
+        yield from (self._of[c.fx] for k in group.kernels for c in self.graph.consumers.get(k.fx, ()))
+        if group.product is None:
+            readers = (self._of[c.fx] for r in group.reads for c in self.graph.consumers[r.base])
+            yield from (g for g in readers if g.product is None)
 
-    def _neighbours(self, number: int) -> list[int]:
-        group = self._groups[number]
-        found = [self._of[r.base] for r in group.reads if r.base in self._of]
-        found += [self._of[c.fx] for k in group.kernels for c in self.graph.consumers.get(k.fx, ())]
-        if self._siblings and group.product is None:
-            for r in group.reads:
-                readers = (self._of[c.fx] for c in self.graph.consumers[r.base])
-                found += [n for n in readers if self._groups[n].product is None]
-        return [n for n in dict.fromkeys(found) if n != number]
 
-    def _after(self, number: int) -> set[int]:
-        """Groups that must wait for this one."""
-        group = self._groups[number]
-        return {self._of[later.fx] for k in group.kernels for later in self.graph.followers.get(k.fx, ())} - {number}
-
-    def _reaches(self, start: int, goal: int) -> bool:
-        """Whether a group reaches another one through a third."""
-        todo = [n for n in self._after(start) if n != goal]
-        seen = set(todo)
-        while todo:
-            for n in self._after(todo.pop()):
-                if n == goal:
-                    return True
-                if n not in seen:
-                    seen.add(n)
-                    todo.append(n)
-        return False
-
-    def _in_order(self) -> list[Group]:
-        """The groups so that each comes after those that it waits for, else in program order."""
-        after = {n: self._after(n) for n in self._groups}
-        waits = {n: sum(n in later for later in after.values()) for n in self._groups}
-        ordered = []
-        while waits:
-            ready = [n for n, count in waits.items() if not count]
-            assert ready, "the groups have a cycle"
-            n = min(ready, key=lambda n: self._groups[n].kernels[0].index)
-            del waits[n]
-            ordered.append(self._groups[n])
-            for later in after[n]:
-                waits[later] -= 1
-        return ordered
+def _meet(first: Group, second: Group) -> tuple[str, str]:
+    """Names of two kernels at which two groups meet."""
+    for x, y in ((first, second), (second, first)):
+        for k in y.kernels:
+            for r in k.reads:
+                if r.base in x.members:
+                    return r.base.name, k.name
+    readers = {r.base: k.name for k in first.kernels for r in k.reads}
+    shared = ((readers[r.base], k.name) for k in second.kernels for r in k.reads if r.base in readers)
+    return next(shared, (first.kernels[-1].name, second.kernels[0].name))

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.fuse.group_timing import WAYS, Comparison, Measured, agreement
+from nanovllm.fuse.group_timing import WAYS, Agreement, Comparison, Measured
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import provenance
 
@@ -23,28 +23,23 @@ def document(rows: Sequence[Comparison], device: str, arguments: Mapping[str, An
         arguments: what tells this run from others: the module and its batch.
         root: the checkout whose commit is noted.
     """
-    found = agreement(rows)
+    found = asdict(Agreement.of(rows))
+    rank, unfused, fused = (None if value is None else round(value, 4) for value in found.values())
     return {
-        "schema": SCHEMA,
-        **asdict(provenance(root)),
-        "device": device,
-        "arguments": dict(arguments),
-        "rank_correlation": _rounded(found.rank),
-        "median_error_unfused": _rounded(found.unfused_error),
-        "median_error_fused": _rounded(found.fused_error),
+        "schema": SCHEMA, **asdict(provenance(root)), "device": device, "arguments": dict(arguments),
+        "rank_correlation": rank, "median_error_unfused": unfused, "median_error_fused": fused,
         "groups": [_group(r) for r in rows],
-    }
+    }  # fmt: skip
 
 
 def keep(run: Mapping[str, Any], folder: Path) -> Path:
     """Write a run into `folder`/<device>/fusion.json, in place of an earlier one of the same arguments.
 
     Raises:
-        ValueError: the file is there and is none of these.
+        ValueError: the file has another content.
     """
     path = folder / canonical_gpu_name(run["device"]) / "fusion.json"
-    runs = load(path)
-    runs = [r for r in runs if r["arguments"] != run["arguments"]] + [dict(run)]
+    runs = [r for r in load(path) if r["arguments"] != run["arguments"]] + [dict(run)]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(runs, indent=1) + "\n")
@@ -66,11 +61,9 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def _group(r: Comparison) -> dict[str, Any]:
-    return {
-        **{name: getattr(r, name) for name in ("number", "ops", "kernels", "served", "inputs")},
-        "predicted_unfused_us": _micros(r.predicted_unfused), "predicted_fused_us": _micros(r.predicted_fused),
-        **{name: _measured(getattr(r, name)) for name in WAYS},
-    }  # fmt: skip
+    same = {name: getattr(r, name) for name in ("number", "ops", "kernels", "served", "inputs")}
+    predicted = {f"predicted_{way}_us": _micros(getattr(r, f"predicted_{way}")) for way in ("unfused", "fused")}
+    return {**same, **predicted, **{way: _measured(getattr(r, way)) for way in WAYS}}
 
 
 def _measured(m: Measured) -> dict[str, Any]:
@@ -82,7 +75,3 @@ def _measured(m: Measured) -> dict[str, Any]:
 
 def _micros(seconds: float) -> float:
     return round(1e6 * seconds, 3)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
