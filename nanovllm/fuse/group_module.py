@@ -126,39 +126,33 @@ def values(graph: OpGraph, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
     """
     program = graph.program
     signature = program.graph_signature
-    flat = [v for v in tree_flatten((tuple(args), dict(kwargs)))[0]]
-    by_name = dict(zip(signature.user_inputs, flat))
+    by_name = dict(zip(signature.user_inputs, tree_flatten((tuple(args), dict(kwargs)))[0]))
     by_name |= {name: value for name, value in kwargs.items() if name in signature.user_inputs}
-    given = []
-    for node in graph.inputs:
-        source = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.get(node.name)
-        constant = signature.inputs_to_lifted_tensor_constants.get(node.name)
-        if source is not None:
-            value = program.state_dict[source] if source in program.state_dict else program.constants[source]
-        else:
-            value = program.constants[constant] if constant is not None else by_name[node.name]
-        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+    state = {**program.constants, **program.state_dict}
+    for names in (
+        signature.inputs_to_parameters, signature.inputs_to_buffers, signature.inputs_to_lifted_tensor_constants,
+    ):  # fmt: skip
+        by_name |= {name: state[source] for name, source in names.items()}
+    given = [by_name[node.name] for node in graph.inputs]
+    for node, value in zip(graph.inputs, given):
+        if isinstance(value, torch.Tensor) and value.is_meta:
             raise ValueError(f"{node.name} is on the meta device: measuring needs real tensors")
-        given.append(value.detach() if isinstance(value, torch.Tensor) else value)
+    found: dict[FxNode, Any] = {}
 
     class Recorder(torch.fx.Interpreter):
-        found: dict[FxNode, Any] = {}
-
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
             return super().call_function(_out_of_place(target), args, kwargs)
 
         def run_node(self, n: FxNode) -> Any:
-            result = super().run_node(n)
-            self.found[n] = result
-            return result
+            found[n] = super().run_node(n)
+            return found[n]
 
     recorder = Recorder(program.graph_module)
-    recorder.found = {}
     recorder.extra_traceback = False  # of the graph's lines, which would be part of the message
     with torch.no_grad():
         try:
-            recorder.run(*given)
+            recorder.run(*(v.detach() if isinstance(v, torch.Tensor) else v for v in given))
         except Exception as e:
             said = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
             raise ValueError(f"the module cannot be run: {type(e).__name__}: {said[:300]}") from e
-    return recorder.found
+    return found

@@ -19,6 +19,9 @@ from nanovllm.fuse.operator_flops import declared_cost, flops_of
 from nanovllm.fuse.tracing import trace
 
 Key = TypeVar("Key")
+_PUTS = ("index_put", "index_put_")
+# They write into an argument without reading it.
+_OVERWRITES = ("index_put_", "copy_", "fill_", "zero_")
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,17 @@ class Kernel:
     written_bytes: int
     flops: int
     dtype: torch.dtype
-    mutates: bool
     constant: bool
-    after: frozenset[FxNode] = frozenset()
-    writes: frozenset[FxNode] = frozenset()
+    after: frozenset[FxNode]
+    writes: frozenset[FxNode]
 
     @property
     def name(self) -> str:
         return self.fx.name
+
+    @property
+    def mutates(self) -> bool:
+        return bool(self.writes)
 
     @property
     def empty(self) -> bool:
@@ -81,12 +87,8 @@ class Kernel:
         return not self.written_bytes and all(0 in t.shape for t in fake(self.fx)) and bool(fake(self.fx))
 
     @property
-    def read_bytes(self) -> int:
-        return sum(r.num_bytes for r in self.reads)
-
-    @property
     def bytes(self) -> int:
-        return self.read_bytes + self.written_bytes
+        return sum(r.num_bytes for r in self.reads) + self.written_bytes
 
 
 @dataclass
@@ -204,32 +206,29 @@ class _Builder:
             self.known[node] = node.target(*torch.fx.node.map_arg(node.args, self.known.__getitem__), **node.kwargs)
 
     def _kernel(self, node: FxNode) -> None:
-        kind = classify.kind_of(node)
-        written = fx_nodes.mutated(node)
+        kind, name, written = classify.kind_of(node), fx_nodes.op_name(node), fx_nodes.mutated(node)
         operands = [n for n in node.all_input_nodes if fake(n)]
-        name = fx_nodes.op_name(node)
         domain = shape_of(node)
-        if name in ("index_put", "index_put_"):  # works on the values that it puts
-            domain = shape_of(arg(node, 2)) or domain
         reduced: tuple[int, ...] = ()
-        if kind is Kind.REDUCTION:
+        if name in _PUTS:  # works on the values that it puts
+            domain = shape_of(arg(node, 2)) or domain
+        elif kind is Kind.REDUCTION:
             domain, reduced = shape_of(arg(node, 0)), classify.reduced_dims(node) or ()
-        reads = tuple(self._read(node, n, name) for n in operands if not (n in written and not _reads_target(name)))
-        declared = declared_cost(node, self.known) if kind is Kind.OPAQUE else None
+        reads = tuple(self._read(node, n, name) for n in operands if not (n in written and name in _OVERWRITES))
         output_bytes = _written_bytes(node, name, written)
-        if declared is not None:  # what the op says is truer than all of its operands
+        declared = declared_cost(node, self.known) if kind is Kind.OPAQUE else None
+        if declared is not None:  # what the op declares is truer than the size of its operands
             scale = max(0, declared[0] - output_bytes) / max(1, sum(r.num_bytes for r in reads))
             reads = tuple(Read(r.value, r.base, int(r.num_bytes * scale), True, r.views) for r in reads)
-        kernel = Kernel(
-            node, len(self.kernels), name, kind, domain, reduced,
-            matmul_sizes(node) if kind is Kind.MATMUL else None,
+        hosts = self._hosts(node)
+        bases = [self.base[n] for n in operands]
+        fixed = all(b in self.parameters or (b in self.kernels and self.kernels[b].constant) for b in bases)
+        self.kernels[node] = Kernel(
+            node, len(self.kernels), name, kind, domain, reduced, matmul_sizes(node) if kind is Kind.MATMUL else None,
             reads, output_bytes, flops_of(node, kind, self.known), fake(node)[0].dtype if fake(node) else torch.float32,
-            bool(written),
-            all(self.base[n] in self.parameters or self._is_constant(self.base[n]) for n in operands)
-            and not written and not self._hosts(node),
-            self._order(node, written, operands) | self._hosts(node), frozenset(self.base[n] for n in written),
+            fixed and not written and not hosts, self._order(node, written, operands) | hosts,
+            frozenset(self.base[n] for n in written),
         )  # fmt: skip
-        self.kernels[node] = kernel
         if fx_nodes.reads_to_host(node):
             self.hosts[node] = frozenset({node})
         # What writes into memory gives that memory back: its result is a value of its own all the same.
@@ -240,30 +239,26 @@ class _Builder:
         through = (v for n in node.all_input_nodes for v in (n, *self.views.get(n, ())))
         return frozenset().union(*(self.hosts.get(n, ()) for n in through))
 
-    def _is_constant(self, base: FxNode) -> bool:
-        return base in self.kernels and self.kernels[base].constant
-
     def _read(self, node: FxNode, operand: FxNode, name: str) -> Read:
         stored = _stored_bytes(operand)
-        table = name in classify.GATHERS and operand is node.args[0] and not name.startswith("index_put")
+        first = operand is node.args[0]
+        table = first and name in classify.GATHERS and name not in _PUTS
         if table:
             stored = min(stored, sum(t.numel() * t.element_size() for t in fake(node)))
-        if name in ("nll_loss_nd", "nll_loss") and operand is node.args[0]:  # one element of each row
+        if first and name in ("nll_loss_nd", "nll_loss"):  # one element of each row
             stored = min(stored, math.prod(shape_of(arg(node, 1))) * fake(operand)[0].element_size())
         return Read(operand, self.base[operand], stored, table, self.views[operand])
 
     def _order(self, node: FxNode, written: list[FxNode], operands: list[FxNode]) -> frozenset[FxNode]:
-        """Kernels that this one must follow: who wrote what it reads or writes, and who read what it writes."""
+        """Kernels that this one must follow: those that wrote what it reads or writes, or read what it writes."""
         after: set[FxNode] = set()
-        for n in operands:
-            for storage in fx_nodes.storages(n):
-                after.update(self.writers.get(storage, ()))
-                self.readers.setdefault(storage, []).append(node)
-        for n in written:
-            after.update({self.base[n]} & self.kernels.keys())
-            for storage in fx_nodes.storages(n):
-                after.update(r for r in self.readers.get(storage, ()) if r is not node)
-                self.writers.setdefault(storage, []).append(node)
+        for storage in (s for n in operands for s in fx_nodes.storages(n)):
+            after.update(self.writers.get(storage, ()))
+            self.readers.setdefault(storage, []).append(node)
+        for storage in (s for n in written for s in fx_nodes.storages(n)):
+            after.update(self.readers.get(storage, ()))
+            self.writers.setdefault(storage, []).append(node)
+        after.update({self.base[n] for n in written} & self.kernels.keys())
         return frozenset(after - {node})
 
 
@@ -275,13 +270,8 @@ def _stored_bytes(node: FxNode) -> int:
     )
 
 
-def _reads_target(name: str) -> bool:
-    """Whether an operator that writes into an argument reads it too (add_ does, copy_ does not)."""
-    return name not in ("index_put_", "copy_", "fill_", "zero_")
-
-
 def _written_bytes(node: FxNode, name: str, written: list[FxNode]) -> int:
-    if name in ("index_put", "index_put_") and written:  # only the rows that are put
+    if name in _PUTS and written:  # only the rows that are put
         table = arg(node, 0)
         return min(_stored_bytes(table), math.prod(shape_of(arg(node, 2))) * fake(table)[0].element_size())
     if written and not any(fx_nodes.storages(node) & fx_nodes.storages(n) for n in written):

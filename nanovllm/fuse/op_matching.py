@@ -8,7 +8,7 @@ plugin's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ from torch.fx import Node as FxNode
 from nanovllm.fuse.fx_nodes import fake
 from nanovllm.fuse.op_graph import OpGraph, build
 from nanovllm.fuse.tracing import TraceError
-from nanovllm.fuse.value_graph import Value, ValueGraph, uses_match
+from nanovllm.fuse.value_graph import Value, ValueGraph
 from nanovllm.kernels import Op, Tensors, all_ops
 
 
@@ -46,12 +46,16 @@ class Pattern:
     """An op's reference. `inputs`: its tensor arguments; `fixed`: the others; `roots`: where matching starts."""
 
     op: Op
-    network: ValueGraph
+    values: ValueGraph
     inputs: Mapping[FxNode, str]
     fixed: Mapping[str, Any]
     outputs: tuple[Value, ...]
     roots: tuple[Value, ...]
-    size: int
+
+    @property
+    def names(self) -> set[str]:
+        """The operators in it."""
+        return {v.name for v in self.values.kernels}
 
 
 # Arguments that an op can do with or without, and whose examples have only one of the two.
@@ -95,20 +99,19 @@ _SPELLINGS: dict[str, list[Callable[..., Any]]] = {
 
 def find(graph: OpGraph) -> list[Match]:
     """Every occurrence of an op in a graph, larger ones first."""
-    network = ValueGraph(graph)
-    found: list[Match] = []
+    values, found = ValueGraph(graph), []
     for k in graph:
         namespace, _, name = k.op.rpartition(".")
         if namespace == "nanovllm" and name in all_ops():
             arguments = dict(zip(all_ops()[name].records.flat.parameters, k.fx.args)) | dict(k.fx.kwargs)
             found.append(Match(name, frozenset({k.fx}), arguments, (k.fx,)))
     dtypes = {t.dtype for k in graph for t in fake(k.fx)} & {torch.float32, torch.bfloat16, torch.float16}
-    names = {v.name for v in network.kernels}
-    for dtype in sorted(dtypes, key=str):
-        for name in all_ops():
-            for pattern in patterns(name, dtype):
-                if {v.name for v in pattern.network.kernels} <= names:
-                    found += _occurrences(pattern, network)
+    names, targets = {v.name for v in values.kernels}, list(dict.fromkeys(values.of.values()))
+    for dtype, name in itertools.product(sorted(dtypes, key=str), all_ops()):
+        for pattern in patterns(name, dtype):
+            if pattern.names <= names:
+                bindings = _bind_roots(pattern.roots, targets, {})
+                found += [m for binding in bindings if (m := _accept(pattern, binding, graph)) is not None]
     unique: dict[tuple[str, frozenset[FxNode]], Match] = {}
     for m in found:
         unique.setdefault((m.op, m.kernels), m)
@@ -130,117 +133,92 @@ def patterns(name: str, dtype: torch.dtype) -> tuple[Pattern, ...]:
         if shape is None:
             continue
         base = declared.inputs(Tensors(dtype, torch.device("cpu")), shape, variant)
-        for more in (lambda a: {}, *_OPTIONAL.get(name, ())):
-            arguments = {**base, **more(base)}
-            for fn in (declared.native, *_SPELLINGS.get(name, ())):
-                pattern = _pattern(declared, fn, arguments)
-                made += [pattern] if pattern is not None else []
-    return tuple(made)
+        for more, fn in itertools.product(
+            (lambda a: {}, *_OPTIONAL.get(name, ())), (declared.native, *_SPELLINGS.get(name, ()))
+        ):
+            made.append(_pattern(declared, fn, {**base, **more(base)}))
+    return tuple(pattern for pattern in made if pattern is not None)
 
 
 def _pattern(declared: Op, fn: Callable[..., Any], arguments: dict[str, Any]) -> Pattern | None:
     tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor)}
     fixed = {k: v for k, v in arguments.items() if k not in tensors}
-
-    def call(*given: torch.Tensor) -> Any:
-        return fn(**dict(zip(tensors, given)), **fixed)
-
     try:
-        graph = build(call, tuple(tensors.values()))
+        graph = build(lambda *given: fn(**dict(zip(tensors, given)), **fixed), tuple(tensors.values()))
     except TraceError:
         return None
     if not len(graph):
         return None
-    network = ValueGraph(graph)
-    inputs = dict(zip(graph.inputs, tensors))
+    values = ValueGraph(graph)
     (output,) = (n for n in graph.program.graph.nodes if n.op == "output")
-    outputs = tuple(network.of[n] for n in output.args[0] if isinstance(n, FxNode) and n in network.of)
-    signature = graph.program.graph_signature
-    users = len(signature.user_outputs)
-    outputs = outputs[len(outputs) - users :] if users else ()
-    writers = [network.of[k.fx] for k in graph if k.mutates]
+    results = tuple(values.of[n] for n in output.args[0] if isinstance(n, FxNode) and n in values.of)
+    users = len(graph.program.graph_signature.user_outputs)
+    outputs = results[len(results) - users :] if users else ()
+    writers = [values.of[k.fx] for k in graph if k.mutates]
     roots = tuple(dict.fromkeys((*(v for v in outputs if v.label is not None), *writers)))
-    return Pattern(declared, network, inputs, fixed, outputs, roots, len(graph))
+    return Pattern(declared, values, dict(zip(graph.inputs, tensors)), fixed, outputs, roots)
 
 
 # ------------------------------------------------------------------------------------------------------------- matching
 
-Binding = dict[Value, "tuple[Value, FxNode]"]
+Binding = dict[Value, tuple[Value, FxNode]]
+"""Value of the pattern -> the value of the graph, and the fx node by which it is named."""
 
 
-def _occurrences(pattern: Pattern, network: ValueGraph) -> Iterator[Match]:
-    targets = list(dict.fromkeys(network.of.values()))
-    for binding in _roots(pattern.roots, {}, targets):
-        match = _accept(pattern, binding, network)
-        if match is not None:
-            yield match
-
-
-def _roots(roots: tuple[Value, ...], binding: Binding, targets: list[Value]) -> Iterator[Binding]:
+def _bind_roots(roots: Sequence[Value], targets: Sequence[Value], binding: Binding) -> Iterator[Binding]:
     if not roots:
         yield binding
         return
     for target in targets:
-        for extended in _bind(roots[0], target, target.fx, binding):
-            yield from _roots(roots[1:], extended, targets)
+        for extended in _bind([(roots[0], target, target.fx)], binding):
+            yield from _bind_roots(roots[1:], targets, extended)
 
 
-def _bind(wanted: Value, given: Value, actual: FxNode, binding: Binding) -> Iterator[Binding]:
-    """Every way to extend a binding so that the value `wanted` of a pattern is `given`."""
+def _bind(pairs: list[tuple[Value, Value, FxNode]], binding: Binding) -> Iterator[Binding]:
+    """Every way to extend a binding so that each first value, of a pattern, is the second one."""
+    if not pairs:
+        yield binding
+        return
+    (wanted, given, node), *rest = pairs
     if wanted in binding:
         if binding[wanted][0] is given:
-            yield binding
+            yield from _bind(rest, binding)
         return
+    extended = {**binding, wanted: (given, node)}
     if wanted.label is None:
-        yield {**binding, wanted: (given, actual)}
+        yield from _bind(rest, extended)
         return
     if wanted.label != given.label or wanted.kernel != given.kernel or len(wanted.scalars) != len(given.scalars):
         return
-    orders = itertools.permutations(range(len(given.sources))) if wanted.commutes else (range(len(given.sources)),)
+    orders = itertools.permutations(given.operands) if wanted.commutes else (given.operands,)
     for order in orders:
-        if all(uses_match(w, given.uses[i]) for w, i in zip(wanted.uses, order)):
-            yield from _operands(wanted, given, list(order), {**binding, wanted: (given, actual)})
+        if all(g.enters_like(w) for w, g in zip(wanted.operands, order)):
+            below = [(w.source, g.source, g.node) for w, g in zip(wanted.operands, order)]
+            yield from _bind([*below, *rest], extended)
 
 
-def _operands(wanted: Value, given: Value, order: list[int], binding: Binding) -> Iterator[Binding]:
-    if not order:
-        yield binding
-        return
-    place = len(wanted.sources) - len(order)
-    for extended in _bind(wanted.sources[place], given.sources[order[0]], given.actual[order[0]], binding):
-        yield from _operands(wanted, given, order[1:], extended)
-
-
-def _accept(pattern: Pattern, binding: Binding, network: ValueGraph) -> Match | None:
-    graph = network.graph
+def _accept(pattern: Pattern, binding: Binding, graph: OpGraph) -> Match | None:
+    """The match of a binding, if the op can take the place of the kernels."""
     pairs = [(w, g) for w, (g, _) in binding.items() if w.kernel]
     kernels = frozenset(g.fx for _, g in pairs)
-    if len(kernels) != pattern.size or len(pairs) != pattern.size:
+    if not len(kernels) == len(pairs) == len(pattern.values.graph):
         return None  # two of the pattern's kernels are one here, or some of them do not matter to its results
-    if not _convex(graph, kernels):
-        return None
-    bound: dict[str, Any] = {}
-    for w, g in pairs:
-        for wanted, given in zip(w.scalars, g.scalars):
-            names = [n for n, v in pattern.fixed.items() if isinstance(v, float) and v == wanted]
-            if names and isinstance(given, (int, float)):
-                if bound.setdefault(names[0], given) != given:
-                    return None
-            elif wanted != given:
-                return None
-    arguments = {**pattern.fixed, **bound}
-    for placeholder, name in pattern.inputs.items():
-        value = pattern.network.of[placeholder]
-        if value not in binding:
-            return None
-        arguments[name] = _of_rank(binding[value], fake(placeholder)[0].dim())
+    arguments = _arguments(pattern, binding, pairs)
     # What is computed inside and needed outside must be among the results.
     outputs = tuple(binding[v][0].fx if v in binding else None for v in pattern.outputs)
-    returned = {binding[v][0].fx for v in pattern.outputs if v in binding}
-    for fx in kernels - returned:
-        outside = any(c.fx not in kernels for c in graph.consumers.get(fx, ()))
-        if (outside or fx in graph.returned) and not graph.of[fx].mutates:
+    inner = [fx for fx in kernels - set(outputs) if not graph.of[fx].mutates]
+    readers = {fx: [c.fx for c in graph.consumers.get(fx, ()) if c.fx not in kernels] for fx in kernels}
+    if arguments is None or any(readers[fx] or fx in graph.returned for fx in inner):
+        return None
+    # Nothing outside may need one of the kernels and be needed by another.
+    todo = [fx for outside in readers.values() for fx in outside]
+    seen = set(todo)
+    while todo:
+        later = {c.fx for c in graph.consumers.get(todo.pop(), ())}
+        if later & kernels:
             return None
+        todo += later - seen
+        seen |= later
     try:
         pattern.op.check({n: fake(a)[0] if isinstance(a, FxNode) else a for n, a in arguments.items()})
     except (ValueError, IndexError):
@@ -248,21 +226,21 @@ def _accept(pattern: Pattern, binding: Binding, network: ValueGraph) -> Match | 
     return Match(pattern.op.name, kernels, arguments, outputs)
 
 
-def _convex(graph: OpGraph, kernels: frozenset[FxNode]) -> bool:
-    """Whether nothing outside needs one of the kernels and is needed by another."""
-    todo = [c.fx for fx in kernels for c in graph.consumers.get(fx, ()) if c.fx not in kernels]
-    seen = set(todo)
-    while todo:
-        for c in graph.consumers.get(todo.pop(), ()):
-            if c.fx in kernels:
-                return False
-            if c.fx not in seen:
-                seen.add(c.fx)
-                todo.append(c.fx)
-    return True
-
-
-def _of_rank(bound: tuple[Value, FxNode], rank: int) -> FxNode:
-    """The fx node of an argument: as it is named where it is used, or, if only that is reshaped, as it was before."""
-    value, actual = bound
-    return next((n for n in (actual, value.fx) if fake(n)[0].dim() == rank), actual)
+def _arguments(pattern: Pattern, binding: Binding, pairs: list[tuple[Value, Value]]) -> dict[str, Any] | None:
+    """What to call the op with; None if the graph's numbers are not those of the op."""
+    bound: dict[str, Any] = {}
+    for wanted, given in ((a, b) for w, g in pairs for a, b in zip(w.scalars, g.scalars)):
+        names = [n for n, v in pattern.fixed.items() if isinstance(v, float) and v == wanted]
+        if names and isinstance(given, (int, float)):
+            if bound.setdefault(names[0], given) != given:
+                return None
+        elif wanted != given:
+            return None
+    for placeholder, name in pattern.inputs.items():
+        if pattern.values.of[placeholder] not in binding:
+            return None
+        value, node = binding[pattern.values.of[placeholder]]
+        # As it is named where it is used, or, if only that is reshaped, as it was before.
+        rank = fake(placeholder)[0].dim()
+        bound[name] = next((n for n in (node, value.fx) if fake(n)[0].dim() == rank), node)
+    return {**pattern.fixed, **bound}

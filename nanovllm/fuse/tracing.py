@@ -76,7 +76,7 @@ def _fixed(program: torch.export.ExportedProgram, name: str) -> torch.export.Exp
 
 
 def _unusual(t: torch.Tensor) -> str | None:
-    """What a tensor is that has no strided memory of its own; None for one that has."""
+    """The kind of tensor, if it has no strided memory of its own."""
     if t.layout is not torch.strided:
         return f"a tensor of layout {str(t.layout).removeprefix('torch.')}"
     if torch._C._functorch.is_batchedtensor(t):
@@ -101,34 +101,29 @@ def _silence() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line that says something; the tracer's messages go on for pages."""
+    """The first line of the message with a content; the tracer's messages have pages."""
     kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in str(error).lower():
-        kind = "it branches on a tensor's value, or its shapes follow from one"
     if kind == "UnsupportedOperatorException":
         operator = str(error).split()[0]
         return f"the operator {operator} has no fake implementation (torch.library.register_fake gives it one)"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{kind}: {lines[0][:300]}" if lines else kind
-
-
-def place_of(error: BaseException) -> str:
-    """ " (file.py:12)", the user's own line at which an error arose; "" if it arose only in PyTorch and here."""
-    seen: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        for frame, line in traceback.walk_tb(cause.__traceback__):
-            file = frame.f_code.co_filename
-            if file.endswith(".py") and not any(Path(file).is_relative_to(root) for root in _NOT_THE_USERS):
-                seen.append(f" ({_short(file)}:{line})")
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return seen[-1] if seen else ""
+    if "DataDependent" in kind or "data-dependent" in str(error).lower():
+        kind = "it branches on a tensor's value, or its shapes follow from one"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), None)
+    return f"{kind}: {first[:300]}" if first else kind
 
 
 _NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1], Path(traceback.__file__).parent)
 
 
-def _short(file: str) -> str:
-    with contextlib.suppress(ValueError):
-        return str(Path(file).resolve().relative_to(Path.cwd()))
-    return file
+def place_of(error: BaseException) -> str:
+    """ " (file.py:12)", the user's own line at which an error arose; "" if it arose only in PyTorch and here."""
+    place = ""
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, line in traceback.walk_tb(cause.__traceback__):
+            path = Path(frame.f_code.co_filename)
+            if path.suffix == ".py" and not any(path.is_relative_to(root) for root in _NOT_THE_USERS):
+                inside = path.resolve().is_relative_to(Path.cwd())
+                place = f" ({path.resolve().relative_to(Path.cwd()) if inside else path}:{line})"
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return place

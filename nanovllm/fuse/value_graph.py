@@ -1,4 +1,4 @@
-"""A graph of kernels as a network of values by which two graphs are compared: what matters to a result, nothing else.
+"""A graph of kernels as a graph of values, by which two graphs are compared: only what matters to a result.
 
 Left out are names, reshapes, numbers of rows and the order of what commutes. Kept are operators, which part of a value
 a slice takes, along which dimensions an operand is broadcast or a reduction goes (counted from the last), and scalars.
@@ -7,7 +7,7 @@ a slice takes, along which dimensions an operand is broadcast or a reduction goe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,38 @@ _SPELLINGS = {
 }  # fmt: skip
 # All of their arguments matter, not only the tensors and floating-point numbers.
 _DETAILED = {"einsum", "group_norm", "batch_norm", *CONVOLUTIONS, *CLASS_LOSSES}
+# They have their own rules for shapes; what is pointwise broadcasts.
+_SHAPED = (Kind.MATMUL, Kind.REDUCTION, Kind.INJECTIVE, Kind.OPAQUE)
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """How a value enters the computation of another one.
+
+    Attributes:
+        node: the fx node that is named there, whose shape is meant.
+        position: which argument; 0 if operands commute.
+        own: the dimensions of `domain`, counted from the last, along which it has elements of its own; None if the
+            operator has its own rules for shapes.
+    """
+
+    source: Value
+    node: FxNode
+    position: Any = None
+    own: tuple[int, ...] | None = None
+    domain: tuple[int, ...] = ()
+
+    def enters_like(self, wanted: Operand) -> bool:
+        """Whether it enters as an operand of a pattern does.
+
+        Dimensions of size 1 say nothing. Those before the pattern's first stand for rows: they must be there if its
+        first is.
+        """
+        if self.position != wanted.position or self.own is None or wanted.own is None:
+            return self.position == wanted.position and self.own is wanted.own
+        rank = len(wanted.domain)
+        used = (d for d in range(-len(self.domain), 0) if self.domain[d] != 1)
+        return all((d in self.own) == (max(d, -rank) in wanted.own) for d in used)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,29 +67,24 @@ class Value:
 
     Attributes:
         fx: one of the fx nodes that stand for it.
-        label: what it does; None for an input.
-        sources: what it is computed from.
-        uses: for each source, how it enters: (position or 0 where operands commute, broadcast dimensions, domain).
+        label: the operator or the kind of part, with what else distinguishes it; None for an input.
         scalars: the numbers among the arguments.
     """
 
     fx: FxNode
     label: tuple[Any, ...] | None
-    sources: tuple[Value, ...] = ()
-    actual: tuple[FxNode, ...] = ()
-    """For each source, the fx node that is named there, which has the shape that is meant."""
-    uses: tuple[tuple[Any, ...], ...] = ()
+    operands: tuple[Operand, ...] = ()
     scalars: tuple[Any, ...] = ()
     kernel: bool = False
-
-    @property
-    def commutes(self) -> bool:
-        return self.kernel and self.name in _COMMUTES and len(self.sources) == 2
 
     @property
     def name(self) -> str:
         """The operator or the kind of part; "" of an input."""
         return self.label[0] if self.label else ""
+
+    @property
+    def commutes(self) -> bool:
+        return self.kernel and self.name in _COMMUTES and len(self.operands) == 2
 
 
 class ValueGraph:
@@ -78,35 +105,32 @@ class ValueGraph:
         return [self.of[k.fx] for k in self.graph]
 
     def _part(self, node: FxNode) -> Value:
-        source = self.of[node.all_input_nodes[0]]
-        tensors = fake(node)
-        if len(tensors) != 1 or isinstance(node.meta["val"], (tuple, list)):
-            return source  # of several parts; which is said when one is taken
+        """What a view takes; the source itself if it takes all elements in their order."""
+        operand = node.all_input_nodes[0]
+        source = self.of[operand]
+        if isinstance(node.meta["val"], (tuple, list)):
+            return source  # several parts; an item of them says which one
+        if isinstance(operand.meta["val"], (tuple, list)) and operand.all_input_nodes and is_view(operand):
+            operand = operand.all_input_nodes[0]  # an item of a split is a part of what was split
         if source.kernel and len(fake(source.fx)) > 1:
             label: tuple[Any, ...] = ("item", node.args[1])
-            return self._same(source, label, node)
-        part, whole = tensors[0], fake(node.all_input_nodes[0])[0]
-        if isinstance(node.all_input_nodes[0].meta["val"], (tuple, list)):  # an item of a split
-            whole = fake(node.all_input_nodes[0].all_input_nodes[0])[0]
-        permuted = _permuted(part) != _permuted(whole)
-        if _numel(part) == _numel(whole) and not permuted:
-            return source
-        return self._same(source, ("part", permuted, *_place(part, whole)), node)
-
-    def _same(self, source: Value, label: tuple[Any, ...], node: FxNode) -> Value:
+        else:
+            part, whole = fake(node)[0], fake(operand)[0]
+            permuted = _permuted(part) != _permuted(whole)
+            if _elements(part) == _elements(whole) and not permuted:
+                return source
+            label = ("part", permuted, *_place(part, whole))
         key = (id(source), *label)
         if key not in self._parts:
-            operand = node.all_input_nodes[0]
-            if isinstance(operand.meta["val"], (tuple, list)) and operand.all_input_nodes and is_view(operand):
-                operand = operand.all_input_nodes[0]
-            self._parts[key] = Value(node, label, (source,), (operand,), ((),))
+            self._parts[key] = Value(node, label, (Operand(source, operand),))
         return self._parts[key]
 
     def _kernel(self, node: FxNode) -> Value:
-        kernel = self.graph.of[node]
-        name = op_name(node)
+        kernel, name = self.graph.of[node], op_name(node)
         name = _SPELLINGS.get(name, name.rstrip("_"))
-        positions, scalars = _arguments(node)
+        given = list(_arguments(node))
+        tensors = [(place, n) for place, n in given if isinstance(n, FxNode)]
+        scalars = tuple(value for _, value in given if not isinstance(value, FxNode))
         if name == "pow" and scalars == (2,):
             name, scalars = "square", ()
         details: tuple[Any, ...] = ()
@@ -123,47 +147,39 @@ class ValueGraph:
             details, scalars = (str(kernel.dtype),), ()
         elif kernel.kind in (Kind.MATMUL, Kind.INJECTIVE):
             scalars = ()
-        sources = tuple(self.of[n] for _, n in positions)
-        commutes = name in _COMMUTES and len(positions) == 2
-        # A reduction, a product and a gather have their own rules for shapes; what is pointwise broadcasts.
-        free = kernel.kind in (Kind.MATMUL, Kind.REDUCTION, Kind.INJECTIVE, Kind.OPAQUE)
-        uses = tuple(
-            (0 if commutes else place, None if free else _broadcast(n, kernel.domain), kernel.domain)
-            for place, n in positions
-        )
-        label = (name, len(positions), *details)
-        return Value(node, label, sources, tuple(n for _, n in positions), uses, scalars, True)
+        commutes = name in _COMMUTES and len(tensors) == 2
+        operands = tuple(
+            Operand(
+                self.of[n], n, 0 if commutes else place,
+                None if kernel.kind in _SHAPED else _own_dimensions(n, kernel.domain), kernel.domain,
+            )
+            for place, n in tensors
+        )  # fmt: skip
+        return Value(node, (name, len(tensors), *details), operands, scalars, True)
 
 
-def _arguments(node: FxNode) -> tuple[list[tuple[Any, FxNode]], tuple[Any, ...]]:
-    """(position, operand) of the tensors among a node's arguments, and the numbers and words."""
-    tensors: list[tuple[Any, FxNode]] = []
-    scalars: list[Any] = []
+def _arguments(node: FxNode) -> Iterator[tuple[Any, Any]]:
+    """(position, value) of the tensors, numbers and words among a node's arguments."""
 
-    def look(value: Any, place: Any) -> None:
-        if isinstance(value, FxNode):
-            if fake(value):
-                tensors.append((place, value))
-        elif isinstance(value, (list, tuple)):
+    def look(value: Any, place: Any) -> Iterator[tuple[Any, Any]]:
+        if isinstance(value, (list, tuple)):
             for i, v in enumerate(value):
-                look(v, (place, i))
+                yield from look(v, (place, i))
         elif isinstance(value, Mapping):
             for k, v in value.items():
-                look(v, k)
-        elif isinstance(value, (int, float, bool, str)):
-            scalars.append(value)
+                yield from look(v, k)
+        elif isinstance(value, (int, float, str)) or isinstance(value, FxNode) and fake(value):
+            yield place, value
 
     # By the schema's names, so that f(x, a) and f(x, weight=a) are one.
     op = overload(node)
     names = [] if op is None else [a.name for a in op._schema.arguments]
     for i, value in enumerate(node.args):
-        look(value, names[i] if i < len(names) else i)
-    for name, value in node.kwargs.items():
-        look(value, name)
-    return tensors, tuple(scalars)
+        yield from look(value, names[i] if i < len(names) else i)
+    yield from look(node.kwargs, None)
 
 
-def _numel(t: torch.Tensor) -> int:
+def _elements(t: torch.Tensor) -> int:
     """Elements in memory: expanded dimensions count once."""
     return math.prod(n for n, stride in zip(t.shape, t.stride()) if stride or n == 0)
 
@@ -173,33 +189,18 @@ def _permuted(t: torch.Tensor) -> bool:
     return strides != sorted(strides, reverse=True)
 
 
-def _place(part: torch.Tensor, whole: torch.Tensor) -> tuple[Any, ...]:
+def _place(part: torch.Tensor, whole: torch.Tensor) -> tuple[float, float, int]:
     """(share of the whole, where it starts as a share of a dimension, which dimension from the last)."""
     share = round(part.numel() / max(1, whole.numel()), 6)
     start = part.storage_offset() - whole.storage_offset()
-    if part.dim() == whole.dim():
-        for d in range(whole.dim()):
-            if part.shape[d] != whole.shape[d]:
-                return share, round(start / max(1, whole.stride(d) * whole.shape[d]), 6), d - whole.dim()
-    return share, round(start / max(1, whole.numel()), 6), 0
+    cut = (d for d in range(whole.dim()) if part.dim() == whole.dim() and part.shape[d] != whole.shape[d])
+    d = next(cut, None)
+    if d is None:
+        return share, round(start / max(1, whole.numel()), 6), 0
+    return share, round(start / max(1, whole.stride(d) * whole.shape[d]), 6), d - whole.dim()
 
 
-def _broadcast(operand: FxNode, domain: tuple[int, ...]) -> tuple[int, ...]:
+def _own_dimensions(operand: FxNode, domain: tuple[int, ...]) -> tuple[int, ...]:
     """The dimensions of a domain, counted from the last, along which an operand has elements of its own."""
     t = fake(operand)[0]
     return tuple(d for d in range(-len(domain), 0) if d >= -t.dim() and t.shape[d] > 1 and t.stride()[d])
-
-
-def uses_match(wanted: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
-    """Whether an operand enters in the same way: same position, own elements along the same dimensions.
-
-    Dimensions of size 1 say nothing, and those before the pattern's first stand for rows: they must be there if its
-    first is.
-    """
-    if not wanted or not given or wanted[0] != given[0]:
-        return wanted == given == ()
-    if wanted[1] is None or given[1] is None:
-        return wanted[1] is given[1]
-    rank = len(wanted[2])
-    own = (d for d in range(-len(given[2]), 0) if given[2][d] != 1)
-    return all((d in given[1]) == (max(d, -rank) in wanted[1]) for d in own)

@@ -38,14 +38,13 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> tuple[str, Re
         ValueError: Triton is not installed, or it interprets and so compiles nothing.
         RuntimeError: the compiler failed.
     """
-    triton = _triton()
-    from triton.backends.compiler import GPUTarget
+    _triton()
     from triton.backends.nvidia.compiler import get_ptxas
-    from triton.compiler import ASTSource
+
+    from nanovllm.kernels.triton.offline_compiler import compile_kernel
 
     number = 10 * capability[0] + capability[1]
-    source = ASTSource(launch.kernel, *_signature(launch))
-    compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=dict(launch.options))
+    compiled = compile_kernel(launch.kernel, _arguments(launch), number, **launch.options)
     ptx = compiled.asm["ptx"]
     name, body = next(iter(kernels_of(ptx).items()))
     assembler = Path(get_ptxas(number).path)  # Triton's own knows this version of PTX
@@ -96,24 +95,16 @@ def _cuda_threads(name: str, dim: int, width: int) -> int:
     return threads
 
 
-def _signature(launch: Launch) -> tuple[dict, dict, dict]:
-    """The types, constants and divisibilities that Triton's launcher derives from the arguments."""
-    signature, constants, attributes = {}, {}, {}
-    values = iter(launch.args)
-    for i, parameter in enumerate(launch.kernel.params):
-        if parameter.name in launch.constants:
-            signature[parameter.name], constants[(i,)] = "constexpr", launch.constants[parameter.name]
-            continue
-        value = next(values)
+def _arguments(launch: Launch) -> dict[str, Any]:
+    """What Triton's launcher knows of each argument when it compiles: types, divisibility by 16, and ones."""
+    from nanovllm.kernels.triton.offline_compiler import Pointer, Scalar
+
+    def argument(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + _TRITON_TYPES[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]  # PyTorch's allocations are aligned
-        elif isinstance(value, int) and value == 1:
-            signature[parameter.name], constants[(i,)] = "constexpr", 1
-        elif isinstance(value, int):
-            signature[parameter.name] = "i32" if value < 2**31 else "i64"
-            if value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32"
-    return signature, constants, attributes
+            return Pointer(_TRITON_TYPES[value.dtype])
+        if isinstance(value, int):
+            return 1 if value == 1 else Scalar(value % 16 == 0, "i32" if value < 2**31 else "i64")
+        return "fp32"
+
+    names = [p.name for p in launch.kernel.params if p.name not in launch.constants]
+    return {**launch.constants, **dict(zip(names, map(argument, launch.args), strict=True))}

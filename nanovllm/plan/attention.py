@@ -21,12 +21,13 @@ from nanovllm.plan.resources import (
     cdiv,
     combine,
     next_power_of_2,
-    nothing_fits,
     occupancy,
+    one_of,
     padded,
     positive,
     ranked,
     stages_needed,
+    that_fit,
     uses_wgmma,
     waves,
 )
@@ -87,8 +88,7 @@ class AttentionProblem:
             raise ValueError(f"heads: a tile holds at most {MOST_ROWS} query heads of one KV head, not {self.group}")
         if self.head_dim > 256:
             raise ValueError(f"head_dim: expected at most 256, not {self.head_dim}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        one_of("dtype", self.dtype, DTYPES)
 
     @property
     def group(self) -> int:
@@ -235,11 +235,10 @@ def plan_attention(problem: AttentionProblem, device: DeviceModel) -> list[Plan]
     Raises:
         ValueError: the device does not multiply the dtype, or nothing fits.
     """
-    plans = [plan for tile in candidates(problem, device) if (plan := predict(tile, problem, device)).occupancy.blocks]
-    if not plans:
-        least = AttentionTile(max(16, next_power_of_2(problem.group)), 16, 1, 2)
-        shared, registers = shared_bytes(least, problem, device), attention_registers(least, problem, device)
-        raise nothing_fits("attention", least, shared, registers, device)
+    least = AttentionTile(max(16, next_power_of_2(problem.group)), 16, 1, 2)
+    shared, registers = shared_bytes(least, problem, device), attention_registers(least, problem, device)
+    predicted = (predict(tile, problem, device) for tile in candidates(problem, device))
+    plans = that_fit("attention", predicted, device, least, shared, registers)
     # Pieces that leave multiprocessors idle cannot take all of the bandwidth that the prediction gives them.
     idle = {plan.config: problem.query == 1 and plan.blocks < device.sms for plan in plans}
     return ranked(plans, lambda tile: (idle[tile],))

@@ -6,15 +6,13 @@ loads the input pixels under its output pixels once, with the border that neighb
 each input value is used up to r s times from shared memory, which unfolding would load r s times. A step multiplies
 with the weights of one filter row, which are all that is staged more than twice.
 
-Where each input value is under one tap only (a stride of at least the filter: patches of an image, 1 x 1 filters)
-there is no halo to
-share, and a block gathers: its rows are any output pixels, one image after the other, and each step loads `block_c`
-of the channels x taps values under each of them, as for a matrix product whose x is unfolded on the way. What lies
-between the filters is not loaded. So does a block of an input of few channels, which would fill a step with zeros,
-and of a filter whose patch does not fit.
+If each input value is under one tap only (a stride of at least the filter: patches of an image, 1 x 1 filters), there
+is no halo to share, and a block gathers: its rows are any output pixels, and each step loads `block_c` of the
+channels x taps values under each of them. So does a block of an input of few channels, which would fill a step with
+zeros, and of a filter whose patch does not fit.
 
-nanovllm has no convolution of its own: these plans are for a kernel to be written, and their registers, taken from
-the line of `tile_kernel`, cannot be held against a compiler.
+nanovllm has no convolution kernel. The registers of these plans are those of `tile_kernel`, not compared with a
+compiler.
 """
 
 from __future__ import annotations

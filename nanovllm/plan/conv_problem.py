@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from nanovllm.hardware.gpu_presets import DTYPE_BYTES
-from nanovllm.plan.resources import cdiv, positive
+from nanovllm.plan.resources import cdiv, one_of, positive
 
 DTYPES = ("bfloat16", "float16", "float32", "tfloat32")
 _SECTOR = 32
@@ -62,22 +62,11 @@ class ConvProblem:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        names = (
-            "batch",
-            "channels",
-            "height",
-            "width",
-            "filters",
-            "filter_height",
-            "filter_width",
-            "stride",
-            "dilation",
-        )
+        names = "batch channels height width filters filter_height filter_width stride dilation".split()
         positive(**{name: getattr(self, name) for name in names})
         if not isinstance(self.padding, int) or self.padding < 0:
             raise ValueError(f"padding: expected an integer of at least 0, not {self.padding!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        one_of("dtype", self.dtype, DTYPES)
         for name, taps in (("height", self.filter_height), ("width", self.filter_width)):
             size = getattr(self, name)
             if size + 2 * self.padding < self.dilation * (taps - 1) + 1:

@@ -2,7 +2,7 @@
 
 Such a kernel only waits for memory, so it must have enough under way: items per thread x bytes x resident threads at
 least latency x bandwidth (Little's law). Beyond that, fewer and larger blocks waste the end of the grid, smaller ones
-repeat their start. The kernels are those of `kernels/triton_ops`: `_activation_kernel` (one input),
+repeat their start. The kernels are those of `kernels/triton/rows`: `_activation_kernel` (one input),
 `_activate_and_mul_kernel` (two), `_mul_add_kernel` (three).
 """
 
@@ -22,10 +22,11 @@ from nanovllm.plan.resources import (
     bytes_needed,
     cdiv,
     combine,
-    nothing_fits,
     occupancy,
+    one_of,
     positive,
     ranked,
+    that_fit,
     waves,
 )
 
@@ -61,8 +62,7 @@ class ElementwiseProblem:
 
     def __post_init__(self) -> None:
         positive(elements=self.elements, inputs=self.inputs, outputs=self.outputs, operations=self.operations)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        one_of("dtype", self.dtype, DTYPES)
 
     @property
     def itemsize(self) -> float:
@@ -136,10 +136,8 @@ def predict(tile: ElementwiseTile, problem: ElementwiseProblem, device: DeviceMo
 
 def plan_elementwise(problem: ElementwiseProblem, device: DeviceModel) -> list[Plan]:
     """Every configuration that fits, the fastest by prediction first."""
-    plans = [plan for tile in candidates(problem, device) if (plan := predict(tile, problem, device)).occupancy.blocks]
-    if not plans:
-        least = ElementwiseTile(32, 1)
-        raise nothing_fits("elementwise", least, 0, elementwise_registers(least, problem), device)
+    least, predicted = ElementwiseTile(32, 1), (predict(tile, problem, device) for tile in candidates(problem, device))
+    plans = that_fit("elementwise", predicted, device, least, 0, elementwise_registers(least, problem))
     # One whole vector a thread, four warps: what streams best where prediction sees no difference
     # (docs/log/performance.md, "CUDA C++").
     full = VECTOR_BYTES / problem.itemsize

@@ -18,11 +18,12 @@ from nanovllm.plan.resources import (
     SPILL_MARGIN,
     Plan,
     cdiv,
-    nothing_fits,
     occupancy,
+    one_of,
     positive,
     ranked,
     stages_needed,
+    that_fit,
     uses_wgmma,
     waves,
 )
@@ -93,11 +94,9 @@ class GemmProblem:
 
     def __post_init__(self) -> None:
         positive(m=self.m, n=self.n, k=self.k, group=self.group)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        one_of("dtype", self.dtype, DTYPES)
         if self.weight is not None:
-            if self.weight not in WEIGHTS:
-                raise ValueError(f"weight: expected one of {', '.join(WEIGHTS)} or None, not {self.weight!r}")
+            one_of("weight", self.weight, WEIGHTS)
             if self.dtype not in ("bfloat16", "float16"):
                 raise ValueError(f"dtype: packed weights are converted to bfloat16 or float16, not {self.dtype!r}")
             if self.k % self.group:
@@ -332,15 +331,8 @@ def plan_gemm(problem: GemmProblem, device: DeviceModel) -> list[Plan]:
     Raises:
         ValueError: the device does not multiply the dtype, or nothing fits.
     """
-    plans = [predict(tile, problem, device) for tile in candidates(problem, device)]
-    own = engine_tile(problem, device)
-    plans = [
-        plan
-        for plan in plans
-        if plan.config == own or plan.occupancy.blocks >= wanted_blocks(plan.config, problem, device)
-    ]
-    if not plans:
-        least = GemmTile(16, 32, 32, 4, 2)
-        shared, registers = shared_bytes(least, problem, device), gemm_registers(least, problem, device)
-        raise nothing_fits("gemm", least, shared, registers, device)
-    return ranked(plans)
+    least, own = GemmTile(16, 32, 32, 4, 2), engine_tile(problem, device)
+    predicted = (predict(tile, problem, device) for tile in candidates(problem, device))
+    wanted = (p for p in predicted if p.config == own or p.occupancy.blocks >= wanted_blocks(p.config, problem, device))
+    shared, registers = shared_bytes(least, problem, device), gemm_registers(least, problem, device)
+    return ranked(that_fit("gemm", wanted, device, least, shared, registers))

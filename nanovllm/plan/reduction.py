@@ -25,10 +25,11 @@ from nanovllm.plan.resources import (
     cdiv,
     combine,
     next_power_of_2,
-    nothing_fits,
     occupancy,
+    one_of,
     positive,
     ranked,
+    that_fit,
     waves,
 )
 
@@ -69,11 +70,9 @@ class ReductionProblem:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, not {self.kind!r}")
+        one_of("kind", self.kind, KINDS)
         positive(rows=self.rows, size=self.size)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        one_of("dtype", self.dtype, DTYPES)
 
     @property
     def itemsize(self) -> float:
@@ -214,12 +213,13 @@ def predict(tile: ReductionTile, problem: ReductionProblem, device: DeviceModel)
 
 def plan_reduction(problem: ReductionProblem, device: DeviceModel) -> list[Plan]:
     """Every configuration that fits, the fastest by prediction first."""
-    plans = [plan for tile in candidates(problem, device) if (plan := predict(tile, problem, device)).occupancy.blocks]
-    if not plans:
-        least = ReductionTile(1, next_power_of_2(problem.size), 1)
-        raise nothing_fits(
-            "reduction", least, shared_bytes(least, problem), reduction_registers(least, problem), device
-        )
+    least, predicted = (
+        ReductionTile(1, next_power_of_2(problem.size), 1),
+        (predict(tile, problem, device) for tile in candidates(problem, device)),
+    )
+    plans = that_fit(
+        "reduction", predicted, device, least, shared_bytes(least, problem), reduction_registers(least, problem)
+    )
     # A row once, without padding, two vectors a thread: enough to load at a time, few enough for other rows beside it.
     some = 2 * VECTOR_BYTES / problem.itemsize
 

@@ -8,7 +8,7 @@ package ends here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -129,8 +129,28 @@ def positive(**sizes: int) -> None:
             raise ValueError(f"{name}: expected a positive integer, not {value!r}")
 
 
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise a ValueError that names the argument if its value is none of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, not {value!r}")
+
+
+def that_fit(
+    kind: str, plans: Iterable[Plan], device: DeviceModel, smallest: object, shared: float, registers: int
+) -> list[Plan]:
+    """The plans of which a multiprocessor holds a block.
+
+    Raises:
+        ValueError: there is none; with what the smallest tile takes.
+    """
+    found = [plan for plan in plans if plan.occupancy.blocks]
+    if not found:
+        raise nothing_fits(kind, smallest, shared, registers, device)
+    return found
+
+
 def nothing_fits(kind: str, smallest: object, shared: float, registers: int, device: DeviceModel) -> ValueError:
-    """The error for a problem of which not even the smallest tile fits a block: what that takes, and what there is."""
+    """The error for a problem whose smallest tile does not fit a block: what the tile takes, and what a block has."""
     return ValueError(
         f"{kind}: nothing fits {device.name}: its smallest tile, {smallest}, takes {shared / 1024:,.0f} KiB of shared "
         f"memory and {registers:,} registers a thread; a block may have {device.shared_per_block // 1024} KiB, "

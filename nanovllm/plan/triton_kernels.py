@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from nanovllm.hardware.gpu_presets import DeviceModel
+from nanovllm.kernels.triton.offline_compiler import Descriptor, Pointer, Resources, Scalar, resources
 from nanovllm.plan.attention import AttentionProblem, AttentionTile
-from nanovllm.plan.compiling import Compiled, Descriptor, Pointer, Scalar, compile_kernel
 from nanovllm.plan.elementwise import ElementwiseProblem, ElementwiseTile
 from nanovllm.plan.gemm import GemmProblem, GemmTile
 from nanovllm.plan.reduction import ReductionProblem, ReductionTile
@@ -25,7 +25,7 @@ def _divisible(**sizes: int) -> dict[str, Scalar]:
     return {name: Scalar(value % 16 == 0) for name, value in sizes.items()}
 
 
-def compile_gemm(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> Compiled:
+def compile_gemm(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> Resources:
     """`tma_kernel` or `tile_kernel` for row-major operands, without bias and activation.
 
     Raises:
@@ -43,7 +43,7 @@ def compile_gemm(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> C
     k_split = cdiv(cdiv(p.k, tile.splits), tile.block_k) * tile.block_k
     tiles = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m}
     common = {"bias": None, "KIND": "none", "GATED": False, "PDL": False, **tiles}
-    run = partial(compile_kernel, capability=device.capability, num_warps=tile.warps, num_stages=tile.stages)
+    run = partial(resources, capability=device.capability, num_warps=tile.warps, num_stages=tile.stages)
     if tile.tma:
         loads = {
             "x": Descriptor(element, (tile.block_m, tile.block_k)),
@@ -66,7 +66,7 @@ def compile_gemm(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> C
 
 def compile_attention(
     tile: AttentionTile, problem: AttentionProblem, device: DeviceModel, block_size: int = 256
-) -> Compiled:
+) -> Resources:
     """`prefill_kernel` over a cache in blocks of `block_size` tokens."""
     from nanovllm.kernels.triton.attention.prefill_kernel import prefill_kernel
 
@@ -86,17 +86,12 @@ def compile_attention(
         "BLOCK_SIZE": block_size, "TILE": tile.tile, "SOFT_CAP": 0.0, "WINDOW": 0, "FP8": False, "K_SCALES": 0,
         "V_SCALES": 0, "STAGES": tile.stages,
     }  # fmt: skip
-    return compile_kernel(
-        prefill_kernel,
-        {**pointers, **indices, **sizes, **counts, **constants},
-        device.capability,
-        tile.warps,
-        tile.stages,
-    )
+    arguments = {**pointers, **indices, **sizes, **counts, **constants}
+    return resources(prefill_kernel, arguments, device.capability, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def compile_elementwise(tile: ElementwiseTile, problem: ElementwiseProblem, device: DeviceModel) -> Compiled:
-    """The kernel of `triton_ops` with as many inputs: silu(x), silu(x) * y, or x * y + z.
+def compile_elementwise(tile: ElementwiseTile, problem: ElementwiseProblem, device: DeviceModel) -> Resources:
+    """The kernel of `kernels/triton/rows` with as many inputs: silu(x), silu(x) * y, or x * y + z.
 
     Raises:
         ValueError: there is none with so many.
@@ -121,11 +116,12 @@ def compile_elementwise(tile: ElementwiseTile, problem: ElementwiseProblem, devi
         stride = _divisible(stride=p.elements * p.inputs)
         arguments, options = {name: element, "y": element, **sizes, **stride}, {}
         constants["KIND"] = "silu"
-    return compile_kernel(kernel, {**arguments, **constants}, device.capability, tile.warps, 3, **options)
+    warps = {"num_warps": tile.warps, "num_stages": 3}
+    return resources(kernel, {**arguments, **constants}, device.capability, **warps, **options)
 
 
-def compile_reduction(tile: ReductionTile, problem: ReductionProblem, device: DeviceModel) -> Compiled:
-    """The kernel of `triton_ops.norm` or `triton_ops.softmax`, on contiguous rows."""
+def compile_reduction(tile: ReductionTile, problem: ReductionProblem, device: DeviceModel) -> Resources:
+    """The kernel of `kernels/triton/rows`, on contiguous rows."""
     from nanovllm.kernels.triton.rows import norm
     from nanovllm.kernels.triton.rows.softmax import _long_softmax_kernel, _softmax_kernel
 
@@ -151,4 +147,4 @@ def compile_reduction(tile: ReductionTile, problem: ReductionProblem, device: De
         else:
             unused = {"residual": element, "new_residual": element, **_divisible(residual_stride=p.size), "ADD": False}
             kernel, arguments = norm._long_rms_norm_kernel, {**common, **strides, **unused}
-    return compile_kernel(kernel, arguments, device.capability, tile.warps, 3)
+    return resources(kernel, arguments, device.capability, num_warps=tile.warps, num_stages=3)

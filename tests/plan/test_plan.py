@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanovllm.hardware.gpu_presets import PRESETS, device_model
+from nanovllm.hardware.gpu_presets import device_model
 from nanovllm.plan import (
     GemmProblem,
     GemmTile,
@@ -17,14 +17,7 @@ from nanovllm.plan import (
 )
 from nanovllm.plan.loop import Step, loaded_latency, loop_seconds, overlapped
 from nanovllm.plan.resources import bytes_needed, combine
-
-H100, A100 = device_model("h100"), device_model("a100")
-# A GPU with round numbers: 10 multiprocessors, 1 GHz, 1 TB/s, 100 TFLOP/s, latencies of 1 and 0.5 us.
-ROUND = replace(
-    H100, name="round", sms=10, clock=1e9, bandwidth=1e12, l2_bandwidth=1e13, dram_latency=1e-6, l2_latency=0.5e-6,
-    launch=1e-6,
-    matmul={"bfloat16": 1e14, "float32": 1e13}, peak_matmul={"bfloat16": 1e14, "float16": 1e14, "float32": 1e13},
-)  # fmt: skip
+from tests.plan.devices import A100, H100, ROUND, SOME
 
 
 def test_occupancy_by_hand():
@@ -187,7 +180,7 @@ def test_small_tiles_want_room_for_four_blocks():
             assert plan.occupancy.blocks >= 4
 
 
-@pytest.mark.parametrize("model", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize("model", SOME, ids=lambda m: m.name)
 @pytest.mark.parametrize("shape", [(1, 4096, 1024), (16, 151936, 1024), (777, 333, 111), (4096, 4096, 4096), (1, 1, 1)])
 def test_every_plan_of_a_product_fits(model, shape):
     problem = GemmProblem(*shape)

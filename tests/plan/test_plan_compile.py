@@ -15,6 +15,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
 from nanovllm.hardware.gpu_presets import device_model
+from nanovllm.kernels.triton.offline_compiler import Pointer, Scalar, compile_kernel
 from nanovllm.plan import (
     AttentionProblem,
     ElementwiseProblem,
@@ -31,7 +32,6 @@ from nanovllm.plan import (
     reduction,
     triton_kernels,
 )
-from nanovllm.plan.compiling import Pointer, Scalar, compile_kernel
 
 GEMMS = [
     GemmProblem(64, 4096, 4096), GemmProblem(1024, 6144, 2048, "float16"), GemmProblem(4096, 4096, 4096),
@@ -258,4 +258,4 @@ def test_arguments_are_named():
     from nanovllm.kernels.triton.rows.activation import _activation_kernel
 
     with pytest.raises(ValueError, match="differing:.*'KIND'"):
-        compile_kernel(_activation_kernel, {"x": Pointer("bf16"), "size": Scalar()}, 90, 4)
+        compile_kernel(_activation_kernel, {"x": Pointer("bf16"), "size": Scalar()}, 90)

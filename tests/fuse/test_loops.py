@@ -76,10 +76,7 @@ def test_two_elementwise_loops():
         for i in range(N):
             for j in range(M):
                 C[i, j] = B[i, j] + A[i, j]
-        """,
-        N=5,
-        M=7,
-    )
+        """, N=5, M=7)  # fmt: skip
     assert f.legal and f.depth == 2 and f.reason == "" and f.shift == ((0, 0), (0, 0))
     assert kinds(f) == {(RAW, "B"), (RAR, "A")}
     assert all(d.distances.ranges == ((0, 0), (0, 0)) for d in f.dependences)
@@ -127,10 +124,7 @@ def test_softmax_fuses_over_rows_only():
         for i in range(N):
             for j in range(M):
                 P[i, j] = exp(A[i, j]) / s[i]
-        """,
-        N=4,
-        M=5,
-    )
+        """, N=4, M=5)  # fmt: skip
     assert f.depth == 1 and not f.legal and "on s" in f.reason and f.shift is None
     assert "for j in range(0, 5):" in f.source() and f.source().count("for i") == 1
 
@@ -318,10 +312,7 @@ def test_distances_are_exact_however_many_iterations_there_are():
     [
         ("A[0] = 1", "outside of a loop"),
         ("for i in range(0, 8, 2):\n  A[i] = 1", "a range with a step"),
-        (
-            "for i in range(8):\n  for j in range(i):\n    A[i, j] = 1",
-            "the bound `i` depends on another loop's variable",
-        ),
+        ("for i in range(8):\n  for j in range(i):\n    A[i, j] = 1", "the bound `i` depends on another loop's"),
         ("for i in range(8):\n  A[i * i] = 1", "`i * i` is not affine"),
         ("for i in range(8):\n  A[B[i]] = 1", "`B[i]` is not affine"),
         ("for i in range(n):\n  A[i] = 1", "n has no value"),

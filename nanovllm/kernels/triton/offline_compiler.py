@@ -1,7 +1,6 @@
-"""What the compiler makes of a Triton kernel for a GPU that need not be here: shared memory, registers, spills.
+"""Compiles Triton kernels for a GPU that need not be here.
 
-Triton ships its own assembler and `cuobjdump`, so neither a GPU nor a CUDA toolkit is needed. This is what the
-planner's predictions of shared memory and registers are held against.
+Triton ships its own assembler and `cuobjdump`, so neither a GPU nor a CUDA toolkit is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Resources:
     """What one program of a kernel takes, as the compiler reports it.
 
     Attributes:
@@ -57,16 +56,15 @@ class Descriptor:
     block: tuple[int, ...]
 
 
-def compile_kernel(
-    kernel: Any, arguments: Mapping[str, Any], capability: int, num_warps: int, num_stages: int = 1, **options: Any
-) -> Compiled:
-    """Compile a `triton.jit` function; nothing runs.
+def compile_kernel(kernel: Any, arguments: Mapping[str, Any], capability: int, **options: Any) -> Any:
+    """Compile a `triton.jit` function; nothing runs. Returns Triton's compiled kernel, with `asm` and `metadata`.
 
     Args:
         kernel: the function.
-        arguments: every parameter that has no default: a `Pointer`, `Scalar` or `Descriptor`, a type such as "fp32",
-            or the value of a constant.
+        arguments: every parameter that has no default: a `Pointer`, `Scalar` or `Descriptor`, the type "fp32", or the
+            value of a constant.
         capability: the compute capability as a number: 90 for 9.0.
+        options: num_warps, num_stages and such.
 
     Raises:
         ValueError: a parameter is missing or unknown.
@@ -85,27 +83,27 @@ def compile_kernel(
         value = arguments[name]
         if isinstance(value, Pointer):
             signature[name] = "*" + value.type
-            attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, Scalar):
             signature[name] = value.type
-            if value.divisible:
-                attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, Descriptor):
             signature[name] = f"tensordesc<{value.type}{list(value.block)}>"
         elif value == "fp32" and not kernel.params[i].is_constexpr:
             signature[name] = value
         else:
             signature[name], constants[(i,)] = "constexpr", value
+        if isinstance(value, Pointer) or isinstance(value, Scalar) and value.divisible:
+            attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", capability, 32)
-    binary = triton.compile(
-        source, target=target, options={"num_warps": num_warps, "num_stages": num_stages, **options}
-    )
-    registers, spilled = _resources(binary.asm["cubin"])
-    return Compiled(binary.metadata.shared, registers, spilled)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(kernel: Any, arguments: Mapping[str, Any], capability: int, **options: Any) -> Resources:
+    """What one program of a kernel takes. Arguments and errors as of `compile_kernel`."""
+    binary = compile_kernel(kernel, arguments, capability, **options)
+    return Resources(binary.metadata.shared, *_registers_and_spills(binary.asm["cubin"]))
+
+
+def _registers_and_spills(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack and local memory) a thread, as the assembler allotted them."""
     import triton
 

@@ -1,0 +1,186 @@
+"""Which kernels become one, by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.fuse import FusionAnalyzer, legality
+from nanovllm.fuse.classify import PER_ELEMENT, Kind
+from nanovllm.fuse.group_module import extract
+from nanovllm.fuse.grouping import Group, Grower
+from nanovllm.fuse.op_graph import build
+from tests.fuse.modules import groups_of, run_in_order
+
+X, W = torch.randn(8, 16), torch.randn(16)
+
+
+def test_pointwise_chains_norms_and_softmax_are_one():
+    assert groups_of(lambda x, w: torch.relu(x * w + 1), X, W) == [["mul", "add", "relu"]]
+    norm = groups_of(lambda x, w: w * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)), X, W)
+    assert len(norm) == 1 and norm[0][:2] == ["square", "mean"]
+    soft = groups_of(
+        lambda x: (x - x.amax(-1, keepdim=True)).exp() / (x - x.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True), X
+    )
+    assert len(soft) == 1
+
+
+def test_a_sum_over_rows_ends_a_group():
+    def fn(x):
+        return torch.tanh(x * 2 - (x * 2).sum(0))
+
+    # A single program could do it all. That is legal, and where there is much to do it is slow.
+    assert legality.rows(list(build(fn, (X,)))) == 1
+    large = torch.empty(4096, 4096, device="meta")
+    groups = FusionAnalyzer(fn, (large,), device="h100").groups
+    assert [[k.op for k in g.kernels] for g in groups] == [["mul", "sum"], ["mul", "sub", "tanh"]]
+    # A row of one is a column of the other.
+    assert legality.rows(list(build(lambda x: torch.softmax((x * 2).t(), -1), (X,)))) == 1
+    assert legality.rows(list(build(lambda x: torch.softmax(x * 2, -1), (X,)))) == 8
+
+
+def test_epilogues_and_prologues():
+    weight = torch.randn(32, 16)
+    assert groups_of(lambda x, w: F.gelu(F.linear(x, w)), X, weight) == [["linear", "gelu"]]
+    # A norm of the product's rows needs all of its tiles.
+    assert groups_of(lambda x, w: F.layer_norm(F.linear(x, w), (32,)), X, weight) == [["linear"], ["layer_norm"]]
+    assert groups_of(lambda x, w: F.linear(F.layer_norm(x, (16,)), w), X, weight) == [["layer_norm", "linear"]]
+    # The dequantisation of the right operand.
+    assert groups_of(lambda x, w: F.linear(x, w.float() * 0.1), X, weight.to(torch.bfloat16)) == [
+        ["to", "mul", "linear"]
+    ]
+    assert groups_of(lambda x, w: F.linear(x, torch.softmax(w, -1)), X, weight) == [["softmax"], ["linear"]]
+
+
+def test_a_square_is_not_its_transpose():
+    x = torch.randn(8, 8)
+    assert legality.rows(list(build(lambda x: torch.softmax((x * 2).t(), -1), (x,)))) == 1
+    assert legality.rows(list(build(lambda x: torch.softmax(x * 2, -1), (x,)))) == 8
+    assert legality.rows(list(build(lambda x: x * 2 * (x + 1).sum(-1), (x,)))) == 1  # [8] lies along the columns
+    assert legality.rows(list(build(lambda x: x * 2 * (x + 1).sum(-1, keepdim=True), (x,)))) == 8
+
+
+def test_reductions_on_the_wrong_side_of_a_product():
+    weight = torch.randn(16, 16)
+    assert groups_of(lambda x, w: F.linear(torch.softmax(x, 0), w), X, weight) == [["softmax"], ["linear"]]
+    graph = build(lambda x, w: F.linear(x, w).sum(-1), (X, weight))
+    assert "sum_1 reduces over what linear computes in many tiles" == legality.why_not(graph, graph.kernels)
+    assert "two matrix products" in legality.why_not(
+        *(lambda g: (g, g.kernels))(build(lambda x, w: (x @ w) @ w, (X, weight)))
+    )
+
+
+def test_a_second_consumer_keeps_a_product_by_itself():
+    weight = torch.randn(32, 16)
+    (first, *rest) = groups_of(lambda x, w: (lambda y: (y.sum(0), torch.relu(y)))(F.linear(x, w)), X, weight)
+    assert first == ["linear"] and len(rest) >= 1
+
+
+def test_an_expand_keeps_rows_where_they_are():
+    """Twelve elements seen as twelve rows of three are other rows; a new dimension behind repeats within them."""
+    x = torch.randn(4, 3)
+
+    def count(fn):
+        return legality.rows(list(build(fn, (x,))))
+
+    assert count(lambda x: torch.tanh(x).expand(3, 4, 3).contiguous()) == 1
+    assert count(lambda x: torch.tanh(x).expand_as(x.new_empty(3, 4, 3)).contiguous()) == 1
+    assert count(lambda x: torch.tanh(x).unsqueeze(-1).expand(4, 3, 5).contiguous()) == 12
+    assert count(lambda x: x.sum(-1, keepdim=True).expand(4, 3).contiguous()) == 4
+
+
+def test_a_shape_is_no_argument():
+    """What is only expanded as another value is does not wait for that value."""
+
+    def fn(x, y):
+        like = torch.cumsum(y, 0)
+        return (x * 2).expand_as(like).contiguous() + 1, (x * 3).view_as(like[0]) * 5, like * 3
+
+    args = torch.randn(6), torch.randn(6, 6)
+    graph = build(fn, args)
+    groups = Grower(graph).groups()
+    run_in_order(graph, groups, args)
+    for group in groups:
+        assert {n.name for n in extract(group).inputs} == {r.base.name for r in group.reads}
+
+
+def test_two_products_are_two():
+    a, b = torch.randn(32, 16), torch.randn(16, 32)
+    assert groups_of(lambda x, a, b: F.linear(F.relu(F.linear(x, a)), b), X, a, b) == [["linear", "relu"], ["linear"]]
+
+
+def test_no_cycle():
+    """x -> a -> product -> c, and a -> c: a and c cannot be one without the product."""
+
+    def fn(x, w):
+        a = x * 2
+        return torch.softmax(F.linear(a, w), -1) + a.sum(-1, keepdim=True)
+
+    graph = build(fn, (X, torch.randn(16, 16)))
+    grower = Grower(graph)
+    groups = grower.groups()
+    assert any("linear" in [k.op for k in g.kernels] for g in groups)
+    assert all(not ({"mul", "softmax"} <= {k.op for k in g.kernels}) for g in groups)
+
+
+def test_readers_of_one_value_are_one():
+    assert groups_of(lambda x: (torch.relu(x), torch.tanh(x)), X) == [["relu", "tanh"]]
+
+
+def test_what_writes_the_same_memory_keeps_its_order():
+    def fn(cache, index, x):
+        before = cache.sum()
+        cache[index] = x
+        return before + cache.sum()
+
+    graph = build(fn, (torch.zeros(8, 16), torch.arange(4), torch.ones(4, 16)))
+    (put,) = [k for k in graph if k.mutates]
+    assert {n.name for n in put.after} == {"sum_1"}
+    groups = Grower(graph).groups()
+    at = {k.fx: i for i, g in enumerate(groups) for k in g.kernels}
+    sums = [k for k in graph if k.op == "sum"]
+    assert at[sums[0].fx] < at[put.fx] < at[sums[1].fx]
+
+
+def test_memory_is_made_before_it_is_written_to():
+    def fn(x, index, rows):
+        made = x * 2
+        made[index] = rows
+        return made.sum(0)
+
+    graph = build(fn, (X, torch.arange(3), torch.ones(3, 16)))
+    by_op = {k.op: k for k in graph}
+    assert by_op["mul"].fx in by_op["index_put_"].after and by_op["index_put_"].writes == {by_op["mul"].fx}
+    assert by_op["mul"] in Group(graph, (by_op["mul"],)).outputs
+    order = [k.op for g in Grower(graph).groups() for k in g.kernels]
+    assert order.index("mul") < order.index("index_put_") < order.index("sum")
+
+
+def test_kinds_and_bytes():
+    graph = build(lambda x, w: F.linear(torch.softmax(x, -1) * w + x, torch.ones(4, 16)).t().contiguous(), (X, W))
+    kinds = {k.op: k.kind for k in graph}
+    assert kinds["softmax"] is Kind.REDUCTION and kinds["mul"] is Kind.BROADCAST and kinds["add"] is Kind.ELEMENTWISE
+    assert kinds["linear"] is Kind.MATMUL and kinds["contiguous"] is Kind.INJECTIVE and kinds["ones"] is Kind.INJECTIVE
+    by_op = {k.op: k for k in graph}
+    assert by_op["softmax"].bytes == 2 * 4 * 8 * 16 and by_op["softmax"].reduced == (1,)
+    assert by_op["mul"].bytes == 4 * (2 * 8 * 16 + 16)
+    assert by_op["linear"].flops == 2 * 8 * 4 * 16 and by_op["linear"].sizes == (8, 4, 16)
+    assert "t" not in by_op and "transpose" not in by_op  # a view runs no kernel
+    group = Group(graph, tuple(k for k in graph if k.kind in PER_ELEMENT and k.op in ("mul", "add")))
+    assert group.read_bytes == 4 * (8 * 16 + 16 + 8 * 16) and group.written_bytes == 4 * 8 * 16
+    assert group.unfused_bytes == 4 * (2 * 8 * 16 + 16 + 3 * 8 * 16)
+
+
+def test_expanded_memory_counts_once_and_a_table_by_its_rows():
+    graph = build(lambda x: x.expand(1000, 8, 16) * 2, (X,))
+    (mul,) = graph
+    assert mul.bytes - mul.written_bytes == 4 * 8 * 16 and mul.written_bytes == 1000 * 4 * 8 * 16
+    graph = build(lambda table, i: F.embedding(i, table) * 2, (torch.zeros(10**5, 16), torch.arange(8)))
+    gather = next(iter(graph))
+    assert gather.bytes - gather.written_bytes == 8 * 16 * 4 + 8 * 8
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.cumsum(-1) * 2, lambda x: F.layer_norm(x, (16,)) * 2, lambda x: x.var(-1, keepdim=True) + x]
+)
+def test_reductions_of_rows_take_their_consumers_in(fn):
+    assert len(groups_of(fn, X)) == 1
