@@ -88,6 +88,7 @@ def median_and_worst(name, values, words):
     return median
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problems, planner, compile, count, has_shared",
     [
