@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from nanovllm.cli.lab import LESSONS, app
 from nanovllm.hardware.measured_rates import Rates
-from nanovllm.lab import mlp, timing
+from nanovllm.lab import mlp
+from nanovllm.lab import way_timing as timing
 from nanovllm.lab.lesson import NAMES, lesson
 
 
@@ -95,7 +96,7 @@ def test_what_cannot_be_written_is_said_before_anything_runs(command, option, na
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("nanovllm.lab.run.run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("nanovllm.lab.lesson_run.run", lambda *_: pytest.fail("it ran"))
     monkeypatch.setattr("nanovllm.lab.mlp.run_sweeps", lambda *_: pytest.fail("it ran"))
     error = lab(command, "--device", "cpu", option, str(tmp_path / name)).exception
     assert isinstance(error, ValueError) and str(error).startswith(f"{option} {tmp_path / name}: ")

@@ -57,10 +57,12 @@ def test_an_order_that_is_not_of_time_is_explained():
         assert said not in run(*args, "--top", 1)
 
 
+PAGE = blocks((Path(__file__).parents[1] / "docs" / "planner.md").read_text())
+
+
 def documented():
     """(arguments, output) of each command of docs/planner.md."""
-    page = Path(__file__).parents[1] / "docs" / "planner.md"
-    commands = (c for b in blocks(page.read_text()) if b.language == "console" for c in b.commands())
+    commands = (c for b in PAGE if b.language == "console" for c in b.commands())
     return [(command.removeprefix("nanovllm plan "), "\n".join(output)) for command, output in commands]
 
 
@@ -68,6 +70,11 @@ def documented():
 def test_the_documentation_shows_what_is_printed(command, output, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert output and run(*command.split()).strip() == output
+
+
+def test_the_documentations_python_runs():
+    (code,) = [b.text for b in PAGE if b.language == "python"]
+    exec(code, {})
 
 
 def test_gemm_json_is_what_the_planner_says():

@@ -11,11 +11,14 @@ import torch
 
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan
-from nanovllm.plan import attention, elementwise, gemm, reduction
-from nanovllm.plan.attention import AttentionProblem, AttentionTile
-from nanovllm.plan.elementwise import ElementwiseProblem, ElementwiseTile
-from nanovllm.plan.gemm import GemmProblem
-from nanovllm.plan.reduction import ReductionProblem, ReductionTile
+from nanovllm.plan import attention_tiles as attention
+from nanovllm.plan import elementwise_tiles as elementwise
+from nanovllm.plan import gemm_tiles as gemm
+from nanovllm.plan import reduction_tiles as reduction
+from nanovllm.plan.attention_tiles import AttentionProblem, AttentionTile
+from nanovllm.plan.elementwise_tiles import ElementwiseProblem, ElementwiseTile
+from nanovllm.plan.gemm_tiles import GemmProblem
+from nanovllm.plan.reduction_tiles import ReductionProblem, ReductionTile
 from nanovllm.plan.resources import Plan, cdiv, occupancy, waves
 from nanovllm.tune.launches import Launch, recorded
 

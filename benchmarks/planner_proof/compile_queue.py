@@ -45,7 +45,7 @@ class _Driver:
 
 
 @contextmanager
-def _following(model: DeviceModel, needed: list[tuple[str, str]] | None) -> Iterator[None]:
+def following(model: DeviceModel, needed: list[tuple[str, str]] | None) -> Iterator[None]:
     """Within the block no launch runs. Launches compile for the GPU of `model`; with `needed`, they only note their
     keys there.
 
@@ -94,7 +94,7 @@ def kernels_of(problem: Any, plans: Sequence[Plan], model: DeviceModel) -> list[
     inputs = _weightless(problem, model)
     found = []
     needed: list[tuple[str, str]] = []
-    with _following(model, needed):
+    with following(model, needed):
         for p in plans:
             needed.clear()
             inputs.run(p, inputs.sets[0])
@@ -106,7 +106,7 @@ def compile_plan(problem: Any, plan: Plan, model: DeviceModel) -> str | None:
     """Compile the kernels of a plan into Triton's cache; why this cannot be done, or None."""
     try:
         inputs = _weightless(problem, model)
-        with _following(model, None):
+        with following(model, None):
             inputs.run(plan, inputs.sets[0])
     except Exception as e:  # noqa: BLE001 - whatever a compiler raises: the plan is then counted as failed
         return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:160]}"

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.hardware.precision import float32_products
-from nanovllm.plan.attention import AttentionProblem
-from nanovllm.plan.elementwise import ElementwiseProblem
-from nanovllm.plan.gemm import GemmProblem
-from nanovllm.plan.reduction import ReductionProblem
+from nanovllm.plan.attention_tiles import AttentionProblem
+from nanovllm.plan.elementwise_tiles import ElementwiseProblem
+from nanovllm.plan.gemm_tiles import GemmProblem
+from nanovllm.plan.reduction_tiles import ReductionProblem
 from nanovllm.plan.resources import Plan, cdiv
 
 EPS = 1e-6

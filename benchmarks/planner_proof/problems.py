@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.hardware.gpu_presets import DeviceModel
-from nanovllm.plan.attention import AttentionProblem, plan_attention
-from nanovllm.plan.elementwise import ElementwiseProblem, plan_elementwise
-from nanovllm.plan.gemm import GemmProblem, plan_gemm
-from nanovllm.plan.reduction import ReductionProblem, plan_reduction
+from nanovllm.plan.attention_tiles import AttentionProblem, plan_attention
+from nanovllm.plan.elementwise_tiles import ElementwiseProblem, plan_elementwise
+from nanovllm.plan.gemm_tiles import GemmProblem, plan_gemm
+from nanovllm.plan.reduction_tiles import ReductionProblem, plan_reduction
 from nanovllm.plan.resources import Plan
 
 # Shapes share kernels as far as possible: Triton compiles anew for another dtype, for a size of 1 or no multiple of 16,

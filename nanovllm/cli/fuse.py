@@ -17,7 +17,7 @@ from nanovllm.json_output import STDOUT, write_json
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.cli.fuse_target import Target
+    from nanovllm.cli.fuse_target import FuseTarget
     from nanovllm.fuse import FusionAnalyzer, FusionDevice
 
 _PHASES = ("decode", "prefill")
@@ -114,7 +114,7 @@ def fuse(
     print(_summary(report))
 
 
-def _analyzer(target: Target, device: FusionDevice) -> FusionAnalyzer:
+def _analyzer(target: FuseTarget, device: FusionDevice) -> FusionAnalyzer:
     from nanovllm.fuse import FusionAnalyzer
 
     return FusionAnalyzer(target.module, target.args, target.kwargs, device=device, known=target.known)
@@ -133,7 +133,7 @@ def _summary(report: Any) -> str:
 
 
 def _measure(
-    target: Target, where: torch.device, compile: bool, iters: int, save: Path | None, json_file: str | None
+    target: FuseTarget, where: torch.device, compile: bool, iters: int, save: Path | None, json_file: str | None
 ) -> None:
     import torch
 

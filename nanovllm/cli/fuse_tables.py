@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nanovllm.cli.text_table import print_table
-from nanovllm.fuse.analyzer import FusionReport, Row
+from nanovllm.fuse.analyzer import FusionReport, GroupRow
 from nanovllm.fuse.group_timing import Agreement, Comparison, Measured
 
 
@@ -94,7 +94,7 @@ def _cell(m: Measured) -> str:
     return "-" if m.seconds is None else f"{1e6 * m.seconds:.1f}"
 
 
-def _with_limits(r: Row) -> str:
+def _with_limits(r: GroupRow) -> str:
     """The operators, and in a line of its own what keeps the fused kernel from its ideal time."""
     e, found = r.estimate, []
     if len(r.group.kernels) > 1 and e.occupancy < 0.25:

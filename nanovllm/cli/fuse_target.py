@@ -17,7 +17,7 @@ from nanovllm.fuse.tracing import place_of
 
 
 @dataclass
-class Target:
+class FuseTarget:
     """A module with its arguments, and what tells it from others."""
 
     module: Any
@@ -30,7 +30,7 @@ class Target:
 
 def layer_of_preset(
     name: str, tokens: int, context: int | None, phase: str, dtype: str | None, where: torch.device | None
-) -> Target:
+) -> FuseTarget:
     decode = phase == "decode"
     context = context if context is not None else 1024 if decode else tokens
     layer, kwargs, known = decoder_layer(
@@ -41,10 +41,10 @@ def layer_of_preset(
         "dtype": str(kwargs["x"].dtype).removeprefix("torch."),
     }  # fmt: skip
     title = f"{about['module']}, {phase}, tokens {tokens}, context {context}, {about['dtype']}"
-    return Target(layer, (), kwargs, known, about, title)
+    return FuseTarget(layer, (), kwargs, known, about, title)
 
 
-def own_module(text: str, where: torch.device | None) -> Target:
+def own_module(text: str, where: torch.device | None) -> FuseTarget:
     """What "package.module:function" returns: (module, arguments) or (module, positional, keyword arguments)."""
     function = _function(text)
     try:
@@ -70,7 +70,7 @@ def own_module(text: str, where: torch.device | None) -> Target:
             torch.Tensor, lambda t: t.to(where), (tuple(args), dict(kwargs))
         )
     about = {"module": text, "arguments": _describe(args, kwargs)}
-    return Target(module, tuple(args), dict(kwargs), {}, about, f"{text}({about['arguments']})")
+    return FuseTarget(module, tuple(args), dict(kwargs), {}, about, f"{text}({about['arguments']})")
 
 
 def _raised(e: Exception) -> str:

@@ -53,7 +53,7 @@ def _command(name: str) -> Callable[..., None]:
         from nanovllm.cli.lab_show import show, write_ptx
         from nanovllm.engine.devices import select_device
         from nanovllm.lab.lesson import lesson
-        from nanovllm.lab.run import run
+        from nanovllm.lab.lesson_run import run
 
         chosen = lesson(name)
         _check_plot(plot)

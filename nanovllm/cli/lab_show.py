@@ -8,9 +8,9 @@ from typing import Any
 
 from nanovllm.cli.text_table import print_table
 from nanovllm.lab.lesson import WAYS, dtype_name
+from nanovllm.lab.lesson_run import LessonResult, Listing
 from nanovllm.lab.ptx import explained, resources_in_words
-from nanovllm.lab.run import Listing, Result
-from nanovllm.lab.timing import Row
+from nanovllm.lab.way_timing import WayRow
 
 _TITLES = {
     "plain": "PyTorch, written out", "torch": "PyTorch's own", "compile": "torch.compile", "cuda": "CUDA C++",
@@ -18,7 +18,7 @@ _TITLES = {
 }  # fmt: skip
 
 
-def show(result: Result) -> None:
+def show(result: LessonResult) -> None:
     """Print a result."""
     lesson, limit = result.lesson, result.limits
     roof = f"{limit.bandwidth / 1e9:,.0f} GB/s"
@@ -40,7 +40,7 @@ def show(result: Result) -> None:
         _show_listing(listing, result)
 
 
-def _show_checks(result: Result) -> None:
+def _show_checks(result: LessonResult) -> None:
     rows = []
     for c in result.checks:
         verdict = f"{len(c.failures)} wrong" if c.failures else "right" if c.cases else "nothing to compare"
@@ -53,7 +53,7 @@ def _show_checks(result: Result) -> None:
         print(line)
 
 
-def _show_timings(result: Result) -> None:
+def _show_timings(result: LessonResult) -> None:
     flops = result.limits.matmul is not None
     rate = "TFLOP/s" if flops else "GB/s"
     rows, notes, last = [], [], None
@@ -95,13 +95,13 @@ def _megabytes(num_bytes: int) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"
 
 
-def rate_of(row: Row, flops: bool) -> float:
+def rate_of(row: WayRow, flops: bool) -> float:
     """TFLOP/s, or GB/s of the least bytes to move."""
     assert row.timing is not None
     return row.flops / row.timing.median / 1e12 if flops else row.least_bytes / row.timing.median / 1e9
 
 
-def _show_listing(listing: Listing, result: Result) -> None:
+def _show_listing(listing: Listing, result: LessonResult) -> None:
     title = f"{_TITLES[listing.way]} compiled for {result.gpu.name}, {dtype_name(listing.dtype)}, dim {listing.dim}"
     if listing.reading is None:
         print(f"\n{title}: {listing.reason}")
@@ -112,7 +112,7 @@ def _show_listing(listing: Listing, result: Result) -> None:
         print(textwrap.fill(sentence, 80))
 
 
-def write_ptx(result: Result, folder: Path) -> list[Path]:
+def write_ptx(result: LessonResult, folder: Path) -> list[Path]:
     """Write <lesson>_<way>_<gpu>.ptx for every listing. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -123,7 +123,7 @@ def write_ptx(result: Result, folder: Path) -> list[Path]:
     return written
 
 
-def plot(result: Result, path: Path) -> None:
+def plot(result: LessonResult, path: Path) -> None:
     """Draw the rate of every way over the sizes, and the limit.
 
     Raises:

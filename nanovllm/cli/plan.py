@@ -62,7 +62,7 @@ def gemm(
     """Tiles of a matrix product: x of m x k times the transpose of a weight of n x k."""
     from nanovllm.hardware.gpu_presets import dtype_name
     from nanovllm.plan import GemmProblem, plan_gemm
-    from nanovllm.plan.gemm import DTYPES, WEIGHTS
+    from nanovllm.plan.gemm_tiles import DTYPES, WEIGHTS
 
     if dtype in WEIGHTS and dtype not in DTYPES:
         raise ValueError(
@@ -104,7 +104,7 @@ def attention(
     """Tiles of attention: query rows of a block, keys of a step."""
     from nanovllm.hardware.gpu_presets import dtype_name
     from nanovllm.plan import AttentionProblem, plan_attention
-    from nanovllm.plan.attention import DTYPES
+    from nanovllm.plan.attention_tiles import DTYPES
 
     context = query if context is None else context
     problem = AttentionProblem(batch, query, context, heads, kv_heads, head_dim, causal, dtype_name(dtype, DTYPES))
@@ -171,7 +171,7 @@ def elementwise(
     """Blocks of an elementwise kernel: elements a thread, width of loads, warps."""
     from nanovllm.hardware.gpu_presets import dtype_name
     from nanovllm.plan import ElementwiseProblem, plan_elementwise
-    from nanovllm.plan.elementwise import DTYPES
+    from nanovllm.plan.elementwise_tiles import DTYPES
 
     problem = ElementwiseProblem(elements, inputs, outputs, dtype_name(dtype, DTYPES), operations)
     device = _device(gpu)
@@ -202,7 +202,7 @@ def reduction(
     """Blocks of a row kernel: one pass if the row fits into registers, else pieces."""
     from nanovllm.hardware.gpu_presets import dtype_name
     from nanovllm.plan import ReductionProblem, plan_reduction
-    from nanovllm.plan.reduction import DTYPES, KINDS
+    from nanovllm.plan.reduction_tiles import DTYPES, KINDS
 
     short = kind.lower().replace("-", "").replace("_", "")
     named = {known.replace("_", ""): known for known in KINDS}.get(short, kind)

@@ -6,7 +6,7 @@ report = FusionAnalyzer(module, (x,), device="h100").report()
 
 from nanovllm.fuse.analyzer import FusionAnalyzer, FusionReport
 from nanovllm.fuse.cost import FusionCostModel, FusionDevice
-from nanovllm.fuse.grouping import Group
+from nanovllm.fuse.grouping import KernelGroup
 from nanovllm.fuse.tracing import TraceError
 
-__all__ = ["FusionAnalyzer", "FusionCostModel", "FusionDevice", "FusionReport", "Group", "TraceError"]
+__all__ = ["FusionAnalyzer", "FusionCostModel", "FusionDevice", "FusionReport", "KernelGroup", "TraceError"]

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.fuse import op_matching
 from nanovllm.fuse.cost import Estimate, FusionCostModel, FusionDevice, InputsIn
-from nanovllm.fuse.grouping import Decision, Group, Grower
+from nanovllm.fuse.grouping import Decision, Grower, KernelGroup
 from nanovllm.fuse.op_graph import OpGraph, build
 from nanovllm.fuse.op_matching import Match
 from nanovllm.hardware.gpu_presets import device_model
@@ -44,11 +44,11 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Row:
+class GroupRow:
     """One group of a report, predicted. `unfused`: seconds of its kernels one after the other."""
 
     number: int
-    group: Group
+    group: KernelGroup
     unfused: float
     estimate: Estimate
     served: Served
@@ -80,7 +80,7 @@ class FusionReport:
     """The groups of a module on a device, and the merges that were made or not."""
 
     device: str
-    rows: tuple[Row, ...]
+    rows: tuple[GroupRow, ...]
     decisions: tuple[Decision, ...]
 
     @property
@@ -148,7 +148,7 @@ class FusionAnalyzer:
         self._grower = Grower(self.graph, self.cost.gain)
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[KernelGroup]:
         """The groups, in an order in which they can run."""
         return self._grower.groups()
 
@@ -163,7 +163,7 @@ class FusionAnalyzer:
         """Every occurrence of one of our ops in the module, the largest first."""
         return op_matching.find(self.graph)
 
-    def served(self, group: Group) -> Served:
+    def served(self, group: KernelGroup) -> Served:
         """The ops that compute a group: one that computes all of it, else as few as cover the most."""
         taken, left = [], set(group.members)
         for m in self.matches:
@@ -177,7 +177,7 @@ class FusionAnalyzer:
     def report(self) -> FusionReport:
         """Predict every group."""
         rows = (
-            Row(number, g, self.cost.unfused(g), self.cost.fused(g), self.served(g))
+            GroupRow(number, g, self.cost.unfused(g), self.cost.fused(g), self.served(g))
             for number, g in enumerate(self.groups, 1)
         )
         return FusionReport(self.device.name, tuple(rows), tuple(map(self._explained, self.decisions)))

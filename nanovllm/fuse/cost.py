@@ -14,8 +14,9 @@ Times are of the device, as in a CUDA graph; a launch is an empty kernel's time 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,8 +27,8 @@ from nanovllm.fuse import legality
 from nanovllm.fuse.classify import GATHERS, NORMALISATIONS, PER_ELEMENT, Kind, independent_parts
 from nanovllm.fuse.cpu_model import CpuModel
 from nanovllm.fuse.fx_nodes import fake
-from nanovllm.fuse.grouping import Group
-from nanovllm.fuse.op_graph import Kernel, Read
+from nanovllm.fuse.grouping import KernelGroup
+from nanovllm.fuse.op_graph import GraphKernel, Read
 from nanovllm.hardware.gpu_presets import DeviceModel
 
 FusionDevice = DeviceModel | CpuModel
@@ -48,8 +49,8 @@ class Estimate:
     """One kernel's predicted time in seconds and what it is made of.
 
     Attributes:
-        occupancy: the share of the threads that a multiprocessor can hold which registers and shared memory leave.
-        passes: how often the rows are read; 2 where they do not fit on the chip.
+        occupancy: the share of the threads of a multiprocessor that registers and shared memory leave.
+        passes: how often the rows are read; 2 if they do not fit on the chip.
         repeated: seconds of work that programs repeat.
     """
 
@@ -62,110 +63,116 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class _Traffic:
+    """Bytes that a kernel reads from the L2 cache and from memory, and writes.
+
+    own: bytes of which each thread reads a part. Of a value that is broadcast all threads read the same, so that more
+    threads do not read less each; it waits in no thread's queue.
+    """
+
+    cached: int
+    memory: int
+    written: int
+    own: int = 0
+
+    def times(self, passes: int) -> _Traffic:
+        """The same with every read done several times."""
+        return _Traffic(self.cached * passes, self.memory * passes, self.written, self.own * passes)
+
+    @property
+    def read(self) -> int:
+        return self.cached + self.memory
+
+
+@dataclass(frozen=True)
 class FusionCostModel:
     """Predicts kernels and groups on a device.
 
     Args:
-        inputs: where what enters a group lies. "computed": in the L2 cache if another kernel of the graph has just
-            computed it and it takes at most a quarter of the cache, else in memory, as in a model that runs. "memory"
-            or "cache": all of it there, as when a group is timed by itself.
-        overlap: the share of the shorter of moving and computing that is hidden behind the longer. 0: the plain sum. By
-            default what an H200 does: torch's gelu of 16384 x 16384 floats takes 510 us there, of which moving takes
-            488 us and computing, by this count, 97 us; a product of 8192^3 in bfloat16 takes 1381 us (of 91 and 1394
-            us).
+        inputs: where the inputs of a group lie. "computed": in the L2 cache if another kernel of the graph has just
+            computed them and they take at most a quarter of the cache, else in memory, as in a model that runs.
+            "memory" or "cache": all of them there, as when a group is timed by itself.
+        overlap: the share of the shorter of moving and computing that is hidden behind the longer. The default is
+            measured on an H200: torch's gelu of 16384 x 16384 floats takes 510 us, of which moving takes 488 us and
+            computing, by this count, 97 us; a product of 8192^3 in bfloat16 takes 1381 us (of 91 and 1394 us).
     """
 
     device: FusionDevice
     inputs: InputsIn = "computed"
     overlap: float = 0.75
 
-    def unfused(self, group: Group) -> float:
+    def unfused(self, group: KernelGroup) -> float:
         """Seconds of the group's kernels one after the other."""
         return sum(self.kernel(k, group.members).seconds for k in group.kernels)
 
-    def gain(self, a: Group, b: Group, both: Group) -> float:
+    def gain(self, a: KernelGroup, b: KernelGroup, both: KernelGroup) -> float:
         """Seconds saved by making one kernel of two groups."""
         return self.fused(a).seconds + self.fused(b).seconds - self.fused(both).seconds
 
-    def kernel(self, k: Kernel, own: Collection[FxNode] = ()) -> Estimate:
+    def kernel(self, k: GraphKernel, own: Collection[FxNode] = ()) -> Estimate:
         """One kernel of the graph by itself. `own`: kernels that ran just before; their results are in the cache."""
         if k.empty:
             return Estimate(0.0, 0, 0)
         reads: dict[FxNode, int] = {}
         for r in k.reads:
             reads[r.base] = reads.get(r.base, 0) + r.num_bytes
-        fast, slow = self._split(reads, own)
         if k.kind in (Kind.MATMUL, Kind.OPAQUE):  # libraries and our own kernels: written to occupy the device
-            memory = self._memory(fast, slow, k.written_bytes, 1 << 30, 1.0)
+            memory = self._memory(self._traffic(reads, k.written_bytes, own))
             return Estimate(self._together(memory, self._flops(k), k.kind is Kind.MATMUL), k.bytes, k.flops)
-        return min(self._ways([k], reads, fast, slow, k.written_bytes), key=lambda e: e.seconds)
+        return self._best([k], reads, k.written_bytes, own)
 
-    def fused(self, group: Group) -> Estimate:
+    def fused(self, group: KernelGroup) -> Estimate:
         """The group as one kernel."""
         if len(group.kernels) == 1:
             return self.kernel(group.kernels[0])
-        fast, slow = self._split(group.boundary_reads, ())
         if group.product is not None:
-            return self._with_product(group, group.product, fast, slow)
-        ways = self._ways(list(group.kernels), group.boundary_reads, fast, slow, group.written_bytes)
-        return min(ways, key=lambda e: e.seconds)
+            return self._with_product(group, group.product)
+        return self._best(list(group.kernels), group.boundary_reads, group.written_bytes)
 
-    def _ways(
-        self, members: list[Kernel], reads: Mapping[FxNode, int], fast: int, slow: int, written: int
-    ) -> Iterator[Estimate]:
-        """A program for each row, and where it may be, elements shared out in any way.
+    def _best(
+        self, members: list[GraphKernel], reads: Mapping[FxNode, int], written: int, own: Collection[FxNode] = ()
+    ) -> Estimate:
+        """The faster of a program for each row and, if possible, elements shared out in any way.
 
-        It may if nothing is reduced, and if nothing else in the kernel needs what is reduced: then every program
-        reduces some elements, and a second kernel reduces their results. A library's kernel by itself has a way for any
-        shape.
+        Sharing out is possible if nothing is reduced, or if nothing else in the kernel needs what is reduced: then
+        every program reduces some elements, and a second kernel reduces their results. A library's kernel by itself has
+        a way for any shape.
         """
-        shared_reads = sum(reads[base] for base in _broadcast(members) if base in reads)
-        own = fast + slow - shared_reads
+        traffic = self._traffic(reads, written, own)
+        broadcast = sum(reads[base] for base in _broadcast(members) if base in reads)
+        traffic = replace(traffic, own=traffic.read - broadcast)
         reductions = {k.fx for k in members if k.reduced}
         if not reductions and not any(k.kind is Kind.INJECTIVE for k in members):
-            yield self._estimate(members, own, fast, slow, written, 0)
-            return
-        yield self._estimate(members, own, fast, slow, written, (legality.rows(members) or 1) * _parts(members))
+            return self._estimate(members, traffic, 0)
+        found = [self._estimate(members, traffic, (legality.rows(members) or 1) * _parts(members))]
         single = len(members) == 1
         final = not any(r.base in reductions for k in members for r in k.reads)
         if reductions and (single or final and not any(k.op in NORMALISATIONS for k in members)):
-            shared = self._estimate(members, own, fast, slow, written, 0)
-            yield shared if single else replace(shared, seconds=shared.seconds + self.device.launch)
+            shared = self._estimate(members, traffic, 0)
+            found.append(shared if single else replace(shared, seconds=shared.seconds + self.device.launch))
+        return min(found, key=lambda e: e.seconds)
 
-    def _split(self, reads: dict[FxNode, int], own: Collection[FxNode]) -> tuple[int, int]:
-        """Bytes read from the L2 cache and from memory."""
-        fast = 0
+    def _traffic(self, reads: Mapping[FxNode, int], written: int, own: Collection[FxNode] = ()) -> _Traffic:
+        cached = 0
         for base, num_bytes in reads.items():
             computed = base.op == "call_function" and self.inputs == "computed"
             near = computed or base in own or self.inputs == "cache"
-            fast += num_bytes if near and num_bytes <= self.device.l2_bytes // 4 else 0
-        return fast, sum(reads.values()) - fast
+            cached += num_bytes if near and num_bytes <= self.device.l2_bytes // 4 else 0
+        return _Traffic(cached, sum(reads.values()) - cached, written)
 
-    def _estimate(self, kernels: list[Kernel], own: int, fast: int, slow: int, written: int, programs: int) -> Estimate:
-        """Kernels as one that gives each of `programs` a row (0: each thread some elements).
-
-        Args:
-            own: of the bytes read, those that belong to one element each.
-        """
-        d = self.device
+    def _estimate(self, kernels: list[GraphKernel], traffic: _Traffic, programs: int) -> Estimate:
+        """Kernels as one that gives each of `programs` a row (0: each thread some elements)."""
         elements = max((math.prod(k.domain) for k in kernels), default=1)
         occupancy, passes, threads = 1.0, 1, max(1.0, elements / 8)
-        if programs and d.warps_per_sm:
+        if programs and self.device.warps_per_sm:
             occupancy, passes, threads = self._rows(kernels, elements // max(1, programs), programs)
-        elif d.warps_per_sm:
-            registers = _REGISTERS + 8 * _most_alive(kernels)  # eight elements a thread
-            occupancy = self._occupancy(registers, 128, 0)
-        memory = self._memory(fast * passes, slow * passes, written, threads, occupancy, own * passes)
-        arithmetic = sum(self._flops(k) for k in kernels)
-        return Estimate(
-            self._together(memory, arithmetic),
-            (fast + slow) * passes + written,
-            sum(k.flops for k in kernels),
-            occupancy,
-            passes,
-        )
+        elif self.device.warps_per_sm:
+            occupancy = self._occupancy(_REGISTERS + 8 * _most_alive(kernels), 128, 0)  # eight elements a thread
+        traffic = traffic.times(passes)
+        seconds = self._together(self._memory(traffic, threads, occupancy), sum(map(self._flops, kernels)))
+        return Estimate(seconds, traffic.read + traffic.written, sum(k.flops for k in kernels), occupancy, passes)
 
-    def _rows(self, kernels: list[Kernel], length: int, programs: int) -> tuple[float, int, float]:
+    def _rows(self, kernels: list[GraphKernel], length: int, programs: int) -> tuple[float, int, float]:
         """(occupancy, passes, threads in all) of row programs: in registers, else in shared memory, else read twice.
 
         Threads are counted as they have work: of a block that is rounded up to a power of two some have none. So a
@@ -178,10 +185,9 @@ class FusionCostModel:
         registers = _REGISTERS + math.ceil(alive * length / working)
         if registers <= d.registers_per_thread and registers * threads <= d.registers_per_sm:
             return self._occupancy(registers, threads, 0), 1, programs * working
-        shared = 4 * length
-        if shared <= d.shared_per_block:
-            return self._occupancy(_REGISTERS + 8 * alive, threads, shared), 1, programs * working
-        return self._occupancy(_REGISTERS + 8 * alive, threads, 0), 2, programs * working
+        fits = 4 * length <= d.shared_per_block
+        occupancy = self._occupancy(_REGISTERS + 8 * alive, threads, 4 * length if fits else 0)
+        return occupancy, 1 if fits else 2, programs * working
 
     def _occupancy(self, registers: int, threads: int, shared: int) -> float:
         d = self.device
@@ -192,20 +198,18 @@ class FusionCostModel:
             blocks = min(blocks, max(1, d.shared_per_sm // shared))
         return blocks * threads / most
 
-    def _memory(self, fast: int, slow: int, written: int, threads: float, occupancy: float, own: int = 0) -> float:
+    def _memory(self, traffic: _Traffic, threads: float = 1 << 30, occupancy: float = 1.0) -> float:
         """Seconds to move the bytes: at bandwidth, or as fast as what is in flight allows; and filling and draining.
 
         Args:
             threads: how many there are, of which not all need be resident at once.
-            own: bytes that each thread reads a part of. Of a value that is broadcast all threads read the same, and the
-                more of them there are, the less of its bytes is one thread's; it waits in no thread's queue.
         """
         d = self.device
-        seconds = (slow + written) / d.bandwidth + fast / d.l2_bandwidth
-        latency = d.dram_latency if slow else d.l2_latency
+        seconds = (traffic.memory + traffic.written) / d.bandwidth + traffic.cached / d.l2_bandwidth
+        latency = d.dram_latency if traffic.memory else d.l2_latency
         if d.warps_per_sm:
             resident = d.sms * 32 * d.warps_per_sm * occupancy
-            seconds = max(seconds, latency * max(own / threads, (fast + slow) / resident) / _ACCESS)
+            seconds = max(seconds, latency * max(traffic.own / threads, traffic.read / resident) / _ACCESS)
         return seconds + 2 * latency
 
     def _together(self, memory: float, arithmetic: float, product: bool = False) -> float:
@@ -214,16 +218,15 @@ class FusionCostModel:
         fill = _PIPELINE if product and self.device.warps_per_sm else 0.0
         return self.device.launch + memory + arithmetic - hidden + fill
 
-    def _flops(self, k: Kernel) -> float:
-        return k.flops / (self._rate(k) if k.kind in (Kind.MATMUL, Kind.OPAQUE) else self.device.vector_flops)
+    def _flops(self, k: GraphKernel) -> float:
+        """Seconds of a kernel's arithmetic."""
+        rate = self.device.vector_flops
+        if k.kind in (Kind.MATMUL, Kind.OPAQUE):
+            with contextlib.suppress(ValueError):  # no matrix unit for it
+                rate = self.device.rate(str(k.dtype).removeprefix("torch."))
+        return k.flops / rate
 
-    def _rate(self, k: Kernel) -> float:
-        try:
-            return self.device.rate(str(k.dtype).removeprefix("torch."))
-        except ValueError:  # no matrix unit for it
-            return self.device.vector_flops
-
-    def _with_product(self, group: Group, product: Kernel, fast: int, slow: int) -> Estimate:
+    def _with_product(self, group: KernelGroup, product: GraphKernel) -> Estimate:
         d = self.device
         assert product.sizes is not None
         num_rows, columns, inner = product.sizes
@@ -243,20 +246,18 @@ class FusionCostModel:
                 repeated += d.l2_latency * max(1.0, rounds) if d.warps_per_sm else 0.0
         occupancy = 1.0
         if d.warps_per_sm:
-            accumulators = tile_rows * tile_columns / _TILE_THREADS
-            alive = _most_alive(after)
-            registers = _REGISTERS + math.ceil(accumulators * alive)
+            held = tile_rows * tile_columns / _TILE_THREADS * _most_alive(after)
+            registers = _REGISTERS + math.ceil(held)
             occupancy = self._occupancy(registers, _TILE_THREADS, 0)
-            spilled = max(0, registers - d.registers_per_thread) / max(1.0, accumulators * alive)
+            spilled = max(0, registers - d.registers_per_thread) / max(1.0, held)
             # Spilled registers are written and read again, through the cache.
             repeated += spilled * 2 * 4 * num_rows * columns / d.l2_bandwidth
-        memory = self._memory(fast, slow, group.written_bytes, 1 << 30, 1.0)
-        arithmetic = sum(self._flops(k) for k in group.kernels)
-        total = self._together(memory, arithmetic, True) + repeated
-        return Estimate(total, fast + slow + group.written_bytes, group.flops, occupancy, 1, repeated)
+        traffic = self._traffic(group.boundary_reads, group.written_bytes)
+        seconds = self._together(self._memory(traffic), sum(map(self._flops, group.kernels)), True) + repeated
+        return Estimate(seconds, traffic.read + traffic.written, group.flops, occupancy, 1, repeated)
 
 
-def _parts(kernels: list[Kernel]) -> int:
+def _parts(kernels: list[GraphKernel]) -> int:
     """Parts of a row that nothing connects: the groups of a group norm, if the rest is element by element."""
     norms = [k for k in kernels if k.reduced]
     parts = {independent_parts(k.fx) for k in norms}
@@ -264,47 +265,40 @@ def _parts(kernels: list[Kernel]) -> int:
     return parts.pop() if len(parts) == 1 and alike else 1
 
 
-def _broadcast(kernels: Iterable[Kernel]) -> set[FxNode]:
+def _broadcast(kernels: list[GraphKernel]) -> set[FxNode]:
     """The bases of which all that is read is broadcast (a weight, a bias), or says which rows a gather takes."""
-    kernels = list(kernels)
     largest = max((k.domain for k in kernels), key=math.prod, default=())
-    whole: set[FxNode] = set()
-    some: set[FxNode] = set()
-    for k in kernels:
-        for r in k.reads:
-            (some if any(_is_broadcast(k, r, domain) for domain in (k.domain, largest)) else whole).add(r.base)
-    return some - whole
+    reads = [
+        (r.base, any(_is_broadcast(k, r, domain) for domain in (k.domain, largest))) for k in kernels for r in k.reads
+    ]
+    return {base for base, some in reads if some} - {base for base, some in reads if not some}
 
 
-def _is_broadcast(k: Kernel, r: Read, domain: tuple[int, ...]) -> bool:
+def _is_broadcast(k: GraphKernel, r: Read, domain: tuple[int, ...]) -> bool:
     if r.table or k.op in ("cat", "stack"):
         return False
     t = fake(r.value)[0]
     shape = [n if stride else 1 for n, stride in zip(t.shape, t.stride())]
-    if k.op in GATHERS and math.prod(shape) < math.prod(domain):
+    fewer = math.prod(shape) < math.prod(domain)
+    if k.op in GATHERS and fewer:
         return True
     # A bias is one also beside a single row, so that rows may be added to it.
-    smaller = len(shape) < len(domain) or math.prod(shape) < math.prod(domain)
-    return smaller and all(n in (1, m) for n, m in zip(reversed(shape), reversed(domain)))
+    return (len(shape) < len(domain) or fewer) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(domain)))
 
 
-def _most_alive(kernels: Iterable[Kernel]) -> int:
+def _most_alive(kernels: Iterable[GraphKernel]) -> int:
     """The most results of the size of a row that are needed at once, if kernels run in program order.
 
-    A result is alive from its computation to its last use among them; what is read from outside is loaded where it is
-    used.
+    A result is alive from its computation to its last use among them; what comes from outside is loaded at its use.
     """
     kernels = list(kernels)
-    largest = max((math.prod(k.domain) for k in kernels), default=1)
-    last_use: dict[FxNode, int] = {}
-    for i, k in enumerate(kernels):
-        for r in k.reads:
-            last_use[r.base] = i
+    largest = max(1, *(math.prod(k.domain) for k in kernels), 1)
+    last_use = {r.base: i for i, k in enumerate(kernels) for r in k.reads}
     alive: dict[FxNode, float] = {}
     most = 1.0
     for i, k in enumerate(kernels):
         val = k.fx.meta.get("val")
-        alive[k.fx] = val.numel() / max(1, largest) if isinstance(val, torch.Tensor) else 1.0
+        alive[k.fx] = val.numel() / largest if isinstance(val, torch.Tensor) else 1.0
         operands = {r.base: r.num_bytes / max(1, k.dtype.itemsize * largest) for r in k.reads if r.base not in alive}
         most = max(most, sum(alive.values()) + sum(min(1.0, share) for share in operands.values()))
         alive = {fx: share for fx, share in alive.items() if last_use.get(fx, -1) > i}

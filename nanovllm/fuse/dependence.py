@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from nanovllm.fuse.loop_nest import Access, LoopNest, Point
+from nanovllm.fuse.loop_nest import ArrayAccess, LoopNest, Point
 
 try:
     import islpy as isl
@@ -100,7 +100,7 @@ class Dependence:
         return Dependence(kind, self.array, self.later, self.earlier, self.nests[::-1], back, self.prevents)
 
 
-def distances(a: Access, b: Access, first: LoopNest, second: LoopNest) -> Distances | None:
+def distances(a: ArrayAccess, b: ArrayAccess, first: LoopNest, second: LoopNest) -> Distances | None:
     """Every j - i for which `a` at iteration i of `first` and `b` at iteration j of `second` are one element, if any.
 
     If one nest is deeper, the other has loops of one iteration inside.
@@ -142,7 +142,7 @@ def dependences(
     return list(found.values())
 
 
-def _elements(access: Access, nest: LoopNest, depth: int) -> isl.Map:
+def _elements(access: ArrayAccess, nest: LoopNest, depth: int) -> isl.Map:
     """Iteration -> the element that it accesses."""
     variables = [f"v{k}" for k in range(depth)]
     bounds = [*nest.bounds, *((0, 1) for _ in range(depth - nest.depth))]

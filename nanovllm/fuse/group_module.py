@@ -13,7 +13,7 @@ from torch.fx import Node as FxNode
 from torch.utils._pytree import tree_flatten
 
 from nanovllm.fuse import fx_nodes
-from nanovllm.fuse.grouping import Group
+from nanovllm.fuse.grouping import KernelGroup
 from nanovllm.fuse.op_graph import OpGraph
 from nanovllm.fuse.op_matching import Match
 from nanovllm.kernels import all_ops
@@ -31,7 +31,7 @@ class GroupModule:
     inputs: tuple[FxNode, ...]
 
 
-def extract(group: Group, matches: Sequence[Match] = (), device: torch.device | None = None) -> GroupModule:
+def extract(group: KernelGroup, matches: Sequence[Match] = (), device: torch.device | None = None) -> GroupModule:
     """The group as a module that returns what the group gives to others.
 
     Args:
@@ -42,7 +42,7 @@ def extract(group: Group, matches: Sequence[Match] = (), device: torch.device | 
 
 
 class _Writer:
-    def __init__(self, group: Group, matches: Sequence[Match], device: torch.device) -> None:
+    def __init__(self, group: KernelGroup, matches: Sequence[Match], device: torch.device) -> None:
         self.group, self.device = group, device
         self.match_of = {fx: m for m in matches for fx in m.kernels}
         self.graph = Graph()

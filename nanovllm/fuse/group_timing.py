@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from nanovllm.fuse import fx_nodes
 from nanovllm.fuse.analyzer import FusionAnalyzer
 from nanovllm.fuse.group_module import GroupModule, extract, values
-from nanovllm.fuse.grouping import Group
+from nanovllm.fuse.grouping import KernelGroup
 from nanovllm.fuse.op_matching import Match
 from nanovllm.hardware.timing import l2_bytes, time_in_graph, time_kernel
 from nanovllm.kernels.op.declaration import copy_of
@@ -148,8 +148,8 @@ def measure(
 
 
 def _compare(
-    analyzer: FusionAnalyzer, number: int, group: Group, found: dict[FxNode, Any], ways: Sequence[str], backend: str,
-    iters: int,
+    analyzer: FusionAnalyzer, number: int, group: KernelGroup, found: dict[FxNode, Any], ways: Sequence[str],
+    backend: str, iters: int,
 ) -> Comparison:  # fmt: skip
     plain = extract(group)
     inputs = [found[n] for n in plain.inputs]
@@ -193,7 +193,7 @@ class _NoOp(Exception):
 
 
 def _way(
-    way: str, plain: GroupModule, group: Group, matches: Sequence[Match], device: torch.device, backend: str
+    way: str, plain: GroupModule, group: KernelGroup, matches: Sequence[Match], device: torch.device, backend: str
 ) -> tuple[Callable[..., Any], Sequence[FxNode]]:
     """(what to call, the nodes whose values are its arguments)."""
     if way == "unfused":

@@ -19,22 +19,22 @@ from torch.fx import Node as FxNode
 
 from nanovllm.fuse import legality, memory_rules
 from nanovllm.fuse.classify import Kind
-from nanovllm.fuse.op_graph import Kernel, OpGraph, Read
+from nanovllm.fuse.op_graph import GraphKernel, OpGraph, Read
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class KernelGroup:
     """Kernels that become one, in program order."""
 
     graph: OpGraph
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[GraphKernel, ...]
 
     @cached_property
     def members(self) -> frozenset[FxNode]:
         return frozenset(k.fx for k in self.kernels)
 
     @cached_property
-    def product(self) -> Kernel | None:
+    def product(self) -> GraphKernel | None:
         return next((k for k in self.kernels if k.kind is Kind.MATMUL), None)
 
     @cached_property
@@ -43,11 +43,11 @@ class Group:
         return [r for k in self.kernels for r in k.reads if r.base not in self.members]
 
     @cached_property
-    def outputs(self) -> list[Kernel]:
+    def outputs(self) -> list[GraphKernel]:
         """Members whose result is needed outside, or that write memory which exists outside."""
         g = self.graph
 
-        def needed(k: Kernel) -> bool:
+        def needed(k: GraphKernel) -> bool:
             later = (*g.consumers.get(k.fx, ()), *g.writers.get(k.fx, ()))
             if k.fx in g.returned or not later or any(c.fx not in self.members for c in later):
                 return True
@@ -115,14 +115,14 @@ class Decision:
     gain: float
     made: bool
     reason: str = ""
-    both: Group | None = field(default=None, repr=False, compare=False)
+    both: KernelGroup | None = field(default=None, repr=False, compare=False)
 
 
-Gain = Callable[[Group, Group, Group], float]
+Gain = Callable[[KernelGroup, KernelGroup, KernelGroup], float]
 """(producer, consumer, both as one) -> seconds saved, or any number that is larger for a better merge."""
 
 
-def saved_bytes(a: Group, b: Group, both: Group) -> float:
+def saved_bytes(a: KernelGroup, b: KernelGroup, both: KernelGroup) -> float:
     """The gain if no device is given: bytes that need not be moved, and a little for the launch."""
     return a.read_bytes + a.written_bytes + b.read_bytes + b.written_bytes - both.read_bytes - both.written_bytes + 1
 
@@ -138,22 +138,24 @@ class Grower:
     def __init__(self, graph: OpGraph, gain: Gain = saved_bytes) -> None:
         self.graph = graph
         self._gain = gain
-        self._of: dict[FxNode, Group] = {}
+        self._of: dict[FxNode, KernelGroup] = {}
         self._after = networkx.DiGraph()  # group -> groups that must wait for it
-        self._heap: list[tuple[float, int, Group, Group, Group]] = []  # (-gain, order of the offer, two groups, both)
-        self._left: dict[tuple[Group, Group], Decision] = {}
+        self._heap: list[
+            tuple[float, int, KernelGroup, KernelGroup, KernelGroup]
+        ] = []  # (-gain, order of the offer, two groups, both)
+        self._left: dict[tuple[KernelGroup, KernelGroup], Decision] = {}
         self._offers = itertools.count()
         self.decisions: list[Decision] = []
         """Merges in the order in which they were made, then those that were not made."""
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[KernelGroup]:
         """The groups, in an order in which they can run. Call it once."""
-        singles = [Group(self.graph, (k,)) for k in self.graph]
+        singles = [KernelGroup(self.graph, (k,)) for k in self.graph]
         self._of = {g.kernels[0].fx: g for g in singles}
         self._after.add_nodes_from(singles)
         for group in singles:
             self._connect(group)
-        offered: set[Group] = set()
+        offered: set[KernelGroup] = set()
         for group in singles:
             self._offer(group, without=offered)
             offered.add(group)
@@ -174,7 +176,7 @@ class Grower:
         self.decisions += [d for (a, b), d in self._left.items() if a in self._after and b in self._after]
         return list(networkx.lexicographical_topological_sort(self._after, key=lambda g: g.kernels[0].index))
 
-    def _connect(self, group: Group) -> None:
+    def _connect(self, group: KernelGroup) -> None:
         """Add the group with its edges."""
         self._after.add_node(group)
         for k in group.kernels:
@@ -185,10 +187,10 @@ class Grower:
                 if fx in self._of and fx not in group.members:
                     self._after.add_edge(self._of[fx], group)
 
-    def _through_a_third(self, start: Group, goal: Group) -> bool:
+    def _through_a_third(self, start: KernelGroup, goal: KernelGroup) -> bool:
         return any(networkx.has_path(self._after, n, goal) for n in self._after.successors(start) if n is not goal)
 
-    def _offer(self, group: Group, without: set[Group] | frozenset[Group] = frozenset()) -> None:
+    def _offer(self, group: KernelGroup, without: set[KernelGroup] | frozenset[KernelGroup] = frozenset()) -> None:
         """Offer every merge of a group with a neighbour."""
         for other in dict.fromkeys(self._neighbours(group)):
             if other is group or other in without:
@@ -199,7 +201,7 @@ class Grower:
             if reason is not None:
                 self._left[a, b] = Decision(*_meet(a, b), 0.0, False, reason)
                 continue
-            both = Group(self.graph, kernels)
+            both = KernelGroup(self.graph, kernels)
             gain = self._gain(a, b, both)
             if gain > 0:
                 heapq.heappush(self._heap, (-gain, next(self._offers), a, b, both))
@@ -207,7 +209,7 @@ class Grower:
                 reason = "it would take longer than the two"
                 self._left[a, b] = Decision(*_meet(a, b), gain, False, reason, both)
 
-    def _neighbours(self, group: Group) -> Iterator[Group]:
+    def _neighbours(self, group: KernelGroup) -> Iterator[KernelGroup]:
         """Producers, consumers, and groups without a product that read the same value."""
         yield from (self._of[r.base] for r in group.reads if r.base in self._of)
         yield from (self._of[c.fx] for k in group.kernels for c in self.graph.consumers.get(k.fx, ()))
@@ -216,7 +218,7 @@ class Grower:
             yield from (g for g in readers if g.product is None)
 
 
-def _meet(first: Group, second: Group) -> tuple[str, str]:
+def _meet(first: KernelGroup, second: KernelGroup) -> tuple[str, str]:
     """Names of two kernels at which two groups meet."""
     for x, y in ((first, second), (second, first)):
         for k in y.kernels:

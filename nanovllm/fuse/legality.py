@@ -22,7 +22,7 @@ from nanovllm.fuse.classify import GATHERS, PER_ELEMENT, Kind
 from nanovllm.fuse.fx_nodes import argument, fake, op_name, shape_of
 from nanovllm.fuse.matrix_products import CONVOLUTIONS, matmul_bias, matmul_operands, rows_in_order
 from nanovllm.fuse.memory_rules import producers
-from nanovllm.fuse.op_graph import Kernel, OpGraph, Read
+from nanovllm.fuse.op_graph import GraphKernel, OpGraph, Read
 
 _RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "unflatten", "view_as"}
 _EXPANDS = {"expand", "expand_as"}
@@ -35,7 +35,7 @@ _COPIES_IN_ANOTHER_SHAPE = ("reshape", "flatten")
 _MOST_CONSTANT = 65536
 
 
-def why_not(graph: OpGraph, kernels: Iterable[Kernel]) -> str | None:
+def why_not(graph: OpGraph, kernels: Iterable[GraphKernel]) -> str | None:
     """None if the kernels can be one, else the reason. The caller looks for cycles, which depend on other groups."""
     members = sorted(kernels, key=lambda k: k.index)
     if len(members) < 2:
@@ -56,7 +56,7 @@ def why_not(graph: OpGraph, kernels: Iterable[Kernel]) -> str | None:
     return None if rows(members) is not None else "no rows in common: a program would need what another one computes"
 
 
-def rows(members: list[Kernel]) -> int | None:
+def rows(members: list[GraphKernel]) -> int | None:
     """How many rows kernels without a product have in common, the most that are possible; None if they have none."""
     inner = {k.fx: k for k in members}
     candidates = None
@@ -71,7 +71,7 @@ def rows(members: list[Kernel]) -> int | None:
     return next((r for r in sorted(candidates, reverse=True) if _stays_in_rows(members, inner, r)), None)
 
 
-def parts(members: list[Kernel], product: Kernel) -> tuple[list[Kernel], list[Kernel]]:
+def parts(members: list[GraphKernel], product: GraphKernel) -> tuple[list[GraphKernel], list[GraphKernel]]:
     """(prologue, epilogue) of a product: what it needs, and what needs it with whatever else that reads."""
     inner = {k.fx: k for k in members}
     behind = {product}  # members are in program order, so one pass finds all
@@ -83,7 +83,7 @@ def parts(members: list[Kernel], product: Kernel) -> tuple[list[Kernel], list[Ke
     return [k for k in members if k not in after and k is not product], [k for k in members if k in after]
 
 
-def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | None:
+def _product(graph: OpGraph, members: list[GraphKernel], product: GraphKernel) -> str | None:
     if product.sizes is None:
         return f"{product.name}: a product of vectors"
     num_rows, columns, _ = product.sizes
@@ -129,7 +129,7 @@ def _product(graph: OpGraph, members: list[Kernel], product: Kernel) -> str | No
     return _epilogue(after, product, num_rows, columns)
 
 
-def row_members(before: list[Kernel], product: Kernel) -> list[Kernel]:
+def row_members(before: list[GraphKernel], product: GraphKernel) -> list[GraphKernel]:
     """The kernels before a product that work row by row: all that its right operand and its bias do not need alone."""
     inner = {k.fx: k for k in before}
     operands = (*matmul_operands(product.fx), matmul_bias(product.fx))
@@ -137,13 +137,13 @@ def row_members(before: list[Kernel], product: Kernel) -> list[Kernel]:
     return [k for k in before if k not in right and (k not in bias or k in left)]
 
 
-def operand_side(operand: FxNode | None, product: Kernel, inner: Mapping[FxNode, Kernel]) -> set[Kernel]:
+def operand_side(operand: FxNode | None, product: GraphKernel, inner: Mapping[FxNode, GraphKernel]) -> set[GraphKernel]:
     """The kernels of `inner` that compute an operand of a product."""
     start = next((inner[r.base] for r in product.reads if r.value is operand and r.base in inner), None)
     return set() if start is None else {start} | producers(start, inner)
 
 
-def _epilogue(after: list[Kernel], product: Kernel, num_rows: int, columns: int) -> str | None:
+def _epilogue(after: list[GraphKernel], product: GraphKernel, num_rows: int, columns: int) -> str | None:
     inner = {k.fx: k for k in (*after, product)}
     widths = set()
     for k in after:
@@ -164,7 +164,7 @@ def _epilogue(after: list[Kernel], product: Kernel, num_rows: int, columns: int)
     return None if len(widths) <= 1 else f"the epilogue of {product.name} mixes widths {sorted(widths)}"
 
 
-def _stays_in_rows(members: list[Kernel], inner: dict[FxNode, Kernel], num_rows: int) -> bool:
+def _stays_in_rows(members: list[GraphKernel], inner: dict[FxNode, GraphKernel], num_rows: int) -> bool:
     for k in members:
         if _repeated(k):
             continue
@@ -182,11 +182,11 @@ def _stays_in_rows(members: list[Kernel], inner: dict[FxNode, Kernel], num_rows:
     return True
 
 
-def _repeated(k: Kernel) -> bool:
+def _repeated(k: GraphKernel) -> bool:
     return k.constant and math.prod(k.domain) <= _MOST_CONSTANT
 
 
-def _moves_in_row(k: Kernel, r: Read, lead: int) -> bool:
+def _moves_in_row(k: GraphKernel, r: Read, lead: int) -> bool:
     """Whether an injective operator takes its elements from within the row."""
     if k.op in ("cat", "stack"):
         return argument(k.fx, "dim") % len(k.domain) >= lead

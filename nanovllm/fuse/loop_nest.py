@@ -41,7 +41,7 @@ class NestError(ValueError):
 
 
 @dataclass(frozen=True)
-class Access:
+class ArrayAccess:
     """An array element that a statement reads or writes. Index d is matrix[d] . variables + offset[d]."""
 
     array: str
@@ -72,7 +72,7 @@ class LoopNest:
 
     variables: tuple[str, ...]
     bounds: tuple[tuple[int, int], ...]
-    accesses: tuple[Access, ...]
+    accesses: tuple[ArrayAccess, ...]
     lines: tuple[str, ...]
     code: CodeType
 
@@ -179,7 +179,7 @@ class _Reader:
             ends.append(constant)
         return ends[-2], ends[-1]
 
-    def statement(self, node: ast.stmt) -> list[Access]:
+    def statement(self, node: ast.stmt) -> list[ArrayAccess]:
         if isinstance(node, ast.For):
             raise self.error(node, "a loop beside a statement, so the nest is not perfect")
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -193,7 +193,7 @@ class _Reader:
         again = [self.access(target, write=False)] if isinstance(node, ast.AugAssign) else []
         return [*self.reads(node.value), *again, self.access(target, write=True)]
 
-    def reads(self, node: ast.expr) -> list[Access]:
+    def reads(self, node: ast.expr) -> list[ArrayAccess]:
         if isinstance(node, ast.Subscript):
             return [self.access(node, write=False)]
         names = (*self.variables, *self.sizes)
@@ -207,12 +207,12 @@ class _Reader:
         children = node.args if isinstance(node, ast.Call) else ast.iter_child_nodes(node)
         return [a for child in children if isinstance(child, ast.expr) for a in self.reads(child)]
 
-    def access(self, node: ast.Subscript, write: bool) -> Access:
+    def access(self, node: ast.Subscript, write: bool) -> ArrayAccess:
         if not isinstance(node.value, ast.Name):
             raise self.error(node, f"`{ast.unparse(node)}`, an index of an index")
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         matrix, offset = zip(*map(self.affine, indices))
-        return Access(node.value.id, matrix, offset, write, ast.unparse(node))
+        return ArrayAccess(node.value.id, matrix, offset, write, ast.unparse(node))
 
     def affine(self, node: ast.expr) -> tuple[tuple[int, ...], int]:
         """(a factor for each variable, what is added)."""

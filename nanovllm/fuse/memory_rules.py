@@ -13,13 +13,13 @@ from torch.fx import Node as FxNode
 
 from nanovllm.fuse.classify import Kind
 from nanovllm.fuse.fx_nodes import fake, mutated, shape_of, storages
-from nanovllm.fuse.op_graph import Kernel, OpGraph
+from nanovllm.fuse.op_graph import GraphKernel, OpGraph
 
 _SCATTERS = ("index_put", "index_put_")
 _COPIES = ("clone", "copy_", "fill_", "zero_")
 
 
-def why_not(members: Iterable[Kernel]) -> str | None:
+def why_not(members: Iterable[GraphKernel]) -> str | None:
     """None if a program may do all that it does to memory on its own, else the reason."""
     inner = {k.fx: k for k in members}
     for k in inner.values():
@@ -40,17 +40,17 @@ def why_not(members: Iterable[Kernel]) -> str | None:
     return None
 
 
-def needed(k: Kernel) -> set[int]:
+def needed(k: GraphKernel) -> set[int]:
     """The memory that must be as it is while a kernel runs: what it reads, and what it writes in place."""
     return written(k).union(*(storages(r.value) for r in k.reads))
 
 
-def written(k: Kernel) -> set[int]:
+def written(k: GraphKernel) -> set[int]:
     """The memory that a kernel writes in place."""
     return set().union(*map(storages, mutated(k.fx)))
 
 
-def private(graph: OpGraph, k: Kernel, own: Iterable[FxNode]) -> bool:
+def private(graph: OpGraph, k: GraphKernel, own: Iterable[FxNode]) -> bool:
     """Whether only kernels of `own` make, write and read what `k` writes in place: it need not exist in memory then."""
     own = set(own)
     made = set().union(*(_new_memory(fx) for fx in own))
@@ -60,12 +60,12 @@ def private(graph: OpGraph, k: Kernel, own: Iterable[FxNode]) -> bool:
     )
 
 
-def place(k: Kernel) -> tuple[object, ...]:
+def place(k: GraphKernel) -> tuple[object, ...]:
     """The part of memory that a kernel writes: equal for two that write the same elements."""
     return tuple((frozenset(storages(n)), *_geometry(n)) for n in mutated(k.fx) or [k.fx])
 
 
-def overwritten(k: Kernel, later: Iterable[Kernel]) -> bool:
+def overwritten(k: GraphKernel, later: Iterable[GraphKernel]) -> bool:
     """Whether one of the kernels that come later in a group writes all that `k` writes."""
     return any(c.mutates and place(c) == place(k) for c in later)
 
@@ -75,9 +75,9 @@ def _new_memory(fx: FxNode) -> set[int]:
     return storages(fx) - set().union(*map(storages, fx.all_input_nodes))
 
 
-def producers(k: Kernel, inner: Mapping[FxNode, Kernel]) -> set[Kernel]:
+def producers(k: GraphKernel, inner: Mapping[FxNode, GraphKernel]) -> set[GraphKernel]:
     """The kernels of `inner` whose results reach `k`."""
-    found: set[Kernel] = set()
+    found: set[GraphKernel] = set()
     todo = [k]
     while todo:
         for r in todo.pop().reads:
@@ -87,7 +87,7 @@ def producers(k: Kernel, inner: Mapping[FxNode, Kernel]) -> set[Kernel]:
     return found
 
 
-def _apart(p: Kernel, k: Kernel) -> str | None:
+def _apart(p: GraphKernel, k: GraphKernel) -> str | None:
     """None if `k`, which comes later, uses of the memory of `p` element by element what `p` uses, else why not.
 
     What it reads of p's result itself is a matter of rows, as for any other result.
@@ -106,13 +106,13 @@ def _apart(p: Kernel, k: Kernel) -> str | None:
     return None
 
 
-def _uses(k: Kernel) -> list[tuple[FxNode, bool]]:
+def _uses(k: GraphKernel) -> list[tuple[FxNode, bool]]:
     """The values whose memory a kernel uses, and whether it writes them."""
     written = mutated(k.fx)
     return [(r.value, False) for r in k.reads if r.value not in written] + [(n, True) for n in written or [k.fx]]
 
 
-def _in_place(k: Kernel, value: FxNode) -> bool:
+def _in_place(k: GraphKernel, value: FxNode) -> bool:
     """Whether a kernel uses each element of a value where it iterates."""
     if k.kind is Kind.INJECTIVE and k.op not in _COPIES or k.kind is Kind.OPAQUE:
         return False

@@ -44,7 +44,7 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class GraphKernel:
     """A node of the graph that runs a kernel.
 
     Attributes:
@@ -96,36 +96,36 @@ class OpGraph:
     """Kernels in program order, and the exported program that they come from."""
 
     program: torch.export.ExportedProgram
-    kernels: tuple[Kernel, ...]
-    of: Mapping[FxNode, Kernel] = field(repr=False)
+    kernels: tuple[GraphKernel, ...]
+    of: Mapping[FxNode, GraphKernel] = field(repr=False)
     returned: frozenset[FxNode] = field(repr=False)
     """Bases that the graph returns."""
     lasting: frozenset[int] = field(repr=False)
     """Storages that the graph is given or returns."""
 
     @cached_property
-    def consumers(self) -> Mapping[FxNode, Sequence[Kernel]]:
+    def consumers(self) -> Mapping[FxNode, Sequence[GraphKernel]]:
         """Base -> kernels that read it, directly or through views."""
         return _by_key((r.base, k) for k in self.kernels for r in k.reads)
 
     @cached_property
-    def followers(self) -> Mapping[FxNode, Sequence[Kernel]]:
-        """Kernel -> those that must run after it: they read its result, or use the same memory."""
+    def followers(self) -> Mapping[FxNode, Sequence[GraphKernel]]:
+        """GraphKernel -> those that must run after it: they read its result, or use the same memory."""
         return _by_key((fx, k) for k in self.kernels for fx in (*(r.base for r in k.reads), *k.after))
 
     @cached_property
-    def writers(self) -> Mapping[FxNode, Sequence[Kernel]]:
+    def writers(self) -> Mapping[FxNode, Sequence[GraphKernel]]:
         """Base -> kernels that write into its memory."""
         return _by_key((base, k) for k in self.kernels for base in k.writes)
 
     @cached_property
-    def users(self) -> Mapping[int, Sequence[Kernel]]:
+    def users(self) -> Mapping[int, Sequence[GraphKernel]]:
         """Storage -> kernels that make, read or write it."""
         return _by_key(
             (s, k) for k in self.kernels for n in (k.fx, *k.fx.all_input_nodes) for s in fx_nodes.storages(n)
         )
 
-    def __iter__(self) -> Iterator[Kernel]:
+    def __iter__(self) -> Iterator[GraphKernel]:
         return iter(self.kernels)
 
     def __len__(self) -> int:
@@ -136,8 +136,8 @@ class OpGraph:
         return [n for n in self.program.graph.nodes if n.op == "placeholder"]
 
 
-def _by_key(pairs: Iterable[tuple[Key, Kernel]]) -> dict[Key, list[Kernel]]:
-    found: dict[Key, list[Kernel]] = {}
+def _by_key(pairs: Iterable[tuple[Key, GraphKernel]]) -> dict[Key, list[GraphKernel]]:
+    found: dict[Key, list[GraphKernel]] = {}
     for key, k in dict.fromkeys(pairs):
         found.setdefault(key, []).append(k)
     return found
@@ -170,7 +170,7 @@ class _Builder:
         self.known: dict[FxNode, torch.Tensor] = {n: known[n.name] for n in program.graph.nodes if n.name in known}
         self.views: dict[FxNode, tuple[FxNode, ...]] = {}  # value -> views from its base
         self.base: dict[FxNode, FxNode] = {}
-        self.kernels: dict[FxNode, Kernel] = {}
+        self.kernels: dict[FxNode, GraphKernel] = {}
         self.hosts: dict[FxNode, frozenset[FxNode]] = {}  # node -> reads to the host that it has numbers from
         self.writers: dict[int, list[FxNode]] = {}  # storage -> kernels that wrote it, latest last
         self.readers: dict[int, list[FxNode]] = {}
@@ -223,7 +223,7 @@ class _Builder:
         hosts = self._hosts(node)
         bases = [self.base[n] for n in operands]
         fixed = all(b in self.parameters or (b in self.kernels and self.kernels[b].constant) for b in bases)
-        self.kernels[node] = Kernel(
+        self.kernels[node] = GraphKernel(
             node, len(self.kernels), name, kind, domain, reduced, matmul_sizes(node) if kind is Kind.MATMUL else None,
             reads, output_bytes, flops_of(node, kind, self.known), fake(node)[0].dtype if fake(node) else torch.float32,
             fixed and not written and not hosts, self._order(node, written, operands) | hosts,

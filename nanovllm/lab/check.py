@@ -19,7 +19,7 @@ _SAMPLED_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Check:
+class WayCheck:
     """The check of one way.
 
     Attributes:
@@ -41,7 +41,7 @@ class Check:
 
 def check(
     lesson: Lesson, way: Way, device: torch.device, dtype: torch.dtype, seed: int, limit: int | None = None
-) -> Check:
+) -> WayCheck:
     """Compare a way with the reference on every shape.
 
     Args:
@@ -49,7 +49,7 @@ def check(
         limit: leave out larger dims.
     """
     if way.call is None:
-        return Check(way.name, reason=way.reason)
+        return WayCheck(way.name, reason=way.reason)
     shapes = SHAPES + (LARGE_SHAPES if device.type == "cuda" else ())
     if way.name == "compile":  # a compilation takes seconds, and torch.compile is not what is taught
         shapes = SHAPES[3:4]
@@ -62,7 +62,7 @@ def check(
         worst, cases = max(worst, error), cases + 1
         if failure is not None:
             failures.append(f"{rows}x{dim}: {failure}")
-    return Check(way.name, cases, worst, tuple(failures))
+    return WayCheck(way.name, cases, worst, tuple(failures))
 
 
 def compare(lesson: Lesson, way: Way, inputs: Inputs) -> tuple[float, str | None]:

@@ -13,12 +13,12 @@ from dataclasses import asdict, replace
 
 import torch
 
-from nanovllm.lab.check import Check, check
+from nanovllm.lab.check import WayCheck, check
 from nanovllm.lab.lesson import Lesson, dtype_name, lesson
 from nanovllm.lab.ways import ways
 
 
-def check_interpreted(lesson: Lesson, dtype: torch.dtype, seed: int) -> Check:
+def check_interpreted(lesson: Lesson, dtype: torch.dtype, seed: int) -> WayCheck:
     """`check` of the Triton way in another process, whose Triton interprets."""
     # -W: NumPy, which computes there, warns of overflows; a GPU does not.
     command = [sys.executable, "-W", "ignore", "-m", __name__, lesson.name, dtype_name(dtype), str(seed)]
@@ -26,12 +26,12 @@ def check_interpreted(lesson: Lesson, dtype: torch.dtype, seed: int) -> Check:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return Check("triton", failures=(f"the interpreter failed: {last}",), how="interpreter")
+        return WayCheck("triton", failures=(f"the interpreter failed: {last}",), how="interpreter")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    return Check(**{**found, "failures": tuple(found["failures"])})
+    return WayCheck(**{**found, "failures": tuple(found["failures"])})
 
 
-def check_here(lesson: Lesson, dtype: torch.dtype, seed: int) -> Check:
+def check_here(lesson: Lesson, dtype: torch.dtype, seed: int) -> WayCheck:
     """`check` of the Triton way in this process, whose Triton interprets."""
     device = torch.device("cpu")
     (way,) = ways(lesson, device, dtype, ["triton"])

@@ -19,7 +19,7 @@ from nanovllm.hardware.measured_rates import Rates, rates
 from nanovllm.hardware.versions import versions
 from nanovllm.lab.lesson import dtype_name
 from nanovllm.lab.profiled import Ran, kernels_that_ran
-from nanovllm.lab.timing import seconds_of
+from nanovllm.lab.way_timing import seconds_of
 
 SWEEPS = ("steps", "layers", "batch", "dim")
 BUDGET = {"cuda": 1.0, "cpu": 0.4}

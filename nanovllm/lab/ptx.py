@@ -46,7 +46,7 @@ _MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Access:
+class MemoryAccess:
     """Instructions of one kind, each of which moves `bytes` bytes a thread.
 
     what: "ld" or "st". where: "global" (device memory) or "shared".
@@ -73,7 +73,7 @@ class Reading:
     """
 
     kernel: str
-    accesses: tuple[Access, ...]
+    accesses: tuple[MemoryAccess, ...]
     async_copies: dict[int, int]
     counts: dict[str, int]
     examples: dict[str, str]
@@ -131,7 +131,7 @@ def read(kernel: str, body: str, report: str, threads: int, dynamic_shared: int 
             continue
         first.setdefault(key, _LONG_LIST.sub(lambda m: f"{{{m[0].count(',') + 1} registers}}", text))
     registers, spilled, shared = _resources(kernel, report)
-    ordered = tuple(Access(*key, count, first[key]) for key, count in sorted(accesses.items()))
+    ordered = tuple(MemoryAccess(*key, count, first[key]) for key, count in sorted(accesses.items()))
     examples = {str(key): text for key, text in first.items() if not isinstance(key, tuple)}
     return Reading(
         kernel, ordered, dict(copies), dict(counts), examples, registers, spilled, shared, dynamic_shared, threads
@@ -172,7 +172,7 @@ def explained(r: Reading) -> list[Line]:
     return [*lines, *(Line(r.examples[k], r.counts[k], _MEANINGS[k]) for k in sorted(r.counts, key=order.index))]
 
 
-def _meaning(a: Access) -> str:
+def _meaning(a: MemoryAccess) -> str:
     verb = "read" if a.what == "ld" else "written"
     if a.where == "shared":
         return f"{a.bytes} bytes a thread {verb} in shared memory, where the threads of a block exchange numbers"

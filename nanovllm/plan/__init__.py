@@ -10,12 +10,12 @@ Every `plan_*` takes a problem and a `DeviceModel` and returns a list of `Plan`,
 with a `config` of its kernel. None needs a GPU or imports torch. docs/planner.md has the model.
 """
 
-from nanovllm.plan.attention import AttentionProblem, AttentionTile, plan_attention
-from nanovllm.plan.conv import ConvTile, plan_conv
+from nanovllm.plan.attention_tiles import AttentionProblem, AttentionTile, plan_attention
 from nanovllm.plan.conv_problem import ConvProblem
-from nanovllm.plan.elementwise import ElementwiseProblem, ElementwiseTile, plan_elementwise
-from nanovllm.plan.gemm import GemmProblem, GemmTile, plan_gemm
-from nanovllm.plan.reduction import ReductionProblem, ReductionTile, plan_reduction
+from nanovllm.plan.conv_tiles import ConvTile, plan_conv
+from nanovllm.plan.elementwise_tiles import ElementwiseProblem, ElementwiseTile, plan_elementwise
+from nanovllm.plan.gemm_tiles import GemmProblem, GemmTile, plan_gemm
+from nanovllm.plan.reduction_tiles import ReductionProblem, ReductionTile, plan_reduction
 from nanovllm.plan.resources import Occupancy, Plan, Waves, occupancy, stages_needed, waves
 
 __all__ = [

@@ -45,7 +45,7 @@ def loaded_latency(device: DeviceModel) -> float:
 
 
 @dataclass(frozen=True)
-class Step:
+class LoopStep:
     """What one block does in one step of its loop.
 
     Attributes:
@@ -68,7 +68,7 @@ class Step:
 
 
 def loop_seconds(
-    device: DeviceModel, step: Step, steps: int, blocks: int, fit: Occupancy, wave: Waves, warps: int, stages: int,
+    device: DeviceModel, step: LoopStep, steps: int, blocks: int, fit: Occupancy, wave: Waves, warps: int, stages: int,
     rate: float, store_bytes: float,
 ) -> tuple[dict[str, float], float]:  # fmt: skip
     """(seconds by limit, those that nothing overlaps) of `blocks` blocks of `steps` steps; device memory is the
@@ -113,7 +113,7 @@ def loop_seconds(
     return parts, device.launch + (latency(device) + store) * first_and_last
 
 
-def _shared_seconds(step: Step, device: DeviceModel, warps: int) -> float:
+def _shared_seconds(step: LoopStep, device: DeviceModel, warps: int) -> float:
     """Seconds that shared memory is busy with a step: what is loaded is written once, and read by every unit that
     needs it.
 

@@ -18,10 +18,10 @@ from nanovllm.hardware.gpu_presets import DTYPE_BYTES, DeviceModel
 from nanovllm.plan.resources import SPILL_MARGIN, padded, uses_wgmma
 
 if TYPE_CHECKING:
-    from nanovllm.plan.attention import AttentionProblem, AttentionTile
-    from nanovllm.plan.elementwise import ElementwiseProblem, ElementwiseTile
-    from nanovllm.plan.gemm import GemmProblem, GemmTile
-    from nanovllm.plan.reduction import ReductionProblem, ReductionTile
+    from nanovllm.plan.attention_tiles import AttentionProblem, AttentionTile
+    from nanovllm.plan.elementwise_tiles import ElementwiseProblem, ElementwiseTile
+    from nanovllm.plan.gemm_tiles import GemmProblem, GemmTile
+    from nanovllm.plan.reduction_tiles import ReductionProblem, ReductionTile
 
 _VECTOR = 16
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.kernels.triton.offline_compiler import Descriptor, Pointer, Resources, Scalar, resources
-from nanovllm.plan.attention import AttentionProblem, AttentionTile
-from nanovllm.plan.elementwise import ElementwiseProblem, ElementwiseTile
-from nanovllm.plan.gemm import GemmProblem, GemmTile
-from nanovllm.plan.reduction import ReductionProblem, ReductionTile
+from nanovllm.plan.attention_tiles import AttentionProblem, AttentionTile
+from nanovllm.plan.elementwise_tiles import ElementwiseProblem, ElementwiseTile
+from nanovllm.plan.gemm_tiles import GemmProblem, GemmTile
+from nanovllm.plan.reduction_tiles import ReductionProblem, ReductionTile
 from nanovllm.plan.resources import cdiv, next_power_of_2, padded
 
 TRITON_TYPE = {"float32": "fp32", "tfloat32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

@@ -70,7 +70,7 @@ def test_what_was_compiled_ahead_is_found(tmp_path, monkeypatch):
     # Launches on real tensors, from this process: all are on disk.
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **rest: hits.append(cache_hit))
-    with compiling._following(H200, None):
+    with compiling.following(H200, None):
         for problem, plans in problems.items():
             inputs = prepare(problem, torch.device("cpu"), H200, sets=1)
             for p in plans:
@@ -83,7 +83,7 @@ def test_nothing_of_it_stays():
     problem = ALL["streaming"][0]
     compiling.kernels_of(problem, plan(problem, H200)[:1], H200)
     assert (JITFunction.run, driver._active, triton.knobs.runtime.jit_cache_hook) == before
-    with pytest.raises(RuntimeError, match="no such thing"), compiling._following(H200, None):
+    with pytest.raises(RuntimeError, match="no such thing"), compiling.following(H200, None):
         raise RuntimeError("no such thing")
     assert (JITFunction.run, driver._active, triton.knobs.runtime.jit_cache_hook) == before
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.cli.fuse_layer import decoder_layer
-from nanovllm.fuse import FusionAnalyzer, FusionCostModel, Group
+from nanovllm.fuse import FusionAnalyzer, FusionCostModel, KernelGroup
 from nanovllm.fuse.op_graph import build
 from nanovllm.hardware.gpu_presets import device_model
 from tests.fuse.modules import H100, PLAIN, meta, norm
@@ -16,7 +16,7 @@ from tests.fuse.modules import H100, PLAIN, meta, norm
 def test_times_are_those_of_the_formula():
     n = 1 << 20
     graph = build(lambda x, y: torch.tanh(x * 2 + y), (meta(n), meta(n)))
-    group = Group(graph, graph.kernels)
+    group = KernelGroup(graph, graph.kernels)
     model = FusionCostModel(PLAIN, overlap=0)
     mul, add, tanh = 1, 1, 16  # flops an element
     moved = 4 * n * (2 + 3 + 2)
@@ -34,7 +34,7 @@ def test_times_that_were_measured_on_an_h200():
 
     def predict(fn, *args):
         graph = build(fn, args)
-        group = Group(graph, graph.kernels)
+        group = KernelGroup(graph, graph.kernels)
         return 1e6 * model.unfused(group), 1e6 * model.fused(group).seconds
 
     x, square, half = meta(16, 128, 4096), meta(16384, 16384), torch.bfloat16
@@ -79,7 +79,7 @@ def test_more_elements_never_take_less(fn, shapes, dtype):
     last = [0.0] * 4
     for shape in sorted(shapes):
         graph = build(fn, [meta(*s, dtype=dtype) for s in shape])
-        group = Group(graph, graph.kernels)
+        group = KernelGroup(graph, graph.kernels)
         models = [FusionCostModel(H100, where) for where in ("memory", "cache")]
         now = [t for m in models for t in (m.unfused(group), m.fused(group).seconds)]
         assert all(b >= a * (1 - 1e-12) for a, b in zip(last, now)), (shape, last, now)
@@ -115,7 +115,7 @@ def test_long_rows_lower_the_occupancy_and_then_are_read_twice():
 
     def of(size):
         graph = build(norm, (meta(4096, size), meta(size)))
-        return model.fused(Group(graph, graph.kernels))
+        return model.fused(KernelGroup(graph, graph.kernels))
 
     short, long, longer = of(1024), of(40000), of(200000)
     assert short.passes == long.passes == 1 and longer.passes == 2
@@ -124,7 +124,7 @@ def test_long_rows_lower_the_occupancy_and_then_are_read_twice():
     # A smaller chip holds fewer rows at once.
     small = dataclasses.replace(H100, registers_per_sm=32768)
     graph = build(norm, (meta(4096, 1024), meta(1024)))
-    group = Group(graph, graph.kernels)
+    group = KernelGroup(graph, graph.kernels)
     assert FusionCostModel(small).fused(group).occupancy < model.fused(group).occupancy
 
 
@@ -134,8 +134,8 @@ def test_a_prologue_is_repeated_by_every_tile_of_columns():
     def gain(tokens):
         args = (meta(tokens, 4096).bfloat16(), meta(4096).bfloat16(), meta(8192, 4096).bfloat16())
         graph = build(lambda x, w, m: F.linear(norm(x, w), m), args)
-        alone, product = Group(graph, graph.kernels[:-1]), Group(graph, graph.kernels[-1:])
-        return model.gain(alone, product, Group(graph, graph.kernels))
+        alone, product = KernelGroup(graph, graph.kernels[:-1]), KernelGroup(graph, graph.kernels[-1:])
+        return model.gain(alone, product, KernelGroup(graph, graph.kernels))
 
     assert gain(1) > 0 > gain(512)
 
@@ -149,9 +149,9 @@ def test_an_epilogue_that_holds_many_accumulators_spills():
 
     args = (meta(4096, 64), meta(4096, 64), *(meta(4096, 4096) for _ in range(3)))
     graph = build(many, args)
-    assert FusionCostModel(H100).fused(Group(graph, graph.kernels)).repeated > 0
+    assert FusionCostModel(H100).fused(KernelGroup(graph, graph.kernels)).repeated > 0
     graph = build(lambda x, m: F.relu(F.linear(x, m)), args[:2])
-    assert FusionCostModel(H100).fused(Group(graph, graph.kernels)).repeated == 0
+    assert FusionCostModel(H100).fused(KernelGroup(graph, graph.kernels)).repeated == 0
 
 
 @pytest.mark.parametrize("gpu", ["nvidia-a100", "nvidia-h200", "nvidia-b200", "nvidia-rtx-4090"])

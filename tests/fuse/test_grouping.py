@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from nanovllm.fuse import FusionAnalyzer, legality
 from nanovllm.fuse.classify import PER_ELEMENT, Kind
 from nanovllm.fuse.group_module import extract
-from nanovllm.fuse.grouping import Group, Grower
+from nanovllm.fuse.grouping import Grower, KernelGroup
 from nanovllm.fuse.op_graph import build
 from tests.fuse.modules import groups_of, run_in_order
 
@@ -150,7 +150,7 @@ def test_memory_is_made_before_it_is_written_to():
     graph = build(fn, (X, torch.arange(3), torch.ones(3, 16)))
     by_op = {k.op: k for k in graph}
     assert by_op["mul"].fx in by_op["index_put_"].after and by_op["index_put_"].writes == {by_op["mul"].fx}
-    assert by_op["mul"] in Group(graph, (by_op["mul"],)).outputs
+    assert by_op["mul"] in KernelGroup(graph, (by_op["mul"],)).outputs
     order = [k.op for g in Grower(graph).groups() for k in g.kernels]
     assert order.index("mul") < order.index("index_put_") < order.index("sum")
 
@@ -165,7 +165,7 @@ def test_kinds_and_bytes():
     assert by_op["mul"].bytes == 4 * (2 * 8 * 16 + 16)
     assert by_op["linear"].flops == 2 * 8 * 4 * 16 and by_op["linear"].sizes == (8, 4, 16)
     assert "t" not in by_op and "transpose" not in by_op  # a view runs no kernel
-    group = Group(graph, tuple(k for k in graph if k.kind in PER_ELEMENT and k.op in ("mul", "add")))
+    group = KernelGroup(graph, tuple(k for k in graph if k.kind in PER_ELEMENT and k.op in ("mul", "add")))
     assert group.read_bytes == 4 * (8 * 16 + 16 + 8 * 16) and group.written_bytes == 4 * 8 * 16
     assert group.unfused_bytes == 4 * (2 * 8 * 16 + 16 + 3 * 8 * 16)
 

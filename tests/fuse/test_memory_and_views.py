@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.fuse import FusionAnalyzer, legality
-from nanovllm.fuse.grouping import Group, Grower
+from nanovllm.fuse.grouping import Grower, KernelGroup
 from nanovllm.fuse.op_graph import build
 from tests.fuse.modules import groups_of, run_in_order
 
@@ -90,7 +90,7 @@ def test_a_chain_in_place_is_one_kernel_that_writes_once():
     assert (chain.read_bytes, chain.written_bytes) == (plain.read_bytes, plain.written_bytes)
 
     graph = build(lambda x: (lambda u: (torch.flip(u, (0,)), u.add_(1)))(torch.exp(x)), (X,))
-    group = Group(graph, tuple(k for k in graph if k.op != "flip"))  # two results in the same memory
+    group = KernelGroup(graph, tuple(k for k in graph if k.op != "flip"))  # two results in the same memory
     assert len(group.outputs) == 2 and group.written_bytes == 4 * X.numel()
 
     def halves(x):  # two parts of one memory

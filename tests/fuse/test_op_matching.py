@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from nanovllm.fuse import FusionAnalyzer
 from nanovllm.fuse.group_module import extract, values
-from nanovllm.fuse.grouping import Group
+from nanovllm.fuse.grouping import KernelGroup
 from nanovllm.fuse.op_graph import build
 from nanovllm.fuse.op_matching import find, patterns
 from nanovllm.kernels import Tensors, all_ops
@@ -48,7 +48,7 @@ def test_every_op_is_found_in_its_own_reference(name):
         assert matches, f"not found: {[k.op for k in graph]}"
         if "eps" in arguments and arguments.get("q_weight", W) is not None:
             assert matches[0].arguments["eps"] == 3e-3
-        group = Group(graph, graph.kernels)
+        group = KernelGroup(graph, graph.kernels)
         known = values(graph, (), {k: v.clone() for k, v in tensors.items()})
         plain, ours = extract(group), extract(group, matches[:1])
         assert any("nanovllm" in str(getattr(n.target, "__module__", "")) for n in ours.module.graph.nodes)
@@ -155,12 +155,12 @@ def test_a_group_is_served_by_several_ops_or_in_part():
         return torch.tanh(F.silu(g) * u)
 
     a = FusionAnalyzer(fn, (X, W, torch.randn(24, 16)), device="h100")
-    everything = Group(a.graph, a.graph.kernels)
+    everything = KernelGroup(a.graph, a.graph.kernels)
     served = a.served(everything)
     assert served.covered == len(everything.kernels) - 1 and "of 5 kernels" in str(served)
-    one = next(g for g in (Group(a.graph, (k,)) for k in a.graph.kernels) if g.kernels[0].op == "silu")
+    one = next(g for g in (KernelGroup(a.graph, (k,)) for k in a.graph.kernels) if g.kernels[0].op == "silu")
     assert a.served(one).beyond and str(a.served(one)) == "fused_activation"
-    tanh = Group(a.graph, a.graph.kernels[-1:])
+    tanh = KernelGroup(a.graph, a.graph.kernels[-1:])
     assert str(a.served(tanh)) == "none"
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanovllm.fuse import FusionAnalyzer, FusionCostModel, Group, legality
+from nanovllm.fuse import FusionAnalyzer, FusionCostModel, KernelGroup, legality
 from nanovllm.fuse.cpu_model import CpuModel
 from nanovllm.fuse.group_module import extract, values
 from nanovllm.fuse.group_timing import measure
@@ -143,7 +143,7 @@ def test_a_group_norm_is_a_reduction_over_parts_of_an_image():
 
     def fused(parts):
         graph = build(lambda x: F.silu(F.group_norm(x, parts)), (x,))
-        return model.fused(Group(graph, graph.kernels))
+        return model.fused(KernelGroup(graph, graph.kernels))
 
     assert fused(32).passes == 1 and fused(32).seconds < fused(1).seconds  # 64 programs, not 2
     real = torch.randn(2, 8, 4, 4)
@@ -189,7 +189,7 @@ def test_views_in_place_cost_nothing():
 def test_what_the_document_calls_opaque_is():
     """Every operator in that paragraph, but for those that tests above look at."""
     text = (Path(__file__).parents[2] / "docs" / "fusion.md").read_text()
-    named = set(re.findall(r"`([a-z_]+)`", text[text.index("Opaque are, in particular") : text.index("### Legality")]))
+    named = set(re.findall(r"`([a-z_]+)`", text[text.index("Opaque operators are") : text.index("### Legality")]))
     x, image, i = torch.rand(4, 8), torch.rand(2, 4, 6, 6), torch.randint(0, 4, (4, 8))
     calls = {
         "dropout": lambda x, image, i: F.dropout(x),

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from nanovllm.hardware.measured_rates import Rates
-from nanovllm.lab import timing
+from nanovllm.lab import way_timing as timing
 from nanovllm.lab.check import SHAPES, check, compare, difference
 from nanovllm.lab.interpret import check_interpreted
 from nanovllm.lab.lesson import LARGEST_DIM, NAMES, WAYS, lesson
+from nanovllm.lab.lesson_run import run
 from nanovllm.lab.profiled import kernels_that_ran
-from nanovllm.lab.run import run
-from nanovllm.lab.timing import Limits, check_sizes, measure
 from nanovllm.lab.traffic import torch_traffic
+from nanovllm.lab.way_timing import Limits, check_sizes, measure
 from nanovllm.lab.ways import Way, check_names, ways
 
 CPU = torch.device("cpu")

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from nanovllm.hardware.gpu_presets import device_model
-from nanovllm.plan import ConvProblem, ConvTile, conv, plan_conv
+from nanovllm.plan import ConvProblem, ConvTile, plan_conv
+from nanovllm.plan import conv_tiles as conv
 from nanovllm.plan.conv_problem import positions_read
 from tests.plan.devices import A100, H100, ROUND, SOME
 

@@ -13,10 +13,18 @@ from nanovllm.plan import (
     GemmTile,
     ReductionProblem,
     ReductionTile,
-    attention,
-    elementwise,
-    gemm,
-    reduction,
+)
+from nanovllm.plan import (
+    attention_tiles as attention,
+)
+from nanovllm.plan import (
+    elementwise_tiles as elementwise,
+)
+from nanovllm.plan import (
+    gemm_tiles as gemm,
+)
+from nanovllm.plan import (
+    reduction_tiles as reduction,
 )
 from tests.plan.devices import H200
 

@@ -9,13 +9,15 @@ from nanovllm.hardware.gpu_presets import device_model
 from nanovllm.plan import (
     GemmProblem,
     GemmTile,
-    gemm,
     occupancy,
     plan_gemm,
     stages_needed,
     waves,
 )
-from nanovllm.plan.loop import Step, loaded_latency, loop_seconds, overlapped
+from nanovllm.plan import (
+    gemm_tiles as gemm,
+)
+from nanovllm.plan.loop import LoopStep, loaded_latency, loop_seconds, overlapped
 from nanovllm.plan.resources import bytes_needed, combine
 from tests.plan.devices import A100, H100, ROUND, SOME
 
@@ -98,7 +100,7 @@ def test_rounds_of_blocks_are_counted_not_listed():
     import tracemalloc
 
     fit = occupancy(ROUND, 64 << 10, 64, 4)  # 3 blocks
-    step = Step(1e6, 8192, 8192, 64, 8192, 8192, wgmma=True)
+    step = LoopStep(1e6, 8192, 8192, 64, 8192, 8192, wgmma=True)
     for busiest in (1, 2, 3, 4, 5, 6, 301):
         rounds = [3] * (busiest // 3) + [busiest % 3] * (busiest % 3 > 0)
         rounds = rounds if busiest >= 3 else [busiest]
@@ -118,7 +120,7 @@ def test_loop_by_hand():
     assert fit.blocks == 3
     # 1 MFLOP a step on 10 TFLOP/s a multiprocessor: 0.1 us. 25 blocks of 8 steps on 10: the busiest has 3, all
     # resident.
-    step = Step(1e6, 8192, 8192, 64, 8192, 8192, wgmma=True)
+    step = LoopStep(1e6, 8192, 8192, 64, 8192, 8192, wgmma=True)
     parts, fixed = loop_seconds(ROUND, step, 8, 25, fit, waves(25, 3, 10), 4, 3, 1e14, 20_000)
     assert parts["compute"] == pytest.approx(24 * (0.1e-6 + 60e-9 / 3))
     # written once, x and the weight read once: 32 KiB at 128 bytes a cycle
@@ -142,7 +144,7 @@ def test_a_loop_without_tensor_cores_by_hand():
     fit = occupancy(ROUND, 64 << 10, 64, 4)
     # 64 rows and columns, 32 of k, 4 bytes; 128 threads have 32 sums each, and read two times their root for each
     # column of k.
-    step = Step(2 * 64 * 64 * 32, 8192, 8192, 64, 8192, 8192, wgmma=False, tensor_cores=False)
+    step = LoopStep(2 * 64 * 64 * 32, 8192, 8192, 64, 8192, 8192, wgmma=False, tensor_cores=False)
     parts, _ = loop_seconds(ROUND, step, 8, 10, fit, waves(10, 3, 10), 4, 3, 1e13, 0)
     read = 128 * 2 * math.sqrt(32) * 128
     assert parts["shared memory"] == pytest.approx(8 * (16384 + read) / 128e9)

@@ -23,14 +23,18 @@ from nanovllm.plan import (
     GemmTile,
     ReductionProblem,
     ReductionTile,
-    gemm,
     occupancy,
     plan_attention,
     plan_elementwise,
     plan_gemm,
     plan_reduction,
-    reduction,
     triton_kernels,
+)
+from nanovllm.plan import (
+    gemm_tiles as gemm,
+)
+from nanovllm.plan import (
+    reduction_tiles as reduction,
 )
 
 GEMMS = [

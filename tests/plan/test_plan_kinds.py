@@ -14,13 +14,19 @@ from nanovllm.plan import (
     GemmProblem,
     ReductionProblem,
     ReductionTile,
-    attention,
-    elementwise,
     plan_attention,
     plan_elementwise,
     plan_gemm,
     plan_reduction,
-    reduction,
+)
+from nanovllm.plan import (
+    attention_tiles as attention,
+)
+from nanovllm.plan import (
+    elementwise_tiles as elementwise,
+)
+from nanovllm.plan import (
+    reduction_tiles as reduction,
 )
 from nanovllm.plan.report import document, table_rows
 from nanovllm.plan.resources import padded, positive

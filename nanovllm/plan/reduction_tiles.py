@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from nanovllm.hardware.gpu_presets import DTYPE_BYTES, DeviceModel
-from nanovllm.plan.elementwise import BLOCK_CYCLES, START_CYCLES
+from nanovllm.plan.elementwise_tiles import BLOCK_CYCLES, START_CYCLES
 from nanovllm.plan.registers import ROW_MOST, reduction_registers
 from nanovllm.plan.resources import (
     LOADED,

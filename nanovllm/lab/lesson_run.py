@@ -13,12 +13,12 @@ import torch
 from nanovllm.hardware.gpu_presets import DeviceModel, device_model, this_device
 from nanovllm.hardware.versions import versions
 from nanovllm.kernels.op.availability import triton_support
-from nanovllm.lab.check import Check, check, error_line
+from nanovllm.lab.check import WayCheck, check, error_line
 from nanovllm.lab.compiled import cuda_reading, triton_reading
 from nanovllm.lab.interpret import check_here, check_interpreted
 from nanovllm.lab.lesson import Lesson, dtype_name
 from nanovllm.lab.ptx import Reading, explained, resources_in_words
-from nanovllm.lab.timing import Limits, Row, check_sizes, limits, measure
+from nanovllm.lab.way_timing import Limits, WayRow, check_sizes, limits, measure
 from nanovllm.lab.ways import Way, check_names, ways
 
 _COMPILED_DEFAULT = "h100"
@@ -38,7 +38,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Result:
+class LessonResult:
     """A lesson that was run. `rows`: every way at every size. `listings`: PTX for `gpu`."""
 
     lesson: Lesson
@@ -46,8 +46,8 @@ class Result:
     dtype: torch.dtype
     seed: int
     limits: Limits
-    checks: tuple[Check, ...]
-    rows: tuple[Row, ...]
+    checks: tuple[WayCheck, ...]
+    rows: tuple[WayRow, ...]
     gpu: DeviceModel
     listings: tuple[Listing, ...]
 
@@ -87,7 +87,7 @@ def run(
     seed: int | None = None,
     refresh: bool = False,
     tell: Tell = lambda line: None,
-) -> Result:
+) -> LessonResult:
     """Run a lesson.
 
     Args:
@@ -129,28 +129,28 @@ def run(
     listings = tuple(
         _listing(lesson, name, dims[-1], compiled_dtype, model) for name in ("cuda", "triton") if name in chosen
     )
-    return Result(lesson, device, dtype, seed, limit, tuple(checks), tuple(rows), model, listings)
+    return LessonResult(lesson, device, dtype, seed, limit, tuple(checks), tuple(rows), model, listings)
 
 
-def _check(lesson: Lesson, way: Way, device: torch.device, dtype: torch.dtype, seed: int) -> Check:
+def _check(lesson: Lesson, way: Way, device: torch.device, dtype: torch.dtype, seed: int) -> WayCheck:
     if way.name == "triton" and device.type == "cpu":
         if triton_support(device) is None:
             return check_here(lesson, dtype, seed)
         if importlib.util.find_spec("triton") is None:
-            return Check("triton", reason=way.reason)
+            return WayCheck("triton", reason=way.reason)
         return check_interpreted(lesson, dtype, seed)
     try:
         return check(lesson, way, device, dtype, seed)
     except torch.OutOfMemoryError:
-        return Check(way.name, reason="out of memory")
+        return WayCheck(way.name, reason="out of memory")
     except Exception as error:  # a way that fails is a row of the table; the others are still of use
         said = error_line(error)
         if way.name == "compile":  # most often there is no C++ compiler
-            return Check(way.name, reason=f"torch.compile failed: {said}")
-        return Check(way.name, failures=(said,))
+            return WayCheck(way.name, reason=f"torch.compile failed: {said}")
+        return WayCheck(way.name, failures=(said,))
 
 
-def _unless_wrong(way: Way, found: Check) -> Way:
+def _unless_wrong(way: Way, found: WayCheck) -> Way:
     """The way, without its call if the check says that its time would mean nothing."""
     if found.failures:
         return Way(way.name, None, "not timed, as it is wrong: see above")

@@ -37,7 +37,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Row:
+class WayRow:
     """One way at one size.
 
     Attributes:
@@ -94,11 +94,11 @@ def check_sizes(sizes: Sequence[int] | None, device: torch.device) -> tuple[int,
 
 def measure(
     lesson: Lesson, way: Way, dim: int, device: torch.device, dtype: torch.dtype, limit: Limits, seed: int
-) -> Row:
+) -> WayRow:
     """Time one way on [dim, dim], after some rows of its result were compared with float64."""
     size = torch.empty(0, dtype=dtype).element_size()
     cost = lesson.cost(dim, size)
-    row = Row(way.name, dim, cost.bytes, cost.flops, limit.seconds(cost.bytes, cost.flops if limit.matmul else 0))
+    row = WayRow(way.name, dim, cost.bytes, cost.flops, limit.seconds(cost.bytes, cost.flops if limit.matmul else 0))
     call, reason = way.call, way.reason
     if way.name == "plain" and lesson.plain_limit is not None and dim > lesson.plain_limit[0]:
         reason = f"only up to {lesson.plain_limit[0]}: {lesson.plain_limit[1]}"

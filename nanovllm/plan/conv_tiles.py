@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 
 from nanovllm.hardware.gpu_presets import DTYPE_BYTES, DeviceModel
 from nanovllm.plan.conv_problem import ConvProblem, positions_read
-from nanovllm.plan.gemm import L2_SHARE, GemmProblem, GemmTile
-from nanovllm.plan.loop import Step, loaded_latency, loop_seconds, overlapped
+from nanovllm.plan.gemm_tiles import L2_SHARE, GemmProblem, GemmTile
+from nanovllm.plan.loop import LoopStep, loaded_latency, loop_seconds, overlapped
 from nanovllm.plan.registers import gemm_registers
 from nanovllm.plan.resources import (
     SPILL_MARGIN,
@@ -242,7 +242,7 @@ def predict(tile: ConvTile, problem: ConvProblem, device: DeviceModel) -> Plan:
     wgmma = device.matrix_unit == "wgmma" and tile.block_m >= 64 and on_tensor_cores
     # Every tap reads its own window of the patch.
     x_read = tile.block_m * tile.block_c * _taps_of_a_step(tile, p) * size
-    step = Step(step_flops, x, weight, tile.block_m, x_read, weight, wgmma, tensor_cores=on_tensor_cores)
+    step = LoopStep(step_flops, x, weight, tile.block_m, x_read, weight, wgmma, tensor_cores=on_tensor_cores)
     store = tile.block_m * tile.block_n * size
     parts, fixed = loop_seconds(device, step, steps, blocks, fit, wave, tile.warps, tile.stages, rate, store)
     parts["memory"] = dram / device.bandwidth

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.hardware.gpu_presets import DTYPE_BYTES, DeviceModel
-from nanovllm.plan.loop import Step, loaded_latency, loop_seconds, overlapped
+from nanovllm.plan.loop import LoopStep, loaded_latency, loop_seconds, overlapped
 from nanovllm.plan.registers import copies, gemm_registers
 from nanovllm.plan.resources import (
     SPILL_MARGIN,
@@ -285,7 +285,7 @@ def predict(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> Plan:
     x, weight = bm * bk * p.bytes_x, bn * bk * p.bytes_weight
     # Packed weights are unpacked in registers and multiplied from there, or by wgmma from shared memory again.
     convert = 0.0 if p.weight is None else bn * bk * CONVERT[p.weight] / (_CONVERT_LANES * device.clock)
-    step = Step(
+    step = LoopStep(
         step_flops,
         x,
         weight,
