@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,28 +100,6 @@ def write_trace(trace: dict[str, Any], path: Path, max_bytes: int = 50 * 2**20) 
 
 
 # ------------------------------------------------------------------------------------------------------------- tracks
-
-
-def bad_nesting(events: Iterable[dict[str, Any]]) -> list[str]:
-    """Pairs of ranges on one track that overlap without one containing the other: viewers cannot draw them.
-
-    Perfetto drops the later one of a pair; it counts in whole nanoseconds, and so does this.
-    """
-    tracks: dict[tuple[Any, Any], list[tuple[int, int, str]]] = defaultdict(list)
-    for e in events:
-        if e.get("ph") == "X":
-            tracks[e["pid"], e["tid"]].append((*_span(e), e["name"]))
-    problems = []
-    for track, ranges in tracks.items():
-        stack: list[tuple[int, int, str]] = []
-        for start, end, name in sorted(ranges, key=lambda r: (r[0], -r[1])):
-            while stack and stack[-1][1] <= start:
-                stack.pop()
-            if stack and end > stack[-1][1]:
-                problems.append(f"{track}: {name!r} overlaps the end of {stack[-1][2]!r}")
-            else:
-                stack.append((start, end, name))
-    return problems
 
 
 def _span(event: dict[str, Any]) -> tuple[int, int]:

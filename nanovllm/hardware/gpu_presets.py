@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,6 @@ _KIB = 1 << 10
 _MIB = 1 << 20
 _SUSTAINED_BANDWIDTH = 0.92  # between reading and copying
 _SUSTAINED_MATMUL = 0.80
-_L2_BYTES_PER_CYCLE = 36  # a multiprocessor; 9.0 TB/s over 132 multiprocessors at 1.9 GHz
 _LAUNCH = 0.95e-6
 
 DTYPE_BYTES: Mapping[str, float] = {
@@ -149,52 +148,70 @@ def dtype_name(name: str, known: tuple[str, ...] = tuple(DTYPE_BYTES), argument:
     return full
 
 
-def _preset(
-    name: str, capability: int, sms: int, shared: int, l2: float, clock: float, bandwidth: float,
-    memory: float, tensor: dict[str, float], latency: tuple[float, float], warps: int = 64, blocks: int = 32,
-    l2_width: float = _L2_BYTES_PER_CYCLE,
-) -> DeviceModel:  # fmt: skip
-    """shared in KiB, l2 in MiB, clock in GHz, bandwidth in TB/s, memory in GB, tensor in TFLOP/s, latency (DRAM, L2)
-    in ns,
-    l2_width in bytes a cycle and multiprocessor."""
-    cycle = clock * 1e9
-    lanes = 64 if capability == 80 else 128
-    peak = {"float32": 2 * lanes * cycle * sms, **{dtype: rate * 1e12 for dtype, rate in tensor.items()}}
-    sustained = {dtype: rate * (0.76 if dtype == "float32" else _SUSTAINED_MATMUL) for dtype, rate in peak.items()}
-    return DeviceModel(
-        name=name, capability=capability, sms=sms, shared_per_sm=shared * _KIB, shared_per_block=(shared - 1) * _KIB,
-        l2_bytes=int(l2 * _MIB), warps_per_sm=warps, blocks_per_sm=blocks, clock=cycle,
-        peak_bandwidth=bandwidth * 1e12, bandwidth=bandwidth * 1e12 * _SUSTAINED_BANDWIDTH,
-        l2_bandwidth=l2_width * cycle * sms, dram_latency=latency[0] * 1e-9, l2_latency=latency[1] * 1e-9,
-        peak_matmul=peak, matmul=sustained, memory=memory * 1e9,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class _DataSheet:
+    """A GPU's numbers as data sheets print them.
+
+    Attributes:
+        shared: KiB a multiprocessor. l2: MiB. clock: GHz. bandwidth: TB/s. memory: GB. tensor: TFLOP/s by dtype.
+        dram, l2_latency: nanoseconds from a load to its data.
+        l2_width: bytes a cycle and multiprocessor.
+    """
+
+    name: str
+    capability: int
+    sms: int
+    shared: int
+    l2: float
+    clock: float
+    bandwidth: float
+    memory: float
+    tensor: Mapping[str, float]
+    dram: float
+    l2_latency: float
+    warps: int = 64
+    blocks: int = 32
+    l2_width: float = 36  # 9.0 TB/s over the 132 multiprocessors of an H200 at 1.9 GHz
+
+    def model(self, **measured: Any) -> DeviceModel:
+        """The model, with what is sustained assumed, or as `measured` says by field."""
+        cycle, lanes = self.clock * 1e9, 64 if self.capability == 80 else 128
+        peak = {"float32": 2 * lanes * cycle * self.sms, **{dtype: rate * 1e12 for dtype, rate in self.tensor.items()}}
+        assumed = {
+            "bandwidth": self.bandwidth * 1e12 * _SUSTAINED_BANDWIDTH, "l2_bandwidth": self.l2_width * cycle * self.sms,
+            "matmul": {d: r * (0.76 if d == "float32" else _SUSTAINED_MATMUL) for d, r in peak.items()},
+        }  # fmt: skip
+        return DeviceModel(
+            name=self.name, capability=self.capability, sms=self.sms, shared_per_sm=self.shared * _KIB,
+            shared_per_block=(self.shared - 1) * _KIB, l2_bytes=int(self.l2 * _MIB), warps_per_sm=self.warps,
+            blocks_per_sm=self.blocks, clock=cycle, peak_bandwidth=self.bandwidth * 1e12,
+            dram_latency=self.dram * 1e-9, l2_latency=self.l2_latency * 1e-9, peak_matmul=peak,
+            memory=self.memory * 1e9, **{**assumed, **measured},
+        )  # fmt: skip
 
 
 _HOPPER = {"tfloat32": 494.7, "float16": 989.4, "bfloat16": 989.4, "float8": 1978.9, "int8": 1978.9}
 _AMPERE = {"tfloat32": 156.0, "float16": 312.0, "bfloat16": 312.0, "int8": 624.0}
 _ADA = {"tfloat32": 82.6, "float16": 165.2, "bfloat16": 165.2, "float8": 330.3, "int8": 660.6}
 _BLACKWELL = {"tfloat32": 1125.0, "float16": 2250.0, "bfloat16": 2250.0, "float8": 4500.0, "int8": 4500.0}
-
-_H200 = replace(
-    _preset("nvidia-h200", 90, 132, 228, 60, 1.98, 4.8, 141, _HOPPER, (300, 150)),
-    # results/nvidia-h200: what device.rates measured there. Reading and copying; the products of random numbers in
-    # float32, float16 and bfloat16. The others at the same share of the data sheet as bfloat16.
-    bandwidth=4.4e12, l2_bandwidth=8.99e12,
-    matmul={"float32": 51.1e12, "tfloat32": 395e12, "float16": 759e12, "bfloat16": 789e12,
-            "float8": 1578e12, "int8": 1578e12},
-)  # fmt: skip
+_A100 = _DataSheet("nvidia-a100", 80, 108, 164, 40, 1.41, 2.039, 80, _AMPERE, 335, 190)
+# Measured on an H200: reading and copying, the L2 cache, the products of random numbers in float32, float16 and
+# bfloat16. The other products are assumed at the same share of the data sheet as bfloat16.
+_H200_PRODUCTS = {
+    "float32": 51.1e12, "tfloat32": 395e12, "float16": 759e12, "bfloat16": 789e12, "float8": 1578e12, "int8": 1578e12,
+}  # fmt: skip
 
 PRESETS: Mapping[str, DeviceModel] = {
     p.name: p
     for p in (
-        _preset("nvidia-a100", 80, 108, 164, 40, 1.41, 2.039, 80, _AMPERE, (335, 190)),
-        _preset("nvidia-h100", 90, 132, 228, 50, 1.98, 3.35, 80, _HOPPER, (300, 150)),
-        _H200,
-        _preset("nvidia-b200", 100, 148, 228, 126, 1.965, 8.0, 180, _BLACKWELL, (300, 150), l2_width=64),
-        _preset(
-            "nvidia-rtx-4090", 89, 128, 100, 72, 2.52, 1.008, 24, _ADA, (215, 108), warps=48, blocks=24, l2_width=16
+        _A100.model(),
+        _DataSheet("nvidia-h100", 90, 132, 228, 50, 1.98, 3.35, 80, _HOPPER, 300, 150).model(),
+        _DataSheet("nvidia-h200", 90, 132, 228, 60, 1.98, 4.8, 141, _HOPPER, 300, 150).model(
+            bandwidth=4.4e12, l2_bandwidth=8.99e12, matmul=_H200_PRODUCTS
         ),
-        _preset("nvidia-a100-40gb", 80, 108, 164, 40, 1.41, 1.555, 40, _AMPERE, (335, 190)),
+        _DataSheet("nvidia-b200", 100, 148, 228, 126, 1.965, 8.0, 180, _BLACKWELL, 300, 150, l2_width=64).model(),
+        _DataSheet("nvidia-rtx-4090", 89, 128, 100, 72, 2.52, 1.008, 24, _ADA, 215, 108, 48, 24, l2_width=16).model(),
+        replace(_A100, name="nvidia-a100-40gb", bandwidth=1.555, memory=40).model(),
     )
 }
 
@@ -269,7 +286,12 @@ def this_device(device: torch.device, refresh: bool = False) -> DeviceModel:
 
     if device.type != "cuda":
         raise ValueError(f"device: expected a CUDA device, not {device}; name a preset instead: {', '.join(PRESETS)}")
-    p: Any = torch.cuda.get_device_properties(device)  # PyTorch's stubs lack some of its attributes
+    return model_of(torch.cuda.get_device_properties(device), lambda dtypes: rates(device, dtypes, refresh))
+
+
+def model_of(properties: Any, rates_of: Callable[[tuple[str, ...]], Rates]) -> DeviceModel:
+    """`this_device`, of what the driver says (as `torch.cuda.get_device_properties`) and what is measured by dtypes."""
+    p = properties
     capability = 10 * p.major + p.minor
     older = [m for m in PRESETS.values() if m.capability <= capability]
     if not older:
@@ -286,4 +308,4 @@ def this_device(device: torch.device, refresh: bool = False) -> DeviceModel:
         l2_bandwidth=base.l2_bandwidth * scale, matmul={d: r * scale for d, r in base.matmul.items()},
         peak_matmul={d: r * scale for d, r in base.peak_matmul.items()},
     )  # fmt: skip
-    return measured(model, rates(device, tuple(model.matmul), refresh))
+    return measured(model, rates_of(tuple(model.matmul)))

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,26 +68,28 @@ def best_of(a: Rates, b: Rates) -> Rates:
     return replace(b, matmul=matmul, **shortest, **named)
 
 
-def rates(device: torch.device, dtypes: tuple[str, ...] = ("bfloat16",), refresh: bool = False) -> Rates:
-    """The device's rates, from the cache of this GPU and these versions; what it lacks is measured, which takes a few
-    seconds.
+def rates(
+    device: torch.device, dtypes: tuple[str, ...] = ("bfloat16",), refresh: bool = False, meter: Meter | None = None
+) -> Rates:
+    """The device's rates, from the cache of this GPU and these versions. What it lacks is measured, in a few seconds.
 
     Args:
-        dtypes: whose matrix products to measure, by the names of `presets.DTYPE_BYTES`. One that cannot be multiplied
-            here has 0.
+        dtypes: whose matrix products to measure, by the names of `gpu_presets.DTYPE_BYTES`. One that cannot be
+            multiplied here has 0.
         refresh: measure anyway. What is found is kept, beside what is known of other dtypes.
+        meter: what measures.
     """
-    path = _cache_dir() / f"{slug(device_name(device))}-{'-'.join(versions().values())}.json"
+    meter = meter or Meter()
+    path = _cache_dir() / f"{slug(device_name(device))}-{'-'.join(meter.versions().values())}.json"
     known = _load(path)
-    if known is not None and known.device != device_name(device):
-        known = None
-    if known is None or refresh:
-        measured = measure(device, dtypes)
-        _keep(path, measured if known is None else replace(measured, matmul={**known.matmul, **measured.matmul}))
-        return measured
+    if known is None or known.device != device_name(device) or refresh:
+        found = meter.measure(device, dtypes)
+        matmul = known.matmul if known is not None and known.device == found.device else {}
+        _keep(path, replace(found, matmul={**matmul, **found.matmul}))
+        return found
     missing = tuple(d for d in dtypes if d not in known.matmul)
     if missing:
-        known = replace(known, matmul={**known.matmul, **measure_matmul(device, missing)})
+        known = replace(known, matmul={**known.matmul, **meter.measure_matmul(device, missing)})
         _keep(path, known)
     return known
 
@@ -118,9 +120,18 @@ def measure_matmul(device: torch.device, dtypes: tuple[str, ...]) -> dict[str, f
         if device.type != "cuda":
             return _measure_cpu_matmul(dtypes)
         with torch.cuda.device(device):
-            found = {dtype: max(_matmul_rates(dtype, device)) for dtype in dtypes}
+            found = _best_matmul(device, dtypes)
             torch.cuda.empty_cache()
             return found
+
+
+@dataclass(frozen=True)
+class Meter:
+    """What measures a device, and the versions that it measures with."""
+
+    measure: Callable[[torch.device, tuple[str, ...]], Rates] = measure
+    measure_matmul: Callable[[torch.device, tuple[str, ...]], dict[str, float]] = measure_matmul
+    versions: Callable[[], dict[str, str]] = versions
 
 
 def _load(path: Path) -> Rates | None:
@@ -150,8 +161,8 @@ def _measure_cpu(name: str, dtypes: tuple[str, ...]) -> Rates:
     vector = torch.ones(4096)
     matrix = source.view(-1, 4096)
     # A matrix-vector product is what decoding does; a plain sum is limited by arithmetic on some CPUs.
-    read = source.nbytes / _least([lambda: matrix @ vector, source.sum])
-    copy = 2 * source.nbytes / _least([lambda: target.copy_(source)])
+    read = source.nbytes / least([lambda: matrix @ vector, source.sum])
+    copy = 2 * source.nbytes / least([lambda: target.copy_(source)])
     return Rates(name, max(read, copy), read, copy, _measure_cpu_matmul(dtypes))
 
 
@@ -160,22 +171,22 @@ def _measure_cpu_matmul(dtypes: tuple[str, ...]) -> dict[str, float]:
     for dtype in dtypes:
         n = 1024
         a, b = (torch.randn(n, n).to(getattr(torch, dtype)) for _ in range(2))
-        matmul[dtype] = 2 * n**3 / _least([functools.partial(torch.mm, a, b)], repeats=20)
+        matmul[dtype] = 2 * n**3 / least([functools.partial(torch.mm, a, b)], repeats=20)
     return matmul
 
 
-def _least(calls: list[Callable[[], Any]], repeats: int = 6) -> float:
+def least(calls: list[Callable[[], Any]], repeats: int = 6, clock: Callable[[], float] = time.perf_counter) -> float:
     """The shortest time in seconds of any of the calls: other programs only ever add to it.
 
     A call that takes long is repeated less: some CPUs need seconds for a product in a 16-bit type.
     """
     best = float("inf")
     for call in calls:
-        began = time.perf_counter()
+        began = clock()
         for _ in range(repeats):
-            started = time.perf_counter()
+            started = clock()
             call()
-            ended = time.perf_counter()
+            ended = clock()
             best = min(best, ended - started)
             if ended - began > _LONG_ENOUGH:
                 break
@@ -192,7 +203,7 @@ def _measure_cuda(device: torch.device, name: str, dtypes: tuple[str, ...]) -> R
     # Before anything lasting is allocated, such as the matrix products' workspace: it would be cut from these blocks
     # and hold them.
     torch.cuda.empty_cache()
-    matmul = {dtype: max(_matmul_rates(dtype, device)) for dtype in dtypes}
+    matmul = _best_matmul(device, dtypes)
     torch.cuda.empty_cache()
     kernel_seconds, latencies = _kernel_seconds(device), _latencies(device, cache_bytes)
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
@@ -214,17 +225,17 @@ def _bandwidths(device: torch.device, cache_bytes: int) -> tuple[float, float, f
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     ways = [functools.partial(way, target, source) for way in (torch.Tensor.copy_, *copies(device))]
-    copy = 2 * source.nbytes / min(_least_cuda(way) for way in ways)
+    copy = 2 * source.nbytes / min(least_cuda(way) for way in ways)
     del target, ways
-    times = [_least_cuda(call) for call in (source.sum, source.view(-1, 4096).amax)]
+    times = [least_cuda(call) for call in (source.sum, source.view(-1, 4096).amax)]
     cache_bandwidth = 0.0
     try:
         from nanovllm.hardware.probe_kernels import read_time
 
-        times.append(read_time(source, _least_cuda))
+        times.append(read_time(source, least_cuda))
         small = source[: min(cache_bytes // 4, num_bytes) // 4]
         passes = 64
-        cache_bandwidth = passes * small.nbytes / read_time(small, _least_cuda, passes)
+        cache_bandwidth = passes * small.nbytes / read_time(small, least_cuda, passes)
     except ImportError:  # no Triton here: PyTorch's reductions have to do
         pass
     return source.nbytes / min(times), copy, cache_bandwidth
@@ -237,37 +248,56 @@ def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
     except ImportError:
         return 0.0, 0.0
     # A sixteenth of the cache: half of it may be the part of the other multiprocessors, which holds copies.
-    small = chase_seconds(max(1 << 20, cache_bytes // 16), 4096, device, _least_cuda)
-    return chase_seconds(8 * max(cache_bytes, 32 * _MIB), 4096, device, _least_cuda), small
+    small = chase_seconds(max(1 << 20, cache_bytes // 16), 4096, device, least_cuda)
+    return chase_seconds(8 * max(cache_bytes, 32 * _MIB), 4096, device, least_cuda), small
 
 
-def _matmul_rates(dtype: str, device: torch.device) -> Iterator[float]:
-    """Of squares, of a down projection at prefill, of 128 tiles of 256 x 128, and of exactly one for each
-    multiprocessor, so that none idles in
-    a last round; of random numbers, and of gated ones as that projection is given.
+def product_sizes(dtype: str, sms: int) -> Sequence[tuple[int, int, int]]:
+    """(m, n, k) of the products whose best counts.
 
-    Clocks depend on power, and power on the data and on what ran before: what has many small values runs a little
-    faster than plain noise, and what is short, after a rest, than what lasts. 0 where PyTorch has no product of
-    float8 or int8 for this GPU.
+    Squares, a down projection at prefill, 128 tiles of 256 x 128, and exactly one such tile for each multiprocessor, so
+    that none idles in a last round.
+    """
+    if dtype == "float32":
+        return ((4096, 4096, 4096),)
+    rows = max(n for n in range(1, math.isqrt(sms) + 1) if sms % n == 0)
+    return ((8192, 8192, 8192), (16384, 4096, 12288), (1024, 4096, 32768), (256 * rows, 128 * (sms // rows), 32768))
+
+
+def matmul_rates(
+    dtype: str, device: torch.device, sizes: Sequence[tuple[int, int, int]],
+    least: Callable[[Callable[[], Any]], float] | None = None,
+) -> Iterator[float]:  # fmt: skip
+    """Flops a second of products of random numbers, and of gated ones as a down projection is given.
+
+    Clocks depend on power, and power on the data and on what ran before. Many small values run a little faster than
+    plain noise, and a short product after a rest faster than a long one. 0 where PyTorch has no product of float8 or
+    int8 for this GPU.
+
+    Args:
+        sizes: (m, n, k) of the products.
+        least: the shortest time of several calls of a function; `least_cuda`.
     """
     narrow = dtype in ("float8", "int8")
     wide = torch.bfloat16 if narrow else getattr(torch, _MEMORY.get(dtype, dtype))
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16  # a test's
-    rows = max(n for n in range(1, math.isqrt(sms) + 1) if sms % n == 0)
-    sizes = ((8192, 8192, 8192), (16384, 4096, 12288), (1024, 4096, 32768), (256 * rows, 128 * (sms // rows), 32768))
-    for m, n, k in sizes if dtype != "float32" else ((4096, 4096, 4096),):
+    for m, n, k in sizes:
         a, gate, b = (torch.randn(s, device=device).to(wide) for s in ((m, k), (m, k), (n, k)))
         for x in (a, F.silu(gate) * a):
-            for call in _products(dtype, x, b):
+            for call in products(dtype, x, b):
                 _rest(device)
                 try:
                     with float32_products(dtype):
-                        seconds = _least_cuda(call)
+                        seconds = (least or least_cuda)(call)
                 except RuntimeError as e:
                     if not narrow or isinstance(e, torch.OutOfMemoryError):
                         raise
                     seconds = float("inf")
                 yield 2 * m * n * k / seconds
+
+
+def _best_matmul(device: torch.device, dtypes: tuple[str, ...]) -> dict[str, float]:
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return {dtype: max(matmul_rates(dtype, device, product_sizes(dtype, sms))) for dtype in dtypes}
 
 
 def _rest(device: torch.device) -> None:
@@ -279,7 +309,7 @@ def _rest(device: torch.device) -> None:
 _MEMORY = {"tfloat32": "float32"}
 
 
-def _products(dtype: str, x: torch.Tensor, weight: torch.Tensor) -> list[Callable[[], Any]]:
+def products(dtype: str, x: torch.Tensor, weight: torch.Tensor) -> list[Callable[[], Any]]:
     """Calls that multiply x [m, k] by the transpose of weight [n, k] in `dtype`: all ways that PyTorch has, of which
     the best counts.
     """
@@ -303,7 +333,7 @@ def _kernel_seconds(device: torch.device) -> float:
     return time_in_graph([x.zero_] * 200).median
 
 
-def _least_cuda(call: Callable[[], Any], warmup: int = 3, repeats: int = 12) -> float:
+def least_cuda(call: Callable[[], Any], warmup: int = 3, repeats: int = 12) -> float:
     """The shortest device time in seconds of a call."""
     for _ in range(warmup):
         call()

@@ -16,14 +16,13 @@ from nanovllm.bench.profile_files import make_profile
 from nanovllm.bench.profile_report import over_limit
 from nanovllm.bench.profiler import profile
 from nanovllm.bench.trace_reader import Trace
-from nanovllm.bench.trace_writer import bad_nesting, merge, write_trace
+from nanovllm.bench.trace_writer import merge, write_trace
 from nanovllm.bench.workloads import Workload
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.hardware.measured_rates import rates
 from nanovllm.models.model_presets import PRESETS
 from tests import tiny
 from tests.bench.perfetto_reading import check
-from tests.bench.traces import LOAD
+from tests.bench.traces import LOAD, bad_nesting
 from tests.shared_gpu import gpu_is_shared
 
 
@@ -40,13 +39,13 @@ def test_what_a_provider_takes_beyond_the_op_is_passed_on():
     ]
 
 
-def profile_tiny(folder, workload, **options):
+def profile_tiny(folder, workload, llm_class=LLM, **options):
     tiny.save(folder / "model", "qwen3", seed=2)
     options = {"device": "cpu", "max_model_len": 512, **options}
     job = Job(
         "nanovllm", "custom", str(folder / "model"), (workload,), options=options, trace=str(folder / "trace.json")
     )
-    return profile(job, LLM), folder / "trace.json"
+    return profile(job, llm_class), folder / "trace.json"
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +80,17 @@ def test_a_real_trace_holds_the_expected_slices(real):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_prompts_are_piggybacked_in_a_profile_as_in_runs(ahead, tmp_path, monkeypatch):
-    load = Workload("w", 24, (100, 200), (20, 120))
-    given_up, abort = [], LLMEngine.abort
-    monkeypatch.setattr(
-        LLMEngine, "abort", lambda self, r: (given_up.append(r.first_token_time is None), abort(self, r))[1]
-    )
-    result, path = profile_tiny(tmp_path, load, num_kvcache_blocks=200, ride_prompts=True, async_scheduling=ahead)
+def test_prompts_are_piggybacked_in_a_profile_as_in_runs(ahead, tmp_path):
+    load, given_up = Workload("w", 24, (100, 200), (20, 120)), []
+
+    def watched(model, **options):
+        llm = LLM(model, **options)
+        abort = llm.engine.abort
+        llm.engine.abort = lambda request: (given_up.append(request.first_token_time is None), abort(request))[1]
+        return llm
+
+    options = {"num_kvcache_blocks": 200, "ride_prompts": True, "async_scheduling": ahead}
+    result, path = profile_tiny(tmp_path, load, watched, **options)
     trace = Trace(json.loads(path.read_text())["traceEvents"])
     kinds = [s.kind for s in trace.steps]
     assert result["rides"] and kinds == sorted(kinds, key=["prefill", "mixed", "decode"].index)

@@ -1,5 +1,6 @@
 """Made-up events of a profiler's trace of a GPU, where every number is known."""
 
+from nanovllm.bench.trace_writer import nanoseconds
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware.measured_rates import Rates
 
@@ -39,3 +40,21 @@ GRAPH = [
     kernel("norm", 200, 3, 10), kernel("gemm", 204, 9, 10), kernel("split", 213, 1, 10), kernel("norm", 215, 5, 10),
     kernel("new", 222, 8, 10),
 ]  # fmt: skip
+
+
+def bad_nesting(events):
+    """Names of ranges that overlap another one of their track without one containing the other: Perfetto drops them.
+
+    It counts in whole nanoseconds.
+    """
+    found, open_on = [], {}
+    spans = [(e, nanoseconds(e["ts"]), nanoseconds(e["ts"]) + nanoseconds(e["dur"])) for e in events if e["ph"] == "X"]
+    for e, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
+        stack = open_on.setdefault((e["pid"], e["tid"]), [])
+        while stack and stack[-1] <= start:
+            stack.pop()
+        if stack and end > stack[-1]:
+            found.append(e["name"])
+        else:
+            stack.append(end)
+    return found

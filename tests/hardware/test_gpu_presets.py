@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.hardware import measured_rates as device
-from nanovllm.hardware.gpu_presets import PRESETS, device_model, dtype_name, measured, this_device
+from nanovllm.hardware import measured_rates
+from nanovllm.hardware.gpu_presets import PRESETS, device_model, dtype_name, measured, model_of, this_device
 from nanovllm.hardware.measured_rates import Rates
 from tests.shared_gpu import gpu_is_shared
 
@@ -24,9 +24,8 @@ def test_presets_are_consistent(model):
         assert 0.7 * model.peak_matmul[dtype] < rate < model.peak_matmul[dtype]
     # flops a cycle and multiprocessor behind the data sheet: 2 x 128 lanes, and what the tensor cores of each
     # generation do
-    assert (
-        model.peak_matmul["float32"] == pytest.approx(2 * model.lanes * model.clock * model.sms) == model.vector_flops
-    )
+    lanes = pytest.approx(2 * model.lanes * model.clock * model.sms)
+    assert model.peak_matmul["float32"] == lanes == model.vector_flops
     per_cycle = model.peak_matmul["float16"] / model.sms / model.tensor_clock
     assert per_cycle == pytest.approx({80: 2048, 89: 512, 90: 4096, 100: 8192}[model.capability], rel=0.01)
     assert 1.2e9 < model.tensor_clock <= model.clock < 2.6e9
@@ -35,18 +34,9 @@ def test_presets_are_consistent(model):
 def test_numbers_from_data_sheets():
     h100, a100, b200 = (device_model(n) for n in ("h100", "a100", "b200"))
     assert (h100.sms, h100.shared_per_block, h100.peak_bandwidth, h100.l2_bytes) == (132, 227 << 10, 3.35e12, 50 << 20)
-    assert (a100.sms, a100.shared_per_block, a100.warps_per_sm, a100.peak_matmul["float16"]) == (
-        108,
-        163 << 10,
-        64,
-        312e12,
-    )
-    assert (
-        b200.peak_bandwidth == 8e12
-        and b200.matrix_unit == "tcgen05"
-        and h100.matrix_unit == "wgmma"
-        and a100.matrix_unit == "mma"
-    )
+    of_a100 = a100.sms, a100.shared_per_block, a100.warps_per_sm, a100.peak_matmul["float16"]
+    assert of_a100 == (108, 163 << 10, 64, 312e12) and b200.peak_bandwidth == 8e12
+    assert [m.matrix_unit for m in (b200, h100, a100)] == ["tcgen05", "wgmma", "mma"]
     ada = device_model("rtx-4090")
     assert (ada.warps_per_sm, ada.blocks_per_sm, ada.shared_per_block) == (48, 24, 99 << 10)
 
@@ -144,46 +134,33 @@ class Properties:
     total_memory = 80 * 10**9
 
 
-def test_a_gpu_without_a_preset_takes_the_nearest(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+def test_a_gpu_without_a_preset_takes_the_nearest():
     asked = []
 
-    def rates(_, dtypes, refresh=False):
+    def rates(dtypes):
         asked.append(dtypes)
         return Rates(Properties.name, 1.9e12, 1.9e12, 1.7e12, {"bfloat16": 5e14, "float32": 4e13, "int8": 0.0})
 
-    monkeypatch.setattr(device, "rates", rates)
-    found = this_device(torch.device("cuda", 0))
+    found = model_of(Properties, rates)
     assert asked == [("float32", "tfloat32", "float16", "bfloat16", "float8", "int8")]
-    assert found.matmul["int8"] > 1e15 and {m for m in found.measured if "matmul" in m} == {
-        "matmul[bfloat16]",
-        "matmul[float32]",
-    }
+    assert found.matmul["int8"] > 1e15
+    assert {m for m in found.measured if "matmul" in m} == {"matmul[bfloat16]", "matmul[float32]"}
+    assert (found.name, found.sms, found.bandwidth, found.matmul["bfloat16"]) == ("nvidia-h100-pcie", 114, 1.8e12, 5e14)
+    base = max((m for m in PRESETS.values() if m.capability <= 90), key=lambda m: m.capability)
+    assert found.peak_matmul["float16"] == pytest.approx(base.peak_matmul["float16"] * 114 / 132)
     a100 = type("A100", (Properties,), {"major": 8, "name": "NVIDIA A100-SXM4-80GB"})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: a100)
-    this_device(torch.device("cuda", 0))
+    model_of(a100, rates)
     assert "float8" not in asked[1] and "int8" in asked[1]
     small = type("A100", (a100,), {"name": "NVIDIA A100-SXM4-40GB", "total_memory": 40 * 10**9})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: small)
-    smaller = this_device(torch.device("cuda", 0))
+    smaller = model_of(small, rates)
     assert (smaller.peak_bandwidth, smaller.memory, smaller.name) == (1.555e12, 40e9, "nvidia-a100")
-    base = max((m for m in PRESETS.values() if m.capability <= 90), key=lambda m: m.capability)
-    assert (
-        found.name == "nvidia-h100-pcie"
-        and found.sms == 114
-        and found.bandwidth == 1.8e12
-        and found.matmul["bfloat16"] == 5e14
-    )
-    assert found.peak_matmul["float16"] == pytest.approx(base.peak_matmul["float16"] * 114 / 132)
-    old = type("Old", (Properties,), {"major": 7, "name": "Tesla V100"})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: old)
     with pytest.raises(ValueError, match="compute capability 7.0; expected 8.0 or later"):
-        this_device(torch.device("cuda", 0))
+        model_of(type("Old", (Properties,), {"major": 7, "name": "Tesla V100"}), rates)
 
 
 def test_the_better_latency_is_the_shorter():
     a = Rates("x", 1.0, 1.0, 1.0, {}, 1, 1.0, 1.0, dram_latency=5.0, cache_latency=2.0)
-    best = device.best_of(a, replace(a, dram_latency=4.0, cache_latency=3.0))
+    best = measured_rates.best_of(a, replace(a, dram_latency=4.0, cache_latency=3.0))
     assert best.dram_latency == 4.0 and best.cache_latency == 2.0
 
 
