@@ -16,11 +16,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 # They take half a minute to two and a half without a GPU. Begun first (with --no-loadscope-reorder), longest first,
 # they do not keep one process busy while others have nothing to do.
 _LONGEST = (
-    "test_decode.py", "test_rows_compile.py", "test_prefill.py", "test_products_compile.py",
-    "test_verify.py", "test_smollm2.py", "test_guide.py", "test_small_products_compile.py",
-    "test_decode_shared.py", "test_bench.py",
-    "test_products.py", "test_sample.py", "test_tiles_compile.py", "test_sample_compile.py", "test_quickstart.py",
-    "test_norm_kernels.py", "test_small_products.py", "test_sample_kernels.py", "test_rotary_kernels.py",
+    "test_interpreted.py", "test_rows_compile.py", "test_products_compile.py", "test_verify.py", "test_smollm2.py",
+    "test_guide.py", "test_small_products_compile.py", "test_bench.py", "test_tune_run.py", "test_sample.py",
+    "test_tiles_compile.py", "test_sample_compile.py", "test_quickstart.py",
 )  # fmt: skip
 
 # What compiles many kernels, or emulates compiled ones: `make test` leaves these files out, `make test-rest` runs them.
@@ -28,18 +26,23 @@ _SLOW = ("_compile.py", "_ptx.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
     for item in items:
         if item.path.name.endswith(_SLOW):
             item.add_marker(pytest.mark.slow)
-    marked = [item for item in items if item.get_closest_marker("gpu")]
+    marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("triton")]
     if marked:
         import torch
 
         if not torch.cuda.is_available():
             for item in marked:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+            if os.environ.get("TRITON_INTERPRET") != "1":  # test_interpreted.py runs them
+                elsewhere = [item for item in marked if item.get_closest_marker("triton")]
+                config.hook.pytest_deselected(items=elsewhere)
+                items[:] = [item for item in items if not item.get_closest_marker("triton")]
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 INTERPRETED = triton.knobs.runtime.interpret
-RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 from nanovllm import LLM, SamplingParams
 from tests import tiny
-from tests.interpreter import check_interpreted
 
+pytestmark = [pytest.mark.triton, pytest.mark.slow]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -37,12 +36,3 @@ def test_greedy_tokens(architecture, tmp_path):
     on, custom = tokens(kernel_priority={"*": ["triton"]})
     assert set(off.values()) == {"native"} and set(on.values()) == {"triton"}
     assert custom == without and len({t for answer in without for t in answer}) > 6
-
-
-@pytest.mark.slow
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-# Only what can run here is collected, so that nothing is reported as skipped.
-del globals()["test_in_the_interpreter" if RUNS_HERE else "test_greedy_tokens"]

@@ -21,11 +21,9 @@ from nanovllm.kernels import Provider, all_ops, resolve_kernels
 from nanovllm.kernels.op.declaration import Tensors
 from nanovllm.layers.custom_mlp import CustomGatedMLP
 from nanovllm.layers.linear import ColumnParallelLinear
-from tests.interpreter import check_interpreted
 
-RUNS_HERE = INTERPRETED or (torch.cuda.is_available() and kernels.KERNELS_AVAILABLE)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-PROVIDERS = ["native", *(["triton"] if RUNS_HERE else [])]
+PROVIDERS = ["native", pytest.param("triton", marks=pytest.mark.triton)]
 ALL = {"*": ["triton"]}
 
 
@@ -53,7 +51,7 @@ def by(provider, name, *args, **kwargs):
 # ---- layers
 
 
-@pytest.mark.parametrize("priority", [{}, *([ALL] if RUNS_HERE else [])], ids=str)
+@pytest.mark.parametrize("priority", [{}, pytest.param(ALL, marks=pytest.mark.triton)], ids=str)
 @pytest.mark.parametrize(
     "x, said",
     [
@@ -79,23 +77,27 @@ def test_the_gated_mlp_differentiates_only_without_kernels():
     assert x.grad.abs().sum() > 0
     double = randn(2, 8, dtype=torch.float64)
     assert CustomGatedMLP(8, 16, False, DEVICE, torch.float64)(double).dtype == torch.float64
-    if RUNS_HERE:
-        mlp = CustomGatedMLP(8, 16, device=DEVICE, kernel_priority=ALL)
-        with pytest.raises(
-            ValueError, match="^x: requires grad, and kernels have no backward pass.*use_custom_kernels=False"
-        ):
-            mlp(x)
-        with torch.no_grad():
-            assert not mlp(x).requires_grad
-        mlp.requires_grad_()
-        with pytest.raises(ValueError, match=r"^gate_up_proj.weight, down_proj.weight: requires grad"):
-            mlp(x.detach())
-        with pytest.raises(Exception, match=r"gate_up_proj.weight, down_proj.weight: requires grad"):
-            torch.compile(mlp, fullgraph=True, backend="eager")(x.detach())
-        with torch.no_grad():
-            assert not mlp(x).requires_grad
-        with pytest.raises(ValueError, match="x: expected float16, bfloat16 or float32.*, not float64"):
-            mlp.double()(double)
+
+
+@pytest.mark.triton
+def test_the_gated_mlp_refuses_gradients_with_kernels():
+    x = randn(2, 8).requires_grad_()
+    mlp = CustomGatedMLP(8, 16, device=DEVICE, kernel_priority=ALL)
+    with pytest.raises(
+        ValueError, match="^x: requires grad, and kernels have no backward pass.*use_custom_kernels=False"
+    ):
+        mlp(x)
+    with torch.no_grad():
+        assert not mlp(x).requires_grad
+    mlp.requires_grad_()
+    with pytest.raises(ValueError, match=r"^gate_up_proj.weight, down_proj.weight: requires grad"):
+        mlp(x.detach())
+    with pytest.raises(Exception, match=r"gate_up_proj.weight, down_proj.weight: requires grad"):
+        torch.compile(mlp, fullgraph=True, backend="eager")(x.detach())
+    with torch.no_grad():
+        assert not mlp(x).requires_grad
+    with pytest.raises(ValueError, match="x: expected float16, bfloat16 or float32.*, not float64"):
+        mlp.double()(randn(2, 8, dtype=torch.float64))
 
 
 def products(x, weight):
@@ -324,6 +326,7 @@ def test_sampling_parameters_at_their_bounds(provider):
     assert ids.shape == (3,) and 0 <= int(ids.min()) and int(ids.max()) < 10
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     "check",
     [check_products, check_that_triton_yields_to_the_reference, check_that_add_rms_norm_is_in_place_otherwise],
@@ -331,12 +334,3 @@ def test_sampling_parameters_at_their_bounds(provider):
 )
 def test_triton(check):
     check()
-
-
-def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    check_interpreted(__file__)
-
-
-# Only what can run here is collected, so that nothing is reported as skipped.
-del globals()["test_in_the_interpreter" if RUNS_HERE else "test_triton"]

@@ -1,24 +1,20 @@
 """float8 caches and the fused store: the Triton kernels against the reference, bit by bit, and the reference against
 torch.
-
-Triton runs on a GPU, or in its interpreter in a process of its own, as in test_triton_attention.py.
 """
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-INTERPRETED = triton.knobs.runtime.interpret
-GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if GPU else "cpu"
+pytest.importorskip("triton")
 
 from nanovllm.kernels.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.kernels.ops.store_kvcache import quantised, store_kvcache
 from nanovllm.kernels.triton.rows import move_rows as triton_cache
 from nanovllm.kernels.triton.rows import rotary as triton_rotary
 from nanovllm.kernels.triton.rows.plans import POLICY, RowPolicy
-from tests.interpreter import check_interpreted
+from tests.kernels.triton.common import DEVICE
 
+pytestmark = pytest.mark.triton
 F8 = torch.float8_e4m3fn
 SHAPES = [(1, 4, 2, 64), (5, 9, 3, 80), (3, 7, 1, 96), (0, 4, 2, 64), (2, 4, 4, 256)]
 
@@ -113,13 +109,3 @@ def test_only_both_norms_or_neither():
     for function in (qk_norm_rope_store.native, triton_rotary.qk_norm_rope_store):
         with pytest.raises(ValueError, match="q_weight, k_weight: expected both or neither"):
             function(positions, q, k, v, table, *caches, slots, torch.ones(64, device=DEVICE))
-
-
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-# Only what can run here is collected.
-for _name in [name for name in globals() if name.startswith("test_")]:
-    if not ((not GPU and not INTERPRETED) if _name == "test_in_the_interpreter" else (GPU or INTERPRETED)):
-        del globals()[_name]

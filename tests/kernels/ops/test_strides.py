@@ -1,20 +1,15 @@
-"""Every tensor argument of every op in every layout: Triton kernels do as the references, or name the argument.
-
-Where there is no GPU, in Triton's interpreter.
-"""
+"""Every tensor argument of every op in every layout: Triton kernels do as the references, or name the argument."""
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-INTERPRETED = triton.knobs.runtime.interpret
-RUNS_HERE = INTERPRETED or torch.cuda.is_available()
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+pytest.importorskip("triton")
 
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.declaration import Tensors, copy_of
-from tests.interpreter import check_interpreted
+from tests.kernels.triton.common import DEVICE
 
+pytestmark = pytest.mark.triton
 OPS = [op for op in all_ops().values() if "triton" in op.providers and op.inputs is not None]
 NOT_IN_INPUTS = {
     "linear": {"bias": "outputs"},
@@ -42,7 +37,7 @@ LAYOUTS = {
 
 
 def arguments_of(op):
-    t = Tensors(torch.float32, DEVICE)
+    t = Tensors(torch.float32, torch.device(DEVICE))
     shape = op.inputs.small[1]
     given = op.inputs(t, shape, op.inputs.variants[0])
     sizes = dict(zip(op.inputs.dimensions, shape))
@@ -83,11 +78,3 @@ def test_any_layout(op):
             for i, (a, b) in enumerate(zip(got, results(op, "native", other))):
                 where = f"{name}, {layout}, result {i}: "
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True, msg=where.__add__)
-
-
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-# Only what can run here is collected, so that nothing is reported as skipped.
-del globals()["test_in_the_interpreter" if RUNS_HERE else "test_any_layout"]

@@ -1,8 +1,7 @@
 """Where the tests of Triton's kernels run, what they run on, and what they compare.
 
-With a GPU they run there at real shapes, else in Triton's interpreter on small ones. The interpreter is chosen when
-Triton is imported, by an environment variable, so it gets a process of its own: each file's
-`test_in_the_interpreter`.
+With a GPU they run there at real shapes, else in Triton's interpreter on small ones, in a process that
+`tests/test_interpreted.py` starts.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import torch
 triton = pytest.importorskip("triton")
 INTERPRETED = triton.knobs.runtime.interpret
 GPU = torch.cuda.is_available() and not INTERPRETED
-RUNS_HERE = INTERPRETED or GPU
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -60,15 +58,3 @@ def strided(x):
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 8), float("nan"), dtype=x.dtype, device=x.device)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
-
-
-def keep_what_runs_here(tests: dict[str, object], gpu_only: tuple[str, ...] = ()) -> None:
-    """Of a module's tests leave those that can run here, so that nothing is reported as skipped.
-
-    gpu_only: names of tests that need a GPU, beside those that are marked so.
-    """
-    for name in [name for name in tests if name.startswith("test_")]:
-        elsewhere = (name == "test_in_the_interpreter") == RUNS_HERE
-        marked = any(mark.name == "gpu" for mark in getattr(tests[name], "pytestmark", []))
-        if elsewhere or ((marked or name in gpu_only) and not GPU) or ("quickened" in name and not INTERPRETED):
-            del tests[name]

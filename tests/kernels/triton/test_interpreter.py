@@ -6,8 +6,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from tests.interpreter import check_interpreted
-from tests.kernels.triton.common import keep_what_runs_here
+pytestmark = pytest.mark.triton
 
 
 @triton.jit
@@ -39,10 +38,3 @@ def test_quickened_reductions_keep_the_order_of_elements(axis, keep):
     out = torch.empty(2 * len(first), dtype=torch.int64)
     _chains[(1,)](out, a, b, axis, keep, 4, 8)
     assert torch.equal(out, torch.cat([first, second]))
-
-
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-keep_what_runs_here(globals())

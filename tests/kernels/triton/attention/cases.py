@@ -1,6 +1,6 @@
 """What the tests of paged attention share: poisoned caches, a reference in float64, compiled launches.
 
-With a GPU the tests run there at real shapes, else in Triton's interpreter on small ones (`test_interpreted.py`).
+With a GPU the tests run there at real shapes, else in Triton's interpreter on small ones (`tests/test_interpreted.py`).
 The interpreter cannot multiply bfloat16 matrices.
 """
 

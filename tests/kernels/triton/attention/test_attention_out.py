@@ -11,7 +11,9 @@ from tests.kernels.triton.attention.cases import (
     int32,
     qk_norm_rope_attention,
 )
-from tests.kernels.triton.common import DEVICE, GPU, keep_what_runs_here
+from tests.kernels.triton.common import DEVICE, GPU
+
+pytestmark = pytest.mark.triton
 
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter cannot multiply bfloat16 matrices
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 16
@@ -49,6 +51,3 @@ def test_what_it_must_be(name):
     for wrong in (right.float(), torch.cat((right, right[:1])), transposed):
         with pytest.raises(ValueError, match=r"^out: expected contiguous \[\d, 4, 64\] .*, as q, not \["):
             call(name, wrong)
-
-
-keep_what_runs_here(globals())

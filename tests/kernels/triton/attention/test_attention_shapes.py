@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 
 from nanovllm.kernels.triton.attention.prefill_plan import PrefillPlan
-from tests.interpreter import check_interpreted
 from tests.kernels.triton.attention.cases import (
     F8,
     F16,
@@ -22,9 +21,8 @@ from tests.kernels.triton.attention.cases import (
     reference,
     starts_of,
 )
-from tests.kernels.triton.common import keep_what_runs_here
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.triton, pytest.mark.slow]
 
 TOLERANCE = {F32: 5e-6, F16: 2e-3}
 DECODE_PLANS = [None, cut(2, merge_registers=4), cut(7, 32), cut(30, least=2)]
@@ -79,10 +77,3 @@ def test_prefill(runs, plan, **shape):
         return attention_prefill(*args, starts_of(new), max(new), plan=plan, **options)
 
     check(call, new, [count + cached for count, cached in runs], **shape)
-
-
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-keep_what_runs_here(globals())

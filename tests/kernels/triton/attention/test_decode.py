@@ -23,7 +23,9 @@ from tests.kernels.triton.attention.cases import (
     reference,
     with_scales,
 )
-from tests.kernels.triton.common import DEVICE, keep_what_runs_here
+from tests.kernels.triton.common import DEVICE
+
+pytestmark = pytest.mark.triton
 
 
 def check_decode(
@@ -259,6 +261,3 @@ def test_graph_replay(count, n, warm):
         for _ in range(3):
             graph.replay()
             check(out, expected, BF16)
-
-
-keep_what_runs_here(globals())

@@ -22,7 +22,9 @@ from tests.kernels.triton.attention.cases import (
     qk_norm_rope_attention,
 )
 from tests.kernels.triton.attention.projected_calls import check_call, copied, make
-from tests.kernels.triton.common import INTERPRETED, keep_what_runs_here
+from tests.kernels.triton.common import INTERPRETED
+
+pytestmark = pytest.mark.triton
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,3 @@ def test_calls_that_read_what_the_one_before_them_stored(count):
             given[name].copy_(cache)
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(out, expected))
-
-
-keep_what_runs_here(globals())

@@ -33,7 +33,9 @@ from tests.kernels.triton.attention.cases import (
     reference,
 )
 from tests.kernels.triton.attention.projected_calls import copied, difference
-from tests.kernels.triton.common import DEVICE, GPU, keep_what_runs_here
+from tests.kernels.triton.common import DEVICE, GPU
+
+pytestmark = pytest.mark.triton
 
 PREFIXES = ("groups", "group_rows", "shared_lens")
 
@@ -334,6 +336,3 @@ def test_graph_replays_follow_the_groups(norm):
         for _ in range(10):
             graph.replay()
             assert torch.equal(out, expected)
-
-
-keep_what_runs_here(globals())

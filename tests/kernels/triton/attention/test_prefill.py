@@ -26,7 +26,9 @@ from tests.kernels.triton.attention.cases import (
     reference,
     starts_of,
 )
-from tests.kernels.triton.common import DEVICE, GPU, keep_what_runs_here
+from tests.kernels.triton.common import DEVICE, GPU
+
+pytestmark = pytest.mark.triton
 
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 
@@ -236,6 +238,3 @@ def test_graph_replay():
             graph.replay()
             error = (out[: sum(new)].double() - expected).norm() / expected.norm()
             assert error < TOLERANCE[BF16]
-
-
-keep_what_runs_here(globals())

@@ -10,11 +10,10 @@ from nanovllm.kernels.extra.linear_bias_act import linear_bias_act as native_lin
 from nanovllm.kernels.triton.gemm import products
 from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan, plan_product
 from nanovllm.kernels.triton.gemm.products import features, gated_mlp, linear_bias_act, matmul
-from tests.interpreter import check_interpreted
 from tests.kernels.triton.common import DEVICE as DEVICE_NAME
-from tests.kernels.triton.common import DTYPES, GPU, keep_what_runs_here, strided
+from tests.kernels.triton.common import DTYPES, GPU, strided
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.usefixtures("poison")]
 
 DEVICE = torch.device(DEVICE_NAME, 0) if GPU else torch.device("cpu")
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -244,6 +243,7 @@ def test_wrong_arguments_are_named(call, named):
         call(x, w, b)
 
 
+@pytest.mark.gpu
 def test_in_a_graph_with_new_data():
     for m in (1, 8, 64, 200):
         x = randn(m, 1024, dtype=torch.bfloat16)
@@ -265,6 +265,7 @@ def test_in_a_graph_with_new_data():
             assert torch.equal(got, run()) and got.isfinite().all()
 
 
+@pytest.mark.gpu
 def test_a_weight_written_just_before_is_read_new():
     """Kernels that start before the one before them ends must not read what that one writes."""
     x = randn(1, 3072, dtype=torch.bfloat16)
@@ -283,6 +284,7 @@ def test_a_weight_written_just_before_is_read_new():
             assert torch.equal(first, expected[0]) and torch.equal(second, expected[1])
 
 
+@pytest.mark.gpu
 def test_float32_is_not_tf32_unless_pytorch_is_told():
     x, weight = randn(100, 512, dtype=torch.float32), randn(96, 512, dtype=torch.float32, seed=1)
     exact = linear_bias_act(x, weight)
@@ -295,18 +297,3 @@ def test_float32_is_not_tf32_unless_pytorch_is_told():
     check_linear(exact, x, weight, None, "none")
     error = ((fast.double() - exact.double()) / magnitude(x, weight)).abs().max()
     assert 1e-5 < error < 1e-2
-
-
-@pytest.mark.slow
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-keep_what_runs_here(
-    globals(),
-    gpu_only=(
-        "test_in_a_graph_with_new_data",
-        "test_a_weight_written_just_before_is_read_new",
-        "test_float32_is_not_tf32_unless_pytorch_is_told",
-    ),
-)

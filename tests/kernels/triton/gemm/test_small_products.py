@@ -21,8 +21,7 @@ from nanovllm.kernels.triton.gemm.small_product_plan import (
     max_tokens,
     plan_small_product,
 )
-from tests.interpreter import check_interpreted
-from tests.kernels.triton.common import DTYPES, INTERPRETED, RUNS_HERE, randn, strided
+from tests.kernels.triton.common import DTYPES, randn, strided
 
 pytestmark = pytest.mark.usefixtures("poison")
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -34,8 +33,6 @@ SHAPES = [(1, 1), (19, 1000), (5, 33), (16, 1024), (5, 2100), (3, 3072), (2, 307
 REAL = [(4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072), (4096, 2048), (6144, 2048), (2048, 6144),
         (6144, 4096), (4096, 4096), (12288, 4096), (4096, 12288)]  # fmt: skip
 EPS = 1e-6
-
-needs_kernels = pytest.mark.skipif(not RUNS_HERE, reason="no CUDA device; see test_in_the_interpreter")
 
 
 def inputs(tokens, outputs, size, dtype, seed=0, scale=1.0):
@@ -117,7 +114,8 @@ def check(tokens, outputs, size, dtype, seed=0, scale=1.0, like=like):
     assert all(torch.equal(t, b) for t, b in zip(vars(a).values(), before)), "an input was changed"
 
 
-@needs_kernels
+@pytest.mark.triton
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("outputs, size", SHAPES, ids=str)
 def test_small_shapes(outputs, size, dtype):
@@ -125,14 +123,16 @@ def test_small_shapes(outputs, size, dtype):
         check(tokens, outputs, size, dtype, seed=tokens)
 
 
-@needs_kernels
+@pytest.mark.triton
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-3, 50.0])
 def test_magnitudes(scale):
     for tokens in (1, 8):
         check(tokens, 20, 96, torch.bfloat16, scale=scale)
 
 
-@needs_kernels
+@pytest.mark.triton
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens, rows, split, depth", [(2, 16, 8, 32), (5, 32, 4, 16), (8, 16, 8, 16), (7, 8, 8, 32)])
 def test_norms_after_the_product(tokens, rows, split, depth):
     """Rounded once less than the reference: as near to it as two ways of rounding are, and no farther from the exact
@@ -159,7 +159,8 @@ def test_norms_after_the_product(tokens, rows, split, depth):
         assert got.norm() < 1.1 * native.norm()
 
 
-@needs_kernels
+@pytest.mark.triton
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [0, MAX_TOKENS + 1, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_other_numbers_of_tokens_are_the_kernels_that_are_fused(tokens, dtype):
@@ -174,7 +175,8 @@ def test_other_numbers_of_tokens_are_the_kernels_that_are_fused(tokens, dtype):
     assert torch.equal(small_products.linear(a.x, a.weight), F.linear(a.x, a.weight))
 
 
-@needs_kernels
+@pytest.mark.triton
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_strided_inputs_and_leading_dimensions(tokens):
     a = inputs(tokens, 20, 96, torch.float16)
@@ -187,7 +189,8 @@ def test_strided_inputs_and_leading_dimensions(tokens):
     like(small_products.linear(a.x, padded), F.linear(a.x, a.weight))
 
 
-@needs_kernels
+@pytest.mark.triton
+@pytest.mark.slow
 def test_infinities_and_nan_stay_in_their_rows():
     a = inputs(4, 12, 80, torch.float16)
     a.x[1, 3], a.x[2, 7] = float("nan"), float("inf")
@@ -257,9 +260,3 @@ def test_ten_thousand_replays_give_the_same_bits(tokens):
         graph.replay()
         if i % 100 == 0 or i == 9_999:
             assert all(torch.equal(a, b) for a, b in zip(results, eager)), f"replay {i} differs"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_in_the_interpreter():
-    check_interpreted(__file__, skips=True)

@@ -13,11 +13,9 @@ from nanovllm.kernels import Kernels, Provider, all_ops
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
-from tests.interpreter import check_interpreted
-from tests.kernels.triton.common import DEVICE, INTERPRETED, RUNS_HERE
+from tests.kernels.triton.common import DEVICE
 
 EPS = 1e-6
-needs_kernels = pytest.mark.skipif(not RUNS_HERE, reason="no CUDA device; see test_in_the_interpreter")
 
 
 def kernels(**functions):
@@ -87,7 +85,7 @@ def test_layers_call_the_fused_ops_for_small_batches_only(tokens, fused):
     assert calls == (["linear"] * 3 if small else [])
 
 
-@needs_kernels
+@pytest.mark.triton
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias):
@@ -137,8 +135,3 @@ def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias):
     got = hidden(native | {name: (all_ops()[name].providers["triton"], fn) for name, fn in fused.items()})
     assert calls == set(fused)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_in_the_interpreter():
-    check_interpreted(__file__, skips=True)

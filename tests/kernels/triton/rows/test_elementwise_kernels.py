@@ -9,11 +9,10 @@ import nanovllm.kernels.triton.rows as ops
 from nanovllm.hardware.probe_kernels import CopyPlan, copy, copy_plans
 from nanovllm.kernels.ops.activation import silu_and_mul as native_silu_and_mul
 from nanovllm.kernels.triton.rows.plans import POLICY
-from tests.interpreter import check_interpreted
-from tests.kernels.triton.common import DEVICE, DTYPES, keep_what_runs_here, randn, strided
+from tests.kernels.triton.common import DEVICE, DTYPES, randn, strided
 from tests.kernels.triton.rows.comparisons import MANY, close, like
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.usefixtures("poison")]
 
 
 KINDS = {
@@ -148,11 +147,3 @@ def test_copy_says_what_it_does_not_take():
             copy(wrong, x[:32], plan)
     with pytest.raises(ValueError, match="^source: "):
         copy(x[:32], x[1:33], plan)
-
-
-@pytest.mark.slow
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-keep_what_runs_here(globals())

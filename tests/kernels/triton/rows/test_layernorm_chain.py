@@ -13,11 +13,10 @@ from nanovllm.kernels.extra.layernorm_residual_dropout_gelu import (
 from nanovllm.kernels.ops.sample import philox
 from nanovllm.kernels.triton.rows.layernorm_chain import MOST_PACKED, split_factor
 from nanovllm.kernels.triton.rows.plans import POLICY
-from tests.interpreter import check_interpreted
-from tests.kernels.triton.common import DTYPES, GPU, keep_what_runs_here, randn, strided
+from tests.kernels.triton.common import DTYPES, GPU, randn, strided
 from tests.kernels.triton.rows.comparisons import MANY, close
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.usefixtures("poison")]
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
@@ -122,11 +121,3 @@ def test_factors_split_in_two_bfloat16():
     different = once != twice
     assert different.any(0).double().mean() < 0.2 and different.sum(0).max() <= 5
     torch.testing.assert_close(twice, once, rtol=2**-7, atol=0)
-
-
-@pytest.mark.slow
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-keep_what_runs_here(globals())

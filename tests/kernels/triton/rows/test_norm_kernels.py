@@ -13,11 +13,10 @@ from nanovllm.kernels.ops.norm import rms_norm as native_rms_norm
 from nanovllm.kernels.triton.launch_arguments import num_sms
 from nanovllm.kernels.triton.rows.pieces import cut_of_many
 from nanovllm.kernels.triton.rows.plans import POLICY
-from tests.interpreter import check_interpreted
-from tests.kernels.triton.common import DEVICE, DTYPES, GPU, keep_what_runs_here, randn, strided
+from tests.kernels.triton.common import DEVICE, DTYPES, GPU, randn, strided
 from tests.kernels.triton.rows.comparisons import MANY, RELATIVE, SHAPES, close, like
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.usefixtures("poison")]
 MOST_SHARED = num_sms(torch.empty(0, device=DEVICE))  # rows that several programs share
 
 
@@ -171,11 +170,3 @@ def test_softmax_of_infinities(size, copies):
     x[3, 1::2] = 1.0
     x = x.repeat(copies, 1)
     torch.testing.assert_close(ops.softmax(x), torch.softmax(x, -1), rtol=1e-5, atol=1e-12, equal_nan=True)
-
-
-@pytest.mark.slow
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-keep_what_runs_here(globals())

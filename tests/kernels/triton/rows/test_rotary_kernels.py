@@ -10,11 +10,10 @@ from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rop
 from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding
 from nanovllm.kernels.triton.rows.plans import POLICY
 from nanovllm.kernels.triton.sampling.sample import sample
-from tests.interpreter import check_interpreted
-from tests.kernels.triton.common import DEVICE, DTYPES, GPU, keep_what_runs_here, randn, strided
+from tests.kernels.triton.common import DEVICE, DTYPES, GPU, randn, strided
 from tests.kernels.triton.rows.comparisons import MANY, like
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.usefixtures("poison")]
 
 
 # ((heads, KV heads, head_dim), numbers of tokens, policy)
@@ -109,6 +108,7 @@ def test_embedding(dtype):
         assert torch.equal(ops.embedding(ids, strided(weight)), weight[ids])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32])
 def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypatch):
     """A captured step of them, between matrix products: every replay has the bits of one in which none is launched
@@ -158,11 +158,3 @@ def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypat
     assert all(t.isfinite().all() for t in expected[:2])
     for _ in range(100):
         assert all(torch.equal(a, b) for a, b in zip(run(*early), expected))
-
-
-@pytest.mark.slow
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-keep_what_runs_here(globals(), gpu_only=("test_kernels_that_are_launched_early_wait_for_what_they_read",))

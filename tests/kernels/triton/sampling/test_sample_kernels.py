@@ -10,9 +10,10 @@ from nanovllm.kernels.ops.sample import sample as sample_op
 from nanovllm.kernels.triton import counters
 from nanovllm.kernels.triton.sampling import resolve
 from nanovllm.kernels.triton.sampling.sample import sample
-from tests.interpreter import check_interpreted
-from tests.kernels.triton.common import DEVICE, keep_what_runs_here
+from tests.kernels.triton.common import DEVICE
 from tests.kernels.triton.common import randn as normal
+
+pytestmark = [pytest.mark.triton, pytest.mark.slow]
 
 ROWS = 256 if DEVICE == "cuda" else 6
 VOCABULARIES = [1, 5, 1000, 2600] + ([1024, 32003, 49152, 151936] if DEVICE == "cuda" else [])
@@ -206,11 +207,3 @@ if DEVICE == "cuda":
             graph.replay()
             assert torch.equal(tokens, sample(logits, *args))
             agree(logits, args)
-
-
-@pytest.mark.slow
-def test_in_the_interpreter():
-    check_interpreted(__file__)
-
-
-keep_what_runs_here(globals())
