@@ -17,6 +17,16 @@ from tests.kernels.triton.common import DEVICE
 pytestmark = pytest.mark.triton
 F8 = torch.float8_e4m3fn
 SHAPES = [(1, 4, 2, 64), (5, 9, 3, 80), (3, 7, 1, 96), (0, 4, 2, 64), (2, 4, 4, 256)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def by_turns(shapes, others):
+    """Every shape in every dtype, and each with one of the others."""
+    return [
+        (shape, dtype, others[(i + j) % len(others)])
+        for i, shape in enumerate(shapes)
+        for j, dtype in enumerate(DTYPES)
+    ]
 
 
 def bits(cache):
@@ -35,9 +45,7 @@ def make(tokens, heads, kv_heads, dim, dtype, cache_dtype, scales, seed=0):
     return q, k, v, caches, slots, *made
 
 
-@pytest.mark.parametrize("scales", ["none", "one", "heads"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape, dtype, scales", by_turns(SHAPES, ["none", "one", "heads"]))
 def test_store(shape, dtype, scales):
     for cache_dtype in (dtype, F8):
         _, k, v, caches, slots, *factors = make(*shape, dtype, cache_dtype, scales)
@@ -48,16 +56,14 @@ def test_store(shape, dtype, scales):
 
 
 # A token's heads by one program, in several tiles of q or of all.
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 8, 4, 128), (3, 16, 16, 64), (4, 24, 8, 64)])
+@pytest.mark.parametrize(
+    "shape, dtype, norm", by_turns([(3, 8, 4, 128), (3, 16, 16, 64), (4, 24, 8, 64)], [True, False])
+)
 def test_fused_store_of_many_tokens(shape, dtype, norm):
     test_fused_store(shape, dtype, norm, RowPolicy(few_tokens=0))
 
 
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape, dtype, norm", by_turns(SHAPES, [True, False]))
 def test_fused_store(shape, dtype, norm, policy=POLICY):
     dim = shape[3]
     g = torch.Generator().manual_seed(1)
