@@ -21,22 +21,20 @@ def batch():
     return DeviceBatch.from_tensors(tokens, lens, torch.arange(3, dtype=torch.int32)[:, None], 0, starts, max(LENGTHS))
 
 
-@pytest.mark.parametrize("rows", [slice(6), slice(0), [4, 13, 14], [14, 0, 0], []], ids=str)
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_rows_are_those_of_all(tmp_path, architecture, layers, rows):
+@pytest.mark.parametrize("architecture, layers", [("qwen3", 1), ("llama", 2), ("qwen3", 3)])
+def test_rows_are_those_of_all(tmp_path, architecture, layers):
     tiny.save(tmp_path, architecture, seed=3, num_hidden_layers=layers)
     options = dict(num_kvcache_blocks=8, max_model_len=64, kvcache_block_size=16)
     runner = LLM(tmp_path, skip_tokenizer_init=True, device="cpu", **options).engine.runner
-    rows = rows if isinstance(rows, slice) else torch.tensor(rows, dtype=torch.int64)
     with torch.inference_mode():
         every = runner.paged.hidden(batch())
         caches = [(c.k.clone(), c.v.clone()) for c in runner.caches]
-        for cache in runner.caches:
-            cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
-        some = runner.paged.hidden(batch(), rows)
-    assert every.shape == (TOKENS, 48) and some.shape == every[rows].shape
-    torch.testing.assert_close(some, every[rows], rtol=1e-5, atol=1e-5)
-    for (k, v), cache in zip(caches, runner.caches):
-        for i, n in enumerate(LENGTHS):
-            assert torch.equal(cache.k[i, :n], k[i, :n]) and torch.equal(cache.v[i, :n], v[i, :n])
+        assert every.shape == (TOKENS, 48)
+        for rows in (slice(6), slice(0), [4, 13, 14], [14, 0, 0], []):
+            rows = rows if isinstance(rows, slice) else torch.tensor(rows, dtype=torch.int64)
+            for cache in runner.caches:
+                cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
+            torch.testing.assert_close(runner.paged.hidden(batch(), rows), every[rows], rtol=1e-5, atol=1e-5)
+            for (k, v), cache in zip(caches, runner.caches):
+                for i, n in enumerate(LENGTHS):
+                    assert torch.equal(cache.k[i, :n], k[i, :n]) and torch.equal(cache.v[i, :n], v[i, :n])
