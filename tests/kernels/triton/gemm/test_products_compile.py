@@ -38,8 +38,13 @@ def calls(dtype, features, monkeypatch):
         yield f"transposed {m}", lambda m=m: linear_bias_act(t(m, 128), t(128, 512).T, None, "silu")
 
 
-@pytest.mark.parametrize("capability, features", [(80, (False, False)), (90, (True, True)), (100, (True, True))])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype, capability, features",
+    [
+        (torch.bfloat16, 80, (False, False)), (torch.bfloat16, 90, (True, True)), (torch.bfloat16, 100, (True, True)),
+        (torch.float32, 90, (True, True)),
+    ],
+)  # fmt: skip
 def test_no_spills_and_wide_loads(dtype, capability, features, tmp_path, monkeypatch):
     seen, kernels = set(), set()
     for case in calls(dtype, features, monkeypatch):
