@@ -36,12 +36,16 @@ class AnswerPlan:
     def params(self, params: SamplingParams) -> SamplingParams:
         """The parameters, with the grammar of a call that the model must write; any constraint begins after reasoning.
 
+        Where tools may be called, the text keeps special tokens: `<|python_tag|>` is one, and so may `<tool_call>` be.
+
         Raises:
             ValueError: there are structured outputs, and a tool must be called.
         """
         given, grammar = params.structured_outputs, self.tools.grammar
         if given is not None and grammar is not None:
             raise ValueError(f'structured_outputs and tool_choice="{self.tools.choice}" exclude each other; drop one')
+        if self.tools.choice != "none":
+            params = replace(params, skip_special_tokens=False)
         spec = given if grammar is None else StructuredOutputs(grammar=grammar)
         if not isinstance(spec, StructuredOutputs):
             return params

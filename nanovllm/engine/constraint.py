@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -15,45 +15,70 @@ from nanovllm.engine.grammar import grammar_text, parser_limits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
 
-logger = logging.getLogger(__name__)
-
 _COMPILED = 128
 """Grammars that are kept compiled."""
-_SLOW_MASK_SECONDS, _SLOW_MASKS_SECONDS = 0.01, 0.5
+SLOW_MASK_SECONDS, _SLOW_MASKS_SECONDS = 0.01, 0.5
 """Masks slower than the former may take a sequence the latter together; then it ends. All sequences wait for a mask."""
+_PARALLEL_MASKS = 32
+"""Masks from which on threads fill them. Fewer take as long one after the other."""
+_STEPS_ALONE = 64
 
 
 class TokenConstraint:
     """The state of one sequence's constraint. It is used by the thread that runs the steps.
 
+    A mask is made by `take`, `fill` and `restrict`, in this order.
+
     Args:
         matcher: llguidance's state of the grammar, at its beginning; None: there is no grammar.
         allowed: [num_words] int32, the tokens that are allowed at all; None: all of them.
+        num_words: of a mask.
 
     Attributes:
+        matcher, num_words: as given.
         error: why the sequence must end; None: all is well.
         broken: no mask can be made any more. Then `error` is the same on every rank; a slow mask is not.
     """
 
-    def __init__(self, matcher: Any, allowed: np.ndarray | None) -> None:
+    def __init__(self, matcher: Any, allowed: np.ndarray | None, num_words: int) -> None:
         self.error: str | None = None
         self.broken = False
-        self._matcher = matcher
+        self.matcher = matcher
+        self.num_words = num_words
         self._allowed = allowed
         self._num_taken = 0
         self._slow_seconds = 0.0
 
-    def fill(self, output_token_ids: Sequence[int], banned: Iterable[int], mask: np.ndarray) -> None:
-        """Write the mask of the next token: bit `t % 32` of word `t // 32` is 1 if token t may be sampled.
+    def take(self, output_token_ids: Sequence[int]) -> None:
+        """The output so far has these tokens; what is new among them moves the grammar on."""
+        new = output_token_ids[self._num_taken :]
+        self._num_taken += len(new)
+        if self.matcher is not None and new and not self.broken and not self.matcher.consume_tokens(new):
+            self._break(f"the grammar does not allow the tokens {new}: {self.matcher.get_error()}")
 
-        Args:
-            output_token_ids: the tokens of the output so far.
-            banned: tokens that are taken out as well, unless none is left then.
-            mask: [num_words] int32, contiguous.
+    def fill(self, mask: np.ndarray) -> None:
+        """Write the grammar's mask of the next token: bit `t % 32` of word `t // 32` is 1 if token t may be sampled.
+
+        mask: [num_words] int32, contiguous.
         """
         mask[:] = -1
-        if self._matcher is not None and not self.broken:
-            self._fill(output_token_ids, mask)
+        if self.matcher is None or self.broken:
+            return
+        start = time.thread_time()  # not wall time, which a busy machine stretches
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        seconds = time.thread_time() - start
+        if seconds > SLOW_MASK_SECONDS:
+            self._slow_seconds += seconds
+            if self._slow_seconds > _SLOW_MASKS_SECONDS:
+                self.error = self.error or "the grammar is too complex: its masks take too long"
+
+    def restrict(self, banned: Iterable[int], mask: np.ndarray) -> None:
+        """Apply what else bans tokens to the grammar's mask.
+
+        banned: tokens that are taken out, unless none is left then.
+        """
+        if self.matcher is not None and not self.broken and self.matcher.is_error():
+            self._break(f"the grammar is too complex: {self.matcher.get_error()}")
         if self.broken:
             mask[:] = -1
             return
@@ -64,25 +89,35 @@ class TokenConstraint:
                 mask[:] = -1
         _ban(mask, banned)
 
-    def _fill(self, output_token_ids: Sequence[int], mask: np.ndarray) -> None:
-        matcher = self._matcher
-        start = time.perf_counter()
-        new = output_token_ids[self._num_taken :]
-        self._num_taken += len(new)
-        if new and not matcher.consume_tokens(new):
-            self._break(f"the grammar does not allow the tokens {new}: {matcher.get_error()}")
-            return
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error():
-            self._break(f"the grammar is too complex: {matcher.get_error()}")
-        seconds = time.perf_counter() - start
-        if seconds > _SLOW_MASK_SECONDS:
-            self._slow_seconds += seconds
-            if self._slow_seconds > _SLOW_MASKS_SECONDS:
-                self.error = self.error or "the grammar is too complex: its masks take too long"
-
     def _break(self, error: str) -> None:
         self.error, self.broken = error, True
+
+
+class MaskFiller:
+    """Fills the masks of many constraints, in several threads where that is worth it."""
+
+    def __init__(self) -> None:
+        self._executor: Any = None
+        self._steps_alone = 0
+        """Steps in which each mask is timed by itself, since one of them was slow."""
+
+    def fill(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
+        """Write the grammar's mask of each constraint to its row of masks [n, num_words] int32."""
+        matchers = [(c.matcher, i) for i, c in enumerate(constraints) if c.matcher is not None and not c.broken]
+        if len(matchers) < _PARALLEL_MASKS or self._steps_alone:
+            self._steps_alone = max(0, self._steps_alone - 1)
+            for constraint, mask in zip(constraints, masks):
+                constraint.fill(mask)
+            return
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(min(8, os.cpu_count() or 1))
+        masks[:] = -1
+        start = time.perf_counter()
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
+        if time.perf_counter() - start > SLOW_MASK_SECONDS:
+            self._steps_alone = _STEPS_ALONE
 
 
 class ConstraintMaker:
@@ -96,8 +131,10 @@ class ConstraintMaker:
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._end_token_ids = list(end_token_ids)
+        # A model may have more logits than its tokenizer has tokens, or fewer.
+        num_tokens = 0 if tokenizer is None else len(tokenizer)
+        self._size = max(vocab_size, num_tokens)
+        self._end_token_ids = [token for token in end_token_ids if token < num_tokens]
         self._lock = threading.Lock()
         self._vocabulary: Any = None
         self._compiled: OrderedDict[StructuredOutputs, Any] = OrderedDict()
@@ -111,19 +148,22 @@ class ConstraintMaker:
             ValueError: the grammar is wrong, or cannot be used with this model.
         """
         matcher = allowed = None
+        num_words = -(-self._size // 32)
         if params.allowed_token_ids is not None:
-            bits = np.zeros(32 * num_mask_words(self._vocab_size), bool)
+            bits = np.zeros(32 * num_words, bool)
             bits[list(params.allowed_token_ids)] = True
             allowed = np.packbits(bits, bitorder="little").view(np.int32)
         if isinstance(params.structured_outputs, StructuredOutputs):
             matcher = self._compile(params.structured_outputs)
-        return [TokenConstraint(matcher and matcher.deep_copy(), allowed) for _ in range(params.n)]
+        return [TokenConstraint(matcher and matcher.deep_copy(), allowed, num_words) for _ in range(params.n)]
 
     def _compile(self, spec: StructuredOutputs) -> Any:
         if self._tokenizer is None:
             raise ValueError("structured_outputs need a tokenizer, and this engine has none; pass tokenizer= to LLM")
         if not self._end_token_ids:
-            raise ValueError("structured_outputs: this model has no end token, with which such an output ends")
+            raise ValueError(
+                "structured_outputs: the tokenizer has no end token of this model, with which such an output ends"
+            )
         with self._lock:
             if spec not in self._compiled:
                 from llguidance import LLMatcher
@@ -133,6 +173,7 @@ class ConstraintMaker:
                 )
                 if matcher.is_error():
                     raise ValueError(f"structured_outputs: {matcher.get_error()}")
+                matcher.compute_bitmask()  # copies have what the first mask took to find out
                 self._compiled[spec] = matcher
                 if len(self._compiled) > _COMPILED:
                     self._compiled.popitem(last=False)
@@ -146,14 +187,9 @@ class ConstraintMaker:
 
             # No end tokens beyond the model's: the grammar would allow them, and they would not end the sequence.
             self._vocabulary = llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=max(self._vocab_size, len(self._tokenizer)), eos_token=self._end_token_ids
+                self._tokenizer, n_vocab=self._size, eos_token=self._end_token_ids
             )
         return self._vocabulary
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """int32 words of a mask."""
-    return -(-vocab_size // 32)
 
 
 def _ban(mask: np.ndarray, banned: Iterable[int]) -> None:

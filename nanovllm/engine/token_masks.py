@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.constraint import num_mask_words
+from nanovllm.engine.constraint import MaskFiller, TokenConstraint
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.step_result import StepResult
 
@@ -39,15 +39,13 @@ class TokenMasks(NamedTuple):
 class MaskBuilder:
     """Fills masks.
 
-    Args:
-        vocab_size: columns of the logits.
-        device: where they are.
+    device: where the logits are.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
-        self._num_words = num_mask_words(vocab_size)
+    def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._latest: StepResult | None = None
+        self._filler = MaskFiller()
 
     def launched(self, result: StepResult) -> None:
         """A step was launched; the next step's masks may need its tokens."""
@@ -55,14 +53,10 @@ class MaskBuilder:
 
     def build(self, rows: Sequence[ConstrainedRow]) -> TokenMasks:
         """The masks of some rows, on the device. It waits for the tokens of the step before, if the host lacks them."""
-        pin = self._device.type == "cuda"
-        # One buffer and one copy: a row number (two words) and a mask for each row.
-        buffer = torch.empty(len(rows) * (2 + self._num_words), dtype=torch.int32, pin_memory=pin)
-        numbers, bitmask = self._split(buffer, len(rows))
-        numbers.numpy()[:] = [row.row for row in rows]
-        masks = bitmask.numpy()
+        constraints: list[TokenConstraint] = []
+        banned: list[Iterable[int]] = []
         latest = None
-        for mask, (_, seq, position) in zip(masks, rows):
+        for _, seq, position in rows:
             token_ids = seq.token_ids
             if position > len(token_ids):
                 assert position == len(token_ids) + 1 and self._latest is not None, "one step is in flight"
@@ -71,13 +65,27 @@ class MaskBuilder:
                 token_ids = [*token_ids, latest[seq]]
             constraint = seq.constraint
             assert constraint is not None
-            constraint.fill(token_ids[seq.prompt_len :], _banned(seq, token_ids), mask)
-        numbers, bitmask = self._split(buffer.to(self._device, non_blocking=pin), len(rows))
+            constraint.take(token_ids[seq.prompt_len :])
+            constraints.append(constraint)
+            banned.append(_banned(seq, token_ids))
+        # One buffer and one copy: a row number (two words) and a mask for each row.
+        pin = self._device.type == "cuda"
+        num_words = constraints[0].num_words
+        buffer = torch.empty(len(rows) * (2 + num_words), dtype=torch.int32, pin_memory=pin)
+        numbers, bitmask = _split(buffer, len(rows))
+        numbers.numpy()[:] = [row.row for row in rows]
+        masks = bitmask.numpy()
+        self._filler.fill(constraints, masks)
+        for constraint, mask, tokens in zip(constraints, masks, banned):
+            constraint.restrict(tokens, mask)
+        numbers, bitmask = _split(buffer.to(self._device, non_blocking=pin), len(rows))
         return TokenMasks(bitmask, numbers)
 
-    def _split(self, buffer: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers, bitmask = buffer.split([2 * num_rows, num_rows * self._num_words])
-        return numbers.view(torch.int64), bitmask.view(num_rows, self._num_words)
+
+def _split(buffer: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row numbers, masks)"""
+    numbers, bitmask = buffer[: 2 * num_rows], buffer[2 * num_rows :]
+    return numbers.view(torch.int64), bitmask.view(num_rows, -1)
 
 
 def _banned(seq: TokenSequence, token_ids: Sequence[int]) -> Iterable[int]:

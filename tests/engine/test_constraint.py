@@ -1,10 +1,12 @@
 """Masks of single sequences, and grammars that must not be compiled."""
 
+import time
+
 import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutputs
-from nanovllm.engine.constraint import ConstraintMaker, num_mask_words
+from nanovllm.engine.constraint import ConstraintMaker, MaskFiller, TokenConstraint
 from nanovllm.engine.grammar_check import GrammarChecker
 from tests import tiny
 
@@ -18,8 +20,10 @@ def maker():
 
 
 def allowed(constraint, output, banned=()):
-    mask = np.zeros(num_mask_words(SIZE), np.int32)
-    constraint.fill(output, banned, mask)
+    mask = np.zeros(constraint.num_words, np.int32)
+    constraint.take(output)
+    constraint.fill(mask)
+    constraint.restrict(banned, mask)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE]).tolist())
 
 
@@ -60,6 +64,46 @@ def test_allowed_tokens_and_a_grammar_apply_together(maker):
 def test_completions_have_states_of_their_own(maker):
     first, second = maker.make(SamplingParams(n=2, structured_outputs={"choice": ["xy", "z"]}))
     assert allowed(first, sorted(ids("x"))) == ids("y") and allowed(second, []) >= ids("z")
+
+
+def test_many_masks_are_those_of_single_ones(maker):
+    constraints = maker.make(SamplingParams(n=40, structured_outputs={"regex": "[ab]{3}c"}))
+    output = sorted(ids("ab"))
+    for i, constraint in enumerate(constraints):
+        constraint.take((output * 2)[: i % 4])
+    masks = np.zeros((40, constraints[0].num_words), np.int32)
+    MaskFiller().fill(constraints, masks)
+    for mask, constraint in zip(masks, constraints):
+        single = np.zeros_like(mask)
+        constraint.fill(single)
+        assert (single == mask).all()
+    assert not (masks[0] == masks[3]).all()
+
+
+class SlowMatcher:
+    """Takes 50 ms of a processor for a mask."""
+
+    def unsafe_compute_mask_ptr(self, pointer, size):
+        start = time.thread_time()
+        while time.thread_time() < start + 0.05:
+            pass
+
+
+def test_a_sequence_whose_masks_take_long_ends():
+    constraint, mask = TokenConstraint(SlowMatcher(), None, 4), np.zeros(4, np.int32)
+    for _ in range(9):
+        constraint.fill(mask)
+    assert constraint.error is None
+    for _ in range(3):
+        constraint.fill(mask)
+    assert "too long" in constraint.error and not constraint.broken  # its masks are right all the same
+
+
+@pytest.mark.parametrize("size", [SIZE - 100, SIZE + 100])
+def test_a_model_with_more_or_fewer_logits_than_tokens(size):
+    constraint = one(ConstraintMaker(TOKENIZER, size, [END, SIZE + 5]), structured_outputs={"choice": ["x"]})
+    assert constraint.num_words >= size / 32 and allowed(constraint, []) == ids("x")
+    assert allowed(constraint, sorted(ids("x"))) == {END}
 
 
 CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(10_000)) + '\nr10000: "a"'
@@ -108,5 +152,5 @@ def test_models_that_cannot_be_constrained_are_named():
     params = SamplingParams(structured_outputs={"json_object": True})
     with pytest.raises(ValueError, match="need a tokenizer"):
         ConstraintMaker(None, SIZE, [END]).make(params)
-    with pytest.raises(ValueError, match="no end token"):
+    with pytest.raises(ValueError, match="has no end token"):
         ConstraintMaker(TOKENIZER, SIZE, []).make(params)

@@ -61,6 +61,7 @@ def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch
         ValueError: `num_words` is less than vocab_size / 32.
     """
     check_bitmask(logits, bitmask, rows)
-    bits = bitmask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=bitmask.device) & 1
+    in_bytes = bitmask.contiguous().view(torch.uint8)[:, :, None]
+    bits = in_bytes & (1 << torch.arange(8, device=bitmask.device)).to(torch.uint8)
     banned = bits.flatten(1)[:, : logits.shape[1]] == 0
     logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
