@@ -210,6 +210,7 @@ class AsyncLLM:
     def _deliver(self, outputs: StepOutputs) -> None:
         self.stats, self.last_step_time = outputs.stats, time.monotonic()
         touched: dict[int, OutputStream] = {}
+        over: list[int] = []  # requests of which a completion has ended
         streams = self._streams
         for first in outputs.first:
             if (stream := streams.get(first.key)) is not None:
@@ -220,21 +221,23 @@ class AsyncLLM:
             key, index = split_key(completion_key)
             if (stream := streams.get(key)) is not None:
                 end = ends.pop(completion_key, None) if ends else None
-                stream.feed(index, token_id, rows.get(completion_key) if rows else None, end)
+                if stream.feed(index, token_id, rows.get(completion_key) if rows else None, end):
+                    over.append(key)
                 touched[key] = stream
         for completion_key, end in ends.items():
             key, index = split_key(completion_key)
             if (stream := streams.get(key)) is not None:
                 stream.end(index, *end)
+                over.append(key)
                 touched[key] = stream
         for key, kind, message in outputs.failed:
             if (stream := streams.get(key)) is not None:
                 stream.fail(ValueError(message) if kind == "refused" else RequestFailed(message))
+                over.append(key)
                 touched[key] = stream
-        if outputs.ended or outputs.failed or any(s.finished for s in touched.values()):
-            for key, stream in touched.items():
-                if stream.finished:
-                    self._forget(key)
+        for key in over:
+            if touched[key].finished:
+                self._forget(key)
         if self.on_outputs is not None:
             self.on_outputs(outputs)
         _wake(touched.values())

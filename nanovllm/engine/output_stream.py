@@ -71,13 +71,16 @@ class OutputStream:
 
     def feed(
         self, index: int, token_id: int, logprobs: TokenLogprobs | None, end: tuple[str, int | str | None] | None
-    ) -> None:
-        """Take a token of a completion. end: (finish reason, stop reason) if it is the last one."""
+    ) -> bool:
+        """Take a token of a completion; returns whether the completion has ended.
+
+        end: (finish reason, stop reason) if it is the last token.
+        """
         with self._lock:
             completion = self.request.completions[index]
             seq = completion.seq
             if seq.finished or self.failure is not None:
-                return
+                return False
             seq.token_ids.append(token_id)
             if end is not None:
                 seq.end(*end)
@@ -90,8 +93,10 @@ class OutputStream:
                     seq.end("stop", stop)
                 if ended_here:
                     self._abort(index)
-            if self.request.first_token_time is None or seq.finished:
+            ended = seq.finished
+            if ended or self.request.first_token_time is None:
                 self.request.note_token()
+            return ended
 
     def end(self, index: int, reason: str, stop_reason: int | str | None) -> None:
         """A completion ended without a further token."""
@@ -154,11 +159,11 @@ class OutputStream:
 
     def _take(self) -> RequestOutput | None:
         outputs = [piece for c in self.request.completions if (piece := self._piece(c)) is not None]
-        finished = self.request.finished
-        self.over = finished
         if not outputs:
             return None
-        metrics = None
+        # The last output is one in which a completion ends.
+        finished = any(piece.finish_reason is not None for piece in outputs) and self.request.finished
+        self.over = finished
         prompt_logprobs = None
         if not self._prompt_logprobs_sent:
             self._prompt_logprobs_sent, prompt_logprobs = True, self.request.prompt_logprobs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import Any
 
 from nanovllm.engine.output_stream import OutputStream
@@ -29,7 +28,8 @@ class Generation:
         self._exchange = exchange
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._ready: deque[int] = deque()
+        self._ready: dict[int, None] = {}
+        """Prompts with news, in order."""
         self._left = len(streams)
         self._not_started = set(range(len(streams)))
         self._waiting: asyncio.Future[None] | None = None
@@ -49,7 +49,8 @@ class Generation:
         """
         while self._left:
             while self._ready:
-                index = self._ready.popleft()
+                index = next(iter(self._ready))
+                del self._ready[index]
                 stream = self.streams[index]
                 if stream.over:
                     continue
@@ -91,7 +92,7 @@ class Generation:
         self._ticket.close()
 
     def _news(self, index: int) -> None:
-        self._ready.append(index)
+        self._ready[index] = None
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 

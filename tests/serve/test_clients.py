@@ -1,7 +1,9 @@
 """The official clients of OpenAI and Anthropic."""
 
 import asyncio
+from typing import Literal
 
+import pydantic
 import pytest
 
 openai = pytest.importorskip("openai", reason="pip install openai")
@@ -129,3 +131,62 @@ def test_stop_sequences(claude, server):
         model="model", max_tokens=20, messages=MESSAGES, extra_body={"temperature": 0}, stop_sequences=[stop]
     )
     assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
+
+
+class Pair(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    left: int = pydantic.Field(ge=0, le=99)
+    right: Literal["x", "y"]
+
+
+PARAMETERS = Pair.model_json_schema()
+
+
+def test_parsed_answers(client):
+    asked = dict(model="model", messages=MESSAGES, max_tokens=100, seed=1)
+    found = client.chat.completions.parse(**asked, response_format=Pair)
+    assert isinstance(found.choices[0].message.parsed, Pair)
+    with client.chat.completions.stream(**asked, response_format=Pair) as stream:
+        kinds = {event.type for event in stream}
+        assert stream.get_final_completion().choices[0].message.parsed == found.choices[0].message.parsed
+    assert {"content.delta", "content.done", "chunk"} <= kinds
+    parsed = client.responses.parse(model="model", input="hello there", text_format=Pair, max_output_tokens=100)
+    assert isinstance(parsed.output_parsed, Pair)
+
+
+def test_tools(client, claude):
+    """Forced calls, since a random model makes none by itself; streamed, whole, and with the result sent back."""
+    function = {"name": "pair", "description": "makes a pair", "parameters": PARAMETERS}
+    asked = dict(model="model", messages=MESSAGES, max_tokens=100, seed=2, tool_choice="required",
+                 tools=[{"type": "function", "function": function}], parallel_tool_calls=False)  # fmt: skip
+    message = client.chat.completions.create(**asked).choices[0].message
+    (call,) = message.tool_calls
+    Pair.model_validate_json(call.function.arguments)
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    assert streamed.finish_reason == "tool_calls"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    asked |= {"messages": [*MESSAGES, message, result], "tool_choice": "auto"}
+    assert client.chat.completions.create(**asked).usage.prompt_tokens > 5
+
+    item = client.responses.create(
+        model="model", input="hello", tools=[{"type": "function", **function}], tool_choice="required",
+        max_output_tokens=100,
+    ).output[0]  # fmt: skip
+    assert item.type == "function_call" and Pair.model_validate_json(item.arguments)
+    again = [{"role": "user", "content": "hello"}, item, {"type": "function_call_output", "call_id": item.call_id,
+                                                          "output": "done"}]  # fmt: skip
+    assert client.responses.create(model="model", input=again, max_output_tokens=5).usage.input_tokens > 5
+
+    asked = dict(model="model", max_tokens=100, messages=MESSAGES, extra_body={"seed": None},
+                 tools=[{"name": "pair", "input_schema": PARAMETERS}], tool_choice={"type": "any"})  # fmt: skip
+    with claude.messages.stream(**asked) as stream:
+        final = stream.get_final_message()
+    block = final.content[0]
+    assert final.stop_reason == "tool_use" and block.type == "tool_use" and Pair.model_validate(block.input)
+    whole = claude.messages.create(**asked)
+    assert whole.content[0].type == "tool_use" and Pair.model_validate(whole.content[0].input)
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "done"}]}
+    asked["messages"] = [*MESSAGES, {"role": "assistant", "content": whole.content}, result]
+    assert claude.messages.create(**asked | {"tool_choice": {"type": "none"}}).usage.output_tokens > 0
