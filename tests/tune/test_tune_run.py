@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
@@ -23,15 +22,10 @@ from nanovllm.tune import Budget, Skipped
 from nanovllm.tune.jobs import jobs
 from nanovllm.tune.measure import TuningError
 from nanovllm.tune.run import FATAL, MEASURED, ContextLost, tune
+from tests.kernels.config_files import BF16, CPU, GPU
 
-GPU, CPU, BF16, H200 = "nvidia-test-9", torch.device("cpu"), torch.bfloat16, device_model("h200")
+H200 = device_model("h200")
 REPO = Path(__file__).parents[2]
-
-
-def forget():
-    config_files.forget_files()
-    for tunable in tunables.ALL.values():
-        tunable.forget()
 
 
 def rms_jobs(*shapes):
@@ -103,12 +97,9 @@ def test_a_run_writes_what_kernels_then_read(tmp_path, monkeypatch):
     assert first["skipped"] == {"out of registers": 6, "wrong result": 2} and first["tried"] == 20
     assert first["pruned"] == {"more than 64 values a thread: registers spill": 10} and first["untried"] == 0
     assert {"device", "date", "commit", "dirty", "search"} <= set(first)
-    monkeypatch.setattr(config_files, "gpu_of", lambda device: GPU)
     monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(tmp_path))
-    forget()
-    assert {tunables.RMS_NORM.find(CPU, rows, 1024, BF16) for rows in (64, 256)} == {RowPlan(1, 8)}
-    monkeypatch.undo()
-    forget()
+    found = config_files.in_force(tunables.RMS_NORM, GPU)
+    assert found == {(rows, 1024, BF16): RowPlan(1, 8) for rows in (64, 256)}
 
 
 def test_a_time_limit_is_shared_and_what_has_none_left_is_said(tmp_path):

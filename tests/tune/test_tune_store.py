@@ -4,10 +4,8 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-import torch
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
@@ -21,24 +19,16 @@ from nanovllm.kernels.triton.rows.plans import RowPlan
 from nanovllm.tune import Outcome
 from nanovllm.tune.jobs import jobs
 from nanovllm.tune.store import entry, readable, save
-
-GPU, CPU, BF16 = "nvidia-test-9", torch.device("cpu"), torch.bfloat16
+from tests.kernels.config_files import BF16, GPU, forget
 
 
 @pytest.fixture
 def read_here(monkeypatch, tmp_path):
-    """Kernels read the directory as if the CPU were a GPU."""
-    monkeypatch.setattr(config_files, "gpu_of", lambda device: GPU)
+    """Kernels read the directory."""
     monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(tmp_path))
     forget()
     yield
     forget()
-
-
-def forget():
-    config_files.forget_files()
-    for tunable in tunables.ALL.values():
-        tunable.forget()
 
 
 def an_entry(**differ):
@@ -60,19 +50,15 @@ def test_saving_replaces_the_same_key_and_versions_and_keeps_the_rest(tmp_path):
     assert len(json.loads(path.read_text())["entries"]) == 4
 
 
-def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path):
     path = save(GPU, [an_entry(us=1.0)], tmp_path)
     before = path.read_text()
-    half = Path.write_text
-
-    def failing(self, text, *args, **kwargs):
-        half(self, text[: len(text) // 2])
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", failing)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(TypeError, match="not JSON serializable"):  # in the middle of the text
+        save(GPU, [an_entry(us=2.0, zzz=object())], tmp_path)
+    (tmp_path / f"{GPU}.{os.getpid()}.part").mkdir()  # what is to be written first cannot be
+    with pytest.raises(OSError, match="Is a directory"):
         save(GPU, [an_entry(us=2.0)], tmp_path)
-    assert path.read_text() == before and sorted(os.listdir(tmp_path)) == [path.name, f"{GPU}.lock"]
+    assert path.read_text() == before
 
 
 def test_of_a_file_with_malformed_entries_the_others_are_kept(tmp_path, caplog, read_here):
@@ -81,17 +67,14 @@ def test_of_a_file_with_malformed_entries_the_others_are_kept(tmp_path, caplog, 
     new, half = an_entry(key={"rows": 8, "size": 64, "dtype": "float16"}), {**an_entry(), "config": None}
     path = tmp_path / f"{GPU}.json"
     path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [good, bad, other]}))
-    forget()
     with pytest.raises(
         ValueError, match=r"entries\[1\].key.rows: expected 128, .*; write it anew with `nanovllm tune`"
     ):
-        tunables.RMS_NORM.find(CPU, 64, 1024, BF16)
+        config_files.in_force(tunables.RMS_NORM, GPU)
     save(GPU, [new], tmp_path)
     assert "entries[1].key.rows" in caplog.text and "2 of its entries are kept" in caplog.text
     assert len(json.loads(path.read_text())["entries"]) == 3
-    # A running process has read its files and keeps to them, until it is told to read them again.
-    tunables.RMS_NORM.forget()
-    assert tunables.RMS_NORM.find(CPU, 64, 1024, BF16) == RowPlan(2, 8)
+    assert config_files.in_force(tunables.RMS_NORM, GPU)[64, 1024, BF16] == RowPlan(2, 8)
     for bad in ("no object", {"tunable": "rms_norm"}, half):
         path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [bad, good]}))
         kept, wrong = readable(path)
