@@ -172,15 +172,15 @@ def test_tools(client, claude):
 
     item = client.responses.create(
         model="model", input="hello", tools=[{"type": "function", **function}], tool_choice="required",
-        max_output_tokens=100,
+        max_output_tokens=100, parallel_tool_calls=False,
     ).output[0]  # fmt: skip
     assert item.type == "function_call" and Pair.model_validate_json(item.arguments)
     again = [{"role": "user", "content": "hello"}, item, {"type": "function_call_output", "call_id": item.call_id,
                                                           "output": "done"}]  # fmt: skip
     assert client.responses.create(model="model", input=again, max_output_tokens=5).usage.input_tokens > 5
 
-    asked = dict(model="model", max_tokens=100, messages=MESSAGES, extra_body={"seed": None},
-                 tools=[{"name": "pair", "input_schema": PARAMETERS}], tool_choice={"type": "any"})  # fmt: skip
+    asked = dict(model="model", max_tokens=100, messages=MESSAGES, tools=[{"name": "pair", "input_schema": PARAMETERS}],
+                 tool_choice={"type": "any", "disable_parallel_tool_use": True})  # fmt: skip
     with claude.messages.stream(**asked) as stream:
         final = stream.get_final_message()
     block = final.content[0]
