@@ -96,7 +96,7 @@ def load_runs(path: Path) -> list[Record]:
 
 
 _OTHERS = ("fusion.json", "planner.json")
-"""What `nanovllm fuse --measure` and `nanovllm plan prove` keep in the same folders."""
+"""What `nanovllm fuse --measure` and `python -m benchmarks.planner_proof` keep in the same folders."""
 
 
 def kept_files(folder: Path, device: str | None = None) -> list[Path]:

@@ -20,7 +20,7 @@ LESSONS = {
     "gelu": "Elementwise: each pass over memory that is saved shows in the time.",
     "softmax": "A reduction over rows: how often is a row read?",
     "layernorm": "Two reductions that depend on each other.",
-    "matmul": "Tiles, stages and tensor cores: the one that arithmetic can bound.",
+    "matmul": "Tiles, stages and tensor cores: arithmetic can be the limit.",
 }
 
 _Sizes = Annotated[str | None, typer.Option(help="Dims to time, such as 1024,4096,16384; at most 32768.")]

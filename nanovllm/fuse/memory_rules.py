@@ -1,8 +1,8 @@
 """Writing in place: when kernels that use the same memory may be one kernel, and which memory exists within it only.
 
-A fused kernel's programs run at once, and none waits for another. So what one of them writes, only it may use: the same
-elements, in the same order as before. And what several of them do (a prologue, once for every tile of columns) must not
-write at all, except into memory that no one else sees, which then are registers.
+The programs of a fused kernel run at the same time, and none waits for another. So only the program that writes an
+element may use it, in the same order as before. Work that several programs repeat (a prologue, for every tile of
+columns) must not write memory, unless only this kernel sees that memory: then it is registers.
 """
 
 from __future__ import annotations

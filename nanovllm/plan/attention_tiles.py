@@ -37,19 +37,19 @@ MOST_ROWS = 256
 _EXP_LANES = 16
 """Exponentials that the special-function units of a multiprocessor compute a cycle."""
 _SOFTMAX_CYCLES = 7.0
-"""Instructions of an ordinary lane for one score: scale, maximum, subtract, sum, convert. FITTED, with the next
-three, to `prefill_kernel` on an H200 (`nanovllm plan prove --times`: every tile that the planner keeps for ten
-shapes, PyTorch 2.11, Triton 3.6), for the share of the best that the first choice and the first five reach rather
-than for the times."""
+"""Instructions of an ordinary lane for one score: scale, maximum, subtract, sum, convert. FITTED, with the next three,
+to `prefill_kernel` on an H200 (`python -m benchmarks.planner_proof --times`: every tile that the planner keeps for
+ten shapes, PyTorch 2.11, Triton 3.6). The fit looks at the share of the best that the first five reach, not at the
+times."""
 _CHAIN_CYCLES = 200
-"""Of a step, in which a block waits for its own results: product, maximum, exponential, product."""
+"""Cycles of a step in which a block waits for its own results: product, maximum, exponential, product."""
 _START_LATENCIES = 3
 """What a block needs besides its steps, in latencies of device memory: lengths, table, queries and first keys, each
 after the other, then the output, some of them at once."""
 _RESCALE_CYCLES = 3.0
-"""Of an ordinary lane for one output accumulator in each step, which a new maximum may scale."""
+"""Cycles of an ordinary lane, a step, for one output accumulator, which a new maximum may scale."""
 _MMA_ON_HOPPER = 0.5
-"""Of the rate, what the instructions of Ampere reach on Hopper in these kernels. FITTED to an order, not a time: 32
+"""Share of the rate that Ampere's instructions reach on Hopper in these kernels. FITTED to an order, not a time: 32
 rows of two warps take twice as long as 64 of four."""
 _L2_SHARE = 0.8
 

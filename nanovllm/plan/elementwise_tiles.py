@@ -1,9 +1,9 @@
 """Blocks of elementwise kernels: how many elements a thread, how wide its loads, how many warps.
 
-Such a kernel only waits for memory, so it must have enough under way: items per thread x bytes x resident threads at
-least latency x bandwidth (Little's law). Beyond that, fewer and larger blocks waste the end of the grid, smaller ones
-repeat their start. The kernels are those of `kernels/triton/rows`: `_activation_kernel` (one input),
-`_activate_and_mul_kernel` (two), `_mul_add_kernel` (three).
+Such a kernel only waits for memory, so enough bytes must be under way: items per thread x bytes x resident threads
+at least latency x bandwidth (Little's law). Larger blocks waste the end of the grid. Smaller blocks repeat their
+start. The kernels are those of `kernels/triton/rows`: `_activation_kernel` (one input), `_activate_and_mul_kernel`
+(two), `_mul_add_kernel` (three).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from nanovllm.plan.resources import (
 
 DTYPES = ("bfloat16", "float16", "float32")
 _THREAD_INSTRUCTIONS = 25
-"""Of a thread: where it begins, bounds. ASSUMED."""
+"""Instructions of a thread for its start and its bounds. ASSUMED."""
 _ACCESS_INSTRUCTIONS = 3
-"""Of a load or store: its address, its mask, itself. ASSUMED."""
+"""Instructions of a load or store: address, mask and the access itself. ASSUMED."""
 START_CYCLES = 500
-"""From the end of a block to the first load of the one that takes its place. ASSUMED."""
+"""Cycles from the end of a block to the first load of its successor. ASSUMED."""
 BLOCK_CYCLES = 100
-"""Between the starts of two blocks on a multiprocessor, at least. ASSUMED."""
+"""The least cycles between the starts of two blocks on a multiprocessor. ASSUMED."""
 MOST_ITEMS = 64
 
 

@@ -35,7 +35,7 @@ DTYPES = ("bfloat16", "float16", "float32", "tfloat32", "float8")
 WEIGHTS = ("int4", "int8", "float8")
 BARRIER_BYTES = 8
 _SCRATCH_BYTES = 128
-"""Of each thread, in which Triton rearranges 4-byte outputs."""
+"""Bytes of each thread in which Triton rearranges 4-byte outputs."""
 _STAGED = {
     "mma": {
         2: {
@@ -68,7 +68,7 @@ _CONVERT_LANES = 64
 CONVERT = {"int4": 1.25, "int8": 1.0, "float8": 1.0}
 """Instructions that unpack and scale one weight, two at a time as in `triton_attention.attend.fp8_pair`. ASSUMED."""
 L2_SHARE = 0.8
-"""Of the L2 cache, what operands that are read again can count on. ASSUMED."""
+"""Share of the L2 cache that holds operands until they are read again. ASSUMED."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def wanted_blocks(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> 
 
 
 def engine_plan(problem: GemmProblem, device: DeviceModel) -> StreamPlan | TilePlan | None:
-    """What the engine's own rule chooses; None if it has no kernel for the problem, or they cannot be imported."""
+    """The choice of the engine's own rule; None if no kernel takes the problem, or without Triton."""
     p = problem
     if p.weight is not None or p.dtype == "float8":
         return None

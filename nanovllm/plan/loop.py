@@ -1,9 +1,9 @@
 """The loop of a tiled product, shared by matrix products and convolutions: seconds by limit, from what one step of
 one block needs.
 
-The constants marked FITTED are fitted together to the products of 32 shapes timed on an H200 (`nanovllm plan prove
---times`: every tile that the planner keeps, PyTorch 2.11, Triton 3.6), for the share of the best that the first
-choice and the first five reach rather than for the times.
+The constants marked FITTED are fitted together to the products of 32 shapes timed on an H200 (`python -m
+benchmarks.planner_proof --times`: every tile that the planner keeps, PyTorch 2.11, Triton 3.6). The fit looks at the
+share of the best that the first choice and the first five reach, not at the times.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from nanovllm.plan.resources import LOADED, Occupancy, Waves, cdiv, combine
 ISSUE_CYCLES = 150
 """From request to start of a load, and from data to product: barriers, address arithmetic. ASSUMED."""
 _STEP_CYCLES = 60
-"""What a block needs around the product of a step, in which it issues no other; other resident blocks keep the tensor
+"""Cycles around the product of a step in which the block issues no other product. Other resident blocks keep the tensor
 cores busy meanwhile. FITTED."""
 _GROUP_CYCLES = 50
-"""What each group of four warps beyond the first adds: they wait for each other at the same barriers. FITTED."""
+"""Cycles that each group of four warps beyond the first adds: the groups wait for each other at barriers. FITTED."""
 _SHARED_LOADS = 2.9
-"""Times its bandwidth at which tiles come from the L2 cache: those that several multiprocessors load at the same time
-cross it less often than once each. FITTED."""
+"""The rate of tiles from the L2 cache over its bandwidth. A tile that several multiprocessors load at the same time
+does not cross the cache once for each. FITTED."""
 _MMA_ON_HOPPER = 0.62
-"""Of the rate, what the instructions of Ampere reach on Hopper (Luo et al., arXiv 2402.13499, rounded)."""
+"""Share of the rate that Ampere's instructions reach on Hopper (Luo et al., arXiv 2402.13499, rounded)."""
 _OUTSIDE = ("L2", "memory")
 _INSIDE_P, _OUTSIDE_P = 4, 2.5
-"""Of `combine`, for what happens in a multiprocessor, and for that together with what comes from outside: two equal
-limits cost 19 % more than one, and 32 %. FITTED."""
+"""Exponents of `combine` for the limits inside a multiprocessor, and for these together with L2 and memory. Two equal
+limits cost 19 % and 32 % more than one. FITTED."""
 _SHARED_WIDTH = 128
 """Bytes that shared memory delivers or takes a cycle."""
 

@@ -46,7 +46,7 @@ _LONG_OPERATIONS = {"softmax": 20, "layer_norm": 10, "rms_norm": 7}
 """Instructions an element besides loads and stores. ASSUMED."""
 _SHUFFLE_CYCLES = 30
 _BARRIER_CYCLES = 120
-"""Of one step of a reduction within a warp, and of the exchange between warps. ASSUMED."""
+"""Cycles of one reduction step within a warp, and of the exchange between warps. ASSUMED."""
 MOST_ITEMS = 64
 HELD_ITEMS = 8
 """Elements that a thread has of each block where several make up a row (`norm_pieces_kernel`)."""

@@ -1,8 +1,7 @@
 """What a block takes of a multiprocessor, how many blocks fit, and how long they take together.
 
-Capacity, intensity, latency: a configuration must fit (shared memory, registers, warps), must do enough arithmetic
-for each byte, and must have enough bytes under way to cover the time that one takes to arrive. Every planner of this
-package ends here.
+A configuration must fit (shared memory, registers, warps), do enough arithmetic for each byte, and have enough bytes
+under way to cover the latency. Every planner of this package uses this module.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Plan:
 
 
 LOADED = 2.0
-"""Of the latency of an idle memory, that of one which is kept busy. ASSUMED."""
+"""The latency of a busy memory over that of an idle one. ASSUMED."""
 
 
 def bytes_needed(device: DeviceModel) -> float:

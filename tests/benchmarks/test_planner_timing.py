@@ -187,6 +187,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_launches_compute_what_they_should():
     """In Triton's interpreter, which must be chosen before Triton is imported."""
     pytest.importorskip("triton")

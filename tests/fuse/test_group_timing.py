@@ -68,6 +68,7 @@ assert row.unfused.seconds > 0 and row.compile.seconds is None and row.compile.r
 """
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_of_inductor_is_a_row():
     # In a process of its own: Inductor remembers what it has found out about compilers.
     done = subprocess.run([sys.executable, "-c", WITHOUT_A_COMPILER], cwd=REPO, capture_output=True, text=True)

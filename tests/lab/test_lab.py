@@ -39,9 +39,8 @@ def test_torch_ways_are_right(name, dtype, way):
     assert found.cases == len(SHAPES) and not found.failures and found.error <= 1
 
 
-@pytest.mark.parametrize(
-    "name", ["softmax", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "softmax")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_triton_is_right_in_the_interpreter(name):
     pytest.importorskip("triton")
     dtype = torch.float16 if name in ("matmul", "gelu") else torch.float32
@@ -49,6 +48,7 @@ def test_triton_is_right_in_the_interpreter(name):
     assert found.cases == len(SHAPES) and not found.failures and found.how == "interpreter"
 
 
+@pytest.mark.slow
 def test_compile_is_right():
     found = check(lesson("layernorm"), one("layernorm", "compile"), CPU, torch.float32, seed=3)
     assert found.cases == 1 and not found.failures
