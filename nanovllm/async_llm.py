@@ -127,6 +127,8 @@ class AsyncLLM:
             EngineDeadError: the engine ended while it computed this request.
             RequestFailed: a step that computed this request failed.
         """
+        if sampling_params is not None and sampling_params.structured_outputs is not None:
+            await asyncio.to_thread(self.maker.check, sampling_params)  # a new grammar takes milliseconds to seconds
         stream = self.add(prompt, sampling_params, request_id)
         try:
             while (output := await stream.next()) is not None:

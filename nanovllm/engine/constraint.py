@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.grammar import grammar_text, parser_limits
+from nanovllm.engine.grammar import grammar_text, is_installed, parser_limits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
 
@@ -139,6 +139,15 @@ class ConstraintMaker:
         self._vocabulary: Any = None
         self._compiled: OrderedDict[StructuredOutputs, Any] = OrderedDict()
 
+    def prepare(self) -> None:
+        """Index the vocabulary now, if grammars can be used: it takes a second or more, and other threads wait."""
+        if self._tokenizer is not None and self._end_token_ids and is_installed():
+            try:
+                with self._lock:
+                    self._vocabulary_of_model()
+            except ValueError:  # a request with a grammar is told
+                pass
+
     def make(self, params: SamplingParams) -> list[TokenConstraint]:
         """A constraint for each completion of a request.
 
@@ -181,7 +190,6 @@ class ConstraintMaker:
             return self._compiled[spec]
 
     def _vocabulary_of_model(self) -> Any:
-        """Takes a second or two the first time."""
         if self._vocabulary is None:
             import llguidance.hf
 

@@ -53,6 +53,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, deliver: Callable[[StepOutputs], None], engine: LLMEngine | None = None):
         self.engine = LLMEngine(config) if engine is None else engine
+        self.engine.maker.prepare()
         self._deliver = deliver
         self._loop = StepLoop(self.engine)
         self._waiter = Waiter(())

@@ -22,9 +22,14 @@ gap: /\n{0,2}/
 """
 
 
+def is_installed() -> bool:
+    """Whether there is the library."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
 def require_llguidance() -> None:
     """Raise a ValueError unless the library is installed."""
-    if importlib.util.find_spec("llguidance") is None:
+    if not is_installed():
         raise ValueError('structured outputs need the package llguidance: pip install "nanovllm[structured]"')
 
 

@@ -97,6 +97,11 @@ class RequestMaker:
                 completion.seq.constraint = constraint
         return request
 
+    def prepare(self) -> None:
+        """Do ahead what the first request with a grammar would take long for."""
+        if self._constraints is not None:
+            self._constraints.prepare()
+
     def check(self, params: SamplingParams) -> None:
         """Raise a ValueError if this model cannot serve the parameters.
 

@@ -71,12 +71,15 @@ class WarmUp:
         # Sampling kernels have a variant for few rows, which start before their predecessor has ended, and one for
         # many.
         hidden = torch.zeros(40, config.hidden_size, dtype=self._paged.model.dtype, device=device)
+        mask = torch.full((1, -(-config.vocab_size // 32)), -1, dtype=torch.int32, device=device)
+        first_row = torch.zeros(1, dtype=torch.int64, device=device)
         filters = SamplingParams(top_k=min(10, config.vocab_size), top_p=0.9, min_p=0.01)
         for params in (SamplingParams(temperature=0), SamplingParams(), filters):
             for num_rows in {min(n, self._limits.max_num_seqs) for n in (1, 3, 16, 40)}:
                 rows = [SamplingRow(params, seed=0, position=0, seq_slot=i) for i in range(num_rows)]
                 logits = self._paged.logits(hidden[:num_rows])
                 for given in (logits, logits.float()):  # penalties leave float32
+                    self._sampler.mask_op(given, mask, first_row)
                     self._sampler(given, SamplingMetadata.build(rows, device))
         self._synchronize()
 
