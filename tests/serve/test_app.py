@@ -1,15 +1,21 @@
 """Routes, keys, request ids, limits of the network."""
 
 import http.client
+import inspect
 import json
+import re
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
 from nanovllm import __version__
+from nanovllm.cli.serve import serve
 from nanovllm.serve.options import ServeOptions
 from tests.serve.running import RunningServer, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +156,20 @@ def test_metrics(guarded):
     assert guarded.metric("vllm:generation_tokens_total") >= 5
     wait_until(lambda: guarded.metric("vllm:num_requests_running") == 0)
     assert guarded.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(guarded):
+    guarded.post("/v1/completions", prompt="hello", max_tokens=2)
+    guarded.refused("/v1/completions", prompt=[5] * 5000)
+    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    text = guarded.client.get("/metrics").text
+    names = set(re.findall(r"(?:vllm|nanovllm):\w+", asked))
+    assert len(names) > 12 and all(f"# TYPE {name.removesuffix('_bucket')} " in text for name in names)
+
+
+def test_the_unit_uses_options_that_exist():
+    unit = (ROOT / "deploy" / "nanovllm.service").read_text()
+    options = set(re.findall(r" (--[a-z-]+)", unit[unit.index("ExecStart") :].partition("LoadCredential")[0]))
+    known = {"--" + name.replace("_", "-") for name in inspect.signature(serve).parameters}
+    assert len(options) >= 7 and options <= known
