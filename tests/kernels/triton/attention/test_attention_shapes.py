@@ -2,7 +2,7 @@
 attention. Every cache slot that holds no token is NaN, and tables are wider than they need be."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
@@ -24,7 +24,7 @@ from tests.kernels.triton.attention.cases import (
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
 
-TOLERANCE = {F32: 5e-6, F16: 2e-3}
+TOLERANCE = {F32: 1e-5, F16: 2e-3}  # a soft cap of 50 adds up to 5e-6 to a score
 DECODE_PLANS = [None, cut(2, merge_registers=4), cut(7, 32), cut(30, least=2)]
 PREFILL_PLANS = [None, PrefillPlan(16, 16, 4, 1), PrefillPlan(16, 64, 4, 1), PrefillPlan(64, 32, 4, 1)]
 SHAPES = dict(
@@ -40,6 +40,10 @@ SHAPES = dict(
 )
 
 
+# Shrinking a failure takes many minutes in the interpreter.
+RANDOM_SHAPES = settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+
 def check(call, runs, lens, *, kv_heads, group, dim, block_size, dtype, fp8, seed, **options):
     k, v, table = paged(lens, kv_heads, dim, block_size, F8 if fp8 else dtype, seed)
     q = queries(sum(runs), kv_heads * group, dim, dtype, seed)
@@ -50,7 +54,7 @@ def check(call, runs, lens, *, kv_heads, group, dim, block_size, dtype, fp8, see
     assert not len(q) or error.max() < TOLERANCE[dtype], error.max()
 
 
-@settings(max_examples=60, deadline=None)
+@RANDOM_SHAPES
 @given(
     lens=st.lists(st.integers(0, 80), min_size=1, max_size=3),
     n=st.just(1) | st.integers(2, 9),
@@ -64,7 +68,7 @@ def test_decode(lens, n, plan, **shape):
     check(call, [n] * len(lens), lens, **shape)
 
 
-@settings(max_examples=60, deadline=None)
+@RANDOM_SHAPES
 @given(
     runs=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=3),
     plan=st.sampled_from(PREFILL_PLANS),
