@@ -171,6 +171,7 @@ def test_peers(run):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_peer_reads_the_embedded_model(run, smollm2_path):
     code, _, record = run("--model", str(smollm2_path), *SMALL[:-1], "1", "--engine", "nanovllm,transformers")
     ours, theirs = record["rows"]

@@ -1,12 +1,7 @@
 """The harness that verifies providers: it must find what is wrong, and every provider here must pass."""
 
 import ctypes
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,37 +154,6 @@ def test_cases_cover_dtypes_layouts_magnitudes_and_shapes():
     assert {c.dtype for c in few} == {torch.float32, torch.float16, torch.bfloat16}
     assert any(c.strided for c in few) and {c.scale for c in few} == {1.0, 1e-3, 50.0}
     assert {c.shape for c in many} - {c.shape for c in few} == {(9, 64)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ops", ["first", "second"])
-def test_every_triton_provider_in_the_interpreter(ops):
-    """The interpreter is chosen when Triton is imported, so this is a process of its own: the command a user runs."""
-    pytest.importorskip("triton")
-    names = [(n, p) for n, o in sorted(all_ops().items()) for p in o.providers if p == "triton"]
-    names = names[::2] if ops == "first" else names[1::2]
-    code = f"""
-import json, sys, torch, warnings
-warnings.simplefilter("ignore")
-from nanovllm.kernels import all_ops
-from nanovllm.kernels.testing.verify import verify_op
-from tests.interpreter import quicken
-quicken()
-report = {{}}
-for name, provider in {names}:
-    op = all_ops()[name]
-    verdicts = verify_op(op, op.providers[provider], torch.device("cpu"))
-    failures = [f"{{v.case}}: {{v.failure}}" for v in verdicts if v.failure]
-    report[name] = [sum(v.skipped is None for v in verdicts), failures]
-print(json.dumps(report))
-"""
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    assert {name: wrong for name, (_, wrong) in report.items() if wrong} == {}
-    assert all(ran >= 20 for ran, _ in report.values())
 
 
 PAIRS = [(o, p) for o in all_ops().values() for p in o.providers.values() if o.inputs and o.inputs.decode]
