@@ -173,7 +173,7 @@ def choose_model(args: argparse.Namespace) -> None:
 def print_history(args: argparse.Namespace) -> int:
     """Print how the kept workloads moved."""
     from nanovllm.bench import result_tables, results
-    from nanovllm.bench.options import names_in
+    from nanovllm.bench.command_line import names_in
     from nanovllm.bench.workloads import WORKLOADS
 
     files = results.kept_files(args.results)

@@ -13,8 +13,8 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.bench import benchmark
+from nanovllm.bench.command_line import check_model
 from nanovllm.bench.launcher import WorkerDied, in_process
-from nanovllm.bench.options import check_model
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware import measured_rates
 from nanovllm.kernels import all_ops

@@ -20,7 +20,7 @@ from nanovllm.plan.elementwise_tiles import ElementwiseProblem, ElementwiseTile
 from nanovllm.plan.gemm_tiles import GemmProblem
 from nanovllm.plan.reduction_tiles import ReductionProblem, ReductionTile
 from nanovllm.plan.resources import Plan, cdiv, occupancy, waves
-from nanovllm.tune.launches import Launch, recorded
+from nanovllm.tune.launches import RecordedLaunch, recorded
 
 
 class StreamTile(StreamPlan):
@@ -121,7 +121,7 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, "float32" if name == "tfloat32" else name)
 
 
-def _launch(call: Callable[[], Any] | None) -> Launch | None:
+def _launch(call: Callable[[], Any] | None) -> RecordedLaunch | None:
     """The one launch that a call makes on tensors without memory."""
     if call is None:
         return None

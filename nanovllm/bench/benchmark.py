@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nanovllm.bench import options, results
+from nanovllm.bench import command_line, results
 from nanovllm.bench import result_tables as text
 from nanovllm.bench.job import Job, Row
 from nanovllm.bench.launcher import Launch, WorkerDied, measure_rows
@@ -39,14 +39,14 @@ class Benchmark:
     def __init__(self, args: argparse.Namespace, launch: Launch, root: Path) -> None:
         self.args = args
         self.launch = launch
-        self.engines = options.check(args)
-        self.workloads = options.workloads(args)
+        self.engines = command_line.check(args)
+        self.workloads = command_line.workloads(args)
         self.model = args.preset or args.model
         self.label = args.preset or Path(args.model).name
         if args.kv_cache_dtype not in (None, "auto"):
             self.label += f", {args.kv_cache_dtype} cache"  # results of their own, with tables and history
         self.variant = "native" if args.use_custom_kernels is False else "custom"
-        self.record = results.new_record(root, options.recorded(args))
+        self.record = results.new_record(root, command_line.recorded(args))
         self.table = text.TextTable(args.wide)
         self._check_places()
 
@@ -125,9 +125,9 @@ class Benchmark:
         args = self.args
         check_target(args.json)
         if args.save:
-            options.check_folder("--results", args.results, args.results)
+            command_line.check_folder("--results", args.results, args.results)
         if args.profile and self._profiled() is not None:
-            options.check_folder("--profile-dir", args.profile_dir, args.profile_dir)
+            command_line.check_folder("--profile-dir", args.profile_dir, args.profile_dir)
         if args.save or args.check:
             names = {w.name for w in self.workloads}
             for path in results.kept_files(args.results):
@@ -140,9 +140,9 @@ class Benchmark:
         """The jobs, one after the other; the later ones may depend on what the earlier ones found."""
         for engine in self.engines:
             if engine != "nanovllm":
-                yield from self._sized(self._job(engine, "", options.peer_options(self.args)))
+                yield from self._sized(self._job(engine, "", command_line.peer_options(self.args)))
                 continue
-            given = options.engine_options(self.args)
+            given = command_line.engine_options(self.args)
             yield from self._sized(self._job(engine, self.variant, given))
             if self.args.compare:
                 yield from self._sized(self._job(engine, "native", {**given, "use_custom_kernels": False}))
@@ -182,7 +182,9 @@ class Benchmark:
 
     def _measure_rates(self) -> None:
         """In a process of its own, which leaves nothing in the device's memory: before the engines and after them."""
-        job = dataclasses.replace(self._job("nanovllm", "", options.peer_options(self.args)), task="rates", limit=None)
+        job = dataclasses.replace(
+            self._job("nanovllm", "", command_line.peer_options(self.args)), task="rates", limit=None
+        )
         known = set(self.record.rates.matmul) if self.record.rates else set()
         missing = {row.about["dtype"] for row in self.record.rows if row.about} - known
         if missing:  # the engine found out what the model is computed in
@@ -243,7 +245,7 @@ class Benchmark:
         # What could not be timed will not be profiled either.
         if any(r.error for r in self.record.rows if r.workload == workload.name and r.variant == self.variant):
             return
-        job = self._job("nanovllm", self.variant, options.engine_options(self.args))
+        job = self._job("nanovllm", self.variant, command_line.engine_options(self.args))
         job = next(self._sized(dataclasses.replace(job, workloads=(workload,), limit=None)))
         written = make_profile(
             self.launch, job, self.record, self.label, self.args.profile_dir, self.args.plots, self._take

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
+
 from nanovllm.bench.workloads import Workload
 
 Emit = Callable[[str, Any], object]
@@ -137,14 +139,8 @@ def stopped(limit: float) -> str:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear between the nearest ranks, as numpy's default; None of no values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    """Linear between the nearest ranks; None of no values."""
+    return float(numpy.percentile(values, percent)) if values else None
 
 
 @dataclass

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli.kernels_common import Json
 from nanovllm.cli.rows import Column, Rows
+from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
     from nanovllm.bench.serving import Measured
@@ -43,9 +45,12 @@ def serve(
     goal_e2e: Annotated[float | None, typer.Option(help="Goodput: most ms of an answer.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts and the times of arrival.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: seconds and tokens.")] = False,
+    json_file: Json = None,
 ) -> None:
-    """Measure throughput and latency of a server: first token (TTFT), time between tokens (ITL), goodput."""
+    """Measure throughput and latency of a server: first token (TTFT), time between tokens (ITL), goodput.
+
+    Ctrl-C keeps the loads that were measured.
+    """
     from nanovllm.bench.serving import Goal, Load, measure
     from nanovllm.bench.serving_client import Target, get_json
 
@@ -66,14 +71,19 @@ def serve(
         loads = [Load(num_requests or 4 * n, concurrency=n, **common) for n in numbers]
     else:
         loads = [Load(num_requests or 64, concurrency=None, rate=r, **common) for r in _numbers("--rate", rate)]
-    found = []
-    for load in loads:
-        with _bar(load.name, load.num_requests, shown=not as_json) as advance:
-            found.append(measure(target, load, goal, advance))
-    if as_json:
-        print(json.dumps([m.as_dict() for m in found], indent=1))
-    else:
+    found: list[Measured] = []
+    interrupted = False
+    try:
+        for load in loads:
+            with _bar(load.name, load.num_requests, shown=json_file != STDOUT) as advance:
+                found.append(measure(target, load, goal, advance))
+    except KeyboardInterrupt:
+        interrupted = True
+    if not write_json(json_file, [m.as_dict() for m in found]):
         _print(found)
+    if interrupted:
+        print(f"interrupted after {len(found)} of {len(loads)} loads", file=sys.stderr)
+        raise typer.Exit(130)
     if not any(m.num_good for m in found):
         raise ValueError(f"{url}: no request succeeded")
 

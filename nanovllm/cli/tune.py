@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm.hardware.gpu_presets import DeviceModel
-    from nanovllm.tune.jobs import Job
+    from nanovllm.tune.jobs import TuningJob
     from nanovllm.tune.run import Result
     from nanovllm.tune.search import Budget
 
@@ -127,7 +127,7 @@ def output_directory(out: Path | None) -> Path:
     return path
 
 
-def _jobs(requests: list[Request], dtype: str, model: DeviceModel) -> list[Job]:
+def _jobs(requests: list[Request], dtype: str, model: DeviceModel) -> list[TuningJob]:
     from nanovllm.tune.jobs import jobs
 
     found = []
@@ -175,7 +175,7 @@ def _tune(
 
 
 def tune_jobs(
-    jobs: list[Job], device: torch.device, model: DeviceModel, gpu: str, directory: Path, budget: Budget,
+    jobs: list[TuningJob], device: torch.device, model: DeviceModel, gpu: str, directory: Path, budget: Budget,
     resume: bool, json_file: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """`tune.run.tune`, which takes the options, with a printed result for each job.

@@ -16,11 +16,11 @@ from nanovllm.kernels.op.declaration import written
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
     from nanovllm.kernels.op.tunable import Tunable
-    from nanovllm.tune.jobs import Job
+    from nanovllm.tune.jobs import TuningJob
     from nanovllm.tune.space import Candidates
 
 
-def show_dry_run(jobs: list[Job], model: DeviceModel, json_file: str | None) -> None:
+def show_dry_run(jobs: list[TuningJob], model: DeviceModel, json_file: str | None) -> None:
     """What would be tried on a GPU, and what not, and why. Nothing is timed or written."""
     from nanovllm.tune.spaces import candidates
 
@@ -45,7 +45,7 @@ def show_dry_run(jobs: list[Job], model: DeviceModel, json_file: str | None) -> 
         print(f"\nfor {model.name}; nothing was timed or written")
 
 
-def _report(job: Job, found: Candidates) -> str:
+def _report(job: TuningJob, found: Candidates) -> str:
     from nanovllm.tune.search import Budget
 
     text, most = job.tunable.plan_text, Budget().most

@@ -10,7 +10,7 @@ import torch
 from nanovllm.kernels.op.declaration import Arguments
 from nanovllm.kernels.op.tunable import Key, Tunable
 from nanovllm.kernels.triton import tunables
-from nanovllm.tune.launches import Launch
+from nanovllm.tune.launches import RecordedLaunch
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
@@ -45,7 +45,9 @@ def key_on(tunable: Tunable, key: Key, device: DeviceModel) -> tuple[Tunable, Ke
     return tunable, key
 
 
-def builtin_plan(tunable: Tunable, key: Key, arguments: Arguments, launch: Launch | None, device: DeviceModel) -> Any:
+def builtin_plan(
+    tunable: Tunable, key: Key, arguments: Arguments, launch: RecordedLaunch | None, device: DeviceModel
+) -> Any:
     """The kernel's own choice: of the simple kernels as launched, of the others as planned for `device`."""
     k = tunable.named(key)
     if tunable is tunables.HOPPER_PRODUCT:

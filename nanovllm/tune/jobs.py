@@ -68,7 +68,7 @@ def check_tunable(op: str) -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class TuningJob:
     """One key to find a plan for, with the calls that the plan is to be fast for.
 
     Attributes:
@@ -125,7 +125,7 @@ def call_arguments(op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[st
 
 def jobs(
     op: str, shapes: Sequence[Shape] | None, dtype: torch.dtype, device: DeviceModel
-) -> tuple[list[Job], list[str]]:
+) -> tuple[list[TuningJob], list[str]]:
     """(the keys that calls of these shapes look up, each with its shapes; remarks on shapes that look up none).
 
     Args:
@@ -140,7 +140,7 @@ def jobs(
     assert declared.inputs is not None
     if TUNABLES[op] == (t.HOPPER_PRODUCT,) and device.capability != 90:
         return [], [f"{op}: only its kernel for Hopper chooses anything, and {device.name} is another GPU"]
-    found: dict[tuple[str, Key], Job] = {}
+    found: dict[tuple[str, Key], TuningJob] = {}
     remarks = []
     for shape in (*declared.inputs.decode, *declared.inputs.large) if shapes is None else shapes:
         try:
@@ -171,7 +171,7 @@ def _need_triton() -> None:
         raise ValueError("TRITON_INTERPRET=1: expected it not to be set; the interpreter launches nothing to tune")
 
 
-def _job(op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any], device: DeviceModel) -> Job | None:
+def _job(op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any], device: DeviceModel) -> TuningJob | None:
     """The job of one shape; None: its kernel chooses nothing."""
     arguments, launch = call_arguments(op, shape, dtype, variant), None
     tunable, key = t.HOPPER_PRODUCT, hopper_product_key(op.name, arguments, device)
@@ -187,7 +187,7 @@ def _job(op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any], d
         launch = next(made for made in launches if made.kernel in kernels)
         tunable, key = key_on(tunable, key, device)
     builtin = builtin_plan(tunable, key, arguments, launch, device)
-    return Job(op, tunable, key, (shape,), dtype, variant, builtin)
+    return TuningJob(op, tunable, key, (shape,), dtype, variant, builtin)
 
 
 def neighbour(shape: Shape) -> Shape | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """A kernel, its arguments by parameter name, and options such as num_warps."""
 
     kernel: Any
@@ -22,7 +22,7 @@ class Launch:
 
 
 @contextmanager
-def recorded(compile: bool = False) -> Iterator[list[Launch]]:
+def recorded(compile: bool = False) -> Iterator[list[RecordedLaunch]]:
     """Within the block no kernel runs: each launch is noted. Results of such calls are uninitialised memory.
 
     Args:
@@ -30,7 +30,7 @@ def recorded(compile: bool = False) -> Iterator[list[Launch]]:
     """
     from triton.runtime.jit import JITFunction
 
-    launches: list[Launch] = []
+    launches: list[RecordedLaunch] = []
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -38,7 +38,7 @@ def recorded(compile: bool = False) -> Iterator[list[Launch]]:
         arguments = dict(zip(names, args))
         arguments |= {name: options[name] for name in names if name in options}
         rest = {k: v for k, v in options.items() if k not in arguments}
-        launches.append(Launch(self, arguments, rest))
+        launches.append(RecordedLaunch(self, arguments, rest))
         if compile:
             original(self, *args, grid=grid, warmup=True, **options)  # nothing is returned that could be launched
 

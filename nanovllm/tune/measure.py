@@ -14,7 +14,7 @@ from nanovllm.hardware.timing import time_in_graph
 from nanovllm.kernels.op.provider import Provider
 from nanovllm.kernels.testing.compare import argument_sets
 from nanovllm.kernels.testing.verify import Case, verify
-from nanovllm.tune.jobs import Job, neighbour, shortened
+from nanovllm.tune.jobs import TuningJob, neighbour, shortened
 from nanovllm.tune.launches import compile_together
 from nanovllm.tune.search import Skipped
 
@@ -36,7 +36,7 @@ class JobTimer:
         clock: (calls, rounds) -> what a call takes.
     """
 
-    def __init__(self, job: Job, device: torch.device, clock: Callable[..., Any] = time_in_graph) -> None:
+    def __init__(self, job: TuningJob, device: torch.device, clock: Callable[..., Any] = time_in_graph) -> None:
         self._job, self._device, self._clock = job, device, clock
         self._sets = [argument_sets(job.op, Case(shape, job.dtype, job.variant), device) for shape in job.shapes]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from nanovllm.hardware.versions import provenance, versions
-from nanovllm.tune.jobs import Job
+from nanovllm.tune.jobs import TuningJob
 from nanovllm.tune.measure import JobTimer, TuningError
 from nanovllm.tune.search import Budget, Outcome, search
 from nanovllm.tune.spaces import candidates
@@ -44,14 +44,14 @@ class ContextLost(RuntimeError):
 class Result:
     """What came of one job. `entry` is None if no right plan was found; `reason` says why nothing was tried."""
 
-    job: Job
+    job: TuningJob
     outcome: Outcome | None
     entry: dict[str, Any] | None
     reason: str | None = None
 
 
 def tune(
-    jobs: Sequence[Job],
+    jobs: Sequence[TuningJob],
     device: torch.device,
     model: DeviceModel,
     gpu: str,
@@ -59,7 +59,7 @@ def tune(
     *,
     budget: Budget | None = None,
     resume: bool = False,
-    timer: Callable[[Job, torch.device], Any] = JobTimer,
+    timer: Callable[[TuningJob, torch.device], Any] = JobTimer,
     hang_seconds: float = HANG_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Result]:
@@ -125,7 +125,12 @@ class _Watched:
 
 
 def _search(
-    job: Job, plans: Sequence[Any], budget: Budget, timer: _Watched, device: torch.device, clock: Callable[[], float]
+    job: TuningJob,
+    plans: Sequence[Any],
+    budget: Budget,
+    timer: _Watched,
+    device: torch.device,
+    clock: Callable[[], float],
 ) -> tuple[Outcome | None, str | None]:
     """(what the search found, or None and why there is nothing)."""
     made = None
@@ -152,7 +157,7 @@ def _about(device: torch.device) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------- what earlier runs left
 
 
-def _identity(job: Job) -> str:
+def _identity(job: TuningJob) -> str:
     """What makes an entry one of this job: the tunable with its kernels' source, the versions here, and the key."""
     return json.dumps(
         [job.tunable.name, job.tunable.source, versions(), job.tunable.key_to_json(job.key)], sort_keys=True
@@ -186,7 +191,7 @@ def _runs(pid: int) -> bool:
 
 
 @contextmanager
-def _under_way(job: Job, gpu: str, out: Path) -> Iterator[None]:
+def _under_way(job: TuningJob, gpu: str, out: Path) -> Iterator[None]:
     """Within the block a note names the job and this process. It stays if the block or the process does not survive."""
     identity = _identity(job)
     name = f"{gpu}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}.{os.getpid()}.under-way"

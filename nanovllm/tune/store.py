@@ -14,14 +14,14 @@ from typing import Any
 from nanovllm.hardware.versions import versions
 from nanovllm.kernels.op.config_files import SCHEMA, SHIPPED, document, entry_of, forget_files
 from nanovllm.kernels.triton.tunables import ALL
-from nanovllm.tune.jobs import Job
+from nanovllm.tune.jobs import TuningJob
 from nanovllm.tune.search import Outcome
 
 logger = logging.getLogger(__name__)
 Entry = Mapping[str, Any]
 
 
-def entry(job: Job, outcome: Outcome, left_out: Mapping[str, int], about: Mapping[str, Any]) -> dict[str, Any]:
+def entry(job: TuningJob, outcome: Outcome, left_out: Mapping[str, int], about: Mapping[str, Any]) -> dict[str, Any]:
     """One entry of a file: the winner, and how it was found.
 
     Args:

@@ -47,7 +47,7 @@ from nanovllm.kernels.op.provider import Provider
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.rows.plans import BlockPlan, RowPlan
 from nanovllm.tune import Budget, Skipped
-from nanovllm.tune.jobs import Job, jobs
+from nanovllm.tune.jobs import TuningJob, jobs
 from nanovllm.tune.measure import JobTimer, TuningError
 from nanovllm.tune.run import tune
 
@@ -55,7 +55,7 @@ cpu, f32 = torch.device("cpu"), torch.float32
 on_host = lambda calls, rounds: time_kernel(calls[0], warmup=0, iters=1)
 
 def timer_of(op, tunable, key, *shapes, clock=on_host):
-    return JobTimer(Job(all_ops()[op], tunable, key, shapes, f32, {}, None), cpu, clock)
+    return JobTimer(TuningJob(all_ops()[op], tunable, key, shapes, f32, {}, None), cpu, clock)
 
 def error_of(kind, call, *args):
     try:
@@ -93,7 +93,7 @@ assert "TRITON_INTERPRET=1: expected it not to be set" in error_of(ValueError, j
 
 # A whole run, from candidates to a file; only the launches are recorded elsewhere.
 key, chosen = (256, 64, f32, "silu"), BlockPlan(128, 1)
-job = Job(all_ops()["silu_and_mul"], tunables.ACTIVATE_AND_MUL, key, ((4, 64),), f32, {}, chosen)
+job = TuningJob(all_ops()["silu_and_mul"], tunables.ACTIVATE_AND_MUL, key, ((4, 64),), f32, {}, chosen)
 options = dict(timer=partial(JobTimer, clock=on_host), budget=Budget(patience=3, batch=4))
 (result,) = tune([job], cpu, device_model("h200"), "nvidia-test-9", Path(sys.argv[1]), **options)
 assert chosen in result.outcome.ranking and result.entry["builtin_us"] > 0, result

@@ -50,8 +50,6 @@ class Tunable:
             whatever else is in the batch has none.
         rounded: names in `key` that are rounded -> how. A file with another number has an entry that no call would ever
             find.
-        changes_bits: whether results may differ in their last bits from plan to plan, sums being added in another
-            order.
     """
 
     name: str
@@ -60,7 +58,6 @@ class Tunable:
     kernels: tuple[str, ...]
     refuse: Callable[[Any, Mapping[str, Any]], str | None] = lambda plan, key: None
     batch: tuple[str, ...] = ()
-    changes_bits: bool = True
     rounded: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
     _tables: dict[torch.device, Mapping[Key, Any]] = field(default_factory=dict, repr=False)
 

@@ -71,7 +71,7 @@ def _elementwise(name: str, kernel: str, *more: str) -> Tunable:
     key = {**_ELEMENTS, **dict.fromkeys(more, str)}
     plans, kernels = (f"{_ROWWISE}.plans:BlockPlan",), (f"{_ROWWISE}.{kernel}",)
     rounded = {"elements": bucket, "width": bucket}
-    return Tunable(name, key, plans, kernels, batch=("elements", "width"), changes_bits=False, rounded=rounded)
+    return Tunable(name, key, plans, kernels, batch=("elements", "width"), rounded=rounded)
 
 
 ACTIVATE_AND_MUL = _elementwise("activate_and_mul", "activation:_activate_and_mul_kernel", "kind")

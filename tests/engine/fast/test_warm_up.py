@@ -18,7 +18,7 @@ from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.fast.warm_up import SMALL_BATCHES
 from nanovllm.engine.model_setup import garbage_collected_at_the_end
 from nanovllm.kernels import all_ops
-from nanovllm.tune.launches import Launch, recorded
+from nanovllm.tune.launches import RecordedLaunch, recorded
 from tests import tiny
 
 BF16 = torch.bfloat16
@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 SHAPES = [(1024, 16, 8, 128, 3072), (4096, 32, 8, 128, 12288), (576, 9, 3, 64, 1536)]
 
 
-def variant(launch: Launch) -> tuple:
+def variant(launch: RecordedLaunch) -> tuple:
     """What Triton compiles a kernel for: constants, and of numbers and addresses whether they are 1, or multiples of
     16.
     """
