@@ -39,15 +39,20 @@ class Group:
         """The sum of x over the ranks, in the memory of x if it is contiguous; equal to the bit on all ranks."""
         return self._reduced(x, torch.distributed.ReduceOp.SUM) if self.size > 1 else x
 
-    def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, ..., n] of every rank, in the order of the ranks: [rows, ..., size * n]."""
+    def all_gather_last(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """x [rows, n] of every rank, side by side in the order of the ranks: the first `length` columns."""
         if self.size == 1:
-            return x
-        parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        work = self.process_group._allgather_base(parts, x.contiguous())
+            return x[:, :length]
+        from torch.distributed.distributed_c10d import AllgatherOptions
+
+        rows, n = x.shape
+        parts = x.new_empty(self.size * rows, n)
+        options = AllgatherOptions()
+        options.asyncOp = False  # on the current stream
+        work = self.process_group._allgather_base(parts, x.contiguous(), options)
         if work is not None:
             work.wait()
-        return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
+        return parts.view(self.size, rows, n).transpose(0, 1).reshape(rows, self.size * n)[:, :length]
 
     def smallest(self, number: int, device: torch.device) -> int:
         """The least of the ranks' numbers."""
@@ -58,7 +63,7 @@ class Group:
     def _reduced(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
         x = x.contiguous()
         options = torch.distributed.AllreduceOptions()
-        options.reduceOp, options.asyncOp = operation, False  # on the current stream
+        options.reduceOp, options.asyncOp = operation, False
         work = self.process_group.allreduce([x], options)
         if work is not None:
             work.wait()

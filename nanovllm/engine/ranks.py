@@ -8,6 +8,7 @@ and the ends of sequences. So ranks exchange nothing else but what the layers su
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import signal
@@ -34,6 +35,8 @@ from nanovllm.kernels import resolve_kernels
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CHECK_VARIABLE = "NANOVLLM_CHECK"
@@ -266,7 +269,10 @@ class Follower(Ranks):
 def abort(groups: Sequence[Group]) -> None:
     """Free whoever waits in a collective of groups whose ranks are not all there any more."""
     for group in groups:
-        group.process_group.abort()
+        try:
+            group.process_group.abort()
+        except Exception:  # it was aborted before, or a rank's end has broken it
+            logger.debug("a group was not aborted", exc_info=True)
 
 
 def check_split(model: ModelConfig, size: int) -> None:

@@ -57,5 +57,5 @@ class LMHead(VocabParallelEmbedding):
         linear = self._linear if self._linear.takes(hidden, self.weight) else F.linear
         if out is not None and self.group.size == 1 and linear is F.linear:
             return torch.mm(hidden, self.weight.T, out=out)
-        logits = self.group.all_gather_last(linear(hidden, self.weight))[:, : self.vocab_size]
+        logits = self.group.all_gather_last(linear(hidden, self.weight), self.vocab_size)
         return logits if out is None else out.copy_(logits)

@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.kernels import extra, ops
 from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.kernels.cuda.build import cuda_support
-from nanovllm.kernels.external import flash_attn, flashinfer
+from nanovllm.kernels.external import flash_attn, flashinfer, symm_mem
 from nanovllm.kernels.op.availability import interpretable_dot, triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import Provider
@@ -46,6 +46,7 @@ _triton(
 )  # fmt: skip
 _triton("rows", extra.layernorm_residual_dropout_gelu, accepts=_short_rows)
 _triton("sampling.sample", ops.sample)
+_triton("collectives.all_reduce", ops.all_reduce, ops.all_reduce_add_rms_norm)
 _triton("sampling.token_bitmask", ops.apply_token_bitmask, accepts=_adjacent_logits)
 _triton(
     "gemm.small_products", ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear, ops.linear_add_rms_norm,
@@ -59,6 +60,8 @@ _triton("attention.prefill", ops.attention_prefill, accepts=interpretable_dot, t
 for _op in (extra.fused_activation, extra.fused_add_gelu, ops.silu_and_mul):
     _op.add(Provider("cuda", f"nanovllm.kernels.cuda:{_op.name}", cuda_support, architectures="sm_75+"))
 
+ops.all_reduce.add(Provider("symm_mem", f"{symm_mem.__name__}:all_reduce", symm_mem.support))
+ops.all_reduce.add(Provider("multimem", f"{symm_mem.__name__}:all_reduce_multimem", symm_mem.multimem_support))
 ops.decoder_step.add(Provider("cpu", "nanovllm.kernels.cpu.library:decoder_step", cpu_support))
 
 for _op in (ops.attention_decode, ops.attention_prefill):

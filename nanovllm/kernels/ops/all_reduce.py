@@ -24,6 +24,9 @@ class RankGroup(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks, by torch.distributed."""
 
+    def smallest(self, number: int, device: torch.device) -> int:
+        """The least of the ranks' numbers; no rank goes on before all have come."""
+
 
 @op(arguments={"x": "[..., size]"}, reuses=("x",), exported=False)
 def all_reduce(x: torch.Tensor, group: RankGroup) -> torch.Tensor:

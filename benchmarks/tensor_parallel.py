@@ -1,0 +1,230 @@
+"""What tensor parallelism costs and gains: sums over ranks by each provider, and a model's rate on 1, 2, ... GPUs.
+
+    python -m benchmarks.tensor_parallel              # Qwen3-8B's shape with random weights, on 1 and 2 GPUs
+    python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2,4 --sequences 1,32 --no-collectives
+
+Sums are timed in CUDA graphs, as decode steps have them. A model is timed in a process of its own: prompts of 128
+tokens, 256 greedy output tokens each, the better of two runs. Its tokens are compared with those of the first number of
+ranks. Random weights in bfloat16 have near ties, so sequences differ after a while: the table says after how many
+tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.distributed.group import Group
+from nanovllm.distributed.processes import Processes
+from nanovllm.distributed.rendezvous import join
+from nanovllm.kernels import all_ops
+
+SECONDS = 60
+PROMPT = 128
+GRAPH_CALLS = 50
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--preset", default="qwen3-8b")
+    p.add_argument("--ranks", default="1,2", help="numbers of GPUs, separated by commas")
+    p.add_argument("--sequences", default="1,8,32,128")
+    p.add_argument("--output-len", type=int, default=256)
+    p.add_argument("--width", type=int, default=4096, help="elements of a row of the timed sums")
+    p.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
+    p.add_argument("--collectives", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--model", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--kernels", default="", help='JSON of kernel_priority, such as \'{"all_reduce": ["native"]}\'')
+    return p
+
+
+# ---------------------------------------------------------------------------------------------------- sums
+
+
+def time_sums(group: Group, device: torch.device, width: int, sequences: list[int]) -> list[tuple[str, str, str]]:
+    """(provider, rows, microseconds of a call, or why there is none) of each op; every rank calls it."""
+    rows_of_table = []
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for name in ("all_reduce", "all_reduce_add_rms_norm"):
+        for provider in all_ops()[name].providers.values():
+            reason = provider.support(device)
+            for rows in sequences:
+                said = reason or _measured(provider.fn, name, group, device, dtype, rows, width)
+                rows_of_table.append((f"{name}: {provider.name}", str(rows), said))
+                if group.rank == 0:
+                    print("| {} | {} | {} |".format(*rows_of_table[-1]), flush=True)
+                if reason:
+                    break
+    return rows_of_table
+
+
+def _measured(
+    fn: Callable[..., Any], name: str, group: Group, device: torch.device, dtype: torch.dtype, rows: int, width: int
+) -> str:
+    values = [_normal(seed, rows, width, dtype, device) for seed in range(group.size + 1)]
+    x, residual = values[group.rank], values[-1]
+    rest = (residual, torch.ones(width, dtype=dtype, device=device), 1e-6) if name == "all_reduce_add_rms_norm" else ()
+    want = sum(value.float() for value in values[: group.size]).to(dtype)
+    if rest:
+        want = want + residual
+        got = fn(x.clone(), residual.clone(), *rest[1:], group)[1]
+    else:
+        got = fn(x.clone(), group)
+    error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+    if not error < 0.02:
+        return f"wrong: relative error {error:.3g}"
+    # Sums may take the place of x and grow without bounds, which costs no time.
+    return f"{_time(lambda: fn(x, *rest, group), device):.1f}"
+
+
+def _normal(seed: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _time(call: Callable[[], Any], device: torch.device) -> float:
+    """Microseconds of a call: on a GPU within a graph of many."""
+    if device.type != "cuda":
+        call()
+        since = time.perf_counter()
+        for _ in range(10):
+            call()
+        return (time.perf_counter() - since) * 1e5
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(GRAPH_CALLS):
+            call()
+    for _ in range(3):
+        graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(10):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / (10 * GRAPH_CALLS)
+
+
+def collectives(size: int, device_type: str, width: int, sequences: list[int]) -> None:
+    processes = Processes("benchmarks.tensor_parallel", size, {}, lambda: None)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            processes.send((directory, size, device_type, width, sequences))
+            print(f"\n| op: provider, {size} ranks, rows of {width} | rows | us |\n|---|---|---|")
+            _run_rank(directory, 0, size, device_type, width, sequences)
+            processes.receive("done", SECONDS, "timing sums")
+    finally:
+        processes.close()
+
+
+def _run_rank(directory: str, rank: int, size: int, device_type: str, width: int, sequences: list[int]) -> None:
+    device = torch.device(device_type, rank if device_type == "cuda" else 0)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    group = join(Path(directory), rank, size, torch.device(device_type, device.index), SECONDS, lambda place: None)
+    with torch.inference_mode():
+        time_sums(group, device, width, sequences)
+
+
+def serve_rank(descriptor: int, rank: int) -> None:
+    """The process of a rank from 1 on."""
+    connection = Connection(descriptor)
+    directory, *arguments = connection.recv()
+    try:
+        _run_rank(directory, rank, *arguments)
+        connection.send(("done", None))
+        connection.recv()
+    except EOFError:
+        pass
+    except Exception as error:
+        connection.send(("failed", f"failed: {error!r}"))
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------- a model
+
+
+def time_model(args: argparse.Namespace, size: int) -> dict[str, Any]:
+    """Rates and tokens of one engine, in this process."""
+    since = time.perf_counter()
+    llm = LLM(
+        args.preset, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=size, device=args.device,
+        max_model_len=1024, max_num_seqs=max(_numbers(args.sequences)), seed=0, enable_prefix_caching=False,
+        kernel_priority=json.loads(args.kernels) if args.kernels else None,
+    )  # fmt: skip
+    said: dict[str, Any] = {"start": time.perf_counter() - since, "rates": {}, "tokens": []}
+    for count in _numbers(args.sequences):
+        generator = torch.Generator().manual_seed(count)
+        prompts = torch.randint(0, 10000, (count, PROMPT), generator=generator).tolist()
+        params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+        times = []
+        for _ in range(2):
+            since = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            times.append(time.perf_counter() - since)
+        said["rates"][count] = count * args.output_len / min(times)
+        said["tokens"].append([output["token_ids"] for output in outputs])
+    return said
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), len(left))
+
+
+def models(args: argparse.Namespace, ranks: list[int]) -> None:
+    print(f"\n{args.preset}, random weights, {PROMPT} -> {args.output_len} tokens, output tokens/s")
+    first: dict[str, Any] = {}
+    for size in ranks:
+        command = [sys.executable, "-m", "benchmarks.tensor_parallel", *sys.argv[1:], "--ranks", f"only {size}"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600)
+        if done.returncode:
+            print(f"{size} ranks: failed with exit code {done.returncode}")
+            continue
+        said = json.loads(done.stdout.splitlines()[-1])
+        first = first or said
+        print(f"\n{size} rank(s), started in {said['start']:.1f} s")
+        print("| sequences | tokens/s | ratio | equal tokens of each sequence, least and mean |\n|---|---|---|---|")
+        for i, (count, rate) in enumerate(said["rates"].items()):
+            equal = [_common(a, b) for a, b in zip(first["tokens"][i], said["tokens"][i])]
+            ratio = rate / first["rates"][count]
+            print(f"| {count} | {rate:,.0f} | {ratio:.2f} | {min(equal)}, {sum(equal) / len(equal):.0f} |", flush=True)
+
+
+def main() -> None:
+    if len(sys.argv) == 3 and sys.argv[1].isdecimal():
+        serve_rank(int(sys.argv[1]), int(sys.argv[2]))
+        return
+    args = parser().parse_args()
+    if args.ranks.startswith("only "):
+        print(json.dumps(time_model(args, int(args.ranks.removeprefix("only ")))))
+        return
+    ranks = _numbers(args.ranks)
+    if args.device == "cuda" and max(ranks) > torch.cuda.device_count():
+        sys.exit(f"--ranks {args.ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    if args.collectives and max(ranks) > 1:
+        collectives(max(ranks), args.device, args.width, _numbers(args.sequences))
+    if args.model:
+        models(args, ranks)
+
+
+if __name__ == "__main__":
+    main()

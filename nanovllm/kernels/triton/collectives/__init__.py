@@ -1,0 +1,1 @@
+"""Kernels through which the ranks that share a model exchange data. They write to each other's memory."""

@@ -1,0 +1,81 @@
+"""Memory of each rank of a group that the kernels of all ranks can write to."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.ops.all_reduce import RankGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Buffers of one size, one on each rank."""
+
+    own: torch.Tensor
+    """This rank's buffer."""
+    addresses: torch.Tensor
+    """[ranks] int64 on the device: the address of each rank's buffer in this process."""
+    opened: tuple[Any, ...]
+    """What keeps the buffers of the others mapped."""
+
+
+def peer_memory(
+    group: RankGroup, name: str, numel: int, dtype: torch.dtype, fill: int, device: torch.device
+) -> PeerMemory | None:
+    """A `PeerMemory` of `numel` elements on each rank, all equal to `fill`; every rank calls this.
+
+    None, on all ranks, if one of them cannot map the memory of the others: it logs why.
+
+    Args:
+        name: of the buffers, unique within the group.
+    """
+    made: PeerMemory | None = None
+    try:
+        made = (_on_gpus if device.type == "cuda" else _on_cpus)(group, name, numel, dtype, device)
+        made.own.fill_(fill)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as e:
+        logger.warning("sums over ranks use torch.distributed, since ranks cannot map each other's memory: %s", e)
+    # No rank goes on, and writes to another's memory, before all are filled.
+    return made if group.smallest(int(made is not None), device) else None
+
+
+def _on_gpus(group: RankGroup, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> PeerMemory:
+    own = torch.empty(numel, dtype=dtype, device=device)
+    storage: Any = own.untyped_storage()
+    group.store.set(f"{name}/{group.rank}", repr(storage._share_cuda_()[:7]))
+    opened, addresses = [], []
+    for rank in range(group.size):
+        if rank == group.rank:
+            addresses.append(own.data_ptr())
+            continue
+        shared = ast.literal_eval(group.store.get(f"{name}/{rank}").decode())
+        # Mapped for this rank's GPU, which then has access to the other's (CUDA IPC). All ranks wait for the fill.
+        peer = torch.UntypedStorage._new_shared_cuda(device.index, *shared[1:], False)  # type: ignore[attr-defined]
+        opened.append(peer)
+        addresses.append(peer.data_ptr())
+    return PeerMemory(own, torch.tensor(addresses, dtype=torch.int64, device=device), tuple(opened))
+
+
+def _on_cpus(group: RankGroup, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> PeerMemory:
+    """For Triton's interpreter: files that all ranks map."""
+    nbytes = numel * dtype.itemsize
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        file.truncate(nbytes)
+    group.store.set(f"{name}/{group.rank}", file.name)
+    paths = [group.store.get(f"{name}/{rank}").decode() for rank in range(group.size)]
+    buffers = [torch.from_file(path, shared=True, size=numel, dtype=dtype) for path in paths]
+    group.smallest(0, device)  # all have mapped it
+    os.unlink(file.name)
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
+    return PeerMemory(buffers[group.rank], addresses, tuple(buffers))

@@ -1,0 +1,64 @@
+"""Two GPUs write the tokens of one: with CUDA graphs and without, with each provider of sums."""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tests import tiny
+
+pytestmark = pytest.mark.gpu
+
+MODEL = dict(
+    num_attention_heads=8, num_key_value_heads=1, head_dim=64, hidden_size=256, intermediate_size=512, vocab_size=517,
+    num_hidden_layers=3,
+)  # fmt: skip
+CASES = {
+    "graphs": dict(),
+    "eager and crowded": dict(enforce_eager=True, num_kvcache_blocks=40, max_num_batched_tokens=256),
+    "NCCL": dict(kernel_priority={"all_reduce": ["native"], "all_reduce_add_rms_norm": ["native"]}),
+    "symmetric memory": dict(kernel_priority={"all_reduce": ["symm_mem"], "all_reduce_add_rms_norm": ["native"]}),
+}
+
+
+def answers(directory, size, **arguments):
+    """Greedy and drawn tokens of two rounds; the second finds prefixes."""
+    llm = LLM(
+        directory, tensor_parallel_size=size, dtype="float32", skip_tokenizer_init=True, max_model_len=512,
+        max_num_seqs=16, kvcache_block_size=16, gpu_memory_utilization=0.3, seed=0,
+        **dict(num_kvcache_blocks=500) | arguments,
+    )  # fmt: skip
+    rng = random.Random(7)
+    shared = [rng.randrange(517) for _ in range(100)]
+    prompts = [[rng.randrange(517) for _ in range(n)] for n in (1, 17, 300)] + [shared + [n] for n in range(9)]
+    params = [
+        SamplingParams(max_tokens=40, ignore_eos=True, seed=i, temperature=i % 2, top_p=0.9)
+        for i in range(len(prompts))
+    ]
+    return [[o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)] for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    directory = tmp_path_factory.mktemp("model")
+    tiny.save(directory, **MODEL)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(directory):
+    return answers(directory, 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_gpus_write_the_tokens_of_one(directory, expected, case):
+    assert answers(directory, 2, **CASES[case]) == expected
+    assert len({tuple(tokens) for round in expected for tokens in round}) > 10
+
+
+def test_more_ranks_than_gpus(directory):
+    with pytest.raises(ValueError, match=f"this machine has {torch.cuda.device_count()} CUDA device"):
+        answers(directory, 64)
