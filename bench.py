@@ -72,6 +72,9 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="prefill prompts piggybacked on decode steps; by default the engine decides by the model",
     )
+    how.add_argument(
+        "--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model; there is no profile then"
+    )
     how.add_argument("--gpu-memory-utilization", type=float)
     how.add_argument("--max-num-seqs", type=int)
     how.add_argument("--max-num-batched-tokens", type=int)

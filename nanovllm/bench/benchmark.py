@@ -232,7 +232,9 @@ class Benchmark:
     # --------------------------------------------------------------------------------------------- profile and check
 
     def _profiled(self) -> Workload | None:
-        """The workload to profile, if there is one."""
+        """The workload to profile, if there is one. A profile is of one GPU."""
+        if (self.args.tensor_parallel_size or 1) > 1:
+            return None
         closed = [w for w in self.workloads if w.rate is None]
         return closed[0] if "nanovllm" in self.engines and closed else None
 

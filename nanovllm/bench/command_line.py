@@ -16,6 +16,7 @@ from nanovllm.kernels.op.priority import check_priority, parse_priority
 
 _PEERS_HAVE = (
     "dtype", "kv_cache_dtype", "device", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
+    "tensor_parallel_size",
 )  # fmt: skip
 _THREE_WAYS = ("capture_prefill", "ride_prompts", "use_custom_kernels")
 """Arguments of nanovllm alone that are on, off, or None: the engine decides."""
@@ -45,6 +46,11 @@ def check(args: argparse.Namespace) -> list[str]:
     if args.ablate and args.use_custom_kernels is False:
         raise ValueError("--ablate needs custom kernels to turn off; leave out --no-use-custom-kernels")
     check_device(args.device)
+    if args.tensor_parallel_size is not None:
+        if args.tensor_parallel_size < 1:
+            raise ValueError(f"--tensor-parallel-size {args.tensor_parallel_size}: expected at least 1")
+        if "transformers" in engines:
+            raise ValueError("--tensor-parallel-size: transformers is measured on one GPU; leave one of them out")
     if not args.preset:
         check_model(args.model)
     check_priority(engine_options(args).get("kernel_priority", {}), "--kernels")

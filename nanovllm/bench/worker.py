@@ -44,11 +44,24 @@ def work(job: Job, llm_class: Any, emit: Emit, rates_of: Callable[[Job], Rates] 
 
 
 def measure_rates(job: Job) -> Rates:
-    """The rates of the job's device.
+    """The rates of the job's device, or of the GPUs that share its model.
 
     A job of its own, so that its device memory is free again when an engine starts.
     """
-    return rates(torch_device(job), dtypes_of(job), refresh=True)
+    device = torch_device(job)
+    of_one = rates(device, dtypes_of(job), refresh=True)
+    return of_several(of_one, job.options.get("tensor_parallel_size") or 1) if device.type == "cuda" else of_one
+
+
+def of_several(one: Rates, count: int) -> Rates:
+    """The rates of `count` devices that each do an equal share of the work."""
+    if count == 1:
+        return one
+    return dataclasses.replace(
+        one, device=f"{count} x {one.device}", bandwidth=count * one.bandwidth, read=count * one.read,
+        copy=count * one.copy, matmul={dtype: count * rate for dtype, rate in one.matmul.items()},
+        cache_bytes=count * one.cache_bytes, cache_bandwidth=count * one.cache_bandwidth,
+    )  # fmt: skip
 
 
 def dtypes_of(job: Job) -> tuple[str, ...]:

@@ -22,7 +22,10 @@ from nanovllm.model_config import ModelConfig
 os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
 import vllm  # noqa: E402
 
-_OPTIONS = ("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager")
+_OPTIONS = (
+    "kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager",
+    "tensor_parallel_size",
+)  # fmt: skip
 
 
 class VllmEngine:
