@@ -68,7 +68,7 @@ def test_generate_takes_top_p():
 
 def test_the_help_names_what_is_for_users():
     done = run("kernels", "--help")
-    assert all(re.search(rf"\b{name}\b", done.stdout) for name in ("list", "why", "verify", "bench"))
+    assert all(re.search(rf"\b{name}\b", done.stdout) for name in ("list", "why", "show", "verify", "bench"))
     assert not re.search(r"^\W*table\b", done.stdout, re.MULTILINE)
 
 
@@ -94,6 +94,7 @@ COMMANDS_WITH_TABLES = [
     ("kernels", "list"),
     ("kernels", "list", "attention"),
     ("kernels", "why", "attention_decode"),
+    ("kernels", "verify", "softmax", "--provider", "native", "--timeout", "0"),
     ("kernels", "bench", "silu_and_mul", "--device", "cpu"),
     ("device",),
     ("device", "--gpu", "h200"),
@@ -178,6 +179,17 @@ def test_kernels_why():
     ]:
         done = run_here("kernels", *args)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_kernels_show():
+    shown = run_here("kernels", "show", "rms_norm").stdout
+    assert shown.startswith("rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor")
+    for said in ("arguments    x [..., size], weight [size]", "torch.rsqrt(", "nanovllm.kernels.triton.rows:rms_norm"):
+        assert said in shown
+    document = json.loads(run_here("kernels", "show", "attention_decode", "--json", "-").stdout)
+    assert document["mutates"] == "k_cache, v_cache" or "k_cache" in document["arguments"]
+    assert [p["provider"] for p in document["providers"]][:2] == ["native", "triton"]
+    assert "did you mean 'rms_norm'?" in run_here("kernels", "show", "rms_nrom").stderr
 
 
 def test_kernels_verify_finds_a_wrong_kernel(tmp_path):

@@ -8,6 +8,7 @@ import typer
 
 from nanovllm.cli import kernels_common as common
 from nanovllm.cli.kernels_bench import bench
+from nanovllm.cli.kernels_show import show
 from nanovllm.cli.kernels_verify import verify
 from nanovllm.cli.rows import Column, Rows
 from nanovllm.json_output import write_json
@@ -130,6 +131,7 @@ def why(
     table.end()
 
 
+app.command()(show)
 app.command()(verify)
 app.command()(bench)
 

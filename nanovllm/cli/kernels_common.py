@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,6 +109,16 @@ def device_name(where: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
+
+
+def plain(dtype: torch.dtype) -> str:
+    """A dtype's name: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The text in lines of at most `width` characters; words are not cut."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def new_table(*columns: str, title: str | None = None) -> Any:

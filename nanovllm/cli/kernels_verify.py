@@ -182,7 +182,7 @@ class _Table:
             text = cases[0] + (f" and {more} more case{'s' * (more > 1)}" if more else "") + f": {what}"
             print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
         if len(cases_of) > _MOST_SHOWN:
-            print(f"  and {len(cases_of) - _MOST_SHOWN} more; --json has all")
+            print(f"  and {len(cases_of) - _MOST_SHOWN} more; `--json -` shows all")
 
     def end(self) -> None:
         self._rows.end()

@@ -58,7 +58,7 @@ def _report(job: TuningJob, found: Candidates) -> str:
     )
     lines += [f"      {text(plan)}" for plan in found.plans[:8]]
     if len(found.plans) > 8:
-        lines.append(f"      and {len(found.plans) - 8} more; --json has all")
+        lines.append(f"      and {len(found.plans) - 8} more; `--json -` shows all")
     return "\n".join(lines)
 
 

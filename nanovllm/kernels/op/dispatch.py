@@ -25,6 +25,11 @@ class Op(OpDeclaration):
         functools.update_wrapper(self, self.native, updated=())
         self._forced: ContextVar[str | None] = ContextVar(f"provider of {self.name}", default=None)
 
+    def __repr__(self) -> str:
+        """The op's parameters with the shapes of tensors, and its providers; `help` shows it too."""
+        parameters = (f"{name} {self.arguments.get(name, '')}".rstrip() for name in self.records.flat.parameters)
+        return f"<op {self.name}({', '.join(parameters)}); providers: {', '.join(self.providers)}>"
+
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
         """Within the block, calls of this op run the provider `name`, in this thread or task."""

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from html import escape
 from types import MappingProxyType
 from typing import Any
 
@@ -83,6 +84,16 @@ class Kernels:
         """One line an op: its name and its provider."""
         width = max(map(len, self.providers))
         return "\n".join(f"{name:{width}}  {provider}" for name, provider in sorted(self.providers.items()))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td><td>{escape(provider)}</td></tr>"
+            for name, provider in sorted(self.providers.items())
+        )
+        return f"<table><tr><th>op</th><th>provider</th></tr>{rows}</table>"
 
     def summary(self) -> str:
         """The providers in use, most used first, for example "triton (8 ops), native (2 ops)"."""

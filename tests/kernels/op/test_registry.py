@@ -22,6 +22,18 @@ def test_an_op_is_its_reference():
     assert list(declared.providers) == [NATIVE] and declared.providers[NATIVE].support(CPU) is None
 
 
+def test_an_op_shows_its_shapes_and_providers(capsys):
+    from nanovllm.kernels import resolve_kernels, rms_norm
+
+    shown = "<op rms_norm(x [..., size], weight [size], eps); providers: native, triton"
+    assert repr(rms_norm).startswith(shown)
+    help(rms_norm)
+    text = capsys.readouterr().out
+    assert shown in text and "added to the mean of the squares" in text
+    kernels = resolve_kernels(CPU, False)
+    assert repr(kernels) == str(kernels) and "<td>rms_norm</td><td>native</td>" in kernels._repr_html_()
+
+
 def test_a_call_with_other_arguments_names_the_op():
     with pytest.raises(TypeError, match="^double: missing a required argument: 'x'$"):
         Op(double)()
