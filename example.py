@@ -5,10 +5,9 @@ python example.py --model ~/models/Qwen3-0.6B --prompt "Why is the sky blue?" --
 """
 
 import argparse
-import sys
 import time
 
-from nanovllm import LLM, SamplingParams
+from nanovllm.console import StatusLine, run_program
 
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
@@ -31,21 +30,29 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
     started = time.perf_counter()
-    if args.model is None:
-        from nanovllm.weights.demo_model import demo_model_path
+    status = StatusLine()
+    status.show("Loading ...")
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.weights.demo_model import demo_model_path
 
-        args.model = demo_model_path()
-    llm = LLM(args.model, use_custom_kernels=args.use_custom_kernels)
-    print(f"Loaded {args.model} in {time.perf_counter() - started:.1f} s")
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
+    model = args.model or demo_model_path()
+    llm = LLM(model, use_custom_kernels=args.use_custom_kernels)
+    status.clear()
+    print(f"Loaded {model} in {time.perf_counter() - started:.1f} s")
 
     prompts = args.prompt or PROMPTS
     started = time.perf_counter()
-    if llm.tokenizer is not None and llm.tokenizer.chat_template:
-        outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params)
-    else:
-        outputs = llm.generate(prompts, params)
+    try:
+        if llm.tokenizer is not None and llm.tokenizer.chat_template:
+            outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params)
+        else:
+            outputs = llm.generate(prompts, params)
+    except KeyboardInterrupt as interrupt:
+        for prompt, output in zip(prompts, getattr(interrupt, "outputs", [])):
+            print(f"\n> {prompt}\n{output['text']} [cut short]")
+        raise
     elapsed = time.perf_counter() - started
 
     for prompt, output in zip(prompts, outputs):
@@ -60,7 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, FileNotFoundError) as e:
-        sys.exit(f"example.py: {e}")
+    run_program("example.py", main)

@@ -12,7 +12,6 @@ them.
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -25,11 +24,14 @@ except ModuleNotFoundError:  # the script runs without
 if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before the kernels are
 
+from nanovllm.console import Column, Rows, StatusLine, run_program
 from nanovllm.kernels import Op, Provider, all_ops, unavailable_reason
 from nanovllm.kernels.testing.compare import Measurement, bench_cases, measure
-from nanovllm.kernels.testing.verify import Case, verify_op
+from nanovllm.kernels.testing.verify import Case, cases, verify_case, verify_op
 
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+PROVIDER = Column("provider", 12)
+NAMES = Column("op", 31), PROVIDER
 PAIRS = [(op, provider) for op in all_ops().values() for provider in op.providers.values() if op.inputs]
 
 
@@ -45,17 +47,22 @@ if pytest is not None:
 
 
 def correctness(pairs: list[tuple[Op, Provider]]) -> dict[tuple[str, str], str]:
-    print("\n1. Correctness: worst error over the tolerance, against the reference in float64")
-    verdicts = {}
+    print("\n1. Correctness: largest error over the tolerance, against the reference in float64")
+    table = Rows(*NAMES, Column("error", 5, number=True), Column("verdict", 22))
+    status, verdicts = StatusLine(), {}
     for op, provider in pairs:
-        results = verify_op(op, provider, DEVICE)
+        results = []
+        for case in cases(op, full=DEVICE.type == "cuda"):
+            status.show(f"{op.name}, {provider.name}: {case}")
+            results.append(verify_case(op, provider, DEVICE, case))
+        status.clear()
         failures = [v for v in results if v.failure]
         worst = max((v.error for v in results), default=0.0)
         ran = sum(v.skipped is None for v in results)
         verdicts[op.name, provider.name] = f"{len(failures)} of {ran} WRONG" if failures else f"right ({ran} cases)"
-        print(f"   {op.name:32} {provider.name:12} {worst:5.2f}   {verdicts[op.name, provider.name]}")
+        table.add(op.name, provider.name, f"{worst:.2f}", verdicts[op.name, provider.name])
         for v in failures[:3]:
-            print(f"      {v.case}: {v.failure}")
+            print(f"   {v.case}: {v.failure}")
     return verdicts
 
 
@@ -72,7 +79,8 @@ def of_the_largest_shape(results: list[Measurement]) -> dict[tuple[str, str], Me
 def benchmark(pairs: list[tuple[Op, Provider]]) -> list[Measurement]:
     where = "this CPU, the references only, on the first shape"
     print(f"\n2. Time on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else where}")
-    results = []
+    table = Rows(Column("case", 46), PROVIDER, Column("us", 10, number=True), Column("limit", 5, number=True))
+    results, shown = [], ""
     for op, provider in pairs:
         if DEVICE.type == "cpu" and provider.name != "native":
             continue  # the interpreter's time says nothing
@@ -80,21 +88,26 @@ def benchmark(pairs: list[tuple[Op, Provider]]) -> list[Measurement]:
         for case in list(bench_cases(op, dtype))[: None if DEVICE.type == "cuda" else 1]:
             m = measure(op, provider, case, DEVICE)
             results.append(m)
+            if shown != op.name:
+                shown = op.name
+                table.add(shown, "", "", "", style="bold")
             if m.timing is None:
-                print(f"   {op.name:32} {provider.name:12} {case!s:42} {m.reason}")
+                table.add(f"  {case}", f"{provider.name} {table.note(m.reason or '')}", "", "")
                 continue
-            limit = "" if m.share is None else f"{m.share:5.0%} of the limit"
-            print(f"   {op.name:32} {provider.name:12} {case!s:42} {1e6 * m.timing.median:9.2f} us {limit}")
+            share = "" if m.share is None else f"{m.share:.0%}"
+            table.add(f"  {case}", provider.name, f"{1e6 * m.timing.median:.2f}", share)
+    table.end()
     return results
 
 
 def peak_memory(results: list[Measurement]) -> None:
-    print("\n3. Peak memory above the inputs, on the largest shape, results included")
+    print("\n3. Peak memory above the inputs in MiB, on the largest shape, results included")
     largest = of_the_largest_shape([m for m in results if m.peak_bytes is not None])
+    table = Rows(*NAMES, Column("MiB", 8, number=True), Column("native", 8, number=True), Column("case", 17))
     for (op, provider), m in largest.items():
         native = largest.get((op, "native"))
-        beside = f"   native: {native.peak_bytes / 2**20:.1f} MiB" if native and provider != "native" else ""
-        print(f"   {op:32} {provider:12} {m.case!s:42} {m.peak_bytes / 2**20:8.1f} MiB{beside}")
+        beside = f"{native.peak_bytes / 2**20:.1f}" if native and provider != "native" else ""
+        table.add(op, provider, f"{m.peak_bytes / 2**20:.1f}", beside, str(m.case).split()[0])
     if not largest:
         print("   not measured without a GPU")
 
@@ -104,6 +117,7 @@ def profile(pairs: list[tuple[Op, Provider]]) -> None:
     if DEVICE.type != "cuda":
         print("   no device kernels without a GPU")
         return
+    table = Rows(*NAMES, Column("kernels", 7, number=True), Column("us", 8, number=True), Column("longest", 18))
     for op, provider in pairs:
         shapes = op.inputs.decode or op.inputs.small
         case = Case(shapes[0], torch.bfloat16, op.inputs.variants[0])
@@ -116,17 +130,19 @@ def profile(pairs: list[tuple[Op, Provider]]) -> None:
             provider.fn(**arguments)
             torch.cuda.synchronize()
         kernels = [e for e in recorded.key_averages() if e.device_time_total > 0]
-        names = ", ".join(f"{e.count} x {e.key[:40]}" for e in kernels[:3]) + (", ..." if len(kernels) > 3 else "")
+        kernels.sort(key=lambda e: -e.device_time_total)
         total = sum(e.device_time_total for e in kernels)
-        print(f"   {op.name:32} {provider.name:12} {sum(e.count for e in kernels):3} kernels {total:8.1f} us: {names}")
+        longest = kernels[0].key[:18] if kernels else ""
+        table.add(op.name, provider.name, str(sum(e.count for e in kernels)), f"{total:.1f}", longest)
 
 
 def summary(verdicts: dict[tuple[str, str], str], results: list[Measurement]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    timed = "largest shape, us" if DEVICE.type == "cuda" else "first shape, us"  # on a CPU no other is timed
-    table = Table("op", "provider", "verdict", timed, "of the limit", "speed-up over native")
+    shape = "largest" if DEVICE.type == "cuda" else "first"  # on a CPU no other is timed
+    print(f"\nSummary: the time of the {shape} shape in us, the share of the limit, and the gain over native")
+    table = Rows(
+        NAMES[0], Column("provider", 11), Column("verdict", 14), Column("us", 8, number=True),
+        Column("limit", 5, number=True), Column("gain", 6, number=True),
+    )  # fmt: skip
     largest = of_the_largest_shape([m for m in results if m.timing is not None])
     for (op, provider), verdict in verdicts.items():
         m, native = largest.get((op, provider)), largest.get((op, "native"))
@@ -135,9 +151,7 @@ def summary(verdicts: dict[tuple[str, str], str], results: list[Measurement]) ->
             times = [f"{1e6 * m.timing.median:.1f}", "" if m.share is None else f"{m.share:.0%}", ""]
             if native is not None and m.case == native.case:
                 times[2] = f"{native.timing.median / m.timing.median:.2f}"
-        table.add_row(op, provider, f"[red]{verdict}[/]" if "WRONG" in verdict else verdict, *times)
-    print()
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        table.add(op, provider, verdict.partition(" (")[0], *times, style="red" if "WRONG" in verdict else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,12 +164,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [(op, p) for op, p in PAIRS if not asked or op.name.startswith(tuple(asked))]
     reason = unavailable_reason()
     if reason is not None:
-        instead = "Triton kernels run in its interpreter, on small shapes"
-        print(f"Custom kernels do not run on a device here: {reason}. {instead}.")
+        print(f"Triton kernels run in Triton's interpreter, on small shapes: {reason.partition(':')[0]}.")
     pairs = [(op, p) for op, p in wanted if p.support(DEVICE) is None]
+    not_here: dict[str, list[str]] = {}
     for op, provider in wanted:
         if (why := provider.support(DEVICE)) is not None:
-            print(f"   {op.name}, {provider.name}: {why}")
+            not_here.setdefault(f"{provider.name}: {why}", []).append(op.name)
+    for why, ops in not_here.items():
+        print(f"Not run: {why} ({len(ops)} ops)")
     verdicts = correctness(pairs)
     results = benchmark(pairs)
     peak_memory(results)
@@ -165,4 +181,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program("test_custom_kernels.py", main)

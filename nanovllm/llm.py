@@ -108,6 +108,7 @@ class LLM:
         Raises:
             ValueError, TypeError: a prompt or parameter that cannot be served; then none of them was started.
             RuntimeError: a step that computed one of these requests failed in another thread.
+            KeyboardInterrupt: Ctrl-C was pressed. Its attribute `outputs` has what there is of each output.
         """
         _drop("generate", others)
         prompts = _as_list(prompts)
@@ -291,6 +292,9 @@ class LLM:
                 self.engine.queue(*requests, offline=True)
                 self._loop.wait(waiter, lambda: waiter.over, None if progress is None else progress.update)
             waiter.raise_if_lost()
+        except KeyboardInterrupt as interrupt:
+            interrupt.outputs = [request.output() for request in requests]  # type: ignore[attr-defined]
+            raise
         finally:  # an interrupt may have come at any line: all that was queued is taken back
             self._end(waiter, requests)
         return [request.output() for request in requests]

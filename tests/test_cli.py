@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import torch
 from nanovllm.cli import main
 from nanovllm.kernels import all_ops
 from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess:
@@ -98,13 +101,37 @@ COMMANDS_WITH_TABLES = [
     ("kernels", "bench", "silu_and_mul", "--device", "cpu"),
     ("device",),
     ("device", "--gpu", "h200"),
+    ("plan", "gemm", "--m", "64", "--n", "3072", "--k", "1024"),
+    ("plan", "attention", "--query", "1", "--context", "1024"),
+    ("plan", "conv", "--channels", "64", "--filters", "64", "--height", "56", "--width", "56"),
+    ("plan", "elementwise", "--elements", "1000000"),
+    ("plan", "reduction", "softmax", "--rows", "64", "--size", "1024"),
+    ("fuse",),
+    ("fuse", "--left", "--phase", "prefill"),
+    ("tune", "rms_norm", "--dry-run"),
+    ("tune", "--list"),
+    *[
+        (*command, "--help")
+        for command in (
+            (),
+            ("chat",),
+            ("generate",),
+            ("serve",),
+            ("kernels",),
+            ("kernels", "verify"),
+            ("plan",),
+            ("fuse",),
+            ("tune",),
+            ("lab",),
+        )
+    ],
 ]
 
 
 @pytest.mark.parametrize("command", COMMANDS_WITH_TABLES, ids=" ".join)
 def test_tables_fit_80_columns_and_cut_nothing(command):
     lines = [line for line in run_here(*command).stdout.splitlines() if not line.endswith(".")]  # a sentence may wrap
-    assert len(lines) > 3 and "\u2026" not in "".join(lines)
+    assert len(lines) > 2 and "\u2026" not in "".join(lines)
     assert max(map(len, lines)) <= 80, max(lines, key=len)
 
 
@@ -186,8 +213,8 @@ def test_kernels_show():
     assert shown.startswith("rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor")
     for said in ("arguments    x [..., size], weight [size]", "torch.rsqrt(", "nanovllm.kernels.triton.rows:rms_norm"):
         assert said in shown
-    document = json.loads(run_here("kernels", "show", "attention_decode", "--json", "-").stdout)
-    assert document["mutates"] == "k_cache, v_cache" or "k_cache" in document["arguments"]
+    document = json.loads(run_here("kernels", "show", "store_kvcache", "--json", "-").stdout)
+    assert document["mutates"] == "k_cache, v_cache" and "slot_mapping" in document["arguments"]
     assert [p["provider"] for p in document["providers"]][:2] == ["native", "triton"]
     assert "did you mean 'rms_norm'?" in run_here("kernels", "show", "rms_nrom").stderr
 
@@ -280,3 +307,25 @@ def test_kernels_bench_and_table(tmp_path):
     assert document["command"] == "nanovllm kernels bench rms_norm --shape 4x64 --dtype float32 --device cpu"
     table = run_here("kernels", "table").stdout
     assert all(f"| `{name}` |" in table for name in all_ops())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["example.py", "test_custom_kernels.py"])
+def test_programs_end_without_a_traceback(program, smollm2_path):
+    """At Ctrl-C with what there is, and when the reader of a pipe has gone."""
+    command = [
+        sys.executable,
+        "-u",
+        str(ROOT / program),
+        *(["--max-tokens", "2000"] if program == "example.py" else []),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert first and process.returncode == 130 and err.endswith(f"{program}: interrupted\n"), err
+    assert "Traceback" not in out + err and (program != "example.py" or out.count("[cut short]") in (0, 3))
+    process = subprocess.Popen(command[:3], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process.stdout.readline()
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read() and process.wait(timeout=100) == 0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import warnings
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from nanovllm.cli.bench import app as bench_app
+from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.device import device as device_command
 from nanovllm.cli.fuse import fuse as fuse_command
 from nanovllm.cli.kernels import app as kernels_app
@@ -19,11 +16,15 @@ from nanovllm.cli.lab import app as lab_app
 from nanovllm.cli.plan import app as plan_app
 from nanovllm.cli.serve import serve as serve_command
 from nanovllm.cli.tune import tune as tune_command
+from nanovllm.console import StatusLine, run_program
+
+if TYPE_CHECKING:
+    from nanovllm import LLM
 
 _ORDER = ("chat", "generate", "serve", "bench", "kernels", "plan", "fuse", "tune", "lab", "device")
 
 
-class _InOrderOfUse(TyperGroup):
+class _InOrderOfUse(CommandGroup):
     """Lists the commands in the order in which a new user meets them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -35,6 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help texts: tables of options would be cut at 80 columns
     help="A small, fast LLM inference engine whose kernels you can swap.",
 )
 
@@ -73,6 +75,24 @@ def _root(
     pass
 
 
+def _load(model: str | None, use_custom_kernels: bool | None, plugins: list[str] | None, tp_size: int) -> LLM:
+    """The model, with a line that says that it is being loaded."""
+    status = StatusLine()
+    status.show(f"Loading {model or 'the default model'} ...")
+    try:
+        from nanovllm import LLM
+        from nanovllm.weights.demo_model import demo_model_path
+
+        return LLM(
+            model or demo_model_path(),
+            use_custom_kernels=use_custom_kernels,
+            kernel_plugins=plugins or (),
+            tensor_parallel_size=tp_size,
+        )
+    finally:
+        status.clear()
+
+
 @app.command()
 def chat(
     model: _Model = None,
@@ -86,16 +106,10 @@ def chat(
     tensor_parallel_size: _TensorParallelSize = 1,
 ) -> None:
     """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
-    from nanovllm import LLM, SamplingParams
-    from nanovllm.weights.demo_model import demo_model_path
+    from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = LLM(
-        model or demo_model_path(),
-        use_custom_kernels=use_custom_kernels,
-        kernel_plugins=kernel_plugin or (),
-        tensor_parallel_size=tensor_parallel_size,
-    )
+    llm = _load(model, use_custom_kernels, kernel_plugin, tensor_parallel_size)
     messages = [{"role": "system", "content": system}] if system else []
     print("Say something. An empty line ends the conversation.")
     while True:
@@ -132,20 +146,18 @@ def generate(
     kernel_plugin: _KernelPlugins = None,
     tensor_parallel_size: _TensorParallelSize = 1,
 ) -> None:
-    """Complete prompts as they stand, without a chat template. Ctrl-C cuts a single completion short."""
-    from nanovllm import LLM, SamplingParams
-    from nanovllm.weights.demo_model import demo_model_path
+    """Complete prompts as they stand, without a chat template. Ctrl-C cuts them short."""
+    from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = LLM(
-        model or demo_model_path(),
-        use_custom_kernels=use_custom_kernels,
-        kernel_plugins=kernel_plugin or (),
-        tensor_parallel_size=tensor_parallel_size,
-    )
+    llm = _load(model, use_custom_kernels, kernel_plugin, tensor_parallel_size)
     if len(prompts) > 1:
-        for output in llm.generate(prompts, params):
-            print(f"\n> {output.prompt}\n{output['text']}")
+        try:
+            outputs, end = llm.generate(prompts, params), ""
+        except KeyboardInterrupt as interrupt:
+            outputs, end = getattr(interrupt, "outputs", []), " [cut short]"
+        for output in outputs:
+            print(f"\n> {output.prompt}\n{output['text']}{end}")
         return
     print(f"\n> {prompts[0]}")
     try:
@@ -156,33 +168,17 @@ def generate(
         print(" [cut short]")
 
 
-app.command("serve")(serve_command)
+app.command("serve", short_help="Serve a model to clients of OpenAI's and Anthropic's APIs.")(serve_command)
 app.add_typer(bench_app, name="bench")
-app.add_typer(kernels_app, name="kernels")
-app.add_typer(plan_app, name="plan")
-app.command("fuse")(fuse_command)
-app.command("tune")(tune_command)
-app.add_typer(lab_app, name="lab")
-app.command("device")(device_command)
+app.add_typer(kernels_app, name="kernels", short_help="The ops and their providers: list, check and time them.")
+app.add_typer(plan_app, name="plan", short_help="Predict the best tiles of a kernel on a GPU, and its time.")
+app.command("fuse", short_help="Predict which kernels of a module to fuse, and the gain.")(fuse_command)
+app.command("tune", short_help="Time a kernel's configurations and keep the fastest one.")(tune_command)
+app.add_typer(lab_app, name="lab", short_help="Learn to write kernels: one function in five ways.")
+app.command("device", short_help="What a GPU has, and what it sustains.")(device_command)
 
 
 def main() -> None:
     """Run the command line, and answer what a user can mend in one line without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # NumPy, which computes in Triton's interpreter, warns of overflows that a GPU passes over in silence.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"(numpy|triton)\b")
-    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes lines of its own to standard error
-    try:
-        app()
-    except KeyboardInterrupt:
-        print("\nnanovllm: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader, such as `head`, has gone. The text still in the buffer must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, TypeError, FileNotFoundError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not type(e).__module__.startswith("nanovllm"):
-            raise
-        print(f"nanovllm: {e}", file=sys.stderr)
-        sys.exit(1)
+    run_program("nanovllm", app)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli.kernels_common import GPUS, Json, Wide, new_table, print_wide
-from nanovllm.cli.rows import Column, Rows
+from nanovllm.console import Column, Rows
 from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:

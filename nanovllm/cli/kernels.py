@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli import kernels_common as common
+from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.kernels_bench import bench
 from nanovllm.cli.kernels_show import show
 from nanovllm.cli.kernels_verify import verify
-from nanovllm.cli.rows import Column, Rows
+from nanovllm.console import Column, Rows
 from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
     from nanovllm.kernels import Op, Provider
 
-app = typer.Typer(no_args_is_help=True, help="The ops and their providers.")
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="The ops and their providers.")
 
 
-@app.command("list")
+@app.command("list", short_help="The providers of every op, and which one runs here.")
 def list_kernels(
     op: common.OpName = None,
     device: common.Device = "auto",
@@ -131,9 +132,9 @@ def why(
     table.end()
 
 
-app.command()(show)
-app.command()(verify)
-app.command()(bench)
+app.command(short_help="The declaration, the reference and the providers of an op.")(show)
+app.command(short_help="Compare every provider with the reference in float64.")(verify)
+app.command(short_help="Time the providers of an op.")(bench)
 
 
 @app.command("table", hidden=True)

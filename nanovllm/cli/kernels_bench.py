@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli import kernels_common as common
-from nanovllm.cli.rows import Column, Rows
+from nanovllm.console import Column, Rows
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli import kernels_common as common
-from nanovllm.cli.rows import Column, Rows
+from nanovllm.console import Column, Rows
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _source(declared: Op) -> str:
     """The text of the reference, and before it of the functions of its module that it calls."""
     native = declared.native
     called = (native.__globals__.get(name) for name in native.__code__.co_names)
-    functions = [f for f in called if inspect.isfunction(f) and f.__module__ == native.__module__]
+    functions: list[Any] = [f for f in called if inspect.isfunction(f) and f.__module__ == native.__module__]
     try:
         return "\n\n".join(inspect.getsource(f) for f in (*functions, native))
     except (OSError, TypeError):  # typed into an interpreter

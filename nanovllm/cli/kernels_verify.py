@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli import kernels_common as common
-from nanovllm.cli.rows import WIDTH, Column, Rows
-from nanovllm.cli.status_line import StatusLine
+from nanovllm.console import WIDTH, Column, Rows, StatusLine
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:

@@ -9,11 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.kernels_common import GPUS, Json, dtype_of
 from nanovllm.json_output import write_json
 
 app = typer.Typer(
-    no_args_is_help=True, help="Learn to write kernels: one function in five ways, checked, timed and explained."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Learn to write kernels: one function in five ways, checked, timed and explained.",
 )
 
 LESSONS = {

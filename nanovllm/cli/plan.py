@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.kernels_common import GPUS, Json, Wide
 from nanovllm.json_output import write_json
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from nanovllm.plan import Plan
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     help="Predict which tiles, stages and warps a kernel should use on a GPU, and how long it runs. No GPU is needed.",
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.kernels_common import new_table, print_wide
-from nanovllm.cli.rows import Column, Rows
+from nanovllm.console import Column, Rows
 from nanovllm.json_output import STDOUT, write_json
 from nanovllm.kernels.op.declaration import written
 
@@ -53,9 +53,7 @@ def _report(job: TuningJob, found: Candidates) -> str:
     lines += [f"  {found.total} combinations"]
     lines += [f"  - {n:5} left out: {reason}" for reason, n in found.left_out.most_common()]
     few = "" if len(found.plans) <= most else f", at most {most} of them"
-    lines.append(
-        f"  = {len(found.plans):5} to try{few}, those near the built-in choice first, then those near the best:"
-    )
+    lines.append(f"  = {len(found.plans):5} to try{few}, near the built-in choice first, then near the best:")
     lines += [f"      {text(plan)}" for plan in found.plans[:8]]
     if len(found.plans) > 8:
         lines.append(f"      and {len(found.plans) - 8} more; `--json -` shows all")

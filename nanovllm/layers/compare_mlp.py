@@ -9,6 +9,7 @@ import torch
 import typer
 
 from nanovllm.arguments import full_dtype
+from nanovllm.console import Column, Rows, run_program
 from nanovllm.kernels import all_ops, benchmark_kernel, unavailable_reason
 from nanovllm.kernels.op.declaration import TOLERANCE
 from nanovllm.layers.custom_mlp import CustomGatedMLP
@@ -23,9 +24,6 @@ def compare_mlp(
     kernels: Annotated[str | None, typer.Option(help="Name the custom provider, such as triton or cuda.")] = None,
 ) -> None:
     """Compare CustomGatedMLP with custom kernels and without, over batch sizes 1 to 4096."""
-    from rich.console import Console
-    from rich.table import Column, Table
-
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     where = torch.cuda.get_device_name(device) if on_gpu else f"cpu ({unavailable_reason()})"
@@ -43,14 +41,17 @@ def compare_mlp(
     custom = CustomGatedMLP(hidden_size, intermediate_size, True, device, weights, priority)
     plain = CustomGatedMLP(hidden_size, intermediate_size, False, device, weights)
     plain.load_state_dict(custom.state_dict())
-    # In 80 columns an op's name fits on one line.
-    served_by = Column("served by", min_width=len("linear_silu_and_mul:"))
-    table = Table(
-        "batch", "plain us", "custom us", served_by, "speed-up", "error", "equal", show_edge=False, pad_edge=False,
+    same = plain.providers == custom.providers
+    if same:
+        print("Both columns ran the same kernels, the PyTorch reference: their times differ by chance.")
+    numbers = (
+        Column(title, width, number=True) for title, width in (("batch", 5), ("plain us", 10), ("custom us", 10))
+    )
+    table = Rows(
+        *numbers, Column("speed-up", 8, number=True), Column("error", 8, number=True), Column("equal", 5),
+        Column("the first half is served by", 27),
         title=f"gated MLP {hidden_size} x {intermediate_size}, {name}, {where}",
-        caption="served by: the op of custom's first half; error: the largest; equal: within the tolerance",
     )  # fmt: skip
-    same = plain.providers == custom.providers  # without a GPU, say: the times differ by chance
     wrong = False
     for batch in BATCH_SIZES:
         x = torch.randn(batch, hidden_size, device=device, dtype=weights)
@@ -66,13 +67,13 @@ def compare_mlp(
         wrong |= not agrees
         speed_up = "-" if same else f"{slow / fast:.2f}"
         verdict = "yes" if agrees else "NO"
-        table.add_row(
-            str(batch), f"{slow:.1f}", f"{fast:.1f}", custom.served_by(x), speed_up, f"{error:.2g}", verdict
+        table.add(
+            str(batch), f"{slow:.1f}", f"{fast:.1f}", speed_up, f"{error:.2g}", verdict, custom.served_by(x),
+            style="" if agrees else "red",
         )  # fmt: skip
-    Console().print(table)
     if wrong:
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(compare_mlp)
+    run_program("custom_mlp", lambda: typer.run(compare_mlp))

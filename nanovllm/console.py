@@ -1,12 +1,70 @@
-"""A table for terminals of 80 columns: each row appears as soon as it is made, and long reasons become footnotes."""
+"""What programs share: an end without a traceback, a line that says what is being done, and tables of 80 columns."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import textwrap
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 WIDTH = 80
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+
+def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
+    """Run a program and exit.
+
+    Ctrl-C, a closed pipe (`| head`), and errors that a user can mend end it without a traceback: ValueError, TypeError,
+    FileNotFoundError, and RuntimeErrors of this package.
+
+    Args:
+        name: of the program, for messages.
+        main: returns the exit code; None: 0.
+    """
+    # NumPy, which computes in Triton's interpreter, warns of overflows that a GPU passes over in silence.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"(numpy|triton)\b")
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes lines of its own to standard error
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # The text still in the buffer must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except (ValueError, TypeError, FileNotFoundError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not type(e).__module__.startswith("nanovllm"):
+            raise
+        print(f"{name}: {e}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
+
+
+class StatusLine:
+    """A line on standard error that is replaced in place. Nothing is shown if standard error is not a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def show(self, text: str) -> None:
+        """Replace the line. Longer text than the terminal is wide is cut at its end."""
+        if sys.stderr.isatty():
+            self._shown = True
+            print(f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the line away, before something else is printed."""
+        if self._shown:
+            self._shown = False
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -75,3 +133,4 @@ class Rows:
     def _line(self, cells: Sequence[str], style: str) -> None:
         text = " ".join(column.padded(cell) for column, cell in zip(self._columns, cells, strict=True))
         self._console.print(text.rstrip(), style=style)
+        self._console.file.flush()  # a reader behind a pipe sees the row now
