@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from nanovllm.outputs import RequestOutput
@@ -11,9 +12,27 @@ from nanovllm.serve.event_stream import EventStream
 from nanovllm.serve.generation import Generation
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.protocol import StreamOptions
 from nanovllm.serve.sampling import as_api_error
 
 logger = logging.getLogger(__name__)
+
+
+class StreamUsage:
+    """What the chunks of a stream say of its usage.
+
+    Attributes:
+        wanted: there is a last chunk with the usage.
+        continuous: all chunks have the usage so far.
+    """
+
+    def __init__(self, options: StreamOptions | None, usage: Callable[[], dict[str, Any]]) -> None:
+        self.wanted = options is not None and options.include_usage is True
+        self.continuous = self.wanted and options is not None and options.continuous_usage_stats is True
+        self._usage = usage
+
+    def now(self) -> dict[str, Any] | None:
+        return self._usage() if self.continuous else None
 
 
 class Answer(Protocol):

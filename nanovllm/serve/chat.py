@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from nanovllm.chat import (
     collect,
 )
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.answering import answer
+from nanovllm.serve.answering import StreamUsage, answer
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.generation import Generation
@@ -38,7 +39,7 @@ async def chat_completions(service: Service, exchange: Exchange, key: str) -> No
     conversation = Conversation(service, request)
     generation = await conversation.start(exchange, key)
     try:
-        shape = ChatAnswer(conversation, exchange.request_id)
+        shape = ChatAnswer(conversation, exchange.request_id, generation.usage)
         await answer(exchange, generation, shape, request.stream, service.options)
     finally:
         generation.close()
@@ -137,7 +138,7 @@ class Choice:
 class ChatAnswer:
     """OpenAI's chat completion, whole or in chunks."""
 
-    def __init__(self, conversation: Conversation, request_id: str) -> None:
+    def __init__(self, conversation: Conversation, request_id: str, usage: Callable[[], dict[str, Any]]) -> None:
         request, service = conversation.request, conversation.service
         self._conversation = conversation
         self._request = request
@@ -151,12 +152,11 @@ class ChatAnswer:
         }  # fmt: skip
         self._choices: dict[int, Choice] = {}
         self._first: RequestOutput | None = None
-        options = request.stream_options
-        self._usage = options is not None and options.include_usage
+        self._usage = StreamUsage(request.stream_options, usage)
         self._prefix = b"data: " + msgspec.json.encode(self._head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":'
         self._suffix = b'},"logprobs":null,"finish_reason":null}]'
-        self._suffix += b',"usage":null}\n\n' if self._usage else b"}\n\n"
-        self._plain = not request.logprobs and not request.return_token_ids
+        self._suffix += b',"usage":null}\n\n' if self._usage.wanted else b"}\n\n"
+        self._plain = not (request.logprobs or request.return_token_ids or self._usage.continuous)
 
     def feed(self, prompt_index: int, output: RequestOutput) -> bytes:
         self._first = self._first or output
@@ -186,46 +186,36 @@ class ChatAnswer:
         frames = []
         if not choice.begun:
             choice.begun = True
-            frames.append(self._frame(piece.index, {"role": "assistant", "content": ""}))
-        if self._plain:
+            frames.append(self._frame({"index": piece.index, "delta": {"role": "assistant", "content": ""}}))
+        ended = choice.finish_reason is not None
+        if self._plain and not ended:
             for delta in deltas:
                 if isinstance(delta, ContentDelta):
                     text = msgspec.json.encode(delta.text)
                     frames.append(self._prefix % piece.index + text + self._suffix)
                 else:
-                    frames.append(self._frame(piece.index, _delta(delta, choice)))
-        elif deltas or rows or piece.token_ids:
+                    frames.append(self._frame({"index": piece.index, "delta": _delta(delta, choice)}))
+            return b"".join(frames)
+        told = [{"index": piece.index, "delta": _delta(delta, choice)} for delta in deltas]
+        if not told and (ended or rows or piece.token_ids):
+            told = [{"index": piece.index, "delta": {}}]
+        if told:
             # The log-probabilities of the tokens go with the first of the texts that they made, or with none.
-            for i, delta in enumerate(deltas or [ContentDelta("")]):
-                own_rows, token_ids = (rows, piece.token_ids) if i == 0 else ([], [])
-                frames.append(self._frame(piece.index, _delta(delta, choice), own_rows, token_ids))
-        if choice.finish_reason is not None:
-            frames.append(
-                self._frame(piece.index, {}, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason)
-            )
-        return b"".join(frames)
+            told[0]["logprobs"] = {"content": rows} if rows else None
+            if self._request.return_token_ids:
+                told[0]["token_ids"] = piece.token_ids
+        if ended:
+            told[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return b"".join([*frames, *map(self._frame, told)])
 
-    def _frame(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        rows: list[dict[str, Any]] | None = None,
-        token_ids: list[int] | None = None,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-    ) -> bytes:
-        entry: dict[str, Any] = {
-            "index": index, "delta": delta, "logprobs": {"content": rows} if rows else None,
-            "finish_reason": finish_reason,
-        }  # fmt: skip
-        if finish_reason is not None:
-            entry["stop_reason"] = stop_reason
-        if token_ids and self._request.return_token_ids:
-            entry["token_ids"] = token_ids
-        return event({**self._head, "choices": [entry], **({"usage": None} if self._usage else {})})
+    def _frame(self, choice: dict[str, Any]) -> bytes:
+        chunk: dict[str, Any] = {**self._head, "choices": [{"logprobs": None, "finish_reason": None, **choice}]}
+        if self._usage.wanted:
+            chunk["usage"] = self._usage.now()
+        return event(chunk)
 
     def end(self, usage: dict[str, Any]) -> bytes:
-        last = event({**self._head, "choices": [], "usage": usage}) if self._usage else b""
+        last = event({**self._head, "choices": [], "usage": usage}) if self._usage.wanted else b""
         return last + DONE
 
     def error(self, error: ApiError) -> bytes:
@@ -243,8 +233,7 @@ class ChatAnswer:
                 entry["token_ids"] = choice.token_ids
             choices.append(entry)
         found: dict[str, Any] = {**self._head, "choices": choices, "usage": usage}
-        if self._first is not None and self._request.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_rows(self._first.prompt_logprobs)
+        found["prompt_logprobs"] = None if self._first is None else prompt_rows(self._first.prompt_logprobs)
         if self._first is not None and self._request.return_token_ids:
             found["prompt_token_ids"] = self._first.prompt_token_ids
         return found

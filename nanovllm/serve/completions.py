@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.answering import answer
+from nanovllm.serve.answering import StreamUsage, answer
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.http import Exchange
@@ -41,7 +42,7 @@ async def completions(service: Service, exchange: Exchange, key: str) -> None:
         request_id=request.request_id,
     )  # fmt: skip
     try:
-        shape = CompletionAnswer(service, request, exchange.request_id)
+        shape = CompletionAnswer(service, request, exchange.request_id, generation.usage)
         await answer(exchange, generation, shape, request.stream, service.options)
     finally:
         generation.close()
@@ -80,7 +81,9 @@ class _Choice:
 class CompletionAnswer:
     """OpenAI's text completion, whole or in chunks."""
 
-    def __init__(self, service: Service, request: CompletionRequest, request_id: str) -> None:
+    def __init__(
+        self, service: Service, request: CompletionRequest, request_id: str, usage: Callable[[], dict[str, Any]]
+    ) -> None:
         self._request = request
         self._token_text = service.engine.maker.decoder.token_text if service.engine.maker.decoder else str
         self._head = {
@@ -89,13 +92,12 @@ class CompletionAnswer:
         }  # fmt: skip
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, RequestOutput] = {}
-        options = request.stream_options
-        self._usage = options is not None and options.include_usage
+        self._usage = StreamUsage(request.stream_options, usage)
         prefix = msgspec.json.encode(self._head)[:-1]
         self._prefix = b"data: " + prefix + b',"choices":[{"index":%d,"text":'
         self._suffix = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
-        self._suffix += b',"usage":null}\n\n' if self._usage else b"}\n\n"
-        self._plain = request.logprobs is None and not request.return_token_ids
+        self._suffix += b',"usage":null}\n\n' if self._usage.wanted else b"}\n\n"
+        self._plain = request.logprobs is None and not (request.return_token_ids or self._usage.continuous)
 
     def feed(self, prompt_index: int, output: RequestOutput) -> bytes:
         first = self._prompts.setdefault(prompt_index, output)
@@ -137,7 +139,8 @@ class CompletionAnswer:
         }  # fmt: skip
         if request.return_token_ids:
             entry["token_ids"] = token_ids
-        return event({**self._head, "choices": [entry], **({"usage": None} if self._usage else {})})
+        usage = {"usage": self._usage.now()} if self._usage.wanted else {}
+        return event({**self._head, "choices": [entry], **usage})
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
@@ -145,7 +148,7 @@ class CompletionAnswer:
         return "".join(map(self._token_text, output.prompt_token_ids))
 
     def end(self, usage: dict[str, Any]) -> bytes:
-        last = event({**self._head, "choices": [], "usage": usage}) if self._usage else b""
+        last = event({**self._head, "choices": [], "usage": usage}) if self._usage.wanted else b""
         return last + DONE
 
     def error(self, error: ApiError) -> bytes:
@@ -158,9 +161,8 @@ class CompletionAnswer:
             entry: dict[str, Any] = {
                 "index": index, "text": "".join(choice.texts), "logprobs": choice.all_logprobs,
                 "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason,
+                "prompt_logprobs": None if self._request.echo else prompt_rows(first.prompt_logprobs),
             }  # fmt: skip
-            if self._request.prompt_logprobs is not None:
-                entry["prompt_logprobs"] = prompt_rows(first.prompt_logprobs)
             if self._request.return_token_ids:
                 entry |= {"token_ids": choice.token_ids, "prompt_token_ids": first.prompt_token_ids}
             choices.append(entry)

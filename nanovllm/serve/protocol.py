@@ -16,9 +16,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):

@@ -25,9 +25,13 @@ def sampling_params(request: GenerationRequest, **others: Any) -> SamplingParams
     """
     if request.best_of is not None and request.best_of != request.n:
         raise ApiError(400, f"best_of={request.best_of}: it is not supported; use n, and choose the best", "best_of")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options: it needs stream=true; leave it out", "stream_options")
     given = {name: getattr(request, name) for name in _FIELDS}
     given["logit_bias"] = _logit_bias(request.logit_bias)
     if request.seed is not None:
+        if not -(2**63) <= request.seed < 2**63:
+            raise ApiError(400, f"seed={request.seed}: must be at least -2**63 and less than 2**63", "seed")
         given["seed"] = request.seed % 2**63
     try:
         return SamplingParams(**given | others)

@@ -60,7 +60,7 @@ class CompletionLogprobs:
             best = dict.fromkeys([*_most_likely(row, self._num_top), own])
             tops.append({row[t].decoded_token or "": max(row[t].logprob, _LEAST) for t in best})
         return {
-            "tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops if self._num_top else None,
+            "tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops,
             "text_offset": offsets,
         }  # fmt: skip
 

@@ -54,6 +54,9 @@ def test_echo_and_log_probabilities(server, llm):
     assert found["token_logprobs"][1:] == pytest.approx([row[t].logprob for row, t in zip(rows[1:], ids[1:])])
     assert found["text_offset"] == [0] + [len("".join(found["tokens"][:i])) for i in range(1, len(ids))]
     assert all(len(top) in (2, 3) for top in found["top_logprobs"][1:])
+    assert choice["prompt_logprobs"] is None
+    own = server.post("/v1/completions", prompt=prompt, max_tokens=2, logprobs=0)["choices"][0]["logprobs"]
+    assert [len(top) for top in own["top_logprobs"]] == [1, 1]
 
     whole = server.post("/v1/completions", prompt=prompt, max_tokens=3, echo=True, logprobs=2, temperature=0)
     choice = whole["choices"][0]
@@ -107,6 +110,8 @@ def test_cached_tokens_are_told(server):
         (dict(prompt="x", logit_bias={"a": 1}), "logit_bias", "no token id"),
         (dict(prompt="x", logit_bias={"123456": 1}), "logit_bias", "outside the vocabulary"),
         (dict(prompt="x", stream_options={"usage": True}), "stream_options", "unknown field"),
+        (dict(prompt="x", stream_options={"include_usage": None}), "stream_options", "stream=true"),
+        (dict(prompt="x", seed=2**63), "seed", "less than"),
         (dict(prompt=[]), "prompt", "pass 1 to"),
         (dict(prompt=["a", 5]), "prompt", "list of token ids"),
         (dict(prompt=""), None, "empty"),
@@ -131,3 +136,18 @@ def test_harmless_fields_and_nulls_are_taken(server):
 def test_too_long_a_prompt(server):
     status, error = server.refused("/v1/completions", prompt="hello there " * 5000, max_tokens=5)
     assert status == 400 and error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "path, prompt",
+    [("completions", {"prompt": "x"}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
+)
+def test_continuous_usage(server, path, prompt):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, _ = server.events(f"/v1/{path}", **prompt, max_tokens=9, ignore_eos=True, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 9
+    assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]] == ["length"]
+    options["include_usage"] = False
+    events = server.events(f"/v1/{path}", **prompt, max_tokens=3, stream_options=options)
+    assert all("usage" not in e for e in events[:-1])
