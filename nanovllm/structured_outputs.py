@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanovllm.arguments import rejects_unknown
 from nanovllm.foreign_arguments import STRUCTURED_OUTPUT_ARGUMENTS
 
+JSON_STYLE: Mapping[str, Any] = {
+    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True,
+}  # fmt: skip
+"""llguidance's options of a schema. As models write JSON: a space after each separator, and no other white space."""
 MAX_CHARACTERS = 2**18
 """Of a schema, a regular expression, a grammar, or all choices together."""
 
@@ -40,34 +44,34 @@ class StructuredOutputs:
     reasoning: Literal["open", "optional"] | None = None
     """What may come before the constrained text: "open", the rest of a `<think>` block that the prompt has opened;
     "optional", a `<think>` block; None: nothing."""
+    called: str = field(default="structured_outputs", compare=False)
+    """What error messages call it: the request's field that it comes from."""
 
     def __post_init__(self) -> None:
         set_kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(set_kinds) != 1:
             given = ", ".join(set_kinds) or "none of them"
-            raise ValueError(f"structured_outputs: set exactly one of {', '.join(KINDS)}, not {given}")
+            raise ValueError(f"{self.called}: set exactly one of {', '.join(KINDS)}, not {given}")
         if not isinstance(self.json_object, bool):
-            raise ValueError(f"structured_outputs: json_object={self.json_object!r:.80}: must be True or False")
+            raise ValueError(f"{self.called}: json_object={self.json_object!r:.80}: must be True or False")
         if self.reasoning not in (None, "open", "optional"):
-            raise ValueError(
-                f'structured_outputs: reasoning={self.reasoning!r:.80}: must be "open", "optional" or None'
-            )
+            raise ValueError(f'{self.called}: reasoning={self.reasoning!r:.80}: must be "open", "optional" or None')
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            object.__setattr__(self, "json", _schema_text(self.json, self.called))
         if self.choice is not None:
             choice = self.choice
             if not isinstance(choice, (list, tuple)) or not all(isinstance(c, str) and c for c in choice) or not choice:
-                raise ValueError(f"structured_outputs: choice={choice!r:.80}: must be a list of strings, none empty")
+                raise ValueError(f"{self.called}: choice={choice!r:.80}: must be a list of strings, none empty")
             object.__setattr__(self, "choice", tuple(choice))
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                raise ValueError(f"structured_outputs: {name}={value!r:.80}: must be a string that is not empty")
+                raise ValueError(f"{self.called}: {name}={value!r:.80}: must be a string that is not empty")
         value = getattr(self, set_kinds[0])
         length = sum(map(len, value)) if isinstance(value, tuple) else len(str(value))
         if length > MAX_CHARACTERS:
             raise ValueError(
-                f"structured_outputs: {set_kinds[0]}: {length} characters, at most {MAX_CHARACTERS} are allowed"
+                f"{self.called}: {set_kinds[0]}: {length} characters, at most {MAX_CHARACTERS} are allowed"
             )
 
     @classmethod
@@ -81,7 +85,7 @@ class StructuredOutputs:
         if response_format is None or kind == "text":
             return None
         if kind == "json_object":
-            return cls(json_object=True)
+            return cls(json_object=True, called="response_format")
         if kind != "json_schema":
             raise ValueError(
                 f'response_format={response_format!r:.80}: type must be "text", "json_object" or "json_schema"'
@@ -92,13 +96,13 @@ class StructuredOutputs:
             raise ValueError(
                 'response_format: json_schema must be {"name": ..., "schema": {...}}, with a JSON schema as a dict'
             )
-        return cls(json=schema)
+        return cls(json=schema, called="response_format")
 
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
-def _schema_text(schema: Any) -> str:
+def _schema_text(schema: Any, called: str) -> str:
     if hasattr(schema, "model_json_schema"):  # a pydantic model
         schema = schema.model_json_schema()
     try:
@@ -109,5 +113,5 @@ def _schema_text(schema: Any) -> str:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"structured_outputs: json={schema!r:.80}: must be a JSON schema as a dict or as JSON text: {error}"
+            f"{called}: json={schema!r:.80}: must be a JSON schema as a dict or as JSON text: {error}"
         ) from None

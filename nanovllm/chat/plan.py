@@ -46,7 +46,7 @@ class AnswerPlan:
             raise ValueError(f'structured_outputs and tool_choice="{self.tools.choice}" exclude each other; drop one')
         if self.tools.choice != "none":
             params = replace(params, skip_special_tokens=False)
-        spec = given if grammar is None else StructuredOutputs(grammar=grammar)
+        spec = given if grammar is None else StructuredOutputs(grammar=grammar, called="tools")
         if not isinstance(spec, StructuredOutputs):
             return params
         return replace(params, structured_outputs=replace(spec, reasoning=spec.reasoning or self.reasoning))

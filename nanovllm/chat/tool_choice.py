@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.chat.tools import CALL, END_CALL, HermesToolParser, LlamaToolParser, ToolFormat, ToolParser, tool_format
+from nanovllm.structured_outputs import JSON_STYLE
 
 MAX_TOOLS = 128
 """Most tools of a request: OpenAI's limit."""
@@ -89,28 +90,18 @@ class ToolPlan:
         if self.choice not in ("required", "named"):
             return None
         key = "parameters" if self.format == "llama3" else "arguments"
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": function["name"]},
-                    key: function.get("parameters") or {"type": "object"},
-                },
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for function in (tool["function"] for tool in self.tools)
-            if self.name in (None, function["name"])
-        ]
-        # As the models write JSON: a space after each separator and no other white space.
-        style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        alternatives = " | ".join(f"call_{i}" for i in range(len(calls)))
-        rules = [f"call_{i}: %json {json.dumps({**call, 'x-guidance': style})}" for i, call in enumerate(calls)]
-        call, between = f"({alternatives})", "; "
-        if self.format == "hermes":
-            call, between = f"{json.dumps(CALL + chr(10))} {call} {json.dumps(chr(10) + END_CALL)}", "\n"
+        before, after, between = ("", "", "; ") if self.format == "llama3" else (CALL + "\n", "\n" + END_CALL, "\n")
+        functions = [tool["function"] for tool in self.tools if self.name in (None, tool["function"]["name"])]
+        rules = []
+        for i, function in enumerate(functions):
+            # A schema is the root of its own: references in it begin there.
+            schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": JSON_STYLE}
+            beginning = f'{before}{{"name": {json.dumps(function["name"])}, "{key}": '
+            rules += [f"call_{i}: {json.dumps(beginning)} arguments_{i} {json.dumps('}' + after)}"]
+            rules += [f"arguments_{i}: %json {json.dumps(schema)}"]
         more = f" ({json.dumps(between)} call)*" if self.parallel and self.choice == "required" else ""
-        return "\n".join([f"start: call{more}", f"call: {call}", *rules])
+        calls = " | ".join(f"call_{i}" for i in range(len(functions)))
+        return "\n".join([f"start: call{more}", f"call: {calls}", *rules])
 
     def finish_reason(self, reason: str | None, has_calls: bool) -> str | None:
         """OpenAI's finish reason of an answer. "length" and "abort" stay; a named function ends with "stop"."""

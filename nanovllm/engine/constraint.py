@@ -181,7 +181,7 @@ class ConstraintMaker:
                     self._vocabulary_of_model(), grammar_text(spec), log_level=0, limits=parser_limits()
                 )
                 if matcher.is_error():
-                    raise ValueError(f"structured_outputs: {matcher.get_error()}")
+                    raise ValueError(f"{spec.called}: {matcher.get_error()}")
                 matcher.compute_bitmask()  # copies have what the first mask took to find out
                 self._compiled[spec] = matcher
                 if len(self._compiled) > _COMPILED:

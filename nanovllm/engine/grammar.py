@@ -6,12 +6,8 @@ import importlib.util
 import json
 from typing import Any
 
-from nanovllm.structured_outputs import StructuredOutputs
+from nanovllm.structured_outputs import JSON_STYLE, StructuredOutputs
 
-# As models write JSON: a space after each separator, and no other white space.
-_JSON_STYLE = {
-    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True,
-}  # fmt: skip
 _REASONING = {
     "open": "start: think gap @answer",
     "optional": 'start: ("<think>" think)? gap @answer',
@@ -59,7 +55,7 @@ def _answer(spec: StructuredOutputs) -> dict[str, Any]:
 
     if spec.json is not None or spec.json_object:
         schema = json.loads(str(spec.json)) if spec.json is not None else {"type": "object"}
-        return {"json_schema": {**schema, "x-guidance": _JSON_STYLE}}
+        return {"json_schema": {**schema, "x-guidance": dict(JSON_STYLE)}}
     if spec.choice is not None:
         return {"lark_grammar": "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in spec.choice)}
     if spec.regex is not None:

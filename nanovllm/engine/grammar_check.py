@@ -44,11 +44,11 @@ class GrammarChecker:
             return
         require_llguidance()
         if not self._lock.acquire(timeout=self._seconds):
-            raise ValueError("structured_outputs: other grammars are being compiled; try again later")
+            raise ValueError(f"{spec.called}: other grammars are being compiled; try again later")
         try:
             error = self._ask(spec)
             if error is not None:
-                raise ValueError(f"structured_outputs: {error}")
+                raise ValueError(f"{spec.called}: {error}")
             self._passed[spec] = None
             if len(self._passed) > _REMEMBERED:
                 self._passed.popitem(last=False)

@@ -20,6 +20,9 @@ def test_choices():
     named = ToolPlan.of([F, G], NAMED)
     assert named.name == "g" and '"f"' not in named.grammar and "*" not in named.grammar
     assert "*" in ToolPlan.of([F], "required").grammar
+    referring = {"$defs": {"P": {"type": "integer"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}
+    tool = {"type": "function", "function": {"name": "h", "parameters": referring}}
+    assert 'arguments_0: %json {"type": "object", "$defs"' in ToolPlan.of([tool], "required").grammar
     assert "*" not in ToolPlan.of([F], "required", parallel=False).grammar
 
 

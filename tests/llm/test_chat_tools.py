@@ -75,5 +75,9 @@ def test_whether_the_model_reasons_is_read_off_the_rendered_prompt(llm, thinks, 
 def test_a_function_that_says_nothing_of_itself_is_refused(llm):
     with pytest.raises(ValueError, match="tools: a function cannot be described"):
         llm.chat(MESSAGES, tools=[lambda x: x])
+    unsupported = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": unsupported}}]
+    with pytest.raises(ValueError, match="tools: .*uniqueItems"):
+        llm.chat(MESSAGES, tools=tools, tool_choice="required")
     with pytest.raises(ValueError, match="tool_choice: there is no function 'g'"):
         llm.chat(MESSAGES, tools=[weather], tool_choice={"type": "function", "function": {"name": "g"}})

@@ -17,6 +17,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+REFUSED = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "uniqueItems": True}}}
 F = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 
@@ -56,6 +57,7 @@ def test_a_tool_that_must_be_called(server):
         (dict(response_format={"type": "xml"}), "response_format"),
         (dict(response_format=FORMAT, structured_outputs={"choice": ["a"]}), "exclude each other"),
         (dict(structured_outputs={"regex": "("}), "unclosed group"),
+        (dict(response_format=REFUSED), "response_format: Unimplemented keys"),
         (dict(structured_outputs={"regexp": "x"}), "did you mean 'regex'"),
         (dict(structured_outputs={"json": {"type": "array", "uniqueItems": True}}), "uniqueItems"),
         (dict(structured_outputs={"json": {"type": "integer", "multipleOf": 9999991}}), "more than 2 seconds"),
