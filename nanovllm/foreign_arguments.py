@@ -179,3 +179,20 @@ CALL_ARGUMENTS = _table(
     ("parts of a message's content are joined, a line each", None, "chat_template_content_format"),
 )  # fmt: skip
 """Arguments of the methods `generate` and `chat` of `vllm.LLM`."""
+
+METHODS = {
+    name: answer
+    for answer, names in (
+        (
+            "the engine generates text; embeddings, scores and rewards are not supported",
+            "encode embed classify score reward",
+        ),
+        ("beam search is not supported; use SamplingParams(n=) for several completions", "beam_search"),
+        ("the engine cannot sleep; delete the LLM, which frees its memory", "sleep wake_up"),
+        ("profiles are written by `python bench.py --profile`", "start_profile stop_profile"),
+        ("a request's metrics are in `output.metrics`", "get_metrics"),
+        ("there are no workers to call; kernels are replaced by kernel_plugins", "collective_rpc apply_model"),
+    )
+    for name in names.split()
+}
+"""Methods of `vllm.LLM` that are not supported, and what to do instead."""

@@ -17,7 +17,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.request import Request
 from nanovllm.engine.step_loop import StepLoop, Waiter
-from nanovllm.foreign_arguments import CALL_ARGUMENTS
+from nanovllm.foreign_arguments import CALL_ARGUMENTS, METHODS
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -51,6 +51,10 @@ class LLM:
         self._added: dict[int, Request] = {}
         """Requests of `add_request` that `step` has not returned yet."""
 
+    def __getattr__(self, name: str) -> Any:
+        answer = METHODS.get(name)
+        raise AttributeError(f"LLM.{name}: {answer}" if answer else f"'LLM' object has no attribute {name!r}")
+
     @property
     def llm_engine(self) -> LLMEngine:
         """As in vLLM: the same as `engine`."""
@@ -60,6 +64,10 @@ class LLM:
     def tokenizer(self) -> Any:
         """The transformers tokenizer, or None."""
         return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As in vLLM: the parameters of a call that passes none."""
+        return SamplingParams()
 
     def get_tokenizer(self) -> Any:
         """As in vLLM: the same as `tokenizer`."""

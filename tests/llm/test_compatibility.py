@@ -202,3 +202,33 @@ def test_arguments_of_calls(llm):
 def test_other_names(llm):
     assert llm.llm_engine is llm.engine and Config is EngineConfig
     assert_clean(llm)
+
+
+def test_methods_of_vllm_that_are_missing_say_what_to_do(llm):
+    for name, answer in (
+        ("beam_search", "use SamplingParams"),
+        ("embed", "generates text"),
+        ("sleep", "delete the LLM"),
+    ):
+        with pytest.raises(AttributeError, match=rf"^LLM.{name}: .*{answer}"):
+            getattr(llm, name)
+    assert not hasattr(llm, "no_such_thing") and llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_an_interrupt_brings_what_there_is(llm, monkeypatch):
+    steps = []
+
+    def step():
+        steps.append(None)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return run_step()
+
+    run_step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", step)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), use_tqdm=False)
+    outputs = interrupt.value.outputs
+    assert [len(out["token_ids"]) for out in outputs] == [3, 3] and all(out["text"] for out in outputs)
+    monkeypatch.undo()
+    assert complete(llm, "hello", max_tokens=3)["token_ids"]
