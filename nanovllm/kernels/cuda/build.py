@@ -136,10 +136,12 @@ def arch_flag(capability: tuple[int, int], known: list[str] | None = None) -> st
     return f"-gencode=arch=compute_{newest},code=compute_{newest}"
 
 
-def library_name(capability: tuple[int, int], files: Mapping[str, bytes] | None = None) -> str:
+def library_name(
+    capability: tuple[int, int], files: Mapping[str, bytes] | None = None, nvcc_flags: tuple[str, ...] = NVCC_FLAGS
+) -> str:
     """The name of the library for an architecture: it changes whenever the result of compiling could."""
     digest = hashlib.sha256()
-    told = (torch.__version__, str(torch.version.cuda), arch_flag(capability), *CXX_FLAGS, *NVCC_FLAGS)
+    told = (torch.__version__, str(torch.version.cuda), arch_flag(capability), *CXX_FLAGS, *nvcc_flags)
     for part in (*(t.encode() for t in told), *(b for item in (files or sources()).items() for b in _bytes(*item))):
         # With its length in front, so that no two lists of parts run together into the same bytes.
         digest.update(len(part).to_bytes(8, "little") + part)

@@ -48,7 +48,7 @@ def attention_decode(
     return compute(q, kv, queries, scale, window, soft_cap)
 
 
-def decode_padded(q, kv: PagedKV, n: int, scale, window, soft_cap) -> torch.Tensor:
+def decode_padded(q, kv: PagedKV, n: int, scale, window, soft_cap, piece_bytes: int = _PIECE_BYTES) -> torch.Tensor:
     """`attention_decode` with shapes that follow from host values alone, so that a CUDA graph can be captured."""
     head_dim = q.shape[2]
     num_kv_heads, block_size, longest = kv.num_kv_heads, kv.block_size, kv.max_context_len
@@ -57,7 +57,7 @@ def decode_padded(q, kv: PagedKV, n: int, scale, window, soft_cap) -> torch.Tens
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     back = torch.arange(n - 1, -1, -1, device=q.device)
     wide = _working_dtype(q, kv)
-    rows = max(1, _PIECE_BYTES // max(1, longest * num_kv_heads * head_dim * q.element_size()))
+    rows = max(1, piece_bytes // max(1, longest * num_kv_heads * head_dim * q.element_size()))
     for start in range(0, kv.num_seqs, rows):
         piece = slice(start, start + rows)
         tokens = slice(start * n, (start + rows) * n)
@@ -144,6 +144,11 @@ def attention_prefill(
             NANOVLLM_CHECK=1.
     """
     check_prefill(q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)
+    return prefill_one_by_one(q, kv, cu_seqlens_q, scale, window, soft_cap)
+
+
+def prefill_one_by_one(q, kv: PagedKV, cu_seqlens_q, scale, window, soft_cap, piece_bytes=_PIECE_BYTES) -> torch.Tensor:
+    """`attention_prefill`, one sequence at a time, with masks of about `piece_bytes`."""
     group = q.shape[1] // kv.num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     wide = _working_dtype(q, kv)
@@ -152,11 +157,13 @@ def attention_prefill(
         run = slice(starts[i], starts[i + 1])
         # [num_heads, length, head_dim]
         k, v = (x.repeat_interleave(group, 0) for x in _sequence(kv, i, 0, length, wide))
-        _prefill_one(q[run].to(wide).transpose(0, 1), k, v, out[run].transpose(0, 1), scale, window, soft_cap)
+        _prefill_one(
+            q[run].to(wide).transpose(0, 1), k, v, out[run].transpose(0, 1), scale, window, soft_cap, piece_bytes
+        )
     return out
 
 
-def _prefill_one(q, k, v, out, scale, window, soft_cap) -> None:
+def _prefill_one(q, k, v, out, scale, window, soft_cap, piece_bytes) -> None:
     """One sequence: q, out [num_heads, num_new, head_dim]; k, v [num_heads, length, head_dim]."""
     num_heads, num_new, _ = q.shape
     length = k.shape[1]
@@ -166,7 +173,7 @@ def _prefill_one(q, k, v, out, scale, window, soft_cap) -> None:
         return
     tokens = torch.arange(length, device=q.device)
     # In pieces, since the mask is dense.
-    rows = max(1, _PIECE_BYTES // (4 * num_heads * max(1, length)))
+    rows = max(1, piece_bytes // (4 * num_heads * max(1, length)))
     for j in range(0, num_new, rows):
         piece = q[:, j : j + rows]
         # Query j of the run stands at position length - num_new + j.

@@ -211,18 +211,22 @@ def attention_float64(case):
     return torch.stack(out)
 
 
-def decode(case, context_lens=None, max_context_len=None):
+def decode(case, max_context_len=None, **options):
     lens = torch.tensor(case.context_lens, dtype=torch.int32, device=case.q.device)
     kv = PagedKV(case.k_cache, case.v_cache, case.table, lens, max_context_len or max(case.context_lens))
     # What CUDA graphs capture runs on a CPU as well, so it is held to the same here.
-    attention_close(ATTENTION.decode_padded(case.q, kv, len(case.q) // len(lens), case.scale, None, None), case)
+    attention_close(
+        ATTENTION.decode_padded(case.q, kv, len(case.q) // len(lens), case.scale, None, None, **options), case
+    )
     return NATIVE.attention_decode(case.q, kv, case.scale)
 
 
-def prefill(case):
+def prefill(case, **options):
     lens = torch.tensor(case.context_lens, dtype=torch.int32, device=case.q.device)
     starts = torch.tensor((0, *itertools.accumulate(case.query_lens)), dtype=torch.int32, device=case.q.device)
     kv = PagedKV(case.k_cache, case.v_cache, case.table, lens, max(case.context_lens))
+    if options:
+        return ATTENTION.prefill_one_by_one(case.q, kv, starts, case.scale, None, None, **options)
     return NATIVE.attention_prefill(case.q, kv, starts, max(case.query_lens), case.scale)
 
 
@@ -261,10 +265,9 @@ def test_decode_attention_of_few_query_tokens(heads, kv_heads, n, dtype, device)
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("piece_bytes", [1, 3 * 24 * 2 * 16 * 4])
-def test_decode_attention_in_pieces(piece_bytes, n, monkeypatch, device):
-    monkeypatch.setattr(ATTENTION, "_PIECE_BYTES", piece_bytes)
+def test_decode_attention_in_pieces(piece_bytes, n, device):
     case = paged([21, 3, 8, 1, 20], 4, 2, 16, 4, [n] * 5, torch.float32, device)
-    attention_close(decode(case), case)
+    attention_close(decode(case, piece_bytes=piece_bytes), case)
 
 
 @pytest.mark.parametrize("heads, kv_heads", GQA)
@@ -278,10 +281,9 @@ def test_prefill_attention(heads, kv_heads, head_dim, block_size, dtype, device)
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3 * 4 * 4 * 29])
-def test_prefill_attention_in_pieces(piece_bytes, monkeypatch, device):
-    monkeypatch.setattr(ATTENTION, "_PIECE_BYTES", piece_bytes)
+def test_prefill_attention_in_pieces(piece_bytes, device):
     case = paged([29, 12, 17], 4, 2, 16, 4, [11, 12, 5], torch.float32, device)
-    attention_close(prefill(case), case)
+    attention_close(prefill(case, piece_bytes=piece_bytes), case)
 
 
 def test_prefill_in_chunks_equals_prefill_at_once(device):

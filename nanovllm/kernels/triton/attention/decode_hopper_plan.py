@@ -125,7 +125,7 @@ _CACHED: _Table = (
 @functools.cache
 def plan_hopper_decode(
     num_seqs: int, num_kv_heads: int, head_dim: int, multiprocessors: int, cache_itemsize: int = 2, new: bool = True,
-    group: int = 8,
+    group: int = 8, table: _Table | None = None,
 ) -> HopperDecodePlan:  # fmt: skip
     """As the tables say for as many sequences and heads; with head_dim 64 there are more slots, of half the bytes.
 
@@ -133,11 +133,13 @@ def plan_hopper_decode(
         new: whether the last token comes with the call.
         group: query heads a KV head. Where their partial results are too large for a cluster to exchange, there is
             none.
+        table: in place of what was measured.
     """
     alike = cdiv(num_seqs * num_kv_heads, 8)
-    table = _FLOAT8 if cache_itemsize == 1 else _MEASURED
-    if not new and cache_itemsize == 2:
-        table = *_CACHED, *table
+    if table is None:
+        table = _FLOAT8 if cache_itemsize == 1 else _MEASURED
+        if not new and cache_itemsize == 2:
+            table = *_CACHED, *table
     programs, least, warps, slots, box, *rest = next(row for most, row in table if most is None or alike <= most)
     pieces = max(1, int(programs * multiprocessors) // num_kv_heads)
     plan = HopperDecodePlan(pieces, least, warps, slots if head_dim > 64 else min(8, 2 * slots), box, *rest)
