@@ -71,10 +71,7 @@ def reference_kernels() -> Kernels:
     """Every op written out in PyTorch, as a model without fused kernels has them; attention stays one op."""
     return Kernels(
         {
-            name: (
-                declared.providers["native"],
-                _one_operator(declared) if name in _OPAQUE else declared.native,
-            )
+            name: (declared.providers["native"], _one_operator(declared) if name in _OPAQUE else declared.native)
             for name, declared in all_ops().items()
         }
     )

@@ -24,13 +24,11 @@ app = typer.Typer(
 )
 
 _Gpu = Annotated[
-    str | None,
-    typer.Option(help=f"{GPUS}, or 'here'. By default the CUDA device here, measured, else h100."),
+    str | None, typer.Option(help=f"{GPUS}, or 'here'. By default the CUDA device here, measured, else h100.")
 ]
 _Top = Annotated[int, typer.Option(min=1, help="How many of the configurations to show, best first.")]
 _Compile = Annotated[
-    bool,
-    typer.Option("--compile", help="Also compile the plans shown: the compiler's shared memory and registers."),
+    bool, typer.Option("--compile", help="Also compile the plans shown: the compiler's shared memory and registers.")
 ]
 _Dtype = Annotated[
     str, typer.Option(help="Type of the operands: bfloat16, float16, float32; gemm also takes tfloat32 and float8.")

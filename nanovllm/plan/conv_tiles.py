@@ -26,16 +26,7 @@ from nanovllm.plan.conv_problem import ConvProblem, positions_read
 from nanovllm.plan.gemm_tiles import L2_SHARE, GemmProblem, GemmTile
 from nanovllm.plan.loop import LoopStep, loaded_latency, loop_seconds, overlapped
 from nanovllm.plan.registers import gemm_registers
-from nanovllm.plan.resources import (
-    SPILL_MARGIN,
-    Plan,
-    cdiv,
-    nothing_fits,
-    occupancy,
-    ranked,
-    stages_needed,
-    waves,
-)
+from nanovllm.plan.resources import SPILL_MARGIN, Plan, cdiv, nothing_fits, occupancy, ranked, stages_needed, waves
 
 _FEW_CHANNELS = 16
 """Below which a step of one tap's channels would be filled up with zeros."""

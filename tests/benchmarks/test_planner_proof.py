@@ -151,10 +151,7 @@ def test_an_error_of_one_shape_does_not_cost_the_others():
 
     found = measured(timer=full, queue=Queue(failing=FEW["streaming"][0]))
     assert [s["problem"]["m"] for s in found["shapes"]] == [64] and len(found["not_measured"]) == 2
-    assert {e["reason"] for e in found["errors"]} == {
-        "AttributeError: no such kernel",
-        "OutOfMemoryError: too large",
-    }
+    assert {e["reason"] for e in found["errors"]} == {"AttributeError: no such kernel", "OutOfMemoryError: too large"}
     text = docs_table.markdown([documented(found)])
     assert "Could not be tried: rms_norm 1024 x 1024 bfloat16 (AttributeError: no such kernel); gemm 128" in text
 

@@ -12,15 +12,7 @@ from nanovllm.cli.fuse_layer import decoder_layer
 from nanovllm.cli.fuse_tables import missing
 from nanovllm.fuse import FusionAnalyzer, kept_timings
 from nanovllm.fuse.cpu_model import measure_cpu
-from nanovllm.fuse.group_timing import (
-    Agreement,
-    Comparison,
-    Measured,
-    difference,
-    input_sets,
-    measure,
-    spearman,
-)
+from nanovllm.fuse.group_timing import Agreement, Comparison, Measured, difference, input_sets, measure, spearman
 from tests.fuse.modules import PLAIN, meta, mlp, norm
 from tests.shared_gpu import gpu_is_shared
 

@@ -14,18 +14,10 @@ from nanovllm.plan import (
     ReductionProblem,
     ReductionTile,
 )
-from nanovllm.plan import (
-    attention_tiles as attention,
-)
-from nanovllm.plan import (
-    elementwise_tiles as elementwise,
-)
-from nanovllm.plan import (
-    gemm_tiles as gemm,
-)
-from nanovllm.plan import (
-    reduction_tiles as reduction,
-)
+from nanovllm.plan import attention_tiles as attention
+from nanovllm.plan import elementwise_tiles as elementwise
+from nanovllm.plan import gemm_tiles as gemm
+from nanovllm.plan import reduction_tiles as reduction
 from tests.plan.devices import H200
 
 PRODUCTS = (

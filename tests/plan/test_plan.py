@@ -6,17 +6,8 @@ from dataclasses import replace
 import pytest
 
 from nanovllm.hardware.gpu_presets import device_model
-from nanovllm.plan import (
-    GemmProblem,
-    GemmTile,
-    occupancy,
-    plan_gemm,
-    stages_needed,
-    waves,
-)
-from nanovllm.plan import (
-    gemm_tiles as gemm,
-)
+from nanovllm.plan import GemmProblem, GemmTile, occupancy, plan_gemm, stages_needed, waves
+from nanovllm.plan import gemm_tiles as gemm
 from nanovllm.plan.loop import LoopStep, loaded_latency, loop_seconds, overlapped
 from nanovllm.plan.resources import bytes_needed, combine
 from tests.plan.devices import A100, H100, ROUND, SOME

@@ -30,12 +30,8 @@ from nanovllm.plan import (
     plan_reduction,
     triton_kernels,
 )
-from nanovllm.plan import (
-    gemm_tiles as gemm,
-)
-from nanovllm.plan import (
-    reduction_tiles as reduction,
-)
+from nanovllm.plan import gemm_tiles as gemm
+from nanovllm.plan import reduction_tiles as reduction
 
 GEMMS = [
     GemmProblem(64, 4096, 4096), GemmProblem(1024, 6144, 2048, "float16"), GemmProblem(4096, 4096, 4096),
