@@ -19,15 +19,11 @@ from torch.fx import Node as FxNode
 
 from nanovllm.fuse import memory_rules
 from nanovllm.fuse.classify import GATHERS, PER_ELEMENT, Kind
-from nanovllm.fuse.fx_nodes import argument, fake, op_name, shape_of
+from nanovllm.fuse.fx_nodes import argument, fake, shape_of
 from nanovllm.fuse.matrix_products import CONVOLUTIONS, matmul_bias, matmul_operands, rows_in_order
 from nanovllm.fuse.memory_rules import producers
 from nanovllm.fuse.op_graph import GraphKernel, OpGraph, Read
 
-_RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "unflatten", "view_as"}
-_EXPANDS = {"expand", "expand_as"}
-_SLICES = {"slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split"}
-_PERMUTES = set("transpose permute t numpy_T matrix_H mT mH adjoint swapaxes swapdims movedim moveaxis".split())
 # Give their elements in the order in which they are given them.
 _ELEMENT_COPIES = ("clone", "contiguous", "to", "_to_copy", "copy_", "full_like", "zeros_like", "ones_like")
 _COPIES_IN_ANOTHER_SHAPE = ("reshape", "flatten")
@@ -199,46 +195,44 @@ def _moves_in_row(k: GraphKernel, r: Read, lead: int) -> bool:
 
 def _edge_in_row(r: Read, domain: tuple[int, ...], num_rows: int, from_left: bool = False) -> bool:
     """Whether row i of the consumer reads of the producer's row i only."""
-    shape = shape_of(r.base)
-    for view in r.views:
-        after = shape_of(view) if fake(view) else shape
-        if op_name(view) != "getitem" and not _view_in_row(view, shape, after, num_rows):
-            return False
-        shape = after
+    if r.value is not r.base and not _view_keeps_rows(r, num_rows):
+        return False
+    shape = shape_of(r.value)
     if from_left:  # indices, and copies in another shape: rows are counted from the front
         return _lead(shape, num_rows) is not None
-    return _broadcast_in_row(shape, domain, num_rows)
-
-
-def _broadcast_in_row(shape: tuple[int, ...], domain: tuple[int, ...], num_rows: int) -> bool:
-    """Whether a value of `shape`, broadcast to `domain`, has all of its rows there, once each."""
     # Broadcasting adds dimensions in front: a value [n] beside [n, n] lies along the columns, not the rows.
     lead = _lead(domain, num_rows)
     return lead is not None and math.prod(((1,) * (len(domain) - len(shape)) + shape)[:lead]) == num_rows
 
 
-def _view_in_row(view: FxNode, before: tuple[int, ...], after: tuple[int, ...], num_rows: int) -> bool:
-    name = op_name(view)
-    lead = _lead(before, num_rows)
-    if lead is None:
+def _view_keeps_rows(r: Read, num_rows: int) -> bool:
+    """Whether row i of a view lies within row i of the value that it is a view of, by their places in memory."""
+    (view, *_), bases = fake(r.value), fake(r.base)
+    memory = view.untyped_storage()._cdata
+    base = next((t for t in bases if t.untyped_storage()._cdata == memory), bases[0])
+    offset = view.storage_offset() - base.storage_offset()
+    if (view.shape, view.stride(), offset) == (base.shape, base.stride(), 0):
+        return True
+    leads = _lead(tuple(base.shape), num_rows), _lead(tuple(view.shape), num_rows)
+    if None in leads:
         return False
-    if name in _SLICES:
-        dim = argument(view, "dim")
-        return dim % max(1, len(before)) >= lead or after == before
-    value, source = fake(view)[0], fake(view.all_input_nodes[0])[0]
-    if name in _PERMUTES:
-        return _layout(value, lead) == _layout(source, lead)
-    if name in _RESHAPES:
-        return _lead(after, num_rows) is not None
-    if name in _EXPANDS:
-        return _broadcast_in_row(before, after, num_rows)
-    # Another view may be anything, in the same shape too.
-    return _layout(value) == _layout(source) and value.storage_offset() == source.storage_offset()
+    (rows, inside), (view_rows, view_inside) = (_steps(t, lead) for t, lead in zip((base, view), leads))
+    length = sum((n - 1) * stride for n, stride in inside)
+    apart = all(stride > length for _, stride in rows)  # no row lies between the elements of another
+    within = 0 <= offset and offset + sum((n - 1) * stride for n, stride in view_inside) <= length
+    return apart and within and rows == view_rows
 
 
-def _layout(t: torch.Tensor, dims: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides, of the first dimensions or of all."""
-    return tuple(t.shape[:dims]), tuple(t.stride()[:dims])
+def _steps(t: torch.Tensor, lead: int | None) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(size, stride) of the dimensions that are the rows, and of those within a row; neighbours are merged."""
+    found: tuple[list[tuple[int, int]], ...] = ([], [])
+    for d, (n, stride) in enumerate(zip(t.shape, t.stride())):
+        steps = found[d >= (lead or 0)]
+        if n != 1 and steps and steps[-1][1] == n * stride:
+            steps[-1] = (steps[-1][0] * n, stride)
+        elif n != 1:
+            steps.append((n, stride))
+    return found[0], found[1]
 
 
 def _lead(shape: tuple[int, ...], num_rows: int) -> int | None:

@@ -33,14 +33,12 @@ class Read:
         base: the fx node that computed it: another kernel, or an input of the graph.
         num_bytes: how much of it this kernel reads; of a table, the rows that it takes.
         table: it is read through an index, so it must lie in memory as a whole.
-        views: the views between base and value, the nearest to base first.
     """
 
     value: FxNode
     base: FxNode
     num_bytes: int
     table: bool
-    views: tuple[FxNode, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +217,7 @@ class _Builder:
         declared = declared_cost(node, self.known) if kind is Kind.OPAQUE else None
         if declared is not None:  # what the op declares is truer than the size of its operands
             scale = max(0, declared[0] - output_bytes) / max(1, sum(r.num_bytes for r in reads))
-            reads = tuple(Read(r.value, r.base, int(r.num_bytes * scale), True, r.views) for r in reads)
+            reads = tuple(Read(r.value, r.base, int(r.num_bytes * scale), True) for r in reads)
         hosts = self._hosts(node)
         bases = [self.base[n] for n in operands]
         fixed = all(b in self.parameters or (b in self.kernels and self.kernels[b].constant) for b in bases)
@@ -247,7 +245,7 @@ class _Builder:
             stored = min(stored, sum(t.numel() * t.element_size() for t in fake(node)))
         if first and name in ("nll_loss_nd", "nll_loss"):  # one element of each row
             stored = min(stored, math.prod(shape_of(arg(node, 1))) * fake(operand)[0].element_size())
-        return Read(operand, self.base[operand], stored, table, self.views[operand])
+        return Read(operand, self.base[operand], stored, table)
 
     def _order(self, node: FxNode, written: list[FxNode], operands: list[FxNode]) -> frozenset[FxNode]:
         """Kernels that this one must follow: those that wrote what it reads or writes, or read what it writes."""
