@@ -88,7 +88,6 @@ def test_a_whole_run_in_processes_of_its_own(whole_run):
         part in text
         for part in ("STEPS", "OPS, MOST DEVICE TIME FIRST", "HOST", "MEMORY", "attention_decode", "TFLOP/s")
     )
-    assert "ABOVE THE LIMIT" not in text
     if importlib.util.find_spec("matplotlib"):
         assert (folder / "profile_report.html").stat().st_size > 20_000
         assert {p.name for p in folder.glob("*.png")} >= {

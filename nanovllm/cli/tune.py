@@ -40,8 +40,7 @@ def tune(
         typer.Option(help="The directory to write to; by default the one that NANOVLLM_KERNEL_CONFIGS names."),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Leave out what the directory has already, of these versions and kernels."),
+        bool, typer.Option("--resume", help="Leave out what the directory has already, of these versions and kernels.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be tried and what not, and why. Needs no GPU.")

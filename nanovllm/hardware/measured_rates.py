@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.hardware.gpu_name import device_name, slug
-from nanovllm.hardware.precision import float32_products
+from nanovllm.hardware.product_rates import best_rates
 from nanovllm.hardware.roofline import copies
-from nanovllm.hardware.timing import time_in_graph
+from nanovllm.hardware.timing import least_time, time_in_graph
 from nanovllm.hardware.versions import versions
 
 _MIB = 2**20
 _SCHEMA = 3
 _LONG_ENOUGH = 1.0
 """Seconds for the repeats of one call on a CPU."""
-_REST = 0.1
-"""Seconds before a product, in which a GPU's clock recovers."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,7 @@ def measure_matmul(device: torch.device, dtypes: tuple[str, ...]) -> dict[str, f
         if device.type != "cuda":
             return _measure_cpu_matmul(dtypes)
         with torch.cuda.device(device):
-            found = _best_matmul(device, dtypes)
+            found = best_rates(device, dtypes)
             torch.cuda.empty_cache()
             return found
 
@@ -203,7 +199,7 @@ def _measure_cuda(device: torch.device, name: str, dtypes: tuple[str, ...]) -> R
     # Before anything lasting is allocated, such as the matrix products' workspace: it would be cut from these blocks
     # and hold them.
     torch.cuda.empty_cache()
-    matmul = _best_matmul(device, dtypes)
+    matmul = best_rates(device, dtypes)
     torch.cuda.empty_cache()
     kernel_seconds, latencies = _kernel_seconds(device), _latencies(device, cache_bytes)
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
@@ -225,17 +221,17 @@ def _bandwidths(device: torch.device, cache_bytes: int) -> tuple[float, float, f
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     ways = [functools.partial(way, target, source) for way in (torch.Tensor.copy_, *copies(device))]
-    copy = 2 * source.nbytes / min(least_cuda(way) for way in ways)
+    copy = 2 * source.nbytes / min(least_time(way) for way in ways)
     del target, ways
-    times = [least_cuda(call) for call in (source.sum, source.view(-1, 4096).amax)]
+    times = [least_time(call) for call in (source.sum, source.view(-1, 4096).amax)]
     cache_bandwidth = 0.0
     try:
         from nanovllm.hardware.probe_kernels import read_time
 
-        times.append(read_time(source, least_cuda))
+        times.append(read_time(source, least_time))
         small = source[: min(cache_bytes // 4, num_bytes) // 4]
         passes = 64
-        cache_bandwidth = passes * small.nbytes / read_time(small, least_cuda, passes)
+        cache_bandwidth = passes * small.nbytes / read_time(small, least_time, passes)
     except ImportError:  # no Triton here: PyTorch's reductions have to do
         pass
     return source.nbytes / min(times), copy, cache_bandwidth
@@ -248,99 +244,10 @@ def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
     except ImportError:
         return 0.0, 0.0
     # A sixteenth of the cache: half of it may be the part of the other multiprocessors, which holds copies.
-    small = chase_seconds(max(1 << 20, cache_bytes // 16), 4096, device, least_cuda)
-    return chase_seconds(8 * max(cache_bytes, 32 * _MIB), 4096, device, least_cuda), small
-
-
-def product_sizes(dtype: str, sms: int) -> Sequence[tuple[int, int, int]]:
-    """(m, n, k) of the products whose best counts.
-
-    Squares, a down projection at prefill, 128 tiles of 256 x 128, and exactly one such tile for each multiprocessor, so
-    that none idles in a last round.
-    """
-    if dtype == "float32":
-        return ((4096, 4096, 4096),)
-    rows = max(n for n in range(1, math.isqrt(sms) + 1) if sms % n == 0)
-    return ((8192, 8192, 8192), (16384, 4096, 12288), (1024, 4096, 32768), (256 * rows, 128 * (sms // rows), 32768))
-
-
-def matmul_rates(
-    dtype: str, device: torch.device, sizes: Sequence[tuple[int, int, int]],
-    least: Callable[[Callable[[], Any]], float] | None = None,
-) -> Iterator[float]:  # fmt: skip
-    """Flops a second of products of random numbers, and of gated ones as a down projection is given.
-
-    Clocks depend on power, and power on the data and on what ran before. Many small values run a little faster than
-    plain noise, and a short product after a rest faster than a long one. 0 where PyTorch has no product of float8 or
-    int8 for this GPU.
-
-    Args:
-        sizes: (m, n, k) of the products.
-        least: the shortest time of several calls of a function; `least_cuda`.
-    """
-    narrow = dtype in ("float8", "int8")
-    wide = torch.bfloat16 if narrow else getattr(torch, _MEMORY.get(dtype, dtype))
-    for m, n, k in sizes:
-        a, gate, b = (torch.randn(s, device=device).to(wide) for s in ((m, k), (m, k), (n, k)))
-        for x in (a, F.silu(gate) * a):
-            for call in products(dtype, x, b):
-                _rest(device)
-                try:
-                    with float32_products(dtype):
-                        seconds = (least or least_cuda)(call)
-                except RuntimeError as e:
-                    if not narrow or isinstance(e, torch.OutOfMemoryError):
-                        raise
-                    seconds = float("inf")
-                yield 2 * m * n * k / seconds
-
-
-def _best_matmul(device: torch.device, dtypes: tuple[str, ...]) -> dict[str, float]:
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return {dtype: max(matmul_rates(dtype, device, product_sizes(dtype, sms))) for dtype in dtypes}
-
-
-def _rest(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        time.sleep(_REST)
-
-
-_MEMORY = {"tfloat32": "float32"}
-
-
-def products(dtype: str, x: torch.Tensor, weight: torch.Tensor) -> list[Callable[[], Any]]:
-    """Calls that multiply x [m, k] by the transpose of weight [n, k] in `dtype`: all ways that PyTorch has, of which
-    the best counts.
-    """
-    if dtype == "int8":
-        x, weight = ((32 * t).round().clamp(-127, 127).to(torch.int8) for t in (x, weight))
-        return [functools.partial(torch._int_mm, x, weight.t())]
-    if dtype == "float8":
-        x, weight = (t.to(torch.float8_e4m3fn) for t in (x, weight))
-        one = torch.ones((), device=x.device)
-        return [
-            functools.partial(
-                torch._scaled_mm, x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
-            )
-            for fast in (True, False)
-        ]
-    return [functools.partial(F.linear, x, weight)]
+    small = chase_seconds(max(1 << 20, cache_bytes // 16), 4096, device, least_time)
+    return chase_seconds(8 * max(cache_bytes, 32 * _MIB), 4096, device, least_time), small
 
 
 def _kernel_seconds(device: torch.device) -> float:
     x = torch.zeros(1, device=device)
     return time_in_graph([x.zero_] * 200).median
-
-
-def least_cuda(call: Callable[[], Any], warmup: int = 3, repeats: int = 12) -> float:
-    """The shortest device time in seconds of a call."""
-    for _ in range(warmup):
-        call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return min(a.elapsed_time(b) for a, b in zip(events, events[1:])) / 1e3

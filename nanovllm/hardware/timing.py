@@ -125,5 +125,18 @@ def time_in_graph(calls: Sequence[Callable[[], Any]], replays: int = 20) -> Timi
     return Timing.of([a.elapsed_time(b) / 1e3 / len(calls) for a, b in zip(events, events[1:])])
 
 
+def least_time(call: Callable[[], Any], warmup: int = 3, repeats: int = 12) -> float:
+    """The shortest device time in seconds of a call."""
+    for _ in range(warmup):
+        call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return min(a.elapsed_time(b) for a, b in zip(events, events[1:])) / 1e3
+
+
 def l2_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size

@@ -58,11 +58,7 @@ def compile_together(calls: Sequence[Callable[[], Any]], workers: int) -> None:
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None or workers < 2:
         return  # each is compiled when it runs first
-    with (
-        concurrent.futures.ThreadPoolExecutor(workers) as pool,
-        mode(pool, ignore_errors=True),
-        recorded(compile=True),
-    ):
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool, mode(pool, ignore_errors=True), recorded(compile=True):
         for call in calls:
             try:
                 call()

@@ -65,8 +65,7 @@ def test_names(name, expected):
 
 def test_an_unknown_gpu():
     with pytest.raises(
-        ValueError,
-        match=r"^gpu: no preset for 'h300'; known are h100, h200, .*rtx-4090.*; did you mean 'h100'\?$",
+        ValueError, match=r"^gpu: no preset for 'h300'; known are h100, h200, .*rtx-4090.*; did you mean 'h100'\?$"
     ):
         device_model("h300")
     with pytest.raises(ValueError, match="no preset for ''; known are a100, h100, h200, b200, rtx-4090, a100-40gb$"):

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from nanovllm.hardware import measured_rates
+from nanovllm.hardware import measured_rates, product_rates
 from nanovllm.hardware.measured_rates import Rates, rates
 from tests.shared_gpu import gpu_is_shared, preset_here
 
@@ -70,7 +70,7 @@ def test_products_in_every_dtype():
     x, weight = (torch.randn(n, 32, generator=generator).bfloat16() for n in (48, 64))
     expected = x.float() @ weight.float().T
     for dtype, scale, most in (("bfloat16", 1, 0.1), ("float8", 1, 1.5), ("int8", 1 / 1024, 1.0)):
-        calls = measured_rates.products(dtype, x, weight)
+        calls = product_rates.products(dtype, x, weight)
         assert len(calls) == (2 if dtype == "float8" else 1)
         assert max((scale * call().float() - expected).abs().max() for call in calls) < most
 
@@ -85,7 +85,7 @@ def test_the_rate_of_products_in_every_dtype():
         return 2.0
 
     def best(dtype, least=timed):
-        return max(measured_rates.matmul_rates(dtype, CPU, [(16, 16, 16), (8, 8, 8)], least))
+        return max(product_rates.matmul_rates(dtype, CPU, [(16, 16, 16), (8, 8, 8)], least))
 
     before = torch.backends.cuda.matmul.fp32_precision
     for dtype, precision in (("tfloat32", "tf32"), ("float32", "ieee"), ("float16", before)):
@@ -99,11 +99,11 @@ def test_the_rate_of_products_in_every_dtype():
 
     with pytest.raises(RuntimeError, match="no kernel"):
         best("bfloat16", broken)
-    sizes = measured_rates.product_sizes("bfloat16", 132)
+    sizes = product_rates.product_sizes("bfloat16", 132)
     assert (
         len(sizes) == 4
         and sizes[-1][:2] == (256 * 11, 128 * 12)
-        and len(measured_rates.product_sizes("float32", 8)) == 1
+        and len(product_rates.product_sizes("float32", 8)) == 1
     )
 
 
