@@ -253,7 +253,7 @@ def _wake(streams: Any) -> None:
     for loop, group in by_loop.items():
         try:
             loop.call_soon_threadsafe(_wake_here, group)
-        except RuntimeError:  # the consumer's loop was closed: nobody waits
+        except RuntimeError:  # the consumer's loop was closed
             pass
 
 

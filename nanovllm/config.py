@@ -72,8 +72,8 @@ class EngineConfig:
     None: where decode steps are. True: they are padded even without CUDA graphs, for tests."""
     piggyback_prefill: bool | None = None
     """Compute prompts given to `generate` together with decodes, a few tokens a step, if all requests then end sooner.
-    First tokens come later. None: where steps are CUDA graphs and a layer has so many weights that decodes leave room
-    for it (`engine/fast/piggyback.py`). `ride_prompts` is an older name of this argument."""
+    First tokens come later. None: on if steps are CUDA graphs and the layers are so large that decode steps leave
+    compute unused (`engine/fast/piggyback.py`). `ride_prompts` is an older name of this argument."""
     fast_policy: FastPolicy | None = None
     """Which fast paths are on, for tests and measurements (`engine/fast/policy.py`). The arguments above win."""
     max_logprobs: int = 20

@@ -173,7 +173,7 @@ class GpuTimer:
             again = finalists(found, own)
             calls = [[partial(inputs.run, plans[i], s) for s in inputs.sets] for i in again]
             found |= zip(again, self.compare(calls))
-            # One replay is too rough to be the best: whoever was not timed again is at most as fast as those who were.
+            # One replay is too inexact: a plan that was not timed again counts as at most as fast as those that were.
             least = min(found[i] for i in again)
             found = {i: max(t, least) for i, t in found.items()}
             library = None

@@ -40,7 +40,7 @@ def op_table(profile: Profile, count: int | None = None) -> list[list[str]]:
 
 
 def _rate(amount: float, us: float, unit: float) -> str:
-    """Three digits of `amount` over `us`, in a unit of so many a microsecond."""
+    """Three digits of `amount` over `us`; `unit` is in amounts a microsecond."""
     if not amount or not us:
         return "-"
     rate = amount / us / unit

@@ -37,7 +37,7 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     Returns:
         "costs": per op, its calls, bytes and flops over the recorded steps; "unprofiled_us": the time of a decode step
         without a profiler; "memory": samples, one a step; "about": the engine; "eager": whether it ran without graphs;
-        "rides": whether prompts ride on decode steps, where nobody waits for them.
+        "rides": whether prompts are piggybacked on decode steps.
     """
     instrument = Instrument()
     with decorated_kernels(instrument.decorate):
@@ -96,9 +96,9 @@ def _drive(
 ) -> float | None:
     """Serve the requests for a while, as the timed runs do, within `recorded()` during some steps of each kind.
 
-    These are the first steps; where prompts ride on decodes, the first one, and some when half of the requests have
-    begun; and some decode steps when no prompt is left. Riding takes most of a run, so those that have not begun
-    after its steps were recorded are given up.
+    These are the first steps. If prompts are piggybacked, only the first step, and some steps after half of the
+    requests have begun. At the end these are decode steps without prompts. Piggybacking takes most of a run, so
+    requests that have not begun after its steps were recorded are aborted.
 
     Returns the microseconds of a decode step that was not recorded, or None if none was left.
     """
@@ -129,7 +129,7 @@ def _drive(
         with recorded():
             steps(
                 1 if core.runner.fast.piggyback is not None else PREFILL_STEPS, keep=True
-            )  # on the second one some may ride already, with few decodes
+            )  # the second one may have piggybacked prompts, with few decodes
             _synchronize()
         while (late := not_begun()) and core.has_unfinished:
             if 2 * len(late) <= len(requests) and instrument.last_step.kind.value == "piggybacked":

@@ -1,4 +1,4 @@
-"""Measures a server under load: so many streams at a time, or requests that come at random at a given rate."""
+"""Measures a server under load: a number of streams at a time, or requests that come at random at a given rate."""
 
 from __future__ import annotations
 

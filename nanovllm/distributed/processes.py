@@ -33,7 +33,7 @@ class Processes:
     Args:
         module: is run as `python -m module FILE_DESCRIPTOR RANK`; it talks over the connection of that descriptor.
         size: ranks, this one included.
-        on_failure: called once, by another thread, when a rank has failed or ended, to free whoever waits for it.
+        on_failure: called once, by another thread, when a rank has failed or ended: it frees the threads that wait.
         stuck_seconds: a call that waits for a rank has this long to return after the rank has failed.
     """
 

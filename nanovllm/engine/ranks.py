@@ -127,7 +127,7 @@ class Leader(Ranks):
     """Rank 0: starts the processes of the other ranks. They end with this object.
 
     Raises:
-        ValueError: the model cannot be split over so many ranks.
+        ValueError: the model cannot be split over this number of ranks.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -267,7 +267,7 @@ class Follower(Ranks):
 
 
 def abort(groups: Sequence[Group]) -> None:
-    """Free whoever waits in a collective of groups whose ranks are not all there any more."""
+    """End the collectives of groups that have lost a rank, so that the threads that wait in them go on."""
     for group in groups:
         try:
             group.process_group.abort()

@@ -24,7 +24,7 @@ class ConstrainedRow(NamedTuple):
     row: int
     seq: TokenSequence
     position: int
-    """Of the token that will be sampled: so many tokens the sequence has."""
+    """Position of the token that will be sampled: the number of tokens that the sequence has."""
 
 
 class TokenMasks(NamedTuple):

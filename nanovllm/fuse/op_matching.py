@@ -32,7 +32,7 @@ class Match:
         op: its name.
         kernels: the fx nodes of the kernels that it replaces.
         arguments: what to call it with: fx nodes, numbers, words, None.
-        outputs: the fx nodes that stand for what it returns, in its order; None for a result that nobody reads.
+        outputs: the fx nodes that stand for what it returns, in its order; None for a result that is not used.
     """
 
     op: str

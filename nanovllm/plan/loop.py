@@ -85,7 +85,7 @@ def loop_seconds(
     share = min(1.0, warps * resident / (4 if step.tensor_cores else 8))
     if device.matrix_unit == "wgmma" and step.tensor_cores and not step.wgmma:
         share *= _MMA_ON_HOPPER
-    # Blocks of a multiprocessor in rounds of as many as are resident, the last of what is left.
+    # A multiprocessor's blocks run in rounds of `resident` blocks; the last round has the remainder.
     full, rest = divmod(wave.busiest, resident)
     rounds, first_and_last = full + (rest > 0), full / resident + (1 / rest if rest else 0.0)
     wait = loaded_latency(device)

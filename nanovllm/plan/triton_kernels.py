@@ -91,10 +91,10 @@ def compile_attention(
 
 
 def compile_elementwise(tile: ElementwiseTile, problem: ElementwiseProblem, device: DeviceModel) -> Resources:
-    """The kernel of `kernels/triton/rows` with as many inputs: silu(x), silu(x) * y, or x * y + z.
+    """The kernel of `kernels/triton/rows` with this number of inputs: silu(x), silu(x) * y, or x * y + z.
 
     Raises:
-        ValueError: there is none with so many.
+        ValueError: no kernel has this number of inputs.
     """
     from nanovllm.kernels.triton.rows.activation import _activate_and_mul_kernel, _activation_kernel
     from nanovllm.kernels.triton.rows.elementwise import _mul_add_kernel

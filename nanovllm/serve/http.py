@@ -23,7 +23,7 @@ _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Disconnected(Exception):
-    """The client has gone: nobody reads an answer."""
+    """The client has disconnected: no answer can be sent."""
 
 
 class Exchange:

@@ -1,17 +1,16 @@
 """Piggybacked prefill: how many tokens of prompts a decode step takes, where latency to the first token does not
 matter.
 
-A step of some hundred tokens takes little longer than reading the weights does, and a decode step has fewer. So prompts
-that are piggybacked on decode steps cost less than in steps of their own. The price is time to the first token, which
-does not matter to `LLM.generate`, since it returns when all requests are done.
+A step of a few hundred tokens takes little longer than reading the weights, and a decode step has fewer tokens. So
+prompts that are piggybacked on decode steps cost less than in steps of their own. The price is a later first token.
+This does not matter to `LLM.generate`, which returns when all requests are done.
 
-A sequence that begins late ends late. So the sequences with the longest outputs go first, and each is to end together
-with the last of those that run already. Prompts are piggybacked on small steps if all then end in time. Otherwise steps
-are larger. If these do not suffice either, as many of the first prompts are computed at once as lets the others be
-piggybacked.
+All sequences should end at about the same time, so the sequences with the longest outputs start first. Prompts are
+piggybacked on small steps if all sequences then end in time. Otherwise the steps are larger. If large steps are too
+slow as well, the first prompts are computed at full speed, until piggybacking the rest is fast enough.
 
-The end of a sequence is known by its `max_tokens` alone. Once a sequence has ended earlier, at an end token or a stop
-string, the others may too, and would wait for an end that does not come; then no more prompts are piggybacked.
+The end of a sequence is predicted from its `max_tokens`. If a sequence has ended earlier, at an end token or a stop
+string, the predictions are wrong, and no more prompts are piggybacked.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ class Piggyback:
         return min(-(-num_decodes // multiple) * multiple, self._max_num_seqs)
 
     def room(self, rows: int, total: int) -> int:
-        """Tokens of prompts that a step of `total` tokens takes beside so many rows; 0: too few."""
+        """Tokens of prompts that fit into a step of `total` tokens beside `rows` rows; 0 if they are too few."""
         return total - rows if total - rows >= self.sizes.min_tokens else 0
 
     def token_counts(self, rows: int) -> list[int]:
-        """The numbers of tokens to which the prompts beside so many rows may be padded, ascending."""
+        """The numbers of tokens to which the prompts beside `rows` rows may be padded, ascending."""
         return [tokens for tokens in (self.room(rows, total) for total in self.sizes.totals) if tokens]
 
     # ------------------------------------------------------------------------------------------------ for the scheduler

@@ -25,16 +25,16 @@ class PiggybackSizes:
     max_pieces: int = 16
     """Sequences whose prompts are piggybacked on one step."""
     min_tokens_at_once: int = 1024
-    """Tokens of prompts in a step that computes them at full speed, if there are so many: fewer take nearly as long."""
+    """Least tokens of prompts in a step that computes them at full speed: fewer would take nearly as long."""
     min_layer_bytes: int = 256 * 2**20
-    """Of a layer's weights, for piggybacking to be worth a second kind of attention in each layer."""
+    """Least bytes of a layer's weights for which piggybacking pays for a second kind of attention in each layer."""
 
 
 @dataclass(frozen=True)
 class FastPolicy:
-    """One switch for each fast path. None: where it can be and is worth it.
+    """One switch for each fast path. None: on where it can run and is faster.
 
-    A path that another one needs is a reason not to use the latter: without `device_state` there are no captured decode
+    Some paths need others: without `device_state` there are no captured decode
     steps, prefix groups and piggybacked prompts; without `padding` there are no CUDA graphs.
     """
 
@@ -43,7 +43,8 @@ class FastPolicy:
     cuda_graphs: bool = True
     """Steps are CUDA graphs, on a GPU whose kernels can be captured."""
     prefill_graphs: bool | None = None
-    """So are steps with pieces of prompts. True: where no graph can be captured they are padded alike, for tests."""
+    """Steps with pieces of prompts are CUDA graphs too. True: where no graph can be captured, they are padded the same
+    way, for tests."""
     padding: bool | None = None
     """Steps are padded to a few sizes.
 
@@ -58,26 +59,24 @@ class FastPolicy:
     """Kernels are compiled when the engine starts, not while it serves. None: on a GPU."""
 
     reserve_tokens_ahead: int = 32
-    """Tokens that a decoding sequence has cache blocks for beyond the step's, after blocks were reserved; 0: none
-    are.
-    """
+    """When blocks are reserved for a decoding sequence, they suffice for this many tokens beyond the step; 0: no blocks
+    are reserved."""
     prefill_sizes: tuple[int, ...] = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
     """Tokens of a padded step with pieces of prompts. An idle host launches larger steps faster than they run."""
     max_full_step_flops: float = 2**44
-    """Full steps of prompts are captured too if a model's layers have at most so many FLOPs in them: 30 ms at an H100's
-    600 TFLOP/s, where a busy host takes about 40 ms to launch one. At 16,384 tokens Qwen3-0.6B has 1.44e13, Qwen3-1.7B
-    4.6e13."""
+    """Full steps of prompts are captured if the model's layers compute at most this many FLOPs in one: 30 ms at an
+    H100's 600 TFLOP/s. A busy host takes about 40 ms to launch such a step. With 16,384 tokens Qwen3-0.6B computes
+    1.44e13 FLOPs, Qwen3-1.7B 4.6e13."""
     min_full_share: float = 15 / 16
     """The share of its tokens that a full step must have: below, the padding costs the GPU more than the host saves."""
     prefill_seqs: tuple[int, ...] = (64, 256)
-    """Sequences of such a step: it computes as many rows of logits, and its attention looks at each, there or not."""
+    """Sequences of a padded step with pieces of prompts. It computes this many rows of logits, also for padding."""
     min_shared_rows: int = 16
     """Decode steps of fewer sequences do not attend to shared prefixes once."""
     min_saved_bytes: int = 32 * 2**20
-    """Of a layer's cache that a step with prefix groups has to save. The pass over the shared part takes about 5 us
-    more than reading its blocks once; in that time an H200 reads so much from its second-level cache, where repeated
-    blocks
-    are."""
+    """Bytes of a layer's cache that prefix groups must save in a step. The pass over the shared part takes about 5 us
+    more than reading its blocks once. In that time an H200 reads 32 MiB from its second-level cache, where repeated
+    blocks are."""
     capture_sampling: bool | None = None
     """Decode graphs sample as well. None: where sampling is one kernel; the reference is thousands of launches."""
     piggyback: PiggybackSizes = field(default_factory=PiggybackSizes)

@@ -115,7 +115,7 @@ class PrefillRunner:
         return logits[: len(batch.logits_rows)]
 
     def fit(self, num_tokens: int, num_seqs: int) -> RunsBucket | None:
-        """The smallest bucket with room for so many tokens and sequences, or None; a full step fills its bucket."""
+        """The smallest bucket that holds this many tokens and sequences, or None; a full step fills its bucket."""
         first = bisect_left(self.buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
         bucket = next((bucket for bucket in self.buckets[first:] if bucket.num_seqs >= num_seqs), None)
         if bucket is None or bucket.num_tokens <= self._full_tokens:

@@ -2,7 +2,7 @@
 //
 // Within a step jobs follow each other in microseconds, so a thread without work spins for a moment. Then it sleeps: a
 // process that waits for its user takes no CPU time. The caller works too, and waits only for tasks that a thread has
-// begun: a thread that the system does not run, since another process has its core, holds nobody up.
+// begun: a thread that the system does not run, because another process has its core, delays no other.
 #pragma once
 
 #include <atomic>

@@ -80,7 +80,7 @@ def _with_known(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> di
 def save_table(gpu: str, ops: Mapping[str, Mapping[str, Any]], date: str, directory: Path) -> Path:
     """Write the entry for this machine's versions into a GPU's file, and keep the other entries.
 
-    Of the entry that is there, ops and providers that were not measured now (not installed, perhaps) are kept.
+    An earlier entry for these versions keeps its ops and providers that were not measured now.
 
     Args:
         ops: op -> {"order": providers, fastest first, "relative": provider -> its time over the fastest's}.

@@ -46,14 +46,12 @@ def are_constant(*weights: torch.Tensor | None) -> bool:
 
 
 def launched_early(x: torch.Tensor, rows: int) -> bool:
-    """Whether a kernel that samples from so many rows, or advances them, is launched before its predecessor has
-    ended.
-    """
+    """Whether a kernel that samples from `rows` rows, or advances them, starts before its predecessor has ended."""
     return rows <= FEW_ROWS and can_launch_early(x)
 
 
 def norm_launched_early(x: torch.Tensor, rows: int) -> bool:
-    """Whether an RMS norm of so many rows is launched before its predecessor has ended.
+    """Whether an RMS norm of `rows` rows is launched before its predecessor has ended.
 
     Alone that saves 0.2 to 0.7 us. Between products of the library, where models have it, a layer with two norms gains
     0.5 to 2 us up to 128 rows. From 192 to 1,024 rows it loses as much at 1,024 elements a row, and nothing at 4,096.

@@ -34,8 +34,8 @@ def compiling_only(threads: int | None = None) -> Iterator[None]:
     """Within the block a launch of a Triton kernel by this thread compiles it and runs nothing; at its end all are
     compiled.
 
-    What kernels would have written is whatever was in that memory: run only what looks at no value. Everything else
-    runs as ever.
+    What kernels would have written is whatever was in that memory: run only what looks at no value. Other
+    code in the block runs normally.
 
     Args:
         threads: that compile; by default as many as there are processors.

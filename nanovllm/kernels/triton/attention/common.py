@@ -1,8 +1,8 @@
 """What the attention kernels share beside the walk over tiles (`attend.py`): the host's side of a launch, queries and
 partial results.
 
-A partial result is (acc, m, total), as in `attend.py`. Partials merge in the order of their pieces whoever merges them,
-so the bits do not depend on which program arrives last.
+A partial result is (acc, m, total), as in `attend.py`. Partials merge in the order of their pieces, whichever
+program merges them, so the bits do not depend on which program arrives last.
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ class HopperDecodePlan:
 
 _Table: TypeAlias = "tuple[tuple[int | None, tuple[Any, ...]], ...]"
 
-# Up to so many sequences of eight KV heads: programs a multiprocessor that the batch is cut for, tiles that no sequence
-# is cut below, warps, slots, box, chunk, whether programs without a piece come last, and blocks of a cluster. Measured
+# The first number is the most sequences of eight KV heads. Then: programs a multiprocessor that the batch is cut for,
+# the tiles that no sequence is cut below, warps, slots, box, chunk, whether programs without a piece come last, and
+# blocks of a cluster. Measured
 # on an H200 in whole layers of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. Up to 8 sequences all programs are
 # resident at once, one or two a multiprocessor, also if a sequence has a piece more than its share: so they are cut for
 # fewer than would fit (of 100 batches of 8 random lengths about one has too many). From 17 to 99 sequences they are

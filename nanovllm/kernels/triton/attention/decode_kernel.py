@@ -8,11 +8,11 @@ counter for the next launch.
 
 With ROTATE the queries come as the QKV projection gives them, and so do the new token's key and value: every program
 normalises and rotates its own queries, and the one with the sequence's last piece attends to the new token from
-registers and writes it to the cache, where nobody reads it in this launch. So with EARLY a program asks for a tile
-before it waits for the projection. With QUERIES > 1 a sequence has so many query tokens, its last ones: the rows of a
-tile are the query heads of a KV head for one token after the other, each with an end of its own. Tokens beyond those of
-a tile are a tile more, with programs of its own, beside the first's. With SHARED the kernel starts behind the tokens
-that a sequence shares with others, and its first piece from what `shared_kernel` has found for these.
+registers and writes it to the cache, where no program reads it in this launch. So with EARLY a program asks for a tile
+before it waits for the projection. With QUERIES > 1 a sequence has QUERIES query tokens, its last ones. The rows of a
+tile are then the query heads of a KV head, for one token after the other, each with its own last key. Tokens that do
+not fit into a tile are a second tile with its own programs. With SHARED the kernel starts behind the tokens that a
+sequence shares with others, and the sequence's first piece starts from the result of `shared_kernel`.
 """
 
 import triton

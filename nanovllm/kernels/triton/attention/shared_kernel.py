@@ -38,8 +38,8 @@ def shared_start(
     """What a sequence's heads have of the shared part, merged: (acc [ROWS, DIM_PAD], m [ROWS], total [ROWS]) for
     `attend`.
 
-    Nothing (0, -inf, 0) where it has no such `tokens`. Rows beyond GROUP repeat those before them: nobody reads what
-    becomes of them.
+    Nothing (0, -inf, 0) where it has no such `tokens`. Rows beyond GROUP repeat rows before them; their results
+    are not used.
     """
     groups = tl.minimum(tl.arange(0, GROUP_PAD), GROUP - 1)
     dims = tl.arange(0, DIM_PAD)

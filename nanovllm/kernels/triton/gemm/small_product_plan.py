@@ -72,8 +72,8 @@ def _matrix_plan(num_tokens: int, num_outputs: int, size: int, gated: bool, dtyp
     if size <= 1024:
         if num_tokens in (3, 4) and num_outputs > 1024 and dtype == torch.bfloat16 and size > 512:
             return MatrixPlan(32, 4, next_power_of_2(size) // 4, late=True)  # float16 could overflow before the norm
-        # From 5 tokens on the norm takes as long as the product, so many rows share an input. Few warps, since they
-        # exchange sums at the end.
+        # From 5 tokens on the norm takes as long as the product: a program takes many rows, which share an input. Few
+        # warps, since they exchange sums at the end.
         warps = 4 if num_tokens > 4 else 8
         rows = 16 if num_outputs <= 1024 or (gated and num_tokens <= 4) else 32
         return MatrixPlan(rows, warps, max(16, next_power_of_2(size) // warps))  # tensor cores take 16 columns at least

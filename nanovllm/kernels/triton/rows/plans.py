@@ -41,8 +41,8 @@ class RowPolicy:
     """Above which sizes the row kernels cut their work for throughput, not for latency. Measured on an H200.
 
     Attributes:
-        few_rows: up to so many rows a program waits for its row, and many warps load it. With more rows, one program
-            hides the latency of another, and idle lanes are the cost.
+        few_rows: up to this number of rows a program waits for its row, and many warps load it. With more rows, one
+            program hides the latency of another, and idle lanes are the cost.
         few_elements: of an elementwise result.
         few_tokens: of rotary position embedding.
     """

@@ -17,7 +17,7 @@ from nanovllm.kernels.triton.launch_arguments import cdiv, matrix_of, next_power
 _MAX_BLOCK = 32768
 _LONG_BLOCK = 8192
 _PART, _LARGE_PART = 1024, 8192  # elements of a program, if several share a row
-_FEW_ROWS = 16  # up to so many rows a program has _PART elements
+_FEW_ROWS = 16  # up to this number of rows, a program has _PART elements
 _MOST_PARTS = 1024  # of a row: each of its programs loads all of them
 _SHORT_TILE = 1024
 

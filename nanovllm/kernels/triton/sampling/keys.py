@@ -21,7 +21,7 @@ KEY_SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 def split(tiles: int, logits: torch.Tensor, programs: int) -> tuple[int, int]:
-    """(programs for each row, tiles for each of these), with about so many programs on each multiprocessor."""
+    """(programs for each row, tiles for each program), with about `programs` programs on each multiprocessor."""
     per_program = cdiv(tiles, max(1, programs * num_sms(logits) // logits.shape[0]))
     return cdiv(tiles, per_program), per_program
 
