@@ -16,6 +16,7 @@ runs, in `profiles/`: a trace for ui.perfetto.dev, a report as text, and one as 
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from pathlib import Path
@@ -134,9 +135,6 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
             code = run.run()
         write_json(STDOUT, run.record.to_json())
         return code
-    except KeyboardInterrupt:  # before anything was measured
-        print("\nbench.py: interrupted", file=sys.stderr)
-        return 130
     except (ValueError, FileNotFoundError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
@@ -214,4 +212,10 @@ def write_tables(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before anything was measured
+        print("\nbench.py: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, such as `head`, has gone; what is buffered must not raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -43,6 +43,10 @@ def row_cells(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
+def _folded(text: str) -> str:
+    return textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+
+
 class TextTable:
     """Rows as they come, in columns of fixed width: of 80 characters, or with `wide` all columns of `HEAD`."""
 
@@ -56,7 +60,7 @@ class TextTable:
     def row(self, row: Row) -> str:
         """One line; a name that is too long stands above its figures, and a reason is folded."""
         if row.error is not None:
-            return textwrap.fill(reason(row), 80, subsequent_indent="    ", break_on_hyphens=False)
+            return _folded(reason(row))
         cells = row_cells(row)
         if len(cells[1]) > self._widths[1]:
             return f"{cells[0]}  {cells[1]}\n{self._line(['', '', *cells[2:]])}"
@@ -118,7 +122,7 @@ def history_lines(path: Path) -> list[str]:
         for row in run.rows:
             key, rate = configuration(run, row), row.median("output_rate") or 0.0
             words = row.load, row.model, name_of(row), *_special(run, row)
-            lines = moved.setdefault(key, [f"  {', '.join(words)}"])
+            lines = moved.setdefault(key, [_folded("  " + ", ".join(words))])
             change = f"{rate / before[key] - 1:+.1%}" if before.get(key) else ""
             before[key] = rate
             lines.append(

@@ -82,15 +82,15 @@ def show_configurations(op: str | None, device: str, named: str | None, wide: bo
     if wide:
         table = new_table("tunable", "ops", "chosen by", "configuration", "in force", "not used", title=title)
         for r in rows:
-            cells = ", ".join(r["ops"]), ", ".join(r["key"]), "; ".join(r["parameters"]), _in_force(r), _stale(r)
+            stale = "; ".join(f"{n}: {reason}" for reason, n in r["stale"].items())
+            cells = ", ".join(r["ops"]), ", ".join(r["key"]), "; ".join(r["parameters"]), _in_force(r), stale
             table.add_row(r["tunable"], *cells)
         print_wide(table)
     else:
-        narrow = Rows(Column("tunable", 24), Column("ops", 22), Column("in force, [n]: not used", 32), title=title)
+        narrow = Rows(Column("tunable", 24), Column("ops", 22), Column("in force", 32), title=title)
         for r in rows:
-            stale = _stale(r)
-            note = f" {narrow.note(stale)}" if stale else ""
-            narrow.add(r["tunable"], r["ops"][0], _in_force(r) + note)
+            unused = f"; {sum(r['stale'].values())} not used {''.join(map(narrow.note, r['stale']))}"
+            narrow.add(r["tunable"], r["ops"][0], _in_force(r) + (unused if r["stale"] else ""))
             for name in r["ops"][1:]:
                 narrow.add("", name, "")
         narrow.end()
@@ -102,10 +102,6 @@ def show_configurations(op: str | None, device: str, named: str | None, wide: bo
     if directory and not Path(directory).expanduser().is_dir():
         own += ", which does not exist" if not Path(directory).expanduser().exists() else ", which is no directory"
     print(f"shipped: {SHIPPED}\nown, {DIRECTORY_VARIABLE}: {own}")
-
-
-def _stale(row: dict[str, Any]) -> str:
-    return "; ".join(f"{n}: {reason}" for reason, n in row["stale"].items())
 
 
 def _in_force(row: dict[str, Any]) -> str:
