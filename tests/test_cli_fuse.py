@@ -111,6 +111,20 @@ def test_measured_on_a_cpu_and_kept(module, tmp_path):
     assert stored["arguments"] == {"module": f"{module}:make", "arguments": "float32[4, 16]"}
 
 
+def test_an_interrupt_shows_what_is_there(module, monkeypatch):
+    from nanovllm.fuse import group_timing
+
+    whole = group_timing.measured
+
+    def interrupted(*args, **options):
+        yield next(whole(*args, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(group_timing, "measured", interrupted)
+    done = run("--module", f"{module}:make", "--measure", "--device", "cpu", "--no-compile", "--iters", "1")
+    assert done.exit_code == 130 and "linear_bias_act" in done.output and "1 of 2 groups were measured" in done.output
+
+
 def test_errors_of_the_users_own(module, tmp_path):
     line = MODULE[: MODULE.index('{}["nope"]')].count("\n") + 1
     assert said("--module", f"{module}:raises").endswith(f"mine.py:raises: KeyError: 'nope' ({module}:{line})")

@@ -139,26 +139,24 @@ def _measure(
 
     from nanovllm.cli import fuse_tables
     from nanovllm.fuse import kept_timings
-    from nanovllm.fuse.group_timing import WAYS, Agreement
-    from nanovllm.fuse.group_timing import measure as run
+    from nanovllm.fuse.group_timing import WAYS, Agreement, measured
     from nanovllm.hardware.gpu_name import device_name
 
     ways = tuple(w for w in WAYS if compile or w != "compile")
     with torch.inference_mode(False):
         analyzer = _analyzer(target, _here(where))
-        rows = run(
-            analyzer,
-            target.args,
-            target.kwargs,
-            ways=ways,
-            iters=iters,
-            progress=None if json_file == STDOUT else _progress,
-        )
+        progress = None if json_file == STDOUT else _progress
+        rows, interrupted = [], False
+        try:
+            for row in measured(analyzer, target.args, target.kwargs, ways=ways, iters=iters, progress=progress):
+                rows.append(row)
+        except KeyboardInterrupt:
+            interrupted = True
     name = device_name(where)
     document = kept_timings.document(rows, name, target.about, Path.cwd())
     if not write_json(json_file, document):
         _progress("")
-        if not rows:
+        if not analyzer.groups:
             print(_NOTHING.format(target.title))
             return
         print(f"{target.title}\nmeasured on {name}, in microseconds")
@@ -166,6 +164,9 @@ def _measure(
         print(fuse_tables.agreement_line(Agreement.of(rows)))
         if where.type == "cpu":
             print("On a CPU, other programs disturb these times, and the model is made for GPUs.")
+    if interrupted:
+        print(f"nanovllm: interrupted; {len(rows)} of {len(analyzer.groups)} groups were measured", file=sys.stderr)
+        raise typer.Exit(130)
     if save is not None:
         path = kept_timings.keep(document, save)
         print(f"kept in {path}", file=sys.stderr)

@@ -74,9 +74,10 @@ def _command(name: str) -> Callable[..., None]:
                 print(f"wrote {path}")
             if not written:
                 print(f"--ptx {ptx}: neither cuda nor triton was compiled, so there is no PTX to write")
-        if plot is not None:
+        if plot is not None and not (result.interrupted and not any(r.timing for r in result.rows)):
             draw(result, plot)
             print(f"wrote {plot}")
+        _leave_if_interrupted(result.interrupted)
         if result.wrong:
             raise typer.Exit(1)
 
@@ -122,9 +123,17 @@ def mlp(
     done()
     if not write_json(json_file, result.as_dict()):
         show(result)
-    if plot is not None:
+    if plot is not None and result.points:
         draw(result, plot)
         print(f"wrote {plot}")
+    _leave_if_interrupted(result.interrupted)
+
+
+def _leave_if_interrupted(interrupted: bool) -> None:
+    """End with the exit code of Ctrl-C, after what is there was shown."""
+    if interrupted:
+        print("nanovllm: interrupted; the rest was not run", file=sys.stderr)
+        raise typer.Exit(130)
 
 
 def _check_plot(path: Path | None) -> None:

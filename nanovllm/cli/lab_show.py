@@ -27,7 +27,8 @@ def show(result: LessonResult) -> None:
     print(f"{lesson.name}: {lesson.formula}")
     print(f"{dtype_name(result.dtype)} on {limit.device}; measured limits: {roof}; seed {result.seed}")
     _show_checks(result)
-    _show_timings(result)
+    if result.rows:
+        _show_timings(result)
     what = "kernel" if result.device.type == "cuda" else "operator"
     ran = [
         (way if i == 0 else "", f"{row.dim}" if i == 0 else "", k.name[:110], f"{k.count}", f"{1e6 * k.seconds:,.1f}")

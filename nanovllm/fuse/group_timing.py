@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,16 +135,23 @@ def measure(
     Raises:
         ValueError: a tensor is on the meta device, or an unknown way.
     """
+    return list(measured(analyzer, args, kwargs, ways=ways, backend=backend, iters=iters, progress=progress))
+
+
+def measured(
+    analyzer: FusionAnalyzer, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, *,
+    ways: Sequence[str] = WAYS, backend: str = "inductor", iters: int = 30,
+    progress: Callable[[str], None] | None = None,
+) -> Iterator[Comparison]:  # fmt: skip
+    """`measure`, a group at a time."""
     unknown = [w for w in ways if w not in WAYS]
     if unknown:
         raise ValueError(f"ways: expected some of {', '.join(WAYS)}, not {unknown[0]!r}")
     found = values(analyzer.graph, args, kwargs or {})
-    rows = []
     for number, group in enumerate(analyzer.groups, 1):
         if progress is not None:
             progress(f"group {number} of {len(analyzer.groups)}: {group.name}")
-        rows.append(_compare(analyzer, number, group, found, ways, backend, iters))
-    return rows
+        yield _compare(analyzer, number, group, found, ways, backend, iters)
 
 
 def _compare(

