@@ -1,0 +1,172 @@
+"""A storm of mixed clients against a server that this script starts: nothing may be lost or mixed up, nor memory grow.
+
+python -m benchmarks.serving.storm --minutes 60                    # the embedded SmolLM2
+python -m benchmarks.serving.storm --minutes 60 --kill-engine 300 --serve-args "--model path/to/Qwen3-0.6B"
+
+Clients stream or not, vanish in the middle, read slowly, or send what must be refused. Every answer of a prompt and
+seed must be the same each time. A line each ten seconds tells the counts and both processes' memory. At the end the
+engine must be idle with all cache blocks free; the exit code is 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+
+PROMPTS = 32
+REFUSED = (b"{", b'{"prompt": 5}', b'{"prompt": "x", "temperature": -1}', b'{"prompt": "x", "nonsense": 1}')
+
+
+class Storm:
+    def __init__(self, port: int, exact: bool) -> None:
+        self.port = port
+        self.exact = exact
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.answers: dict[int, str] = {}
+
+    async def send(self, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 16)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+        return reader, writer
+
+    async def client(self, rng: random.Random, end: float) -> None:
+        kinds = {"whole": 40, "stream": 40, "vanishes": 15, "slow": 2, "refused": 3}
+        while time.monotonic() < end:
+            (kind,) = rng.choices(list(kinds), kinds.values())
+            try:
+                await asyncio.wait_for(self.once(kind, rng), 300)
+                self.counts[kind] += 1
+            except (ConnectionError, asyncio.IncompleteReadError, OSError) as error:
+                self.counts[f"{kind}: {type(error).__name__}"] += 1
+                await asyncio.sleep(1)
+            except asyncio.TimeoutError:
+                self.wrong.append(f"{kind}: no answer within 300 seconds")
+
+    async def once(self, kind: str, rng: random.Random) -> None:
+        index = rng.randrange(PROMPTS)
+        body = {
+            "prompt": f"Story number {index}: once upon a time", "seed": index, "max_tokens": 8 + index,
+            "ignore_eos": True,
+            "stream": kind in ("stream", "slow") or rng.random() < 0.5 * (kind == "vanishes"),
+        }  # fmt: skip
+        data = rng.choice(REFUSED) if kind == "refused" else json.dumps(body).encode()
+        reader, writer = await self.send(data)
+        try:
+            if kind == "vanishes":
+                await asyncio.sleep(rng.random() * 0.5)
+            elif kind == "slow":
+                found = b""
+                while piece := await reader.read(64):
+                    found += piece
+                    await asyncio.sleep(0.02)
+                self.check(kind, index, found)
+            else:
+                self.check(kind, index, await reader.read(-1))
+        finally:
+            writer.transport.abort()
+
+    def check(self, kind: str, index: int, data: bytes) -> None:
+        status = int(data[9:12] or 0)
+        if kind == "refused":
+            if status != 400:
+                self.wrong.append(f"a bad request got {status}")
+            return
+        if status in (500, 503) or b'"error":' in data:
+            self.counts[f"{kind}: error {status}"] += 1  # overload, or an engine that was killed
+            return
+        text = "".join(json.loads(t) for t in re.findall(rb'"text":("(?:[^"\\]|\\.)*")', data))
+        if status != 200 or not text:
+            self.wrong.append(f"{kind}: status {status}, {data[-100:]!r}")
+        elif self.answers.setdefault(index, text) != text and self.exact:
+            self.wrong.append(f"prompt {index} has two answers: {self.answers[index]!r} and {text!r}")
+
+
+def memory_mib(pid: int) -> float:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def metric(port: int, name: str) -> float:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
+async def watch(storm: Storm, server: subprocess.Popen[str], end: float, kill_every: float) -> list[float]:
+    sizes, next_kill = [], time.monotonic() + kill_every
+    while time.monotonic() < end:
+        await asyncio.sleep(10)
+        engines = children(server.pid)
+        sizes.append(memory_mib(server.pid))
+        engine = f"{memory_mib(engines[0]):.0f}" if engines else "-"
+        print(f"{dict(storm.counts)}, memory {sizes[-1]:.0f} + {engine} MiB, {len(storm.wrong)} wrong", flush=True)
+        if kill_every and time.monotonic() > next_kill and engines:
+            next_kill += kill_every
+            os.kill(engines[0], signal.SIGKILL)
+    return sizes
+
+
+async def run(args: argparse.Namespace, server: subprocess.Popen[str], storm: Storm) -> list[float]:
+    end = time.monotonic() + 60 * args.minutes
+    clients = [storm.client(random.Random(i), end) for i in range(args.clients)]
+    sizes, *_ = await asyncio.gather(watch(storm, server, end, args.kill_engine), *clients)
+    return sizes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument("--kill-engine", type=float, default=0, help="seconds between two kills of the engine")
+    parser.add_argument("--serve-args", default="", help="further arguments of `nanovllm serve`")
+    parser.add_argument(
+        "--exact", action=argparse.BooleanOptionalAction, default=True,
+        help="answers of a prompt and a seed must be equal; not for kernels whose results depend on the batch",
+    )  # fmt: skip
+    args = parser.parse_args()
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", str(args.port), *shlex.split(args.serve_args)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    for line in server.stderr:
+        print(line, end="", file=sys.stderr)
+        if "Ctrl-C ends it" in line:
+            break
+    storm = Storm(args.port, args.exact)
+    try:
+        sizes = asyncio.run(run(args, server, storm))
+        time.sleep(5)
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+            if (left := metric(args.port, name)) != 0:
+                storm.wrong.append(f"{name} is {left} after the storm")
+    finally:
+        server.terminate()
+        server.wait(60)
+    half = len(sizes) // 2
+    if half and max(sizes[half:]) > 1.2 * max(sizes[:half]) + 50:
+        storm.wrong.append(f"memory grew from {max(sizes[:half]):.0f} to {max(sizes[half:]):.0f} MiB")
+    print("\n".join(storm.wrong[:20]) or "nothing was lost, mixed up or left over")
+    return 1 if storm.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
