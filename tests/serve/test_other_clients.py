@@ -56,7 +56,8 @@ def test_lm_eval_scores_as_the_engine_does(server, llm, model_path, tmp_path):
     data.write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "tiny.yaml").write_text(
         f"task: tiny\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\n"
-        "output_type: multiple_choice\ntest_split: test\ndoc_to_text: '{{question}}'\ndoc_to_choice: choices\ndoc_to_target: answer\n"
+        "output_type: multiple_choice\ntest_split: test\ndoc_to_text: '{{question}}'\ndoc_to_choice: choices\n"
+        "doc_to_target: answer\n"
         "target_delimiter: ''\nmetric_list:\n  - metric: acc\n"
     )
     arguments = f"model=model,base_url={server.url}/v1/completions,tokenizer={model_path},num_concurrent=2"
