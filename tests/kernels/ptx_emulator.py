@@ -15,6 +15,7 @@ a descriptor. Python 3, numpy, about 20,000 instructions of a warp a second.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import numpy as np
 
@@ -29,6 +30,28 @@ PARAMETERS = 1 << 28
 """Address of parameter 0; parameter i is i bytes on. Some versions take a parameter's address in 32 bits."""
 _MOST_STEPS = 200_000
 _BITS = {"b16": 16, "b32": 32, "b64": 64}
+_ALL = np.ones(32, bool)
+"""All threads of a warp."""
+
+
+@cache
+def _number(a):
+    """The bits of a literal operand, or None."""
+    if re.fullmatch(r"0[fhb][0-9A-Fa-f]+", a):
+        return int(a[2:], 16)
+    return int(a.rstrip("U"), 0) if re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+U?", a) else None
+
+
+@cache
+def _place(a):
+    """(name, offset) of an address."""
+    m = re.match(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", a)
+    return m[1], int(m[2] or 0)
+
+
+@cache
+def _names(a):
+    return [n.strip() for n in a.strip("{} \n\t").split(",")]
 
 
 class Machine:
@@ -112,7 +135,7 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         mbarrier, or "done"."""
         while self.at < len(self.lines):
             negated, guard, p, args = self.lines[self.at]
-            on = np.ones(self.n, bool)
+            on = _ALL
             if guard:
                 on = ~self.r[guard] if negated else self.r[guard]
             self.steps += 1
@@ -159,7 +182,8 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         """An operand's bits as 32 of `kind`, a type of numpy."""
         unsigned = UNSIGNED[np.dtype(kind).itemsize]
         if a in self.r:
-            return np.ascontiguousarray(self.r[a].astype(unsigned)).view(kind)
+            bits = self.r[a]
+            return bits.view(kind) if bits.dtype == unsigned else bits.astype(unsigned).view(kind)
         if a == "%tid.x":
             return np.arange(self.first_thread, self.first_thread + self.n, dtype=U32).astype(unsigned).view(kind)
         if m := re.fullmatch(r"%(n?ctaid)\.([xyz])", a):
@@ -168,11 +192,7 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
             number = PARAMETERS + int(m[1])
         elif a in self.variables:
             number = self.variables[a][0]
-        elif re.fullmatch(r"0[fhb][0-9A-Fa-f]+", a):
-            number = int(a[2:], 16)
-        elif re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+U?", a):
-            number = int(a.rstrip("U"), 0)
-        else:
+        elif (number := _number(a)) is None:
             assert not re.match(r"%[a-z]+\d+$", a), f"{a} has not been written"
             raise UnknownInstruction(f"operand {a}")
         return np.full(self.n, number & ((1 << 8 * np.dtype(unsigned).itemsize) - 1), unsigned).view(kind)
@@ -188,17 +208,17 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         v = np.asarray(v)
         if v.dtype != bool:
             v = np.ascontiguousarray(v).view(UNSIGNED[v.dtype.itemsize])
-        if not on.all():
+        if on is not _ALL and not on.all():
             v = np.where(on, v, self.r.get(name, np.zeros_like(v)))
         self.r[name] = v
 
     def names(self, a):
-        return [n.strip() for n in a.strip("{} \n\t").split(",")]
+        return _names(a)
 
     def address(self, a):
-        m = re.match(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", a)
-        narrow = m[1] in self.r and self.r[m[1]].dtype == U32 or m[1] in self.variables
-        return self.value(m[1], U32 if narrow else U64).astype(np.int64) + int(m[2] or 0)
+        name, offset = _place(a)
+        narrow = name in self.r and self.r[name].dtype == U32 or name in self.variables
+        return self.value(name, U32 if narrow else U64).astype(np.int64) + offset
 
     # ---- memory
 
@@ -231,7 +251,7 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
             return self.put(args[0], np.full(self.n, v & int(np.iinfo(kind).max), kind), on)
         if p[1] == "async":
             return self.store_remotely(p, args, on)
-        count = next((int(w[1:]) for w in p if re.fullmatch(r"v\d", w)), 1)
+        count = next((int(w[1:]) for w in p if w in ("v2", "v4", "v8")), 1)
         shared = p[1].startswith("shared")
         if not shared and p[1] != "global":
             raise UnknownInstruction(".".join(p))
