@@ -7,10 +7,14 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from nanovllm.bench.serving_client import Target, Timed, ask, request_body, take_apart
+from nanovllm.bench.workloads import Workload
 
+_VOCAB_SIZE = 10_001
+"""Of workloads without a `vocab_size`: std256 draws the same ids for every vocabulary of this size or more."""
 _WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
     " what all were we when your can said there use an each which she do how their if will up other about out many then"
@@ -42,6 +46,9 @@ class Load:
     seed: int = 0
     timeout: float = 600.0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    workload: Workload | None = None
+    """One of `bench.workloads`, whose prompts are token ids below `vocab_size`: it has the numbers and the times of
+    arrival instead of the fields above."""
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "input_len", "output_len"):
@@ -54,10 +61,15 @@ class Load:
 
     @property
     def name(self) -> str:
+        if self.workload is not None:
+            return self.workload.name
         return f"{self.rate:g}/s" if self.rate is not None else f"{self.concurrency} streams"
 
     def bodies(self, target: Target) -> list[bytes]:
         """The requests, the same for every server."""
+        if self.workload is not None:
+            items = self.workload.draw(self.seed, self.vocab_size or _VOCAB_SIZE)
+            return [request_body(target, item.prompt, item.num_output, self.extra) for item in items]
         rng = random.Random(self.seed)
         found = []
         for i in range(self.num_requests):
@@ -70,6 +82,15 @@ class Load:
                 prompt = " ".join(rng.choices(_WORDS, k=self.input_len))
             found.append(request_body(target, prompt, self.output_len, self.extra))
         return found
+
+    def arrivals(self) -> list[float]:
+        """Seconds after the start at which each request is sent, or may be once a stream is free."""
+        if self.workload is not None:
+            return [item.arrival for item in self.workload.draw(self.seed, _VOCAB_SIZE)]
+        if self.rate is None:
+            return [0.0] * self.num_requests
+        rng = random.Random(self.seed + 1)
+        return list(accumulate(rng.expovariate(self.rate) for _ in range(self.num_requests)))
 
 
 @dataclass(frozen=True)
@@ -191,7 +212,8 @@ def measure(
 async def _run(target: Target, load: Load, progress: Callable[[int], None]) -> list[Any]:
     bodies = load.bodies(target)
     found: list[Any] = [None] * len(bodies)
-    slots = asyncio.Semaphore(load.concurrency or len(bodies))
+    limit = load.concurrency if load.workload is None else None
+    slots = asyncio.Semaphore(limit or len(bodies))
     done = 0
 
     async def one(index: int) -> None:
@@ -201,11 +223,9 @@ async def _run(target: Target, load: Load, progress: Callable[[int], None]) -> l
         done += 1
         progress(done)
 
-    rng = random.Random(load.seed + 1)
-    begin, due, tasks = time.perf_counter(), 0.0, []
-    for index in range(len(bodies)):
-        if load.rate is not None:
-            due += rng.expovariate(load.rate)
+    begin, tasks = time.perf_counter(), []
+    for index, due in enumerate(load.arrivals()):
+        if due:
             await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
         tasks.append(asyncio.create_task(one(index)))
     await asyncio.gather(*tasks)

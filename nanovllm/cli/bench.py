@@ -38,6 +38,10 @@ def serve(
     vocab_size: Annotated[
         int | None, typer.Option(help="Prompts of --input-len random token ids below this number, not of words.")
     ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Loads of bench.py in place of --concurrency: std256,bs128; prompts are token ids."),
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A text file with a prompt in each line.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of exactly --output-len tokens.")] = True,
     goal_ttft: Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")] = None,
@@ -53,6 +57,7 @@ def serve(
     """
     from nanovllm.bench.serving import Goal, Load, measure
     from nanovllm.bench.serving_client import Target, get_json
+    from nanovllm.bench.workloads import select
 
     target = Target(url, endpoint, model or "", api_key)
     if model is None:
@@ -66,7 +71,9 @@ def serve(
         input_len=input_len, output_len=output_len, prompts=texts, vocab_size=vocab_size, seed=seed,
         extra={"ignore_eos": True, "temperature": 0.6} if ignore_eos else {"temperature": 0.6},
     )  # fmt: skip
-    if rate is None:
+    if workload is not None:
+        loads = [Load(workload=w, **common) for w in select(workload.split(","))]
+    elif rate is None:
         numbers = [int(n) for n in _numbers("--concurrency", concurrency)]
         loads = [Load(num_requests or 4 * n, concurrency=n, **common) for n in numbers]
     else:

@@ -1,0 +1,40 @@
+"""Writes a tokenizer of any size, in which every token has a text: for servers with random weights.
+
+python -m benchmarks.serving.dummy_tokenizer /tmp/tokenizer --vocab-size 151936
+nanovllm serve --model qwen3-0.6b --load-format dummy --tokenizer /tmp/tokenizer
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def write(directory: Path, vocab_size: int) -> None:
+    """Byte-level BPE without merges: the 256 bytes, then a space and random letters for each token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    rng = random.Random(0)
+    tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(tokens) < vocab_size:
+        tokens["\u0120" + "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8)))] = None
+    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE).save_pretrained(directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--vocab-size", type=int, default=151936)
+    args = parser.parse_args()
+    write(args.directory, args.vocab_size)
+
+
+if __name__ == "__main__":
+    main()
