@@ -16,7 +16,6 @@ runs, in `profiles/`: a trace for ui.perfetto.dev, a report as text, and one as 
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 from pathlib import Path
@@ -212,10 +211,8 @@ def write_tables(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    from nanovllm.console import run_program
+
+    if "--worker" in sys.argv:  # whose traceback the process that started it reads
         sys.exit(main())
-    except KeyboardInterrupt:  # before anything was measured
-        print("\nbench.py: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader, such as `head`, has gone; what is buffered must not raise again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    run_program("bench.py", main)

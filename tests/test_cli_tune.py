@@ -56,7 +56,7 @@ def test_a_dry_run_shows_the_space_and_what_is_left_out_and_why():
     assert "rms_norm: rms_norm rows=64 size=1024 dtype=bfloat16" in text and "built in: rows=1 warps=4" in text
     assert "30 left out: more rows than there are" in text
     assert "10 left out: more than 64 values a thread: registers spill" in text
-    assert "=    26 to try, those near" in text and "nothing was timed or written" in text
+    assert "=    26 to try, near the" in text and "nothing was timed or written" in text
     assert "planned for h100" in run(*args).stderr
     document = json.loads(ok("rms_norm", "--shape", "1x256", "--dry-run", "--gpu", "a100", "--json", "-"))
     assert document["gpu"] == "nvidia-a100"

@@ -17,13 +17,13 @@ from nanovllm.bench import result_tables as text
 from nanovllm.bench.job import Job, Row
 from nanovllm.bench.launcher import Launch, WorkerDied, measure_rows
 from nanovllm.bench.workloads import Workload
+from nanovllm.console import INTERRUPTED, StatusLine
 from nanovllm.hardware.measured_rates import Rates, best_of
 from nanovllm.json_output import STDOUT, check_target, write_json
 
 # Workloads that fit this are run by one engine; longer ones each by one of their own, so that a result does not
 # depend on what else was asked for.
 _USUAL_LENGTH = 4096
-_INTERRUPTED = 130
 # Two measurements of a rate that differ by less, of 1, say the same.
 _NOISE = 0.03
 
@@ -47,7 +47,7 @@ class Benchmark:
             self.label += f", {args.kv_cache_dtype} cache"  # results of their own, with tables and history
         self.variant = "native" if args.use_custom_kernels is False else "custom"
         self.record = results.new_record(root, command_line.recorded(args))
-        self.table = text.TextTable(args.wide)
+        self.table, self.status = text.TextTable(args.wide), StatusLine()
         self._check_places()
 
     def run(self) -> int:
@@ -65,7 +65,7 @@ class Benchmark:
             self._measure_rates()
         except KeyboardInterrupt:
             print("\ninterrupted; what was measured so far follows", flush=True)
-            code = _INTERRUPTED
+            code = INTERRUPTED
         except Exception:
             if not self.record.rows:
                 raise
@@ -75,12 +75,12 @@ class Benchmark:
             print(line)
         code = self._keep(code)
         # Last: whatever happens in it, all else is on the disk.
-        if self.args.profile and code != _INTERRUPTED:
+        if self.args.profile and code != INTERRUPTED:
             try:
                 self._profile()
             except KeyboardInterrupt:
                 print("\ninterrupted; what was measured is written, the profile is not", flush=True)
-                code = _INTERRUPTED
+                code = INTERRUPTED
             except (WorkerDied, OSError, ValueError) as error:
                 print(f"no profile: {error}")
         return code or int(not self.record.rows or any(row.error is not None for row in self.record.rows))
@@ -197,6 +197,7 @@ class Benchmark:
     def _take_row(self, row: Row) -> None:
         row.model = self.label
         results.add_shares(row, self.record.rates)
+        self.status.clear()
         if not self.record.rows:
             print(self.table.head())
         self.record.rows.append(row)
@@ -226,8 +227,8 @@ class Benchmark:
             self.record.rates = rates
             matmul = ", ".join(f"{v / 1e12:.3g} TFLOP/s {k}" for k, v in sorted(rates.matmul.items()))
             print(f"measured on {rates.device}: {rates.bandwidth / 1e9:,.0f} GB/s, {matmul}", flush=True)
-        elif kind in ("loading", "started") and sys.stderr.isatty():
-            print(f"{content} ...", end="\r", file=sys.stderr, flush=True)
+        elif kind in ("loading", "started"):
+            self.status.show(f"{content} ...")
 
     # --------------------------------------------------------------------------------------------- profile and check
 

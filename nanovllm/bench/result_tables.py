@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.bench.job import Row
 from nanovllm.bench.results import Check, Record, configuration, find, load_runs, settings
+from nanovllm.console import WIDTH
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
@@ -44,7 +45,7 @@ def row_cells(row: Row) -> list[str]:
 
 
 def _folded(text: str) -> str:
-    return textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
 
 
 class TextTable:

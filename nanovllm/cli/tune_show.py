@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.kernels_common import new_table, print_wide
-from nanovllm.console import Column, Rows
+from nanovllm.console import WIDTH, Column, Rows
 from nanovllm.json_output import STDOUT, write_json
 from nanovllm.kernels.op.declaration import written
 
@@ -57,7 +58,7 @@ def _report(job: TuningJob, found: Candidates) -> str:
     lines += [f"      {text(plan)}" for plan in found.plans[:8]]
     if len(found.plans) > 8:
         lines.append(f"      and {len(found.plans) - 8} more; `--json -` shows all")
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False) for line in lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------- list
