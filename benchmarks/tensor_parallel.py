@@ -26,7 +26,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.processes import Processes
+from nanovllm.distributed.processes import Processes, exit_with_parent
 from nanovllm.distributed.rendezvous import join
 from nanovllm.kernels import all_ops
 
@@ -126,28 +126,33 @@ def collectives(size: int, device_type: str, width: int, sequences: list[int]) -
         with tempfile.TemporaryDirectory() as directory:
             processes.send((directory, size, device_type, width, sequences))
             print(f"\n| op: provider, {size} ranks, rows of {width} | rows | us |\n|---|---|---|")
-            _run_rank(directory, 0, size, device_type, width, sequences)
+            group = _run_rank(directory, 0, size, device_type, width, sequences)
             processes.receive("done", SECONDS, "timing sums")
     finally:
         processes.close()
+    group.process_group.abort()
 
 
-def _run_rank(directory: str, rank: int, size: int, device_type: str, width: int, sequences: list[int]) -> None:
+def _run_rank(directory: str, rank: int, size: int, device_type: str, width: int, sequences: list[int]) -> Group:
     device = torch.device(device_type, rank if device_type == "cuda" else 0)
     if device_type == "cuda":
         torch.cuda.set_device(device)
     group = join(Path(directory), rank, size, torch.device(device_type, device.index), SECONDS, lambda place: None)
     with torch.inference_mode():
         time_sums(group, device, width, sequences)
+    return group
 
 
 def serve_rank(descriptor: int, rank: int) -> None:
     """The process of a rank from 1 on."""
+    exit_with_parent()
     connection = Connection(descriptor)
     directory, *arguments = connection.recv()
     try:
-        _run_rank(directory, rank, *arguments)
+        group = _run_rank(directory, rank, *arguments)
         connection.send(("done", None))
+        group.kept.clear()  # rank 0's memory
+        group.process_group.abort()
         connection.recv()
     except EOFError:
         pass

@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
-import time
 from multiprocessing.connection import Connection
 from weakref import WeakValueDictionary
 
+from nanovllm.distributed.processes import exit_with_parent
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.ranks import AbortRecord, Follower
 from nanovllm.engine.request import Request
@@ -40,22 +39,20 @@ def follow(engine: LLMEngine, connection: Connection) -> None:
         engine.step()
 
 
-def _exit_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)  # whatever this process waits for
-
-
 def main() -> None:
     """Run a rank; ends the process."""
     descriptor, rank = map(int, sys.argv[1:])
-    threading.Thread(target=_exit_with, args=(os.getppid(),), name="parent", daemon=True).start()
+    exit_with_parent()
     connection = Connection(descriptor)
     logging.basicConfig(level=logging.ERROR, format=f"%(levelname)s rank {rank} %(name)s: %(message)s")
+    follower: Follower | None = None
     try:
         config, directory = connection.recv()
-        follow(LLMEngine(config, ranks=Follower(rank, config, connection, directory)), connection)
+        follower = Follower(rank, config, connection, directory)
+        follow(LLMEngine(config, ranks=follower), connection)
     except (EOFError, ConnectionError):  # rank 0 has ended, or does not want this rank any more
+        if follower is not None:
+            follower.close()
         os._exit(0)
     except BaseException as error:
         logging.getLogger(__name__).debug("failed", exc_info=True)

@@ -150,6 +150,7 @@ class Leader(Ranks):
             "nanovllm.engine.rank_worker", self._size, environment, lambda: abort(groups), stuck
         )
         self._processes.send((config, self._directory))
+        weakref.finalize(self, _leave, self._processes, groups)
 
     @property
     def pids(self) -> list[int]:
@@ -243,6 +244,7 @@ class Follower(Ranks):
         self.rank = rank
         self._config, self._connection, self._directory = config, connection, directory
         self._digest = ScheduleDigest() if os.environ.get(CHECK_VARIABLE) == "1" else None
+        self._group: Group | None = None
 
     def started(self, make: Callable[[], T]) -> T:
         config = self._config
@@ -250,10 +252,16 @@ class Follower(Ranks):
         size, directory = config.tensor_parallel_size, Path(self._directory)
         self._connection.send(("started", None))
         group = join(directory, self.rank, size, torch.device(device), config.rank_timeout, self._meet)
+        self._group = group
         with split_over(group):
             made = make()
         self._meet("the engine has started")
         return made
+
+    def close(self) -> None:
+        """Let go of the other ranks' memory, for which they wait when they free it."""
+        if self._group is not None:
+            self._group.kept.clear()
 
     def _meet(self, place: str) -> None:
         self._connection.send(("at", place))
@@ -273,6 +281,12 @@ def abort(groups: Sequence[Group]) -> None:
             group.process_group.abort()
         except Exception:  # it was aborted before, or a rank's end has broken it
             logger.debug("a group was not aborted", exc_info=True)
+
+
+def _leave(processes: Processes, groups: Sequence[Group]) -> None:
+    """End the other ranks, which let go of this one's memory, and then the connections to them."""
+    processes.close()
+    abort(groups)
 
 
 def check_split(model: ModelConfig, size: int) -> None:

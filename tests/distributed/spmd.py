@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import tempfile
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,12 +17,13 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import SINGLE, split_over
-from nanovllm.distributed.processes import Processes
+from nanovllm.distributed.processes import Processes, exit_with_parent
 from nanovllm.distributed.rendezvous import join
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.ranks import Ranks
 
 SECONDS = 60
+"""A call of a rank, which may wait for one that is gone, ends after that time."""
 
 
 class SameInputs(Ranks):
@@ -59,7 +61,7 @@ class Pool:
     """`size` ranks, of which this process is the first."""
 
     def __init__(self, size):
-        self._processes = Processes("tests.distributed.spmd", size, {"OMP_NUM_THREADS": "1"}, lambda: None)
+        self._processes = Processes("tests.distributed.spmd", size, {"OMP_NUM_THREADS": "1"}, lambda: None, SECONDS)
         self._groups = {1: SINGLE}
 
     def run(self, size, fn, *args):
@@ -71,7 +73,11 @@ class Pool:
             self._processes.receive("done", SECONDS, "joining a group")
         if size > 1:
             self._processes.send((size, fn.__module__, fn.__name__, args))
-        result = fn(self._groups[size], *args)
+        self._processes.expect_return(size > 1)  # a kernel that is interpreted would wait for a dead rank for ever
+        try:
+            result = fn(self._groups[size], *args)
+        finally:
+            self._processes.expect_return(False)
         if size > 1:
             for rank, other in enumerate(self._processes.receive("done", SECONDS, fn.__name__), 1):
                 assert rank >= size or other == result, f"rank {rank} has another result"
@@ -82,15 +88,20 @@ class Pool:
 
 
 def main():
+    exit_with_parent()
     connection, rank = Connection(int(sys.argv[1])), int(sys.argv[2])
     groups = {}
     while True:
         size, module, name, args = connection.recv()
         result = None
+        too_long = threading.Timer(SECONDS, os._exit, (1,))
+        too_long.daemon = True
+        too_long.start()
         if rank < size and not name:
             groups[size] = joined(args[0], rank, size)
         elif rank < size:
             result = getattr(importlib.import_module(module), name)(groups[size], *args)
+        too_long.cancel()
         connection.send(("done", result))
 
 

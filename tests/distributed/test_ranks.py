@@ -158,3 +158,20 @@ def test_the_ranks_end_with_their_program(directory, end):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 1 and gone(pids), done.stderr
+
+
+def test_a_rank_that_spins_ends_with_its_parent():
+    child = (
+        "from nanovllm.distributed.processes import exit_with_parent\n"
+        "exit_with_parent()\nprint('ready', flush=True)\nwhile True: pass"
+    )
+    parent = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(process.stdout.readline())]
+        assert exist(pids)
+        process.kill()
+    assert gone(pids)
