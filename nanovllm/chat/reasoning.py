@@ -31,7 +31,9 @@ class ReasoningParser:
     def __init__(self, opened: bool = False) -> None:
         self._opened = opened
         self._start: str | None = ""
-        """The text's beginning, as long as it may be `<think>`; None afterwards."""
+        """The text's beginning without white space, as long as it may be `<think>`; None afterwards."""
+        self._blanks: list[str] = []
+        """The white space before it."""
         self._inside: TextUntil | None = None
         self._skips_blanks = False
 
@@ -61,13 +63,14 @@ class ReasoningParser:
     def _begin(self, text: str, final: bool) -> str:
         """Decide whether the text begins inside of a block; returns the text to go on with."""
         stripped = text.lstrip(BLANKS)
-        if not final and START.startswith(stripped[: len(START)]) and len(stripped) < len(START):
-            self._start = text
+        self._blanks.append(text[: len(text) - len(stripped)])
+        if not final and len(stripped) < len(START) and START.startswith(stripped):
+            self._start = stripped
             return ""
         self._start = None
         opens = stripped.startswith(START)
         if not (opens or self._opened):
-            return text
+            return "".join((*self._blanks, stripped))
         self._inside, self._skips_blanks = TextUntil(END), True
         return stripped[len(START) :] if opens else stripped
 

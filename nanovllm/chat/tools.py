@@ -39,7 +39,7 @@ class ToolParser:
         self._max_calls = max_calls
         self._num_calls = 0
         self._reader: CallReader | None = None
-        self._blank: str | None = ""
+        self._blanks: list[str] | None = []
         """White space at the text's beginning, kept until something follows it; None: something did."""
 
     def feed(self, text: str) -> list[Delta]:
@@ -78,13 +78,14 @@ class ToolParser:
             deltas += found
 
     def _content(self, text: str, deltas: list[Delta]) -> None:
-        if self._blank is not None:
+        if self._blanks is not None:
             stripped = text.lstrip(BLANKS)
             # White space after a call is left out; at the beginning of an answer it counts if text follows.
-            self._blank += text[: len(text) - len(stripped)] if not self._num_calls else ""
+            if not self._num_calls:
+                self._blanks.append(text[: len(text) - len(stripped)])
             if not stripped:
                 return
-            text, self._blank = self._blank + stripped, None
+            text, self._blanks = "".join((*self._blanks, stripped)), None
         if text:
             deltas.append(ContentDelta(text))
 
@@ -96,8 +97,8 @@ class ToolParser:
             self._extend(deltas, reader.finish())
             return deltas
         self._content(held if reader is None else beginning + reader.raw, deltas)
-        if self._blank and not self._num_calls:
-            deltas.append(ContentDelta(self._blank))
+        if self._blanks and not self._num_calls and (blank := "".join(self._blanks)):
+            deltas.append(ContentDelta(blank))
         return deltas
 
 
@@ -116,7 +117,7 @@ class HermesToolParser(ToolParser):
         if self._after is not None:
             _, tag, rest = self._after.feed(text)
             if tag is not None:
-                self._after, self._blank = None, ""
+                self._after, self._blanks = None, []
             if tag == CALL:
                 self._begin_call()
             return rest
@@ -133,7 +134,7 @@ class HermesToolParser(ToolParser):
         if not reader.started:
             return
         if reader.ended_by_tag:
-            self._blank = ""
+            self._blanks = []
         else:
             self._after = TextUntil(END_CALL, CALL)
 
@@ -173,7 +174,7 @@ class LlamaToolParser(ToolParser):
 
     def _call_ended(self, reader: CallReader) -> None:
         if reader.started:
-            self._may_begin, self._blank, self._skipped = True, "", BLANKS + ";"
+            self._may_begin, self._blanks, self._skipped = True, [], BLANKS + ";"
 
     def finish(self) -> list[Delta]:
         return self._finish(self._text.finish())
