@@ -65,6 +65,11 @@ class Load:
             return self.workload.name
         return f"{self.rate:g}/s" if self.rate is not None else f"{self.concurrency} streams"
 
+    @property
+    def total(self) -> int:
+        """Requests in all."""
+        return self.num_requests if self.workload is None else self.workload.num_requests
+
     def bodies(self, target: Target) -> list[bytes]:
         """The requests, the same for every server."""
         if self.workload is not None:

@@ -82,7 +82,7 @@ def serve(
     interrupted = False
     try:
         for load in loads:
-            with _bar(load.name, load.num_requests, shown=json_file != STDOUT) as advance:
+            with _bar(load.name, load.total, shown=json_file != STDOUT) as advance:
                 found.append(measure(target, load, goal, advance))
     except KeyboardInterrupt:
         interrupted = True

@@ -8,6 +8,7 @@ pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
 
 from nanovllm.bench.serving import Goal, Load, Measured, measure
 from nanovllm.bench.serving_client import Recorder, Target, Timed, get_json, request_body, take_apart
+from nanovllm.bench.workloads import Workload
 from nanovllm.serve.options import ServeOptions
 from tests import tiny
 from tests.serve.running import RunningServer
@@ -82,6 +83,9 @@ def test_a_server(tmp_path):
             assert found.errors == {} and found.num_output_tokens == 42 and seen == list(range(1, 7))
         load = Load(2, input_len=5, output_len=4, vocab_size=50, extra=extra)
         assert measure(Target(server.url, "completions", "model", "some-secret-key"), load).num_prompt_tokens == 10
+        ids = Load(workload=Workload("some", 3, 5, (2, 4), rate=50.0), vocab_size=50, extra=extra)
+        found = measure(Target(server.url, "completions", "model", "some-secret-key"), ids)
+        assert (found.load, found.num_good, found.num_prompt_tokens) == ("some", 3, 15)
         assert get_json(target, "models")["data"][0]["id"] == "model"
         wrong = measure(Target(server.url, "completions", "model", "wrong"), Load(2))
         assert wrong.num_failed == 2 and "status 401" in next(iter(wrong.errors))
