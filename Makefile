@@ -28,7 +28,8 @@ test test-rest test-all: export OMP_NUM_THREADS := 1
 test test-rest test-all: export CUDA_VISIBLE_DEVICES :=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Quiet, but for warnings and progress. Modules are compiled when they are first imported.
+PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # The model is fetched first, so that the test processes do not all fetch it.
 FETCH_MODEL = $(BIN)/python -c "from nanovllm.weights.demo_model import demo_model_path; print('default model:', demo_model_path())"
@@ -71,13 +72,15 @@ pictures: $(VENV)/.installed-demo,docs
 # The stamp's name ends in the extras that it stands for.
 $(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("nanovllm needs Python >= 3.10, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 ifdef WANT_CPU_TORCH
-	$(PIP) install "$(CPU_TORCH)" 2>/dev/null || echo "No CPU build of torch is offered here; pip takes the default one."
+	@echo "Installing PyTorch into $(VENV) ..."
+	@$(PIP) install "$(CPU_TORCH)" 2>/dev/null || echo "No CPU build of torch is offered here; pip takes the default one."
 endif
-	$(if $(TORCH),$(PIP) install "$(TORCH)")
-	$(PIP) install --editable ".[$*]"
-	touch "$@"
+	@$(if $(TORCH),$(PIP) install "$(TORCH)")
+	@echo "Installing nanovllm[$*] and the packages that it needs ..."
+	@$(PIP) install --editable ".[$*]"
+	@touch "$@"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
 def choose_model(args: argparse.Namespace) -> None:
     """Set `preset_config` for a preset.
 
-    By default a preset on a GPU, which needs no download; on a CPU the embedded model.
+    By default a preset on a GPU, which needs no download; on a CPU SmolLM2-135M-Instruct.
     """
     import torch
 

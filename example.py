@@ -1,6 +1,6 @@
 """Generate text: three chat prompts, or one of yours.
 
-python example.py                                   # the embedded SmolLM2-135M-Instruct, on a GPU or a CPU
+python example.py                                   # SmolLM2-135M-Instruct, downloaded once; on a GPU or a CPU
 python example.py --model ~/models/Qwen3-0.6B --prompt "Why is the sky blue?" --max-tokens 200
 """
 
@@ -19,7 +19,7 @@ PROMPTS = [
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", help="a Hugging Face directory, a hub id or a .gguf file (default: the embedded SmolLM2)"
+        "--model", help="a Hugging Face directory, a hub id or a .gguf file (default: SmolLM2-135M-Instruct)"
     )
     parser.add_argument("--prompt", action="append", help="may be given several times (default: three of ours)")
     parser.add_argument("--max-tokens", type=int, default=160)

@@ -43,7 +43,7 @@ app = typer.Typer(
 _Model = Annotated[
     str | None,
     typer.Option(
-        help="A Hugging Face directory, a hub id or a .gguf file; by default the embedded SmolLM2-135M-Instruct."
+        help="A Hugging Face directory, a hub id or a .gguf file; by default SmolLM2-135M-Instruct, downloaded once."
     ),
 ]
 _Temperature = Annotated[float, typer.Option(help="0 for always the most likely token.")]

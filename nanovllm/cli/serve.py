@@ -20,7 +20,7 @@ def _option(panel: str, text: str, *names: str, **others: Any) -> Any:
 def serve(
     model: Annotated[
         str | None,
-        typer.Option(help="A Hugging Face directory, a hub id or a .gguf file; by default the embedded SmolLM2."),
+        typer.Option(help="A Hugging Face directory, a hub id or a .gguf file; by default SmolLM2-135M-Instruct."),
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen at; 0 is a free one.")] = 8000,

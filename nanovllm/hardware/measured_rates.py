@@ -139,7 +139,7 @@ def _load(path: Path) -> Rates | None:
 
 
 def _cache_dir() -> Path:
-    """Where the embedded model's cache is too: $NANOVLLM_CACHE, else $XDG_CACHE_HOME/nanovllm, else
+    """The directory where the default model is, too: $NANOVLLM_CACHE, else $XDG_CACHE_HOME/nanovllm, else
     ~/.cache/nanovllm.
     """
     if os.environ.get("NANOVLLM_CACHE"):

@@ -7,7 +7,7 @@ The info string of a block says what it is:
     ```console                      lines that begin with "$ " are run; the lines below each are what it prints
     ```console gpu                  the same, only where there are a GPU, nvcc and ninja
     ```console fails                the last command must fail
-    ```console model                needs the embedded model
+    ```console model                needs the default model
     ```text                         prose; the only kind that is not run
 
 Every line shown must be printed, in that order; longer numbers may differ, and lines that are printed and not shown are

@@ -100,7 +100,8 @@ class Kernels:
         counts: dict[str, int] = {}
         for provider in self.providers.values():
             counts[provider] = counts.get(provider, 0) + 1
-        return ", ".join(f"{p} ({n} ops)" for p, n in sorted(counts.items(), key=lambda item: -item[1]))
+        ordered = sorted(counts.items(), key=lambda item: -item[1])
+        return ", ".join(f"{p} ({n} {'op' if n == 1 else 'ops'})" for p, n in ordered)
 
 
 def resolve_kernels(
