@@ -1,0 +1,37 @@
+"""`--json` means the same in every command: a file, or - for the standard output."""
+
+import json
+
+import pytest
+import typer
+
+from nanovllm.cli import app
+from nanovllm.json_output import HELP, check_target, write_json
+
+
+def commands(command, name="nanovllm"):
+    yield name, command
+    for child, more in getattr(command, "commands", {}).items():
+        yield from commands(more, f"{name} {child}")
+
+
+def test_every_command_has_the_same_option():
+    found = {}
+    for name, command in commands(typer.main.get_command(app)):
+        found |= {name: p for p in command.params if "--json" in p.opts}
+    assert len(found) >= 15 and {p.metavar for p in found.values()} == {"FILE|-"}
+    assert {p.help for p in found.values()} == {HELP}
+
+
+def test_a_file_or_standard_output(tmp_path, capsys):
+    path = tmp_path / "new" / "d.json"
+    assert check_target(str(path)) == str(path) and write_json(str(path), [1]) is False
+    assert json.loads(path.read_text()) == [1] and capsys.readouterr().out == ""
+    assert write_json(check_target("-"), [2]) is True and json.loads(capsys.readouterr().out) == [2]
+    assert write_json(None, [3]) is False and capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="^--json .*new: it is a folder, expected a file"):
+        check_target(str(path.parent))
+    with pytest.raises(ValueError, match="^--json .*d.json/x: .*d.json is a file, expected a folder"):
+        check_target(str(path / "x"))
+    with pytest.raises(ValueError, match="^--json .*new: Is a directory; expected a file that can be written, or -"):
+        write_json(str(path.parent), [4])
