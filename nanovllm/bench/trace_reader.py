@@ -6,6 +6,7 @@ correlation id that launch and kernel share; the kernels of a CUDA graph all car
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -243,23 +244,18 @@ def _name_by_place(
             owners[k] = owner
 
 
-def busy(kernels: Sequence[Kernel]) -> float:
-    """Microseconds in which at least one of the kernels ran."""
-    total, end = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda k: k.start):
-        total += max(0.0, kernel.end - max(end, kernel.start))
-        end = max(end, kernel.end)
-    return total
-
-
 def gaps(kernels: Sequence[Kernel]) -> list[float]:
     """Microseconds between the end of everything that ran and the start of the next kernel, where that is above 0."""
-    found, end = [], None
-    for kernel in sorted(kernels, key=lambda k: k.start):
-        if end is not None and kernel.start > end:
-            found.append(kernel.start - end)
-        end = kernel.end if end is None else max(end, kernel.end)
-    return found
+    ordered = sorted(kernels, key=lambda k: k.start)
+    ends = itertools.accumulate((k.end for k in ordered), max)
+    return [kernel.start - end for kernel, end in zip(ordered[1:], ends) if kernel.start > end]
+
+
+def busy(kernels: Sequence[Kernel]) -> float:
+    """Microseconds in which at least one of the kernels ran."""
+    if not kernels:
+        return 0.0
+    return max(k.end for k in kernels) - min(k.start for k in kernels) - sum(gaps(kernels))
 
 
 def flame(steps: Sequence[Step], root: str = "host") -> dict[str, Any]:
