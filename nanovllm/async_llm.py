@@ -20,6 +20,7 @@ from nanovllm.engine.core_messages import (
     split_key,
 )
 from nanovllm.engine.output_stream import EngineDeadError, OutputStream, RequestFailed
+from nanovllm.engine.request import Request
 from nanovllm.engine.request_maker import RequestMaker
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -144,7 +145,10 @@ class AsyncLLM:
         Raises:
             As `generate`, here or in `OutputStream.next`.
         """
-        request = self.maker.make(prompt, sampling_params, incremental=True)
+        return self.start(self.maker.make(prompt, sampling_params, incremental=True), request_id)
+
+    def start(self, request: Request, request_id: str | None = None) -> OutputStream:
+        """As `add`, of a request that `maker.make(..., incremental=True)` has made, maybe in another thread."""
         key = request.request_id
         name = f"request-{key}" if request_id is None else request_id
         stream = OutputStream(request, name, lambda index: self._abort(key, index))

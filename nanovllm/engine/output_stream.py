@@ -154,7 +154,7 @@ class OutputStream:
     def close(self) -> None:
         """No more is wanted: abort what runs. It never waits, so it may be called in a task that is cancelled."""
         self.over = True
-        if not self.finished:
+        if not self.request.finished:  # also after `fail`: the engine may know nothing of that
             self._abort(None)
 
     def _take(self) -> RequestOutput | None:

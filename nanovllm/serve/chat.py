@@ -36,7 +36,7 @@ from nanovllm.serve.token_logprobs import chat_logprobs, prompt_rows
 async def chat_completions(service: Service, exchange: Exchange, key: str) -> None:
     request = parse(await service.json(exchange), ChatRequest)
     service.check_model(request.model)
-    conversation = Conversation(service, request)
+    conversation = await service.offload(exchange.body_size, Conversation, service, request)
     generation = await conversation.start(exchange, key)
     try:
         shape = ChatAnswer(conversation, exchange.request_id, generation.usage)

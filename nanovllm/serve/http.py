@@ -32,6 +32,7 @@ class Exchange:
     Attributes:
         request_id: the client's X-Request-Id if it is a harmless one, else `default_id`.
         status: of the answer, once it has begun.
+        body_size: bytes of the body, once it was read.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, default_id: str, headers: Headers = ()) -> None:
@@ -45,6 +46,7 @@ class Exchange:
         self._own_headers = [(b"x-request-id", self.request_id.encode()), *headers]
         self.status: int | None = None
         self.gone = False
+        self.body_size = 0
 
     @cached_property
     def headers(self) -> dict[bytes, bytes]:
@@ -85,6 +87,7 @@ class Exchange:
         if kind != b"application/json":
             raise ApiError(415, "content-type: must be application/json")
         body = await self.body(max_bytes, timeout)
+        self.body_size = len(body)
         try:
             decoded = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

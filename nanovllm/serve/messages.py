@@ -48,8 +48,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 async def messages(service: Service, exchange: Exchange, key: str) -> None:
     request = parse(await service.json(exchange), MessagesRequest)
     service.check_model(request.model)
-    conversation = _conversation(service, request, max_tokens=request.max_tokens, stop=request.stop_sequences,
-                                 temperature=request.temperature, top_p=request.top_p, top_k=request.top_k)  # fmt: skip
+    conversation = await service.offload(
+        exchange.body_size, _conversation, service, request, max_tokens=request.max_tokens,
+        stop=request.stop_sequences, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
+    )  # fmt: skip
     generation = await conversation.start(exchange, key)
     try:
         shape = MessageAnswer(conversation, exchange.request_id, len(generation.streams[0].request.prompt_token_ids))
@@ -62,7 +64,7 @@ async def count_tokens(service: Service, exchange: Exchange, key: str) -> None:
     """/v1/messages/count_tokens"""
     request = parse(await service.json(exchange), CountTokensRequest)
     service.check_model(request.model)
-    conversation = _conversation(service, request)
+    conversation = await service.offload(exchange.body_size, _conversation, service, request)
     token_ids = await service.encode(conversation.prompt, "messages", False)
     await exchange.answer_json({"input_tokens": len(token_ids)})
 

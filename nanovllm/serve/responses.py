@@ -50,7 +50,7 @@ async def responses(service: Service, exchange: Exchange, key: str) -> None:
     service.check_model(request.model)
     _refuse_state(request)
     with renamed(_RENAMED):
-        conversation = Conversation(service, _chat_request(request))
+        conversation = await service.offload(exchange.body_size, Conversation, service, _chat_request(request))
     generation = await conversation.start(exchange, key)
     try:
         shape = ResponseAnswer(request, conversation, exchange.request_id)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.chat import chat_text, check_messages
 from nanovllm.engine.output_stream import OutputStream
+from nanovllm.engine.request import Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.admission import Admission
 from nanovllm.serve.auth import ApiKeys
@@ -22,10 +23,11 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.sampling import as_api_error, bad_request
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_INLINE_CHARACTERS = 4096
-"""A longer text is tokenized in a thread, so that the event loop goes on."""
+_INLINE_COST = 8192
+"""Characters that are tokenized or rendered at once; longer texts go to a thread."""
 _CHARACTERS_A_TOKEN = 4
 _TEMPLATE_VARIABLES_TAKEN = frozenset({
     "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -89,13 +91,20 @@ class Service:
         template = getattr(self.engine.tokenizer, "chat_template", None)
         return template if isinstance(template, str) or template is None else str(template)
 
+    async def offload(self, cost: int, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """What `call(...)` returns. It runs in a thread if it takes long, so that the event loop goes on.
+
+        Args:
+            cost: the characters, bytes or tokens that it looks at.
+        """
+        if cost <= _INLINE_COST:
+            return call(*args, **kwargs)
+        return await asyncio.to_thread(call, *args, **kwargs)
+
     async def encode(self, text: str, name: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. name: the field that holds it."""
-        encode = self.engine.maker.prompts.encode
         try:
-            if len(text) <= _INLINE_CHARACTERS:
-                return encode(text, name, add_special_tokens)
-            return await asyncio.get_running_loop().run_in_executor(None, encode, text, name, add_special_tokens)
+            return await self.offload(len(text), self.engine.maker.prompts.encode, text, name, add_special_tokens)
         except (ValueError, TypeError) as error:
             raise bad_request(error) from None
 
@@ -137,20 +146,19 @@ class Service:
         ticket = self.admission.enter(key, completions, params.n * sum(estimates))
         streams: list[OutputStream] = []
         try:
-            ready: list[dict[str, Any]] = []
+            requests: list[Request] = []
             for prompt in prompts:
-                is_text = isinstance(prompt, str)
-                ids = await self.encode(prompt, "prompt", add_special_tokens) if isinstance(prompt, str) else prompt
-                ready.append({"prompt": prompt if is_text else None, "prompt_token_ids": ids})
+                whole: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
                 if cache_salt is not None:
-                    ready[-1]["cache_salt"] = cache_salt
-            ticket.set_tokens(params.n * sum(len(p["prompt_token_ids"]) for p in ready))
-            if params.structured_outputs is not None:  # a new grammar is compiled for milliseconds, at most seconds
-                await asyncio.to_thread(self.engine.maker.check, params)
+                    whole["cache_salt"] = cache_salt
+                cost = len(prompt) + sum(map(len, params.bad_words or ()))
+                if params.structured_outputs is not None:  # a new grammar is compiled for milliseconds, at most seconds
+                    cost = _INLINE_COST + 1
+                requests.append(await self.offload(cost, self._make, whole, params, add_special_tokens))
+            ticket.set_tokens(params.n * sum(len(request.prompt_token_ids) for request in requests))
             base = request_id or exchange.request_id
-            for i, prompt_ids in enumerate(ready):
-                name = base if len(ready) == 1 else f"{base}-{i}"
-                streams.append(self.engine.add(prompt_ids, params, self._unique(name)))
+            for i, request in enumerate(requests):
+                streams.append(self.engine.start(request, self._unique(base if len(requests) == 1 else f"{base}-{i}")))
             return Generation(streams, ticket, exchange, self.metrics, self.options.queue_timeout)
         except BaseException as error:
             for stream in streams:
@@ -159,6 +167,12 @@ class Service:
             if isinstance(error, Exception):
                 raise as_api_error(error) from error
             raise
+
+    def _make(self, prompt: dict[str, Any], params: SamplingParams, add_special_tokens: bool) -> Request:
+        maker = self.engine.maker
+        if "prompt" in prompt:
+            prompt["prompt_token_ids"] = maker.prompts.encode(prompt["prompt"], "prompt", add_special_tokens)
+        return maker.make(prompt, params, incremental=True)
 
     def check_alive(self) -> None:
         """A 503 while the engine is not there."""

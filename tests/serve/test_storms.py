@@ -160,3 +160,18 @@ def test_what_outlives_the_drain_ends_with_an_error(model_path):
             server.stop()
             text = b"".join(pieces)
         assert b'"error":{"message":"the server was shut down' in text and text.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_large_request_does_not_hold_up_the_event_loop(server):
+    """A conversation of many messages and a long prompt are rendered and tokenized beside the other requests."""
+    large = [{"role": "user", "content": "word " * 20}] * 4000
+    found = []
+    asking = threading.Thread(target=lambda: found.append(server.refused("/v1/chat/completions", messages=large)))
+    asking.start()
+    slowest = 0.0
+    while asking.is_alive():
+        started = time.monotonic()
+        assert server.client.get("/health").status_code == 200
+        slowest = max(slowest, time.monotonic() - started)
+    assert found[0][0] == 400 and found[0][1]["code"] == "context_length_exceeded"
+    assert slowest < 2
