@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.processes import RankError
 from nanovllm.engine.core_messages import (
     AbortRequest,
     CompletionEnd,
@@ -103,9 +104,17 @@ class EngineCore:
             self._waiter.news.set()
 
     def run(self) -> None:
-        """Run steps until `close`."""
+        """Run steps until `close`.
+
+        Raises:
+            RankError: another rank has failed.
+        """
         self._last_result = time.perf_counter()
-        self._loop.serve(self._waiter, lambda: self._closed, self._stepped)
+        ranks = self.engine.ranks
+        ranks.when_failed(self._waiter.news.set)
+        self._loop.serve(self._waiter, lambda: self._closed or ranks.failure is not None, self._stepped)
+        if ranks.failure is not None and not self._closed:
+            raise RankError(ranks.failure)
 
     def close(self) -> None:
         """Called from any thread: no further step is started."""

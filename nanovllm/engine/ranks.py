@@ -77,6 +77,11 @@ class Ranks:
     """A single rank, which exchanges nothing; and what an engine asks of several."""
 
     rank = 0
+    failure: str | None = None
+    """What a rank failed of: no step can run any more."""
+
+    def when_failed(self, call: Callable[[], None]) -> None:
+        """Call this, in a thread of its own, when a rank fails; an engine that has no work would not find out."""
 
     def started(self, make: Callable[[], T]) -> T:
         """What `make` returns, which is called on every rank with the group as `current_group()`."""
@@ -134,6 +139,7 @@ class Leader(Ranks):
         check_split(model, config.tensor_parallel_size)
         self._config, self._device, self._size = config, device, config.tensor_parallel_size
         self._groups: list[Group] = []
+        self._when_failed: list[Callable[[], None]] = []
         self._digest = ScheduleDigest() if os.environ.get(CHECK_VARIABLE) == "1" else None
         self._directory = tempfile.mkdtemp(prefix="nanovllm-ranks-")  # mode 0700
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
@@ -143,14 +149,25 @@ class Leader(Ranks):
             weakref.finalize(self, torch.set_num_threads, threads)
             torch.set_num_threads(max(1, threads // self._size))
             environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-        groups = self._groups  # not self, which the processes are to end with
+        groups, calls = self._groups, self._when_failed  # not self, which the processes are to end with
+
+        def on_failure() -> None:
+            for call in calls:
+                call()
+            abort(groups)
+
         # A CPU's collectives end by themselves after that time.
         stuck = _STUCK_SECONDS if device.type == "cuda" else config.rank_timeout + _STUCK_SECONDS
-        self._processes = Processes(
-            "nanovllm.engine.rank_worker", self._size, environment, lambda: abort(groups), stuck
-        )
+        self._processes = Processes("nanovllm.engine.rank_worker", self._size, environment, on_failure, stuck)
         self._processes.send((config, self._directory))
         weakref.finalize(self, _leave, self._processes, groups)
+
+    @property
+    def failure(self) -> str | None:  # type: ignore[override]
+        return self._processes.failure
+
+    def when_failed(self, call: Callable[[], None]) -> None:
+        self._when_failed.append(call)
 
     @property
     def pids(self) -> list[int]:

@@ -12,6 +12,7 @@ import threading
 import msgspec
 
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.processes import RankError
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.core_messages import AbortRequest, StartRequest, StepOutputs
 from nanovllm.serve.frames import ABORT, CONFIG, FAILED, READY, START, STEP, frame, read_frames
@@ -56,7 +57,11 @@ def main(descriptor: int) -> None:
         return
     send(READY, core.info)
     threading.Thread(target=_receive, args=(frames, core), name="receive", daemon=True).start()
-    core.run()
+    try:
+        core.run()
+    except RankError as error:  # the front end starts another process, whose ranks are new
+        send(FAILED, str(error))
+        sys.exit(1)
 
 
 def _receive(frames: object, core: EngineCore) -> None:

@@ -126,6 +126,7 @@ class ProcessClient:
         self._process, self._sock, self._info = process, sock, info
         self._reader, self._out, self._writing = FrameReader(), bytearray(), False
         self._started_at = time.monotonic()
+        self._last_words = ""
         self._alive = True
 
     def _detach(self) -> None:
@@ -149,10 +150,12 @@ class ProcessClient:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-        logger.error("the engine's process ended: %s", reason)
+        reason = self._last_words or "its process ended with " + (
+            f"signal {-code}" if code < 0 else f"exit code {code}"
+        )
+        logger.error("the engine ended: %s", reason)
         assert self._died is not None
-        self._died(f"its process ended with {reason}")
+        self._died(reason)
         while self._restart and not self._closed:
             stable = time.monotonic() - self._started_at > _STABLE_SECONDS
             self._deaths = 1 if stable else self._deaths + 1
@@ -193,8 +196,11 @@ class ProcessClient:
             return
         assert self._deliver is not None
         for kind, message in self._reader.feed(data):
-            assert kind == STEP, kind
-            self._deliver(self._decode(message))
+            if kind == STEP:
+                self._deliver(self._decode(message))
+            else:
+                assert kind == FAILED, kind
+                self._last_words = msgspec.msgpack.decode(message, type=str)
 
     def _send(self, data: bytes) -> None:
         loop = self._loop

@@ -1,0 +1,52 @@
+"""`nanovllm serve --tensor-parallel-size 2`: the tokens of one rank, and what clients see when a rank dies."""
+
+import os
+import signal
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.serve.process_client import ProcessClient
+from tests.serve.running import SIZES, RunningServer, wait_until
+
+ARGUMENTS = SIZES | dict(dtype="float32", use_custom_kernels=False)
+
+
+def ranks(client):
+    """The processes that the engine's process has started."""
+    with open(f"/proc/{client.pid}/task/{client.pid}/children") as children:
+        return [int(pid) for pid in children.read().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["idle", "busy"])
+def test_a_rank_that_dies_is_started_again_with_its_engine(model_path, at):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = LLM(model_path, **ARGUMENTS).generate("hello there", params, use_tqdm=False)[0]["text"]
+    client = ProcessClient(EngineConfig(str(model_path), tensor_parallel_size=2, **ARGUMENTS))
+    with RunningServer(model_path, client=client) as server:
+
+        def answer():
+            body = dict(prompt="hello there", max_tokens=12, temperature=0, ignore_eos=True)
+            return server.post("/v1/completions", **body)["choices"][0]["text"]
+
+        assert answer() == want
+        first = [client.pid, *ranks(client)]
+        assert len(first) == 2
+        if at == "idle":
+            os.kill(first[1], signal.SIGKILL)
+        else:
+            body = dict(prompt="a", max_tokens=250, ignore_eos=True, stream=True, n=8)
+            with server.client.stream("POST", "/v1/completions", json=body) as stream:
+                pieces = stream.iter_raw()
+                next(pieces)
+                os.kill(first[1], signal.SIGKILL)
+                text = b"".join(pieces)
+            assert b'"error":{"message":"the engine ' in text and text.endswith(b"data: [DONE]\n\n")
+        wait_until(lambda: server.client.get("/health").status_code == 503)
+        wait_until(lambda: server.client.get("/health").status_code == 200, 60)
+        assert answer() == want
+        last = [client.pid, *ranks(client)]
+        assert len(last) == 2 and not set(first) & set(last)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in first + last))
