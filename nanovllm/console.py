@@ -26,8 +26,6 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
         name: of the program, for messages.
         main: returns the exit code; None: 0.
     """
-    # NumPy, which computes in Triton's interpreter, warns of overflows that a GPU passes over in silence.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"(numpy|triton)\b")
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes lines of its own to standard error
     try:

@@ -50,7 +50,7 @@ def with_outputs(document: str, directory: Path) -> str:
 
 
 def _is_noise(line: str) -> bool:
-    return line.lstrip().startswith(("return ", "Generating")) or "RuntimeWarning" in line
+    return line.lstrip().startswith("Generating")
 
 
 def main() -> None:

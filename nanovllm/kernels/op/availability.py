@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,8 @@ def triton_support(device: torch.device) -> str | None:
     if device.type != "cuda":
         # Triton's own functions are interpreted if the variable was set when Triton was imported.
         if device.type == "cpu" and isinstance(tl.sum, InterpretedFunction):
+            # NumPy computes there, and warns of overflows that a GPU passes over in silence.
+            warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"(numpy|triton)\b")
             return None
         return f"Triton kernels need a CUDA device, this is {device}; TRITON_INTERPRET=1 runs them there, slowly"
     major, minor = torch.cuda.get_device_capability(device)

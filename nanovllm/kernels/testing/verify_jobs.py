@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.op.availability import triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import KernelError
 from nanovllm.kernels.testing.crash_report import describe
@@ -232,8 +232,6 @@ def _work(connection: Connection, log: str, tasks: Sequence[Task], setting: Sett
     from nanovllm.kernels.op.plugins import load_plugins
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
-    # NumPy, which computes in Triton's interpreter, warns of overflows that a GPU passes over in silence.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"(numpy|triton)\b")
     os.dup2(2, 1)  # what a plugin prints is not mixed with the table, or with JSON
     torch.set_num_threads(max(1, torch.get_num_threads() // setting.jobs))
     device = torch.device(setting.device)
@@ -241,6 +239,7 @@ def _work(connection: Connection, log: str, tasks: Sequence[Task], setting: Sett
         torch.cuda.set_device(device)
         torch.cuda.set_per_process_memory_fraction(_MEMORY / setting.jobs, device)
     load_plugins(setting.plugins)
+    triton_support(device)  # which also silences NumPy in Triton's interpreter
     ops = all_ops()
     of_op = {op: setting.cases(ops[op]) for op in {op for op, _, _ in tasks}}
     with open(log, "w") as stack:
