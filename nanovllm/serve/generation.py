@@ -62,6 +62,8 @@ class Generation:
                 if stream.over:
                     self._left -= 1
                     self._metrics.finished(stream, output)
+                elif stream.failure is not None:
+                    self._ready[index] = None  # the failure comes after what was there before it
                 return index, output
             self._waiting = self._loop.create_future()
             try:
