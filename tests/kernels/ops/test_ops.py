@@ -286,21 +286,6 @@ def test_prefill_attention_in_pieces(piece_bytes, device):
     attention_close(prefill(case, piece_bytes=piece_bytes), case)
 
 
-def test_prefill_in_chunks_equals_prefill_at_once(device):
-    whole = paged([23], 4, 2, 16, 4, [23], torch.float32, device)
-    at_once = prefill(whole)
-    for cuts in ([0, 1, 2, 23], [0, 10, 20, 23], [0, 22, 23]):
-        for start, end in zip(cuts, cuts[1:]):
-            chunk = SimpleNamespace(**vars(whole))
-            chunk.q, chunk.query_lens, chunk.context_lens = whole.q[start:end], (end - start,), (end,)
-            torch.testing.assert_close(prefill(chunk), at_once[start:end], rtol=0, atol=1e-5)
-
-
-def test_a_run_of_one_token_equals_decode(device):
-    case = paged([9, 4, 17], 6, 3, 16, 4, [1, 1, 1], torch.float32, device)
-    torch.testing.assert_close(prefill(case), decode(case), rtol=0, atol=1e-5)
-
-
 def test_scale_is_applied(device):
     case = paged([9, 4], 4, 2, 16, 4, [1, 1], torch.float32, device)
     case.scale = 1.7
