@@ -83,6 +83,13 @@ def broken_links(path: Path, name: str) -> Iterator[str]:
                 yield f"{name}: {file or 'this page'} has no heading for #{anchor}"
 
 
+def not_in_navigation(path: Path, name: str, root: Path) -> Iterator[str]:
+    site = root / "mkdocs.yml"
+    page = name.removeprefix("docs/")
+    if site.exists() and name.startswith("docs/") and not page.startswith("log/") and page not in site.read_text():
+        yield f"{name}: it is not in the navigation of mkdocs.yml"
+
+
 def problems(root: Path = ROOT) -> Iterator[str]:
     """Everything that is wrong with the pages below a repository's root."""
     pages = [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]
@@ -93,6 +100,7 @@ def problems(root: Path = ROOT) -> Iterator[str]:
         total += num_lines * (name.startswith("docs/") and not UNCOUNTED.match(name))
         yield from too_long(name, num_lines)
         yield from broken_links(path, name)
+        yield from not_in_navigation(path, name, root)
         if "zh-CN" not in name and not name.startswith("docs/log/"):
             yield from long_sentences(path, name)
     if total > TOTAL_LINES:

@@ -143,7 +143,7 @@ class AsyncLLM:
         """Start a request, in a thread that runs an event loop. The caller closes the stream in every case.
 
         Raises:
-            As `generate`, here or in `OutputStream.next`.
+            ValueError, TypeError, RuntimeError: as `generate`, here or in `OutputStream.next`.
         """
         return self.start(self.maker.make(prompt, sampling_params, incremental=True), request_id)
 

@@ -33,6 +33,14 @@ def test_what_it_finds(tmp_path, page, text, said):
     assert said in problem
 
 
+def test_a_page_that_the_site_does_not_show(tmp_path):
+    (tmp_path / "docs").mkdir()
+    for name in ("shown", "hidden"):
+        (tmp_path / "docs" / f"{name}.md").write_text("text")
+    (tmp_path / "mkdocs.yml").write_text("nav:\n  - shown.md\n")
+    assert list(CHECK["problems"](tmp_path)) == ["docs/hidden.md: it is not in the navigation of mkdocs.yml"]
+
+
 def test_what_it_passes(tmp_path):
     (tmp_path / "docs" / "log").mkdir(parents=True)
     (tmp_path / "docs" / "log" / "page.md").write_text("word " * 50 + "\n\n" + "a line\n\n" * 100)
