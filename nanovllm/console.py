@@ -26,7 +26,7 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
         name: of the program, for messages.
         main: returns the exit code; None: 0.
     """
-    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # Triton's default is what is wanted
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes lines of its own to standard error
     try:
         code = main() or 0

@@ -21,6 +21,7 @@ def triton_support(device: torch.device) -> str | None:
     except Exception as e:  # whatever a damaged installation raises
         remedy = "pip install --force-reinstall triton"
         return f"Triton is installed but cannot be imported ({type(e).__name__}: {e}); {remedy}"
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # the default is what the kernels expect
     if device.type != "cuda":
         # Triton's own functions are interpreted if the variable was set when Triton was imported.
         if device.type == "cpu" and isinstance(tl.sum, InterpretedFunction):
