@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-_ENGINE, _LIMITS, _ACCESS = "Engine", "Limits", "Network and access"
+_ENGINE, _LIMITS, _ACCESS, _RAY = "Engine", "Limits", "Network and access", "Replicas on Ray"
 
 
 def _option(panel: str, text: str, *names: str, **others: Any) -> Any:
@@ -73,6 +73,13 @@ def serve(
     access_log: Annotated[bool, _option(_ACCESS, "Log every answer.")] = False,
     log_json: Annotated[bool, _option(_ACCESS, "Write logs as JSON.")] = False,
     log_level: Annotated[str, _option(_ACCESS, "debug, info, warning or error.")] = "warning",
+    replicas: Annotated[
+        int | None, _option(_RAY, "Copies of the server behind this address, each with GPUs of its own.")
+    ] = None,
+    max_replicas: Annotated[int | None, _option(_RAY, "Ray adds replicas up to this number by load.")] = None,
+    ray_address: Annotated[
+        str | None, _option(_RAY, "A Ray cluster, or auto for the one of this machine; by default a new one.")
+    ] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's interfaces, with a chat page at /.
 
@@ -82,6 +89,10 @@ def serve(
 
     arguments = dict(locals())
     _check(log_level, restart)
+    if replicas is None and (max_replicas is not None or ray_address is not None):
+        raise ValueError("--max-replicas and --ray-address are for replicas on Ray; pass --replicas as well")
+    if replicas is not None and (in_process or ssl_certfile is not None):
+        raise ValueError("--replicas goes with neither --in-process nor --ssl-certfile; put a TLS proxy before it")
     names, path = _names(served_model_name, model)
     arguments |= {"model": path, "kernel_plugins": tuple(kernel_plugin or ())}
     # A `locals()` that has only what the user can set: every option of the engine is an argument of this name.
@@ -101,6 +112,9 @@ def serve(
         max_body_bytes=max_body_mib << 20, stall_timeout=stall_timeout, drain=drain,
         cors_origins=tuple(cors_origin or ()), metrics_prefix=metrics_prefix,
     )  # fmt: skip
+    if replicas is not None:
+        _run_replicas(config, options, listener, replicas, max_replicas, ray_address)
+        return
     _run(config, options, listener, in_process, restart == "always", (log_level, log_json, access_log))
 
 
@@ -133,6 +147,25 @@ def _run(
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"{options.model_names[0]} on {engine.info.device}, at {address} (Ctrl-C ends it)", file=sys.stderr)
         run_server(engine, options, listener, sock)
+
+
+def _run_replicas(
+    config: Any, options: Any, listener: Any, replicas: int, max_replicas: int | None, address: str | None
+) -> None:
+    from nanovllm.serve.ray_options import ReplicaOptions
+
+    wanted = ReplicaOptions(replicas, max_replicas)
+    try:
+        from nanovllm.serve import ray
+    except ImportError as error:
+        raise ValueError(str(error)) from None
+    said = (
+        f"{options.model_names[0]}, {replicas} replicas, at http://{listener.host}:{listener.port} (Ctrl-C ends them)"
+    )
+    ray.run(
+        ray.application(config, options, wanted), address, listener.host, listener.port,
+        lambda: print(said, file=sys.stderr, flush=True),
+    )  # fmt: skip
 
 
 def _check(log_level: str, restart: str) -> None:

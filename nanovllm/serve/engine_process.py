@@ -12,9 +12,9 @@ import threading
 import msgspec
 
 from nanovllm.config import EngineConfig
-from nanovllm.distributed.processes import RankError
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.core_messages import AbortRequest, StartRequest, StepOutputs
+from nanovllm.engine.ranks import RankError
 from nanovllm.serve.frames import ABORT, CONFIG, FAILED, READY, START, STEP, frame, read_frames
 
 logger = logging.getLogger(__name__)
