@@ -160,11 +160,14 @@ class AsyncLLM:
             if not self._streams:
                 self.last_step_time = time.monotonic()
             self._streams[key], self._keys[name] = stream, key
-        self.client.start(
-            StartRequest(
-                key, request.prompt_token_ids, params_to_send(request.params), request.seed, request.cache_salt
-            )
-        )
+        params = params_to_send(request.params)
+        try:
+            self.client.start(StartRequest(key, request.prompt_token_ids, params, request.seed, request.cache_salt))
+        except BaseException:
+            self._forget(key)
+            raise
+        if key not in self._streams:  # another thread has aborted it before the engine knew it
+            self.client.abort(AbortRequest(key))
         return stream
 
     def abort(self, request_id: str) -> None:

@@ -116,7 +116,10 @@ def params_to_send(params: SamplingParams) -> dict[str, Any]:
     """The fields that differ from the defaults, without what the front end does itself: stop strings and text."""
     given = {f.name: getattr(params, f.name) for f in fields(SamplingParams)}
     plain = _DEFAULTS | {"stop": given["stop"], "include_stop_str_in_output": given["include_stop_str_in_output"]}
-    return {name: value for name, value in given.items() if name not in plain or value != plain[name]}
+    changed = {name: value for name, value in given.items() if name not in plain or value != plain[name]}
+    # A number above all limits means no limit, and MessagePack has integers of 64 bits.
+    return {name: min(value, _MOST) if isinstance(value, int) else value for name, value in changed.items()}
 
 
+_MOST = 2**63 - 1
 _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}

@@ -176,6 +176,39 @@ def test_what_cannot_be_served_is_refused(engine):
     assert engine.num_unfinished == 0
 
 
+def test_a_request_that_cannot_be_sent_is_forgotten(engine, monkeypatch):
+    def fail(message):
+        raise OverflowError("cannot be encoded")
+
+    async def run():
+        with monkeypatch.context() as patched, pytest.raises(OverflowError):
+            patched.setattr(engine.client, "start", fail)
+            await collect(engine, "abc", SamplingParams(), "lost")
+        assert engine.num_unfinished == 0 and not engine.runs("lost")
+
+    asyncio.run(run())
+
+
+def test_an_abort_may_overtake_its_request(engine, monkeypatch):
+    """Another thread aborts what is known by its id and not yet sent: the engine must not compute it to its end."""
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    start = engine.client.start
+
+    def abort_first(message):
+        engine.abort("early")
+        start(message)
+
+    async def run():
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.client, "start", abort_first)
+            stream = engine.add("abc", params, "early")
+        assert (await stream.next()).outputs[0].finish_reason == "abort"
+        assert stream.request.num_output_tokens == 0 and not engine.client.engine.scheduler.running
+        await idle(engine)
+
+    asyncio.run(run())
+
+
 def test_a_failed_step_and_a_closed_engine(path):
     engine = AsyncLLM(path, **SIZES)
     inner = engine.client.engine

@@ -76,3 +76,5 @@ def test_parameters_travel_to_another_process():
     params = SamplingParams(structured_outputs={"json": SCHEMA, "reasoning": "open"}, allowed_token_ids=[3, 4])
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(params_to_send(params)))
     assert SamplingParams(**sent) == params
+    endless = params_to_send(SamplingParams(top_k=2**70, max_tokens=10**30))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(endless)) == {"top_k": 2**63 - 1, "max_tokens": 2**63 - 1}
