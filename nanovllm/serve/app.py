@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import NamedTuple
+from urllib.parse import quote
 
 from nanovllm.serve.chat import chat_completions
 from nanovllm.serve.completions import completions
@@ -130,7 +131,8 @@ class App:
         if access_logger.isEnabledFor(logging.INFO):
             client = exchange.scope.get("client") or ("-",)
             access_logger.info(
-                "%s %s %s %d %.3f s", client[0], exchange.method, exchange.path, status, time.perf_counter() - started,
+                "%s %s %s %d %.3f s", client[0], exchange.method, quote(exchange.path), status,
+                time.perf_counter() - started,
                 extra={"request_id": exchange.request_id},
             )  # fmt: skip
 
@@ -143,12 +145,14 @@ class App:
 
     def _cors(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         allowed = self.service.options.cors_origins
-        origin = dict(scope["headers"]).get(b"origin", b"") if allowed else b""
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin", b"") if allowed else b""
         if not origin or not ({"*", origin.decode("latin-1")} & set(allowed)):
             return []
         return [
             (b"access-control-allow-origin", origin), (b"vary", b"origin"),
-            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+            (b"access-control-allow-headers", headers.get(b"access-control-request-headers", b"*")),
+            (b"access-control-expose-headers", b"x-request-id, retry-after"),
             (b"access-control-allow-methods", b"GET, POST, OPTIONS"), (b"access-control-max-age", b"600"),
         ]  # fmt: skip
 

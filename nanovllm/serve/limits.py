@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.serve.options import ServeOptions
+
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class _TooLarge(httptools.HttpParserError):
@@ -22,6 +25,7 @@ def limited_protocol(options: ServeOptions) -> type[HttpToolsProtocol]:
         """Closes a connection whose headers are too large or too slow."""
 
         _in_headers = True
+        _in_body = False
         _header_bytes = 0
         _num_headers = 0
         _deadline: asyncio.TimerHandle | None = None
@@ -41,6 +45,10 @@ def limited_protocol(options: ServeOptions) -> type[HttpToolsProtocol]:
                 if self._header_bytes - len(data) > options.max_header_bytes:
                     self._refuse(b"431 Request Header Fields Too Large")
                     return
+            if not self._in_body:
+                # httptools stops at an upgrade. A server that offers none may ignore that one was asked for.
+                head, end, rest = data.partition(b"\r\n\r\n")
+                data = _UPGRADE.sub(b"\r\nx-grade:", head) + end + rest
             super().data_received(data)
 
         def on_message_begin(self) -> None:
@@ -61,7 +69,12 @@ def limited_protocol(options: ServeOptions) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._headers_are_there()
+            self._in_body = True
             super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._in_body = False
+            super().on_message_complete()
 
         def _await_headers(self) -> None:
             self._in_headers, self._header_bytes, self._num_headers = True, 0, 0

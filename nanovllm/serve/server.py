@@ -6,7 +6,9 @@ import asyncio
 import resource
 import signal
 import socket
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -38,6 +40,20 @@ class Listener:
     port: int = 8000
     tls: tuple[tuple[str, Any], ...] = ()
 
+    def __post_init__(self) -> None:
+        given = dict(self.tls)
+        if given and not given.get("ssl_certfile"):
+            raise ValueError(f"{min(given)}: needs a certificate; pass --ssl-certfile as well")
+        for name, file in given.items():
+            if name != "ssl_keyfile_password" and not Path(file).is_file():
+                raise ValueError(f"{name}={str(file)!r}: there is no such file")
+
+    @property
+    def uvicorn_tls(self) -> dict[str, Any]:
+        """uvicorn's options. A client must have a certificate if there are authorities: uvicorn alone asks for none."""
+        given = dict(self.tls)
+        return given | {"ssl_cert_reqs": ssl.CERT_REQUIRED} if "ssl_ca_certs" in given else given
+
     @property
     def is_local(self) -> bool:
         return self.host in ("127.0.0.1", "localhost", "::1")
@@ -63,7 +79,7 @@ class Server(uvicorn.Server):
                 App(self.service), http=limited_protocol(options), ws="none", lifespan="on", log_config=None,
                 access_log=False, server_header=False, backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=options.drain + _AFTER_DRAIN_SECONDS,  # type: ignore[arg-type]
-                **dict(listener.tls),
+                **listener.uvicorn_tls,
             )
         )  # fmt: skip
 

@@ -3,16 +3,22 @@
 import http.client
 import inspect
 import json
+import logging
 import re
 import socket
+import ssl
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
+import uvicorn
 
 from nanovllm import __version__
 from nanovllm.cli.serve import serve
+from nanovllm.serve.app import App
 from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.server import Listener
 from tests.serve.running import RunningServer, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,8 +91,53 @@ def test_request_ids(guarded):
 def test_origins(guarded):
     allowed = guarded.client.options("/v1/completions", headers={"origin": "https://example.org"})
     assert allowed.status_code == 204 and allowed.headers["access-control-allow-origin"] == "https://example.org"
+    asked = {"origin": "https://example.org", "access-control-request-headers": "x-stainless-os"}
+    found = guarded.client.options("/v1/completions", headers=asked)
+    assert found.headers["access-control-allow-headers"] == "x-stainless-os"
     other = guarded.client.get("/version", headers={"origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
+    # A body without a type needs no preflight: the browser sends it for any page.
+    sent = guarded.client.post(
+        "/v1/completions", content=b'{"prompt": "x"}', headers={"origin": "https://evil.example"}
+    )
+    assert sent.status_code == 415
+    assert guarded.client.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}').status_code == 200
+
+
+def test_a_path_cannot_forge_a_line_of_the_access_log(guarded, caplog):
+    with caplog.at_level(logging.INFO, "nanovllm.serve.access"):
+        guarded.client.get("/a%0aforged")
+        wait_until(lambda: caplog.records)
+    assert "\n" not in caplog.records[-1].getMessage() and "/a%0Aforged" in caplog.records[-1].getMessage()
+
+
+def test_upgrades_are_ignored(guarded):
+    """Java's client asks for HTTP/2 with its requests."""
+    connection = http.client.HTTPConnection("127.0.0.1", guarded.port)
+    headers = {
+        "authorization": "Bearer secret-key-1", "content-type": "application/json", "http2-settings": "AAMAAABk",
+        "connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c",
+    }  # fmt: skip
+    for _ in range(2):
+        connection.request("POST", "/v1/completions", b'{"prompt": "x", "max_tokens": 1}', headers)
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        answer.read()
+    connection.close()
+
+
+def test_clients_without_a_certificate_are_refused(tmp_path):
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj"]
+    subprocess.run([*command, "/CN=localhost", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    tls = (("ssl_certfile", certificate), ("ssl_keyfile", key), ("ssl_ca_certs", certificate))
+    config = uvicorn.Config(App, **Listener(tls=tls).uvicorn_tls)
+    config.load()
+    assert config.ssl.verify_mode == ssl.CERT_REQUIRED
+    with pytest.raises(ValueError, match="ssl_keyfile: needs a certificate"):
+        Listener(tls=tls[1:2])
+    with pytest.raises(ValueError, match="no such file"):
+        Listener(tls=(("ssl_certfile", str(tmp_path / "none")),))
 
 
 @pytest.mark.parametrize(
