@@ -15,13 +15,12 @@ a descriptor. Python 3, numpy, about 20,000 instructions of a warp a second.
 from __future__ import annotations
 
 import re
-from functools import cache
 
 import numpy as np
 
 from tests.kernels.ptx_arithmetic import U8, U32, U64, UNSIGNED, Arithmetic, UnknownInstruction, chosen, type_of
 from tests.kernels.ptx_cluster import Cluster, Clusters
-from tests.kernels.ptx_parser import parse
+from tests.kernels.ptx_parser import names_of, number_of, parse, place_of
 from tests.kernels.ptx_tensor import Copies, Matrices
 
 BASE = 1 << 32
@@ -32,26 +31,6 @@ _MOST_STEPS = 200_000
 _BITS = {"b16": 16, "b32": 32, "b64": 64}
 _ALL = np.ones(32, bool)
 """All threads of a warp."""
-
-
-@cache
-def _number(a):
-    """The bits of a literal operand, or None."""
-    if re.fullmatch(r"0[fhb][0-9A-Fa-f]+", a):
-        return int(a[2:], 16)
-    return int(a.rstrip("U"), 0) if re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+U?", a) else None
-
-
-@cache
-def _place(a):
-    """(name, offset) of an address."""
-    m = re.match(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", a)
-    return m[1], int(m[2] or 0)
-
-
-@cache
-def _names(a):
-    return [n.strip() for n in a.strip("{} \n\t").split(",")]
 
 
 class Machine:
@@ -192,7 +171,7 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
             number = PARAMETERS + int(m[1])
         elif a in self.variables:
             number = self.variables[a][0]
-        elif (number := _number(a)) is None:
+        elif (number := number_of(a)) is None:
             assert not re.match(r"%[a-z]+\d+$", a), f"{a} has not been written"
             raise UnknownInstruction(f"operand {a}")
         return np.full(self.n, number & ((1 << 8 * np.dtype(unsigned).itemsize) - 1), unsigned).view(kind)
@@ -213,10 +192,10 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         self.r[name] = v
 
     def names(self, a):
-        return _names(a)
+        return names_of(a)
 
     def address(self, a):
-        name, offset = _place(a)
+        name, offset = place_of(a)
         narrow = name in self.r and self.r[name].dtype == U32 or name in self.variables
         return self.value(name, U32 if narrow else U64).astype(np.int64) + offset
 

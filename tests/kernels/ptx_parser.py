@@ -1,6 +1,7 @@
 """The statements, labels and shared variables of a kernel's PTX."""
 
 import re
+from functools import cache
 
 
 def parse(ptx):
@@ -49,3 +50,23 @@ def _operands(text):
         else:
             at += c
     return [*out, at.strip()] if at.strip() else out
+
+
+@cache
+def number_of(a):
+    """The bits of a literal operand, or None."""
+    if re.fullmatch(r"0[fhb][0-9A-Fa-f]+", a):
+        return int(a[2:], 16)
+    return int(a.rstrip("U"), 0) if re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+U?", a) else None
+
+
+@cache
+def place_of(a):
+    """(name, offset) of an address."""
+    m = re.match(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", a)
+    return m[1], int(m[2] or 0)
+
+
+@cache
+def names_of(a):
+    return [n.strip() for n in a.strip("{} \n\t").split(",")]
