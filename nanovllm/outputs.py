@@ -36,7 +36,7 @@ class CompletionOutput:
     """For each output token: itself first, then the most likely tokens. None if `SamplingParams.logprobs` is None."""
 
     message: Message | None = None
-    """Of `LLM.chat`: the text taken apart into content, reasoning and tool calls."""
+    """Only from `LLM.chat`: the text taken apart into content, reasoning and tool calls."""
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -1,4 +1,4 @@
-"""One run of `bench.py`: which jobs, in which order, and what becomes of their results."""
+"""One run of `bench.py`: its jobs, their order, and where their results go."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ STEP_NAME = re.compile(r"^(?P<kind>prefill|decode|mixed): (?P<what>.*)$")
 
 @dataclass(frozen=True)
 class Call:
-    """Which op ran, by whom, where in the model ("" if that does not matter), in what kind of step."""
+    """Which op ran, by which provider, where in the model ("" if that does not matter), in what kind of step."""
 
     op: str
     provider: str

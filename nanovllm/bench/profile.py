@@ -47,7 +47,7 @@ class OpTime:
 
     @property
     def share(self) -> float | None:
-        """Of the limit, of 1."""
+        """The share of the limit, from 0 to 1."""
         return self.floor_us / self.device_us if self.floor_us and self.device_us else None
 
     @property

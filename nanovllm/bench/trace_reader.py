@@ -1,4 +1,4 @@
-"""Reading a PyTorch profiler's Chrome trace: who launched which kernel, in which op, in which step.
+"""Reading a PyTorch profiler's Chrome trace: which op and which step launched each kernel.
 
 Host ranges nest by time within a thread. A kernel belongs to the range that launched it, found through the
 correlation id that launch and kernel share; the kernels of a CUDA graph all carry the id of the graph's launch.

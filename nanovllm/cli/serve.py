@@ -139,7 +139,7 @@ def _run(
         engine = AsyncLLM(client=client)
         if not listener.is_local and not options.api_keys:
             logging.getLogger("nanovllm.serve").warning(
-                "the server listens at %s without a key: everybody who reaches it may use it; pass --api-key",
+                "the server listens at %s without a key: every client that reaches it may use it; pass --api-key",
                 listener.host,
             )
         scheme = "https" if listener.tls else "http"

@@ -32,7 +32,7 @@ class TokenConstraint:
     Args:
         matcher: llguidance's state of the grammar, at its beginning; None: there is no grammar.
         allowed: [num_words] int32, the tokens that are allowed at all; None: all of them.
-        num_words: of a mask.
+        num_words: the number of words of a mask.
 
     Attributes:
         matcher, num_words: as given.
@@ -125,7 +125,7 @@ class ConstraintMaker:
 
     Args:
         tokenizer: a fast tokenizer of transformers; None: there are no grammars.
-        vocab_size: of the model.
+        vocab_size: the size of the model's vocabulary.
         end_token_ids: the model's end tokens, which a grammar allows where the output may end.
     """
 

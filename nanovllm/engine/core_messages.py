@@ -109,7 +109,7 @@ class EngineInfo(NamedTuple):
     block_size: int
     device: str
     seed: int | None
-    """Of the seeds for requests that bring none."""
+    """The seed from which seeds are drawn for requests that bring none."""
 
 
 def params_to_send(params: SamplingParams) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class Detokenizer:
 
 
 class _BytePieces:
-    """Of a tokenizer with known bytes for each token.
+    """The pieces of text of a tokenizer with known bytes for each token.
 
     Args:
         num_stripped: up to this many spaces at the text's beginning are left out.
@@ -192,7 +192,7 @@ class _BytePieces:
 
 
 class _DifferencePieces:
-    """Of any other tokenizer. A token's text can depend on its neighbours, for example a space before it, so a piece is
+    """The pieces of any other tokenizer. A token's text can depend on its neighbours, such as a space, so a piece is
     the difference between decoding a short run of tokens with and without the new ones."""
 
     def __init__(self, decoder: TextDecoder, skip_special_tokens: bool) -> None:

@@ -168,7 +168,7 @@ class ModelRunner:
     def _prompt_logprobs(
         self, part: ScheduledSequence, first: int, num_rows: int, logits_of: LogitsOf
     ) -> PromptLogprobs:
-        """Of a part whose rows begin at row `first` of the wanted ones, a few rows at a time."""
+        """The log-probabilities of a part of the rows, from row `first` of the wanted ones on, a few rows at a time."""
         start, params = part.start + 1, part.seq.params
         assert params.prompt_logprobs is not None
         tokens = to_device(np.asarray(part.seq.token_ids[start : start + num_rows], np.int64), self.device)

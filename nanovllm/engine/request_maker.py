@@ -21,7 +21,7 @@ class RequestMaker:
 
     Args:
         tokenizer: a transformers tokenizer, or None: prompts are token ids and outputs have no text.
-        vocab_size: of the model.
+        vocab_size: the size of the model's vocabulary.
         max_model_len: most tokens of a prompt and its output.
         max_logprobs: most log-probabilities of a token; negative: any number.
         seed: of the seeds for requests that bring none; None: from the system.

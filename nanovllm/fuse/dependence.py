@@ -117,7 +117,7 @@ def distances(a: ArrayAccess, b: ArrayAccess, first: LoopNest, second: LoopNest)
 def dependences(
     nests: Sequence[LoopNest], level: int, shift: Sequence[Point] | None = None, within: bool = False
 ) -> list[Dependence]:
-    """Of every pair of nests.
+    """The dependences of every pair of nests.
 
     Args:
         level: a dependence prevents fusion if its distance, cut to this many levels, is negative.

@@ -39,7 +39,7 @@ class LoopFusionAnalyzer:
 
     @cached_property
     def dependences(self) -> list[Dependence]:
-        """Of every pair of nests, RAW, WAR, WAW and RAR; distances over the loops of the deepest."""
+        """The dependences of every pair of nests, RAW, WAR, WAW and RAR; distances over the loops of the deepest."""
         return dependences(self.nests, max(1, self.common))
 
     @cached_property

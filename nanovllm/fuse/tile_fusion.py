@@ -62,7 +62,7 @@ class TileFusion:
 
     @property
     def extents(self) -> Point:
-        """Of the loops that run all nests, with the delays."""
+        """The extents of the loops that run all nests, with the delays."""
         return tuple(n + max(later) - min(later) for n, later in zip(self.nests[0].extents, zip(*self.shift)))
 
     @cached_property
@@ -105,7 +105,7 @@ class TileFusion:
         return TileCost(tile, self.footprint(tile), math.prod(-(-n // t) for n, t in zip(self.extents, tile)))
 
     def best(self, capacity: int) -> TileCost:
-        """Of the sizes that are powers of two or a whole loop, the one that moves the least and whose footprint fits.
+        """The tile that moves the least and whose footprint fits; its sizes are powers of two or whole loops.
 
         Args:
             capacity: elements that the cache or shared memory holds.

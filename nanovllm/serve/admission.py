@@ -1,4 +1,4 @@
-"""Who may wait: a server that accepts more than it can serve makes everybody wait for ever."""
+"""Which requests may wait: a server that accepts more requests than it can serve delays all of them without end."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from nanovllm.serve.errors import ApiError
 
 
 class ApiKeys:
-    """The keys that open a server. No key: everybody may enter."""
+    """The keys of a server. Without keys, every client may use it."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]

@@ -152,7 +152,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Of prometheus_client: everything as it is now."""
+        """Called by prometheus_client: every metric with its present value."""
         stats, engine = self._engine.stats, self._engine
         gauges = [
             ("num_requests_running", "Completions in the batch.", stats.num_running),

@@ -17,7 +17,7 @@ class ServeOptions:
     model_names: tuple[str, ...] = ("model",)
     """Names by which requests may call the model; answers have the first one."""
     api_keys: tuple[str, ...] = ()
-    """Any of them opens the server; none: everybody may use it."""
+    """A request must bring one of these keys. Without keys, every client may use the server."""
     max_waiting: int = 4096
     """Most completions that wait for their first token; further requests get 503."""
     max_waiting_tokens: int = 4_000_000

@@ -39,7 +39,7 @@ class ProcessClient:
     never waits for the engine.
 
     Args:
-        config: of the engine.
+        config: the arguments of the engine.
         restart: start the engine again when it has died.
 
     Raises:
@@ -70,7 +70,7 @@ class ProcessClient:
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """The id of the engine's process."""
         return self._process.pid
 
     def listen(self, deliver: Deliver, died: Died) -> None:

@@ -13,7 +13,11 @@ _LEAST = -9999.0
 
 
 def chat_logprobs(rows: Sequence[Row], num_top: int, token_bytes: Callable[[int], bytes]) -> list[dict[str, Any]]:
-    """Of chat completions: an object for each token. rows: the token itself first, then the most likely ones."""
+    """The field `logprobs` of a chat completion: an object for each token.
+
+    Args:
+        rows: for each token itself first, then the most likely ones.
+    """
     found = []
     for row in rows:
         own = next(iter(row))
@@ -35,7 +39,7 @@ def _most_likely(row: Row, num_top: int) -> list[int]:
 
 
 class CompletionLogprobs:
-    """Of completions: parallel lists. `offset` goes on from piece to piece of a stream."""
+    """The field `logprobs` of a completion: parallel lists. `offset` goes on from piece to piece of a stream."""
 
     def __init__(self, num_top: int, offset: int = 0) -> None:
         self._num_top = num_top

@@ -10,7 +10,7 @@ from nanovllm.kernels.op.declaration import Shape
 BATCHES = (1, 8, 64, 256)
 """Sequences of a decode step."""
 TOKENS = (2048, 8192)
-"""Of a prefill step."""
+"""Numbers of tokens of a prefill step."""
 FEW = (1, 8, 32, 64, 128)
 """Tokens of a step whose products have a kernel of their own on Hopper."""
 

@@ -25,7 +25,7 @@ def entry(job: TuningJob, outcome: Outcome, left_out: Mapping[str, int], about: 
     """One entry of a file: the winner, and how it was found.
 
     Args:
-        outcome: of a search that found a winner.
+        outcome: the result of a search that found a winner.
         left_out: reason -> how many plans were not tried for it.
         about: of the run: device, date, commit.
     """

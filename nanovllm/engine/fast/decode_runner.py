@@ -165,7 +165,7 @@ class DecodeRunner:
         return result
 
     def _shape(self, piggybacked: int) -> StepShape:
-        """Of the step that the state's rows are placed for."""
+        """The shape of the step that the state's rows are placed for."""
         state, buckets = self.state, self._buckets
         rows = state.num_rows
         shared = state.prefixes is not None and state.prefixes.worthwhile

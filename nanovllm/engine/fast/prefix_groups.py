@@ -142,7 +142,7 @@ class PrefixGroups:
             self._sent[:] = host.numpy()
 
     def tensors(self, num_rows: int) -> SharedPrefixes:
-        """Of the first `num_rows` rows: views, so that a captured graph stays right."""
+        """The groups of the first `num_rows` rows, as views, so that a captured graph stays right."""
         groups, rows, lens = self._parts(self._device)
         return SharedPrefixes(groups, rows[:num_rows], lens[:num_rows])
 

@@ -10,7 +10,7 @@ import torch
 from nanovllm.kernels.ops.all_reduce import RankGroup
 
 _MOST_BYTES = 1 << 20
-"""Of a call; beyond, torch.distributed sums."""
+"""The most bytes of a call. torch.distributed sums larger tensors."""
 _NAME = "nanovllm symmetric memory"
 
 

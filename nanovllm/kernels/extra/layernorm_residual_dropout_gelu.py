@@ -24,7 +24,7 @@ def _cost(x, residual, weight, bias, **_):
 _STEPS = 1 << 15
 """Dropout compares 15 random bits: probabilities are multiples of 2^-15."""
 DROPOUT_ROUNDS = 7
-"""Of Philox, as in FlashAttention's dropout."""
+"""Rounds of Philox, as in FlashAttention's dropout."""
 
 
 def dropout_counts(p: float) -> tuple[int, float]:

@@ -61,7 +61,7 @@ class DecoderWeights:
     cos_sin_cache: torch.Tensor
     """[max_position, head_dim] float32, as in `rotary_embedding`."""
     eps: float
-    """Of every norm."""
+    """The eps of every norm."""
 
     @property
     def head_dim(self) -> int:

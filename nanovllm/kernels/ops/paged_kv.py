@@ -70,7 +70,7 @@ class NewTokens:
     k_weight: torch.Tensor | None = None
     """[head_dim], the dtype of k: of the norm of each key head."""
     eps: float = 0.0
-    """Of the norms."""
+    """The eps of the norms of q and k."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def qk_norm_rope_store(
         cos_sin_cache: [max_position, head_dim] float32, as in `rotary_embedding`.
         k_cache, v_cache, slot_mapping, k_scale, v_scale: as in `store_kvcache`; the caches are written in place.
         q_weight, k_weight: [head_dim], the dtype of q and k, of the norm of each head; both or neither.
-        eps: of the norm.
+        eps: added to the mean of the squares in the norms.
 
     Returns:
         Rotated q, contiguous. Everything is rounded wherever the separate ops round.

@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 _GUARD = 256 << 10
 """Bytes on each side of a tensor: more than a block of a kernel without a mask reaches. A multiple of a page."""
 _POISON = 0xFF
-"""Of each byte around a tensor: NaN in every float dtype."""
+"""The value of each byte around a tensor: NaN in every float dtype."""
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,

@@ -33,9 +33,9 @@ Task = tuple[str, str, int]
 """An op, a provider, and the index of one of the op's cases."""
 
 _MEMORY = 0.9
-"""Of a GPU's memory, for the tensors of all processes together."""
+"""The share of a GPU's memory for the tensors of all processes together."""
 _MOST_CRASHES = 2
-"""Of a provider: then its other cases are not run."""
+"""After this many crashes of a provider, its other cases are not run."""
 
 
 @dataclass(frozen=True)

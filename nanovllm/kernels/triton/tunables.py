@@ -25,7 +25,7 @@ _ROWWISE = "nanovllm.kernels.triton.rows"
 _GEMM = "nanovllm.kernels.triton.gemm"
 _ATTENTION = "nanovllm.kernels.triton.attention"
 _MOST_ELEMENTS = 1 << 20
-"""Of a tile, in Triton."""
+"""The most elements of a tile in Triton."""
 # Of a program of the product for Hopper: columns of a tile, rows of the weight, and shared memory on such a GPU.
 _HOPPER_TILE, _HOPPER_ROWS, _HOPPER_SHARED = 64, 64, 227 << 10
 

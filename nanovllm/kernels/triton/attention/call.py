@@ -71,7 +71,7 @@ class DecodeCall:
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of the norms; where there are none, something that the kernel does not read."""
+        """The weights of the norms of q and k; without norms, a tensor that the kernel does not read."""
         return (self.new.q_weight, self.new.k_weight) if self.new is not None and self.norm else (self.q, self.q)
 
     @property

@@ -24,7 +24,7 @@ class HopperDecodePlan:
     least: int = 1
     """Tiles that no sequence is cut below."""
     warps: int = 4
-    """Of a program, with 16 keys of a tile each."""
+    """Warps of a program. Each has 16 keys of a tile."""
     slots: int = 2
     """Tiles in shared memory at a time; with a new token all of them are asked for before the wait."""
     box: int = 16
@@ -51,7 +51,7 @@ class HopperDecodePlan:
         return cdiv(16 + self.cluster * group * (head_dim + 2) * 4, 1024) * 1024 if self.cluster else 0
 
     def programs(self, num_seqs: int, max_context_len: int) -> int:
-        """Of a KV head, for any lengths up to max_context_len: one for each piece, and some without."""
+        """The number of programs of a KV head for any lengths up to max_context_len: at least one for each piece."""
         pieces = min(num_seqs - 1 + self.pieces, num_seqs * max(1, cdiv(max_context_len, self.tile)))
         return cdiv(pieces, self.cluster) * self.cluster if self.cluster else pieces
 

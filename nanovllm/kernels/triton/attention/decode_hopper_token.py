@@ -58,7 +58,7 @@ def release(stored, NEW: gl.constexpr):
 
 @gluon.constexpr_function
 def half_layout(head_dim, warps):
-    """Of [8, head_dim / 2], half of the dims of a row for each of eight queries: 16 lanes a row."""
+    """The layout of [8, head_dim / 2], half of the dims of a row for each of eight queries: 16 lanes a row."""
     return gl.BlockedLayout([1, head_dim // 32], [2, 16], [warps, 1], [1, 0])
 
 

@@ -34,8 +34,8 @@ class DecodePlan:
 
 
 _ROWS = 32
-"""Of a tile with the queries of several tokens. With 64, a large batch's tiles take more shared memory than GPUs other
-than a datacentre's have, 99 KiB a program."""
+"""Rows of a tile with the queries of several tokens. With 64, a large batch's tiles take more shared memory than
+GPUs other than a datacentre's have, 99 KiB a program."""
 
 
 def tokens_together(queries: int, group: int) -> int:

@@ -163,8 +163,8 @@ def row_positions(half, num_tokens, first_position, PACK: gl.constexpr, layout: 
 
 @gluon.constexpr_function
 def row_layout(size):
-    """Of the output's [64, size]: a thread holds pieces of eight columns, and a warp the rows that it has in a
-    product's result.
+    """The layout of the output's [64, size]: a thread holds pieces of eight columns, and a warp the rows that it has
+    in a product's result.
     """
     columns = [[0, 32 << i] for i in range((size // 32).bit_length() - 1)]
     return gl.DistributedLinearLayout(

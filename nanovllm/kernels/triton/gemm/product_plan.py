@@ -28,9 +28,9 @@ class StreamPlan:
     """For few tokens: see `stream_kernel`."""
 
     tokens: int
-    """Of a tile: 1, or a power of two from 16 on."""
+    """Tokens of a tile: 1, or a power of two of at least 16."""
     rows: int
-    """Of the weight, a program; gate and up projection together."""
+    """Rows of the weight of a program; gate and up projection together."""
     block_k: int
     splits: int
     warps: int

@@ -99,7 +99,7 @@ def _long_rms_norm_kernel(
 
 
 def _cut_of_many(size: int, block: int, warps: int | None) -> tuple[int, int] | None:
-    """(pieces, warps) for `norm_pieces_kernel`; None: one block a row. `warps`: of a plan.
+    """(pieces, warps) for `norm_pieces_kernel`; None: one block a row. `warps`: those of a plan.
 
     A block leaves nothing idle of a power of two: above 1024, pieces gained nothing there.
     """
