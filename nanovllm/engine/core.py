@@ -85,8 +85,13 @@ class EngineCore:
         try:
             params = SamplingParams(**message.params | {"seed": None})
             request = self.engine.maker.make(prompt, params, seed=message.seed, with_text=False)
-        except (ValueError, TypeError) as error:
-            self._deliver(StepOutputs(self.stats(0.0), failed=[(message.key, "refused", str(error))]))
+        except Exception as error:  # of whatever kind: the thread that brings requests must go on
+            refused = isinstance(error, (ValueError, TypeError))
+            if not refused:
+                logger.exception("request %d cannot be made", message.key)
+            told = str(error) if refused else "the engine failed when it took this request"
+            failed = [(message.key, "refused" if refused else "lost", told)]
+            self._deliver(StepOutputs(self.stats(0.0), failed=failed))
             return
         entry = _Entry(message.key, request)
         request.listener = self._listen

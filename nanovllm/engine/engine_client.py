@@ -61,6 +61,7 @@ class ThreadClient:
         self._deliver: Deliver | None = None
         self._died: Died | None = None
         self._order = threading.Lock()
+        self._failed = False
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     @property
@@ -69,7 +70,7 @@ class ThreadClient:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._failed
 
     @property
     def engine(self) -> LLMEngine:
@@ -104,5 +105,6 @@ class ThreadClient:
             self._core.run()
         except BaseException as error:  # a fault of the loop itself: a failed step does not end it
             logger.exception("the thread of the engine ended")
+            self._failed = True  # before its requests are told, so that none comes after them
             assert self._died is not None
             self._died(f"{type(error).__name__}: {error}")

@@ -130,7 +130,7 @@ class ProcessClient:
         self._alive = True
 
     def _detach(self) -> None:
-        if self._loop is not None and not self._loop.is_closed():
+        if self._loop is not None and not self._loop.is_closed() and self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
 
@@ -170,7 +170,10 @@ class ProcessClient:
                 self._started_at = time.monotonic()
                 continue
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._take_over, *found)
+            try:
+                self._loop.call_soon_threadsafe(self._take_over, *found)
+            except RuntimeError:  # the loop was closed meanwhile; the new process ends with its socket
+                found[1].close()
             return
 
     def _take_over(self, *found: Any) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.async_llm import EngineDeadError, RequestFailed
+from nanovllm.config import EngineConfig
+from nanovllm.engine.core_messages import StartRequest
 from nanovllm.engine.engine_client import ThreadClient
 from tests import tiny
 
@@ -234,6 +236,25 @@ def test_a_failed_step_and_a_closed_engine(path):
             await collect(engine, "abc", SamplingParams())
 
     asyncio.run(run())
+
+
+def test_no_request_is_taken_by_a_thread_that_ends(path, monkeypatch):
+    class Fatal(BaseException):
+        """What no step survives."""
+
+    def fail(*_, **__):
+        raise Fatal
+
+    client = ThreadClient(EngineConfig(str(path), **SIZES))
+    told, alive, ended = [], [], threading.Event()
+    client.listen(told.append, lambda reason: (alive.append(client.alive), ended.set()))
+    with monkeypatch.context() as patched:
+        patched.setattr(client.engine.maker, "make", lambda *_, **__: 1 / 0)
+        client.start(StartRequest(1, [5], {}, 0))  # it loses one request, not a thread
+    assert [(key, kind) for key, kind, _ in told[0].failed] == [(1, "lost")]
+    client.engine.runner.execute = fail
+    client.start(StartRequest(2, [5], {}, 0))
+    assert ended.wait(10) and alive == [False]
 
 
 def test_token_ids_without_a_tokenizer(path):

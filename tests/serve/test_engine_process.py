@@ -115,6 +115,6 @@ def test_a_process_without_restart(model_path):
             async for _ in engine.generate("hello", SamplingParams(max_tokens=None, ignore_eos=True)):
                 pass
         assert not engine.alive
+        engine.close()  # in the loop that has read the engine's messages
 
     asyncio.run(run())
-    engine.close()

@@ -57,4 +57,19 @@ def test_a_conversation(server):
         assert "top_p" in tab.inner_text(".error")
         tab.click("#new")
         assert tab.locator(".message").count() == 0
+
+        # What was cut off by a new chat is no part of it.
+        tab.fill("#max_tokens", "200")
+        tab.fill("#top_p", "1")
+        tab.fill("#prompt", "go on for long")
+        tab.evaluate("""() => {
+            const seen = new MutationObserver(() => {
+                const answer = document.querySelector('.assistant');
+                if (answer && answer.textContent) { seen.disconnect(); document.getElementById('new').click(); }
+            });
+            seen.observe(document.getElementById('log'), {childList: true, subtree: true, characterData: true});
+        }""")
+        tab.click("#send")
+        tab.wait_for_selector("#send:not([hidden])")
+        assert tab.locator(".message").count() == 0 and tab.evaluate("messages.length") == 0
         browser.close()
