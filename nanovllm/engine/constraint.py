@@ -36,6 +36,7 @@ class TokenConstraint:
 
     Attributes:
         matcher, num_words: as given.
+        num_taken: output tokens that `take` was given.
         error: why the sequence must end; None: all is well.
         broken: no mask can be made any more. Then `error` is the same on every rank; a slow mask is not.
     """
@@ -46,13 +47,12 @@ class TokenConstraint:
         self.matcher = matcher
         self.num_words = num_words
         self._allowed = allowed
-        self._num_taken = 0
+        self.num_taken = 0
         self._slow_seconds = 0.0
 
-    def take(self, output_token_ids: Sequence[int]) -> None:
-        """The output so far has these tokens; what is new among them moves the grammar on."""
-        new = output_token_ids[self._num_taken :]
-        self._num_taken += len(new)
+    def take(self, new: Sequence[int]) -> None:
+        """These tokens follow the first `num_taken` of the output: they move the grammar on."""
+        self.num_taken += len(new)
         if self.matcher is not None and new and not self.broken and not self.matcher.consume_tokens(new):
             self._break(f"the grammar does not allow the tokens {new}: {self.matcher.get_error()}")
 

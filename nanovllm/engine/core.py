@@ -126,6 +126,14 @@ class EngineCore:
         self._closed = True
         self._waiter.news.set()
 
+    def release(self) -> None:
+        """Called after `run` has returned: break the cycles that would keep the engine and its memory."""
+        self._deliver = lambda outputs: None
+        with self._lock:
+            for entry in self._entries.values():
+                entry.request.listener = entry.request.failure = None
+            self._entries, self._by_request = {}, {}
+
     def _listen(self, request: Request) -> None:
         """In the thread of the steps: a completion ended, with a token or without."""
         entry = self._by_request.get(request)

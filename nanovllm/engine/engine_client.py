@@ -92,8 +92,11 @@ class ThreadClient:
 
     def close(self) -> None:
         self._core.close()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is not self._thread:
+            if self._thread.is_alive():
+                self._thread.join()
+            self._core.release()
+            self._deliver = self._died = None
 
     def _deliver_step(self, outputs: StepOutputs) -> None:
         assert self._deliver is not None, "listen comes first"

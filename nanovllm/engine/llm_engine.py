@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.constraint import ConstraintMaker
+from nanovllm.engine.constraint import ConstraintMaker, TokenConstraint
 from nanovllm.engine.devices import select_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import PromptReader
@@ -264,12 +264,8 @@ class LLMEngine:
                         seq.finish_reason, seq.stop_reason = "stop", stop
                 if request.incremental:
                     request.notify()
-            if seq.constraint is not None and seq.constraint.error is not None and not seq.finished:
-                logger.warning("request %d ends early: %s", request.request_id, seq.constraint.error)
-                if seq.constraint.broken:
-                    self.scheduler.finish(seq, "abort")
-                elif self.ranks.rank == 0:  # time differs among ranks: this one tells the others
-                    self.abort(request, seq.index)
+                if seq.constraint is not None and seq.constraint.error is not None and not seq.finished:
+                    self._end_early(request, seq, seq.constraint)
             if request.first_token_time is None or seq.finished:
                 request.note_token()
                 if seq.finished:
@@ -278,6 +274,13 @@ class LLMEngine:
             completions[seq][0].notify()
             del completions[seq]
         return list(requests)
+
+    def _end_early(self, request: Request, seq: Sequence, constraint: TokenConstraint) -> None:
+        logger.warning("request %d ends early: %s", request.request_id, constraint.error)
+        if constraint.broken:
+            self.scheduler.finish(seq, "abort")
+        elif self.ranks.rank == 0:  # time differs among ranks: this one tells the others
+            self.abort(request, seq.index)
 
     def _read_prompt_logprobs(self, prompt: PromptLogprobs) -> None:
         found = self._completions.get(prompt.seq)

@@ -300,10 +300,11 @@ def abort(groups: Sequence[Group]) -> None:
             logger.debug("a group was not aborted", exc_info=True)
 
 
-def _leave(processes: Processes, groups: Sequence[Group]) -> None:
+def _leave(processes: Processes, groups: list[Group]) -> None:
     """End the other ranks, which let go of this one's memory, and then the connections to them."""
     processes.close()
     abort(groups)
+    groups.clear()  # a group refers to `processes`, these refer to the list: the cycle would keep the group's buffers
 
 
 def check_split(model: ModelConfig, size: int) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from nanovllm.engine.constraint import TokenConstraint
 from nanovllm.engine.detokenizer import Detokenizer, TextDecoder
 from nanovllm.engine.logit_rules import LogitRules
 from nanovllm.engine.prompts import Prompt
@@ -32,11 +33,13 @@ class Completion:
                 decoder, params.skip_special_tokens, params.stop, params.min_tokens, params.include_stop_str_in_output
             )
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-
-    @property
-    def is_watched(self) -> bool:
+        self.is_watched = self._detokenizer is not None or self.logprobs is not None
         """Whether every token has to be looked at as it comes."""
-        return self._detokenizer is not None or self.logprobs is not None
+
+    def constrain(self, constraint: TokenConstraint) -> None:
+        """Before the first step: only what `constraint` allows may be sampled."""
+        self.seq.constraint = constraint
+        self.is_watched = True
 
     def append(self, token_id: int) -> str | None:
         """Take a sampled token; returns a stop string if the text now ends with one."""

@@ -94,7 +94,7 @@ class RequestMaker:
         request = Request(request_id, prompt, params, seed, decoder, incremental, rules)
         if self._constraints is not None and params.constrained:
             for completion, constraint in zip(request.completions, self._constraints.make(params)):
-                completion.seq.constraint = constraint
+                completion.constrain(constraint)
         return request
 
     def prepare(self) -> None:

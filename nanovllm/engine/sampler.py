@@ -167,7 +167,7 @@ class SamplerOutput(NamedTuple):
 
 
 class Sampler:
-    """Turns logits into token ids on the device; nothing in it waits for the device.
+    """Turns logits into token ids on the device. Only masks of constrained rows wait for the device.
 
     It owns the penalty state: for each of `max_num_seqs` seq_slots which tokens the prompt holds and how often each
     token is in the output. The state is 5 bytes * max_num_seqs * vocab_size and exists from the first request that uses

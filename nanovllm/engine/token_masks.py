@@ -57,17 +57,18 @@ class MaskBuilder:
         banned: list[Iterable[int]] = []
         latest = None
         for _, seq, position in rows:
-            token_ids = seq.token_ids
-            if position > len(token_ids):
-                assert position == len(token_ids) + 1 and self._latest is not None, "one step is in flight"
-                if latest is None:
-                    latest = dict(zip(self._latest.step.sampling, self._latest.token_ids()))
-                token_ids = [*token_ids, latest[seq]]
             constraint = seq.constraint
             assert constraint is not None
-            constraint.take(token_ids[seq.prompt_len :])
+            pending: list[int] = []
+            if position > len(seq.token_ids):
+                assert position == len(seq.token_ids) + 1 and self._latest is not None, "one step is in flight"
+                if latest is None:
+                    latest = dict(zip(self._latest.step.sampling, self._latest.token_ids()))
+                pending.append(latest[seq])
+            first = seq.prompt_len + constraint.num_taken
+            constraint.take(seq.token_ids[first:] + pending if first < position else [])
             constraints.append(constraint)
-            banned.append(_banned(seq, token_ids))
+            banned.append(_banned(seq, pending))
         # One buffer and one copy: a row number (two words) and a mask for each row.
         pin = self._device.type == "cuda"
         num_words = constraints[0].num_words
@@ -88,11 +89,15 @@ def _split(buffer: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     return numbers.view(torch.int64), bitmask.view(num_rows, -1)
 
 
-def _banned(seq: TokenSequence, token_ids: Sequence[int]) -> Iterable[int]:
-    """Tokens that the sequence's parameters ban next: bad words, and end tokens before `min_tokens`."""
-    if len(token_ids) - seq.prompt_len < seq.params.min_tokens:
+def _banned(seq: TokenSequence, pending: list[int]) -> Iterable[int]:
+    """Tokens that the sequence's parameters ban next: bad words, and end tokens before `min_tokens`.
+
+    pending: the token that follows `seq.token_ids`, or none.
+    """
+    if seq.num_output_tokens + len(pending) < seq.params.min_tokens:
         yield from seq.stop_ids
     if seq.logit_rules is not None:
+        token_ids = seq.token_ids + pending
         for change in seq.logit_rules.changes(token_ids, seq.prompt_len, last_is_unknown=False):
             if change.value == -math.inf:
                 yield change.token_id

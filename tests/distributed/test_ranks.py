@@ -2,6 +2,7 @@
 process behind.
 """
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -53,6 +54,9 @@ def gone(pids, seconds=10):
 def conversation(llm):
     """What an engine answers to requests of all kinds, each of which the ranks must hear of."""
     said = [told(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (GREEDY, DRAWN)]
+    if importlib.util.find_spec("llguidance"):
+        drawn = SamplingParams(temperature=1, n=2, max_tokens=8, structured_outputs={"regex": "[a-f]{6}"})
+        said.append(told(llm.generate(PROMPTS, [drawn, GREEDY, drawn], use_tqdm=False)))
     stop = said[0][0][0][4:7]
     said.append(told(llm.generate(PROMPTS, SamplingParams(temperature=0, stop=[stop]), use_tqdm=False)))
     stream = llm.stream(PROMPTS[1], GREEDY)
@@ -147,17 +151,22 @@ def children():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["exit", "error", "kill"])
+@pytest.mark.parametrize("end", ["exit", "error", "kill", "delete"])
 def test_the_ranks_end_with_their_program(directory, end):
-    last = {"exit": "", "error": "raise ValueError", "kill": "os.kill(os.getpid(), signal.SIGKILL)"}[end]
+    last = {
+        "exit": "", "error": "raise ValueError", "kill": "os.kill(os.getpid(), signal.SIGKILL)",
+        # Without a collection, so that the memory which the ranks share is free at once.
+        "delete": "gc.disable(); group = weakref.ref(llm.engine.runner.group); del llm; sys.exit(group() is not None)",
+    }[end]  # fmt: skip
     program = (
-        "import os, signal\nfrom nanovllm import LLM\n"
+        "import gc, os, signal, sys, weakref\nfrom nanovllm import LLM\n"
         f"llm = LLM({str(directory)!r}, tensor_parallel_size=2, **{ARGUMENTS})\n"
         f"print(*llm.engine.ranks.pids, flush=True)\n{last}"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 1 and gone(pids), done.stderr
+    assert (done.returncode == 0) == (end in ("exit", "delete")), done.stderr
 
 
 def test_a_rank_that_spins_ends_with_its_parent():

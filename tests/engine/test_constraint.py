@@ -21,7 +21,7 @@ def maker():
 
 def allowed(constraint, output, banned=()):
     mask = np.zeros(constraint.num_words, np.int32)
-    constraint.take(output)
+    constraint.take(output[constraint.num_taken :])
     constraint.fill(mask)
     constraint.restrict(banned, mask)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE]).tolist())

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import weakref
 
 import pytest
 
@@ -263,3 +264,23 @@ def test_token_ids_without_a_tokenizer(path):
     texts, token_ids, reasons, _ = asyncio.run(collect(engine, [5, 6, 7], SamplingParams(max_tokens=4)))
     assert texts == [""] and len(token_ids[0]) == 4 and reasons == ["length"]
     engine.close()
+
+
+def test_an_engine_is_freed_when_it_is_closed_and_deleted(path):
+    """Without a collection, so that a second engine finds the GPU's memory free."""
+    engine = AsyncLLM(path, **SIZES)
+    model = weakref.ref(engine.client.engine.runner.model)
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(leave_a_request(engine))
+        engine.close()
+        del engine
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+async def leave_a_request(engine):
+    engine.add(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))
+    await asyncio.sleep(0.05)

@@ -83,6 +83,7 @@ class DecodeState:
         self._bans_end = np.zeros(max_num_seqs, np.int64)  # from this position on nothing is banned
         self._constrained = np.zeros(max_num_seqs, bool)
         self._rows = np.zeros(0, np.int64)
+        self._constrained_rows: list[int] = []  # of the placed rows
 
     # ---------------------------------------------------------------------------------------------- before a step
 
@@ -150,6 +151,7 @@ class DecodeState:
         for row in range(n, before):
             self._seqs[row] = None
         self.num_rows, self._rows = n, rows
+        self._constrained_rows = np.flatnonzero(self._constrained[:n]).tolist()
         return [*rows[here].tolist(), *range(n, before)], n != before or not keeps.all()
 
     def _take(self, row: int, seq: Sequence) -> None:
@@ -236,8 +238,7 @@ class DecodeState:
 
     def constrained(self) -> list[ConstrainedRow]:
         """The placed sequences with a constraint."""
-        rows = np.flatnonzero(self._constrained[: self.num_rows]).tolist()
-        positions, seqs = self._positions, self._seqs
+        rows, positions, seqs = self._constrained_rows, self._positions, self._seqs
         return [ConstrainedRow(row, seq, int(positions[row]) + 1) for row in rows if (seq := seqs[row]) is not None]
 
     def positions(self) -> list[int]:
