@@ -79,7 +79,7 @@ class Admission:
             tokens: an estimate of its prompt tokens times `n`.
 
         Raises:
-            ApiError: 503 or 429, with the seconds after which to try again.
+            ApiError: 503 or 429, with the seconds after which to try again; 400, it could never be admitted.
         """
         if self.draining:
             self._rejected("drain")
@@ -90,6 +90,9 @@ class Admission:
                 429, f"this key has {self._open[key]} requests running, at most {self._max_per_key} are allowed",
                 code="too_many_requests", retry_after=1,
             )  # fmt: skip
+        if completions > self._max_waiting:  # a later try would not help
+            said = f"{completions} completions in a request, at most {self._max_waiting} are allowed"
+            raise ApiError(400, f"n: {said}; send several requests", "n")
         if self.waiting + completions > self._max_waiting:
             self._rejected("queue")
             raise self._full(f"{self.waiting} completions wait, at most {self._max_waiting} may")

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answering import StreamUsage, answer
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.event_stream import DONE, event
@@ -25,18 +26,7 @@ MAX_PROMPTS = 1024
 async def completions(service: Service, exchange: Exchange, key: str) -> None:
     request = parse(await service.json(exchange), CompletionRequest)
     service.check_model(request.model)
-    prompts = split_prompts(request.prompt)
-    nothing = request.max_tokens == 0
-    if nothing and not request.echo:
-        raise ApiError(400, "max_tokens=0: nothing would be answered; pass echo=true, or a larger number", "max_tokens")
-    wants_prompt = request.echo and request.logprobs is not None
-    params = sampling_params(
-        request,
-        max_tokens=1 if nothing else request.max_tokens,
-        logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if wants_prompt else request.prompt_logprobs,
-        **constraint(request),
-    )
+    prompts, params = await service.offload(exchange.body_size, _read, request)
     generation = await service.start(
         exchange, key, prompts, params, add_special_tokens=request.add_special_tokens, cache_salt=request.cache_salt,
         request_id=request.request_id,
@@ -46,6 +36,23 @@ async def completions(service: Service, exchange: Exchange, key: str) -> None:
         await answer(exchange, generation, shape, request.stream, service.options)
     finally:
         generation.close()
+
+
+def _read(request: CompletionRequest) -> tuple[list[str | list[int]], SamplingParams]:
+    """The prompts and the parameters of a request."""
+    prompts = split_prompts(request.prompt)
+    nothing = request.max_tokens == 0
+    if nothing and not request.echo:
+        raise ApiError(400, "max_tokens=0: nothing would be answered; pass echo=true, or a larger number", "max_tokens")
+    both = request.prompt_logprobs, request.logprobs if request.echo else None
+    params = sampling_params(
+        request,
+        max_tokens=1 if nothing else request.max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=max((number for number in both if number is not None), default=None),
+        **constraint(request),
+    )
+    return prompts, params
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -92,7 +99,7 @@ class CompletionAnswer:
         }  # fmt: skip
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, RequestOutput] = {}
-        self._usage = StreamUsage(request.stream_options, usage)
+        self._usage = StreamUsage(request.stream_options, lambda: self._counted(usage()))
         prefix = msgspec.json.encode(self._head)[:-1]
         self._prefix = b"data: " + prefix + b',"choices":[{"index":%d,"text":'
         self._suffix = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
@@ -148,6 +155,7 @@ class CompletionAnswer:
         return "".join(map(self._token_text, output.prompt_token_ids))
 
     def end(self, usage: dict[str, Any]) -> bytes:
+        usage = self._counted(usage)
         last = event({**self._head, "choices": [], "usage": usage}) if self._usage.wanted else b""
         return last + DONE
 
@@ -156,20 +164,23 @@ class CompletionAnswer:
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         choices = []
+        wants_prompt = self._request.prompt_logprobs is not None
         for index, choice in sorted(self._choices.items()):
             first = self._prompts[index // self._request.n]
             entry: dict[str, Any] = {
                 "index": index, "text": "".join(choice.texts), "logprobs": choice.all_logprobs,
                 "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason,
-                "prompt_logprobs": None if self._request.echo else prompt_rows(first.prompt_logprobs),
+                "prompt_logprobs": prompt_rows(first.prompt_logprobs) if wants_prompt else None,
             }  # fmt: skip
             if self._request.return_token_ids:
                 entry |= {"token_ids": choice.token_ids, "prompt_token_ids": first.prompt_token_ids}
             choices.append(entry)
-        if self._request.max_tokens == 0:
-            used = {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-            usage = usage | used
-        return {**self._head, "choices": choices, "usage": usage}
+        return {**self._head, "choices": choices, "usage": self._counted(usage)}
+
+    def _counted(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The usage without the token that the engine makes for max_tokens=0."""
+        none = {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage | none if self._request.max_tokens == 0 else usage
 
 
 def _extend(choice: _Choice, logprobs: dict[str, Any] | None) -> None:

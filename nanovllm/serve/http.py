@@ -43,7 +43,7 @@ class Exchange:
         self._send = send
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given.decode() if _SAFE_ID.fullmatch(given) else default_id
-        self._own_headers = [(b"x-request-id", self.request_id.encode()), *headers]
+        self._headers = headers
         self.status: int | None = None
         self.gone = False
         self.body_size = 0
@@ -106,9 +106,17 @@ class Exchange:
                 self.gone = True
                 return
 
+    def rename(self, request_id: str) -> None:
+        """Take the id that a body brings, before the answer begins."""
+        if not _SAFE_ID.fullmatch(request_id.encode()):
+            said = "must have 1 to 128 letters, digits, dots, colons, dashes and underscores"
+            raise ApiError(400, f"request_id={request_id!r:.80}: {said}", "request_id")
+        self.request_id = request_id
+
     async def start(self, status: int, headers: Headers) -> None:
         self.status = status
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._own_headers]})
+        own = [(b"x-request-id", self.request_id.encode()), *self._headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 
     async def write(self, data: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -62,8 +62,9 @@ async def tokenize(service: Service, exchange: Exchange, key: str) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "prompt: pass exactly one of prompt and messages", "prompt")
     if request.messages is not None:
-        text = service.render(
-            request.messages, request.chat_template_kwargs or {}, tools=request.tools,
+        text = await service.offload(
+            exchange.body_size, service.render, request.messages, request.chat_template_kwargs or {},
+            tools=request.tools,
             add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
             continue_final_message=request.continue_final_message,
         )  # fmt: skip
@@ -75,7 +76,8 @@ async def tokenize(service: Service, exchange: Exchange, key: str) -> None:
         "tokens": token_ids, "count": len(token_ids), "max_model_len": service.engine.info.max_model_len,
     }  # fmt: skip
     if request.return_token_strs:
-        found["token_strs"] = service.engine.tokenizer.convert_ids_to_tokens(token_ids)
+        names = service.engine.tokenizer.convert_ids_to_tokens
+        found["token_strs"] = await service.offload(len(token_ids), names, token_ids)
     await exchange.answer_json(found)
 
 
@@ -87,7 +89,8 @@ async def detokenize(service: Service, exchange: Exchange, key: str) -> None:
     if decoder is None:
         raise ApiError(400, "this server has no tokenizer")
     try:
-        service.engine.maker.prompts.check_ids(request.tokens)
+        await service.offload(len(request.tokens), service.engine.maker.prompts.check_ids, request.tokens)
     except ValueError as error:
         raise bad_request(error) from None
-    await exchange.answer_json({"prompt": decoder.decode(request.tokens, skip_special_tokens=False)})
+    text = await service.offload(len(request.tokens), decoder.decode, request.tokens, skip_special_tokens=False)
+    await exchange.answer_json({"prompt": text})

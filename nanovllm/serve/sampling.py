@@ -27,6 +27,8 @@ def sampling_params(request: GenerationRequest, **others: Any) -> SamplingParams
         raise ApiError(400, f"best_of={request.best_of}: it is not supported; use n, and choose the best", "best_of")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: it needs stream=true; leave it out", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(400, "prompt_logprobs: a stream has no place for them; leave stream out", "prompt_logprobs")
     given = {name: getattr(request, name) for name in _FIELDS}
     given["logit_bias"] = _logit_bias(request.logit_bias)
     if request.seed is not None:
@@ -52,7 +54,7 @@ def bad_request(error: Exception) -> ApiError:
     """A 400 of what the engine says of a request; the message begins with the name of what is wrong."""
     message = str(error)
     name = re.match(r"([a-z_]\w*)(\[\d+\])?[=:]", message)
-    code = "context_length_exceeded" if "max_model_len" in message else None
+    code = "context_length_exceeded" if re.search(r"max_model_len=\d", message) else None
     return ApiError(400, message, name[1] if name else None, code)
 
 

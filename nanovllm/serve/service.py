@@ -142,6 +142,8 @@ class Service:
         """
         completions = params.n * len(prompts)
         estimates = [len(p) // _CHARACTERS_A_TOKEN + 1 if isinstance(p, str) else len(p) for p in prompts]
+        if request_id is not None:
+            exchange.rename(request_id)
         self.check_alive()
         ticket = self.admission.enter(key, completions, params.n * sum(estimates))
         streams: list[OutputStream] = []
@@ -156,7 +158,7 @@ class Service:
                     cost = _INLINE_COST + 1
                 requests.append(await self.offload(cost, self._make, whole, params, add_special_tokens))
             ticket.set_tokens(params.n * sum(len(request.prompt_token_ids) for request in requests))
-            base = request_id or exchange.request_id
+            base = exchange.request_id
             for i, request in enumerate(requests):
                 streams.append(self.engine.start(request, self._unique(base if len(requests) == 1 else f"{base}-{i}")))
             return Generation(streams, ticket, exchange, self.metrics, self.options.queue_timeout)

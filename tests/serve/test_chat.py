@@ -52,6 +52,7 @@ def test_log_probabilities(server, llm):
         (dict(messages=MESSAGES, chat_template="{{ 1 }}"), "chat_template", "server's own template"),
         (dict(messages=MESSAGES, functions=[{"name": "f"}]), "functions", "use tools"),
         (dict(messages=MESSAGES, tools=[{"type": "function"}]), "tools", "description of a function"),
+        (dict(messages=MESSAGES, prompt_logprobs=1, stream=True), "prompt_logprobs", "leave stream out"),
         (dict(messages=MESSAGES, store=True), "store", "keeps nothing"),
         (dict(messages=MESSAGES, reasoning_effort="high"), "reasoning_effort", "does not reason"),
         (dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), None,
@@ -65,6 +66,8 @@ def test_what_cannot_be_honoured_is_named(server, body, param, said):
 
 
 def test_max_completion_tokens_and_parts_of_text(server):
+    status, error = server.refused("/v1/chat/completions", messages=MESSAGES, max_completion_tokens=0)
+    assert status == 400 and error["code"] == 400, "this is no question of the context's length"
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     found = server.post("/v1/chat/completions", messages=messages, max_completion_tokens=3, ignore_eos=True)
     assert found["usage"]["completion_tokens"] == 3 and found["choices"][0]["finish_reason"] == "length"

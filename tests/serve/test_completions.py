@@ -1,8 +1,11 @@
 """/v1/completions: the same tokens as `LLM.generate`, in OpenAI's shapes."""
 
+import threading
+
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.serve import completions
 
 PROMPTS = ["hello there", "one two three four", "abc"]
 
@@ -72,6 +75,18 @@ def test_echo_and_log_probabilities(server, llm):
     assert [x for p in pieces for x in p["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
 
 
+def test_an_echo_with_log_probabilities_of_the_prompt_and_no_output(server):
+    body = dict(prompt="hello there", max_tokens=0, echo=True)
+    whole = server.post("/v1/completions", **body, prompt_logprobs=1, request_id="mine")
+    ids = server.post("/tokenize", prompt="hello there")["tokens"]
+    rows = whole["choices"][0]["prompt_logprobs"]
+    assert rows[0] is None and [str(t) in row for t, row in zip(ids[1:], rows[1:])] == [True] * (len(ids) - 1)
+    assert whole["id"] == "cmpl-mine"
+    *_, last, done = server.events("/v1/completions", **body, stream_options={"include_usage": True})
+    assert last["usage"] == whole["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+    assert last["usage"]["completion_tokens"] == 0 and done == "[DONE]"
+
+
 def test_a_seed_holds_in_any_batch(server):
     import threading
 
@@ -112,6 +127,9 @@ def test_cached_tokens_are_told(server):
         (dict(prompt="x", stream_options={"usage": True}), "stream_options", "unknown field"),
         (dict(prompt="x", stream_options={"include_usage": None}), "stream_options", "stream=true"),
         (dict(prompt="x", seed=2**63), "seed", "less than"),
+        (dict(prompt="x", prompt_logprobs=1, stream=True), "prompt_logprobs", "leave stream out"),
+        (dict(prompt="x", request_id="a b"), "request_id", "letters"),
+        (dict(prompt=["x"] * 100, n=100), "n", "send several requests"),
         (dict(prompt=[]), "prompt", "pass 1 to"),
         (dict(prompt=["a", 5]), "prompt", "list of token ids"),
         (dict(prompt=""), None, "empty"),
@@ -131,6 +149,26 @@ def test_harmless_fields_and_nulls_are_taken(server):
         "/v1/completions", prompt="x", max_tokens=1, user="me", suffix=None, stop=None, best_of=1, n=1, logprobs=None,
         use_beam_search=False, metadata={"a": "b"}, seed=-5,
     )  # fmt: skip
+
+
+def test_large_bodies_are_read_in_threads(server, monkeypatch):
+    service = server.server.service
+    threads = []
+
+    def recording(call):
+        def run(*args, **kwargs):
+            threads.append(threading.current_thread().name)
+            return call(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(service, "render", recording(service.render))
+    monkeypatch.setattr(service.engine.maker.prompts, "check_ids", recording(service.engine.maker.prompts.check_ids))
+    monkeypatch.setattr(completions, "split_prompts", recording(completions.split_prompts))
+    server.refused("/tokenize", messages=[{"role": "user", "content": "word " * 2000}])
+    server.post("/detokenize", tokens=[5] * 10_000)
+    server.refused("/v1/completions", prompt=[5] * 10_000)
+    assert len(threads) == 3 and all(name.startswith("asyncio") for name in threads)
 
 
 def test_too_long_a_prompt(server):
