@@ -23,7 +23,7 @@ from nanovllm.serve.service import Service
 _BACKLOG = 4096
 _KEEP_ALIVE_SECONDS = 75
 _DESCRIPTORS = 65536
-_AFTER_DRAIN_SECONDS = 5.0
+_AFTER_DRAIN_SECONDS = 4.0
 """Time for the last events of requests that a drain has ended."""
 
 
@@ -74,6 +74,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, engine: AsyncLLM, options: ServeOptions, listener: Listener = Listener()) -> None:
         self.service = Service(engine, options)
+        self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
                 App(self.service), http=limited_protocol(options), ws="none", lifespan="on", log_config=None,
@@ -84,19 +85,24 @@ class Server(uvicorn.Server):
         )  # fmt: skip
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.force_exit = True
+        if self.should_exit and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end_now)
         self.should_exit = True
         self.service.admission.draining = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        error = EngineDeadError("the server was shut down before the request ended")
-        timer = loop.call_later(self.service.options.drain, self.service.engine.fail_all, error)
+        self._loop = asyncio.get_running_loop()
+        timer = self._loop.call_later(self.service.options.drain, self._end_now)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+            self._loop = None
+
+    def _end_now(self) -> None:
+        """End the requests that run with an error, and soon after that everything else."""
+        self.service.engine.fail_all(EngineDeadError("the server was shut down before the request ended"))
+        asyncio.get_running_loop().call_later(_AFTER_DRAIN_SECONDS / 2, setattr, self, "force_exit", True)
 
 
 def serve(engine: AsyncLLM, options: ServeOptions, listener: Listener, sock: socket.socket) -> None:

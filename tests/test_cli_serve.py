@@ -1,0 +1,112 @@
+"""`nanovllm serve` and `nanovllm bench serve` as commands."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
+import httpx
+from typer.testing import CliRunner
+
+from nanovllm.cli import app
+from tests import tiny
+from tests.serve.running import wait_until
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["serve", "--model", "m", "--log-level", "loud"], "--log-level loud"),
+        (["serve", "--model", "m", "--restart", "maybe"], "--restart maybe"),
+        (["serve", "--model", "m", "--api-key", "short"], "at least 8"),
+        (["serve", "--model", "m", "--max-waiting", "0"], "max_waiting=0"),
+        (["serve", "--model", "m", "--drain", "-1"], "drain=-1"),
+        (["serve", "--model", "m", "--kvcache-block-size", "7"], "kvcache_block_size=7"),
+        (["serve", "--model", "m", "--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),
+        (["serve", "--model", "m", "--port", "99999999"], "cannot listen at 127.0.0.1:99999999"),
+        (["bench", "serve", "localhost"], "url='localhost'"),
+        (["bench", "serve", "http://127.0.0.1:1", "--model", "m", "--concurrency", "no"], "--concurrency no"),
+        (["bench", "serve", "http://127.0.0.1:1"], "is a server there?"),
+    ],
+)
+def test_bad_input_is_named(args, said):
+    done = CliRunner().invoke(app, args)
+    assert isinstance(done.exception, ValueError) and said in str(done.exception)
+
+
+@pytest.fixture
+def process(tmp_path):
+    """(server's process, its address)"""
+    tiny.save_with_tokenizer(tmp_path)
+    command = [sys.executable, "-m", "nanovllm", "serve", "--model", str(tmp_path), "--served-model-name", "tiny"]
+    command += [
+        "--port",
+        "0",
+        "--num-kvcache-blocks",
+        "64",
+        "--kvcache-block-size",
+        "16",
+        "--drain",
+        "60",
+        "--log-json",
+    ]
+    env = os.environ | {"NANOVLLM_API_KEY": "some-secret-key"}
+    with subprocess.Popen(
+        [*command, "--access-log", "--log-json"], stderr=subprocess.PIPE, text=True, env=env
+    ) as server:
+        lines = []
+        found = None
+        while not found and (line := server.stderr.readline()):
+            lines.append(line)
+            found = re.search(r"tiny on cpu, float32, at (http://127\.0\.0\.1:\d+) ", line)
+        assert found, lines
+        yield server, found[1]
+        server.kill()
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_two_signals_end_a_server_and_its_engine(process):
+    server, url = process
+    with httpx.Client(base_url=url, headers={"x-api-key": "some-secret-key"}, trust_env=False, timeout=60) as client:
+        assert client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3}).status_code == 200
+        (engine,) = children(server.pid)
+        body = {"prompt": "hello", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 100}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            server.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            assert server.poll() is None, "the first signal lets running requests finish"
+            next(pieces)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 0
+    wait_until(lambda: not alive(engine))
+    logs = server.stderr.read()
+    assert '"logger": "nanovllm.serve.access"' in logs and "/v1/completions 200" in logs and "Traceback" not in logs
+
+
+@pytest.mark.slow
+def test_an_engine_does_not_outlive_its_server(process):
+    server, url = process
+    (engine,) = children(server.pid)
+    server.kill()
+    server.wait(10)
+    wait_until(lambda: not alive(engine))
