@@ -23,7 +23,7 @@ class PrefixIndex:
         max_blocks: of the index; the blocks that were not used for the longest time are forgotten.
     """
 
-    def __init__(self, slack: float = 8, max_blocks: int = 200_000) -> None:
+    def __init__(self, slack: float = 32, max_blocks: int = 200_000) -> None:
         self._slack, self._max_blocks = slack, max_blocks
         self._replicas: OrderedDict[int, set[str]] = OrderedDict()
 

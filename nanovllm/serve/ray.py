@@ -71,7 +71,7 @@ class Replica:
 class PrefixRequestRouter(RequestRouter):
     """Sends a prompt to a replica that has its beginning in the cache. The first argument is the prompt's text."""
 
-    def initialize_state(self, *, slack: float = 8, **_: Any) -> None:
+    def initialize_state(self, *, slack: float = 32, **_: Any) -> None:
         self._index = PrefixIndex(slack)
         self._sent: dict[str, tuple[float, int]] = {}
         """By replica: the time of its last report, and the requests that were sent there since then."""

@@ -17,7 +17,7 @@ class ReplicaOptions:
     """More than `replicas`: Ray adds replicas up to this number while requests wait, and removes them later."""
     num_cpus: float = 1.0
     """CPUs that a replica takes of Ray's count."""
-    slack: float = 8.0
+    slack: float = 32.0
     """Open requests by which a replica that has the prompt's beginning may exceed the least busy one."""
 
     def __post_init__(self) -> None:
