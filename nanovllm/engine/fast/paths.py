@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import current_group
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.fast.choice import by_context, enabled_paths
 from nanovllm.engine.fast.cuda_graphs import CudaGraphs, GraphBackend
@@ -129,6 +130,8 @@ class FastPaths:
             try:
                 self.prefill.capture(logits, backend, paged.two_layers())
             except Exception as e:
+                if current_group().size > 1:  # the other ranks go on with padded steps, of other sizes than this one's
+                    raise
                 logger.warning("steps with prompts run without CUDA graphs, since their capture failed: %s", e)
                 self.prefill = None
         timer.end("graphs")

@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 
+from nanovllm.distributed.group import current_group
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.fast.cuda_graphs import Graph, GraphBackend
 from nanovllm.engine.fast.padding import NOTHING, PaddedRuns, RunsBucket
@@ -92,7 +93,10 @@ class PrefillRunner:
                     "no memory for a CUDA graph of steps of %d tokens; a lower gpu_memory_utilization leaves some",
                     bucket.num_tokens,
                 )
-        self.buckets = [bucket for bucket in self.buckets if bucket in self._graphs]
+        # A step is padded only to what all ranks have captured: they sum equally many rows.
+        smallest, device = current_group().smallest, self._paged.device
+        self.buckets = [bucket for bucket in self.buckets if smallest(int(bucket in self._graphs), device)]
+        self._graphs = {bucket: self._graphs[bucket] for bucket in self.buckets}
 
     def visit(self, logits: torch.Tensor) -> None:
         """Run every size once. logits: as for `capture`."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.distributed.group import Group, split_over
 from nanovllm.engine.fast.padding import RunsBucket
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets
@@ -178,6 +179,25 @@ def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, caplog, f
     assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8)] and len(prefill) == 3
     assert prefill.fit(64, 1) is None
     assert [record.getMessage() for record in caplog.records if "of 64 tokens" in record.getMessage()]
+
+
+class WithAnotherRank(Group):
+    """Two ranks; `kept["other"]` is what the other rank has, in the order in which it is asked."""
+
+    def smallest(self, number, device):
+        return min(number, self.kept["other"].pop(0))
+
+
+def test_a_step_is_padded_only_to_a_size_that_all_ranks_have_captured(directory):
+    """A rank that lacked memory for a graph would run the step unpadded, and sum fewer rows than the others."""
+    prefill = make(
+        directory, fast_policy=FULL, capture_prefill=True, max_num_batched_tokens=64
+    ).engine.runner.fast.prefill
+    logits = torch.empty(11, VOCAB, device=DEVICE)
+    with torch.inference_mode(), split_over(WithAnotherRank(0, 2, kept={"other": [1, 1, 1, 0, 0]})):
+        prefill.capture(logits, ReplayedFunctions(torch.device(DEVICE)), nullcontext())
+    assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8)] and len(prefill) == 3
+    assert prefill.fit(64, 1) is None
 
 
 def test_real_sizes(directory, expected):
