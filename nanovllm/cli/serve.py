@@ -70,6 +70,9 @@ def serve(
     ssl_keyfile: Annotated[Path | None, _option(_ACCESS, "The certificate's key.")] = None,
     ssl_ca_certs: Annotated[Path | None, _option(_ACCESS, "Certificates that clients must have.")] = None,
     metrics_prefix: Annotated[str, _option(_ACCESS, "Of the metrics that vLLM has, too.")] = "vllm:",
+    otlp_endpoint: Annotated[
+        str | None, _option(_ACCESS, "Send a span of each request there: http://127.0.0.1:4318/v1/traces")
+    ] = None,
     access_log: Annotated[bool, _option(_ACCESS, "Log every answer.")] = False,
     log_json: Annotated[bool, _option(_ACCESS, "Write logs as JSON.")] = False,
     log_level: Annotated[str, _option(_ACCESS, "debug, info, warning or error.")] = "warning",
@@ -115,11 +118,20 @@ def serve(
     if replicas is not None:
         _run_replicas(config, options, listener, replicas, max_replicas, ray_address)
         return
-    _run(config, options, listener, in_process, restart == "always", (log_level, log_json, access_log))
+    from nanovllm.serve.tracing import Tracing
+
+    tracing = None if otlp_endpoint is None else Tracing(otlp_endpoint, names[0])
+    _run(config, options, listener, tracing, in_process, restart == "always", (log_level, log_json, access_log))
 
 
 def _run(
-    config: Any, options: Any, listener: Any, in_process: bool, restart: bool, logs: tuple[str, bool, bool]
+    config: Any,
+    options: Any,
+    listener: Any,
+    tracing: Any,
+    in_process: bool,
+    restart: bool,
+    logs: tuple[str, bool, bool],
 ) -> None:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.serve.log_setup import logging_thread
@@ -146,7 +158,7 @@ def _run(
         host, port = sock.getsockname()[:2]
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"{options.model_names[0]} on {engine.info.device}, at {address} (Ctrl-C ends it)", file=sys.stderr)
-        run_server(engine, options, listener, sock)
+        run_server(engine, options, listener, sock, tracing)
 
 
 def _run_replicas(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.engine.output_stream import OutputStream
@@ -17,15 +18,25 @@ class Generation:
     """The outputs of one or several prompts. Made by `Service.start`; `close` in every case.
 
     While it is open, a client that disconnects cancels the task that made it.
+
+    Args:
+        closed: called at the end of `close`.
     """
 
     def __init__(
-        self, streams: list[OutputStream], ticket: Ticket, exchange: Exchange, metrics: Metrics, queue_timeout: float
+        self,
+        streams: list[OutputStream],
+        ticket: Ticket,
+        exchange: Exchange,
+        metrics: Metrics,
+        queue_timeout: float,
+        closed: Callable[[Generation], None] | None = None,
     ) -> None:
         self.streams = streams
+        self._closed = closed
         self._ticket = ticket
         self._metrics = metrics
-        self._exchange = exchange
+        self.exchange = exchange
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._ready: dict[int, None] = {}
@@ -92,6 +103,8 @@ class Generation:
                 self._metrics.aborted()
             stream.close()
         self._ticket.close()
+        if self._closed is not None:
+            self._closed(self)
 
     def _news(self, index: int) -> None:
         self._ready[index] = None
@@ -116,5 +129,5 @@ class Generation:
             self._news(index)
 
     def _disconnected(self, watch: asyncio.Task[None]) -> None:
-        if not watch.cancelled() and self._exchange.gone and self._task is not None:
+        if not watch.cancelled() and self.exchange.gone and self._task is not None:
             self._task.cancel()

@@ -19,6 +19,7 @@ from nanovllm.serve.app import App
 from nanovllm.serve.limits import limited_protocol
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.service import Service
+from nanovllm.serve.tracing import Tracing
 
 _BACKLOG = 4096
 _KEEP_ALIVE_SECONDS = 75
@@ -105,10 +106,14 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(_AFTER_DRAIN_SECONDS / 2, setattr, self, "force_exit", True)
 
 
-def serve(engine: AsyncLLM, options: ServeOptions, listener: Listener, sock: socket.socket) -> None:
+def serve(
+    engine: AsyncLLM, options: ServeOptions, listener: Listener, sock: socket.socket, tracing: Tracing | None = None
+) -> None:
     """Serve until a signal ends it, then end the engine. sock: from `listener.open`."""
     _raise_descriptor_limit()
     server = Server(engine, options, listener)
+    if tracing is not None:
+        server.service.generated = tracing.record
     try:
         server.run(sockets=[sock])
     finally:
@@ -116,6 +121,8 @@ def serve(engine: AsyncLLM, options: ServeOptions, listener: Listener, sock: soc
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         engine.close()
+        if tracing is not None:
+            tracing.close()
 
 
 def _raise_descriptor_limit() -> None:

@@ -53,6 +53,8 @@ class Service:
             options.max_waiting, options.max_waiting_tokens, options.max_per_key, self.metrics.rejected
         )
         self.created = int(time.time())
+        self.generated: Callable[[Generation], None] | None = None
+        """Called with every generation that has ended; for traces."""
         engine.on_outputs = self.metrics.stepped
 
     @property
@@ -161,7 +163,7 @@ class Service:
             base = exchange.request_id
             for i, request in enumerate(requests):
                 streams.append(self.engine.start(request, self._unique(base if len(requests) == 1 else f"{base}-{i}")))
-            return Generation(streams, ticket, exchange, self.metrics, self.options.queue_timeout)
+            return Generation(streams, ticket, exchange, self.metrics, self.options.queue_timeout, self.generated)
         except BaseException as error:
             for stream in streams:
                 stream.close()
