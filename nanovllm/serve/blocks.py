@@ -34,6 +34,7 @@ class Blocks:
     def __init__(self, parser: AnswerParser | None) -> None:
         self._parser = parser
         self._open: Block | None = None
+        self._space = ""
         self.all: list[Block] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -66,14 +67,19 @@ class Blocks:
             kind = "reasoning"
         elif isinstance(delta, ArgumentsDelta):
             kind = "call"
+        text = delta.text
         if self._open is None or self._open.kind != kind:
-            if kind == "text" and not delta.text.strip():
-                return  # line breaks between blocks
+            if kind == "text":
+                # White space before a text belongs to it at the beginning of an answer, not between two blocks.
+                text = text.lstrip() if self.all else self._space + text
+                if not text.strip():
+                    self._space = text
+                    return
             yield from self._close()
             yield from self._begin(Block(kind, len(self.all)))
         assert self._open is not None
-        self._open.text += delta.text
-        yield "more", self._open, delta.text
+        self._open.text += text
+        yield "more", self._open, text
 
     def _begin(self, block: Block) -> Iterator[tuple[Change, Block, str]]:
         self._open = block

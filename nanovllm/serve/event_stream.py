@@ -64,6 +64,8 @@ class EventStream:
         """Send the last events and end the answer."""
         if data:
             await self.send(data)
+        self._last = self._loop.time()
+        self._blocked = True  # until `close`: nothing may follow, and a client that takes nothing is cut off here too
         await self._exchange.write(b"", more=False)
 
     def close(self) -> None:

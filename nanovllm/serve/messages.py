@@ -152,7 +152,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
     names = {"auto": "auto", "any": "required", "none": "none"}
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, parallel
-    if kind not in names:
+    if not isinstance(kind, str) or kind not in names:
         raise ApiError(400, f"tool_choice: type={kind!r:.40}: must be auto, any, tool or none", "tool_choice")
     return names[kind], parallel
 

@@ -67,9 +67,21 @@ def _refuse_state(request: ResponsesRequest) -> None:
         raise ApiError(400, "background: it is not supported; use stream", "background")
     if request.truncation != "disabled":
         raise ApiError(400, f"truncation={request.truncation!r:.40}: an input is not cut; shorten it", "truncation")
+    _refuse_others("text", request.text, {"format": None, "verbosity": ("medium",)})
+    _refuse_others(
+        "reasoning", request.reasoning, {"effort": None, "summary": ("auto",), "generate_summary": ("auto",)}
+    )
     for name in request.include:
         if name != "reasoning.encrypted_content":  # there is none, so nothing is left out
             raise ApiError(400, f"include: {name!r:.80} is not supported", "include")
+
+
+def _refuse_others(name: str, given: dict[str, Any] | None, known: dict[str, tuple[str, ...] | None]) -> None:
+    """Refuse what an object asks for beyond `known`. known: the values that change nothing; None: all are honoured."""
+    for key, value in (given or {}).items():
+        harmless = known.get(key, ())
+        if value is not None and harmless is not None and value not in harmless:
+            raise ApiError(400, f"{name}: {key[:40]}={value!r:.80} is not supported; leave it out", name)
 
 
 def _chat_request(request: ResponsesRequest) -> ChatRequest:
@@ -82,7 +94,7 @@ def _chat_request(request: ResponsesRequest) -> ChatRequest:
         for i, item in enumerate(request.input):
             _add_item(messages, item, f"input[{i}]")
     choice = request.tool_choice
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return ChatRequest(
         messages=messages, max_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p,

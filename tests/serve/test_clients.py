@@ -94,7 +94,14 @@ def test_responses(client, server):
     items = [*MESSAGES, {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hi"}]},
              {"role": "user", "content": [{"type": "input_text", "text": "again"}]}]  # fmt: skip
     assert client.responses.create(**asked | {"input": items}).usage.input_tokens > 5
-    for wrong in ({"previous_response_id": "resp_1"}, {"store": True}, {"max_output_tokens": -1}, {"background": True}):
+    for wrong in (
+        {"text": {"verbosity": "low"}},
+        {"reasoning": {"summary": "detailed"}},
+        {"previous_response_id": "resp_1"},
+        {"store": True},
+        {"max_output_tokens": -1},
+        {"background": True},
+    ):
         with pytest.raises(openai.BadRequestError) as caught:
             client.responses.create(**asked | wrong)
         assert caught.value.param == next(iter(wrong))
