@@ -43,7 +43,14 @@ TO_UNDO: set[tuple[str, str]] = set()
 CIRCLES_TO_UNDO: set[str] = set()
 # A second or more to import, and not needed to serve token ids or to show a help text.
 HEAVY = {"transformers", "rich", "tokenizers", "huggingface_hub", "gguf"}
-WITHOUT_TORCH = {"engine.sequence", "engine.block_manager", "engine.scheduler", "engine.detokenizer", "engine.prompts"}
+WITHOUT_TORCH = {
+    "serve.process_client",
+    "engine.sequence",
+    "engine.block_manager",
+    "engine.scheduler",
+    "engine.detokenizer",
+    "engine.prompts",
+}
 
 
 def module_name(path):

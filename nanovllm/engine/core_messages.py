@@ -6,6 +6,7 @@ most steps bring one token for each of hundreds of completions and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -92,6 +93,11 @@ class StepOutputs(NamedTuple):
     """(completion key, the log-probabilities of its token in this step)"""
     failed: list[tuple[int, str, str]] = []
     """Requests that ended with an error: (request key, "refused" or "lost", what to tell the user)."""
+
+
+Deliver = Callable[[StepOutputs], None]
+Died = Callable[[str], None]
+"""Called when an engine has ended by itself, with the reason."""
 
 
 class EngineInfo(NamedTuple):

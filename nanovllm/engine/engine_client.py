@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
 from typing import Protocol
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.core_messages import AbortRequest, EngineInfo, StartRequest, StepOutputs
+from nanovllm.engine.core_messages import AbortRequest, Deliver, Died, EngineInfo, StartRequest, StepOutputs
 from nanovllm.engine.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
-
-Deliver = Callable[[StepOutputs], None]
-Died = Callable[[str], None]
 
 
 class EngineClient(Protocol):

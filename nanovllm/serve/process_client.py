@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core_messages import AbortRequest, EngineInfo, StartRequest, StepOutputs
-from nanovllm.engine.engine_client import Deliver, Died
+from nanovllm.engine.core_messages import AbortRequest, Deliver, Died, EngineInfo, StartRequest, StepOutputs
 from nanovllm.serve.frames import ABORT, CONFIG, FAILED, READY, START, STEP, FrameReader, frame, read_frames
 
 logger = logging.getLogger(__name__)
