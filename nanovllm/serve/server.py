@@ -63,7 +63,8 @@ class Listener:
         """Raises: ValueError: nothing can listen there."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            return socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG)
+            both = self.host == "::" and socket.has_dualstack_ipv6()  # every address, of IPv4 too
+            return socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except (OSError, OverflowError) as error:
             raise ValueError(
                 f"cannot listen at {self.host}:{self.port} ({error}); choose another --host or --port"

@@ -126,6 +126,13 @@ def test_upgrades_are_ignored(guarded):
     connection.close()
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_all_addresses():
+    with Listener("::", 0).open() as sock:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, sock.getsockname()[1]), 5).close()
+
+
 def test_clients_without_a_certificate_are_refused(tmp_path):
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj"]
