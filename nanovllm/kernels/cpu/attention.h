@@ -1,6 +1,7 @@
 // Attention of new tokens over a paged KV cache, in float32.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -42,67 +43,111 @@ struct Run {
     int64_t first, count, context;
     const int32_t* blocks;
 
-    // The element at which token `position` begins.
-    int64_t at(const Cache& cache, int64_t position) const {
-        return ((int64_t)blocks[position / cache.block_size] * cache.block_size + position % cache.block_size) *
-               cache.token_size();
+    // fn(position, count, element): `count` tokens from `position` on lie side by side, from `element` on.
+    template <typename Fn>
+    void each_block(const Cache& cache, int64_t begin, int64_t end, Fn&& fn) const {
+        while (begin < end) {
+            const int64_t block = begin / cache.block_size, within = begin % cache.block_size;
+            const int64_t here = std::min(cache.block_size - within, end - begin);
+            fn(begin, here, (blocks[block] * cache.block_size + within) * cache.token_size());
+            begin += here;
+        }
     }
 };
 
-// scores[0 to last] become probabilities, up to a factor whose inverse is returned. Whole vectors are written.
-inline float softmax(float* scores, int64_t last) {
-    const int64_t padded = last / LANES * LANES + LANES;
-    for (int64_t i = last + 1; i < padded; i++) scores[i] = -INFINITY;
+// scores[0 to count - 1] become exponentials relative to the largest, which is returned; so is their sum. Whole vectors
+// are written.
+inline float exponentials(float* scores, int64_t count, float& total) {
+    const int64_t padded = (count + LANES - 1) / LANES * LANES;
+    for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
     Floats most = broadcast(-INFINITY);
     for (int64_t i = 0; i < padded; i += LANES) most = larger(most, load<Floats>(scores + i));
     const float top = maximum(most);
-    Floats total{};
+    Floats sums{};
     for (int64_t i = 0; i < padded; i += LANES) {
-        Floats p = exponential(load<Floats>(scores + i) - top);
+        const Floats p = exponential(load<Floats>(scores + i) - top);
         store(scores + i, p);
-        total += p;
+        sums += p;
     }
-    return 1.0f / sum(total);
+    total = sum(sums);
+    return top;
 }
 
-// QUERIES heads of one token that share a key head, over the whole context: keys are read once for all of them.
+constexpr int64_t PIECE = 256;  // tokens of a context that one task attends to
+
+// One head's result over a piece of the context: the weighted sum of values is `out` / `total`.
+struct Partial {
+    float top, total;  // the largest score, and the sum of exponentials relative to it
+    float* out;        // [head_dim]
+};
+
+// QUERIES heads of one token that share a key head, over positions begin to end: keys are read once for all of them.
 template <typename F, int QUERIES>
-inline void attend_token(const Cache& cache, const Run& run, int64_t last, int64_t kv_head, const float* q, float scale,
-                         float* out) {
-    const int64_t dim = cache.head_dim, vectors = dim / LANES;
-    const int64_t padded = last / LANES * LANES + LANES;
-    thread_local std::vector<float> scores;
-    scores.resize((size_t)padded * QUERIES);
-    for (int64_t position = 0; position <= last; position++) {
-        const int64_t at = run.at(cache, position) + kv_head * dim;
-        Floats dot[QUERIES] = {};
-        for (int64_t i = 0; i < vectors; i++) {
-            const Floats key = sixteen<F>(cache.k, at + i * LANES);
-            for (int h = 0; h < QUERIES; h++) dot[h] += key * load<Floats>(q + h * dim + i * LANES);
+inline void attend_piece(const Cache& cache, const Run& run, int64_t begin, int64_t end, int64_t kv_head, const float* q,
+                         float scale, Partial* results) {
+    const int64_t dim = cache.head_dim, size = cache.token_size();
+    alignas(64) float scores[QUERIES][PIECE];
+    run.each_block(cache, begin, end, [&](int64_t position, int64_t count, int64_t element) {
+        const uint8_t* keys = cache.k + (element + kv_head * dim) * F::BYTES;
+        float* to = &scores[0][position - begin];
+        for (int64_t t = 0; t < count; t += 4) {  // four tokens at once; at the end the last one again
+            Floats dot[QUERIES][4] = {};
+            for (int64_t i = 0; i < dim; i += LANES)
+                for (int n = 0; n < 4; n++) {
+                    const Floats key = sixteen<F>(keys, std::min(t + n, count - 1) * size + i);
+                    for (int h = 0; h < QUERIES; h++) dot[h][n] += key * load<Floats>(q + h * dim + i);
+                }
+            for (int h = 0; h < QUERIES; h++) {
+                float four[4];
+                sums_of_four(dot[h], four);
+                for (int n = 0; n < std::min<int64_t>(4, count - t); n++) to[h * PIECE + t + n] = four[n] * scale;
+            }
         }
-        for (int h = 0; h < QUERIES; h++) scores[h * padded + position] = scale * sum(dot[h]);
-    }
-    float inverse[QUERIES];
-    for (int h = 0; h < QUERIES; h++) inverse[h] = softmax(scores.data() + h * padded, last);
-    for (int64_t i = 0; i < vectors; i++) {
-        Floats acc[QUERIES] = {};
-        for (int64_t position = 0; position <= last; position++) {
-            const Floats value = sixteen<F>(cache.v, run.at(cache, position) + kv_head * dim + i * LANES);
-            for (int h = 0; h < QUERIES; h++) acc[h] += value * scores[h * padded + position];
-        }
-        for (int h = 0; h < QUERIES; h++) store(out + h * dim + i * LANES, acc[h] * inverse[h]);
+    });
+    for (int h = 0; h < QUERIES; h++) results[h].top = exponentials(scores[h], end - begin, results[h].total);
+    constexpr int WIDTH = 4;  // vectors of a head at once: they and the queries' sums fit in registers
+    for (int64_t first = 0; first < dim; first += WIDTH * LANES) {
+        const int width = (int)std::min<int64_t>(WIDTH, (dim - first) / LANES);
+        Floats acc[QUERIES][WIDTH] = {};
+        auto add = [&](auto width) {
+            run.each_block(cache, begin, end, [&](int64_t position, int64_t count, int64_t element) {
+                const uint8_t* values = cache.v + (element + kv_head * dim + first) * F::BYTES;
+                for (int64_t t = 0; t < count; t++)
+                    for (int i = 0; i < width; i++) {
+                        const Floats value = sixteen<F>(values, t * size + i * LANES);
+                        for (int h = 0; h < QUERIES; h++) acc[h][i] += value * scores[h][position - begin + t];
+                    }
+            });
+        };
+        if (width == WIDTH) add(std::integral_constant<int, WIDTH>{});
+        else add(width);
+        for (int h = 0; h < QUERIES; h++)
+            for (int i = 0; i < width; i++) store(results[h].out + first + i * LANES, acc[h][i]);
     }
 }
 
 template <typename F>
-inline void attend_heads(const Cache& cache, const Run& run, int64_t last, int64_t kv_head, int64_t queries,
-                         const float* q, float scale, float* out) {
+inline void attend_heads(const Cache& cache, const Run& run, int64_t begin, int64_t end, int64_t kv_head, int64_t queries,
+                         const float* q, float scale, Partial* results) {
     const int64_t dim = cache.head_dim;
-    for (; queries >= 4; queries -= 4, q += 4 * dim, out += 4 * dim)
-        attend_token<F, 4>(cache, run, last, kv_head, q, scale, out);
-    if (queries == 3) attend_token<F, 3>(cache, run, last, kv_head, q, scale, out);
-    if (queries == 2) attend_token<F, 2>(cache, run, last, kv_head, q, scale, out);
-    if (queries == 1) attend_token<F, 1>(cache, run, last, kv_head, q, scale, out);
+    for (; queries >= 4; queries -= 4, q += 4 * dim, results += 4)
+        attend_piece<F, 4>(cache, run, begin, end, kv_head, q, scale, results);
+    if (queries == 3) attend_piece<F, 3>(cache, run, begin, end, kv_head, q, scale, results);
+    if (queries == 2) attend_piece<F, 2>(cache, run, begin, end, kv_head, q, scale, results);
+    if (queries == 1) attend_piece<F, 1>(cache, run, begin, end, kv_head, q, scale, results);
+}
+
+// The pieces of one head to its result.
+inline void join(const Partial* pieces, int64_t count, int64_t step, int64_t dim, float* out) {
+    float top = -INFINITY, total = 0;
+    for (int64_t i = 0; i < count; i++) top = std::max(top, pieces[i * step].top);
+    for (int64_t i = 0; i < count; i++) total += pieces[i * step].total * std::exp(pieces[i * step].top - top);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        Floats sum{};
+        for (int64_t i = 0; i < count; i++)
+            sum += load<Floats>(pieces[i * step].out + d) * (std::exp(pieces[i * step].top - top) / total);
+        store(out + d, sum);
+    }
 }
 
 // The keys and values of one key head of a run's context: keys as [context / 16][head_dim][16], values as
@@ -116,15 +161,17 @@ inline void gather(const Cache& cache, const Run& run, int64_t kv_head, Gathered
     const int64_t dim = cache.head_dim, tiles = (run.context + LANES - 1) / LANES;
     to.keys.assign((size_t)tiles * dim * LANES, 0.0f);
     to.values.resize((size_t)run.context * dim);
-    for (int64_t position = 0; position < run.context; position++) {
-        const int64_t at = run.at(cache, position) + kv_head * dim;
-        float* keys = to.keys.data() + position / LANES * dim * LANES + position % LANES;
-        for (int64_t i = 0; i < dim; i += LANES) {
-            const Floats key = sixteen<F>(cache.k, at + i);
-            for (int lane = 0; lane < LANES; lane++) keys[(i + lane) * LANES] = key[lane];
-            store(to.values.data() + position * dim + i, sixteen<F>(cache.v, at + i));
+    run.each_block(cache, 0, run.context, [&](int64_t first, int64_t count, int64_t element) {
+        for (int64_t position = first; position < first + count; position++) {
+            const int64_t at = element + (position - first) * cache.token_size() + kv_head * dim;
+            float* keys = to.keys.data() + position / LANES * dim * LANES + position % LANES;
+            for (int64_t i = 0; i < dim; i += LANES) {
+                const Floats key = sixteen<F>(cache.k, at + i);
+                for (int lane = 0; lane < LANES; lane++) keys[(i + lane) * LANES] = key[lane];
+                store(to.values.data() + position * dim + i, sixteen<F>(cache.v, at + i));
+            }
         }
-    }
+    });
 }
 
 // TOKENS tokens of one query head over gathered keys and values. The first attends to tokens 0 to `first_last`.
@@ -145,9 +192,11 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
     }
     float inverse[TOKENS];
     for (int m = 0; m < TOKENS; m++) {
-        const int64_t last = first_last + m;
-        inverse[m] = softmax(scores.data() + m * padded, last);
-        for (int64_t i = last / LANES * LANES + LANES; i < padded; i++) scores[m * padded + i] = 0.0f;
+        const int64_t count = first_last + m + 1;
+        float total;
+        exponentials(scores.data() + m * padded, count, total);
+        inverse[m] = 1.0f / total;
+        for (int64_t i = (count + LANES - 1) / LANES * LANES; i < padded; i++) scores[m * padded + i] = 0.0f;
     }
     for (int64_t i = 0; i < dim; i += LANES) {
         Floats acc[TOKENS] = {};
@@ -160,56 +209,95 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
 }
 
 constexpr int64_t GATHER_FROM = 8;  // new tokens of a run from which on its keys are gathered first
+#if defined(__AVX512F__)
+constexpr int64_t QUERY_TOKENS = 8;
+#else
 constexpr int64_t QUERY_TOKENS = 4;
+#endif
 
 // q: [tokens][q_stride]; out: [tokens][out_stride]; the query heads of a token side by side.
-inline void attention(Threads& threads, const Cache& cache, const std::vector<Run>& runs, int64_t heads, const float* q,
-                      int64_t q_stride, float scale, float* out, int64_t out_stride) {
-    const int64_t dim = cache.head_dim, per_kv = heads / cache.kv_heads;
+struct Heads {
+    int64_t count;
+    float scale;
+    const float* q;
+    int64_t q_stride;
+    float* out;
+    int64_t out_stride;
+};
+
+// Runs of few tokens: a task for each token, key head and piece of the context.
+template <typename F>
+inline void attend_short_runs(Threads& threads, const Cache& cache, const std::vector<const Run*>& runs, const Heads& heads) {
+    const int64_t dim = cache.head_dim, per_kv = heads.count / cache.kv_heads;
+    struct Token {
+        const Run* run;
+        int64_t row, context, pieces, first_piece;
+    };
+    std::vector<Token> tokens;
+    std::vector<std::pair<int64_t, int64_t>> pieces;  // (token, piece)
+    for (const Run* run : runs)
+        for (int64_t i = 0; i < run->count; i++) {
+            const int64_t context = run->context - run->count + i + 1, count = (context + PIECE - 1) / PIECE;
+            for (int64_t piece = 0; piece < count; piece++) pieces.push_back({(int64_t)tokens.size(), piece});
+            tokens.push_back({run, run->first + i, context, count, (int64_t)pieces.size() - count});
+        }
+    std::vector<Partial> partials(pieces.size() * heads.count);
+    std::vector<float> outs(partials.size() * dim);
+    for (size_t i = 0; i < partials.size(); i++) partials[i].out = outs.data() + i * dim;
+    threads.run((int64_t)pieces.size() * cache.kv_heads, [&](int64_t task) {
+        const int64_t kv_head = task % cache.kv_heads;
+        const auto [index, piece] = pieces[task / cache.kv_heads];
+        const Token& token = tokens[index];
+        const float* q = heads.q + token.row * heads.q_stride + kv_head * per_kv * dim;
+        Partial* results = partials.data() + task / cache.kv_heads * heads.count + kv_head * per_kv;
+        attend_heads<F>(cache, *token.run, piece * PIECE, std::min(token.context, (piece + 1) * PIECE), kv_head, per_kv, q,
+                        heads.scale, results);
+    });
+    for (const Token& token : tokens)
+        for (int64_t h = 0; h < heads.count; h++)
+            join(partials.data() + token.first_piece * heads.count + h, token.pieces, heads.count, dim,
+                 heads.out + token.row * heads.out_stride + h * dim);
+}
+
+// Runs of many tokens: their keys are gathered first, then there is a task for each head and some tokens.
+template <typename F>
+inline void attend_long_runs(Threads& threads, const Cache& cache, const std::vector<const Run*>& runs, const Heads& heads) {
+    const int64_t dim = cache.head_dim, per_kv = heads.count / cache.kv_heads;
+    std::vector<Gathered> gathered(runs.size() * cache.kv_heads);
+    threads.run((int64_t)gathered.size(), [&](int64_t i) {
+        gather<F>(cache, *runs[i / cache.kv_heads], i % cache.kv_heads, gathered[i]);
+    });
+    struct Task {
+        int64_t run, token, count, head;
+    };
+    std::vector<Task> tasks;
+    for (size_t r = 0; r < runs.size(); r++)
+        for (int64_t token = 0; token < runs[r]->count; token += QUERY_TOKENS)
+            for (int64_t head = 0; head < heads.count; head++)
+                tasks.push_back({(int64_t)r, token, std::min(QUERY_TOKENS, runs[r]->count - token), head});
+    // The last tasks of a run have the longest contexts: they begin first.
+    threads.run((int64_t)tasks.size(), [&](int64_t i) {
+        const Task& task = tasks[tasks.size() - 1 - i];
+        const Run& run = *runs[task.run];
+        const Gathered& from = gathered[task.run * cache.kv_heads + task.head / per_kv];
+        const int64_t token = run.first + task.token, last = run.context - run.count + task.token;
+        const float* q = heads.q + token * heads.q_stride + task.head * dim;
+        float* to = heads.out + token * heads.out_stride + task.head * dim;
+        if (task.count == QUERY_TOKENS)
+            return attend_gathered<QUERY_TOKENS>(from, dim, last, q, heads.q_stride, heads.scale, to, heads.out_stride);
+        for (int64_t m = 0; m < task.count; m++)
+            attend_gathered<1>(from, dim, last + m, q + m * heads.q_stride, heads.q_stride, heads.scale,
+                               to + m * heads.out_stride, heads.out_stride);
+    });
+}
+
+inline void attention(Threads& threads, const Cache& cache, const std::vector<Run>& runs, const Heads& heads) {
+    std::vector<const Run*> few, many;
+    for (const Run& run : runs) (run.count < GATHER_FROM ? few : many).push_back(&run);
     with_plain(cache.format, [&](auto format) {
         using F = decltype(format);
-        struct Task {
-            const Run* run;
-            int64_t token, count, head, queries;
-            const Gathered* from;
-        };
-        std::vector<Task> tasks;
-        int64_t long_runs = 0;
-        for (const Run& run : runs) long_runs += run.count >= GATHER_FROM;
-        std::vector<Gathered> gathered((size_t)long_runs * cache.kv_heads);
-        std::vector<const Run*> to_gather;
-        for (const Run& run : runs) {
-            if (run.count < GATHER_FROM) {
-                // A few tokens: heads are split further only where there are fewer tasks than threads.
-                const int64_t parts = (int64_t)runs.size() * cache.kv_heads < 2 * threads.count() ? per_kv : 1;
-                for (int64_t token = 0; token < run.count; token++)
-                    for (int64_t head = 0; head < heads; head += per_kv / parts)
-                        tasks.push_back({&run, token, 1, head, per_kv / parts, nullptr});
-                continue;
-            }
-            const Gathered* from = gathered.data() + to_gather.size() * cache.kv_heads;
-            to_gather.push_back(&run);
-            for (int64_t token = 0; token < run.count; token += QUERY_TOKENS)
-                for (int64_t head = 0; head < heads; head++)
-                    tasks.push_back({&run, token, std::min(QUERY_TOKENS, run.count - token), head, 1, from + head / per_kv});
-        }
-        threads.run((int64_t)gathered.size(), [&](int64_t i) {
-            gather<F>(cache, *to_gather[i / cache.kv_heads], i % cache.kv_heads, gathered[i]);
-        });
-        // The last tasks of a run have the longest contexts: they begin first.
-        threads.run((int64_t)tasks.size(), [&](int64_t i) {
-            const Task& task = tasks[tasks.size() - 1 - i];
-            const Run& run = *task.run;
-            const int64_t token = run.first + task.token, last = run.context - run.count + task.token;
-            const float* from = q + token * q_stride + task.head * dim;
-            float* to = out + token * out_stride + task.head * dim;
-            if (task.from == nullptr)
-                return attend_heads<F>(cache, run, last, task.head / per_kv, task.queries, from, scale, to);
-            if (task.count == QUERY_TOKENS)
-                return attend_gathered<QUERY_TOKENS>(*task.from, dim, last, from, q_stride, scale, to, out_stride);
-            for (int64_t m = 0; m < task.count; m++)
-                attend_gathered<1>(*task.from, dim, last + m, from + m * q_stride, q_stride, scale, to + m * out_stride, out_stride);
-        });
+        if (!few.empty()) attend_short_runs<F>(threads, cache, few, heads);
+        if (!many.empty()) attend_long_runs<F>(threads, cache, many, heads);
     });
 }
 

@@ -17,6 +17,7 @@ struct Layer {
 struct Model {
     int64_t num_layers, hidden, heads, kv_heads, head_dim, intermediate;
     float eps;
+    int32_t parts;  // of every quantised weight; 0: all are plain
     const Layer* layers;
     const float* final_norm;
     const float* cos_sin;  // [positions][head_dim]: cosines, then sines
@@ -27,29 +28,6 @@ struct Batch {
     const int64_t *positions, *slots;
     const int32_t *block_table, *context_lens, *cu_seqlens;  // cu_seqlens [num_seqs - num_decodes + 1], or null
     const int64_t* rows;  // [num_rows]; num_rows -1: all tokens
-};
-
-// Rows of floats, padded with zeros to whole super-blocks, with the sums of their groups.
-class Buffer {
-   public:
-    Buffer(int64_t count, int64_t width) : stride_((width + 255) / 256 * 256) {
-        values_.assign((size_t)count * stride_, 0.0f);
-        sums_.resize((size_t)count * (stride_ / GROUP));
-    }
-
-    float* row(int64_t i) { return values_.data() + i * stride_; }
-    int64_t stride() const { return stride_; }
-
-    void sum_groups(int64_t i) {
-        for (int64_t g = 0; g < stride_ / GROUP; g++)
-            sums_[i * (stride_ / GROUP) + g] = sum(load<Floats>(row(i) + g * GROUP) + load<Floats>(row(i) + g * GROUP + LANES));
-    }
-
-    Tokens tokens(int64_t count) const { return {values_.data(), sums_.data(), count, stride_, stride_ / GROUP}; }
-
-   private:
-    int64_t stride_;
-    std::vector<float> values_, sums_;
 };
 
 // fn(token) for every token: by all threads if that is worth waking them.
@@ -100,91 +78,126 @@ inline std::vector<Run> runs_of(const Batch& b) {
     return runs;
 }
 
-// x: the embeddings [tokens][hidden], which the call changes. out: [num_rows][hidden], after the final norm.
-// k_caches, v_caches: one for each of `num_layers`, which may be fewer than the model has.
-inline void decoder_step(Threads& threads, const Model& model, int64_t num_layers, const Batch& b, uint8_t* const* k_caches,
-                         uint8_t* const* v_caches, int64_t block_size, int32_t cache_format, float* x, float* out) {
-    const int64_t hidden = model.hidden, dim = model.head_dim, q_size = model.heads * dim, kv_size = model.kv_heads * dim;
-    const std::vector<Run> runs = runs_of(b);
-    const float scale = 1.0f / std::sqrt((float)dim);
-    int64_t count = b.tokens;
-    Buffer normed(count, hidden), attended(count, q_size), inner(count, model.intermediate);
-    std::vector<float> q((size_t)count * q_size), k((size_t)count * kv_size), v((size_t)count * kv_size);
-    std::vector<float> up((size_t)count * model.intermediate), chosen;
-    auto norm = [&](const float* weight) {
-        each_token(threads, count, [&](int64_t t) {
-            rms_norm(x + t * hidden, weight, hidden, model.eps, normed.row(t));
-            normed.sum_groups(t);
-        });
-    };
-    for (int64_t l = 0; l < num_layers; l++) {
-        const Layer& layer = model.layers[l];
-        const Cache cache{k_caches[l], v_caches[l], block_size, model.kv_heads, dim, cache_format};
-        norm(layer.input_norm);
-        struct { const Weight& w; const float* bias; float* to; int64_t stride; } const parts[] = {
-            {layer.q, layer.q_bias, q.data(), q_size}, {layer.k, layer.k_bias, k.data(), kv_size},
-            {layer.v, layer.v_bias, v.data(), kv_size}};
-        for (const auto& part : parts)
-            product(threads, part.w, normed.tokens(count), {part.to, part.stride, part.w.rows, part.bias, false});
-        each_token(threads, count, [&](int64_t t) {
-            const float* angles = model.cos_sin + b.positions[t] * dim;
-            for (int64_t h = 0; h < model.heads; h++) {
-                float* head = q.data() + t * q_size + h * dim;
-                if (layer.q_norm) rms_norm(head, layer.q_norm, dim, model.eps, head);
-                rotate(head, angles, dim);
-            }
-            for (int64_t h = 0; h < model.kv_heads; h++) {
-                float* head = k.data() + t * kv_size + h * dim;
-                if (layer.k_norm) rms_norm(head, layer.k_norm, dim, model.eps, head);
-                rotate(head, angles, dim);
-            }
-            with_plain(cache.format, [&](auto format) {
-                const int64_t at = b.slots[t] * kv_size;
-                for (int64_t i = 0; i < kv_size; i++) {
-                    store_as(format, cache.k, at + i, k[t * kv_size + i]);
-                    store_as(format, cache.v, at + i, v[t * kv_size + i]);
-                }
-            });
-        });
-        attention(threads, cache, runs, model.heads, q.data(), q_size, scale, attended.row(0),
-                  attended.stride());
-        if (l == num_layers - 1 && b.num_rows >= 0) {
-            // Of the last layer the other tokens need keys and values alone.
-            Buffer some(b.num_rows, q_size);
-            chosen.resize((size_t)b.num_rows * hidden);
-            for (int64_t i = 0; i < b.num_rows; i++) {
-                std::memcpy(some.row(i), attended.row(b.rows[i]), q_size * sizeof(float));
-                std::memcpy(chosen.data() + i * hidden, x + b.rows[i] * hidden, hidden * sizeof(float));
-            }
-            attended = std::move(some);
-            x = chosen.data();
-            count = b.num_rows;
-            // Rows may repeat, and be more than the tokens.
-            if (count > b.tokens) {
-                normed = Buffer(count, hidden);
-                inner = Buffer(count, model.intermediate);
-                up.resize((size_t)count * model.intermediate);
-            }
-        }
-        each_token(threads, count, [&](int64_t t) { attended.sum_groups(t); });
-        product(threads, layer.o, attended.tokens(count), {x, hidden, layer.o.rows, layer.o_bias, true});
-        norm(layer.post_norm);
-        product(threads, layer.gate, normed.tokens(count), {inner.row(0), inner.stride(), layer.gate.rows, layer.gate_bias, false});
-        product(threads, layer.up, normed.tokens(count), {up.data(), model.intermediate, layer.up.rows, layer.up_bias, false});
-        each_token(threads, count, [&](int64_t t) {
-            float* gate = inner.row(t);
-            const float* factor = up.data() + t * model.intermediate;
-            int64_t i = 0;
-            for (; i + LANES <= model.intermediate; i += LANES)
-                store(gate + i, silu(load<Floats>(gate + i)) * load<Floats>(factor + i));
-            for (; i < model.intermediate; i++) gate[i] = silu(broadcast(gate[i]))[0] * factor[i];
-            inner.sum_groups(t);
-        });
-        product(threads, layer.down, inner.tokens(count), {x, hidden, layer.down.rows, layer.down_bias, true});
+// What a step keeps between the parts of a layer. `count` tokens are computed, in the last layer those wanted alone.
+class Step {
+   public:
+    // x: the embeddings [tokens][hidden], which the step changes.
+    Step(Threads& threads, const Model& model, const Batch& batch, float* x)
+        : threads_(threads), model_(model), batch_(batch), runs_(runs_of(batch)), x_(x) {
+        q_size_ = model.heads * model.head_dim;
+        kv_size_ = model.kv_heads * model.head_dim;
+        q_.resize((size_t)batch.tokens * q_size_);
+        k_.resize((size_t)batch.tokens * kv_size_);
+        v_.resize((size_t)batch.tokens * kv_size_);
+        set_count(batch.tokens);
     }
-    each_token(threads, count, [&](int64_t t) {
-        rms_norm(x + t * hidden, model.final_norm, hidden, model.eps, out + t * hidden);
-    });
+
+    void run(const Layer& layer, const Cache& cache, bool is_last) {
+        norm(layer.input_norm);
+        products(threads_, {{layer.q, {q_.data(), q_size_, q_size_, layer.q_bias, false}},
+                            {layer.k, {k_.data(), kv_size_, kv_size_, layer.k_bias, false}},
+                            {layer.v, {v_.data(), kv_size_, kv_size_, layer.v_bias, false}}}, normed_->tokens(count_));
+        each_token(threads_, count_, [&](int64_t t) { rotate_and_store(layer, cache, t); });
+        const float scale = 1.0f / std::sqrt((float)model_.head_dim);
+        attention(threads_, cache, runs_, {model_.heads, scale, q_.data(), q_size_, attended_->row(0), attended_->stride()});
+        if (is_last && batch_.num_rows >= 0) keep_wanted();
+        each_token(threads_, count_, [&](int64_t t) { attended_->finish(t); });
+        products(threads_, {{layer.o, {x_, model_.hidden, layer.o.rows, layer.o_bias, true}}}, attended_->tokens(count_));
+        norm(layer.post_norm);
+        products(threads_, {{layer.gate, {inner_->row(0), inner_->stride(), layer.gate.rows, layer.gate_bias, false}},
+                            {layer.up, {up_.data(), model_.intermediate, layer.up.rows, layer.up_bias, false}}},
+                 normed_->tokens(count_));
+        each_token(threads_, count_, [&](int64_t t) { activate(t); });
+        products(threads_, {{layer.down, {x_, model_.hidden, layer.down.rows, layer.down_bias, true}}}, inner_->tokens(count_));
+    }
+
+    // out: [count][hidden].
+    void finish(float* out) {
+        each_token(threads_, count_, [&](int64_t t) {
+            rms_norm(x_ + t * model_.hidden, model_.final_norm, model_.hidden, model_.eps, out + t * model_.hidden);
+        });
+    }
+
+   private:
+    void set_count(int64_t count) {
+        count_ = count;
+        for (auto [to, width] : {std::pair{&normed_, model_.hidden}, {&attended_, q_size_}, {&inner_, model_.intermediate}})
+            *to = std::make_unique<Activations>(count, width, model_.parts);
+        up_.resize((size_t)count * model_.intermediate);
+    }
+
+    void norm(const float* weight) {
+        each_token(threads_, count_, [&](int64_t t) {
+            rms_norm(x_ + t * model_.hidden, weight, model_.hidden, model_.eps, normed_->row(t));
+            normed_->finish(t);
+        });
+    }
+
+    void rotate_and_store(const Layer& layer, const Cache& cache, int64_t t) {
+        const int64_t dim = model_.head_dim;
+        const float* angles = model_.cos_sin + batch_.positions[t] * dim;
+        auto rotate_all = [&](float* heads, int64_t count, const float* weight) {
+            for (float* head = heads; head < heads + count * dim; head += dim) {
+                if (weight) rms_norm(head, weight, dim, model_.eps, head);
+                rotate(head, angles, dim);
+            }
+        };
+        rotate_all(q_.data() + t * q_size_, model_.heads, layer.q_norm);
+        rotate_all(k_.data() + t * kv_size_, model_.kv_heads, layer.k_norm);
+        with_plain(cache.format, [&](auto format) {
+            const int64_t at = batch_.slots[t] * kv_size_;
+            for (int64_t i = 0; i < kv_size_; i++) {
+                store_as(format, cache.k, at + i, k_[t * kv_size_ + i]);
+                store_as(format, cache.v, at + i, v_[t * kv_size_ + i]);
+            }
+        });
+    }
+
+    // Of the last layer the other tokens need keys and values alone. Rows may repeat, and be more than the tokens.
+    void keep_wanted() {
+        const auto all = std::move(attended_);
+        const int64_t hidden = model_.hidden;
+        chosen_.resize((size_t)batch_.num_rows * hidden);
+        set_count(batch_.num_rows);
+        for (int64_t i = 0; i < count_; i++) {
+            std::memcpy(attended_->row(i), all->row(batch_.rows[i]), q_size_ * sizeof(float));
+            std::memcpy(chosen_.data() + i * hidden, x_ + batch_.rows[i] * hidden, hidden * sizeof(float));
+        }
+        x_ = chosen_.data();
+    }
+
+    // SiLU of the gate times up.
+    void activate(int64_t t) {
+        float* gate = inner_->row(t);
+        const float* factor = up_.data() + t * model_.intermediate;
+        int64_t i = 0;
+        for (; i + LANES <= model_.intermediate; i += LANES)
+            store(gate + i, silu(load<Floats>(gate + i)) * load<Floats>(factor + i));
+        for (; i < model_.intermediate; i++) gate[i] = silu(broadcast(gate[i]))[0] * factor[i];
+        inner_->finish(t);
+    }
+
+    Threads& threads_;
+    const Model& model_;
+    const Batch& batch_;
+    const std::vector<Run> runs_;
+    float* x_;
+    int64_t q_size_, kv_size_, count_;
+    std::vector<float> q_, k_, v_, up_, chosen_;
+    std::unique_ptr<Activations> normed_, attended_, inner_;
+};
+
+// out: [num_rows][hidden], after the final norm. k_caches, v_caches: one for each of `num_layers`, which may be fewer than
+// the model has.
+inline void decoder_step(Threads& threads, const Model& model, int64_t num_layers, const Batch& batch,
+                         uint8_t* const* k_caches, uint8_t* const* v_caches, int64_t block_size, int32_t cache_format,
+                         float* x, float* out) {
+    Step step(threads, model, batch, x);
+    for (int64_t l = 0; l < num_layers; l++) {
+        const Cache cache{k_caches[l], v_caches[l], block_size, model.kv_heads, model.head_dim, cache_format};
+        step.run(model.layers[l], cache, l == num_layers - 1);
+    }
+    step.finish(out);
 }
 
 }  // namespace nanovllm

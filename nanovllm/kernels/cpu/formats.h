@@ -50,14 +50,6 @@ struct Q6_K {
     static constexpr int BLOCK = 256, BYTES = 210;
 };
 
-// The fifth bits of 16 weights, from a word that has one bit for each, as 0 or 16.
-inline Bytes fifth_bits(uint32_t bits) {
-    const Bytes mask = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-    uint8_t a = (uint8_t)bits, b = (uint8_t)(bits >> 8);
-    Bytes spread = {a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
-    return (Bytes)((spread & mask) == mask) & 16;
-}
-
 // The six-bit scale and minimum of group j of a Q4_K or Q5_K block, from its 12 packed bytes.
 inline void scale_and_min(const uint8_t* packed, int j, float& scale, float& minimum) {
     if (j < 4) {

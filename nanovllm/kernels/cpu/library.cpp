@@ -2,16 +2,48 @@
 #include <utility>
 
 #include "decoder.h"
+#include "sampling.h"
 
 namespace nanovllm {
 
 template <int PART>
-void product_part(Threads& threads, const Weight& w, const Tokens& x, const Output& out);  // in products.cpp
+void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens& x);  // in products.cpp
 
-void product(Threads& threads, const Weight& w, const Tokens& x, const Output& out) {
-    [&]<int... PART>(std::integer_sequence<int, PART...>) {
-        ((w.format % NANOVLLM_PARTS == PART ? product_part<PART>(threads, w, x, out) : (void)0), ...);
-    }(std::make_integer_sequence<int, NANOVLLM_PARTS>{});
+void products(Threads& threads, std::initializer_list<Product> all, const Tokens& x) {
+    // A few times as many tasks as threads, so that a thread that is slow takes fewer; of four tiles at least.
+    int64_t tiles = 0, tasks = 0;
+    for (const Product& one : all) tiles += tiles_of(one.weight.rows);
+    const int64_t chunk = std::max<int64_t>(1, (tiles / (8 * threads.count()) + 3) / 4) * 4;
+    for (const Product& one : all) tasks += (tiles_of(one.weight.rows) + chunk - 1) / chunk;
+    threads.run(tasks, [&](int64_t task) {
+        const Product* one = all.begin();
+        for (int64_t own; task >= (own = (tiles_of(one->weight.rows) + chunk - 1) / chunk); one++) task -= own;
+        const int64_t begin = task * chunk, end = std::min(tiles_of(one->weight.rows), begin + chunk);
+        [&]<int... PART>(std::integer_sequence<int, PART...>) {
+            ((one->weight.format % NANOVLLM_PARTS == PART ? tiles_part<PART>(*one, begin, end, x) : (void)0), ...);
+        }(std::make_integer_sequence<int, NANOVLLM_PARTS>{});
+    });
+}
+
+// Group g of a tile as floats [32][16 rows].
+template <typename T>
+inline void expand(const uint8_t* tile, int64_t g, Floats* to) {
+    if constexpr (is_plain<T>) {
+        for (int k = 0; k < GROUP; k++) to[k] = T::column(tile + g * T::BYTES, k);
+    } else {
+        const uint8_t* block = tile + g / T::GROUPS * T::BYTES;
+        const int j = (int)(g % T::GROUPS);
+        Codes codes[VECTORS];
+        T::codes(block, j, codes);
+        for (int k = 0; k < GROUP; k++) {
+            const Floats scale = T::scale(block, j, k * T::SCALES / GROUP), minimum = T::minimum(block, j);
+            const bool is_signed = T::TOP == 255 && SIGNED_CODES;
+            for (int r = 0; r < TILE; r++) {
+                const uint8_t code = codes[k / 4][4 * r + k % 4];
+                to[k][r] = scale[r] * (float)((is_signed ? (int8_t)code : code) - T::CENTRE) + minimum[r];
+            }
+        }
+    }
 }
 
 }  // namespace nanovllm
@@ -40,24 +72,20 @@ void nanovllm_pack(Threads* threads, int32_t format, int64_t rows, int64_t colum
     });
 }
 
-// Whether every weight is finite: 1 or 0.
+// Whether every weight is finite: 1 or 0. Of quantised ones, whether the scales are.
 int32_t nanovllm_is_finite(Threads* threads, const Weight* w) {
     std::atomic<int32_t> finite{1};
     with_tile(w->format, [&](auto tile) {
         using T = decltype(tile);
         threads->run(tiles_of(w->rows), [&](int64_t i) {
-            const uint8_t* from = w->data + i * tile_bytes<T>(w->columns);
+            const uint8_t* block = w->data + i * tile_bytes<T>(w->columns);
             Floats zeros{};  // times zero: NaN for what is not finite
-            for (int64_t b = 0; b < blocks_of<T>(w->columns); b++) {
-                for (int j = 0; j < T::GROUPS; j++) {
-                    const uint8_t* block = from + b * T::BYTES;
-                    zeros += (T::scale(block, j, 0) + T::scale(block, j, 1) + T::offset(block, j)) * 0.0f;
-                    if (T::SCALED) continue;
-                    for (int c = 0; c < LANES; c++) {
-                        Floats low, high;
-                        T::pair(block, j, c, low, high);
-                        zeros += low * 0.0f + high * 0.0f;
-                    }
+            for (int64_t b = 0; b < blocks_of<T>(w->columns); b++, block += T::BYTES) {
+                if constexpr (is_plain<T>) {
+                    for (int k = 0; k < GROUP; k++) zeros += T::column(block, k) * 0.0f;
+                } else {
+                    for (int j = 0; j < T::GROUPS; j++)
+                        zeros += (T::scale(block, j, 0) + T::scale(block, j, T::SCALES - 1) + T::minimum(block, j)) * 0.0f;
                 }
             }
             const float total = sum(zeros);
@@ -75,18 +103,10 @@ void nanovllm_rows(Threads* threads, const Weight* w, const int64_t* ids, int64_
             const uint8_t* from = w->data + ids[i] / TILE * tile_bytes<T>(w->columns);
             const int lane = (int)(ids[i] % TILE);
             for (int64_t g = 0; g < blocks_of<T>(w->columns) * T::GROUPS; g++) {
-                const uint8_t* block = from + g / T::GROUPS * T::BYTES;
-                const int j = (int)(g % T::GROUPS);
-                const float offset = T::offset(block, j)[lane];
-                const float scales[2] = {T::scale(block, j, 0)[lane], T::scale(block, j, 1)[lane]};
-                for (int c = 0; c < LANES; c++) {
-                    Floats pair[2];
-                    T::pair(block, j, c, pair[0], pair[1]);
-                    for (int h = 0; h < 2; h++) {
-                        const int64_t column = g * GROUP + h * LANES + c;
-                        if (column < w->columns) out[i * w->columns + column] = scales[h] * pair[h][lane] + offset;
-                    }
-                }
+                Floats columns[GROUP];
+                expand<T>(from, g, columns);
+                const int64_t here = std::min<int64_t>(GROUP, w->columns - g * GROUP);
+                for (int64_t k = 0; k < here; k++) out[i * w->columns + g * GROUP + k] = columns[k][lane];
             }
         });
     });
@@ -94,18 +114,35 @@ void nanovllm_rows(Threads* threads, const Weight* w, const int64_t* ids, int64_
 
 // out [count][rows] = x [count][columns] times the weight's transpose.
 void nanovllm_product(Threads* threads, const Weight* w, const float* x, int64_t count, float* out) {
-    Buffer padded(count, w->columns);
+    Activations activations(count, w->columns, w->parts);
     each_token(*threads, count, [&](int64_t t) {
-        std::memcpy(padded.row(t), x + t * w->columns, w->columns * sizeof(float));
-        padded.sum_groups(t);
+        std::memcpy(activations.row(t), x + t * w->columns, w->columns * sizeof(float));
+        activations.finish(t);
     });
-    product(*threads, *w, padded.tokens(count), {out, w->rows, w->rows, nullptr, false});
+    products(*threads, {{*w, {out, w->rows, w->rows, nullptr, false}}}, activations.tokens(count));
 }
 
 void nanovllm_decoder_step(Threads* threads, const Model* model, int64_t num_layers, const Batch* batch,
                            uint8_t* const* k_caches, uint8_t* const* v_caches, int64_t block_size, int32_t cache_format,
                            float* x, float* out) {
     decoder_step(*threads, *model, num_layers, *batch, k_caches, v_caches, block_size, cache_format, x, out);
+}
+
+// A token for each row of logits [rows][stride]. top_k, top_p and min_p may be null: off. Returns the first row with a
+// wrong parameter, or -1.
+int64_t nanovllm_sample(Threads* threads, const float* logits, int64_t rows, int64_t columns, int64_t stride,
+                        const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
+                        const int64_t* seeds, const int64_t* positions, int64_t* out) {
+    auto is_share = [](const float* values, int64_t row) { return !values || (values[row] >= 0 && values[row] <= 1); };
+    for (int64_t r = 0; r < rows; r++)
+        if (!(temperature[r] >= 0) || !is_share(top_p, r) || !is_share(min_p, r)) return r;
+    threads->run(rows, [&](int64_t r) {
+        thread_local RowSampler sampler;
+        out[r] = sampler.sample(logits + r * stride, columns,
+                                {temperature[r], top_k ? std::max<int64_t>(0, top_k[r]) : 0, top_p ? top_p[r] : 1,
+                                 min_p ? min_p[r] : 0, (uint64_t)seeds[r], (uint64_t)positions[r]});
+    });
+    return -1;
 }
 
 }  // extern "C"

@@ -12,15 +12,20 @@ from functools import cache
 import torch
 
 from nanovllm.kernels.cpu.build import load_library
+from nanovllm.kernels.ops.checks import check_sampling
 from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderWeights
+from nanovllm.kernels.ops.sample import check_sample
 
 FORMATS = ("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """Storage formats by the names that GGUF gives them. Their places are the values of `Format` in formats.h."""
 PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
+PARTS = {"float32": 3, "int8": 1}
+"""Activations that quantised weights are multiplied with -> the 8-bit parts of each. 24 bits are as exact as float32."""
+
 
 class _Weight(Structure):
-    _fields_ = [("data", c_void_p), ("rows", c_int64), ("columns", c_int64), ("format", c_int32)]
+    _fields_ = [("data", c_void_p), ("rows", c_int64), ("columns", c_int64), ("format", c_int32), ("parts", c_int32)]
 
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -38,6 +43,7 @@ class _Model(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
         ("eps", c_float),
+        ("parts", c_int32),
         ("layers", POINTER(_Layer)),
         ("final_norm", c_void_p),
         ("cos_sin", c_void_p),
@@ -89,6 +95,8 @@ def _library() -> ctypes.CDLL:
         c_void_p, POINTER(_Model), c_int64, POINTER(_Batch), POINTER(c_void_p), POINTER(c_void_p), c_int64, c_int32,
         c_void_p, c_void_p,
     ]  # fmt: skip
+    lib.nanovllm_sample.restype = c_int64
+    lib.nanovllm_sample.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 7]
     return lib
 
 
@@ -110,16 +118,19 @@ class PackedMatrix:
         format: one of `FORMATS`.
         blocks: the rows as the file has them: uint8 [rows, bytes of a row], or a plain tensor [rows, columns].
         columns: needed for uint8 blocks.
+        activations: what quantised weights are multiplied with: a key of `PARTS`. Plain ones take float32.
     """
 
-    def __init__(self, format: str, blocks: torch.Tensor, columns: int) -> None:
+    def __init__(self, format: str, blocks: torch.Tensor, columns: int, activations: str = "float32") -> None:
         self.format = format
         self.rows, self.columns = blocks.shape[0], columns
         index, lib = FORMATS.index(format), _library()
         blocks = blocks.contiguous()
         self.tiles = torch.empty(lib.nanovllm_packed_bytes(index, self.rows, columns), dtype=torch.uint8)
         lib.nanovllm_pack(threads(), index, self.rows, columns, blocks.data_ptr(), self.tiles.data_ptr())
-        self.struct = _Weight(self.tiles.data_ptr(), self.rows, columns, index)
+        self.struct = _Weight(
+            self.tiles.data_ptr(), self.rows, columns, index, 0 if format in PLAIN.values() else PARTS[activations]
+        )  # fmt: skip
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> PackedMatrix:
@@ -164,10 +175,13 @@ class _Structures:
             for name in _VECTORS:
                 vector = getattr(layer, name)
                 setattr(struct, name, None if vector is None else _float32(vector).data_ptr())
+        parts = {getattr(layer, name).struct.parts for layer in weights.layers for name in _MATRICES} - {0}
+        if len(parts) > 1:
+            raise ValueError("decoder_step: the quantised matrices differ in what activations they take")
         first, dim = weights.layers[0], weights.head_dim
         self.model = _Model(
             len(weights.layers), first.q.columns, first.q.rows // dim, first.k.rows // dim, dim, first.up.rows,
-            weights.eps, self.layers, _float32(weights.final_norm).data_ptr(),
+            weights.eps, max(parts, default=0), self.layers, _float32(weights.final_norm).data_ptr(),
             _float32(weights.cos_sin_cache).data_ptr(),
         )  # fmt: skip
 
@@ -211,4 +225,29 @@ def decoder_step(
         threads(), byref(structures.model), count, byref(struct), *pointers, cache.shape[1],
         FORMATS.index(PLAIN[cache.dtype]), x.data_ptr(), out.data_ptr(),
     )  # fmt: skip
+    return out
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """The op `sample`, for float32 logits."""
+    if not logits.shape[1]:
+        check_sample(logits, temperature, top_p, min_p)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows = [t if t is None else t.contiguous() for t in (temperature, top_k, top_p, min_p, seeds, positions)]
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    wrong = _library().nanovllm_sample(
+        threads(), logits.data_ptr(), *logits.shape, logits.stride(0),
+        *(None if t is None else t.data_ptr() for t in rows), out.data_ptr(),
+    )  # fmt: skip
+    if wrong >= 0:
+        check_sampling(temperature, top_p, min_p)
     return out

@@ -1,13 +1,83 @@
 // The products. To compile quickly this file is compiled several times at once, as part NANOVLLM_PART of NANOVLLM_PARTS:
 // each holds the formats whose number leaves that remainder.
-#include <vector>
-
 #include "products.h"
+
+#include "dots.h"
 
 namespace nanovllm {
 
+// ---- Quantised weights
+
+// Sums of one group's parts as floats.
+template <int P>
+inline Floats joined(const Ints* sums) {
+    if constexpr (P == 1) return to_floats(sums[0]);
+    // The upper two fit in 32 bits, three do not.
+    else return to_floats((sums[2] << 8) + sums[1]) * 256.0f + to_floats(sums[0]);
+}
+
+// acc[m] += codes of group j of the super-block at `block` times group x[m * stride] of M tokens.
+template <typename T, int P, int M>
+inline void group_times(const uint8_t* block, int j, const Codes* codes, const Floats* scales, const Integers<P>* x,
+                        int64_t stride, Floats* acc) {
+    constexpr int HALVES = T::SCALES;
+    Ints sums[HALVES][M][P];
+    for (int m = 0; m < M; m++)
+        for (int h = 0; h < HALVES; h++)
+            for (int p = 0; p < P; p++) {
+                const auto& of = x[m * stride].sums;
+                const int32_t sum = HALVES == 2 ? of[h][p] : of[0][p] + of[1][p];
+                sums[h][m][p] = Ints{} - (T::CENTRE ? sum * T::CENTRE : 0);
+            }
+    dots<T::TOP, HALVES, M, P>(codes, x, stride, sums);
+    for (int m = 0; m < M; m++) {
+        for (int h = 0; h < HALVES; h++) acc[m] += joined<P>(sums[h][m]) * (scales[h] * x[m * stride].step);
+        if (T::MINIMUM) acc[m] += T::minimum(block, j) * x[m * stride].sum;
+    }
+}
+
+// A tile for M tokens: several at once share the decoding of the weights, and as many as registers hold their loads.
+template <typename T, int P, int M>
+inline void tile_times(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
+    constexpr int AT_ONCE = P == 1 ? 8 : 4, AHEAD = 4096;
+    const int64_t blocks = blocks_of<T>(w.columns);
+    const uint8_t* block = w.data + tile * blocks * T::BYTES;
+    Floats acc[M] = {};
+    for (int64_t b = 0; b < blocks; b++, block += T::BYTES) {
+        // Tiles follow each other in memory.
+        for (int i = 0; i < T::BYTES; i += 64) __builtin_prefetch(block + AHEAD + i);
+        for (int j = 0; j < T::GROUPS; j++) {
+            const Integers<P>* group = x.group<P>(token, b * T::GROUPS + j);
+            Codes codes[VECTORS];
+            T::codes(block, j, codes);
+            Floats scales[T::SCALES];
+            for (int h = 0; h < T::SCALES; h++) scales[h] = T::scale(block, j, h);
+            if constexpr (M <= AT_ONCE) group_times<T, P, M>(block, j, codes, scales, group, x.groups(), acc);
+            else
+                for (int m = 0; m < M; m += AT_ONCE)
+                    group_times<T, P, AT_ONCE>(block, j, codes, scales, group + m * x.groups(), x.groups(), acc + m);
+        }
+    }
+    for (int m = 0; m < M; m++) out.put(token + m, tile, acc[m]);
+}
+
+template <typename T, int P>
+inline void quantised_tile(const Weight& w, int64_t tile, const Tokens& x, const Output& out) {
+    int64_t m = 0;
+    for (; m + 8 <= x.count; m += 8) tile_times<T, P, 8>(w, tile, x, m, out);
+    if (m + 4 <= x.count) {  // a case for each number of tokens would take long to compile
+        tile_times<T, P, 4>(w, tile, x, m, out);
+        m += 4;
+    }
+    if (x.count - m == 1) tile_times<T, P, 1>(w, tile, x, m, out);
+    if (x.count - m == 2) tile_times<T, P, 2>(w, tile, x, m, out);
+    if (x.count - m == 3) tile_times<T, P, 3>(w, tile, x, m, out);
+}
+
+// ---- Plain weights
+
 constexpr int FEW = 8;         // tokens that one pass over the weights takes
-constexpr int FEW_PASSES = 2;  // passes up to which decoding the weights anew is cheaper than the panels of `many`
+constexpr int FEW_PASSES = 2;  // passes up to which reading the weights anew is cheaper than the panels of `many`
 #if defined(__AVX512F__)
 constexpr int PANEL_TOKENS = 8;
 #else
@@ -21,37 +91,23 @@ template <typename T, int R, int M>
 inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
     const int64_t blocks = blocks_of<T>(w.columns), bytes = blocks * T::BYTES;
     const float* values = x.values + token * x.stride;
-    const float* sums = x.sums + token * x.sum_stride;
-    Floats acc[R][M] = {};
+    Floats acc[R][M][2] = {};
     for (int64_t b = 0; b < blocks; b++) {
-        for (int j = 0; j < T::GROUPS; j++) {
-            const int64_t g = b * T::GROUPS + j;
-            const float* at = values + g * GROUP;
-            Floats part[R][M][2] = {};
+        const float* at = values + b * GROUP;
 #pragma GCC unroll 2
-            for (int i = 0; i < LANES; i++) {
-                for (int r = 0; r < R; r++) {
-                    Floats low, high;
-                    T::pair(w.data + (tile + r) * bytes + b * T::BYTES, j, i, low, high);
-                    for (int m = 0; m < M; m++) {
-                        part[r][m][0] += low * at[m * x.stride + i];
-                        part[r][m][1] += high * at[m * x.stride + i + LANES];
-                    }
-                }
-            }
+        for (int i = 0; i < LANES; i++) {
             for (int r = 0; r < R; r++) {
                 const uint8_t* from = w.data + (tile + r) * bytes + b * T::BYTES;
-                const Floats low = T::scale(from, j, 0), high = T::scale(from, j, 1), offset = T::offset(from, j);
+                const Floats low = T::column(from, i), high = T::column(from, i + LANES);
                 for (int m = 0; m < M; m++) {
-                    if (T::SCALED) acc[r][m] += low * part[r][m][0] + high * part[r][m][1];
-                    else acc[r][m] += part[r][m][0] + part[r][m][1];
-                    if (T::OFFSET) acc[r][m] += offset * sums[m * x.sum_stride + g];
+                    acc[r][m][0] += low * at[m * x.stride + i];
+                    acc[r][m][1] += high * at[m * x.stride + i + LANES];
                 }
             }
         }
     }
     for (int r = 0; r < R; r++)
-        for (int m = 0; m < M; m++) out.put(token + m, tile + r, acc[r][m]);
+        for (int m = 0; m < M; m++) out.put(token + m, tile + r, acc[r][m][0] + acc[r][m][1]);
 }
 
 template <typename T, int M>
@@ -65,7 +121,7 @@ inline void few_tiles(const Weight& w, int64_t begin, int64_t end, const Tokens&
 template <typename T>
 inline void few_tokens(const Weight& w, int64_t begin, int64_t end, const Tokens& x, int64_t token, int count, const Output& out) {
     if (count == FEW) return few_tiles<T, FEW>(w, begin, end, x, token, out);
-    if (count >= 4) {  // a case for each number of tokens would take long to compile
+    if (count >= 4) {
         few_tiles<T, 4>(w, begin, end, x, token, out);
         token += 4;
         count -= 4;
@@ -75,7 +131,7 @@ inline void few_tokens(const Weight& w, int64_t begin, int64_t end, const Tokens
     if (count == 3) few_tiles<T, 3>(w, begin, end, x, token, out);
 }
 
-// A panel [columns][PANEL_ROWS] of decoded weights times COUNT tokens, added to sums [token][PANEL_ROWS].
+// A panel [columns][PANEL_ROWS] of weights as floats times COUNT tokens, added to sums [token][PANEL_ROWS].
 template <int COUNT>
 inline void panel_times(const float* panel, int64_t columns, const float* x, int64_t stride, float* sums) {
     Floats acc[COUNT][2];
@@ -101,29 +157,17 @@ inline void panel_times(const float* panel, int64_t columns, const float* x, int
 template <typename T>
 inline void many(const Weight& w, int64_t first, const Tokens& x, const Output& out) {
     const int64_t blocks = blocks_of<T>(w.columns), bytes = blocks * T::BYTES;
-    const int64_t groups = blocks * T::GROUPS;
     const int tiles = first + 1 < tiles_of(w.rows) ? 2 : 1;
     alignas(64) thread_local float panel[PANEL_GROUPS * GROUP * PANEL_ROWS];
     thread_local std::vector<float> sums;
     sums.assign((size_t)x.count * PANEL_ROWS, 0.0f);
-    for (int64_t g0 = 0; g0 < groups; g0 += PANEL_GROUPS) {
-        const int64_t some = std::min<int64_t>(PANEL_GROUPS, groups - g0);
-        for (int r = 0; r < tiles; r++) {
+    for (int64_t g0 = 0; g0 < blocks; g0 += PANEL_GROUPS) {
+        const int64_t some = std::min<int64_t>(PANEL_GROUPS, blocks - g0);
+        for (int r = 0; r < tiles; r++)
             for (int64_t g = 0; g < some; g++) {
-                const int j = (int)((g0 + g) % T::GROUPS);
-                const uint8_t* from = w.data + (first + r) * bytes + (g0 + g) / T::GROUPS * T::BYTES;
-                const Floats s0 = T::scale(from, j, 0), s1 = T::scale(from, j, 1), offset = T::offset(from, j);
-                float* to = panel + g * GROUP * PANEL_ROWS + r * TILE;
-#pragma GCC unroll 2
-                for (int i = 0; i < LANES; i++) {
-                    Floats low, high;
-                    T::pair(from, j, i, low, high);
-                    if (T::SCALED) low = low * s0 + offset, high = high * s1 + offset;
-                    store(to + i * PANEL_ROWS, low);
-                    store(to + (i + LANES) * PANEL_ROWS, high);
-                }
+                const uint8_t* from = w.data + (first + r) * bytes + (g0 + g) * T::BYTES;
+                for (int i = 0; i < GROUP; i++) store(panel + (g * GROUP + i) * PANEL_ROWS + r * TILE, T::column(from, i));
             }
-        }
         const float* values = x.values + g0 * GROUP;
         int64_t m = 0;
         for (; m + PANEL_TOKENS <= x.count; m += PANEL_TOKENS)
@@ -135,26 +179,29 @@ inline void many(const Weight& w, int64_t first, const Tokens& x, const Output& 
         for (int r = 0; r < tiles; r++) out.put(m, first + r, load<Floats>(sums.data() + m * PANEL_ROWS + r * TILE));
 }
 
+// ---- Any weights
+
+// Some tiles of a product.
 template <int PART>
-void product_part(Threads& threads, const Weight& w, const Tokens& x, const Output& out) {
+void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens& x) {
+    const Weight& w = product.weight;
+    const Output& out = product.out;
     with_tile<NANOVLLM_PARTS, PART>(w.format, [&](auto format) {
         using T = decltype(format);
-        const int64_t tiles = tiles_of(w.rows);
-        if (x.count <= FEW * FEW_PASSES) {
-            // A few times as many tasks as threads, so that a thread that is slow takes fewer.
-            const int64_t wanted = (tiles + 6 * threads.count() - 1) / (6 * threads.count());
-            const int64_t chunk = (wanted + 3) / 4 * 4;
-            threads.run((tiles + chunk - 1) / chunk, [&](int64_t task) {
-                const int64_t begin = task * chunk, end = std::min(tiles, begin + chunk);
-                for (int64_t m = 0; m < x.count; m += FEW)
-                    few_tokens<T>(w, begin, end, x, m, (int)std::min<int64_t>(FEW, x.count - m), out);
-            });
+        if constexpr (!is_plain<T>) {
+            for (int64_t tile = begin; tile < end; tile++) {
+                if (w.parts == 1) quantised_tile<T, 1>(w, tile, x, out);
+                else quantised_tile<T, EXACT_PARTS>(w, tile, x, out);
+            }
+        } else if (x.count <= FEW * FEW_PASSES) {
+            for (int64_t m = 0; m < x.count; m += FEW)
+                few_tokens<T>(w, begin, end, x, m, (int)std::min<int64_t>(FEW, x.count - m), out);
         } else {
-            threads.run((tiles + 1) / 2, [&](int64_t task) { many<T>(w, 2 * task, x, out); });
+            for (int64_t tile = begin; tile < end; tile += 2) many<T>(w, tile, x, out);
         }
     });
 }
 
-template void product_part<NANOVLLM_PART>(Threads&, const Weight&, const Tokens&, const Output&);
+template void tiles_part<NANOVLLM_PART>(const Product&, int64_t, int64_t, const Tokens&);
 
 }  // namespace nanovllm

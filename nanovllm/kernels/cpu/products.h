@@ -1,10 +1,11 @@
-// y = x W^T for weights of any tile format; sums in float32.
+// y = x W^T for weights of any tile format.
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
 
+#include "activations.h"
 #include "threads.h"
-#include "tiles.h"
 
 namespace nanovllm {
 
@@ -13,13 +14,7 @@ struct Weight {
     const uint8_t* data;
     int64_t rows, columns;
     int32_t format;
-};
-
-// What products read: tokens [count][stride] of float32, padded with zeros to whole super-blocks of 256 columns, and
-// the sum of each group of 32 [count][sum_stride].
-struct Tokens {
-    const float *values, *sums;
-    int64_t count, stride, sum_stride;
+    int32_t parts;  // of activations that a quantised weight is multiplied with: 1, or EXACT_PARTS; else 0
 };
 
 // Where a product's results go: [tokens][stride] of float32, with a bias [rows] or null; added to what is there or not.
@@ -33,6 +28,10 @@ struct Output {
     void put(int64_t token, int64_t tile, const Floats& results) const {
         const int64_t first = tile * TILE, count = std::min<int64_t>(TILE, rows - first);
         float* to = values + token * stride + first;
+        if (count == TILE) {
+            Floats value = bias ? results + load<Floats>(bias + first) : results;
+            return store(to, add ? load<Floats>(to) + value : value);
+        }
         for (int64_t i = 0; i < count; i++) {
             const float value = bias ? results[i] + bias[first + i] : results[i];
             to[i] = add ? to[i] + value : value;
@@ -40,7 +39,12 @@ struct Output {
     }
 };
 
-// out = x W^T, or out += x W^T.
-void product(Threads& threads, const Weight& w, const Tokens& x, const Output& out);
+struct Product {
+    const Weight& weight;
+    Output out;
+};
+
+// out = x W^T, or out += x W^T, for weights that are multiplied with the same x.
+void products(Threads& threads, std::initializer_list<Product> all, const Tokens& x);
 
 }  // namespace nanovllm

@@ -11,9 +11,15 @@
 namespace nanovllm {
 
 constexpr int LANES = 16;
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool SIGNED_CODES = true;  // the processor multiplies signed bytes by signed bytes
+#else
+constexpr bool SIGNED_CODES = false;  // unsigned by signed bytes
+#endif
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint8_t Codes __attribute__((vector_size(64)));  // of weights: four in each lane
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef int8_t SignedBytes __attribute__((vector_size(16)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
@@ -56,6 +62,98 @@ inline float sum(const Floats& values) {
     std::memcpy(&b, (const char*)&low + 16, 16);
     a += b;
     return (a[0] + a[2]) + (a[1] + a[3]);
+#endif
+}
+
+inline Floats sums_of_neighbours(const Floats& a, const Floats& b) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// The sums of four vectors.
+inline void sums_of_four(const Floats* v, float* to) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    auto pairs = [](const Floats& a, const Floats& b) {  // lanes of a and b in turn, neighbours added
+        return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+               __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    };
+    const Floats ab = pairs(v[0], v[1]), cd = pairs(v[2], v[3]);
+    const Floats abcd = __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                        __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    const Eight halves = __builtin_shufflevector(abcd, abcd, 0, 1, 2, 3, 4, 5, 6, 7) +
+                         __builtin_shufflevector(abcd, abcd, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Four total = __builtin_shufflevector(halves, halves, 0, 1, 2, 3) + __builtin_shufflevector(halves, halves, 4, 5, 6, 7);
+    store(to, total);
+}
+
+inline int32_t sum(const Ints& values) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)values);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += values[i];
+    return total;
+#endif
+}
+
+inline int32_t maximum(const Ints& values) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)values);
+#else
+    int32_t found = values[0];
+    for (int i = 1; i < LANES; i++) found = values[i] > found ? values[i] : found;
+    return found;
+#endif
+}
+
+inline int32_t minimum(const Ints& values) { return -maximum(-values); }
+
+inline Floats to_floats(const Ints& values) { return __builtin_convertvector(values, Floats); }
+
+// The lowest byte of each.
+inline SignedBytes to_bytes(const Ints& values) {
+#if defined(__AVX512F__)
+    return (SignedBytes)_mm512_cvtepi32_epi8((__m512i)values);
+#else
+    return __builtin_convertvector(values, SignedBytes);
+#endif
+}
+
+// To the nearest integer, for magnitudes below 2^23.
+inline Ints rounded(const Floats& values) {
+    return __builtin_convertvector(values + (values < 0.0f ? broadcast(-0.5f) : broadcast(0.5f)), Ints);
+}
+
+inline float float_of_bits(int32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// ---- Codes
+
+typedef uint16_t CodePairs __attribute__((vector_size(64)));
+
+// Bits move across to the neighbouring byte: mask them before or after.
+inline Codes shifted_right(const Codes& codes, int bits) { return (Codes)((CodePairs)codes >> bits); }
+inline Codes shifted_left(const Codes& codes, int bits) { return (Codes)((CodePairs)codes << bits); }
+
+// Adds 16 to the codes whose bit is set.
+inline Codes with_fifth_bits(const Codes& codes, uint64_t bits) {
+#if defined(__AVX512BW__)
+    const __m512i values = (__m512i)codes;
+    return (Codes)_mm512_mask_add_epi8(values, bits, values, _mm512_set1_epi8(16));
+#else
+    const Bytes mask = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    Codes result;
+    for (int i = 0; i < 4; i++, bits >>= 16) {
+        const uint8_t a = (uint8_t)bits, b = (uint8_t)(bits >> 8);
+        const Bytes spread = {a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
+        const Bytes sixteen = (Bytes)((spread & mask) == mask) & 16;
+        std::memcpy((uint8_t*)&result + 16 * i, &sixteen, 16);
+    }
+    return result | codes;
 #endif
 }
 

@@ -26,6 +26,11 @@ def _adjacent_logits(logits: Any, *args: Any, **kwargs: Any) -> str | None:
     return None if logits.stride(-1) == 1 else "the logits of a row are not side by side"
 
 
+def _float32_logits(logits: Any, *args: Any, **kwargs: Any) -> str | None:
+    """Accept what the C++ kernel reads."""
+    return None if str(logits.dtype) == "torch.float32" else f"logits of {logits.dtype}; it takes float32"
+
+
 def _triton(module: str, *declared: Op, accepts: Any = None, num_tokens: bool = False, **capabilities: Any) -> None:
     """Register nanovllm.kernels.triton.<module>:<op's name>; num_tokens: the module has num_tokens_<op's name>, too."""
     module = f"nanovllm.kernels.triton.{module}"
@@ -63,6 +68,7 @@ for _op in (extra.fused_activation, extra.fused_add_gelu, ops.silu_and_mul):
 ops.all_reduce.add(Provider("symm_mem", f"{symm_mem.__name__}:all_reduce", symm_mem.support))
 ops.all_reduce.add(Provider("multimem", f"{symm_mem.__name__}:all_reduce_multimem", symm_mem.multimem_support))
 ops.decoder_step.add(Provider("cpu", "nanovllm.kernels.cpu.library:decoder_step", cpu_support))
+ops.sample.add(Provider("cpu", "nanovllm.kernels.cpu.library:sample", cpu_support, _float32_logits))
 
 for _op in (ops.attention_decode, ops.attention_prefill):
     for _library in (flash_attn, flashinfer):

@@ -1,0 +1,96 @@
+// What products read: the activations of some tokens, as floats and as integers.
+//
+// Quantised weights are integers, and so are their products with activations that are integers, too. Each 32
+// activations become integers of 24 bits with a step of their own: as exact as float32, whose sums are rounded at
+// every addition. An integer is three parts of 8 bits, since processors multiply bytes fastest. With one part the step
+// is 2^16 times as large: that is "int8 activations".
+#pragma once
+
+#include <vector>
+
+#include "maths.h"
+#include "tiles.h"
+
+namespace nanovllm {
+
+constexpr int EXACT_PARTS = 3;
+
+// 32 activations of a token as integers of P parts: x = step * (parts[0] + 256 parts[1] + 65536 parts[2]).
+template <int P>
+struct alignas(64) Integers {
+    int8_t parts[P][GROUP];
+    int32_t sums[2][P];  // of each 16 elements of a part
+    float step, sum;     // sum: of the activations
+};
+
+// Activations of `count` tokens, padded with zeros to whole super-blocks of 256 columns.
+struct Tokens {
+    int64_t count, stride;  // elements of a row
+    const float* values;    // [count][stride]
+    const void* integers;   // Integers<P> [count][groups], if the weights are quantised
+
+    int64_t groups() const { return stride / GROUP; }
+    template <int P>
+    const Integers<P>* group(int64_t token, int64_t g) const {
+        return (const Integers<P>*)integers + token * groups() + g;
+    }
+};
+
+// Rows of activations. Fill a row, then `finish` it.
+class Activations {
+   public:
+    // parts: of the integers; 0: the products read floats alone.
+    Activations(int64_t count, int64_t width, int parts)
+        : stride_((width + 255) / 256 * 256), parts_(parts), values_((size_t)count * stride_) {
+        const size_t groups = (size_t)count * stride_ / GROUP;
+        if (parts == 1) one_.resize(groups);
+        if (parts == EXACT_PARTS) exact_.resize(groups);
+    }
+
+    float* row(int64_t i) { return values_.data() + i * stride_; }
+    int64_t stride() const { return stride_; }
+
+    void finish(int64_t i) {
+        for (int64_t g = 0; g < stride_ / GROUP; g++) {
+            const int64_t at = i * (stride_ / GROUP) + g;
+            if (parts_ == 1) to_integers(row(i) + g * GROUP, one_[at]);
+            if (parts_ == EXACT_PARTS) to_integers(row(i) + g * GROUP, exact_[at]);
+        }
+    }
+
+    Tokens tokens(int64_t count) const {
+        return {count, stride_, values_.data(), parts_ == 1 ? (const void*)one_.data() : exact_.data()};
+    }
+
+   private:
+    template <int P>
+    static void to_integers(const float* from, Integers<P>& to) {
+        constexpr float limit = P == 1 ? 127.0f : 127.0f * 65536;
+        const Floats x[2] = {load<Floats>(from), load<Floats>(from + LANES)};
+        // Largest magnitude, compared as integers, so that NaN is largest and reaches the step.
+        const Ints a = (Ints)x[0] & 0x7fffffff, b = (Ints)x[1] & 0x7fffffff;
+        const float most = float_of_bits(maximum(a > b ? a : b));
+        const float factor = most > 1e-30f ? limit / most : 0.0f;  // no overflow; NaN: 0
+        int32_t total = 0;
+        for (int h = 0; h < 2; h++) {
+            Ints rest = rounded(x[h] * factor);
+            for (int p = 0; p < P; p++) {
+                const Ints digit = p == P - 1 ? rest : (rest << 24) >> 24;
+                rest = (rest - digit) >> 8;
+                store(to.parts[p] + h * LANES, to_bytes(digit));
+                to.sums[h][p] = sum(digit);
+                total += to.sums[h][p] << (8 * p);
+            }
+        }
+        to.step = most / limit;
+        to.sum = to.step * (float)total;
+    }
+
+    int64_t stride_;
+    int parts_;
+    std::vector<float> values_;
+    std::vector<Integers<1>> one_;
+    std::vector<Integers<EXACT_PARTS>> exact_;
+};
+
+}  // namespace nanovllm
