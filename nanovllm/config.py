@@ -61,6 +61,8 @@ class EngineConfig:
     """The KV cache. "auto": as `dtype`; "fp8" halves its memory and reads, at a small loss of accuracy
     (docs/attention.md). A float32 rounding of a key can become an fp8 step, so log-probabilities depend on the batch
     even with float32 weights: by up to 0.006 in trials with random tiny models on a CPU."""
+    cpu_activations: str = "float32"
+    """On a CPU, what quantised weights are multiplied with. "int8" is faster and less exact (docs/cpu.md)."""
     num_kvcache_blocks: int | None = None
     """Fixes the KV cache's size in blocks. None: what memory is left after a profiled forward pass."""
     enable_prefix_caching: bool = True
@@ -163,6 +165,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "load_format": _one_of("auto", "safetensors", "gguf", "dummy"),
     "dtype": _one_of(*DTYPES),
     "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
+    "cpu_activations": _one_of("float32", "int8"),
     "device": (lambda value: isinstance(value, str), "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'"),
     "skip_tokenizer_init": _SWITCH,
     "enable_prefix_caching": _SWITCH,

@@ -56,11 +56,14 @@ class ModelRunner:
         self.dtype = select_dtype(config.dtype, checkpoint, device)
         limits = StepLimits.of(config, checkpoint.config, self.dtype, device)
         on_gpu = device.type == "cuda"
+        reason = refusal(checkpoint.config, kernels, self.dtype, limits.cache_dtype, group.size)
+        if reason and config.cpu_activations != "float32":
+            raise ValueError(f"cpu_activations={config.cpu_activations!r}: needs packed weights, but {reason}")
         timer = StartTimer()
         with torch.inference_mode(), on_device(device), garbage_collected_at_the_end() if on_gpu else nullcontext():
             self.model = load_model(
                 checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
-                packed=group.size == 1 and refusal(checkpoint.config, kernels, self.dtype, limits.cache_dtype) is None,
+                packed=None if reason else config.cpu_activations,
             )  # fmt: skip
             timer.end("weights")
             group.meet("the model's weights are loaded")

@@ -15,12 +15,17 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM, Rows
 
 
-def refusal(config: ModelConfig, kernels: Kernels, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+def refusal(
+    config: ModelConfig, kernels: Kernels, dtype: torch.dtype, cache_dtype: torch.dtype, num_ranks: int = 1
+) -> str | None:
     """Why a model's layers cannot run as one op here; None: they can.
 
     Args:
         dtype: of the model.
+        num_ranks: processes that share the model.
     """
+    if num_ranks > 1:
+        return f"tensor_parallel_size={num_ranks}: the processes run the layers op by op"
     if kernels.providers.get("decoder_step", "native") == "native":
         return "no provider of decoder_step was selected"
     for name, value in (("dtype", dtype), ("kv_cache_dtype", cache_dtype)):

@@ -30,12 +30,13 @@ def load_model(
     device: torch.device,
     max_position: int,
     seed: int = 0,
-    packed: bool = False,
+    packed: str | None = None,
 ) -> DecoderForCausalLM:
     """Build the model on `device` and fill every parameter; of the current group, the part of this rank.
 
     Args:
-        packed: keep the weights in the form that the op `decoder_step` reads, on a CPU; quantised ones as they are.
+        packed: keep the weights in the form that the op `decoder_step` reads, on a CPU; quantised ones as they are,
+            to be multiplied with these activations ("float32" or "int8"). None: expand them, for separate ops.
 
     Raises:
         WeightError: a tensor is missing, unexpected, misshapen, not finite, or unreadable; the message names it.
@@ -56,7 +57,7 @@ def load_model(
     _check_layers(checkpoint, headers)
     places = find_places(build("meta"), headers)
     if packed:
-        return load_packed(checkpoint, kernels, dtype, max_position, places)
+        return load_packed(checkpoint, kernels, dtype, max_position, places, packed)
     model = build(device)
     copy_weights(model, places, files.iter_tensors(checkpoint.path, parts_of(model, places)))
     return model.eval()

@@ -41,18 +41,20 @@ def load_packed(
     dtype: torch.dtype,
     max_position: int,
     places: Mapping[str, Place],
+    activations: str = "float32",
 ) -> PackedDecoderForCausalLM:
     """The checkpoint's model with packed weights.
 
     Args:
         dtype: plain matrices are stored in it; blocks of a GGUF file stay as they are.
         places: of the checkpoint's tensors, from `find_places`.
+        activations: what quantised matrices are multiplied with, as in `PackedMatrix`.
 
     Raises:
         WeightError: a weight is not finite, or a stored LM head differs from the embedding that it is tied to.
     """
     stored = ((name, places[name], format, tensor) for name, format, tensor in _stored(checkpoint) if name in places)
-    return _pack(checkpoint.config, stored, kernels, dtype, max_position)
+    return _pack(checkpoint.config, stored, kernels, dtype, max_position, activations)
 
 
 def pack_model(model: DecoderForCausalLM, kernels: Kernels, max_position: int) -> PackedDecoderForCausalLM:
@@ -77,12 +79,13 @@ def _pack(
     kernels: Kernels,
     dtype: torch.dtype,
     max_position: int,
+    activations: str = "float32",
 ) -> PackedDecoderForCausalLM:
     """stored: (name, place, format, tensor) of every weight."""
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_hidden_layers)]
     rest: dict[str, Any] = {}
     for name, (module, parameter, shard), format, tensor in stored:
-        weight = _packed(name, format, tensor, dtype) if tensor.dim() == 2 else _vector(name, tensor)
+        weight = _packed(name, format, tensor, dtype, activations) if tensor.dim() == 2 else _vector(name, tensor)
         if module.startswith("model.layers."):
             index, _, inner = module.removeprefix("model.layers.").partition(".")
             layers[int(index)][_NAMES[inner, shard] + ("_bias" if parameter == "bias" else "")] = weight
@@ -117,12 +120,12 @@ def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield name, "", tensor
 
 
-def _packed(name: str, format: str, tensor: torch.Tensor, dtype: torch.dtype) -> PackedMatrix:
+def _packed(name: str, format: str, tensor: torch.Tensor, dtype: torch.dtype, activations: str) -> PackedMatrix:
     if tensor.dtype != torch.uint8:
         matrix = PackedMatrix.of(tensor.to(dtype))
     elif format in FORMATS:
         block, size = gguf.block_size(format)
-        matrix = PackedMatrix(format, tensor, tensor.shape[1] // size * block)
+        matrix = PackedMatrix(format, tensor, tensor.shape[1] // size * block, activations)
     else:
         matrix = PackedMatrix.of(gguf.dequantized(tensor, format).to(dtype))
     if not matrix.is_finite():

@@ -21,7 +21,7 @@ FORMATS = ("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K",
 PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 PARTS = {"float32": 3, "int8": 1}
-"""Activations that quantised weights are multiplied with -> the 8-bit parts of each. 24 bits are as exact as float32."""
+"""What quantised weights are multiplied with -> 8-bit parts of each activation; 24 bits are as exact as float32."""
 
 
 class _Weight(Structure):
@@ -57,9 +57,12 @@ class _Batch(Structure):
     ]
 
 
-def num_threads() -> int:
-    """Threads of the C++ kernels: $NANOVLLM_CPU_THREADS, else the physical cores that this process may use."""
-    asked = os.environ.get("NANOVLLM_CPU_THREADS")
+def num_threads(asked: str | None) -> int:
+    """Threads of the C++ kernels: $NANOVLLM_CPU_THREADS, else the physical cores that this process may use.
+
+    Args:
+        asked: the variable's value.
+    """
     if asked is not None:
         if not asked.isdecimal() or int(asked) < 1:
             raise ValueError(f"NANOVLLM_CPU_THREADS={asked!r}: expected a positive integer")
@@ -101,14 +104,14 @@ def _library() -> ctypes.CDLL:
 
 
 @cache
-def _threads(process: int, count: int) -> int:
+def _threads(process: int, asked: str | None) -> int:
     """The threads of this process; a forked process has none of its parent's."""
-    return _library().nanovllm_threads(count)
+    return _library().nanovllm_threads(num_threads(asked))
 
 
 def threads() -> int:
     """The handle of this process's threads."""
-    return _threads(os.getpid(), num_threads())
+    return _threads(os.getpid(), os.environ.get("NANOVLLM_CPU_THREADS"))
 
 
 class PackedMatrix:
@@ -184,6 +187,18 @@ class _Structures:
             weights.eps, max(parts, default=0), self.layers, _float32(weights.final_norm).data_ptr(),
             _float32(weights.cos_sin_cache).data_ptr(),
         )  # fmt: skip
+        self._caches: tuple[torch.Tensor, ...] = ()
+        self._pointers: Sequence[ctypes.Array[c_void_p]] = ()
+
+    def pointers(
+        self, k_caches: Sequence[torch.Tensor], v_caches: Sequence[torch.Tensor]
+    ) -> Sequence[ctypes.Array[c_void_p]]:
+        """The caches' addresses. They are mostly those of the step before."""
+        caches = (*k_caches, *v_caches)
+        if len(caches) != len(self._caches) or any(a is not b for a, b in zip(caches, self._caches)):
+            self._caches = caches
+            self._pointers = [(c_void_p * len(side))(*(c.data_ptr() for c in side)) for side in (k_caches, v_caches)]
+        return self._pointers
 
 
 def _float32(vector: torch.Tensor) -> torch.Tensor:
@@ -219,10 +234,10 @@ def decoder_step(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
     )  # fmt: skip
     out = torch.empty(num_rows, x.shape[1])
-    count, cache = len(k_caches), k_caches[0]
-    pointers = [(c_void_p * count)(*(c.data_ptr() for c in caches)) for caches in (k_caches, v_caches)]
+    cache = k_caches[0]
     _library().nanovllm_decoder_step(
-        threads(), byref(structures.model), count, byref(struct), *pointers, cache.shape[1],
+        threads(), byref(structures.model), len(k_caches), byref(struct), *structures.pointers(k_caches, v_caches),
+        cache.shape[1],
         FORMATS.index(PLAIN[cache.dtype]), x.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
