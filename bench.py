@@ -6,6 +6,7 @@
     python bench.py --compare                           # custom kernels against every op's reference
     python bench.py --ablate --workload bs1             # what is each op's custom kernel worth?
     python bench.py --engine nanovllm,transformers,vllm # beside its peers
+    python bench.py --device cpu --engine nanovllm,llama.cpp,openvino,transformers --temperature 0 --rounds 3
     python bench.py --save; python bench.py --history; python bench.py --check
     python bench.py --tables docs/log/results.md        # put the kept results between the file's markers
 
@@ -47,6 +48,9 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--output-len", help="tokens, or bounds")
     load.add_argument("--rate", type=float, help="requests a second that arrive at random, for your own load")
     load.add_argument("--repeat", type=int, default=3, help="timed runs of each workload")
+    load.add_argument("--rounds", type=int, default=1, help="run all engines so often, one after the other each time")
+    load.add_argument("--temperature", type=float, default=0.6, help="of every request; 0: greedy")
+    load.add_argument("--top-p", type=float, default=1.0, help="of every request")
     load.add_argument("--warmup", type=int, default=1, help="runs before them that do not count")
     load.add_argument(
         "--limit",
@@ -59,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--engine", default="nanovllm", help=f"any of {','.join(ENGINES)}")
     how.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
     how.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')
+    how.add_argument(
+        "--cpu-activations", choices=("float32", "int8"), help="what quantised weights are multiplied with"
+    )
     how.add_argument("--compare", action="store_true", help="custom kernels on and off")
     how.add_argument("--ablate", action="store_true", help="each op's custom kernel off in turn")
     how.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -168,6 +175,10 @@ def choose_model(args: argparse.Namespace) -> None:
             args.model = str(demo_model_path())
     if args.preset:
         args.preset_config = preset(args.preset)
+    elif args.model.endswith(".gguf") and Path(args.model).is_file():
+        from nanovllm.weights.gguf import read_config
+
+        args.model_shape = read_config(args.model)
 
 
 def print_history(args: argparse.Namespace) -> int:

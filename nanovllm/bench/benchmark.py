@@ -60,8 +60,11 @@ class Benchmark:
         print(f"{self.label}; {', '.join(f'{w.name}: {w.description}' for w in self.workloads)}", flush=True)
         try:
             self._measure_rates()
-            for job in self._jobs():
-                measure_rows(self.launch, job, self._take_row, self._take)
+            for turn in range(self.args.rounds):
+                for job in self._jobs():
+                    # Other prompts each time: the seeds of one round lie beside each other.
+                    job = dataclasses.replace(job, seed=job.seed + turn * job.repeat)
+                    measure_rows(self.launch, job, self._take_row, self._take)
             self._measure_rates()
         except KeyboardInterrupt:
             print("\ninterrupted; what was measured so far follows", flush=True)
@@ -71,7 +74,8 @@ class Benchmark:
                 raise
             traceback.print_exc()
             code = 1
-        for line in [*text.comparison_lines(self.record.rows), *self._over_limit()]:
+        lines = [*text.comparison_lines(self.record.rows), *self._over_limit(), *text.load_lines(self.record.rows)]
+        for line in lines:
             print(line)
         code = self._keep(code)
         # Last: whatever happens in it, all else is on the disk.
@@ -154,7 +158,8 @@ class Benchmark:
         args = self.args
         return Job(
             engine, variant, self.model, tuple(self.workloads), getattr(args, "preset_config", None), given,
-            args.repeat, args.warmup, args.seed, limit=args.limit,
+            args.repeat, args.warmup, args.seed, limit=args.limit, shape=getattr(args, "model_shape", None),
+            temperature=args.temperature, top_p=args.top_p,
         )  # fmt: skip
 
     def _sized(self, job: Job) -> Iterator[Job]:
@@ -196,12 +201,23 @@ class Benchmark:
 
     def _take_row(self, row: Row) -> None:
         row.model = self.label
-        results.add_shares(row, self.record.rates)
         self.status.clear()
         if not self.record.rows:
             print(self.table.head())
-        self.record.rows.append(row)
+        row = self._joined(row)
+        results.add_shares(row, self.record.rates)
         print(self.table.row(row), flush=True)
+
+    def _joined(self, row: Row) -> Row:
+        """The row of this configuration with the repeats of all rounds so far. One that failed stays as it is."""
+        before = results.find(self.record.rows, row.engine, row.variant, row.workload, row.model)
+        if before is None or row.error is not None:
+            self.record.rows.append(row)
+            return row
+        before.repeats += row.repeats
+        before.warmup_seconds += row.warmup_seconds
+        before.peak_memory = max(before.peak_memory or 0, row.peak_memory or 0)
+        return before
 
     def _over_limit(self) -> list[str]:
         """A line for each row that claims more than the device was measured to give."""

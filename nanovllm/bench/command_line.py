@@ -22,7 +22,8 @@ _THREE_WAYS = ("capture_prefill", "ride_prompts", "use_custom_kernels")
 """Arguments of nanovllm alone that are on, off, or None: the engine decides."""
 _RECORDED = (
     *_PEERS_HAVE, *_THREE_WAYS, "enforce_eager", "kernels", "preset", "workload", "num_requests",
-    "input_len", "output_len", "rate", "repeat", "warmup", "seed", "engine",
+    "input_len", "output_len", "rate", "repeat", "rounds", "warmup", "seed", "engine", "temperature", "top_p",
+    "cpu_activations",
 )  # fmt: skip
 """Arguments that decide the figures; not where this machine has its files."""
 
@@ -39,8 +40,10 @@ def check(args: argparse.Namespace) -> list[str]:
             raise ValueError(f"--engine {engine!r}: expected any of {', '.join(ENGINES)}")
     if args.limit is not None and not args.limit > 0:
         raise ValueError(f"--limit {args.limit:g}: expected seconds, above 0; leave it out for no limit")
-    if args.repeat < 1 or args.warmup < 0:
-        raise ValueError("--repeat is at least 1, --warmup at least 0")
+    if args.repeat < 1 or args.rounds < 1 or args.warmup < 0:
+        raise ValueError("--repeat and --rounds are at least 1, --warmup at least 0")
+    if args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise ValueError("--temperature is at least 0, --top-p above 0 and at most 1")
     if args.compare and args.use_custom_kernels is not None:
         raise ValueError("--compare runs both with and without custom kernels; leave out --use-custom-kernels")
     if args.ablate and args.use_custom_kernels is False:
@@ -67,6 +70,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of nanovllm's `LLM`."""
     options = peer_options(args)
     options |= {name: getattr(args, name) for name in _THREE_WAYS if getattr(args, name) is not None}
+    if args.cpu_activations is not None:
+        options["cpu_activations"] = args.cpu_activations
     if args.kernels:
         options["kernel_priority"] = parse_priority(args.kernels)
     return options

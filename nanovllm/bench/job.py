@@ -27,13 +27,15 @@ class Job:
     Attributes:
         task: "measure" the workloads; measure the "rates" of the device, which loads no engine; find the "ops" that the
             model calls; or "profile" the first workload.
-        engine: "nanovllm", "transformers" or "vllm".
+        engine: one of `nanovllm.bench.engines.ENGINES`.
         variant: what distinguishes this configuration in tables: "custom", "native", "no rms_norm", or "".
         model: a path, a hub id, or a preset's name.
         config: the preset's config.json, for random weights; None: `model` has weights.
         options: arguments for nanovllm's `LLM`; peers take from them what they have too.
         limit: seconds for each workload with its warm-up; None: as long as it takes.
         trace: the file that the trace of a profile goes to.
+        shape: what a GGUF model's config.json would hold, for engines that do not tell.
+        temperature, top_p: of every request.
     """
 
     engine: str
@@ -49,6 +51,9 @@ class Job:
     task: str = "measure"
     limit: float | None = None
     trace: str = ""
+    shape: dict[str, Any] | None = None
+    temperature: float = 0.6
+    top_p: float = 1.0
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -106,6 +111,8 @@ class Repeat:
     itl_p99: float | None
     bytes: int
     flops: int
+    foreign_load: float | None = None
+    """Processors that other processes kept busy meanwhile."""
 
     @property
     def output_rate(self) -> float:
@@ -116,7 +123,9 @@ class Repeat:
         return self.total_tokens / self.seconds
 
     @classmethod
-    def of(cls, run: Run, num_prompt_tokens: int, work_bytes: int, work_flops: int) -> Repeat:
+    def of(
+        cls, run: Run, num_prompt_tokens: int, work_bytes: int, work_flops: int, foreign: float | None = None
+    ) -> Repeat:
         output = sum(r.num_output for r in run.requests)
         first = [r.first_token for r in run.requests if r.first_token is not None]
         several = [r for r in run.requests if r.num_output > 1]
@@ -129,7 +138,7 @@ class Repeat:
             each = [gap for r in several for gap in r.gaps or ()]
         return cls(
             run.seconds, output, output + num_prompt_tokens, percentile(first, 50), percentile(first, 99),
-            percentile(each, 50), None if only_means else percentile(each, 99), work_bytes, work_flops,
+            percentile(each, 50), None if only_means else percentile(each, 99), work_bytes, work_flops, foreign,
         )  # fmt: skip
 
 

@@ -71,6 +71,19 @@ class TextTable:
         return " ".join(f"{cells[i]:{'<' if i < 2 else '>'}{self._widths[i]}}" for i in self._columns)
 
 
+_FOREIGN = 0.1  # processors; so much a system's own services may take
+
+
+def load_lines(rows: Sequence[Row]) -> list[str]:
+    """A line for each row that was measured beside other processes."""
+    loads = [(row, max((r.foreign_load or 0.0 for r in row.repeats), default=0.0)) for row in rows]
+    return [
+        f"{row.workload}, {name_of(row)}: other processes used up to {load:.1f} processors meanwhile"
+        for row, load in loads
+        if load > _FOREIGN
+    ]
+
+
 def comparison_lines(rows: Sequence[Row]) -> list[str]:
     """What custom kernels bring, what each op's is worth, and how engines stand to each other, a line each."""
     lines = []

@@ -19,6 +19,7 @@ import torch
 from nanovllm.arguments import full_dtype
 from nanovllm.bench.engines import start
 from nanovllm.bench.engines.common import Engine, EngineError
+from nanovllm.bench.foreign_load import ForeignLoad
 from nanovllm.bench.job import Emit, Job, Repeat, Row, stopped
 from nanovllm.bench.workload_cost import ModelShape, workload_work
 from nanovllm.bench.workloads import Workload
@@ -136,10 +137,12 @@ def measure_workload(
         if limit is not None and clock() - started + next_one > limit:
             break
         items = workload.draw(job.seed + i, model.vocab)
+        others = ForeignLoad()
         run = engine.run(items)
+        foreign = others.cores()
         total = workload_work(model, items, workload.shared_prefix)
         num_prompt = sum(len(item.prompt) for item in items)
-        row.repeats.append(Repeat.of(run, num_prompt, total.bytes, total.flops))
+        row.repeats.append(Repeat.of(run, num_prompt, total.bytes, total.flops, foreign))
         row.peak_memory = max(row.peak_memory or 0, memory_in_use(row.about["device"]))
     if limit is not None and not row.repeats:
         raise EngineError(stopped(limit))
@@ -150,7 +153,10 @@ def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
     kv_bytes = 1 if name.startswith("fp8") else None
     if name in _DTYPES:
         kv_bytes = getattr(torch, name).itemsize
-    return ModelShape.of(config, getattr(torch, dtype).itemsize, kv_bytes)
+    shape, path = ModelShape.of(config, getattr(torch, dtype).itemsize, kv_bytes), Path(job.model)
+    if path.suffix == ".gguf" and torch_device(job).type == "cpu":  # engines read its blocks as they are
+        shape = dataclasses.replace(shape, weight_bytes=path.stat().st_size / shape.parameters)
+    return shape
 
 
 def memory_in_use(device: str) -> int:

@@ -41,7 +41,7 @@ class ModelShape:
     qk_norm: bool
     attention_bias: bool
     mlp_bias: bool
-    weight_bytes: int
+    weight_bytes: float
     kv_bytes: int
 
     @classmethod
@@ -77,7 +77,8 @@ class ModelShape:
     @property
     def step_bytes(self) -> int:
         """Weights that every step reads: the layers, the last norm and the head; of the embedding, rows only."""
-        return self.weight_bytes * (self.layers * self.layer_parameters + self.hidden + self.vocab * self.hidden)
+        elements = self.layers * self.layer_parameters + self.hidden + self.vocab * self.hidden
+        return round(self.weight_bytes * elements)
 
     @property
     def token_kv_bytes(self) -> int:

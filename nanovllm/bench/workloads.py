@@ -98,12 +98,17 @@ WORKLOADS = {
         Workload("shared-prefix", 256, 64, 128, shared_prefix=1024),
         Workload("long", 8, 16384, 256),
         Workload("poisson", 128, (100, 1024), (64, 256), rate=16.0),
+        Workload("cpu1", 1, 32, 96),
+        Workload("cpu3", 3, 32, 96),
+        Workload("cpu8", 8, 32, 96),
+        Workload("cpu-prefill", 1, 512, 1),
+        Workload("cpu-context", 1, 2000, 64),
         Workload("tiny", 4, 32, 16),
         Workload("tiny-poisson", 6, 16, 8, rate=8.0),
     )
 }
 ON_GPU = ("bs1", "bs8", "bs32", "bs128", "prefill", "std256", "shared-prefix", "long", "poisson")
-ON_CPU = ("tiny",)
+ON_CPU = ("cpu1", "cpu3", "cpu8", "cpu-prefill")
 
 
 def select(names: Sequence[str]) -> list[Workload]:

@@ -9,7 +9,9 @@ from typing import Any
 from nanovllm.bench.engines.common import Engine, EngineError
 from nanovllm.bench.job import Job
 
-ENGINES = ("nanovllm", "transformers", "vllm")
+ENGINES = ("nanovllm", "transformers", "vllm", "llama.cpp", "openvino")
+_PACKAGES = {"llama.cpp": ("llama_cpp", "llama-cpp-python"), "openvino": ("openvino_genai", "openvino-genai")}
+"""engine -> (the module that it needs, what pip calls that)"""
 
 
 def start(job: Job, llm_class: Any) -> Engine:
@@ -22,6 +24,7 @@ def start(job: Job, llm_class: Any) -> Engine:
         from nanovllm.bench.engines.nanovllm import NanovllmEngine
 
         return NanovllmEngine(job, llm_class)
-    if importlib.util.find_spec(job.engine) is None:
-        raise EngineError(f"{job.engine} is not installed; pip install {job.engine}")
-    return importlib.import_module(f"nanovllm.bench.engines.{job.engine}").start(job)
+    module, package = _PACKAGES.get(job.engine, (job.engine, job.engine))
+    if importlib.util.find_spec(module) is None:
+        raise EngineError(f"{job.engine} is not installed; pip install {package}")
+    return importlib.import_module(f"nanovllm.bench.engines.{job.engine.replace('.', '_')}").start(job)

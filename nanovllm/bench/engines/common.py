@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
@@ -36,6 +37,18 @@ class Engine(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+def gguf_config(job: Job) -> ModelConfig:
+    """The architecture of the job's GGUF file, for engines that read nothing else."""
+    if job.shape is None:
+        raise EngineError(f"{job.engine} is measured with GGUF files here; pass --model FILE.gguf")
+    return ModelConfig.from_dict(job.shape)
+
+
+def cpu_threads() -> int:
+    """Threads of an engine on a CPU: $NANOVLLM_CPU_THREADS, else the processors that this process may use."""
+    return int(os.environ.get("NANOVLLM_CPU_THREADS", 0)) or len(os.sched_getaffinity(0))
 
 
 def model_directory(job: Job, folder: Path) -> str:

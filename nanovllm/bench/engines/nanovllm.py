@@ -23,6 +23,7 @@ class NanovllmEngine:
         options = {"skip_tokenizer_init": True, "max_model_len": job.max_model_len, **job.options}
         if job.config is not None:
             options["load_format"] = "dummy"
+        self._job = job
         self.llm = llm_class(job.model, **options)
         self.config = self.llm.engine.model_config
 
@@ -50,7 +51,7 @@ class NanovllmEngine:
 
     def _run_closed_loop(self, items: Sequence[Item]) -> Run:
         with _stamped_steps(self.llm.engine) as steps:
-            params = [sampling_params(item) for item in items]
+            params = [sampling_params(self._job, item) for item in items]
             started = time.perf_counter()
             outputs = self.llm.generate([item.prompt for item in items], params, use_tqdm=False)
             seconds = time.perf_counter() - started
@@ -69,7 +70,7 @@ class NanovllmEngine:
         engine = self.llm.engine
         return run_open_loop(
             items,
-            add=lambda item: engine.add_request(item.prompt, sampling_params(item)),
+            add=lambda item: engine.add_request(item.prompt, sampling_params(self._job, item)),
             step=lambda: [(request, request.num_output_tokens) for request in engine.step()],
             is_busy=lambda: engine.has_unfinished,
         )
@@ -81,8 +82,10 @@ class NanovllmEngine:
             torch.cuda.empty_cache()
 
 
-def sampling_params(item: Item) -> SamplingParams:
-    return SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=item.num_output)
+def sampling_params(job: Job, item: Item) -> SamplingParams:
+    return SamplingParams(
+        temperature=job.temperature, top_p=job.top_p, ignore_eos=True, max_tokens=item.num_output
+    )  # fmt: skip
 
 
 @contextmanager

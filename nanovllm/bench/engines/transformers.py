@@ -45,6 +45,9 @@ class TransformersEngine:
         self._device = torch.device(
             "cuda" if torch.cuda.is_available() and job.options.get("device", "auto") != "cpu" else "cpu"
         )
+        self._sampling: dict[str, Any] = {"do_sample": job.temperature > 0}
+        if job.temperature > 0:
+            self._sampling |= {"temperature": job.temperature, "top_k": 0, "top_p": job.top_p}
         dtype = job.options.get("dtype") or "auto"
         if job.config is not None:
             with tempfile.TemporaryDirectory() as folder:
@@ -102,8 +105,8 @@ class TransformersEngine:
         mask = torch.tensor([[0] * (width - len(i.prompt)) + [1] * len(i.prompt) for i in items], device=self._device)
         clock = _Clock()
         self._model.generate(
-            ids, attention_mask=mask, do_sample=True, temperature=0.6, top_k=0, top_p=1.0,
-            min_new_tokens=steps, max_new_tokens=steps, pad_token_id=0, eos_token_id=None, streamer=clock,
+            ids, attention_mask=mask, min_new_tokens=steps, max_new_tokens=steps, pad_token_id=0, eos_token_id=None,
+            **self._sampling, streamer=clock,
         )  # fmt: skip
         if len(clock.times) != steps:
             raise RuntimeError(f"expected {steps} output tokens, got {len(clock.times)}")

@@ -41,6 +41,7 @@ class VllmEngine:
         self._dtype = str(config.dtype).removeprefix("torch.")
         self.config = ModelConfig.from_dict(config.hf_config.to_dict())
         self._num_requests = 0
+        self._job = job
 
     def about(self) -> dict[str, Any]:
         return {"version": vllm.__version__, "device": torch.cuda.get_device_name(), "dtype": self._dtype}
@@ -48,7 +49,7 @@ class VllmEngine:
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):
             return self._run_open_loop(items)
-        params = [_sampling_params(item) for item in items]
+        params = [_sampling_params(self._job, item) for item in items]
         prompts = [{"prompt_token_ids": item.prompt} for item in items]
         with _kept_gaps(self._llm.llm_engine) as steps:
             started = time.perf_counter()
@@ -65,7 +66,7 @@ class VllmEngine:
         def add(item: Item) -> str:
             name = f"bench-{self._num_requests}"
             self._num_requests += 1
-            engine.add_request(name, {"prompt_token_ids": item.prompt}, _sampling_params(item))
+            engine.add_request(name, {"prompt_token_ids": item.prompt}, _sampling_params(self._job, item))
             return name
 
         def step() -> list[tuple[str, int]]:
@@ -78,8 +79,10 @@ class VllmEngine:
         self._folder.cleanup()
 
 
-def _sampling_params(item: Item) -> Any:
-    return vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=item.num_output, detokenize=False)
+def _sampling_params(job: Job, item: Item) -> Any:
+    return vllm.SamplingParams(
+        temperature=job.temperature, top_p=job.top_p, ignore_eos=True, max_tokens=item.num_output, detokenize=False
+    )  # fmt: skip
 
 
 @contextmanager

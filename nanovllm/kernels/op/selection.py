@@ -131,14 +131,26 @@ def resolve_kernels(
     for who, named in sources.items():  # every source, whether it decides or not
         reject_unknown_providers(named, ops, who)
     chosen, decorate = {}, _decorate.get()
+    unused: dict[str, list[str]] = {}
     for name, declared in ops.items():
         provider = declared.providers[NATIVE]
-        if use_custom_kernels and not _gives_way(declared, ops, sources, origins):
-            provider = _choose(declared, device, sources, origins)
+        parts = _named_parts(declared, ops, sources, origins)
+        if use_custom_kernels:
+            usual = _choose(declared, device, sources, origins)
+            if not parts:
+                provider = usual
+            elif usual.name != NATIVE:
+                unused[f"{name} ({usual.name})"] = parts
         fn = _function(declared, provider)
         chosen[name] = provider, decorate(name, provider.name, fn) if decorate else fn
     for plugin in origins:
         _warn_if_it_serves_nothing(plugin, device, use_custom_kernels, {name: p for name, (p, _) in chosen.items()})
+    if unused:
+        logger.log(
+            logging.WARNING if origins else logging.INFO,
+            "you named a provider of %s, or a plugin has one; ops that combine it with others are not used: %s",
+            ", ".join(dict.fromkeys(part for parts in unused.values() for part in parts)), ", ".join(unused),
+        )  # fmt: skip
     return Kernels(chosen)
 
 
@@ -161,19 +173,20 @@ def _warn_if_it_serves_nothing(
     logger.warning("kernel plugin %s serves no op: %s", plugin, "; ".join(reasons))
 
 
-def _gives_way(
+def _named_parts(
     fused: OpDeclaration, ops: Mapping[str, OpDeclaration], sources: Sources, plugins: Sequence[str]
-) -> bool:
-    """Whether a fused op is not used, since the user named a provider of an op that it combines and none of its own."""
+) -> list[str]:
+    """The ops that a fused op combines and that the user named a provider of, or loaded a plugin for. If there are any,
+    the fused op is not used, unless the user named a provider of it as well."""
     _, wanted = wanted_providers(fused, sources)
     if any(fused.name in named for named in sources.values()):
-        return False
-    parts = [ops[name] for name in fused.fuses]
-    return any(
-        wanted_providers(part, sources)[1] not in ((), wanted)
-        or any(p.origin is not None and p.origin in plugins for p in part.providers.values())
-        for part in parts
-    )
+        return []
+    return [
+        name
+        for name in fused.fuses
+        if wanted_providers(ops[name], sources)[1] not in ((), wanted)
+        or any(p.origin is not None and p.origin in plugins for p in ops[name].providers.values())
+    ]
 
 
 def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
@@ -189,8 +202,8 @@ def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] =
 def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> str:
     """Why the first of `rank` is the first, as the end of a sentence."""
     first = _first(declared, device, plugins)
-    if _gives_way(declared, all_ops(), from_environment(), plugins):
-        return f"in an engine it is not used, since one of the ops that it fuses was named: {', '.join(declared.fuses)}"
+    if parts := _named_parts(declared, all_ops(), from_environment(), plugins):
+        return f"it is not used in an engine, since a provider of {', '.join(parts)} was named, which it combines"
     if wanted_providers(declared, from_environment())[1]:
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
     if first.origin is not None:
@@ -205,7 +218,7 @@ def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str
 
 
 def _first(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> Provider:
-    if _gives_way(declared, all_ops(), from_environment(), plugins):
+    if _named_parts(declared, all_ops(), from_environment(), plugins):
         return declared.providers[NATIVE]
     return _choose(declared, device, from_environment(), plugins)
 

@@ -1,0 +1,109 @@
+"""llama.cpp, through the C interface that llama-cpp-python brings: all sequences in one batch, sampled by it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp as lib
+
+from nanovllm.bench.engines.common import EngineError, cpu_threads, gaps, gguf_config
+from nanovllm.bench.job import Job, RequestTimes, Run
+from nanovllm.bench.workloads import Item
+
+_BATCH = 512
+
+
+class LlamaCppEngine:
+    def __init__(self, job: Job) -> None:
+        self.config = gguf_config(job)
+        self._job = job
+        lib.llama_log_set(_silent, None)
+        lib.llama_backend_init()
+        options = lib.llama_model_default_params()
+        options.n_gpu_layers = 0
+        self._model = lib.llama_model_load_from_file(job.model.encode(), options)
+        if not self._model:
+            raise EngineError(f"llama.cpp cannot load {job.model}")
+        self._batch = lib.llama_batch_init(_BATCH, 0, 1)
+
+    def about(self) -> dict[str, Any]:
+        flags = lib.llama_print_system_info().decode().removeprefix("CPU :").replace(" = 1", "")
+        return {
+            "version": lib.__version__, "device": "cpu", "dtype": "float32", "threads": cpu_threads(),
+            "flags": " ".join(flags.replace("|", " ").split()),
+        }  # fmt: skip
+
+    def run(self, items: Sequence[Item]) -> Run:
+        if any(item.arrival for item in items):
+            raise EngineError("llama.cpp is driven with fixed batches here: it cannot take requests as they arrive")
+        options = lib.llama_context_default_params()
+        options.n_ctx = sum(len(item.prompt) + item.num_output for item in items)
+        options.n_batch = options.n_ubatch = _BATCH
+        options.n_seq_max = len(items)
+        options.kv_unified = True
+        options.n_threads = options.n_threads_batch = cpu_threads()
+        context = lib.llama_init_from_model(self._model, options)
+        if not context:
+            raise EngineError(f"llama.cpp cannot make a context of {options.n_ctx} tokens")
+        try:
+            return self._generate(context, items)
+        finally:
+            lib.llama_free(context)
+
+    def _generate(self, context: Any, items: Sequence[Item]) -> Run:
+        sampler = self._sampler()
+        started, times = time.perf_counter(), [[] for _ in items]
+        last = [0] * len(items)
+        for seq, item in enumerate(items):
+            for first in range(0, len(item.prompt), _BATCH):
+                part = item.prompt[first : first + _BATCH]
+                self._decode(context, [(token, first + i, seq) for i, token in enumerate(part)])
+            last[seq] = lib.llama_sampler_sample(sampler, context, -1)
+            times[seq].append(time.perf_counter() - started)
+        while running := [i for i, item in enumerate(items) if len(times[i]) < item.num_output]:
+            self._decode(context, [(last[i], len(items[i].prompt) + len(times[i]) - 1, i) for i in running], True)
+            for row, i in enumerate(running):
+                last[i] = lib.llama_sampler_sample(sampler, context, row)
+            now = time.perf_counter() - started
+            for i in running:
+                times[i].append(now)
+        seconds = time.perf_counter() - started
+        lib.llama_sampler_free(sampler)
+        return Run(seconds, [RequestTimes(t[0], t[-1], len(t), gaps(t)) for t in times])
+
+    def _decode(self, context: Any, tokens: Sequence[tuple[int, int, int]], every_row: bool = False) -> None:
+        """Compute (token, position, sequence). The logits of the last, or of all, are wanted."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, seq) in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq
+            batch.logits[i] = every_row or i == len(tokens) - 1
+        if lib.llama_decode(context, batch):
+            raise EngineError(f"llama.cpp cannot compute a batch of {len(tokens)} tokens")
+
+    def _sampler(self) -> Any:
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        if self._job.temperature == 0:
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
+            return chain
+        if self._job.top_p < 1:
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_p(self._job.top_p, 1))
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(self._job.temperature))
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(self._job.seed))
+        return chain
+
+    def close(self) -> None:
+        lib.llama_batch_free(self._batch)
+        lib.llama_model_free(self._model)
+
+
+@lib.llama_log_callback
+def _silent(level: int, text: bytes, data: Any) -> None:
+    pass
+
+
+def start(job: Job) -> LlamaCppEngine:
+    return LlamaCppEngine(job)
