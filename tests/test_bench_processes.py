@@ -66,7 +66,7 @@ def whole_run(model, tmp_path_factory):
     """(the folder of the profile's files, what was printed, seconds) of a run in processes of its own."""
     folder = tmp_path_factory.mktemp("whole")
     command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu",
-               "--workload", "tiny", "--repeat", "1", "--kernels", "decoder_step=native",
+               "--workload", "tiny", "--repeat", "1", "--kernels", "decoder_step=native;sample=native",
                "--profile-dir", str(folder), "--plots", "--json", str(folder / "j.json")]  # fmt: skip
     started = time.perf_counter()
     done = subprocess.run(

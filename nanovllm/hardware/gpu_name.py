@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,13 +21,24 @@ def canonical_gpu_name(name: str) -> str:
     return "-".join(words.lower().split())
 
 
+def cpu_name() -> str:
+    """The processor's name, "AMD EPYC"; "" where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return re.sub(r"\((R|TM)\)", "", names[0]) if names else ""
+
+
 def device_name(device: torch.device) -> str:
-    """The full name of a GPU, such as "NVIDIA H200"; "cpu" with the number of threads for a CPU."""
+    """The full name of a GPU, such as "NVIDIA H200"; for a CPU "cpu AMD EPYC, 2 threads"."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads"
+    name = f"cpu {cpu_name()}".strip()
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def slug(name: str) -> str:

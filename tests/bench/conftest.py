@@ -6,5 +6,5 @@ import pytest
 @pytest.fixture(autouse=True, scope="session")
 def separate_ops():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOVLLM_KERNELS", "decoder_step=native")
+        patch.setenv("NANOVLLM_KERNELS", "decoder_step=native;sample=native")
         yield

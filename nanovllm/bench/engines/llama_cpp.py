@@ -54,7 +54,8 @@ class LlamaCppEngine:
 
     def _generate(self, context: Any, items: Sequence[Item]) -> Run:
         sampler = self._sampler()
-        started, times = time.perf_counter(), [[] for _ in items]
+        started = time.perf_counter()
+        times: list[list[float]] = [[] for _ in items]
         last = [0] * len(items)
         for seq, item in enumerate(items):
             for first in range(0, len(item.prompt), _BATCH):

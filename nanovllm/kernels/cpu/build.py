@@ -24,7 +24,7 @@ import torch
 from nanovllm.kernels.cuda.build import make_private, not_private
 
 FLAGS = (
-    "-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+    "-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
     "-pthread", "-w",
 )  # fmt: skip
 _SOURCES = Path(__file__).parent
@@ -62,10 +62,15 @@ def compiler() -> str:
     )
 
 
+def flags() -> tuple[str, ...]:
+    """Of the compiler. $NANOVLLM_CPU_ARCH is a processor's name to compile for, such as "x86-64-v3": AVX2 alone."""
+    return (*FLAGS, f"-march={os.environ.get('NANOVLLM_CPU_ARCH') or 'native'}")
+
+
 def library_path() -> Path:
     """Where this machine's library is, or will be."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, " ".join(FLAGS), _cpu_features()]
+    parts = [version, " ".join(flags()), _cpu_features()]
     for source in sorted(_SOURCES.glob("*.h")) + sorted(_SOURCES.glob("*.cpp")):
         parts += [source.name, source.read_text()]
     key = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
@@ -104,7 +109,7 @@ def _compile(directory: Path) -> Path:
     for source, part in sources:
         objects.append(str(directory / f"{source}{part}.o"))
         defines = [f"-DNANOVLLM_PARTS={_PARTS}", f"-DNANOVLLM_PART={part}"]
-        jobs.append(_start([compiler(), *FLAGS, *defines, "-c", str(_SOURCES / source), "-o", objects[-1]]))
+        jobs.append(_start([compiler(), *flags(), *defines, "-c", str(_SOURCES / source), "-o", objects[-1]]))
     for job in jobs:
         _finish(job)
     library = directory / "library.so"

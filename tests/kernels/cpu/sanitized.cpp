@@ -1,0 +1,100 @@
+// Every format, odd shapes and steps of every kind, to be run with sanitizers: they abort at what is wrong.
+#include <cstdlib>
+#include <cstdio>
+
+#include "library.cpp"
+#include "products.cpp"
+
+using namespace nanovllm;
+
+static float random_float() { return (float)rand() / (float)RAND_MAX - 0.5f; }
+
+static std::vector<float> floats(int64_t count) {
+    std::vector<float> values(count);
+    for (float& value : values) value = random_float();
+    return values;
+}
+
+// Blocks of random bits: scales may be anything, NaN too.
+static std::vector<uint8_t> packed(Threads* threads, int32_t format, int64_t rows, int64_t columns, bool zeros = false) {
+    int64_t bytes = 0;
+    with_tile(format, [&](auto tile) { bytes = rows * row_bytes<typename decltype(tile)::Source>(columns); });
+    std::vector<uint8_t> from(bytes), to(nanovllm_packed_bytes(format, rows, columns));
+    for (uint8_t& byte : from) byte = zeros ? 0 : rand();
+    nanovllm_pack(threads, format, rows, columns, from.data(), to.data());
+    return to;
+}
+
+static void products_of_every_format(Threads* threads) {
+    for (int32_t format = f32; format <= q6_k; format++)
+        for (int32_t parts : {1, EXACT_PARTS})
+            for (int64_t rows : {1, 16, 37})
+                for (int64_t columns : {256, 768}) {
+                    const std::vector<uint8_t> data = packed(threads, format, rows, columns);
+                    const Weight w{data.data(), rows, columns, format, format <= f16 ? 0 : parts};
+                    nanovllm_is_finite(threads, &w);
+                    const std::vector<int64_t> ids = {rows - 1, 0};
+                    std::vector<float> out(2 * columns);
+                    nanovllm_rows(threads, &w, ids.data(), 2, out.data());
+                    for (int64_t count : {1, 2, 3, 5, 8, 13, 17}) {
+                        std::vector<float> result(count * rows);
+                        nanovllm_product(threads, &w, floats(count * columns).data(), count, result.data());
+                    }
+                }
+}
+
+static void steps(Threads* threads) {
+    const int64_t hidden = 80, heads = 6, kv_heads = 2, dim = 32, inner = 150, block_size = 16, blocks = 64;
+    std::vector<std::vector<uint8_t>> kept;
+    auto weight = [&](int64_t rows, int64_t columns) {
+        kept.push_back(packed(threads, f32, rows, columns, true));
+        return Weight{kept.back().data(), rows, columns, f32, 0};
+    };
+    const std::vector<float> ones(4096, 1.0f);
+    Layer layer{};
+    layer.q = weight(heads * dim, hidden), layer.k = weight(kv_heads * dim, hidden), layer.v = weight(kv_heads * dim, hidden);
+    layer.o = weight(hidden, heads * dim), layer.gate = weight(inner, hidden), layer.up = weight(inner, hidden);
+    layer.down = weight(hidden, inner);
+    layer.input_norm = layer.post_norm = layer.q_norm = layer.k_norm = ones.data();
+    layer.q_bias = layer.o_bias = layer.down_bias = ones.data();
+    const std::vector<float> angles(1024 * dim, 0.5f);
+    const Model model{1, hidden, heads, kv_heads, dim, inner, 1e-6f, 0, &layer, ones.data(), angles.data()};
+    for (int32_t format : {f32, bf16, f16}) {
+        std::vector<uint8_t> k(blocks * block_size * kv_heads * dim * 4), v(k.size());
+        uint8_t *ks = k.data(), *vs = v.data();
+        // Two decodes, a short run and a long one; contexts of several blocks and pieces.
+        const std::vector<int32_t> contexts = {1, 300, 9, 61}, starts = {0, 5, 36};
+        std::vector<int64_t> positions(38), slots(38);
+        for (int64_t i = 0; i < 38; i++) positions[i] = i, slots[i] = i;
+        std::vector<int32_t> table(4 * 20);
+        for (size_t i = 0; i < table.size(); i++) table[i] = (int32_t)(i % blocks);
+        const std::vector<int64_t> rows(50, 37);
+        for (int64_t num_rows : {-1, 0, 2, 50}) {
+            const Batch batch{38, 4, 2, 20, num_rows, positions.data(), slots.data(), table.data(), contexts.data(), starts.data(), rows.data()};
+            std::vector<float> x = floats(38 * hidden), out((num_rows < 0 ? 38 : num_rows) * hidden);
+            nanovllm_decoder_step(threads, &model, 1, &batch, &ks, &vs, block_size, format, x.data(), out.data());
+        }
+    }
+}
+
+static void samples(Threads* threads) {
+    for (int64_t columns : {1, 255, 256, 1000}) {
+        const std::vector<float> logits = floats(3 * columns), temperature = {0, 0.7f, 1e-3f}, share = {0.5f, 0, 1};
+        const std::vector<int32_t> top_k = {0, 5, 2000};
+        const std::vector<int64_t> seeds = {-1, 2, 3};
+        std::vector<int64_t> out(3);
+        nanovllm_sample(threads, logits.data(), 3, columns, columns, temperature.data(), top_k.data(), share.data(),
+                        share.data(), seeds.data(), seeds.data(), out.data());
+        nanovllm_sample(threads, logits.data(), 3, columns, columns, temperature.data(), nullptr, nullptr, nullptr,
+                        seeds.data(), seeds.data(), out.data());
+    }
+}
+
+int main() {
+    Threads* threads = nanovllm_threads(3);
+    products_of_every_format(threads);
+    steps(threads);
+    samples(threads);
+    nanovllm_end_threads(threads);
+    std::puts("nothing found");
+}

@@ -1,0 +1,50 @@
+"""The C++ with sanitizers, and compiled for processors with fewer instructions than this one."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.kernels.cpu import build
+
+if (reason := build.cpu_support(torch.device("cpu"))) is not None:
+    pytest.skip(reason, allow_module_level=True)
+HERE = Path(__file__).parent
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["native", *["x86-64-v3"] * ON_X86])
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(tmp_path, arch, sanitizer):
+    sources, program = Path(build.__file__).parent, tmp_path / "sanitized"
+    flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-fPIC")]
+    command = [
+        build.compiler(), *flags, "-O1", f"-march={arch}", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all",
+        "-DNANOVLLM_PARTS=1", "-DNANOVLLM_PART=0", f"-I{sources}", HERE / "sanitized.cpp", "-o", program,
+    ]  # fmt: skip
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find" in compiled.stderr and "san" in compiled.stderr:
+        pytest.skip("the compiler has no sanitizers here")
+    assert compiled.returncode == 0, compiled.stderr[-2000:]
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "nothing found\n"), done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_X86, reason="for x86-64")
+@pytest.mark.parametrize("arch", ["x86-64", "x86-64-v3", "alderlake"])
+def test_every_kind_of_processor_gives_the_same(arch):
+    """Without AVX2, which is the plain C++; with AVX2; with AVX-VNNI."""
+    flags = Path("/proc/cpuinfo").read_text()
+    if arch == "alderlake" and " avx_vnni " not in flags:
+        pytest.skip("this processor has no AVX-VNNI")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", HERE / "test_cpu_products.py", HERE / "test_cpu_sample.py"],
+        env=os.environ | {"NANOVLLM_CPU_ARCH": arch}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
