@@ -139,7 +139,9 @@ def test_on_and_off_and_the_price_of_each_op(run):
         return op.native(x, weight, eps)
 
     with registered("rms_norm", slow, "slow"):
-        code, out, record = run(*SMALL, "--compare", "--ablate", "--kernels", "rms_norm=slow;decoder_step=native;sample=native")
+        code, out, record = run(
+            *SMALL, "--compare", "--ablate", "--kernels", "rms_norm=slow;decoder_step=native;sample=native"
+        )
     assert code == 0
     assert [r["variant"] for r in record["rows"]] == ["custom", "native", "no rms_norm"]
     assert record["rows"][0]["about"]["kernels"]["rms_norm"] == "slow"

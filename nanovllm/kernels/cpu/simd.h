@@ -133,11 +133,40 @@ inline float float_of_bits(int32_t bits) {
 
 // ---- Codes
 
-typedef uint16_t CodePairs __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
+constexpr int REGISTER = 64;  // bytes
+#elif defined(__AVX2__)
+constexpr int REGISTER = 32;
+#else
+constexpr int REGISTER = 16;
+#endif
+typedef uint16_t CodePairs __attribute__((vector_size(REGISTER)));
 
-// Bits move across to the neighbouring byte: mask them before or after.
-inline Codes shifted_right(const Codes& codes, int bits) { return (Codes)((CodePairs)codes >> bits); }
-inline Codes shifted_left(const Codes& codes, int bits) { return (Codes)((CodePairs)codes << bits); }
+// fn of the codes in each register, two to an element: GCC makes scalars of integer vectors that are longer than a
+// register. A shift moves bits across to the neighbouring code: mask them before or after.
+template <typename Fn>
+inline Codes by_register(const Codes& codes, Fn&& fn) {
+    Codes result;
+    for (int i = 0; i < (int)sizeof(Codes); i += REGISTER) {
+        CodePairs pairs;
+        std::memcpy(&pairs, (const uint8_t*)&codes + i, REGISTER);
+        pairs = fn(pairs);
+        std::memcpy((uint8_t*)&result + i, &pairs, REGISTER);
+    }
+    return result;
+}
+
+inline Codes either(const Codes& a, const Codes& b) {
+    Codes result;
+    for (int i = 0; i < (int)sizeof(Codes); i += REGISTER) {
+        CodePairs x, y;
+        std::memcpy(&x, (const uint8_t*)&a + i, REGISTER);
+        std::memcpy(&y, (const uint8_t*)&b + i, REGISTER);
+        x |= y;
+        std::memcpy((uint8_t*)&result + i, &x, REGISTER);
+    }
+    return result;
+}
 
 // Adds 16 to the codes whose bit is set.
 inline Codes with_fifth_bits(const Codes& codes, uint64_t bits) {
@@ -153,7 +182,7 @@ inline Codes with_fifth_bits(const Codes& codes, uint64_t bits) {
         const Bytes sixteen = (Bytes)((spread & mask) == mask) & 16;
         std::memcpy((uint8_t*)&result + 16 * i, &sixteen, 16);
     }
-    return result | codes;
+    return either(result, codes);
 #endif
 }
 

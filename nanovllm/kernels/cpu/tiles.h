@@ -57,8 +57,8 @@ inline void pack_nibbles(const uint8_t* const* rows, int at, uint8_t* to) {
 inline void nibbles(const uint8_t* from, Codes* to) {
     for (int i = 0; i < 4; i++) {
         const Codes both = load<Codes>(from + i * sizeof(Codes));
-        to[i] = both & 15;
-        to[i + 4] = shifted_right(both, 4) & 15;
+        to[i] = by_register(both, [](CodePairs v) { return v & 0x0f0f; });
+        to[i + 4] = by_register(both, [](CodePairs v) { return (v >> 4) & 0x0f0f; });
     }
 }
 
@@ -208,10 +208,11 @@ struct Q6_KTile {
         nibbles(group + NIBBLES_AT, to);
         for (int h = 0; h < 2; h++) {
             const Codes upper = load<Codes>(group + UPPER_AT + h * sizeof(Codes));
-            to[4 * h] |= shifted_left(upper & 3, 4);
-            to[4 * h + 1] |= shifted_left(upper & 12, 2);
-            to[4 * h + 2] |= upper & 48;
-            to[4 * h + 3] |= shifted_right(upper & 192, 2);
+            auto add = [&](int v, auto&& bits) { to[4 * h + v] = either(to[4 * h + v], by_register(upper, bits)); };
+            add(0, [](CodePairs v) { return (v << 4) & 0x3030; });
+            add(1, [](CodePairs v) { return (v << 2) & 0x3030; });
+            add(2, [](CodePairs v) { return v & 0x3030; });
+            add(3, [](CodePairs v) { return (v >> 2) & 0x3030; });
         }
     }
 };
