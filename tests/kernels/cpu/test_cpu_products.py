@@ -21,7 +21,7 @@ HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2],
 DTYPES = {name: dtype for dtype, name in PLAIN.items()}
 
 
-def random_matrix(format, rows, columns, seed=0):
+def random_matrix(format, rows, columns, seed=0, activations="float32"):
     """(packed, the same weights in float32): blocks of random bits, with finite scales."""
     rng = np.random.default_rng(seed)
     if format in DTYPES:
@@ -34,7 +34,7 @@ def random_matrix(format, rows, columns, seed=0):
         blocks[:, :, at : at + 2] = halves[..., None].view(np.uint8)
     blocks = blocks.reshape(rows, -1)
     weight = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[format]).reshape(rows, columns)
-    return PackedMatrix(format, torch.from_numpy(blocks), columns), torch.from_numpy(weight)
+    return PackedMatrix(format, torch.from_numpy(blocks), columns, activations), torch.from_numpy(weight)
 
 
 def relative_error(got, want):
@@ -51,6 +51,26 @@ def test_products_are_those_of_the_dequantised_weights(format, rows, columns, co
     assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
     x = torch.randn(count, 2 * columns)[:, ::2]  # not contiguous
     assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
+
+
+@pytest.mark.parametrize("format", sorted(HALVES))
+def test_int8_activations_round_to_a_127th_of_their_group(format):
+    packed, weight = random_matrix(format, 37, 512, activations="int8")
+    x = torch.randn(9, 512)
+    groups = x.view(9, -1, 32)
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    rounded = (groups / step).round().mul(step).view(9, -1)
+    assert relative_error(packed.product(x), rounded.double() @ weight.double().T) < 1e-3  # ties may go either way
+    assert relative_error(packed.product(x), x.double() @ weight.double().T) > 1e-3
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_activations_that_are_not_finite_stay_so(value):
+    packed, _ = random_matrix("Q4_1", 16, 256)
+    x = torch.randn(2, 256)
+    x[1, 200] = value
+    product = packed.product(x)
+    assert product[0].isfinite().all() and not product[1].isfinite().any()
 
 
 @settings(deadline=None, max_examples=40)
