@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -39,6 +40,7 @@ except ImportError:
     raise ImportError('replicas need Ray; run pip install "nanovllm[ray]"') from None
 
 serve: Any = _serve  # its decorators have types that its own documentation does not keep to
+_NAME = "nanovllm"
 _STATS_SECONDS = 0.5
 _HEALTH_SECONDS = 2.0
 
@@ -197,18 +199,41 @@ def app(arguments: Mapping[str, Any]) -> Any:
 
 
 def run(application: Any, address: str | None, host: str, port: int, ready: Any = lambda: None) -> None:
-    """Serve until a signal comes. address: of a Ray cluster, "auto" for the one of this machine; None: a new one."""
+    """Serve until a signal comes. address: of a Ray cluster, "auto" for the one of this machine; None: a new one.
+
+    Raises:
+        ValueError: there is no cluster at this address.
+    """
     import ray
 
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    own: dict[str, Any] = {"address": "local", "include_dashboard": False}  # not one that RAY_ADDRESS names
+    try:
+        if address is not None and address != "auto":
+            _reach(address)
+        ray.init(
+            **(own if address is None else {"address": address}), log_to_driver=False, configure_logging=False
+        )  # fmt: skip
+    except OSError as error:  # Ray's is a ConnectionError
+        raise ValueError(f"--ray-address {address}: {error}; start a cluster there with ray start --head") from None
     try:
         serve.start(http_options={"host": host, "port": port})
-        serve.run(application, name="nanovllm", route_prefix="/")
+        serve.run(application, name=_NAME, route_prefix="/")
         ready()
         asyncio.run(_signal())
     finally:
-        serve.shutdown()
+        if address is None:
+            serve.shutdown()
+        else:
+            serve.delete(_NAME)  # the cluster may serve other applications
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise an OSError if nothing listens there: Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise OSError("it is neither auto nor HOST:PORT")
+    socket.create_connection((host, int(port)), 5).close()
 
 
 async def _signal() -> None:
