@@ -24,7 +24,7 @@ class GroupSum:
 
     def __init__(self, group: Group, kernels: Kernels | None) -> None:
         self._group = group
-        self._all_reduce = all_reduce.native if kernels is None else kernels.all_reduce
+        self._all_reduce = all_reduce.native if kernels is None or group.size == 1 else kernels.all_reduce
         self._all_reduce_add_rms_norm = FusedOp("all_reduce_add_rms_norm", kernels if group.size > 1 else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
