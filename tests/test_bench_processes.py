@@ -29,7 +29,7 @@ def model(tmp_path_factory):
         (("--workload", "bs9"), "did you mean 'bs8'"),
         (("--engine", "sglang"), "--engine 'sglang': expected any of nanovllm, transformers, vllm"),
         (("--num-requests", "3"), "needs --num-requests, --input-len, --output-len"),
-        (("--repeat", "0"), "--repeat is at least 1"),
+        (("--repeat", "0"), "--repeat and --rounds are at least 1"),
         (("--compare", "--no-use-custom-kernels"), "leave out --use-custom-kernels"),
         (("--workload", "bs1", "--rate", "3"), "choose poisson"),
         (("--kernels", "rms_norm"), "'rms_norm' is not of the form op=provider"),

@@ -65,7 +65,9 @@ def test_times_between_tokens_of_vllm(monkeypatch, told, complete):
     monkeypatch.delitem(sys.modules, "nanovllm.bench.engines.vllm")
     engine = object.__new__(VllmEngine)
     engine._llm = SimpleNamespace(generate=generate, llm_engine=SimpleNamespace(logger_manager=manager))
-    run = engine.run(Workload("x", 1, 2, 4).draw(0, 9))
+    workload = Workload("x", 1, 2, 4)
+    engine._job = Job("vllm", "", "", (workload,), options={}, max_model_len=64)
+    run = engine.run(workload.draw(0, 9))
     repeat = Repeat.of(run, 2, 0, 0)
     assert repeat.itl_p50 == pytest.approx(0.2) and (repeat.itl_p99 is not None) == complete
     assert manager is None or manager.record is recorded

@@ -202,11 +202,17 @@ inline uint16_t bf16_of_float(float value) {  // to nearest, ties to even; NaN s
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+#if defined(__x86_64__) && !defined(__F16C__)
+typedef _Float16 StoredHalf;  // GCC 12, Clang 15
+#elif !defined(__F16C__)
+typedef __fp16 StoredHalf;
+#endif
+
 inline float float_of_f16(uint16_t bits) {
 #if defined(__F16C__)
     return _cvtsh_ss(bits);
 #else
-    __fp16 value;
+    StoredHalf value;
     std::memcpy(&value, &bits, 2);
     return (float)value;
 #endif
@@ -216,7 +222,7 @@ inline uint16_t f16_of_float(float value) {
 #if defined(__F16C__)
     return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
 #else
-    __fp16 half = (__fp16)value;
+    StoredHalf half = (StoredHalf)value;
     uint16_t bits;
     std::memcpy(&bits, &half, 2);
     return bits;
