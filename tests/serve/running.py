@@ -12,12 +12,26 @@ import httpx
 from nanovllm import AsyncLLM
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_client import ThreadClient
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.server import Listener, Server
 
 SIZES: dict[str, Any] = dict(
     max_model_len=256, max_num_seqs=16, num_kvcache_blocks=256, kvcache_block_size=16, seed=0, device="cpu"
 )
+
+
+class SlowEngine(LLMEngine):
+    """An engine whose steps take at least 5 ms: on a fast machine, too, 250 tokens take longer than a second."""
+
+    def step(self) -> Any:
+        time.sleep(0.005)
+        return super().step()
+
+
+def slow_client(path: Any, **engine: Any) -> ThreadClient:
+    config = EngineConfig(str(path), **SIZES | engine)
+    return ThreadClient(config, SlowEngine(config))
 
 
 class RunningServer:

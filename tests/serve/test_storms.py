@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.serve.options import ServeOptions
-from tests.serve.running import RunningServer, wait_until
+from tests.serve.running import RunningServer, slow_client, wait_until
 
 
 def test_concurrent_requests_lose_and_mix_nothing(server, llm):
@@ -82,7 +82,7 @@ def test_a_slow_reader_holds_up_nobody(model_path):
 
 
 def test_a_silent_stream_is_pinged(model_path):
-    with RunningServer(model_path, ServeOptions(ping_interval=0.1), max_num_seqs=1) as server:
+    with RunningServer(model_path, ServeOptions(ping_interval=0.1), slow_client(model_path, max_num_seqs=1)) as server:
         first = send(server.port, {"prompt": "a", "max_tokens": 250, "ignore_eos": True})
         wait_until(lambda: server.engine.stats.num_running)
         with server.client.stream("POST", "/v1/completions", json={"prompt": "b", "stream": True}) as answer:
@@ -94,7 +94,7 @@ def test_a_silent_stream_is_pinged(model_path):
 @pytest.fixture
 def narrow(model_path):
     options = ServeOptions(max_waiting=6, max_waiting_tokens=400, queue_timeout=0.5)
-    with RunningServer(model_path, options, max_num_seqs=1) as running:
+    with RunningServer(model_path, options, slow_client(model_path, max_num_seqs=1)) as running:
         yield running
         running.assert_idle()
 
@@ -120,7 +120,7 @@ def test_a_full_queue(narrow):
 
 def test_requests_of_one_key(model_path):
     options = ServeOptions(api_keys=("key-number-one", "key-number-two"), max_per_key=1)
-    with RunningServer(model_path, options) as server:
+    with RunningServer(model_path, options, slow_client(model_path)) as server:
         other = httpx.Client(base_url=server.url, trust_env=False)
         body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 16}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -152,7 +152,7 @@ def test_a_server_that_stops_lets_running_requests_finish(model_path):
 
 
 def test_what_outlives_the_drain_ends_with_an_error(model_path):
-    with RunningServer(model_path, ServeOptions(drain=0.05)) as server:
+    with RunningServer(model_path, ServeOptions(drain=0.05), slow_client(model_path)) as server:
         body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 8}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.iter_raw()
