@@ -114,7 +114,6 @@ CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(10_000)) + '\
     [
         (dict(json={"multipleOf": 9999991, "type": "integer"}), "takes more than 0.7 seconds"),
         (dict(grammar=CHAIN), "nests too deeply"),
-        (dict(regex="(a{1000}){1000}"), "too complex|takes more than 0.7 seconds"),
         (dict(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
         (dict(json={"type": "strange"}), "strange"),
         (dict(json={"$ref": "#/nowhere"}), "nowhere"),

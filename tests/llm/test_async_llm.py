@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -25,9 +26,21 @@ def path(tmp_path_factory):
     return directory
 
 
+def slowed(engine):
+    """The engine with steps of at least 2 ms, so that no request ends before the event loop has seen it begin."""
+    execute = engine.client.engine.runner.execute
+
+    def slowly(step):
+        time.sleep(0.002)
+        return execute(step)
+
+    engine.client.engine.runner.execute = slowly
+    return engine
+
+
 @pytest.fixture(scope="module")
 def engine(path):
-    made = AsyncLLM(path, **SIZES)
+    made = slowed(AsyncLLM(path, **SIZES))
     yield made
     made.close()
 
@@ -103,7 +116,8 @@ def test_an_iterator_that_is_left_ends_the_request(engine):
         async for _ in engine.generate(PROMPTS[0], params):
             break
         task = asyncio.create_task(collect(engine, PROMPTS[1], params))
-        await asyncio.sleep(0.02)
+        while not engine.stats.num_running:
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -213,7 +227,7 @@ def test_an_abort_may_overtake_its_request(engine, monkeypatch):
 
 
 def test_a_failed_step_and_a_closed_engine(path):
-    engine = AsyncLLM(path, **SIZES)
+    engine = slowed(AsyncLLM(path, **SIZES))
     inner = engine.client.engine
     execute = inner.runner.execute
 
@@ -229,7 +243,8 @@ def test_a_failed_step_and_a_closed_engine(path):
         assert (await collect(engine, "abc", SamplingParams(max_tokens=5, ignore_eos=True)))[2] == ["length"]
         await idle(engine)
         endless = asyncio.create_task(collect(engine, "abc", SamplingParams(max_tokens=None, ignore_eos=True)))
-        await asyncio.sleep(0.01)
+        while not engine.stats.num_running:
+            await asyncio.sleep(0.001)
         engine.close()
         with pytest.raises(EngineDeadError):
             await endless

@@ -53,8 +53,13 @@ def send(port, body, path="/v1/completions"):
     return sock
 
 
-def test_clients_that_vanish(server):
+def test_clients_that_vanish(model_path):
     """Before the first token, within a stream, and while a whole answer is made: all of it is aborted."""
+    with RunningServer(model_path, client=slow_client(model_path)) as server:
+        vanish(server)
+
+
+def vanish(server):
     long = {"prompt": "hello", "max_tokens": 240, "ignore_eos": True}
     before = server.metric("vllm:generation_tokens_total")
     for _ in range(3):
