@@ -112,8 +112,7 @@ def decoder_layer(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            qk_norm = model_class(config.architecture).qk_norm
-            decoder = Decoder(config, max(context, 1), reference_kernels(), qk_norm)
+            decoder = model_class(config.architecture)(config, max(context, 1), reference_kernels()).model
     finally:
         torch.set_default_dtype(torch_default)
     layer = LayerOfTensors(decoder.layers[0], decode, context).requires_grad_(False).eval()

@@ -1,9 +1,9 @@
-"""The pre-norm decoder that Qwen3 and Llama share; `qwen3.py` and `llama.py` say only what differs."""
+"""The pre-norm decoder that all architectures share; a file for each says only what differs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -57,15 +57,28 @@ class DecoderAttention(nn.Module):
         return self.o_proj.before_norm(out, residual, next_norm)
 
 
+class MLP(Protocol):
+    """What a layer needs of its MLP, which is an nn.Module."""
+
+    def between_norms(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> ResidualStream:
+        """This block of norm(x + residual), for a next block that begins with `next_norm`."""
+
+
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); each sum and norm is fused into what comes before or after it."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, qk_norm: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, kernels: Kernels, qk_norm: bool
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.self_attn = DecoderAttention(config, rotary, kernels, qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, kernels, config.mlp_bias)
+        self.mlp = self.make_mlp(config, index, kernels)
+
+    def make_mlp(self, config: ModelConfig, index: int, kernels: Kernels) -> MLP:
+        """The MLP of layer `index`, counted from 0. An architecture with another MLP overrides this method."""
+        return GatedMLP(config.hidden_size, config.intermediate_size, kernels, config.mlp_bias)
 
     def forward(
         self,
@@ -85,12 +98,19 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, max_position: int, kernels: Kernels, qk_norm: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_position: int,
+        kernels: Kernels,
+        qk_norm: bool,
+        layer_class: type[DecoderLayer] = DecoderLayer,
+    ) -> None:
         super().__init__()
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, kernels)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, kernels)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, rotary, kernels, qk_norm) for _ in range(config.num_hidden_layers)
+            layer_class(config, index, rotary, kernels, qk_norm) for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
@@ -121,6 +141,7 @@ class DecoderForCausalLM(nn.Module):
     """
 
     qk_norm = False
+    layer_class: type[DecoderLayer] = DecoderLayer
 
     # Checkpoint module -> (the module it is fused into, the shard of that module).
     FUSED = {
@@ -134,7 +155,7 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, max_position: int, kernels: Kernels) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, max_position, kernels, self.qk_norm)
+        self.model = Decoder(config, max_position, kernels, self.qk_norm, self.layer_class)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, kernels)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
