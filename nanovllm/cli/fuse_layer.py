@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from nanovllm.kernels import Kernels, Op, all_ops
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import AttentionMetadata, Decoder, LayerCache, ResidualStream
+from nanovllm.models.decoder import AttentionMetadata, LayerCache, ResidualStream
 from nanovllm.models.model_presets import preset
 from nanovllm.models.registry import model_class
 
