@@ -9,6 +9,9 @@ from nanovllm.kernels.ops.decoder_step import decoder_step
 from nanovllm.kernels.ops.embedding import embedding
 from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
+from nanovllm.kernels.ops.linear_fp8 import linear_fp8
+from nanovllm.kernels.ops.linear_gguf import linear_gguf
+from nanovllm.kernels.ops.linear_int4 import linear_int4, linear_int8
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV, SharedPrefixes
@@ -37,6 +40,10 @@ __all__ = [
     "embedding",
     "linear",
     "linear_add_rms_norm",
+    "linear_fp8",
+    "linear_gguf",
+    "linear_int4",
+    "linear_int8",
     "linear_silu_and_mul",
     "qk_norm_rope",
     "qk_norm_rope_attention",

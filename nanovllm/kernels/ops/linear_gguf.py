@@ -1,0 +1,96 @@
+"""A linear layer whose weight is stored in blocks as GGUF files have them."""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, dequantise_gguf, gguf_planes
+
+_NAMES = {t.type_id: t.name for t in GGUF_TYPES.values()}
+_SPREAD = {
+    "Q4_0": 4.6,
+    "Q4_1": 4.6,
+    "Q5_0": 9.2,
+    "Q5_1": 9.2,
+    "Q8_0": 74.0,
+    "Q4_K": 170.0,
+    "Q5_K": 340.0,
+    "Q6_K": 1370.0,
+}
+"""The standard deviation of a random weight of each type over its scale d."""
+
+
+def _inputs(t, tokens, outputs, size, type_id=12, stored=0):
+    """type_id: a number of GGUF's, 2 (Q4_0), 3, 6, 7, 8 (Q8_0), 12 (Q4_K), 13 or 14 (Q6_K); stored: not as planes."""
+    of = GGUF_TYPES[_NAMES[type_id]]
+    blocks = t.integers(0, 256, outputs, size // of.block_size, of.block_bytes, dtype=torch.uint8)
+    at = 0
+    for name, n in of.fields:
+        if name in ("d", "m", "dmin"):
+            number = t.uniform(outputs, size // of.block_size, 1, low=0.5, high=1.5, dtype=torch.float32)
+            number = number * (size**-0.5 / _SPREAD[of.name])
+            # Minima as large as the mean of what they are taken from, and of the sign that makes them so.
+            number = number * {"d": 1.0, "m": -7.5 if of.name == "Q4_1" else -15.5, "dmin": 7.5}[name]
+            blocks[..., at : at + n] = number.to(torch.float16).view(torch.uint8)
+        at += n
+    weight, kind = blocks.flatten(1), of.name
+    if not stored:
+        weight, kind = gguf_planes(weight, kind)
+    return {"x": t.normal(tokens, size), "weight": torch.nn.Parameter(weight, requires_grad=False), "kind": kind}
+
+
+def _needs(numbers):
+    if numbers["type_id"] not in _NAMES:
+        return f"TYPE_ID of {', '.join(f'{i} ({name})' for i, name in _NAMES.items())}, not {numbers['type_id']}"
+    block = GGUF_TYPES[_NAMES[numbers["type_id"]]].block_size
+    if not numbers["size"] or numbers["size"] % block:
+        return f"SIZE of a positive multiple of {block}, not {numbers['size']}"
+    return None
+
+
+def _cost(x, weight, kind, bias=None):
+    rows = x.numel() // max(1, x.shape[-1])
+    moved = nbytes(x, weight, bias) + rows * weight.shape[0] * x.element_size()
+    return Cost(moved, 2 * rows * weight.shape[0] * x.shape[-1])
+
+
+@op(
+    arguments={"x": "[..., size]", "weight": "uint8[outputs, row_bytes]", "bias": "[outputs]"},
+    inputs=Inputs(
+        _inputs,
+        needs=_needs,
+        small=[
+            (1, 37, 1024), (1, 9, 96, 2), (2, 24, 1280, 12, 1), (5, 40, 160, 3), (0, 8, 256), (9, 48, 512, 14),
+            (3, 20, 64, 6), (17, 33, 288, 7), (4, 130, 352, 8), (33, 36, 768, 13), (1, 64, 256, 14), (1, 40, 96, 8),
+        ],
+        # Output and down projections of Qwen3-0.6B and 8B in Q4_K, and some in Q6_K and Q8_0.
+        decode=[
+            (1, 1024, 2048), (8, 1024, 3072), (1, 4096, 4096), (8, 4096, 4096), (1, 4096, 12288), (1, 4096, 12288, 14),
+            (1, 4096, 4096, 8), (32, 4096, 12288),
+        ],
+        large=[(2048, 1024, 3072), (8192, 4096, 4096)],
+        scales=(1.0, 50.0),
+    ),
+    cost=_cost,
+)  # fmt: skip
+def linear_gguf(x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b with a weight W in GGUF's blocks.
+
+    Args:
+        x: [..., size]; size is a multiple of the block.
+        weight: uint8 [outputs, bytes of a row]. Rows are blocks as a file has them or, for the kernels of a GPU, the
+            planes that `gguf_planes` makes of them.
+        kind: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K" or "Q6_K"; with "/planes" behind it where rows are
+            planes: "Q4_K/planes".
+        bias: [outputs], of x's dtype, or None.
+
+    Returns:
+        [..., outputs], x's dtype. This reference computes W in float32 as llama.cpp does, to the bit, and rounds it to
+        x's dtype before the product.
+
+    Raises:
+        ValueError: an unknown kind, a size that is no multiple of the block, or rows of other lengths.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return F.linear(x, dequantise_gguf(weight, kind, x.shape[-1], wide).to(x.dtype), bias)
