@@ -45,10 +45,11 @@ def _triton(module: str, *declared: Op, accepts: Any = None, num_tokens: bool = 
 
 
 _triton(
-    "rows", ops.add_rms_norm, ops.embedding, ops.qk_norm_rope, ops.qk_norm_rope_store, ops.rms_norm,
+    "rows", ops.embedding, ops.qk_norm_rope, ops.qk_norm_rope_store, ops.rms_norm,
     ops.rotary_embedding, ops.silu_and_mul, ops.store_kvcache, extra.element_wise_mul_add, extra.fused_activation,
     extra.fused_add_gelu, extra.gelu_and_mul, extra.layer_norm, extra.softmax,
 )  # fmt: skip
+_triton("rows", ops.add_rms_norm, takes_fresh=True)
 _triton("rows", extra.layernorm_residual_dropout_gelu, accepts=_short_rows)
 _triton("sampling.sample", ops.sample)
 _triton("collectives.all_reduce", ops.all_reduce, ops.all_reduce_add_rms_norm)
@@ -60,6 +61,7 @@ _triton(
 _triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=interpretable_dot)
 _triton("attention.decode", ops.attention_decode_shared, ops.qk_norm_rope_attention_shared, accepts=interpretable_dot)
 _triton("attention.decode", ops.attention_decode, ops.qk_norm_rope_attention, accepts=interpretable_dot, takes_out=True)
+_triton("attention.dense", extra.attention_dense, accepts=interpretable_dot)
 _triton("attention.prefill", ops.attention_prefill, accepts=interpretable_dot, takes_out=True, takes_concurrent=True)
 
 for _op in (extra.fused_activation, extra.fused_add_gelu, ops.silu_and_mul):

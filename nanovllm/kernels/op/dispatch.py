@@ -52,25 +52,36 @@ class Op(OpDeclaration):
         self.check(self.records.flatten(bound.arguments))
         return self.run(bound)
 
-    def run(self, bound: inspect.BoundArguments, traced: bool = False) -> Any:
+    def run(self, bound: inspect.BoundArguments, traced: bool = False, fresh: bool = False) -> Any:
         """Call the provider that is chosen for the arguments' device, without checking them first.
 
         Args:
             traced: it is to be differentiated, on tensors without values: by the reference, or there is an error.
+            fresh: no argument's memory is reused, though the op is declared to do so.
         """
         device, forced = device_of(bound.arguments), self._forced.get()
         if forced is None:
             provider, fn = default_choice(self, device)
             if (reason := self.refuses(provider, bound.arguments, traced)) is not None:
                 fn = native_instead(self, provider.name, reason)
-            return self._traced(bound) if traced else fn(*bound.args, **bound.kwargs)
+                provider = self.providers[NATIVE]
+            return self._traced(bound) if traced else self._call(provider, fn, bound, fresh)
         provider = self.require(forced, device, f"use({forced!r})")
         reason = self.refuses(provider, bound.arguments, traced)
         if reason is None:
             reason = self.refusal(provider, *bound.args, **bound.kwargs)
         if reason is not None:
             raise ValueError(f"use({forced!r}): {self.name} cannot run there with these arguments: {reason}")
-        return self._traced(bound) if traced else bind(self.name, provider)(*bound.args, **bound.kwargs)
+        return self._traced(bound) if traced else self._call(provider, bind(self.name, provider), bound, fresh)
+
+    def _call(self, provider: Provider, fn: Callable[..., Any], bound: inspect.BoundArguments, fresh: bool) -> Any:
+        if not fresh or not self.reuses:
+            return fn(*bound.args, **bound.kwargs)
+        if provider.takes_fresh:
+            return fn(*bound.args, **bound.kwargs, fresh=True)
+        for name in self.reuses:
+            bound.arguments[name] = bound.arguments[name].clone()
+        return fn(*bound.args, **bound.kwargs)
 
     def _traced(self, bound: inspect.BoundArguments) -> Any:
         """The reference. Its errors keep their type, by which torch.compile knows where it may break a graph."""

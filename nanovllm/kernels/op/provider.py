@@ -21,7 +21,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 NATIVE = "native"
-CAPABILITIES = ("capturable", "takes_out", "takes_concurrent", "num_tokens", "planned")
+CAPABILITIES = ("capturable", "takes_out", "takes_concurrent", "takes_fresh", "num_tokens", "planned")
 """Fields of `Provider` that say what its function can do."""
 
 Support = Callable[[torch.device], "str | None"]
@@ -60,6 +60,8 @@ class Provider:
         capturable: whether a CUDA graph can hold a call. False if the host plans every call anew.
         takes_out: the function has a parameter `out`, a tensor that takes the result.
         takes_concurrent: the function has a parameter `concurrent`: True while other kernels run at the same time.
+        takes_fresh: the function has a parameter `fresh`: True where an argument must keep its memory, which the op may
+            reuse otherwise.
         num_tokens: (weight) -> the numbers of tokens for which a layer should call this provider instead of the
             separate ops, as a container of ints. None: any number.
         planned: (a call's arguments) -> a function without parameters that runs the call with the host's planning done.
@@ -77,6 +79,7 @@ class Provider:
     capturable: bool = True
     takes_out: bool = False
     takes_concurrent: bool = False
+    takes_fresh: bool = False
     num_tokens: Callable[[torch.Tensor], Container[int]] | str | None = None
     planned: Callable[..., Callable[[], Any]] | str | None = None
 

@@ -123,7 +123,7 @@ class OpDeclaration:
                 )
             wanted, taken = (list(inspect.signature(f).parameters.values()) for f in (self.native, fn))
             generic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken)
-            optional = [p for p in ("out", "concurrent") if capabilities.get(f"takes_{p}")]
+            optional = [p for p in ("out", "concurrent", "fresh") if capabilities.get(f"takes_{p}")]
             expected = [*(p.name for p in wanted), *optional]
             if not generic and expected != [p.name for p in taken]:
                 raise ValueError(

@@ -291,8 +291,9 @@ def _function(declared: OpDeclaration, provider: Provider) -> Callable[..., Any]
         if not warned:
             warned = True
             _warn(declared, provider.name, reason)
-        out = kwargs.pop("out", None)  # the provider may have these two parameters, the reference has not
-        kwargs.pop("concurrent", None)
+        out = kwargs.pop("out", None)  # the provider may have these parameters, the reference has not
+        for name in ("concurrent", "fresh"):
+            kwargs.pop(name, None)
         result = native(*args, **kwargs)
         return result if out is None else out.copy_(result)
 

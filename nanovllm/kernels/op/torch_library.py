@@ -58,12 +58,11 @@ def _implementation(declared: Op, traced: bool = False) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(parameters, args), **kwargs)
         declared.check(arguments)
-        for name in declared.reuses:  # a result must not be an argument's memory
-            arguments[name] = arguments[name].clone()
         # As `signature.bind`, but quicker: the operator has matched arguments and parameters already.
         grouped = declared.records.group(arguments)
         bound = inspect.BoundArguments(declared.signature, {n: grouped[n] for n in names if n in grouped})
-        return _apart(declared.run(bound, traced), (*args, *kwargs.values()))
+        # fresh: a result must not be an argument's memory
+        return _apart(declared.run(bound, traced, fresh=True), (*args, *kwargs.values()))
 
     names = tuple(declared.signature.parameters)
 

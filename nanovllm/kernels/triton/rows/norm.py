@@ -140,13 +140,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, policy: RowPolic
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, fresh: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `add_rms_norm`. If x and residual are contiguous and do not overlap, the results reuse their memory.
 
     Takes row-strided matrices; copies other non-contiguous tensors.
+
+    Args:
+        fresh: the results are new memory.
     """
-    if x.is_contiguous() and residual.is_contiguous() and abs(x.data_ptr() - residual.data_ptr()) >= x.nbytes:
+    in_memory = not fresh and x.is_contiguous() and residual.is_contiguous()
+    if in_memory and abs(x.data_ptr() - residual.data_ptr()) >= x.nbytes:
         return add_rms_norm_out(x, residual, weight, eps, x, residual)
     y, new_residual = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     return add_rms_norm_out(x, residual, weight, eps, y, new_residual)
