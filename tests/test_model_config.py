@@ -80,8 +80,7 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
         (dict(architectures=None), "architectures=[]"),
         (dict(architectures=["A", "B"]), "exactly one is expected"),
         (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
-        (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; only 'silu' is"),
-        (dict(architectures=["Qwen3ForCausalLM"], use_sliding_window=True), "use_sliding_window=true is not supported"),
+        (dict(hidden_act="relu"), "hidden_act='relu' is not supported; supported are 'silu', 'gelu'"),
         (dict(use_sliding_window=True, sliding_window=16), "sliding_window=16 is not supported; set it to null"),
         (
             dict(layer_types=["full_attention", "sliding_attention"]),
@@ -102,7 +101,7 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
         (dict(use_custom_kernels="false"), "config.json: use_custom_kernels='false': must be true or false"),
         (
             dict(rope_scaling=dict(rope_type="longrope")),
-            "rope_type='longrope' is not supported; supported are default, linear",
+            "rope_type='longrope' needs short_factor, long_factor, original_max_position_embeddings beside it",
         ),
         (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_type='dynamic' is not supported"),
     ],

@@ -49,10 +49,13 @@ class PagedModel:
         return self.model.lm_head(hidden, out)
 
     @contextmanager
-    def two_layers(self) -> Iterator[None]:
-        """Within the block the model runs two layers, for calls that compile kernels: their results are not read."""
-        caches = self.caches
-        self.caches = caches[:2]  # the model runs as many layers as there are caches
+    def few_layers(self) -> Iterator[None]:
+        """Within the block the model runs its first layers alone, for calls that compile kernels: their results are not
+        read. These are at least two, and as many as hold a layer of every kind, such as one with a window.
+        """
+        caches, kinds = self.caches, self.model.config.layers[: len(self.caches)]
+        firsts = [kinds.index(kind) for kind in set(kinds)]
+        self.caches = caches[: max(2, 1 + max(firsts))]  # the model runs as many layers as there are caches
         try:
             yield
         finally:

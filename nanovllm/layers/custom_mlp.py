@@ -3,7 +3,8 @@
 `python -m nanovllm.layers.custom_mlp` compares its values and its time with custom kernels on and off.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -16,37 +17,65 @@ from nanovllm.layers.selected_op import FusedOp
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), with gate and up fused into one projection."""
+    """down(activation(gate(x)) * up(x)), with gate and up fused into one projection.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, kernels: Kernels, bias: bool = False) -> None:
+    Args:
+        activation: "silu", "gelu", or "gelu_tanh", the tanh approximation of GELU.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        kernels: Kernels,
+        bias: bool = False,
+        activation: str = "silu",
+    ) -> None:
         super().__init__()
         self.gate_up_proj = ColumnParallelLinear(
             hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias, kernels
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, kernels)
-        self._silu_and_mul = kernels.silu_and_mul
-        # The fused ops have no bias.
-        self._linear_silu_and_mul = FusedOp("linear_silu_and_mul", None if bias else kernels)
-        self._add_rms_norm_gate_up = FusedOp("add_rms_norm_gate_up", None if bias else kernels)
+        self._activate_and_mul = _activation(activation, kernels)
+        # The fused ops have no bias and no other activation.
+        fused = None if bias or activation != "silu" else kernels
+        self._linear_silu_and_mul = FusedOp("linear_silu_and_mul", fused)
+        self._add_rms_norm_gate_up = FusedOp("add_rms_norm_gate_up", fused)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self._gate_up(x))
 
     def _gate_up(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(gate(x)) * up(x)."""
+        """activation(gate(x)) * up(x)."""
         if self._linear_silu_and_mul.takes(x, self.gate_up_proj.weight):
             return self._linear_silu_and_mul(x, self.gate_up_proj.weight)
-        return self._silu_and_mul(self.gate_up_proj(x))
+        return self._activate_and_mul(self.gate_up_proj(x))
+
+    def after_norm(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this block of norm(x + residual), x + residual)."""
+        x, residual = self._gate_up_after(stream, norm)
+        return self.down_proj(x), residual
 
     def between_norms(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> ResidualStream:
         """This block of norm(x + residual), for a next block that begins with `next_norm`."""
+        x, residual = self._gate_up_after(stream, norm)
+        return self.down_proj.before_norm(x, residual, next_norm)
+
+    def _gate_up_after(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
         weight = self.gate_up_proj.weight
         if not stream.normed and self._add_rms_norm_gate_up.takes(stream.x, weight):
-            x, residual = self._add_rms_norm_gate_up(stream.x, stream.residual, norm.weight, norm.eps, weight)
-        else:
-            x, residual = norm.of(stream)
-            x = self._gate_up(x)
-        return self.down_proj.before_norm(x, residual, next_norm)
+            return self._add_rms_norm_gate_up(stream.x, stream.residual, norm.weight, norm.eps, weight)
+        x, residual = norm.of(stream)
+        return self._gate_up(x), residual
+
+
+def _activation(name: str, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
+    """[num_tokens, 2 * size] -> [num_tokens, size]; ValueError: an unknown name."""
+    if name == "silu":
+        return kernels.silu_and_mul
+    if name not in ("gelu", "gelu_tanh"):
+        raise ValueError(f"activation={name!r}: expected 'silu', 'gelu' or 'gelu_tanh'")
+    return partial(kernels.gelu_and_mul, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 class CustomGatedMLP(GatedMLP):

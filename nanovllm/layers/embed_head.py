@@ -47,13 +47,21 @@ class LMHead(VocabParallelEmbedding):
     """Hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size], in the model's dtype.
 
     With `out`, a tensor of that shape and dtype, the logits are written there; it is then the result.
+
+    Args:
+        soft_cap: if given, a logit s becomes soft_cap * tanh(s / soft_cap).
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, kernels: Kernels, soft_cap: float | None = None) -> None:
         super().__init__(vocab_size, hidden_size, kernels)
+        self.soft_cap = soft_cap
         self._linear = FusedOp("linear", kernels)
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self._products(hidden, out)
+        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+    def _products(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         linear = self._linear if self._linear.takes(hidden, self.weight) else F.linear
         if out is not None and self.group.size == 1 and linear is F.linear:
             return torch.mm(hidden, self.weight.T, out=out)

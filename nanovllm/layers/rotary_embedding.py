@@ -10,11 +10,17 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.model_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int = 0) -> tuple[torch.Tensor, float]:
     """The head_dim / 2 angular frequencies (float32, radians a token) and the factor on cos and sin.
 
-    Sources: RoFormer (Su et al., 2021); linear interpolation (Chen et al., 2023); YaRN (Peng et al., 2023);
-    Llama 3.1's piecewise scaling; and `freq_factors`, the per-frequency divisors that a GGUF file stores.
+    Sources: RoFormer (Su et al., 2021); linear interpolation (Chen et al., 2023); YaRN (Peng et al., 2023); LongRoPE
+    (Ding et al., 2024); Llama 3.1's piecewise scaling; and `freq_factors`, the per-frequency divisors that a GGUF file
+    stores.
+
+    Args:
+        head_dim: the elements of a head that are rotated.
+        max_position: positions below this are served. LongRoPE has two sets of frequencies. The set for long contexts
+            is taken if this is beyond the context of the original training.
     """
     p = dict(rope.scaling)
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
@@ -26,6 +32,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
         return _llama3(
             inv_freq, p["factor"], p["low_freq_factor"], p["high_freq_factor"], p["original_max_position_embeddings"]
         ), 1.0
+    if rope.scaling_type == "longrope":
+        return _longrope(rope.theta, head_dim, max_position, p)
     if rope.scaling_type == "yarn":
         return _yarn(inv_freq, rope.theta, head_dim, p)
     return inv_freq, 1.0
@@ -39,6 +47,19 @@ def _llama3(inv_freq: torch.Tensor, factor: float, low: float, high: float, orig
     scaled = torch.where(wavelength > original_len / low, inv_freq / factor, inv_freq)
     between = (wavelength <= original_len / low) & (wavelength >= original_len / high)
     return torch.where(between, smooth, scaled)
+
+
+def _longrope(theta: float, head_dim: int, max_position: int, p: dict) -> tuple[torch.Tensor, float]:
+    original_len, factor, attention_factor = (
+        p["original_max_position_embeddings"],
+        p["factor"],
+        p.get("attention_factor"),
+    )
+    divisors = torch.tensor(p["long_factor" if max_position > original_len else "short_factor"], dtype=torch.float32)
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_len)) if factor > 1 else 1.0
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (divisors * theta**exponents), attention_factor
 
 
 def _yarn(inv_freq: torch.Tensor, theta: float, head_dim: int, p: dict) -> tuple[torch.Tensor, float]:
@@ -69,22 +90,24 @@ def _yarn(inv_freq: torch.Tensor, theta: float, head_dim: int, p: dict) -> tuple
 class RotaryEmbedding(nn.Module):
     """Rotates q and k by their positions.
 
+    A head's rotated pairs are its elements i and i + head_dim / 2. Pairs that are not rotated have an angle of 0, so
+    that every kernel serves them. If a part of the head is rotated, weights must have the order `head_order`.
+
     Args:
-        rope: base frequency and scaling.
-        head_dim: all of it is rotated.
+        rope: base frequency and scaling; None: nothing is rotated.
+        head_dim: elements of a head.
         max_position: positions 0 .. max_position - 1 are tabulated.
     """
 
     cos_sin_cache: torch.Tensor
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, kernels: Kernels) -> None:
+    def __init__(self, rope: RopeConfig | None, head_dim: int, max_position: int, kernels: Kernels) -> None:
         super().__init__()
         device = torch.get_default_device()
         with torch.device("cpu"):  # so that every device has the same table
-            inv_freq, factor = inverse_frequencies(rope, head_dim)
-            angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
-            table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
-        self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
+            table = _table(rope, head_dim, max_position)
+        table = table.to(device)
+        self.register_buffer("cos_sin_cache", table.expand(max_position, -1), persistent=False)
         self._rotary_embedding = kernels.rotary_embedding
         self._qk_norm_rope = kernels.qk_norm_rope
 
@@ -100,3 +123,30 @@ class RotaryEmbedding(nn.Module):
         if q_norm is None or k_norm is None:
             return self._rotary_embedding(positions, q, k, self.cos_sin_cache)
         return self._qk_norm_rope(positions, q, k, q_norm.weight, k_norm.weight, q_norm.eps, self.cos_sin_cache)
+
+
+def _table(rope: RopeConfig | None, head_dim: int, max_position: int) -> torch.Tensor:
+    """cos and sin of the angles, [max_position, head_dim] float32; one row if all rows are the same."""
+    half = head_dim // 2
+    if rope is None:
+        return torch.cat((torch.ones(1, half), torch.zeros(1, half)), dim=-1)
+    rotated = rope.rotary_dim(head_dim)
+    inv_freq, factor = inverse_frequencies(rope, rotated, max_position)
+    angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    if rotated == head_dim:
+        return torch.cat((cos, sin), dim=-1)
+    rest = max_position, half - rotated // 2
+    return torch.cat((cos, torch.ones(rest), sin, torch.zeros(rest)), dim=-1)
+
+
+def head_order(head_dim: int, rotary_dim: int) -> list[int]:
+    """For each element of a head in this engine, which element of a checkpoint's head it is.
+
+    A checkpoint rotates the leading `rotary_dim` elements in pairs i and i + rotary_dim / 2. Here the pairs are i and
+    i + head_dim / 2 of the whole head. Products of queries and keys are the same in any order.
+    """
+    half, rotated = head_dim // 2, rotary_dim // 2
+    first = [*range(rotated), *range(rotary_dim, rotary_dim + half - rotated)]
+    second = [*range(rotated, rotary_dim), *range(rotary_dim + half - rotated, head_dim)]
+    return first + second

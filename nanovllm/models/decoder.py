@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -25,17 +26,34 @@ Rows = torch.Tensor | slice | None
 class DecoderAttention(nn.Module):
     """QKV projection, optional norm of each query and key head, rotation, attention, output projection."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kernels: Kernels, qk_norm: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, kernels: Kernels, qk_norm: bool
+    ) -> None:
         super().__init__()
         c = config
         self.qkv_proj = QKVParallelLinear(
             c.hidden_size, c.num_attention_heads, c.num_kv_heads, c.head_dim, c.attention_bias, kernels
         )
-        self.o_proj = RowParallelLinear(c.num_attention_heads * c.head_dim, c.hidden_size, c.attention_bias, kernels)
+        self.o_proj = RowParallelLinear(
+            c.num_attention_heads * c.head_dim, c.hidden_size, c.attention_output_bias, kernels
+        )
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, kernels) if qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, kernels) if qk_norm else None
         self._rotary = rotary
-        self._attention = Attention(c.head_dim**-0.5, kernels)
+        self._attention = Attention(c.attention_scale, kernels, c.layers[index].window, c.attention_soft_cap)
+
+    def after_norm(
+        self,
+        stream: ResidualStream,
+        norm: RMSNorm,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        rows: Rows = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this block of norm(x + residual), x + residual). rows: of the results; None: all."""
+        out, residual = self._heads_after(stream, norm, positions, cache, metadata, rows)
+        return self.o_proj(out), residual
 
     def between_norms(
         self,
@@ -48,13 +66,24 @@ class DecoderAttention(nn.Module):
         rows: Rows = None,
     ) -> ResidualStream:
         """This block of norm(x + residual), for one that begins with `next_norm`. rows: of the result; None: all."""
+        out, residual = self._heads_after(stream, norm, positions, cache, metadata, rows)
+        return self.o_proj.before_norm(out, residual, next_norm)
+
+    def _heads_after(
+        self,
+        stream: ResidualStream,
+        norm: RMSNorm,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        rows: Rows,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the heads give, [num_rows, num_heads * head_dim], and x + residual."""
         (q, k, v), residual = self.qkv_proj.after_norm(stream, norm)
         out = self._attention.of_projection(
             positions, q, k, v, self._rotary, self.q_norm, self.k_norm, cache, metadata
         ).flatten(1)
-        if rows is not None:
-            out, residual = out[rows], residual[rows]
-        return self.o_proj.before_norm(out, residual, next_norm)
+        return (out, residual) if rows is None else (out[rows], residual[rows])
 
 
 class MLP(Protocol):
@@ -72,13 +101,13 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
-        self.self_attn = DecoderAttention(config, rotary, kernels, qk_norm)
+        self.self_attn = DecoderAttention(config, index, rotary, kernels, qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.mlp = self.make_mlp(config, index, kernels)
 
     def make_mlp(self, config: ModelConfig, index: int, kernels: Kernels) -> MLP:
         """The MLP of layer `index`, counted from 0. An architecture with another MLP overrides this method."""
-        return GatedMLP(config.hidden_size, config.intermediate_size, kernels, config.mlp_bias)
+        return GatedMLP(config.hidden_size, config.intermediate_size, kernels, config.mlp_bias, config.activation)
 
     def forward(
         self,
@@ -107,12 +136,19 @@ class Decoder(nn.Module):
         layer_class: type[DecoderLayer] = DecoderLayer,
     ) -> None:
         super().__init__()
-        rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, kernels)
+        layers = config.layers[: config.num_hidden_layers]
+        rotary = {
+            rope: RotaryEmbedding(None if rope is None else config.ropes[rope], config.head_dim, max_position, kernels)
+            for rope in {layer.rope for layer in layers}
+        }
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, kernels)
         self.layers = nn.ModuleList(
-            layer_class(config, index, rotary, kernels, qk_norm) for index in range(config.num_hidden_layers)
+            layer_class(config, index, rotary[layer.rope], kernels, qk_norm) for index, layer in enumerate(layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        # Rounded to the dtype, as in transformers.
+        scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.weight.dtype, device="cpu")
+        self._embedding_scale = scale.item()
 
     def forward(
         self,
@@ -122,7 +158,10 @@ class Decoder(nn.Module):
         metadata: AttentionMetadata,
         rows: Rows = None,
     ) -> torch.Tensor:
-        stream = ResidualStream(self.embed_tokens(token_ids))
+        x = self.embed_tokens(token_ids)
+        if self._embedding_scale != 1:
+            x = x * self._embedding_scale
+        stream = ResidualStream(x)
         next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
         last = min(len(self.layers), len(caches)) - 1
         for i, (layer, cache, next_norm) in enumerate(zip(self.layers, caches, next_norms)):
@@ -141,7 +180,13 @@ class DecoderForCausalLM(nn.Module):
     """
 
     qk_norm = False
+    """Whether each query and key head is normalised."""
+    norm_offset = 0.0
+    """What a checkpoint leaves out of the weights of its norms: Gemma stores w for a factor of 1 + w."""
     layer_class: type[DecoderLayer] = DecoderLayer
+
+    # Module of the checkpoint with fused tensors -> the modules that it stands for, in the order of its rows.
+    SPLIT: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     # Checkpoint module -> (the module it is fused into, the shard of that module).
     FUSED = {
@@ -156,7 +201,7 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config, max_position, kernels, self.qk_norm, self.layer_class)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, kernels)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, kernels, config.logit_soft_cap)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

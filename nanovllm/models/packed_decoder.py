@@ -11,8 +11,9 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.cpu.library import PLAIN, PackedMatrix
 from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderLayerWeights, DecoderWeights
 from nanovllm.layers.attention import AttentionMetadata, LayerCache
-from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM, Rows
+from nanovllm.model_config import LayerConfig, ModelConfig
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, Rows
+from nanovllm.models.registry import model_class
 
 
 def refusal(
@@ -33,6 +34,21 @@ def refusal(
             return f"{name}={value}: expected float32, bfloat16 or float16"
     if config.head_dim % 16:
         return f"head_dim={config.head_dim}: expected a multiple of 16"
+    return _unlike_llama(config)
+
+
+def _unlike_llama(config: ModelConfig) -> str | None:
+    """What the op does not compute: it runs a pre-norm decoder with one rotation and full attention."""
+    cls = model_class(config.architecture)
+    if cls.layer_class is not DecoderLayer:
+        return f"{config.architecture}: the layers have another form"
+    if any(layer != LayerConfig() for layer in config.layers):
+        return "layers with a window, or without rotary embedding: the op has neither"
+    if config.activation != "silu":
+        return f"activation={config.activation!r}: the op has 'silu' alone"
+    scales = config.attention_soft_cap, config.logit_soft_cap, config.embedding_scale, config.attention_scale
+    if scales != (None, None, 1.0, config.head_dim**-0.5):
+        return "soft caps, or scales of its own for embeddings or queries: the op has none"
     return None
 
 

@@ -1,12 +1,23 @@
 """Which class serves an architecture that a config.json names."""
 
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.mistral import MistralForCausalLM
+from nanovllm.models.phi3 import Phi3ForCausalLM
+from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.smollm3 import SmolLM3ForCausalLM
 
 MODELS: dict[str, type[DecoderForCausalLM]] = {
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
 }
 
 

@@ -21,6 +21,7 @@ from nanovllm.weights import gguf, safetensors_files
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.packed_loader import Place, load_packed, pack_model
 from nanovllm.weights.safetensors_files import TensorHeader, WeightError
+from nanovllm.weights.source_layout import SourceLayout
 
 
 def load_model(
@@ -53,13 +54,15 @@ def load_model(
         return pack_model(model, kernels, max_position) if packed else model.eval()
     assert checkpoint.path is not None
     files = gguf if checkpoint.format == "gguf" else safetensors_files
-    headers = files.read_headers(checkpoint.path)
+    layout = SourceLayout(checkpoint.config, checkpoint.format)
+    headers = layout.headers(files.read_headers(checkpoint.path))
     _check_layers(checkpoint, headers)
     places = find_places(build("meta"), headers)
     if packed:
         return load_packed(checkpoint, kernels, dtype, max_position, places, packed)
     model = build(device)
-    copy_weights(model, places, files.iter_tensors(checkpoint.path, parts_of(model, places)))
+    parts = parts_of(model, places)
+    copy_weights(model, places, layout.tensors(files.iter_tensors(checkpoint.path, layout.stored_parts(parts)), parts))
     return model.eval()
 
 

@@ -19,6 +19,7 @@ from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from nanovllm.weights import gguf, safetensors_files
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.safetensors_files import WeightError
+from nanovllm.weights.source_layout import SourceLayout
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,13 @@ def load_packed(
     Raises:
         WeightError: a weight is not finite, or a stored LM head differs from the embedding that it is tied to.
     """
-    stored = ((name, places[name], format, tensor) for name, format, tensor in _stored(checkpoint) if name in places)
+    layout = SourceLayout(checkpoint.config, checkpoint.format)
+    stored = (
+        (name, places[name], format, tensor)
+        for stored_name, format, stored_tensor in _stored(checkpoint)
+        for name, tensor in layout.tensors([(stored_name, stored_tensor)])
+        if name in places
+    )
     return _pack(checkpoint.config, stored, kernels, dtype, max_position, activations)
 
 

@@ -72,12 +72,12 @@ def test_a_config_that_is_no_json_object(checkpoint, content, said):
 @pytest.mark.parametrize(
     "config",
     [
-        dict(architectures=["Qwen3MoeForCausalLM"]),
-        dict(architectures=["MistralForCausalLM"]),
+        dict(architectures=["DeepseekV3ForCausalLM"]),
+        dict(architectures=["Gemma3ForConditionalGeneration"], text_config={}, vision_config={}),
         # Those that do not even have the entries of a decoder that we know.
         dict(architectures=["GPT2LMHeadModel"], n_head=12, n_embd=768),
         dict(architectures=["GemmaForCausalLM"], hidden_act="gelu_pytorch_tanh"),
-        dict(architectures=["Phi3ForCausalLM"], rope_parameters=dict(rope_type="longrope")),
+        dict(architectures=["PhimoeForCausalLM"], rope_parameters=dict(rope_type="longrope")),
     ],
     ids=lambda c: c["architectures"][0],
 )
@@ -86,7 +86,7 @@ def test_an_unsupported_architecture_lists_the_supported(checkpoint, config):
     common = {} if "n_head" in config else json.loads(path.read_text())
     path.write_text(json.dumps(common | config))
     name = config["architectures"][0]
-    not_found(ValueError, checkpoint, repr(name), "supported are LlamaForCausalLM, Qwen3ForCausalLM")
+    not_found(ValueError, checkpoint, repr(name), "supported are Gemma2ForCausalLM, ")
 
 
 @pytest.mark.parametrize("name", ["no-such-directory", "someone/no-such-model", "not a hub id!", "/no/such/directory"])

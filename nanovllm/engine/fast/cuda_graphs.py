@@ -121,7 +121,7 @@ class DecodeGraphs:
         Args:
             launch: runs a step of a shape on static buffers.
             first_call: as `launch`, for steps that are not captured and compute padding alone.
-            brief: entered for the first calls, such as `PagedModel.two_layers`.
+            brief: entered for the first calls, such as `PagedModel.few_layers`.
         """
         with brief:
             self._backend.first_calls(lambda: [first_call(shape) for shape in self._first_shapes()])

@@ -86,7 +86,7 @@ class DecodeRunner:
 
         Args:
             logits: [max_num_seqs, vocab_size], which graphs that do not sample write to.
-            brief: entered for the first calls before the capture, such as `PagedModel.two_layers`.
+            brief: entered for the first calls before the capture, such as `PagedModel.few_layers`.
         """
         assert self._buckets is not None
         self._logits = logits

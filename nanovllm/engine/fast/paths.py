@@ -125,10 +125,10 @@ class FastPaths:
         make = self.policy.graph_backend or CudaGraphs
         backend: GraphBackend = make(paged.device)
         if self.decoder is not None and self.enabled.decode_graphs:
-            self.decoder.capture(logits, backend, paged.two_layers())
+            self.decoder.capture(logits, backend, paged.few_layers())
         if self.prefill is not None and self.enabled.prefill_graphs:
             try:
-                self.prefill.capture(logits, backend, paged.two_layers())
+                self.prefill.capture(logits, backend, paged.few_layers())
             except Exception as e:
                 if current_group().size > 1:  # the other ranks go on with padded steps, of other sizes than this one's
                     raise

@@ -77,7 +77,7 @@ class PrefillRunner:
 
         Args:
             logits: [max_num_seqs, vocab_size], written by the graphs.
-            brief: entered for the first calls before the capture, such as `PagedModel.two_layers`.
+            brief: entered for the first calls before the capture, such as `PagedModel.few_layers`.
         """
         with brief:
             backend.first_calls(lambda: self.visit(logits))

@@ -44,7 +44,7 @@ class WarmUp:
     def compile_ahead(self, visits: list[Callable[[], None]]) -> None:
         """Compile what steps will launch, several kernels at a time, before they are run one by one and captured.
 
-        Two layers stand for all.
+        A few layers stand for all.
 
         Args:
             visits: each runs all steps of a kind that will be captured.
@@ -53,7 +53,7 @@ class WarmUp:
 
         sizes = [size for size in self._buckets.batch_sizes if size <= self._limits.max_num_batched_tokens - 3]
         try:
-            with torch.inference_mode(), self._paged.two_layers(), compiling_only():
+            with torch.inference_mode(), self._paged.few_layers(), compiling_only():
                 for visit in visits:
                     visit()
                 # Steps that are too large for a graph: decodes have attention of their own there, with a plan for each
@@ -65,7 +65,7 @@ class WarmUp:
 
     def run(self) -> None:
         """Run small batches with runs of tokens, of every kind, and sample from each kind of logits."""
-        with self._paged.two_layers():
+        with self._paged.few_layers():
             self._run(list(SMALL_BATCHES))
         device, config = self._paged.device, self._paged.model.config
         # Sampling kernels have a variant for few rows, which start before their predecessor has ended, and one for

@@ -5,7 +5,6 @@ from nanovllm.kernels.extra.element_wise_mul_add import element_wise_mul_add
 from nanovllm.kernels.extra.fused_activation import fused_activation
 from nanovllm.kernels.extra.fused_add_gelu import fused_add_gelu
 from nanovllm.kernels.extra.gated_mlp import gated_mlp
-from nanovllm.kernels.extra.gelu_and_mul import gelu_and_mul
 from nanovllm.kernels.extra.layer_norm import layer_norm
 from nanovllm.kernels.extra.layernorm_residual_dropout_gelu import layernorm_residual_dropout_gelu
 from nanovllm.kernels.extra.linear_bias_act import linear_bias_act
@@ -17,7 +16,6 @@ __all__ = [
     "fused_activation",
     "fused_add_gelu",
     "gated_mlp",
-    "gelu_and_mul",
     "layer_norm",
     "layernorm_residual_dropout_gelu",
     "linear_bias_act",

@@ -45,9 +45,9 @@ def _triton(module: str, *declared: Op, accepts: Any = None, num_tokens: bool = 
 
 
 _triton(
-    "rows", ops.embedding, ops.qk_norm_rope, ops.qk_norm_rope_store, ops.rms_norm,
+    "rows", ops.embedding, ops.gelu_and_mul, ops.qk_norm_rope, ops.qk_norm_rope_store, ops.rms_norm,
     ops.rotary_embedding, ops.silu_and_mul, ops.store_kvcache, extra.element_wise_mul_add, extra.fused_activation,
-    extra.fused_add_gelu, extra.gelu_and_mul, extra.layer_norm, extra.softmax,
+    extra.fused_add_gelu, extra.layer_norm, extra.softmax,
 )  # fmt: skip
 _triton("rows", ops.add_rms_norm, takes_fresh=True)
 _triton("rows", extra.layernorm_residual_dropout_gelu, accepts=_short_rows)

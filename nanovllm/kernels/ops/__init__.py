@@ -1,6 +1,6 @@
 """The ops that the layers call: one file an op. Importing this package declares them all."""
 
-from nanovllm.kernels.ops.activation import silu_and_mul
+from nanovllm.kernels.ops.activation import gelu_and_mul, silu_and_mul
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
 from nanovllm.kernels.ops.all_reduce import all_reduce, all_reduce_add_rms_norm
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
@@ -38,6 +38,7 @@ __all__ = [
     "attention_prefill",
     "decoder_step",
     "embedding",
+    "gelu_and_mul",
     "linear",
     "linear_add_rms_norm",
     "linear_fp8",

@@ -1,0 +1,98 @@
+"""How the tensors of a checkpoint become those that a model has: fused ones are split, others reordered or completed.
+
+Everything here acts on rows, so it serves blocks of quantised weights as well as plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from nanovllm.layers.linear import Part
+from nanovllm.layers.rotary_embedding import head_order
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import model_class
+from nanovllm.weights.safetensors_files import NO_PARTS, TensorHeader, WeightError
+
+
+class SourceLayout:
+    """The layout of a checkpoint's tensors.
+
+    Args:
+        format: of the checkpoint; a GGUF file stores the weights of norms whole.
+    """
+
+    def __init__(self, config: ModelConfig, format: str) -> None:
+        cls = model_class(config.architecture)
+        c = config
+        self._split = cls.SPLIT
+        self._rows = {
+            "q_proj": c.num_attention_heads * c.head_dim, "k_proj": c.num_kv_heads * c.head_dim,
+            "v_proj": c.num_kv_heads * c.head_dim, "gate_proj": c.intermediate_size, "up_proj": c.intermediate_size,
+        }  # fmt: skip
+        self._norm_offset = 0.0 if format == "gguf" else cls.norm_offset
+        rotated = {c.ropes[layer.rope].rotary_dim(c.head_dim) for layer in c.layers if layer.rope is not None}
+        part = {dim for dim in rotated if dim < c.head_dim}
+        if part and len(rotated) > 1:
+            raise WeightError("config.json: layers that rotate different parts of their heads are not supported")
+        self._head_order = head_order(c.head_dim, *part) if part else None
+
+    def headers(self, headers: Sequence[TensorHeader]) -> list[TensorHeader]:
+        """The headers of the model's tensors.
+
+        Raises:
+            WeightError: a fused tensor that has another number of rows than its parts together.
+        """
+        made = []
+        for header in headers:
+            pieces = self._pieces(header.name)
+            expected = sum(rows for _, rows in pieces)
+            if pieces and (not header.shape or header.shape[0] != expected):
+                of = ", ".join(f"{rows} of {name.split('.')[-2]}" for name, rows in pieces)
+                raise WeightError(
+                    f"tensor {header.name!r} has shape {list(header.shape)}, expected {expected} rows: {of}"
+                )
+            made += [header._replace(name=name, shape=(rows, *header.shape[1:])) for name, rows in pieces] or [header]
+        return made
+
+    def stored_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """The parts of tensors that are stored as they are; fused ones are read whole, and then cut."""
+        fused = {name for names in self._split.values() for name in names}
+        return {name: part for name, part in parts.items() if name.split(".")[-2] not in fused}
+
+    def tensors(
+        self, stored: Iterable[tuple[str, torch.Tensor]], parts: Mapping[str, Part] = NO_PARTS
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's tensors.
+
+        Args:
+            stored: (name, tensor), of which those in `stored_parts(parts)` are these parts.
+            parts: what is wanted of each tensor.
+        """
+        for name, tensor in stored:
+            first = 0
+            for piece_name, rows in self._pieces(name):
+                piece = tensor[first : first + rows]
+                yield (
+                    piece_name,
+                    self._finished(piece_name, parts[piece_name].of(piece) if piece_name in parts else piece),
+                )
+                first += rows
+            if not first:
+                yield name, self._finished(name, tensor)
+
+    def _pieces(self, name: str) -> list[tuple[str, int]]:
+        """(name, rows) of the tensors that are fused in this one; none, if it is not fused."""
+        *parents, leaf, parameter = name.split(".") if name.count(".") else ("", name, "")
+        return [(".".join((*parents, piece, parameter)), self._rows[piece]) for piece in self._split.get(leaf, ())]
+
+    def _finished(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a part of it that has whole heads, in the model's order and completed."""
+        leaf = name.split(".")[-2] if name.count(".") else name
+        if self._norm_offset and leaf.endswith("norm"):
+            return tensor.float() + self._norm_offset
+        if self._head_order is not None and leaf in ("q_proj", "k_proj"):
+            heads = tensor.unflatten(0, (-1, len(self._head_order)))
+            return heads[:, self._head_order].flatten(0, 1)
+        return tensor
