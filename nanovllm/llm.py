@@ -63,7 +63,7 @@ class LLM:
     @property
     def tokenizer(self) -> Any:
         """The transformers tokenizer, or None."""
-        return self.engine.tokenizer
+        return self.engine.transformers_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """As in vLLM: the parameters of a call that passes none."""
@@ -71,7 +71,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """As in vLLM: the same as `tokenizer`."""
-        return self.engine.tokenizer
+        return self.tokenizer
 
     @property
     def kernels(self) -> Any:
@@ -179,7 +179,7 @@ class LLM:
                 f"chat_template_kwargs={variables!r:.80}: must be a dict, for example"
                 ' {"enable_thinking": False}, or None'
             )
-        template = chat_template or getattr(self.tokenizer, "chat_template", None)
+        template = chat_template or getattr(self.engine.tokenizer, "chat_template", None)
         plan = ToolPlan.of(described(tools), tool_choice, str(template or ""), parallel_tool_calls)
         variables = {
             "tools": plan.template_tools, "chat_template": chat_template,
@@ -202,7 +202,7 @@ class LLM:
 
     def _chat_prompt(self, name: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> dict[str, Any]:
         """name: what the user calls the messages."""
-        text = chat_text(self.tokenizer, name, messages, variables)
+        text = chat_text(self.engine.tokenizer, name, messages, variables)
         # The template writes the special tokens itself.
         return {"prompt": text, "prompt_token_ids": self.engine.prompts.encode(text, name, add_special_tokens=False)}
 
@@ -215,7 +215,7 @@ class LLM:
             ValueError, TypeError: the request cannot be served.
             RuntimeError: in the iterator: a step that computed this request failed in another stream or thread.
         """
-        if self.tokenizer is None:
+        if self.engine.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer, and this engine has none; use generate")
         request = self.engine.make_request(prompt, sampling_params, incremental=True)
         if request.params.n != 1:

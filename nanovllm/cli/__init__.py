@@ -16,7 +16,7 @@ from nanovllm.cli.lab import app as lab_app
 from nanovllm.cli.plan import app as plan_app
 from nanovllm.cli.serve import serve as serve_command
 from nanovllm.cli.tune import tune as tune_command
-from nanovllm.console import StatusLine, run_program
+from nanovllm.console import StatusLine, quick_start, run_program
 
 if TYPE_CHECKING:
     from nanovllm import LLM
@@ -80,15 +80,16 @@ def _load(model: str | None, use_custom_kernels: bool | None, plugins: list[str]
     status = StatusLine()
     status.show(f"Loading {model or 'the default model'} ...")
     try:
-        from nanovllm import LLM
-        from nanovllm.weights.demo_model import demo_model_path
+        with quick_start():
+            from nanovllm import LLM
+            from nanovllm.weights.demo_model import demo_model_path
 
-        return LLM(
-            model or demo_model_path(),
-            use_custom_kernels=use_custom_kernels,
-            kernel_plugins=plugins or (),
-            tensor_parallel_size=tp_size,
-        )
+            return LLM(
+                model or demo_model_path(),
+                use_custom_kernels=use_custom_kernels,
+                kernel_plugins=plugins or (),
+                tensor_parallel_size=tp_size,
+            )
     finally:
         status.clear()
 

@@ -14,6 +14,7 @@ import numpy as np
 from nanovllm.engine.grammar import grammar_text, is_installed, parser_limits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
+from nanovllm.weights.bare_tokenizer import whole_tokenizer
 
 _COMPILED = 128
 """Grammars that are kept compiled."""
@@ -195,7 +196,7 @@ class ConstraintMaker:
 
             # No end tokens beyond the model's: the grammar would allow them, and they would not end the sequence.
             self._vocabulary = llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=self._size, eos_token=self._end_token_ids
+                whole_tokenizer(self._tokenizer), n_vocab=self._size, eos_token=self._end_token_ids
             )
         return self._vocabulary
 

@@ -23,6 +23,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.kernels import Kernels, resolve_kernels
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.weights.bare_tokenizer import whole_tokenizer
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer
 
@@ -103,6 +104,11 @@ class LLMEngine:
         """The step that runs, first. Not a lock: an interrupt on leaving `with lock:` would leave it locked."""
         self.num_lost = 0
         """Requests that were lost by steps that failed."""
+
+    @property
+    def transformers_tokenizer(self) -> Any:
+        """`tokenizer` as one of transformers, with all that those can do; None without one."""
+        return whole_tokenizer(self.tokenizer)
 
     @property
     def prompts(self) -> PromptReader:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm.layers.linear import Part
-from nanovllm.weights.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, TensorInfo
+from nanovllm.weights.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, TensorInfo, open_gguf
 from nanovllm.weights.safetensors_files import NO_PARTS, TensorHeader
 
 __all__ = ["ARCHITECTURES", "GGUFError", "iter_tensors", "read_config", "read_headers"]
@@ -50,7 +50,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises GGUFError for a damaged file, an unsupported architecture or feature; FileNotFoundError.
     """
-    file = GGUFFile(path)
+    file = open_gguf(path)
     arch = _architecture(file)
 
     def value(key: str, default: Any = None, kind: type = int) -> Any:
@@ -100,7 +100,7 @@ def read_headers(path: str | os.PathLike[str]) -> list[TensorHeader]:
 
     Raises GGUFError for a damaged file or an unknown tensor.
     """
-    file = GGUFFile(path)
+    file = open_gguf(path)
     return [
         TensorHeader(hf_name, file.tensors[name].shape, file.tensors[name].type, True)
         for name, hf_name in _hf_names(file, _architecture(file)).items()
@@ -121,7 +121,7 @@ def iter_tensors(
     The whole file is checked when this is called, before the first tensor is yielded. Raises GGUFError for a damaged
     file, an unknown tensor or an unsupported type; ImportError if a quantised file needs the missing `gguf` package.
     """
-    file = GGUFFile(path)
+    file = open_gguf(path)
     arch = _architecture(file)
     num_heads = _number(file, "attention.head_count")
     num_kv_heads = _number(file, "attention.head_count_kv", num_heads)
@@ -155,7 +155,7 @@ def iter_stored(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, torch.
     Raises:
         GGUFError, ImportError: as `iter_tensors`.
     """
-    file = GGUFFile(path)
+    file = open_gguf(path)
     arch = _architecture(file)
     num_heads = _number(file, "attention.head_count")
     heads = {".attn_q.": num_heads, ".attn_k.": _number(file, "attention.head_count_kv", num_heads)}

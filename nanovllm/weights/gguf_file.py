@@ -15,6 +15,7 @@ import os
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 # ggml type id -> (name, elements per block, bytes per block). A block never spans two rows.
 # IQ4_NL and IQ4_XS are here because llama.cpp falls back to them inside K-quant files for rows that 256 does not
@@ -136,6 +137,23 @@ class GGUFFile:
                 "download it again",
             )
         self.tensors[name] = TensorInfo(name, type_name, shape, offset, nbytes)
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+    """The parsed header of a file. As long as somebody holds it, the file is not parsed again unless it has changed.
+
+    Raises:
+        As `GGUFFile`.
+    """
+    stat = os.stat(path)
+    key = os.path.realpath(path), stat.st_size, stat.st_mtime_ns
+    file = _OPEN.get(key)
+    if file is None or file.path != Path(path):  # messages name the path as it was given
+        file = _OPEN[key] = GGUFFile(path)
+    return file
+
+
+_OPEN: WeakValueDictionary[tuple[str, int, int], GGUFFile] = WeakValueDictionary()
 
 
 class _Cursor:

@@ -1,7 +1,7 @@
 """Tokenizers: a Hugging Face directory's own, or one built from the vocabulary inside a .gguf file.
 
-transformers and tokenizers are imported inside the functions: together they take a second, and a model that is served
-token ids needs neither.
+transformers and tokenizers are imported inside the functions: transformers takes half a second to import, and only a
+directory's tokenizer and a conversation need it; a model that is served token ids needs neither.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.weights.gguf_file import GGUFFile
+from nanovllm.weights.bare_tokenizer import BareTokenizer, check_template
+from nanovllm.weights.gguf_file import GGUFFile, open_gguf
 from nanovllm.weights.json_file import read_json
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _PRE_TOKENIZERS = {
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type: plain, special, and merely never split
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase | BareTokenizer | None:
     """The tokenizer of a model, or None if `path` is a directory without one.
 
     Nothing is downloaded and no code of the checkpoint is run. Decoding never tidies spaces around punctuation, so that
@@ -54,7 +55,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase | No
     if not path.exists():
         raise FileNotFoundError(f"no tokenizer at {path}; name a Hugging Face directory or a .gguf file")
     if not path.is_dir():
-        return _from_gguf(GGUFFile(path))
+        return _from_gguf(open_gguf(path))
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -79,24 +80,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase | No
     return tokenizer
 
 
-def _check_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+def _check_chat_template(tokenizer: PreTrainedTokenizerBase | BareTokenizer, where: str) -> None:
     """A ValueError if a chat template is no Jinja template, rather than in the middle of the first conversation."""
     template = tokenizer.chat_template
-    if not template:
-        return
-    from jinja2 import TemplateSyntaxError
-
     for text in template.values() if isinstance(template, dict) else [template]:
-        if not isinstance(text, str):
+        if text is not None and not isinstance(text, str):
             raise ValueError(f"{where} is {text!r:.60}, which is no str; correct it or remove it")
-        try:
-            tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=text, tokenize=False)
-        except TemplateSyntaxError as error:
-            raise ValueError(
-                f"{where} is no Jinja template: {error.message}, in line {error.lineno}; correct it or remove it"
-            ) from error
-        except Exception:  # this conversation need not suit the template
-            pass
+        if text:
+            check_template(text, where)
 
 
 def eos_token_ids(source: Path | Mapping[str, Any], tokenizer: Any = None) -> tuple[int, ...]:
@@ -122,7 +113,7 @@ def eos_token_ids(source: Path | Mapping[str, Any], tokenizer: Any = None) -> tu
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
-def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase | None:
+def _from_gguf(file: GGUFFile) -> BareTokenizer | None:
     model = file.field("tokenizer.ggml.model", str)
     if model is None:
         return None
@@ -130,20 +121,15 @@ def _from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase | None:
         raise file.error(
             f"tokenizer.ggml.model is {model!r}", "supported: gpt2, llama; or set skip_tokenizer_init=True"
         )
-    from transformers import PreTrainedTokenizerFast
-
     # Built here, not by transformers' own GGUF loader, which in some of the versions we support drops Llama 2's first
     # token, names the wrong end token, or cuts text by GPT-2's rule whatever the file says.
     tokenizer, add_bos = _byte_level_bpe(file) if model == "gpt2" else (_sentencepiece_bpe(file), True)
     _add_whole_tokens(file, tokenizer)
     _frame(file, tokenizer, add_bos)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=file.field("tokenizer.chat_template", str),
-        clean_up_tokenization_spaces=False,
-        **{ours: _token(file, theirs) for ours, theirs in names.items()},
-    )
+    template = file.field("tokenizer.chat_template", str)
+    special = {ours: _token(file, theirs) for ours, theirs in names.items()}
+    wrapped = BareTokenizer(tokenizer, special, template)
     _check_chat_template(wrapped, f"{file.path}: metadata key 'tokenizer.chat_template'")
     return wrapped
 
@@ -260,7 +246,7 @@ def _frame(file: GGUFFile, tokenizer: Tokenizer, add_bos_by_default: bool) -> No
 
 def _strings(file: GGUFFile, key: str) -> list[str]:
     values = file.metadata.get(f"tokenizer.ggml.{key}")
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, list) or not {*map(type, values)} <= {str}:
         raise file.error(f"metadata key 'tokenizer.ggml.{key}' is missing or no list of strings")
     return values
 

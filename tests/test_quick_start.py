@@ -1,0 +1,59 @@
+"""What `nanovllm generate` does before the first token, and what it leaves to those who need it."""
+
+import subprocess
+import sys
+
+import pytest
+
+# Each takes a tenth of a second or more to import.
+DEAR = (
+    "transformers", "rich", "triton", "huggingface_hub", "gguf", "sympy", "scipy", "PIL", "torch._dynamo",
+    "torch._inductor",
+)  # fmt: skip
+SHOW_DEAR = f"import sys; print('dear:', [name for name in {DEAR} if name in sys.modules])"
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_does_not_import_pytorch() -> None:
+    code = "import nanovllm, nanovllm.cli, sys; print('torch' in sys.modules, 'numpy' in sys.modules)\n"
+    found = run(code + SHOW_DEAR).split("\n")
+    assert found[:2] == ["False False", "dear: []"]
+
+
+def test_generate_imports_nothing_dear(smollm2_path) -> None:
+    code = f"""
+import sys, gc
+from nanovllm.cli import main
+sys.argv = ["nanovllm", "generate", "The capital of France is", "--max-tokens", "2", "--temperature", "0",
+            "--model", {str(smollm2_path)!r}]
+try:
+    main()
+except SystemExit as e:
+    assert not e.code
+print("collector:", gc.isenabled(), gc.get_freeze_count() > 10_000)
+{SHOW_DEAR}
+"""
+    found = run(code)
+    assert " Paris" in found
+    assert "collector: True True\ndear: []" in found
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled) -> None:
+    code = f"""
+import gc
+from nanovllm.console import quick_start
+{"gc.enable()" if enabled else "gc.disable()"}
+try:
+    with quick_start():
+        print(gc.isenabled())
+        raise KeyError
+except KeyError:
+    print(gc.isenabled())
+"""
+    assert run(code).split() == ["False", str(enabled)]
