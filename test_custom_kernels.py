@@ -47,7 +47,7 @@ if pytest is not None:
 
 
 def correctness(pairs: list[tuple[Op, Provider]]) -> dict[tuple[str, str], str]:
-    print("\n1. Correctness: largest error over the tolerance, against the reference in float64")
+    print("\n1. Correctness: largest error / tolerance, against the reference in float64")
     table = Rows(*NAMES, Column("error", 5, number=True), Column("verdict", 22))
     status, verdicts = StatusLine(), {}
     for op, provider in pairs:

@@ -76,11 +76,8 @@ def _verify(
     if not pairs:
         raise common.nothing_done("verified", (f"{r['provider'] or r['op']}: {r['reason']}" for r in rows))
     setting = Setting(str(where), tuple(plugins or ()), seed, quick, jobs, timeout)
-    table = (
-        None
-        if json_file == STDOUT
-        else _Table(f"{common.device_name(where)}: error is the largest error over the tolerance")
-    )
+    title = f"{common.device_name(where)}: error = largest error / tolerance"
+    table = None if json_file == STDOUT else _Table(title)
     stopped = _fill(rows, pairs, setting, ops, table)
     write_json(json_file, rows)
     if stopped:
