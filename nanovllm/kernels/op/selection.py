@@ -148,7 +148,7 @@ def resolve_kernels(
     if unused:
         logger.log(
             logging.WARNING if origins else logging.INFO,
-            "you named a provider of %s, or a plugin has one; ops that combine it with others are not used: %s",
+            "fused ops that contain %s are not used, so that the provider that you chose for it runs: %s",
             ", ".join(dict.fromkeys(part for parts in unused.values() for part in parts)), ", ".join(unused),
         )  # fmt: skip
     return Kernels(chosen)
@@ -203,7 +203,7 @@ def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str
     """Why the first of `rank` is the first, as the end of a sentence."""
     first = _first(declared, device, plugins)
     if parts := _named_parts(declared, all_ops(), from_environment(), plugins):
-        return f"it is not used in an engine, since a provider of {', '.join(parts)} was named, which it combines"
+        return f"engines do not use this op: it contains {', '.join(parts)}, of which you chose a provider"
     if wanted_providers(declared, from_environment())[1]:
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
     if first.origin is not None:
