@@ -88,13 +88,34 @@ def known_options(given: list[str]) -> list[str]:
     return kept
 
 
-class _Unavailable:
+def _skip(*_: Any, **__: Any) -> Any:
+    import pytest
+
+    pytest.skip("tests a part of vLLM itself")
+
+
+class _Used(type):
+    """The type of `_Unavailable`: reading an attribute of it, or adding to it, skips the test as well."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__") or name == "pytestmark":
+            raise AttributeError(name)
+        return _skip()
+
+    __add__ = __radd__ = _skip
+
+
+class _Unavailable(metaclass=_Used):
     """What a test took from a module of vLLM that is not here."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        import pytest
+    __init__ = _skip  # type: ignore[assignment]
 
-        pytest.skip("tests a part of vLLM itself")
+
+class _Hub:
+    """The hub, which has no file for a test: its adapters are refused, and the base model is tested."""
+
+    def snapshot_download(self, **_: Any) -> str:
+        return ""
 
 
 class _Stub(ModuleType):
@@ -122,6 +143,8 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__version__ = __version__  # type: ignore[attr-defined]
         if module.__name__ == "vllm.tokenizers":
             module.get_tokenizer = lambda **_: _tokenizer()  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.transformers_utils.repo_utils":
+            module.hf_api = _Hub  # type: ignore[attr-defined]
 
 
 def _tokenizer() -> Any:

@@ -53,6 +53,7 @@ def serve(
     max_waiting_tokens: Annotated[int, _option(_LIMITS, "Most prompt tokens that wait; more get 503.")] = 4_000_000,
     max_per_key: Annotated[int | None, _option(_LIMITS, "Most requests of an API key at a time; more get 429.")] = None,
     queue_timeout: Annotated[float, _option(_LIMITS, "Seconds to wait for a first token.")] = 600.0,
+    max_connections: Annotated[int, _option(_LIMITS, "Most open connections; more get 503.")] = 10_000,
     max_body_mib: Annotated[int, _option(_LIMITS, "Most MiB of a request's body.")] = 16,
     stall_timeout: Annotated[
         float, _option(_LIMITS, "Seconds without a step after which /health is 503, if there is work.")
@@ -112,7 +113,7 @@ def serve(
     options = ServeOptions(
         model_names=names, api_keys=_keys(api_key, api_key_file), max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens, max_per_key=max_per_key, queue_timeout=queue_timeout,
-        max_body_bytes=max_body_mib << 20, stall_timeout=stall_timeout, drain=drain,
+        max_connections=max_connections, max_body_bytes=max_body_mib << 20, stall_timeout=stall_timeout, drain=drain,
         cors_origins=tuple(cors_origin or ()), metrics_prefix=metrics_prefix,
     )  # fmt: skip
     if replicas is not None:

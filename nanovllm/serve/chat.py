@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -88,6 +88,12 @@ class Conversation:
         is_text = self._plan.reasoning is None and self.tools.choice == "none"
         return None if is_text else self._plan.parser()
 
+    def with_reasoning(self, usage: dict[str, Any], thoughts: Sequence[str]) -> dict[str, Any]:
+        """The usage with the number of reasoning tokens, as many as the tokenizer makes of the thoughts' texts."""
+        encode = self.service.engine.tokenizer.encode
+        count = sum(len(encode(text, add_special_tokens=False)) for text in thoughts)
+        return usage | {"completion_tokens_details": {"reasoning_tokens": count}}
+
     async def start(self, exchange: Exchange, key: str) -> Generation:
         return await self.service.start(
             exchange, key, [self.prompt], self.params, add_special_tokens=False, cache_salt=self.request.cache_salt,
@@ -113,6 +119,7 @@ class Choice:
     def __init__(self, parser: AnswerParser | None) -> None:
         self._parser = parser
         self.deltas: list[Delta] = []
+        self.thoughts = ""
         self.token_ids: list[int] = []
         self.logprobs: list[dict[str, Any]] = []
         self.call_ids: list[str] = []
@@ -132,6 +139,8 @@ class Choice:
             if isinstance(delta, CallDelta):
                 self.has_calls = True
                 self.call_ids.append(f"call_{secrets.token_hex(12)}")
+            elif isinstance(delta, ReasoningDelta):
+                self.thoughts += delta.text
         return deltas
 
 
@@ -215,8 +224,9 @@ class ChatAnswer:
         return event(chunk)
 
     def end(self, usage: dict[str, Any]) -> bytes:
-        last = event({**self._head, "choices": [], "usage": usage}) if self._usage.wanted else b""
-        return last + DONE
+        if not self._usage.wanted:
+            return DONE
+        return event({**self._head, "choices": [], "usage": self._counted(usage)}) + DONE
 
     def error(self, error: ApiError) -> bytes:
         return event(error.body()) + DONE
@@ -232,11 +242,14 @@ class ChatAnswer:
             if self._request.return_token_ids:
                 entry["token_ids"] = choice.token_ids
             choices.append(entry)
-        found: dict[str, Any] = {**self._head, "choices": choices, "usage": usage}
+        found: dict[str, Any] = {**self._head, "choices": choices, "usage": self._counted(usage)}
         found["prompt_logprobs"] = None if self._first is None else prompt_rows(self._first.prompt_logprobs)
         if self._first is not None and self._request.return_token_ids:
             found["prompt_token_ids"] = self._first.prompt_token_ids
         return found
+
+    def _counted(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return self._conversation.with_reasoning(usage, [choice.thoughts for choice in self._choices.values()])
 
 
 def _delta(delta: Delta, choice: Choice) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with limits on headers, which httptools does not have."""
+"""uvicorn's HTTP protocol with limits on connections and headers, which uvicorn and httptools do not have."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class _TooLarge(httptools.HttpParserError):
 
 def limited_protocol(options: ServeOptions) -> type[HttpToolsProtocol]:
     """A protocol class for `uvicorn.Config(http=...)`."""
+    connections: set[HttpToolsProtocol] = set()
 
     class LimitedProtocol(HttpToolsProtocol):
-        """Closes a connection whose headers are too large or too slow."""
+        """Closes a connection that is one too many, or whose headers are too large or too slow."""
 
         _in_headers = True
         _in_body = False
@@ -32,9 +33,14 @@ def limited_protocol(options: ServeOptions) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            if len(connections) >= options.max_connections:
+                self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
+                return
+            connections.add(self)
             self._await_headers()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            connections.discard(self)
             self._headers_are_there()
             super().connection_lost(exc)
 

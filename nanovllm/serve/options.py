@@ -26,6 +26,8 @@ class ServeOptions:
     """Most requests of one API key at a time; further ones get 429. None: any number."""
     queue_timeout: float = 600.0
     """Seconds that a request may wait for its first token."""
+    max_connections: int = 10_000
+    """Most open connections; a further one gets 503 and is closed."""
     max_body_bytes: int = 16 << 20
     max_header_bytes: int = 64 << 10
     max_headers: int = 128
@@ -45,7 +47,9 @@ class ServeOptions:
     """Before the metrics that vLLM has as well, so that its dashboards work."""
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_header_bytes", "max_headers"):
+        for name in (
+            "max_waiting", "max_waiting_tokens", "max_connections", "max_body_bytes", "max_header_bytes", "max_headers"
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
         for name in ("queue_timeout", "receive_timeout", "send_timeout", "ping_interval", "stall_timeout", "drain"):

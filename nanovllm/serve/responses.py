@@ -147,6 +147,7 @@ class ResponseAnswer:
     """OpenAI's response, whole or as events."""
 
     def __init__(self, request: ResponsesRequest, conversation: Conversation, request_id: str) -> None:
+        self._conversation = conversation
         self._blocks = Blocks(conversation.parser())
         self._number = 0
         self._head: dict[str, Any] = {
@@ -215,6 +216,7 @@ class ResponseAnswer:
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         complete = self._blocks.finish_reason == "stop"
+        usage = self._conversation.with_reasoning(usage, [b.text for b in self._blocks.all if b.kind == "reasoning"])
         reason = "max_output_tokens" if self._blocks.finish_reason == "length" else "content_filter"
         status = "completed" if complete else "incomplete"
         return {
@@ -223,7 +225,7 @@ class ResponseAnswer:
             "usage": {
                 "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage["completion_tokens_details"],
             },
         }  # fmt: skip
 

@@ -11,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 
@@ -197,6 +198,25 @@ def test_hostile_headers(guarded):
         sock.settimeout(5)
         sock.sendall(begun)
         assert b" 408 " in sock.recv(65536)
+
+
+def test_more_connections_than_allowed(model_path):
+    with RunningServer(model_path, ServeOptions(max_connections=2)) as server:
+        assert server.client.get("/health").status_code == 200  # and stays connected
+        with socket.create_connection(("127.0.0.1", server.port)) as second:
+            second.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b" 200 " in second.recv(1000)
+            refused = raw(server.port, b"")
+            assert b" 503 " in refused and b"retry-after: 1\r\n" in refused
+            assert server.client.get("/health").status_code == 200
+
+        def a_place_is_free():
+            try:
+                return httpx.get(server.url + "/health", trust_env=False).status_code == 200
+            except httpx.HTTPError:  # refused before the request was read
+                return False
+
+        wait_until(a_place_is_free)
 
 
 def test_metrics(guarded):

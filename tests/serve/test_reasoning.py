@@ -1,0 +1,38 @@
+"""Answers of a model that reasons: thoughts are apart from the text, and their tokens are counted."""
+
+import pytest
+
+from tests import tiny
+from tests.serve.running import RunningServer
+
+ASKED = dict(max_tokens=12, ignore_eos=True, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("thinking")
+    tiny.save_with_tokenizer(directory)
+    template = directory / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if add_generation_prompt %}<think>{% endif %}")
+    with RunningServer(directory) as running:
+        yield running
+        running.assert_idle()
+
+
+def test_reasoning_tokens_are_counted(thinking):
+    body = dict(messages=[{"role": "user", "content": "hello there"}], **ASKED)
+    whole = thinking.post("/v1/chat/completions", **body)
+    message = whole["choices"][0]["message"]
+    assert message["content"] == "" and len(message["reasoning_content"]) > 5, "the thoughts did not end"
+    count = len(tiny.tokenizer().encode(message["reasoning_content"]))
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    *_, last, done = thinking.events("/v1/chat/completions", **body, stream_options={"include_usage": True})
+    assert done == "[DONE]" and last["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    response = thinking.post("/v1/responses", input="hello there", max_output_tokens=12, ignore_eos=True, temperature=0)
+    assert response["output"][0]["type"] == "reasoning"
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+
+
+def test_an_answer_without_thoughts_has_no_reasoning_tokens(server):
+    whole = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hello"}], max_tokens=3)
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
