@@ -48,15 +48,15 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--output-len", help="tokens, or bounds")
     load.add_argument("--rate", type=float, help="requests a second that arrive at random, for your own load")
     load.add_argument("--repeat", type=int, default=3, help="timed runs of each workload")
-    load.add_argument("--rounds", type=int, default=1, help="run all engines so often, one after the other each time")
-    load.add_argument("--temperature", type=float, default=0.6, help="of every request; 0: greedy")
-    load.add_argument("--top-p", type=float, default=1.0, help="of every request")
-    load.add_argument("--warmup", type=int, default=1, help="runs before them that do not count")
+    load.add_argument("--rounds", type=int, default=1, help="how many times to run all engines, one after the other")
+    load.add_argument("--temperature", type=float, default=0.6, help="temperature of every request; 0: greedy")
+    load.add_argument("--top-p", type=float, default=1.0, help="top-p of every request")
+    load.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed ones")
     load.add_argument(
         "--limit",
         type=float,
         metavar="SECONDS",
-        help="a row ends after so long, loading apart, with the repeats that it has or with that reason",
+        help="seconds after which a row ends, loading not counted; the repeats that are done are shown",
     )
     load.add_argument("--seed", type=int, default=0)
     how = p.add_argument_group("the engine")
@@ -64,10 +64,12 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
     how.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')
     how.add_argument(
-        "--cpu-activations", choices=("float32", "int8"), help="what quantised weights are multiplied with"
+        "--cpu-activations",
+        choices=("float32", "int8"),
+        help="type of the activations that quantised weights are multiplied with, on a CPU",
     )
-    how.add_argument("--compare", action="store_true", help="custom kernels on and off")
-    how.add_argument("--ablate", action="store_true", help="each op's custom kernel off in turn")
+    how.add_argument("--compare", action="store_true", help="measure with and without custom kernels")
+    how.add_argument("--ablate", action="store_true", help="measure with each op's custom kernel off in turn")
     how.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     how.add_argument(
         "--capture-prefill",
@@ -77,10 +79,10 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--ride-prompts",
         action=argparse.BooleanOptionalAction,
-        help="prefill prompts piggybacked on decode steps; by default the engine decides by the model",
+        help="compute prompts within decode steps; by default the engine decides by the model",
     )
     how.add_argument(
-        "--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model; there is no profile then"
+        "--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model; then no profile is made"
     )
     how.add_argument("--gpu-memory-utilization", type=float)
     how.add_argument("--max-num-seqs", type=int)
@@ -88,8 +90,8 @@ def parser() -> argparse.ArgumentParser:
     out = p.add_argument_group("what comes out")
     out.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
     out.add_argument("--profile-dir", type=Path, default=Path("profiles"))
-    out.add_argument("--plots", action="store_true", help="the report's figures as PNG files too")
-    out.add_argument("--report", type=Path, help="only draw the reports of an earlier profile.json again")
+    out.add_argument("--plots", action="store_true", help="also write the report's figures as PNG files")
+    out.add_argument("--report", type=Path, help="only draw the reports of an earlier profile.json")
     out.add_argument("--json", metavar="FILE|-", help=JSON_HELP[0].lower() + JSON_HELP[1:])
     out.add_argument("--wide", action="store_true", help="all columns, however wide the table is")
     out.add_argument("--results", type=Path, default=ROOT / "results", help="where results are kept")
@@ -97,9 +99,13 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--check", action="store_true", help="compare this run's ratios with the kept ones; exit code 1 if one fell"
     )
-    out.add_argument("--history", action="store_true", help="only print how kept workloads moved")
+    out.add_argument("--history", action="store_true", help="only print how the kept results have changed")
     out.add_argument(
-        "--tables", type=Path, nargs="?", const=Path("-"), help="only write tables of the kept results, to a file"
+        "--tables",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        help="only write the tables of the kept results, to a file or to standard output",
     )
     out.add_argument("--verbose", action="store_true", help="show what the engines print")
     out.add_argument("--in-process", action="store_true", help="measure in this process, for debuggers")

@@ -21,8 +21,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model", help="a Hugging Face directory, a hub id or a .gguf file (default: SmolLM2-135M-Instruct)"
     )
-    parser.add_argument("--prompt", action="append", help="may be given several times (default: three of ours)")
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--prompt", action="append", help="repeatable (default: three examples)")
+    parser.add_argument("--max-tokens", type=int, default=160, help="most tokens in an answer (default: 160)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for always the most likely token")
     parser.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
     return parser.parse_args()

@@ -156,7 +156,7 @@ def summary(verdicts: dict[tuple[str, str], str], results: list[Measurement]) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("op", nargs="*", help="an op, or how several begin; all of them if left out")
+    parser.add_argument("op", nargs="*", help="an op, or a prefix of several (default: all ops)")
     asked = parser.parse_args(arguments).op
     for prefix in asked:
         if not any(name.startswith(prefix) for name in all_ops()):

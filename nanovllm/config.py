@@ -35,7 +35,7 @@ class EngineConfig:
     model: str
     """A Hugging Face directory, a hub id, a .gguf file, or (with `load_format="dummy"`) a preset's name."""
     tokenizer: str | None = None
-    """Where the tokenizer is, if not beside the model."""
+    """The directory or .gguf file of the tokenizer. None: the model's own."""
     skip_tokenizer_init: bool = False
     """Serve token ids only; outputs have an empty `text`."""
     load_format: str = "auto"
@@ -66,12 +66,12 @@ class EngineConfig:
     num_kvcache_blocks: int | None = None
     """Fixes the KV cache's size in blocks. None: what memory is left after a profiled forward pass."""
     enable_prefix_caching: bool = True
-    """Reuse the KV of full blocks that begin alike."""
+    """Reuse the full cache blocks of prompts that begin alike."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     capture_prefill: bool | None = None
-    """Steps of up to 4,096 tokens with pieces of prompts are CUDA graphs too, padded to one of a few sizes.
-    None: where decode steps are. True: they are padded even without CUDA graphs, for tests."""
+    """Steps of up to 4,096 tokens with pieces of prompts are CUDA graphs too, padded to one of a few sizes. None: if
+    decode steps are. True: such steps are padded even without CUDA graphs, for tests."""
     piggyback_prefill: bool | None = None
     """Compute prompts given to `generate` together with decodes, a few tokens a step, if all requests then end sooner.
     First tokens come later. None: on if steps are CUDA graphs and the layers are so large that decode steps leave
@@ -93,7 +93,7 @@ class EngineConfig:
     kernel_plugins: Sequence[str] = ()
     """Python files or modules that register kernels; theirs are preferred where they can run."""
     seed: int | None = None
-    """Seeds the draws of requests that bring no seed of their own, and dummy weights. None: from the system, and 0."""
+    """Seed of requests that have none, and of dummy weights. None: a random one for requests, 0 for dummy weights."""
 
     def __post_init__(self) -> None:
         for name, normalise in _NORMALISE.items():

@@ -49,10 +49,12 @@ _Model = Annotated[
 _Temperature = Annotated[float, typer.Option(help="0 for always the most likely token.")]
 _TopP = Annotated[float, typer.Option(help="Nucleus sampling: keep the likeliest tokens up to this probability.")]
 _Seed = Annotated[int | None, typer.Option(help="Makes the answers repeatable.")]
-_UseCustomKernels = Annotated[bool | None, typer.Option(help="Custom kernels on or off; by default as the model says.")]
+_UseCustomKernels = Annotated[
+    bool | None, typer.Option(help="Custom kernels, or every op's PyTorch reference; by default as config.json says.")
+]
 _KernelPlugins = Annotated[
     list[str] | None,
-    typer.Option(help="A Python file or module with kernels of your own, preferred to ours; repeatable."),
+    typer.Option(help="A Python file or module with kernels of your own, which are preferred; repeatable."),
 ]
 
 _TensorParallelSize = Annotated[int, typer.Option(help="GPUs of this machine that share the model.")]
@@ -100,7 +102,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     temperature: _Temperature = 0.6,
     top_p: _TopP = 0.95,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = 512,
     seed: _Seed = None,
     use_custom_kernels: _UseCustomKernels = None,
     kernel_plugin: _KernelPlugins = None,
@@ -141,7 +143,7 @@ def generate(
     model: _Model = None,
     temperature: _Temperature = 0.6,
     top_p: _TopP = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a completion.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens in a completion.")] = 128,
     seed: _Seed = None,
     use_custom_kernels: _UseCustomKernels = None,
     kernel_plugin: _KernelPlugins = None,

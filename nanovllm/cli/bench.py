@@ -25,33 +25,38 @@ def _root() -> None:
 
 @app.command()
 def serve(
-    url: Annotated[str, typer.Argument(help="Of any server with OpenAI's interface: http://127.0.0.1:8000")],
+    url: Annotated[str, typer.Argument(help="The address of a server with OpenAI's interface: http://127.0.0.1:8000")],
     model: Annotated[str | None, typer.Option(help="The model's name; by default the server's first one.")] = None,
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     concurrency: Annotated[str, typer.Option(help="Streams at a time; several numbers are measured in turn.")] = "1,8",
     rate: Annotated[
-        str | None, typer.Option(help="Requests a second that come at random, in place of --concurrency: 2,8")
+        str | None, typer.Option(help="Requests per second, at random times, in place of --concurrency: 2,8")
     ] = None,
-    num_requests: Annotated[int | None, typer.Option(help="Of each load; by default 4 for each stream.")] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(help="Requests of each load; by default 4 for each stream.")
+    ] = None,
     input_len: Annotated[int, typer.Option(help="Words of a prompt.")] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Prompts of --input-len random token ids below this number, not of words.")
+        int | None, typer.Option(help="Prompts are --input-len random token ids below this number, not words.")
     ] = None,
     workload: Annotated[
         str | None,
         typer.Option(help="Loads of bench.py in place of --concurrency: std256,bs128; prompts are token ids."),
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A text file with a prompt in each line.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of exactly --output-len tokens.")] = True,
-    goal_ttft: Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")] = None,
-    goal_tpot: Annotated[float | None, typer.Option(help="Goodput: most ms a token after it.")] = None,
-    goal_e2e: Annotated[float | None, typer.Option(help="Goodput: most ms of an answer.")] = None,
+    goal_ttft: Annotated[float | None, typer.Option(help="Goodput: at most these ms to the first token.")] = None,
+    goal_tpot: Annotated[float | None, typer.Option(help="Goodput: at most these ms for each later token.")] = None,
+    goal_e2e: Annotated[float | None, typer.Option(help="Goodput: at most these ms for the whole answer.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts and the times of arrival.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the arrival times.")] = 0,
     json_file: Json = None,
 ) -> None:
-    """Measure throughput and latency of a server: first token (TTFT), time between tokens (ITL), goodput.
+    """Measure throughput and latency of a server.
+
+    The table has tokens and requests per second, the time to the first token (TTFT), the time between tokens (ITL), the
+    time per token (TPOT), and the share of requests that meet all goals (goodput).
 
     Ctrl-C keeps the loads that were measured.
     """

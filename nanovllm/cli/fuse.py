@@ -24,9 +24,7 @@ _PHASES = ("decode", "prefill")
 _NOTHING = "{}: nothing to fuse, it runs no kernel"
 
 
-_Preset = Annotated[
-    str | None, typer.Option(help="Take the decoder layer of this model; qwen3-0.6b if nothing is named.")
-]
+_Preset = Annotated[str | None, typer.Option(help="The decoder layer of this model; by default qwen3-0.6b.")]
 _Module = Annotated[
     str | None,
     typer.Option(
@@ -35,10 +33,12 @@ _Module = Annotated[
 ]
 _Loops = Annotated[
     Path | None,
-    typer.Option(help="A Python file of loop nests, in place of a module: may they be fused and tiled? Needs islpy."),
+    typer.Option(help="A Python file of loop nests, in place of a module: can they be fused and tiled? Needs islpy."),
 ]
-_Size = Annotated[list[str] | None, typer.Option(help="With --loops: the value of a name, such as N=64; repeatable.")]
-_Context = Annotated[int | None, typer.Option(help="Tokens of each sequence, with the new ones; by default 1024.")]
+_Size = Annotated[
+    list[str] | None, typer.Option(help="With --loops: the value of a variable, such as N=64; repeatable.")
+]
+_Context = Annotated[int | None, typer.Option(help="Tokens of each sequence, new ones included; by default 1024.")]
 _Phase = Annotated[str, typer.Option(help="decode: sequences of one new token each; prefill: one prompt.")]
 _Measure = Annotated[
     bool, typer.Option("--measure", help="Time every group here: unfused, with torch.compile, with our ops.")

@@ -33,7 +33,7 @@ def bench(
     save: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
     save_table: Annotated[
         Path | None,
-        typer.Option(help="Write the order of the providers by speed into this directory; kernels are selected by it."),
+        typer.Option(help="Write which providers are fastest to this directory, for NANOVLLM_KERNEL_TABLES."),
     ] = None,
     wide: common.Wide = False,
     json_file: common.Json = None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from nanovllm.kernels import Op
 
-OpName = Annotated[str | None, typer.Argument(help="An op, or how several begin (attention); all of them if left out.")]
+OpName = Annotated[str | None, typer.Argument(help="An op, or a prefix of several (attention); by default all ops.")]
 Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=HELP, callback=check_target)]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, however wide the table is.")]

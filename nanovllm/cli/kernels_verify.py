@@ -38,7 +38,7 @@ def verify(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
     timeout: Annotated[
         float,
-        typer.Option(min=0, help="Seconds that a case may take. 0: no limit, and no other process, for debuggers."),
+        typer.Option(min=0, help="Seconds that a case may take. 0: no limit, and in this process, for debuggers."),
     ] = 120,
     device: common.Device = "auto",
     json_file: common.Json = None,

@@ -20,13 +20,13 @@ app = typer.Typer(
 )
 
 LESSONS = {
-    "gelu": "Elementwise: each pass over memory that is saved shows in the time.",
+    "gelu": "Elementwise: each saved pass over memory shows in the time.",
     "softmax": "A reduction over rows: how often is a row read?",
     "layernorm": "Two reductions that depend on each other.",
     "matmul": "Tiles, stages and tensor cores: arithmetic can be the limit.",
 }
 
-_Sizes = Annotated[str | None, typer.Option(help="Dims to time, such as 1024,4096,16384; at most 32768.")]
+_Sizes = Annotated[str | None, typer.Option(help="Sizes to time, such as 1024,4096,16384; at most 32768.")]
 _Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the lesson's first.")]
 _Ways = Annotated[
     list[str] | None, typer.Option("--way", help="plain, torch, compile, cuda or triton; repeatable, all by default.")
@@ -85,9 +85,8 @@ def _command(name: str) -> Callable[..., None]:
 
 
 for _name, _help in LESSONS.items():
-    app.command(_name, help=f"{_help} In plain PyTorch, PyTorch's own, torch.compile, CUDA C++ and Triton.")(
-        _command(_name)
-    )
+    _ways = "In plain PyTorch, PyTorch's own, torch.compile, CUDA C++ and Triton."
+    app.command(_name, short_help=_help, help=f"{_help} {_ways}")(_command(_name))
 
 
 @app.command()
@@ -95,15 +94,15 @@ def mlp(
     sweep: Annotated[
         list[str] | None, typer.Option(help="steps, layers, batch or dim; repeatable, all by default.")
     ] = None,
-    dim: Annotated[int | None, typer.Option(help="Width of each layer, if it is not swept.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a step, if they are not swept.")] = None,
-    layers: Annotated[int, typer.Option(help="Linear layers with GELU, if they are not swept.")] = 4,
-    steps: Annotated[int, typer.Option(help="Forward and backward passes, if they are not swept.")] = 2,
+    dim: Annotated[int | None, typer.Option(help="Width of each layer, if not swept.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows in a step, if not swept.")] = None,
+    layers: Annotated[int, typer.Option(help="Linear layers with GELU, if not swept.")] = 4,
+    steps: Annotated[int, typer.Option(help="Forward and backward passes, if not swept.")] = 2,
     factors: Annotated[str, typer.Option(help="Factors of the swept number.")] = "1,2,4,8",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: _Device = "auto",
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also show the kernels that take the time, at both ends of each sweep.")
+        bool, typer.Option("--profile", help="Also show which kernels take the time, at both ends of each sweep.")
     ] = False,
     plot: _Plot = None,
     json_file: Json = None,

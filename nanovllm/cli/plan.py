@@ -26,9 +26,12 @@ app = typer.Typer(
 _Gpu = Annotated[
     str | None, typer.Option(help=f"{GPUS}, or 'here'. By default the CUDA device here, measured, else h100.")
 ]
-_Top = Annotated[int, typer.Option(min=1, help="How many of the configurations to show, best first.")]
+_Top = Annotated[int, typer.Option(min=1, help="How many configurations to show, fastest first.")]
 _Compile = Annotated[
-    bool, typer.Option("--compile", help="Also compile the plans shown: the compiler's shared memory and registers.")
+    bool,
+    typer.Option(
+        "--compile", help="Also compile the plans shown, and show the compiler's shared memory and registers."
+    ),
 ]
 _Dtype = Annotated[
     str, typer.Option(help="Type of the operands: bfloat16, float16, float32; gemm also takes tfloat32 and float8.")
@@ -52,7 +55,7 @@ def gemm(
     k: Annotated[int, typer.Option(help="Columns of both.")],
     dtype: _Dtype = "bfloat16",
     weight: Annotated[str | None, typer.Option(help="Packed type of the weight: int4, int8 or float8.")] = None,
-    group: Annotated[int, typer.Option(help="Packed weights that share a scale.")] = 128,
+    group: Annotated[int, typer.Option(help="How many packed weights share a scale.")] = 128,
     gpu: _Gpu = None,
     top: _Top = 10,
     compile: _Compile = False,
@@ -125,8 +128,8 @@ def attention(
 def conv(
     channels: Annotated[int, typer.Option(help="Input channels.")],
     filters: Annotated[int, typer.Option(help="Output channels.")],
-    height: Annotated[int, typer.Option(help="Pixels of the input.")],
-    width: Annotated[int, typer.Option(help="Pixels of the input.")],
+    height: Annotated[int, typer.Option(help="Height of the input in pixels.")],
+    width: Annotated[int, typer.Option(help="Width of the input in pixels.")],
     batch: Annotated[int, typer.Option(help="Images.")] = 1,
     kernel: Annotated[str, typer.Option(help="Filter taps, such as 3 or 3x5 (height x width).")] = "3",
     stride: Annotated[int, typer.Option(help="Stride of both dimensions.")] = 1,
@@ -160,7 +163,7 @@ def elementwise(
     elements: Annotated[int, typer.Option(help="Elements of the result.")],
     inputs: Annotated[int, typer.Option(help="Tensors read, each as large as the result.")] = 1,
     outputs: Annotated[int, typer.Option(help="Tensors written.")] = 1,
-    operations: Annotated[int, typer.Option(help="Instructions an element besides loads and stores.")] = 8,
+    operations: Annotated[int, typer.Option(help="Instructions per element besides loads and stores.")] = 8,
     dtype: _Dtype = "bfloat16",
     gpu: _Gpu = None,
     top: _Top = 10,

@@ -22,72 +22,74 @@ def serve(
         str | None,
         typer.Option(help="A Hugging Face directory, a hub id or a .gguf file; by default SmolLM2-135M-Instruct."),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen at; 0 is a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="The model's name in requests; repeatable. By default as --model says.")
     ] = None,
-    tokenizer: Annotated[str | None, _option(_ENGINE, "Where the tokenizer is, if not beside the model.")] = None,
+    tokenizer: Annotated[str | None, _option(_ENGINE, "The tokenizer's directory; by default the model's.")] = None,
     load_format: Annotated[str, _option(_ENGINE, "auto, safetensors, gguf, or dummy for random weights.")] = "auto",
-    dtype: Annotated[str, _option(_ENGINE, "Of weights and activations: auto, bfloat16, float16 or float32.")] = "auto",
+    dtype: Annotated[str, _option(_ENGINE, "Weights and activations: auto, bfloat16, float16, float32.")] = "auto",
     device: Annotated[str, _option(_ENGINE, "auto, cuda, cuda:N or cpu.")] = "auto",
-    max_model_len: Annotated[int, _option(_ENGINE, "Most tokens of a prompt and its output.")] = 4096,
+    max_model_len: Annotated[int, _option(_ENGINE, "Most tokens of a prompt and its output together.")] = 4096,
     max_num_seqs: Annotated[int, _option(_ENGINE, "Most completions in a step.")] = 512,
     max_num_batched_tokens: Annotated[int | None, _option(_ENGINE, "Most tokens in a step.")] = None,
     gpu_memory_utilization: Annotated[float, _option(_ENGINE, "The share of the GPU's memory to use.")] = 0.9,
-    kvcache_block_size: Annotated[int, _option(_ENGINE, "Tokens of a block of the KV cache.")] = 256,
+    kvcache_block_size: Annotated[int, _option(_ENGINE, "Tokens in a block of the KV cache.")] = 256,
     num_kvcache_blocks: Annotated[int | None, _option(_ENGINE, "Blocks of the KV cache; by default what fits.")] = None,
     kv_cache_dtype: Annotated[str, _option(_ENGINE, "auto, or fp8 for half the memory.")] = "auto",
-    enable_prefix_caching: Annotated[bool, _option(_ENGINE, "Reuse the KV cache of equal beginnings.")] = True,
+    enable_prefix_caching: Annotated[bool, _option(_ENGINE, "Reuse the KV cache of prompts that begin alike.")] = True,
     enforce_eager: Annotated[bool, _option(_ENGINE, "Do not capture CUDA graphs.")] = False,
     tensor_parallel_size: Annotated[int, _option(_ENGINE, "GPUs that share the model.")] = 1,
-    max_logprobs: Annotated[int, _option(_ENGINE, "Most log-probabilities of a token.")] = 20,
-    seed: Annotated[int | None, _option(_ENGINE, "Seeds the requests that bring no seed.")] = None,
-    use_custom_kernels: Annotated[bool | None, _option(_ENGINE, "Custom kernels on or off.")] = None,
+    max_logprobs: Annotated[int, _option(_ENGINE, "Most log-probabilities that a request may ask for.")] = 20,
+    seed: Annotated[int | None, _option(_ENGINE, "Seed for requests that have none.")] = None,
+    use_custom_kernels: Annotated[
+        bool | None, _option(_ENGINE, "Custom kernels, or every op's PyTorch reference.")
+    ] = None,
     kernel_plugin: Annotated[
         list[str] | None, _option(_ENGINE, "A Python file or module with kernels; repeatable.")
     ] = None,
     in_process: Annotated[bool, _option(_ENGINE, "Run the engine in a thread of the server's process.")] = False,
-    restart: Annotated[str, _option(_ENGINE, "always or never: start an engine again that has died.")] = "always",
+    restart: Annotated[str, _option(_ENGINE, "always or never: whether a dead engine is started again.")] = "always",
     max_waiting: Annotated[int, _option(_LIMITS, "Most completions that wait for a first token; more get 503.")] = 4096,
     max_waiting_tokens: Annotated[int, _option(_LIMITS, "Most prompt tokens that wait; more get 503.")] = 4_000_000,
     max_per_key: Annotated[int | None, _option(_LIMITS, "Most requests of an API key at a time; more get 429.")] = None,
-    queue_timeout: Annotated[float, _option(_LIMITS, "Seconds to wait for a first token.")] = 600.0,
+    queue_timeout: Annotated[float, _option(_LIMITS, "Seconds to wait for a first token; then 503.")] = 600.0,
     max_connections: Annotated[int, _option(_LIMITS, "Most open connections; more get 503.")] = 10_000,
-    max_body_mib: Annotated[int, _option(_LIMITS, "Most MiB of a request's body.")] = 16,
+    max_body_mib: Annotated[int, _option(_LIMITS, "Most MiB of a request's body; larger ones get 413.")] = 16,
     stall_timeout: Annotated[
         float, _option(_LIMITS, "Seconds without a step after which /health is 503, if there is work.")
     ] = 120.0,
-    drain: Annotated[float, _option(_LIMITS, "Seconds for running requests after SIGTERM or Ctrl-C.")] = 30.0,
+    drain: Annotated[float, _option(_LIMITS, "Seconds to finish running requests at the end.")] = 30.0,
     api_key: Annotated[
         list[str] | None,
         _option(_ACCESS, "A key that clients must send; repeatable.", envvar="NANOVLLM_API_KEY", show_default=False),
     ] = None,
-    api_key_file: Annotated[Path | None, _option(_ACCESS, "A file with a key in each line.")] = None,
+    api_key_file: Annotated[Path | None, _option(_ACCESS, "A file with one key per line.")] = None,
     cors_origin: Annotated[
         list[str] | None, _option(_ACCESS, "An origin whose pages may call the server; repeatable.")
     ] = None,
     ssl_certfile: Annotated[Path | None, _option(_ACCESS, "A certificate for HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, _option(_ACCESS, "The certificate's key.")] = None,
-    ssl_ca_certs: Annotated[Path | None, _option(_ACCESS, "Certificates that clients must have.")] = None,
-    metrics_prefix: Annotated[str, _option(_ACCESS, "Of the metrics that vLLM has, too.")] = "vllm:",
-    otlp_endpoint: Annotated[
-        str | None, _option(_ACCESS, "Send a span of each request there: http://127.0.0.1:4318/v1/traces")
+    ssl_ca_certs: Annotated[
+        Path | None, _option(_ACCESS, "The authorities that clients' certificates must be from.")
     ] = None,
+    metrics_prefix: Annotated[str, _option(_ACCESS, "The prefix of metrics that vLLM has as well.")] = "vllm:",
+    otlp_endpoint: Annotated[str | None, _option(_ACCESS, "Send a trace span of each request to this address.")] = None,
     access_log: Annotated[bool, _option(_ACCESS, "Log every answer.")] = False,
     log_json: Annotated[bool, _option(_ACCESS, "Write logs as JSON.")] = False,
     log_level: Annotated[str, _option(_ACCESS, "debug, info, warning or error.")] = "warning",
     replicas: Annotated[
         int | None, _option(_RAY, "Copies of the server behind this address, each with GPUs of its own.")
     ] = None,
-    max_replicas: Annotated[int | None, _option(_RAY, "Ray adds replicas up to this number by load.")] = None,
+    max_replicas: Annotated[int | None, _option(_RAY, "Under load, Ray adds replicas up to this number.")] = None,
     ray_address: Annotated[
-        str | None, _option(_RAY, "A Ray cluster, or auto for the one of this machine; by default a new one.")
+        str | None, _option(_RAY, "The Ray cluster, or auto for this machine's; by default a new one.")
     ] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's interfaces, with a chat page at /.
 
-    SIGTERM or Ctrl-C lets running requests finish for --drain seconds; a second one ends at once.
+    After SIGTERM or Ctrl-C, running requests have --drain seconds to finish. A second signal ends the server at once.
     """
     from nanovllm.config import EngineConfig
 

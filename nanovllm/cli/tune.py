@@ -25,13 +25,15 @@ _DEFAULT_GPU = "h100"
 
 
 def tune(
-    op: Annotated[str | None, typer.Argument(help="An op; with --preset, or --list, all of them if left out.")] = None,
+    op: Annotated[str | None, typer.Argument(help="An op; with --preset or --list by default all ops.")] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(help="A shape such as 64x1024, as of `nanovllm kernels bench`; repeatable.")
+        list[str] | None, typer.Option(help="A shape such as 64x1024, as for `nanovllm kernels bench`; repeatable.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     preset: Annotated[str | None, typer.Option(help="The shapes of a model, such as qwen3-0.6b.")] = None,
-    limit: Annotated[float | None, typer.Option(help="Seconds for everything; trials under way are finished.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Seconds for all searches together; a trial that has begun is finished.")
+    ] = None,
     patience: Annotated[
         int | None, typer.Option(help="End a search after this many trials without a faster one.")
     ] = None,
@@ -40,17 +42,18 @@ def tune(
         typer.Option(help="The directory to write to; by default the one that NANOVLLM_KERNEL_CONFIGS names."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out what the directory has already, of these versions and kernels.")
+        bool, typer.Option("--resume", help="Skip what the directory already has for these versions and kernels.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be tried and what not, and why. Needs no GPU.")
+        bool,
+        typer.Option("--dry-run", help="Show what would be tried, and what would be left out and why. Needs no GPU."),
     ] = False,
     gpu: Annotated[
         str | None,
-        typer.Option(help="With --dry-run, for such a GPU (a100, h100, h200, ...); with --list, what it has."),
+        typer.Option(help="With --dry-run or --list: for this GPU (a100, h100, h200, ...), not the one here."),
     ] = None,
     show_list: Annotated[
-        bool, typer.Option("--list", help="What can be tuned, and what is in force here and from where.")
+        bool, typer.Option("--list", help="Show what can be tuned, what is in use here, and from which file.")
     ] = False,
     device: Annotated[str, typer.Option(help="The device: auto, cuda, cuda:N.")] = "auto",
     wide: Wide = False,
