@@ -23,6 +23,16 @@ DEFAULTS: dict[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=None,
 )
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -31,16 +41,14 @@ SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>")
 
 
 def model(architecture: str = "qwen3", seed: int = 0, **overrides: Any) -> Any:
-    """A random transformers model, "qwen3" or "llama", in float32 and eval mode; `overrides` are of its configuration.
+    """A random transformers model of `CLASSES`, in float32 and eval mode; `overrides` are of its configuration.
 
     Weights are large enough for logits to be far apart and norms and biases are random too, so that greedy output is
     varied and a weight that is lost or misplaced shows.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config_class, model_class = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM),
-    }[architecture]  # fmt: skip
+    config_class, model_class = (getattr(transformers, name) for name in CLASSES[architecture])
     made = model_class(config_class(**DEFAULTS | overrides)).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -17,6 +17,11 @@ MODELS = {
     "bias": ("llama", dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True, vocab_size=197)),
     "three": ("llama", dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, head_dim=8,
                             intermediate_size=81)),
+    "qwen2": ("qwen2", dict(num_key_value_heads=1)),
+    "phi3": ("phi3", dict(hidden_size=64, num_key_value_heads=1, partial_rotary_factor=0.5, sliding_window=30)),
+    "smollm3": ("smollm3", dict(no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=30, mlp_bias=True)),
+    "gemma2": ("gemma2", dict(sliding_window=30, attn_logit_softcapping=3.0, final_logit_softcapping=2.0)),
+    "gemma3": ("gemma3", dict(sliding_window=30, layer_types=["sliding_attention", "full_attention"], vocab_size=331)),
 }  # fmt: skip
 # Too few blocks for all: sequences are preempted. Prompts are longer than a step.
 CROWDED = dict(num_kvcache_blocks=11, max_num_batched_tokens=32)
@@ -80,9 +85,10 @@ def served(group, directory, arguments):
 @pytest.mark.parametrize(
     "name, size",
     [
-        ("kv1-tied", 4), ("kv2", 4), ("kv3-tied", 2), ("bias", 2),
+        ("kv1-tied", 4), ("kv2", 4), ("kv3-tied", 2), ("bias", 2), ("phi3", 2), ("gemma3", 2),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-            ("kv1-tied", 2), ("kv2", 2), ("kv3-tied", 4), ("bias", 4),
+            ("kv1-tied", 2), ("kv2", 2), ("kv3-tied", 4), ("bias", 4), ("qwen2", 2), ("smollm3", 2), ("gemma2", 2),
+            ("phi3", 4),
         ]),
     ],
 )  # fmt: skip

@@ -35,23 +35,39 @@ def rope(rng: random.Random) -> dict:
     return entries
 
 
-def draw(rng: random.Random) -> dict:
-    kind, layers = rng.choice(["Qwen3", "Llama"]), rng.choice([1, 2])
+KINDS = {
+    "Qwen3": "qwen3", "Llama": "llama", "Qwen2": "qwen2", "Mistral": "mistral", "SmolLM3": "smollm3", "Phi3": "phi3",
+    "Gemma2": "gemma2", "Gemma3": "gemma3_text",
+}  # fmt: skip
+
+
+def draw(rng: random.Random, kind: str) -> dict:
+    layers, head_dim = rng.choice([1, 2, 3]), rng.choice([16, 18, 40, 80])
     kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 7])
     config = dict(
-        architectures=[f"{kind}ForCausalLM"], model_type=kind.lower(), vocab_size=rng.choice([17, 131, 320]),
+        architectures=[f"{kind}ForCausalLM"], model_type=KINDS[kind], vocab_size=rng.choice([17, 131, 320]),
         hidden_size=kv_heads * group * rng.choice([4, 10, 16]), intermediate_size=rng.choice([30, 64]),
         num_hidden_layers=layers,
-        num_attention_heads=kv_heads * group, num_key_value_heads=kv_heads, head_dim=rng.choice([16, 18, 40, 80]),
+        num_attention_heads=kv_heads * group, num_key_value_heads=kv_heads, head_dim=head_dim,
         max_position_embeddings=rng.choice([64, 256]), tie_word_embeddings=rng.random() < 0.5, eos_token_id=None,
+        bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
+    if kind == "Phi3":
+        config["hidden_size"] = kv_heads * group * head_dim
     sometimes = dict(
         attention_bias=True, rms_norm_eps=0.1, hidden_act="gelu", use_sliding_window=rng.random() < 0.5,
-        sliding_window=8,
         layer_types=[rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)], max_window_layers=0,
         original_max_position_embeddings=16, partial_rotary_factor=0.5,
     )  # fmt: skip
     config |= {name: value for name, value in sometimes.items() if rng.random() < 0.1}
+    own = dict(
+        no_rope_layers=[rng.choice([0, 1]) for _ in range(layers)], no_rope_layer_interval=2, sliding_window_pattern=2,
+        hidden_activation="gelu", query_pre_attn_scalar=rng.choice([8, 30]), rope_local_base_freq=500.0,
+        final_logit_softcapping=rng.choice([None, 3.0]), attn_logit_softcapping=rng.choice([None, 2.0]),
+        sliding_window=rng.choice([None, 8]),
+    )  # fmt: skip
+    usual = kind not in ("Llama", "Qwen3")
+    config |= {name: value for name, value in own.items() if rng.random() < (0.4 if usual else 0.1)}
     if rng.random() < 0.3:
         config["mlp_bias"] = True
     form = rng.choice(["none", "old", "new", "new", "both"])
@@ -59,6 +75,10 @@ def draw(rng: random.Random) -> dict:
         config |= dict(rope_theta=rng.choice([100.0, 5e5]), rope_scaling=rng.choice([None, rope(rng)]))
     if form in ("new", "both"):
         config["rope_parameters"] = rope(rng) | dict(rope_theta=rng.choice([100.0, 7000]))
+        if kind == "Gemma3":
+            config["rope_parameters"] = dict(
+                full_attention=config["rope_parameters"], sliding_attention=dict(rope_type="default", rope_theta=300.0)
+            )
     return config
 
 
@@ -78,7 +98,11 @@ def test_a_config_is_served_as_transformers_does_or_refused(tmp_path, seed):
 
     rng, served = random.Random(seed), 0
     for i in range(NUM_CONFIGS):
-        config = draw(rng)
+        kind = rng.choice(["Qwen3", "Llama"]) if seed < 3 else rng.choice(list(KINDS))
+        config = draw(rng, kind)
+        prompt_len, longest = rng.choice([10, 60, 200]), {}
+        if "longrope" in str(config):  # the longest sequence that is served decides on the frequencies
+            longest = dict(max_model_len=min(prompt_len + 1, config["max_position_embeddings"]))
         (tmp_path / "config.json").write_text(json.dumps(config))
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
         try:
@@ -93,14 +117,14 @@ def test_a_config_is_served_as_transformers_does_or_refused(tmp_path, seed):
         try:
             llm = LLM(
                 tmp_path, device="cpu", dtype="float32", skip_tokenizer_init=True, kvcache_block_size=16,
-                num_kvcache_blocks=16,
-                max_num_seqs=1,
+                num_kvcache_blocks=16, max_num_seqs=1,
+                **longest,
             )  # fmt: skip
         except ValueError as error:
             assert str(error).startswith(f"{tmp_path / 'config.json'}: "), (config, error)
             continue
         prompt = [rng.randrange(config["vocab_size"]) for _ in range(llm.engine.runner.max_model_len - 1)]
-        prompt = prompt[: rng.choice([10, 60, 200])]
+        prompt = prompt[:prompt_len]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         expected = tiny.logprobs(theirs, prompt)
