@@ -25,6 +25,7 @@ ALLOWED = {
     "llm": {"engine", "chat"},
     "async_llm": {"engine", "weights"},
     "serve": {"async_llm", "engine", "chat", "weights", "__init__"},
+    "adapters": {"kernels"},
     "bench": {"kernels", "hardware"},
     "plan": {"kernels", "hardware"},
     "fuse": {"kernels", "hardware", "plan"},

@@ -1,0 +1,1 @@
+"""The kernels in other frameworks: transformers, vLLM, torch.compile."""

@@ -1,0 +1,148 @@
+"""Puts the ops into a model of transformers, and takes them out again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.adapters.transformers.attention import NAME, register_attention
+from nanovllm.adapters.transformers.patches import ATTRIBUTE, Patches
+from nanovllm.adapters.transformers.replace import Replacing
+from nanovllm.adapters.transformers.report import Outcomes, Report
+from nanovllm.adapters.transformers.selected import Selection
+
+logger = logging.getLogger(__name__)
+
+
+def apply(
+    model: nn.Module,
+    ops: str | Iterable[str] | Mapping[str, str | Iterable[str]] | None = None,
+    exclude: Iterable[str] = (),
+) -> Report:
+    """Let a model of transformers compute with the ops of this package.
+
+    Modules are recognised by what they compute. The forward of each is replaced, in this model only. Weights of
+    projections that have the same input are moved next to each other in memory; their values do not change.
+
+    Move the model to its device and dtype first. In training, and where gradients are recorded, every module runs its
+    own code, since the kernels have no backward pass.
+
+    Args:
+        model: a model of transformers, or any module that contains its layers. It is changed.
+        ops: the ops to put in (`OPS`), with the usual provider, or a mapping from ops to providers. None: every op that
+            has a kernel on the model's device. On a CPU that is none: there the reference is as fast as the model's own
+            code, and it is put in only if it is asked for.
+        exclude: names of modules, as `model.named_modules()` has them, or of classes. They and what they contain are
+            left alone.
+
+    Returns:
+        What was replaced and what was left, and why. `report.undo()` takes it back, as does `with apply(model):`.
+
+    Raises:
+        TypeError: the model is no module.
+        ValueError: an unknown op or provider, a name in `exclude` that the model does not have, a model that was
+            changed already, or one without weights (on the device "meta").
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, such as a model of transformers, not {model!r:.80}")
+    selection = Selection.of(ops)
+    if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
+        raise ValueError("model: nanovllm was applied to it before; call undo(model) first")
+    parameters = list(model.parameters())
+    if parameters and all(parameter.is_meta for parameter in parameters):
+        raise ValueError('model: its weights are on the device "meta", so there is nothing to compute; load them first')
+    excluded = _excluded(model, exclude)
+    outcomes, notes, patches = Outcomes(), _notes(model), Patches(model)
+    try:
+        replacing = Replacing(model, selection, patches, outcomes, excluded)
+        replacing.modules()
+        _attention_function(model, replacing, patches, outcomes)
+    except BaseException:
+        patches.undo()
+        raise
+    report = Report(outcomes.rows(), notes, patches)
+    if not report.rows:
+        notes.append("no module of the model computes anything that an op computes")
+    if not report.replaced:
+        logger.warning("nothing was replaced in %s; print the report to see why", type(model).__name__)
+    return report
+
+
+def undo(model: nn.Module) -> None:
+    """Take back what `apply` did to a model.
+
+    Raises:
+        ValueError: it was not applied to this model.
+    """
+    patches = model.__dict__.get(ATTRIBUTE) if isinstance(model, nn.Module) else None
+    if patches is None:
+        raise ValueError("model: nanovllm was not applied to it, or that was taken back")
+    patches.undo()
+
+
+def _excluded(model: nn.Module, exclude: Iterable[str]) -> set[nn.Module]:
+    """The modules named, and all within them."""
+    excluded: set[nn.Module] = set()
+    for name in [exclude] if isinstance(exclude, str) else exclude:
+        found = [m for path, m in model.named_modules() if name in (path, type(m).__name__)]
+        if not found:
+            raise ValueError(f"exclude: the model has no module and no class of modules {name!r}")
+        for module in found:
+            excluded.update(module.modules())
+    return excluded
+
+
+def _notes(model: nn.Module) -> list[str]:
+    if model.training:
+        return ["The model is in training mode, in which it runs its own code. Call model.eval() to use the ops."]
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return [
+            "Parameters require gradients: outside of torch.no_grad() the model runs its own code. generate() uses it."
+        ]
+    return []
+
+
+def _attention_function(model: nn.Module, replacing: Replacing, patches: Patches, outcomes: Outcomes) -> None:
+    """Choose `attn_implementation="nanovllm"` for the submodels with attention that it can serve."""
+    modules = replacing.attention_modules()
+    if not modules:
+        return
+    from transformers import PreTrainedModel
+
+    for module, call in modules:
+        if isinstance(call, str):
+            outcomes.left(module, "attention_dense", call)
+    served = [(module, call) for module, call in modules if not isinstance(call, str)]
+    if not served:
+        return
+    configs: dict[int, Any] = {id(module.config): module.config for module, _ in served}
+    owners = [m for m in model.modules() if isinstance(m, PreTrainedModel) and id(m.config) in configs]
+    reason = next((r for r in map(_fixed, owners) if r), None) if owners else "no submodel of transformers contains it"
+    if reason is None:
+        register_attention()
+        for config in configs.values():
+            patches.set_attribute(config, "_attn_implementation_internal", NAME)
+    for module, call in served:
+        if reason is None:
+            outcomes.replaced(module, "attention_dense", call.provider)
+            replacing.choose(module, call)
+        else:
+            outcomes.left(module, "attention_dense", reason)
+
+
+def _fixed(model: Any) -> str | None:
+    """Why the attention function of a model cannot be chosen; None: it can."""
+    if not model._can_set_attn_implementation():
+        return "the model has its attention function built in"
+    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager"):
+        return f'attn_implementation="{model.config._attn_implementation}" was chosen'
+    return None
+
+
+def all_devices(model: nn.Module) -> set[torch.device]:
+    """The devices that hold parameters of a model."""
+    return {parameter.device for parameter in model.parameters()}

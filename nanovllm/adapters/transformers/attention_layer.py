@@ -1,0 +1,175 @@
+"""The attention of a decoder layer up to the attention function: one projection, the norms of heads, the rotation."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.adapters.transformers.angles import Angles
+from nanovllm.adapters.transformers.attention import NAME, RECORD
+from nanovllm.adapters.transformers.norms import NormKind, Norms
+from nanovllm.adapters.transformers.packed import Packed
+from nanovllm.adapters.transformers.probe import is_linear, random, run, same, stand_in
+from nanovllm.adapters.transformers.selected import Call, differentiated
+
+Tensor = torch.Tensor
+PROJECTIONS = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
+_CACHES = ("cache", "past_key_values")
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What an attention module does.
+
+    Attributes:
+        projections: of queries, keys and values, in this order; one layer stands for all.
+        head_norm: of each query and key head; None: there is none.
+        cache: the name of the cache among the forward's arguments.
+        parameters: the names of the forward's arguments, without `self`.
+        constants: what it gives to the attention function, besides what it gets.
+    """
+
+    projections: tuple[str, ...]
+    head_dim: int
+    sizes: tuple[int, int, int]
+    head_norm: NormKind | None
+    cache: str
+    parameters: tuple[str, ...]
+    constants: dict[str, Any]
+
+    def layers(self, module: nn.Module) -> list[nn.Linear]:
+        return [module.get_submodule(name) for name in self.projections]  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class AttentionCalls:
+    """What it is computed with: `qk_norm_rope` or else `rope` after the module's own norms."""
+
+    rope: Call
+    qk_norm_rope: Call | None
+    angles: Angles
+
+    def __call__(self, kind: AttentionKind, module: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """qkv [batch, tokens, heads * head_dim] -> q, k, v [batch, heads, tokens, head_dim], normalised and rotated."""
+        batch, tokens, _ = qkv.shape
+        heads = qkv.view(batch * tokens, -1, kind.head_dim)
+        q, k, v = heads.split(kind.sizes, 1)
+        positions, table = self.angles.table(cos, sin, batch)
+        norm = kind.head_norm
+        if norm is not None and self.qk_norm_rope is not None:
+            weights = module.q_norm.weight, module.k_norm.weight
+            q, k = self.qk_norm_rope(positions, q, k, *weights, norm.eps, table)
+        else:
+            if norm is not None:
+                q, k = module.q_norm(q), module.k_norm(k)
+            q, k = self.rope(positions, q, k, table)
+        q, k, v = (x.view(batch, tokens, -1, kind.head_dim).transpose(1, 2) for x in (q, k, v))
+        return q, k, v
+
+
+def recognise_attention(module: nn.Module, norms: Norms) -> AttentionKind | str | None:
+    """What an attention module does; why that is not what the ops do; None: it is no attention module."""
+    projections = next((names for names in PROJECTIONS if all(is_linear(module._modules.get(n)) for n in names)), None)
+    config, head_dim = module.__dict__.get("config"), module.__dict__.get("head_dim")
+    if (
+        projections is None
+        or config is None
+        or not isinstance(head_dim, int)
+        or not is_linear(module._modules.get("o_proj"))
+    ):
+        return None
+    code = sys.modules[type(module).__module__]
+    parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    cache = next((name for name in _CACHES if name in parameters), None)
+    if parameters[:1] != ("hidden_states",) or "position_embeddings" not in parameters or cache is None:
+        return "its forward takes other arguments"
+    if not hasattr(code, "ALL_ATTENTION_FUNCTIONS") or not hasattr(code, "eager_attention_forward"):
+        return "it has no choice of attention functions"
+    groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", None)
+    sizes = groups[0], groups[1] or groups[0], groups[1] or groups[0]
+    outputs = sum(module.get_submodule(name).out_features for name in projections)  # type: ignore[misc]
+    if sum(sizes) * head_dim != outputs:
+        return "its projections have other sizes than its heads"
+    norm = None
+    if "q_norm" in module._modules or "k_norm" in module._modules:
+        pair: list[Any] = [module._modules.get(name) for name in ("q_norm", "k_norm")]
+        norm = norms.kind(pair[0])
+        if norm is None or norms.kind(pair[1]) != norm or any(len(one.weight) != head_dim for one in pair):
+            return "the norms of its queries and keys are not RMS norms of a head"
+    kind = AttentionKind(projections, head_dim, sizes, norm, cache, parameters, {})
+    return _probed(module, kind)
+
+
+def _probed(module: Any, kind: AttentionKind) -> AttentionKind | str:
+    """Its own forward against that of the ops' references, on three tokens, up to the attention function."""
+    weight = kind.layers(module)[0].weight
+    config = copy.copy(module.config)
+    config._attn_implementation_internal = NAME
+    recorded: list[Any] = []
+    own = stand_in(module, config=config, **{RECORD: recorded})
+    like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+    x = random(2, 3, weight.shape[1], **like)
+    angles = random(2, 3, kind.head_dim // 2, seed=1)
+    cos, sin = (torch.cat((f(angles), f(angles)), -1).to(**like) for f in (torch.cos, torch.sin))
+    extra = object()
+    try:
+        out = run(own, x, position_embeddings=(cos, sin), attention_mask=None, nanovllm_extra=extra)
+    except Exception as error:  # code of others, with arguments that it may not have
+        return f"its forward could not be run ({type(error).__name__})"
+    if len(recorded) != 1 or not isinstance(out, tuple) or len(out) != 2:
+        return "its forward gives other results"
+    *got, given = recorded[0]
+    if given.pop("nanovllm_extra", None) is not extra:
+        return "its forward does not pass its other arguments on"
+    from nanovllm.kernels import qk_norm_rope, rotary_embedding
+
+    rope = Call("rotary_embedding", "native", rotary_embedding.native)
+    fused = (
+        Call("qk_norm_rope", "native", qk_norm_rope.native) if kind.head_norm and not kind.head_norm.one_plus else None
+    )
+    with torch.no_grad():
+        qkv = torch.cat([layer(x) for layer in kind.layers(module)], -1)
+        wanted = AttentionCalls(rope, fused, Angles())(kind, module, qkv, cos, sin)
+        attended = got[0].transpose(1, 2).reshape(2, 3, -1)
+        results = [*zip(got, wanted), (out[0], module.o_proj(attended))]
+    if not all(same(a, b, _TOLERANCE[weight.dtype]) for a, b in results):
+        return "it computes its queries, keys or values in another way"
+    return AttentionKind(**{**kind.__dict__, "constants": {name: v for name, v in given.items() if v is not None}})
+
+
+def attention_forward(
+    module: Any, kind: AttentionKind, packed: Packed, calls: AttentionCalls, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A forward of the module by the ops, up to the attention function that the model's config names."""
+    code: Any = sys.modules[type(module).__module__]
+    first = kind.layers(module)[0]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(kind.parameters, args)), **kwargs}
+        x = given["hidden_states"]
+        angles = given.get("position_embeddings")
+        if angles is None or x.dtype != first.weight.dtype or differentiated(module, x) or not packed.current():
+            return original(*args, **kwargs)
+        rest = {k: v for k, v in given.items() if k not in _TAKEN and k not in _CACHES}
+        q, k, v = calls(kind, module, packed(x), *angles)
+        cache = given.get(kind.cache, given.get("past_key_values"))
+        if cache is not None:
+            k, v = cache.update(k, v, module.layer_idx, kwargs=rest)
+        attend = code.ALL_ATTENTION_FUNCTIONS.get_interface(
+            module.config._attn_implementation, code.eager_attention_forward
+        )
+        out, weights = attend(module, q, k, v, given.get("attention_mask"), dropout=0.0, **{**kind.constants, **rest})
+        return module.o_proj(out.reshape(*x.shape[:-1], -1).contiguous()), weights
+
+    return forward
+
+
+_TAKEN = ("hidden_states", "position_embeddings", "attention_mask")

@@ -1,0 +1,166 @@
+"""Goes through the modules of a model, and replaces the forward of those that the ops compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.adapters.transformers.angles import Angles, unsuited_rotary
+from nanovllm.adapters.transformers.attention import CALL
+from nanovllm.adapters.transformers.attention_layer import (
+    AttentionCalls,
+    AttentionKind,
+    attention_forward,
+    recognise_attention,
+)
+from nanovllm.adapters.transformers.decoder_layer import layer_forward, recognise_layer
+from nanovllm.adapters.transformers.linear import embedding_forward, is_embedding, linear_forward
+from nanovllm.adapters.transformers.mlp import MLPCalls, MLPKind, MLPs, mlp_forward
+from nanovllm.adapters.transformers.norms import Norms, norm_forward, unsuited_norm
+from nanovllm.adapters.transformers.packed import Packed
+from nanovllm.adapters.transformers.patches import Patches, foreign_forward, own_forward
+from nanovllm.adapters.transformers.probe import is_linear, plain_parameter
+from nanovllm.adapters.transformers.report import Outcomes
+from nanovllm.adapters.transformers.selected import Call, Selection
+
+
+class Replacing:
+    """One run of `apply`."""
+
+    def __init__(
+        self, model: nn.Module, selection: Selection, patches: Patches, outcomes: Outcomes, excluded: set[nn.Module]
+    ) -> None:
+        self._model, self._selection, self._patches, self._outcomes = model, selection, patches, outcomes
+        self._excluded = excluded
+        self._norms, self._mlps, self._angles = Norms(), MLPs(), Angles()
+        self._rotary: dict[int, str | None] = {}
+        self._attention: list[nn.Module] = []
+
+    def modules(self) -> None:
+        """Replace what can be replaced. Attention modules are recognised before anything within them is changed."""
+        modules = [m for m in self._model.modules() if m not in self._excluded]
+        attention = {m: recognise_attention(m, self._norms) for m in modules if "layer_idx" in m.__dict__}
+        self._attention = [m for m, kind in attention.items() if kind is not None]
+        for module, kind in attention.items():
+            if kind is not None:
+                self._rope(module, kind)
+        for module in modules:
+            if self._norms.kind(module) is not None:
+                self._norm(module)
+            elif (mlp := self._mlps.kind(module)) is not None:
+                self._mlp(module, mlp)
+            elif is_embedding(module):
+                self._embedding(module)
+            elif any(p is not None and p.dim() == 3 for p in module._parameters.values()):
+                self._outcomes.left(
+                    module, "silu_and_mul", "products of several experts, for which there is no op here"
+                )
+            else:
+                self._layer(module)
+        packed = {layer for m, kind in attention.items() if isinstance(kind, AttentionKind) for layer in kind.layers(m)}
+        for module in modules:
+            mlp = self._mlps.kind(module)
+            packed.update(mlp.linears(module) if mlp is not None else ())
+        for module in modules:
+            if is_linear(module) and module not in packed:
+                self._linear(module)
+
+    def attention_modules(self) -> list[tuple[Any, Call | str]]:
+        """The attention modules, and what computes the attention of each, or why it is left alone."""
+        return [(m, self._call("attention_dense", next(m.parameters()))) for m in self._attention]
+
+    def choose(self, module: nn.Module, call: Call) -> None:
+        """Let a module's attention function run this provider."""
+        self._patches.set_attribute(module, CALL, call)
+
+    def _call(self, op: str, weight: torch.Tensor) -> Call | str:
+        return (
+            self._selection.call(op, weight.device) if not weight.is_meta else "its weights are elsewhere (offloaded)"
+        )
+
+    def _put(self, module: nn.Module, op: str, call: Call, forward: Any, why: str = "") -> None:
+        self._patches.set_forward(module, forward)
+        self._outcomes.replaced(module, op, call.provider, why)
+
+    def _norm(self, module: Any) -> None:
+        kind = self._norms.kind(module)
+        call = foreign_forward(module) or unsuited_norm(module) or self._call("rms_norm", module.weight)
+        if isinstance(call, str) or kind is None:
+            return self._outcomes.left(module, "rms_norm", str(call))
+        why = "of x and 1 + weight in float32" if not kind.fuses(module.weight.dtype) else ""
+        self._put(module, "rms_norm", call, norm_forward(module, kind, call, own_forward(module)), why)
+
+    def _mlp(self, module: nn.Module, kind: MLPKind) -> None:
+        layers = kind.linears(module)
+        op = "silu_and_mul" if kind.activation == "silu" else "gelu_and_mul"
+        call = foreign_forward(module) or Packed.refused(layers) or self._call(op, layers[0].weight)
+        if isinstance(call, str):
+            return self._outcomes.left(module, op, call)
+        packed = Packed(layers, self._patches)
+        small = self._call("linear_silu_and_mul", packed.weight) if op == "silu_and_mul" and packed.bias is None else ""
+        calls, counts = MLPCalls(call), None
+        if isinstance(small, Call):
+            counts = self._selection.token_counts("linear_silu_and_mul", packed.weight)
+            calls = MLPCalls(call, small, counts)
+            self._outcomes.replaced(module, small.name, small.provider, "for few tokens" if counts is not None else "")
+        self._put(
+            module, op, call, mlp_forward(module, kind, packed, calls, own_forward(module)), "one product for both"
+        )
+
+    def _rope(self, module: Any, kind: AttentionKind | str) -> None:
+        op = "rotary_embedding"
+        if isinstance(kind, str):
+            return self._outcomes.left(module, op, kind)
+        layers = kind.layers(module)
+        if kind.head_dim not in self._rotary:
+            self._rotary[kind.head_dim] = unsuited_rotary(self._model, kind.head_dim)
+        reason = foreign_forward(module) or self._rotary[kind.head_dim] or Packed.refused(layers)
+        norm = kind.head_norm
+        fused: Call | str = "no head norms"
+        if norm is not None and not norm.one_plus:
+            fused = self._call("qk_norm_rope", layers[0].weight)
+            hooked = any(
+                module._modules[n]._forward_hooks or module._modules[n]._forward_pre_hooks for n in ("q_norm", "k_norm")
+            )
+            fused = "its head norms have hooks" if hooked else fused
+        call = reason or self._call(op, layers[0].weight)
+        if isinstance(call, str):
+            return self._outcomes.left(module, op, call)
+        calls = AttentionCalls(call, fused if isinstance(fused, Call) else None, self._angles)
+        forward = attention_forward(module, kind, Packed(layers, self._patches), calls, own_forward(module))
+        used = fused if isinstance(fused, Call) else call
+        self._put(module, used.name, used, forward, "one product for queries, keys and values")
+
+    def _embedding(self, module: Any) -> None:
+        call = foreign_forward(module) or plain_parameter(module.weight) or self._call("embedding", module.weight)
+        if isinstance(call, str):
+            return self._outcomes.left(module, "embedding", call)
+        self._put(module, "embedding", call, embedding_forward(module, call, own_forward(module)))
+
+    def _linear(self, module: Any) -> None:
+        call = foreign_forward(module) or plain_parameter(module.weight) or self._call("linear", module.weight)
+        if isinstance(call, str):
+            return self._outcomes.left(module, "linear", call)
+        counts = self._selection.token_counts("linear", module.weight)
+        if counts is not None and not any(n in counts for n in (1, 2, 4, 8, 16, 32, 64)):
+            return self._outcomes.left(
+                module, "linear", "with this weight the library's product is faster for any number of tokens"
+            )
+        why = "for few tokens" if counts is not None else ""
+        self._put(module, "linear", call, linear_forward(module, call, counts, own_forward(module)), why)
+
+    def _layer(self, module: nn.Module) -> None:
+        kind = recognise_layer(module, self._norms)
+        if kind is None:
+            return
+        second: Any = module._modules[kind.second]
+        norm = self._norms.kind(second)
+        reason = foreign_forward(module) or unsuited_norm(second) or foreign_forward(second)
+        if norm is None or not norm.fuses(second.weight.dtype):
+            reason = "its norms compute with float32 weights"
+        call = reason or self._call("add_rms_norm", second.weight)
+        if isinstance(call, str) or norm is None:
+            return self._outcomes.left(module, "add_rms_norm", str(call))
+        self._put(module, "add_rms_norm", call, layer_forward(module, kind, norm, call, own_forward(module)))

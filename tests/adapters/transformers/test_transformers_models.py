@@ -1,0 +1,126 @@
+"""Models of transformers with the ops put in: the same logits and tokens as without, whatever the cache and padding."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from nanovllm.adapters.transformers import OPS, apply
+from tests.adapters.models import ARCHITECTURES, prompts, tiny
+
+# Of logits of about 6.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-2, torch.bfloat16: 0.25}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request):
+    return tiny(request.param).requires_grad_(False)
+
+
+def logits(model, given):
+    with torch.no_grad():
+        return model(**given).logits[given["attention_mask"].bool()]
+
+
+def generate(model, given, **options):
+    return model.generate(**given, max_new_tokens=8, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_logits(model, padding):
+    given = prompts(padding)
+    expected = logits(model, given)
+    with apply(model, ops=OPS) as report:
+        got = logits(model, given)
+    assert {row.op for row in report.replaced} >= {"rms_norm", "add_rms_norm", "linear", "attention_dense"}
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[torch.float32])
+    assert torch.equal(logits(model, given), expected)  # bit for bit
+
+
+def test_greedy_tokens(model):
+    """More tokens than the windows are wide, so that caches of sliding windows roll over."""
+    given = prompts("left")
+    expected = generate(model, given)
+    with apply(model, ops=OPS):
+        assert torch.equal(generate(model, given), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}], ids=str
+)
+@pytest.mark.parametrize("architecture", ["Qwen3", "Gemma3"])
+def test_static_caches_and_beams(architecture, options):
+    model = tiny(architecture).requires_grad_(False)
+    expected = generate(model, prompts(), **options)
+    with apply(model, ops=OPS):
+        assert torch.equal(generate(model, prompts(), **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ["Qwen3", "Gemma2"])
+def test_half_precision(architecture, dtype):
+    model = tiny(architecture, dtype).requires_grad_(False)
+    given = prompts("left")
+    expected = logits(model, given)
+    with apply(model, ops=OPS) as report:
+        got = logits(model, given)
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
+    fused = {row.op: row.why for row in report.left}
+    assert ("add_rms_norm" in fused) == architecture.startswith("Gemma")  # 1 + weight is no 16-bit number
+
+
+def steps(model, chunks, mask, cache):
+    """The logits of the last token of each chunk, given one after the other."""
+    results, end = [], 0
+    for chunk in chunks:
+        end += chunk.shape[1]
+        with torch.no_grad():
+            out = model(chunk, attention_mask=mask[:, :end], past_key_values=cache)
+        results.append(out.logits[:, -1])
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("architecture", ["Llama", "Gemma3"])
+def test_chunks_of_a_prompt_and_of_a_draft(architecture, kind, padding):
+    """With padding on the right, the chunks after the prompt stand behind slots that nobody sees."""
+    from transformers import DynamicCache, StaticCache
+
+    model = tiny(architecture).requires_grad_(False)
+    given = prompts(padding)
+    generator = torch.Generator().manual_seed(5)
+    more = [torch.randint(1, 99, (3, n), generator=generator) for n in (1, 4, 1)]
+    mask = torch.cat((given["attention_mask"], torch.ones(3, 6, dtype=torch.int64)), 1)
+    chunks = [given["input_ids"], *more]
+
+    def run():
+        cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=16)
+        results = steps(model, chunks, mask, cache)
+        return results if padding == "left" else results[1:]  # the last token of the prompt is padding
+
+    expected = run()
+    with apply(model, ops=OPS):
+        torch.testing.assert_close(run(), expected, rtol=0, atol=TOLERANCE[torch.float32])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("architecture", ["Qwen3", "Gemma2"])
+def test_the_kernels(architecture):
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny(architecture, num_hidden_layers=1).requires_grad_(False).to(device)
+    given = {name: x.to(device) for name, x in prompts("left").items()}
+
+    def run():
+        out = model.generate(
+            **given, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        return torch.stack(out.logits), out.sequences
+
+    expected = run()
+    with apply(model, ops=dict.fromkeys(OPS, "triton")) as report:
+        got = run()
+    assert {row.provider for row in report.replaced} == {"triton"}
+    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=1e-3)
+    assert torch.equal(got[1], expected[1])
