@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     from nanovllm.arguments import full_dtype
     from nanovllm.bench.engines import ENGINES
     from nanovllm.bench.workloads import WORKLOADS
+    from nanovllm.config import ONLINE_QUANTIZATION
     from nanovllm.json_output import HELP as JSON_HELP
 
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--dtype", type=full_dtype, choices=("bfloat16", "float16", "float32"), help="default: the model's"
     )
+    model.add_argument("--quantization", choices=ONLINE_QUANTIZATION, help="quantise weights while they are loaded")
     model.add_argument("--kv-cache-dtype", type=full_dtype, help="default: as --dtype")
     model.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")
     load = p.add_argument_group("the load")

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from nanovllm.engine.fast.policy import FastPolicy
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+ONLINE_QUANTIZATION = ("fp8", "int4", "int8")
+"""How weights can be quantised while they are loaded."""
+QUANTIZATION = (
+    *ONLINE_QUANTIZATION, "gguf", "fbgemm_fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors",
+)  # fmt: skip
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")
 
 
@@ -45,6 +50,9 @@ class EngineConfig:
 
     "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU.
     """
+    quantization: str | None = None
+    """Quantise a floating-point checkpoint while it is loaded: "fp8", "int4" or "int8" (docs/models.md). Quantised
+    checkpoints need no argument; their own method's name is taken too, and another one is an error."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
     max_model_len: int = 4096
@@ -164,6 +172,9 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "load_format": _one_of("auto", "safetensors", "gguf", "dummy"),
     "dtype": _one_of(*DTYPES),
+    "quantization": (
+        _or_none(_one_of(*QUANTIZATION)[0]), f"must be one of {', '.join(QUANTIZATION)}, or None",
+    ),
     "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
     "cpu_activations": _one_of("float32", "int8"),
     "device": (lambda value: isinstance(value, str), "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'"),

@@ -69,8 +69,8 @@ ENGINE_ARGUMENTS = _table(
      " max_prompt_adapters max_prompt_adapter_token"),
     ("code of a checkpoint is never run; use a model of a supported architecture", (None, False),
      "trust_remote_code"),
-    ("quantised checkpoints are not supported; a GGUF file is, and is dequantised when it is loaded",
-     (None, "auto", "gguf"), "quantization quantization_param_path load_in_4bit load_in_8bit quantization_config"),
+    ("quantised checkpoints need no argument; pass quantization=\"fp8\" or \"int4\" to quantise a floating-point one",
+     _OFF, "quantization_param_path load_in_4bit load_in_8bit quantization_config"),
     ("speculative decoding is not supported", _OFF, "speculative_config speculative_model num_speculative_tokens"
      " speculative_draft_tensor_parallel_size ngram_prompt_lookup_max ngram_prompt_lookup_min"),
     ("a model is split by tensor_parallel_size alone", _ONE, "pipeline_parallel_size data_parallel_size"

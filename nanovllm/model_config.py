@@ -193,9 +193,6 @@ def _end_tokens(eos: Any) -> tuple[int, ...]:
 
 def _refuse_unsupported(c: Mapping[str, Any]) -> None:
     """What would make another model of the same weights."""
-    if quantization := c.get("quantization_config"):
-        remedy = "take the model's checkpoint in bfloat16 or float16, or a GGUF file"
-        fail("quantization_config", quantization, f" is not supported; {remedy}")
 
 
 def _dtype(c: Mapping[str, Any]) -> str | None:

@@ -87,10 +87,6 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
             "'sliding_attention']: only a list of 'full_attention'",
         ),
         (dict(sliding_window=16), "sliding_window=16 is not supported; set it to null"),
-        (
-            dict(quantization_config=dict(quant_method="fp8")),
-            "quantization_config={'quant_method': 'fp8'} is not supported",
-        ),
         (dict(head_dim=17), "head_dim=17 is not supported; it must be even"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
         (

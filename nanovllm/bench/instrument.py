@@ -190,6 +190,8 @@ class Instrument:
         weight = getattr(module, "weight", None)
         matrix = weight if isinstance(weight, torch.Tensor) and weight.dim() == 2 and "embed" not in last else None
         is_product = matrix is not None
+        for plane in getattr(weight, "planes", ()):  # of a packed weight, whose ops are found by it
+            self._weights[id(plane)] = name
         if is_product:
             self._weights[id(matrix)] = name
         if not (last.isdigit() or is_product):

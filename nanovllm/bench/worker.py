@@ -128,6 +128,9 @@ def measure_workload(
     Each draws its own prompts, so that nothing comes from an earlier one's prefix cache.
     """
     model, started, limit = model_shape(job, engine.config, row.about["dtype"]), clock(), job.limit
+    read = getattr(engine, "bytes_of_a_weight", None)
+    if read is not None:
+        model = dataclasses.replace(model, weight_bytes=read)
     warm_up = getattr(engine, "warm_up", engine.run)
     for i in range(job.warmup):
         row.warmup_seconds.append(warm_up(workload.draw(_WARMUP_SEED + job.seed + i, model.vocab)).seconds)

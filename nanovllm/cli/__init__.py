@@ -57,6 +57,9 @@ _KernelPlugins = Annotated[
     typer.Option(help="A Python file or module with kernels of your own, which are preferred; repeatable."),
 ]
 
+_Quantization = Annotated[
+    str | None, typer.Option(help="fp8, int8 or int4: quantise a floating-point model while it is loaded.")
+]
 _TensorParallelSize = Annotated[int, typer.Option(help="GPUs of this machine that share the model.")]
 
 
@@ -77,7 +80,13 @@ def _root(
     pass
 
 
-def _load(model: str | None, use_custom_kernels: bool | None, plugins: list[str] | None, tp_size: int) -> LLM:
+def _load(
+    model: str | None,
+    use_custom_kernels: bool | None,
+    plugins: list[str] | None,
+    tp_size: int,
+    quantization: str | None,
+) -> LLM:
     """The model, with a line that says that it is being loaded."""
     status = StatusLine()
     status.show(f"Loading {model or 'the default model'} ...")
@@ -91,6 +100,7 @@ def _load(model: str | None, use_custom_kernels: bool | None, plugins: list[str]
                 use_custom_kernels=use_custom_kernels,
                 kernel_plugins=plugins or (),
                 tensor_parallel_size=tp_size,
+                quantization=quantization,
             )
     finally:
         status.clear()
@@ -107,12 +117,13 @@ def chat(
     use_custom_kernels: _UseCustomKernels = None,
     kernel_plugin: _KernelPlugins = None,
     tensor_parallel_size: _TensorParallelSize = 1,
+    quantization: _Quantization = None,
 ) -> None:
     """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
     from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = _load(model, use_custom_kernels, kernel_plugin, tensor_parallel_size)
+    llm = _load(model, use_custom_kernels, kernel_plugin, tensor_parallel_size, quantization)
     messages = [{"role": "system", "content": system}] if system else []
     print("Say something. An empty line ends the conversation.")
     while True:
@@ -148,12 +159,13 @@ def generate(
     use_custom_kernels: _UseCustomKernels = None,
     kernel_plugin: _KernelPlugins = None,
     tensor_parallel_size: _TensorParallelSize = 1,
+    quantization: _Quantization = None,
 ) -> None:
     """Complete prompts as they stand, without a chat template. Ctrl-C cuts them short."""
     from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = _load(model, use_custom_kernels, kernel_plugin, tensor_parallel_size)
+    llm = _load(model, use_custom_kernels, kernel_plugin, tensor_parallel_size, quantization)
     if len(prompts) > 1:
         try:
             outputs, end = llm.generate(prompts, params), ""

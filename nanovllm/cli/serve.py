@@ -30,6 +30,9 @@ def serve(
     tokenizer: Annotated[str | None, _option(_ENGINE, "The tokenizer's directory; by default the model's.")] = None,
     load_format: Annotated[str, _option(_ENGINE, "auto, safetensors, gguf, or dummy for random weights.")] = "auto",
     dtype: Annotated[str, _option(_ENGINE, "Weights and activations: auto, bfloat16, float16, float32.")] = "auto",
+    quantization: Annotated[
+        str | None, _option(_ENGINE, "fp8, int8 or int4: quantise a floating-point model while it is loaded.")
+    ] = None,
     device: Annotated[str, _option(_ENGINE, "auto, cuda, cuda:N or cpu.")] = "auto",
     max_model_len: Annotated[int, _option(_ENGINE, "Most tokens of a prompt and its output together.")] = 4096,
     max_num_seqs: Annotated[int, _option(_ENGINE, "Most completions in a step.")] = 512,

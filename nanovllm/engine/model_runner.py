@@ -63,7 +63,7 @@ class ModelRunner:
         with torch.inference_mode(), on_device(device), garbage_collected_at_the_end() if on_gpu else nullcontext():
             self.model = load_model(
                 checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
-                packed=None if reason else config.cpu_activations,
+                packed=None if reason else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),
             )  # fmt: skip
             timer.end("weights")
             group.meet("the model's weights are loaded")

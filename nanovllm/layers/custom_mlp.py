@@ -109,6 +109,7 @@ class CustomGatedMLP(GatedMLP):
         self._custom = set(kernels.providers.values()) != {"native"}
         self.providers = {name: kernels.providers[name] for name in ("linear_silu_and_mul", "silu_and_mul")}
         for projection in (self.gate_up_proj, self.down_proj):
+            assert isinstance(projection.weight, nn.Parameter)
             nn.init.kaiming_uniform_(projection.weight, a=5**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

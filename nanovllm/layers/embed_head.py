@@ -1,13 +1,12 @@
 """The token embedding and the language-model head, split over the vocabulary."""
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
 from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
 from nanovllm.layers.group_sum import GroupSum
 from nanovllm.layers.linear import Part, ShardedParameters
+from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, Weight, new_weight, product
 from nanovllm.layers.selected_op import FusedOp
 
 
@@ -20,17 +19,22 @@ class VocabParallelEmbedding(ShardedParameters):
         self.vocab_size = vocab_size
         rows = -(-vocab_size // self.group.size)
         self.start = min(self.group.rank * rows, vocab_size)
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
+        self.weight: Weight = new_weight(rows, hidden_size)
         self._embedding = kernels.embedding
         self._sum = GroupSum(self.group, kernels)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return self._embedding(token_ids, self.weight)
+            return self._rows(token_ids)
         local = token_ids - self.start
         mine = (local >= 0) & (local < self.weight.shape[0])
-        rows = self._embedding(torch.where(mine, local, 0), self.weight)
+        rows = self._rows(torch.where(mine, local, 0))
         return self._sum(rows.masked_fill_(~mine.unsqueeze(-1), 0))
+
+    def _rows(self, index: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, PackedWeight):
+            return self.weight.rows(index)
+        return self._embedding(index, self.weight)
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.vocab_size, self.weight.shape[1])
@@ -39,8 +43,12 @@ class VocabParallelEmbedding(ShardedParameters):
         return Part(0, self.start, min(self.weight.shape[0], self.vocab_size - self.start))
 
     def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.weight, torch.Tensor)
         self.weight.data[len(tensor) :].zero_()
         return self.weight.data[: len(tensor)].copy_(tensor)
+
+    def arranged(self, shard: str, matrix: StoredMatrix) -> StoredMatrix:
+        return matrix.padded(self.weight.shape[0])
 
 
 class LMHead(VocabParallelEmbedding):
@@ -62,8 +70,9 @@ class LMHead(VocabParallelEmbedding):
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def _products(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        linear = self._linear if self._linear.takes(hidden, self.weight) else F.linear
-        if out is not None and self.group.size == 1 and linear is F.linear:
-            return torch.mm(hidden, self.weight.T, out=out)
-        logits = self.group.all_gather_last(linear(hidden, self.weight), self.vocab_size)
+        weight = self.weight
+        if out is not None and self.group.size == 1 and isinstance(weight, torch.Tensor):
+            if not self._linear.takes(hidden, weight):
+                return torch.mm(hidden, weight.T, out=out)
+        logits = self.group.all_gather_last(product(self._linear, hidden, weight), self.vocab_size)
         return logits if out is None else out.copy_(logits)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
 from nanovllm.layers.group_sum import GroupSum
+from nanovllm.layers.packed_weight import StoredMatrix, Weight, new_weight, product
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
 
@@ -50,6 +50,10 @@ class ShardedParameters(nn.Module):
         """Copy the `part` of a checkpoint tensor into place; a view of that place."""
         return getattr(self, name).data.copy_(tensor)
 
+    def arranged(self, shard: str, matrix: StoredMatrix) -> StoredMatrix:
+        """The `part` of a packed weight as it is in the layer, where `load_shard` would change it."""
+        return matrix
+
 
 class ColumnParallelLinear(ShardedParameters):
     """y = x W^T + b with the output features split over the group, shard by shard.
@@ -74,15 +78,14 @@ class ColumnParallelLinear(ShardedParameters):
         self.shards = tuple(out_features)
         self.full_sizes = dict(out_features)
         self.sizes = {shard: self._local_size(shard, size) for shard, size in out_features.items()}
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes.values()), in_features), requires_grad=False)
+        self.weight: Weight = new_weight(sum(self.sizes.values()), in_features)
         self.bias = nn.Parameter(torch.empty(self.weight.shape[0]), requires_grad=False) if bias else None
 
     def _local_size(self, shard: str, size: int) -> int:
         return self.group.divide(size, f"output features of {shard or 'the layer'}")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        linear = self._linear if self._linear.takes(x, self.weight) else F.linear
-        return linear(x, self.weight, self.bias)
+        return product(self._linear, x, self.weight, self.bias)
 
     def after_norm(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """(this layer of norm(x + residual), x + residual); one op where the batch is small."""
@@ -154,11 +157,20 @@ class QKVParallelLinear(ColumnParallelLinear):
         return Part(0, heads[0] * self.head_dim, (heads[-1] + 1 - heads[0]) * self.head_dim)
 
     def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
+        rows = self._repeated_rows(shard, len(tensor))
+        return super().load_shard(name, shard, tensor if rows is None else tensor[rows.to(tensor.device)])
+
+    def arranged(self, shard: str, matrix: StoredMatrix) -> StoredMatrix:
+        rows = self._repeated_rows(shard, matrix.shape[0])
+        return matrix if rows is None else matrix.take_rows(rows)
+
+    def _repeated_rows(self, shard: str, num_rows: int) -> torch.Tensor | None:
+        """The row of a `part` of `num_rows` rows for each row of this rank: int64; None: they are the same."""
         heads = self._source_heads(shard)
-        parts = tensor.unflatten(0, (-1, self.head_dim))
-        if len(parts) < len(heads):
-            parts = parts[[head - heads[0] for head in heads]]
-        return super().load_shard(name, shard, parts.flatten(0, 1))
+        if num_rows == len(heads) * self.head_dim:
+            return None
+        first = torch.tensor([head - heads[0] for head in heads], device="cpu") * self.head_dim
+        return (first[:, None] + torch.arange(self.head_dim, device="cpu")).flatten()
 
     # Heads, not one tensor as the base class gives.
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
@@ -188,9 +200,7 @@ class RowParallelLinear(ShardedParameters):
         self._linear_add_rms_norm = FusedOp("linear_add_rms_norm", kernels if self.group.size == 1 else None)
         self._sum = GroupSum(self.group, kernels)
         self.full_in = in_features
-        self.weight = nn.Parameter(
-            torch.empty(out_features, self.group.divide(in_features, "input features")), requires_grad=False
-        )
+        self.weight: Weight = new_weight(out_features, self.group.divide(in_features, "input features"))
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,8 +208,7 @@ class RowParallelLinear(ShardedParameters):
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's term of the sum. The bias is added once, not once a rank."""
-        linear = self._linear if self._linear.takes(x, self.weight) else F.linear
-        return linear(x, self.weight, self.bias if self.group.rank == 0 else None)
+        return product(self._linear, x, self.weight, self.bias if self.group.rank == 0 else None)
 
     def before_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> ResidualStream:
         """This layer of x, for a next block that begins with norm(this + residual); one op where the batch is small."""

@@ -50,6 +50,8 @@ class FusedOp(SelectedOp):
             super().__init__(name, kernels)
             self._num_tokens = kernels.provider(name).num_tokens_fn
 
-    def takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether to call it for x [num_tokens, size] and this weight."""
-        return self.used and (self._num_tokens is None or x.shape[0] in self._num_tokens(weight))
+    def takes(self, x: torch.Tensor, weight: object) -> bool:
+        """Whether to call it for x [num_tokens, size] and this weight. Never for a packed weight."""
+        if not self.used or not isinstance(weight, torch.Tensor):
+            return False
+        return self._num_tokens is None or x.shape[0] in self._num_tokens(weight)

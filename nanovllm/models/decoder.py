@@ -15,6 +15,7 @@ from nanovllm.layers.custom_mlp import GatedMLP
 from nanovllm.layers.embed_head import LMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.packed_weight import bytes_and_weights
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
@@ -220,7 +221,13 @@ class DecoderForCausalLM(nn.Module):
     def layer_sizes(self) -> tuple[int, int]:
         """(weights in all layers, bytes of one layer)."""
         layers = self.model.layers
-        return sum(p.numel() for p in layers.parameters()), sum(p.nbytes for p in layers[0].parameters())
+        return bytes_and_weights(layers)[1], bytes_and_weights(layers[0])[0]
+
+    @property
+    def read_bytes_of_a_weight(self) -> float:
+        """Bytes of a weight in the layers and the head, which every step reads, on average."""
+        read = [bytes_and_weights(module) for module in (self.model.layers, self.lm_head)]
+        return sum(nbytes for nbytes, _ in read) / sum(weights for _, weights in read)
 
     def forward(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanovllm.config import ONLINE_QUANTIZATION as ONLINE
 from nanovllm.config import EngineConfig
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.model_presets import PRESETS, preset
@@ -14,6 +15,8 @@ from nanovllm.models.registry import model_class
 from nanovllm.weights import gguf
 from nanovllm.weights.gguf_file import GGUFFile, open_gguf
 from nanovllm.weights.json_file import read_json
+from nanovllm.weights.quantization import config as quantization_config
+from nanovllm.weights.quantization.rules import Quantization
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Checkpoint:
     """"safetensors", "gguf" or "dummy"."""
     header: GGUFFile | None = field(default=None, repr=False, compare=False)
     """Of a .gguf file. Parsing takes 0.05 s or more: it is kept for the stages of a start."""
+    quantization: Quantization | None = None
+    """How the files are quantised, as config.json says it."""
+    online: str | None = None
+    """How weights are quantised while they are loaded: "fp8", "int4" or "int8"; None: they are not."""
 
 
 def locate(config: EngineConfig) -> Checkpoint:
@@ -45,18 +52,44 @@ def locate(config: EngineConfig) -> Checkpoint:
             )
         if config.load_format == "safetensors":
             raise ValueError(f'load_format="safetensors", but {path} is a GGUF file; use load_format="auto"')
-        header = open_gguf(path)
-        return Checkpoint(_parse(gguf.read_config(path), path), path, "dummy" if dummy else "gguf", header)
+        header, online = open_gguf(path), _online(config.quantization, None, path)
+        model = _parse(gguf.read_config(path), path)
+        return Checkpoint(model, path, "dummy" if dummy else "gguf", header, online=online)
     if config.load_format == "gguf":
         raise ValueError(f'load_format="gguf", but model={config.model!r} is no .gguf file')
     if not path.is_dir():
         if dummy and (config.model.lower() in PRESETS or "/" not in config.model):
-            return Checkpoint(ModelConfig.from_dict(preset(config.model)), None, "dummy")
+            online = _online(config.quantization, None, path)
+            return Checkpoint(ModelConfig.from_dict(preset(config.model)), None, "dummy", online=online)
         path = _from_hub(config.model)
     config_file = path / "config.json"
     if not config_file.is_file():
         raise FileNotFoundError(f"{path} holds no config.json; pass a Hugging Face model directory or a .gguf file")
-    return Checkpoint(_parse(read_json(config_file), config_file), path, "dummy" if dummy else "safetensors")
+    entries = read_json(config_file)
+    model, quantization = _parse(entries, config_file), quantization_config.read(entries, path)
+    online = _online(config.quantization, quantization, path)
+    return Checkpoint(model, path, "dummy" if dummy else "safetensors", None, quantization, online)
+
+
+def _online(asked: str | None, quantization: Quantization | None, path: Path) -> str | None:
+    """How a model is quantised while it is loaded.
+
+    Raises:
+        ValueError: `asked` contradicts what the checkpoint's configuration says.
+    """
+    if asked is None or (asked == "gguf" and path.suffix == ".gguf"):
+        return None
+    if quantization is not None:
+        if asked in (quantization.method, f"{quantization.method}_marlin"):
+            return None
+        remedy = "leave the argument out"
+        raise ValueError(f"quantization={asked!r}: {path} is quantised already ({quantization.method}); {remedy}")
+    if asked not in ONLINE:
+        raise ValueError(
+            f"quantization={asked!r}: {path} is not quantised so; leave the argument out, or pass {' or '.join(ONLINE)}"
+            " to quantise it while it is loaded"
+        )
+    return asked
 
 
 def _parse(config: Mapping[str, Any], file: Path) -> ModelConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -108,11 +108,13 @@ def read_headers(path: str | os.PathLike[str]) -> list[TensorHeader]:
 
 
 def iter_tensors(
-    path: str | os.PathLike[str], parts: Mapping[str, Part] = NO_PARTS
+    path: str | os.PathLike[str], parts: Mapping[str, Part] = NO_PARTS, packed: Container[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight as (Hugging Face name, tensor in Hugging Face layout), one at a time, in file order.
 
     A tensor that is named in `parts` is that part alone: of a quantised one, only the blocks that hold it are expanded.
+    A quantised matrix that is named in `packed` is uint8 [rows, bytes of a row]: its blocks, in the order of the
+    weights; a part of its columns must have whole blocks.
 
     F32, F16 and BF16 tensors keep their dtype and are backed by the mapped file (copy-on-write: writing to them leaves
     the file as it is); every quantised type is expanded to float32. The order of rows that GGUF conversion gives
@@ -127,7 +129,7 @@ def iter_tensors(
     num_kv_heads = _number(file, "attention.head_count_kv", num_heads)
     names = _hf_names(file, arch)
     dequantize: _Dequantize | None = None
-    if any(file.tensors[name].type not in _PLAIN_DTYPES for name in names):
+    if any(file.tensors[n].type not in _PLAIN_DTYPES and hf_name not in packed for n, hf_name in names.items()):
         dequantize = _dequantizer(str(file.path))
 
     def generate() -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,7 +137,12 @@ def iter_tensors(
         for name, hf_name in names.items():
             info = file.tensors[name]
             part = parts.get(hf_name)
-            tensor = _read_tensor(data, info, dequantize) if part is None else _read_part(data, info, dequantize, part)
+            if hf_name in packed:
+                tensor = _read_blocks(data, info, part)
+            elif part is None:
+                tensor = _read_tensor(data, info, dequantize)
+            else:
+                tensor = _read_part(data, info, dequantize, part)
             heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(name.split(".")[-2]) if arch == "llama" else None
             if heads is not None:
                 if part is not None:
@@ -149,29 +156,15 @@ def iter_tensors(
 def iter_stored(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Every weight as (Hugging Face name, format, tensor), with the blocks of quantised matrices as they are stored.
 
-    Formats have the names of `gguf_file.TENSOR_TYPES`. A quantised matrix is uint8 [rows, bytes of a row], backed by
-    the mapped file; its rows have Hugging Face's order. Everything else is as from `iter_tensors`.
+    Formats have the names of `gguf_file.TENSOR_TYPES`. Everything else is as from `iter_tensors`.
 
     Raises:
         GGUFError, ImportError: as `iter_tensors`.
     """
-    file = open_gguf(path)
-    arch = _architecture(file)
-    num_heads = _number(file, "attention.head_count")
-    heads = {".attn_q.": num_heads, ".attn_k.": _number(file, "attention.head_count_kv", num_heads)}
-    data = _map(file)
-    for name, hf_name in _hf_names(file, arch).items():
-        info = file.tensors[name]
-        if info.type in _PLAIN_DTYPES:
-            tensor = _read_tensor(data, info, None)
-        elif len(info.shape) == 2:
-            tensor = torch.from_numpy(data[info.offset : info.offset + info.nbytes]).view(info.shape[0], -1)
-        else:
-            tensor = _read_tensor(data, info, _dequantizer(str(file.path)))
-        permuted = next((count for part, count in heads.items() if part in name), None) if arch == "llama" else None
-        if permuted is not None:
-            tensor = _undo_permutation(file, info, tensor, permuted)
-        yield hf_name, info.type, tensor
+    headers = {header.name: header for header in read_headers(path)}
+    blocks = {name for name, h in headers.items() if len(h.shape) == 2 and h.dtype not in _PLAIN_DTYPES}
+    for name, tensor in iter_tensors(path, packed=blocks):
+        yield name, headers[name].dtype, tensor
 
 
 def block_size(format: str) -> tuple[int, int]:
@@ -310,6 +303,15 @@ def _read_part(data: np.memmap, info: TensorInfo, dequantize: _Dequantize | None
     first, last = part.start // weights, -(-(part.start + part.length) // weights)
     expanded = torch.from_numpy(dequantize(blocks[..., first * nbytes : last * nbytes], info.type))
     return expanded.narrow(-1, part.start - first * weights, part.length)
+
+
+def _read_blocks(data: np.memmap, info: TensorInfo, part: Part | None) -> torch.Tensor:
+    """The blocks of a quantised matrix, or of a part of it: uint8 [rows, bytes of a row]."""
+    blocks = torch.from_numpy(data[info.offset : info.offset + info.nbytes]).view(info.shape[0], -1)
+    if part is None or part.dim == 0:
+        return blocks if part is None else part.of(blocks)
+    weights, nbytes = block_size(info.type)
+    return blocks.narrow(1, part.start // weights * nbytes, part.length // weights * nbytes)
 
 
 def _undo_permutation(file: GGUFFile, info: TensorInfo, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """From a checkpoint to a model in device memory, strictly: every tensor has its place, every place its tensor.
 
 Formats: safetensors (one file or sharded; memory-mapped), GGUF, and random weights. Names and shapes are read from the
-files' headers and compared with the configuration before any memory is taken.
+files' headers and compared with the configuration before any memory is taken. Quantised matrices keep their form
+(`quantization/`, `packed_layers.py`), or get one while they are loaded.
 """
 
 from __future__ import annotations
@@ -9,19 +10,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.linear import Part, ShardedParameters
+from nanovllm.layers.packed_weight import PackedWeight, weights_without_memory
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
 from nanovllm.weights import gguf, safetensors_files
 from nanovllm.weights.checkpoint import Checkpoint
-from nanovllm.weights.packed_loader import Place, load_packed, pack_model
+from nanovllm.weights.dummy import fill_random
+from nanovllm.weights.packed_layers import PackedLayers, Place, ShardPlanes
+from nanovllm.weights.packed_loader import load_packed, pack_model
+from nanovllm.weights.quantization.online import Quantiser
+from nanovllm.weights.quantization.resolve import packed_blocks, packed_modules, stored_shards
+from nanovllm.weights.quantization.storage import Plane, Storage, StoredShard
 from nanovllm.weights.safetensors_files import TensorHeader, WeightError
 from nanovllm.weights.source_layout import SourceLayout
+
+Shards = Mapping[tuple[str, str], StoredShard]
+"""Packed shards by module and shard."""
 
 
 def load_model(
@@ -32,38 +43,82 @@ def load_model(
     max_position: int,
     seed: int = 0,
     packed: str | None = None,
+    keep_packed: bool | None = None,
 ) -> DecoderForCausalLM:
     """Build the model on `device` and fill every parameter; of the current group, the part of this rank.
 
     Args:
         packed: keep the weights in the form that the op `decoder_step` reads, on a CPU; quantised ones as they are,
-            to be multiplied with these activations ("float32" or "int8"). None: expand them, for separate ops.
+            to be multiplied with these activations ("float32" or "int8"). None: for separate ops.
+        keep_packed: for separate ops, whether quantised weights stay packed; if not they are expanded to `dtype`.
+            None: on a GPU.
 
     Raises:
         WeightError: a tensor is missing, unexpected, misshapen, not finite, or unreadable; the message names it.
+        ValueError: the checkpoint is quantised, and is to be quantised in another way.
     """
     cls = model_class(checkpoint.config.architecture)
+    quantiser = Quantiser.of(checkpoint)
 
     def build(where: torch.device | str) -> DecoderForCausalLM:
         with torch.device(where), _default_dtype(dtype):
             return cls(checkpoint.config, max_position, kernels)
 
+    def layers(model: DecoderForCausalLM, places: Mapping[str, Place], shards: Shards) -> PackedLayers:
+        planes = ShardPlanes(model, places, shards, quantiser, dtype, device)
+        keep = device.type == "cuda" if keep_packed is None else keep_packed
+        return PackedLayers(model, planes, kernels, dtype, device, keep)
+
     if checkpoint.format == "dummy":
-        model = build(device)
-        fill_random(model, seed)
+        with weights_without_memory():
+            model = build(device)
+        packed_layers = layers(model, {}, {})
+        fill_random(model, seed, packed_layers)
+        packed_layers.finish(checkpoint)
         return pack_model(model, kernels, max_position) if packed else model.eval()
     assert checkpoint.path is not None
     files = gguf if checkpoint.format == "gguf" else safetensors_files
     layout = SourceLayout(checkpoint.config, checkpoint.format)
     headers = layout.headers(files.read_headers(checkpoint.path))
     _check_layers(checkpoint, headers)
-    places = find_places(build("meta"), headers)
+    meta = build("meta")
+    shards = stored_shards(meta, _storages(checkpoint, headers))
+    if layout.reorders_heads and shards and files is not gguf:
+        raise WeightError(
+            f"{checkpoint.path}: a quantised checkpoint whose heads rotate in part is not supported; take a GGUF file"
+        )
+    places = find_places(meta, headers, shards)
     if packed:
-        return load_packed(checkpoint, kernels, dtype, max_position, places, packed)
-    model = build(device)
-    parts = parts_of(model, places)
-    copy_weights(model, places, layout.tensors(files.iter_tensors(checkpoint.path, layout.stored_parts(parts)), parts))
+        planes = ShardPlanes(meta, places, shards, quantiser, dtype, device)
+        return load_packed(checkpoint, kernels, dtype, max_position, places, planes, packed)
+    with weights_without_memory():
+        model = build(device)
+    packed_layers = layers(model, places, shards)
+    parts = parts_of(model, places, shards)
+    stored_parts = layout.stored_parts(parts)
+    if files is gguf:
+        whole = {name + ".weight" for name in packed_blocks(gguf.read_headers(checkpoint.path))}
+        stored = gguf.iter_tensors(checkpoint.path, stored_parts, whole)
+    else:
+        stored = files.iter_tensors(checkpoint.path, stored_parts)
+    copy_weights(model, places, layout.tensors(stored, parts, packed_layers.names), packed_layers)
+    packed_layers.finish(checkpoint)
     return model.eval()
+
+
+def _storages(checkpoint: Checkpoint, headers: Sequence[TensorHeader]) -> dict[str, Storage]:
+    """How the checkpoint's packed matrices are stored, by module."""
+    if checkpoint.format == "gguf":
+        found = packed_blocks(headers)
+    else:
+        found = packed_modules(checkpoint.quantization, headers) if checkpoint.quantization else {}
+    if found and checkpoint.online:
+        label = next(iter(found.values())).label
+        raise ValueError(
+            f"quantization={checkpoint.online!r}: {checkpoint.path} is quantised already ({label}); leave the argument"
+            " out"
+        )
+    return found
 
 
 def _check_layers(checkpoint: Checkpoint, headers: Sequence[TensorHeader]) -> None:
@@ -87,37 +142,15 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def fill_random(model: DecoderForCausalLM, seed: int) -> None:
-    """Random weights of a usual scale (norms 1, biases 0, all else normal with deviation 0.02).
-
-    They are drawn tensor by tensor of a checkpoint, so that the ranks of a group of any size hold parts of one model.
-    """
-    first = next(model.parameters())
-    generator = torch.Generator(first.device).manual_seed(seed)
-    filled: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, ShardedParameters):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in filled:  # a head that is tied to the embedding
-                continue
-            filled.add(id(parameter))
-            if parameter.dim() == 1:
-                parameter.fill_(0 if name == "bias" else 1)
-                continue
-            for shard in module.shards:
-                drawn = torch.empty(module.source_shape(name, shard), dtype=first.dtype, device=first.device)
-                part = module.part(name, shard)
-                drawn.normal_(0, 0.02, generator=generator)
-                module.load_shard(name, shard, drawn if part is None else part.of(drawn))
-
-
-def find_places(model: DecoderForCausalLM, headers: Sequence[TensorHeader]) -> dict[str, Place]:
+def find_places(
+    model: DecoderForCausalLM, headers: Sequence[TensorHeader], packed: Shards = MappingProxyType({})
+) -> dict[str, Place]:
     """Where each of a checkpoint's tensors belongs in the model's fused, split parameters, by the tensor's name.
 
     Args:
         model: may be on the meta device, without memory.
         headers: of all tensors in the checkpoint.
+        packed: the shards of which it has other tensors than a `weight`.
 
     Raises:
         WeightError: a tensor is missing, unexpected, of the wrong shape or dtype, or doubled; the message names it.
@@ -126,8 +159,8 @@ def find_places(model: DecoderForCausalLM, headers: Sequence[TensorHeader]) -> d
     missing = {
         (module_name, parameter, shard)
         for module_name, module in modules.items()
-        for parameter, _ in module.named_parameters(recurse=False)
         for shard in module.shards
+        for parameter in _expected(module, packed.get((module_name, shard)))
     }
     tied = model.config.tie_word_embeddings
     if tied:
@@ -141,6 +174,16 @@ def find_places(model: DecoderForCausalLM, headers: Sequence[TensorHeader]) -> d
         fused, shard = model.FUSED.get(leaf, (leaf, ""))
         module_name = f"{parent}.{fused}" if parent else fused
         module = modules.get(module_name)
+        place = module_name, parameter, shard
+        planes = packed[module_name, shard].planes if (module_name, shard) in packed else {}
+        if header.name in places:
+            raise WeightError(f"tensor {header.name!r} occurs twice in the checkpoint")
+        if parameter in planes:
+            _check_plane(header, planes[parameter], packed[module_name, shard])
+            if planes[parameter].read:
+                places[header.name] = place
+            missing.discard(place)
+            continue
         if module is None or module._parameters.get(parameter) is None or shard not in module.shards:
             raise WeightError(f"unexpected tensor {header.name!r}: this {model.config.architecture} has no such weight")
         expected = module.source_shape(parameter, shard)
@@ -149,11 +192,8 @@ def find_places(model: DecoderForCausalLM, headers: Sequence[TensorHeader]) -> d
         if not header.is_float:
             raise WeightError(
                 f"tensor {header.name!r} has dtype {header.dtype}, expected a floating-point one;"
-                " quantised checkpoints are read from GGUF files only"
+                " a quantised checkpoint needs a quantization_config in config.json"
             )
-        place = module_name, parameter, shard
-        if header.name in places:
-            raise WeightError(f"tensor {header.name!r} occurs twice in the checkpoint")
         places[header.name] = place
         missing.discard(place)
     if missing:
@@ -163,10 +203,34 @@ def find_places(model: DecoderForCausalLM, headers: Sequence[TensorHeader]) -> d
     return places
 
 
-def parts_of(model: DecoderForCausalLM, places: Mapping[str, Place]) -> dict[str, Part]:
+def _expected(module: ShardedParameters, packed: StoredShard | None) -> list[str]:
+    """The last parts of the names of the tensors that a checkpoint must have for a module."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    if packed is None:
+        return names
+    return [n for n in names if n != "weight"] + [n for n, plane in packed.planes.items() if plane.required]
+
+
+def _check_plane(header: TensorHeader, plane: Plane, packed: StoredShard) -> None:
+    """A WeightError unless the tensor can be that part of a packed matrix."""
+    what = f"tensor {header.name!r} of a matrix [{packed.rows}, {packed.columns}] stored as {packed.storage.label}"
+    if header.shape not in plane.shapes:
+        expected = " or ".join(str(list(shape)) for shape in plane.shapes)
+        raise WeightError(f"{what} has shape {list(header.shape)}, expected {expected}")
+    if header.dtype not in plane.dtypes:
+        raise WeightError(f"{what} has dtype {header.dtype}, expected {' or '.join(plane.dtypes)}")
+
+
+def parts_of(
+    model: DecoderForCausalLM, places: Mapping[str, Place], packed: Shards = MappingProxyType({})
+) -> dict[str, Part]:
     """What this rank reads of a checkpoint's tensors; tensors that are not in it are read whole."""
     parts: dict[str, Part] = {}
+    for shard_of in packed.values():
+        parts |= {f"{shard_of.name}.{plane}": part for plane, part in shard_of.plane_parts()}
     for name, (module_name, parameter, shard) in places.items():
+        if (module_name, shard) in packed and parameter in packed[module_name, shard].planes:
+            continue
         module = model.get_submodule(module_name)
         assert isinstance(module, ShardedParameters)
         part = module.part(parameter, shard)
@@ -176,7 +240,10 @@ def parts_of(model: DecoderForCausalLM, places: Mapping[str, Place]) -> dict[str
 
 
 def copy_weights(
-    model: DecoderForCausalLM, places: Mapping[str, Place], weights: Iterable[tuple[str, torch.Tensor]]
+    model: DecoderForCausalLM,
+    places: Mapping[str, Place],
+    weights: Iterable[tuple[str, torch.Tensor]],
+    packed: PackedLayers,
 ) -> None:
     """Copy a checkpoint's tensors, of which each is the part that `parts_of` names, to their places.
 
@@ -190,6 +257,8 @@ def copy_weights(
         if name not in places:
             continue
         module_name, parameter, shard = places[name]
+        if packed.add(name, places[name], tensor):
+            continue
         if tied and module_name == "lm_head":
             tied_head = tensor  # the same matrix as the embedding, stored twice: compared with it below
             continue
@@ -226,7 +295,10 @@ def _check_finite(weights: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 def _holds(module: LMHead, tensor: torch.Tensor) -> bool:
     """Whether the module's rows are the tensor's, compared a few at a time: it may be large and in host memory."""
-    parts = zip(tensor.split(8192), module.weight[: len(tensor)].split(8192))
+    weight = module.weight
+    if isinstance(weight, PackedWeight):
+        return torch.equal(tensor.to(weight.dtype), weight.dequantised().to(tensor.device))
+    parts = zip(tensor.split(8192), weight[: len(tensor)].split(8192))
     return all(torch.equal(part.to(weight), weight) for part, weight in parts)
 
 

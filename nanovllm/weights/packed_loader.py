@@ -18,13 +18,12 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from nanovllm.weights import gguf, safetensors_files
 from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.cpu_blocks import as_gguf
+from nanovllm.weights.packed_layers import Place, ShardPlanes, log_form
 from nanovllm.weights.safetensors_files import WeightError
 from nanovllm.weights.source_layout import SourceLayout
 
 logger = logging.getLogger(__name__)
-
-Place = tuple[str, str, str]
-"""Where a checkpoint's tensor belongs: module, parameter, shard."""
 
 _NAMES = {
     ("self_attn.qkv_proj", "q"): "q", ("self_attn.qkv_proj", "k"): "k", ("self_attn.qkv_proj", "v"): "v",
@@ -42,26 +41,53 @@ def load_packed(
     dtype: torch.dtype,
     max_position: int,
     places: Mapping[str, Place],
+    planes: ShardPlanes,
     activations: str = "float32",
 ) -> PackedDecoderForCausalLM:
     """The checkpoint's model with packed weights.
 
+    Blocks of a GGUF file stay as they are. Other quantised matrices become blocks of Q4_0 or Q8_0 if these hold the
+    same numbers (`as_gguf`), and else plain ones.
+
     Args:
-        dtype: plain matrices are stored in it; blocks of a GGUF file stay as they are.
+        dtype: plain matrices are stored in it.
         places: of the checkpoint's tensors, from `find_places`.
+        planes: of quantised matrices.
         activations: what quantised matrices are multiplied with, as in `PackedMatrix`.
 
     Raises:
         WeightError: a weight is not finite, or a stored LM head differs from the embedding that it is tied to.
     """
     layout = SourceLayout(checkpoint.config, checkpoint.format)
-    stored = (
-        (name, places[name], format, tensor)
+    tensors = (
+        (name, format, tensor)
         for stored_name, format, stored_tensor in _stored(checkpoint)
-        for name, tensor in layout.tensors([(stored_name, stored_tensor)])
-        if name in places
+        for name, tensor in layout.tensors([(stored_name, stored_tensor)], as_stored=planes.names)
     )
-    return _pack(checkpoint.config, stored, kernels, dtype, max_position, activations)
+    model = _pack(checkpoint.config, _with_blocks(tensors, places, planes), kernels, dtype, max_position, activations)
+    log_form(planes, "")
+    return model
+
+
+def _with_blocks(
+    tensors: Iterable[tuple[str, str, torch.Tensor]], places: Mapping[str, Place], planes: ShardPlanes
+) -> Iterator[tuple[str, Place, str, torch.Tensor]]:
+    """(name, place, format, tensor) of every weight, for the tensors of a checkpoint as `_stored` yields them."""
+    for name, format, tensor in tensors:
+        place = places.get(name)
+        if place is None:
+            continue
+        if format or not planes.takes(place):
+            yield name, place, format, tensor
+            continue
+        matrix = planes.add(name, place, tensor)
+        if matrix is None:
+            continue
+        module, _, shard = place
+        if matrix.not_finite():
+            raise WeightError(f"tensor {name!r}: its weight or scales hold NaN or infinity; download it again")
+        blocks = as_gguf(matrix)
+        yield name, (module, "weight", shard), *(blocks or ("", matrix.dequantised()))
 
 
 def pack_model(model: DecoderForCausalLM, kernels: Kernels, max_position: int) -> PackedDecoderForCausalLM:

@@ -29,7 +29,8 @@ class TensorHeader(NamedTuple):
     """What a file's header says of a tensor.
 
     Attributes:
-        dtype: as the file names it; a floating-point one if `is_float`.
+        dtype: as the file names it.
+        is_float: whether its values are the weights: floats of at least 16 bits. Smaller ones need scales.
     """
 
     name: str
@@ -73,9 +74,9 @@ def _tensors(path: Path) -> Iterator[tuple[Any, TensorHeader]]:
 
 
 def _dtype(code: str) -> tuple[str, bool]:
-    """A safetensors dtype such as "I8" as PyTorch names it, and whether it is a floating-point one."""
+    """A safetensors dtype such as "I8" as PyTorch names it, and whether it is a float of 16 bits or more."""
     if code.startswith(("F", "BF")):
-        return code, True
+        return code, not code.startswith(("F8", "F6", "F4"))
     return (_NOT_FLOATS[code[0]] + code[1:] if code[0] in _NOT_FLOATS else code.lower()), False
 
 

@@ -5,7 +5,7 @@ Everything here acts on rows, so it serves blocks of quantised weights as well a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -36,6 +36,7 @@ class SourceLayout:
         part = {dim for dim in rotated if dim < c.head_dim}
         if part and len(rotated) > 1:
             raise WeightError("config.json: layers that rotate different parts of their heads are not supported")
+        self.reorders_heads = bool(part)
         self._head_order = head_order(c.head_dim, *part) if part else None
 
     def headers(self, headers: Sequence[TensorHeader]) -> list[TensorHeader]:
@@ -62,15 +63,22 @@ class SourceLayout:
         return {name: part for name, part in parts.items() if name.split(".")[-2] not in fused}
 
     def tensors(
-        self, stored: Iterable[tuple[str, torch.Tensor]], parts: Mapping[str, Part] = NO_PARTS
+        self,
+        stored: Iterable[tuple[str, torch.Tensor]],
+        parts: Mapping[str, Part] = NO_PARTS,
+        as_stored: Container[str] = (),
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's tensors.
 
         Args:
             stored: (name, tensor), of which those in `stored_parts(parts)` are these parts.
             parts: what is wanted of each tensor.
+            as_stored: names of tensors that are left alone: those of packed weights, whose rows may lie anywhere.
         """
         for name, tensor in stored:
+            if name in as_stored:
+                yield name, tensor
+                continue
             first = 0
             for piece_name, rows in self._pieces(name):
                 piece = tensor[first : first + rows]

@@ -173,7 +173,7 @@ def test_harmless_arguments_are_taken_with_one_line(directory, caplog):
     [
         (dict(enable_lora=True), "enable_lora=True: LoRA is not supported; merge the adapter into the weights"),
         (dict(trust_remote_code=True), "trust_remote_code=True: code of a checkpoint is never run"),
-        (dict(quantization="awq"), "quantization='awq': "),
+        (dict(load_in_4bit=True), "load_in_4bit=True: quantised checkpoints need no argument; pass quantization"),
         (dict(speculative_config={"model": "x"}), "speculative_config={'model': 'x'}: speculative decoding is not"),
         (dict(pipeline_parallel_size=2), "pipeline_parallel_size=2: a model is split by tensor_parallel_size alone"),
         (dict(cpu_offload_gb=1), "cpu_offload_gb=1: weights stay on the device"),

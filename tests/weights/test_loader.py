@@ -138,7 +138,7 @@ def test_a_tensor_of_the_wrong_shape(checkpoint, name, change):
 def test_a_tensor_that_is_no_floating_point_one(checkpoint, dtype):
     name = "model.layers.0.mlp.up_proj.weight"
     edit(checkpoint, lambda t: t.update({name: t[name].to(dtype)}))
-    refused(checkpoint, name, f"dtype {str(dtype).removeprefix('torch.')}", "GGUF")
+    refused(checkpoint, name, f"dtype {str(dtype).removeprefix('torch.')}", "quantization_config")
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])

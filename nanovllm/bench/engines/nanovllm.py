@@ -37,6 +37,13 @@ class NanovllmEngine:
         name, _, dtype = self.llm.device_name.rpartition(", ")
         return {"version": number, "device": name, "dtype": dtype, "kernels": dict(self.llm.kernels.providers)}
 
+    @property
+    def bytes_of_a_weight(self) -> float | None:
+        """The mean over the weights that each step reads; None: it is that of the dtype, or of the file."""
+        model = self.llm.engine.runner.model
+        packed = any(type(module).__name__ == "PackedWeight" for module in model.modules())
+        return model.read_bytes_of_a_weight if packed else None
+
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):
             run = self._run_open_loop(items)

@@ -48,6 +48,11 @@ class FastPaths:
         prefill: runs padded steps; None: none is padded.
     """
 
+    @staticmethod
+    def keep_packed(config: EngineConfig) -> bool | None:
+        """Whether quantised weights stay packed where layers run op by op; None: on a GPU."""
+        return FastPolicy.of(config).packed_weights
+
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
         self.policy = FastPolicy.of(config)
         self._layer_weights, layer_bytes = model.layer_sizes

@@ -55,6 +55,9 @@ class FastPolicy:
     piggyback_prefill: bool | None = None
     """Offline prompts are computed together with decodes, a few tokens a step. None: where decode steps are CUDA graphs
     and the model's layers are large."""
+    packed_weights: bool | None = None
+    """Quantised weights stay packed where layers run op by op; if not, they are expanded when they are loaded. None: on
+    a GPU."""
     warm_up: bool | None = None
     """Kernels are compiled when the engine starts, not while it serves. None: on a GPU."""
 

@@ -1,0 +1,200 @@
+"""Weights that are stored in fewer bits than the model computes in, where a layer has its parameter `weight`.
+
+A `PackedWeight` is made of matrices that lie one below the other: one for a plain layer, and for a fused one (q, k, v)
+as many as its shards have forms of storage. Each matrix knows its op, such as `linear_int4`, and can be dequantised.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from nanovllm.kernels import Kernels
+from nanovllm.layers.selected_op import FusedOp, SelectedOp
+
+_WITHOUT_MEMORY: ContextVar[bool] = ContextVar("weights_without_memory", default=False)
+
+
+@contextmanager
+def weights_without_memory() -> Iterator[None]:
+    """Within the block the matrices of new layers are on the meta device: they are replaced while they are loaded."""
+    token = _WITHOUT_MEMORY.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_MEMORY.reset(token)
+
+
+def new_weight(rows: int, columns: int) -> nn.Parameter:
+    """A matrix for a layer, without values."""
+    device = "meta" if _WITHOUT_MEMORY.get() else None
+    return nn.Parameter(torch.empty(rows, columns, device=device), requires_grad=False)
+
+
+class StoredMatrix(ABC):
+    """A matrix [rows, columns] in some form of storage.
+
+    Attributes:
+        op: the op that multiplies with it.
+        permutation: int64 [columns]: stored column i is column permutation[i] of the weight. None: in order.
+    """
+
+    op: str
+    permutation: torch.Tensor | None = None
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the weight."""
+
+    @property
+    @abstractmethod
+    def planes(self) -> dict[str, torch.Tensor]:
+        """The tensors of which it is made, by name."""
+
+    @abstractmethod
+    def operands(self) -> tuple[Any, ...]:
+        """What the op takes between x and the bias."""
+
+    @abstractmethod
+    def stored(self) -> torch.Tensor:
+        """float32 [rows, columns], its columns in stored order."""
+
+    @abstractmethod
+    def take_rows(self, index: torch.Tensor) -> StoredMatrix:
+        """The rows that int64 [n] names."""
+
+    @abstractmethod
+    def padded(self, rows: int) -> StoredMatrix:
+        """With rows of zeros behind it, `rows` in all."""
+
+    @abstractmethod
+    def columns(self, start: int, length: int) -> StoredMatrix | None:
+        """Adjacent columns; None: its blocks cannot be cut there."""
+
+    @abstractmethod
+    def joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix | None:
+        """This matrix with others below it, as one; None: they are stored in another way."""
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[rows, columns], computed in float32 and rounded to `dtype` once."""
+        values = self.stored()
+        if self.permutation is not None:
+            values = values[:, self.permutation.argsort()]
+        return values.to(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes.values())
+
+    def not_finite(self) -> torch.Tensor:
+        """The number of values among the planes that are NaN or infinite: int64 [], on the matrix's device."""
+        counts = [_not_finite(plane) for plane in self.planes.values()]
+        return torch.stack(counts).sum()
+
+
+def _not_finite(plane: torch.Tensor) -> torch.Tensor:
+    if plane.dtype == torch.float8_e4m3fn:  # it has no infinity; NaN is all ones
+        return ((plane.view(torch.uint8) & 0x7F) == 0x7F).sum()
+    if not plane.is_floating_point():
+        return torch.zeros((), dtype=torch.int64, device=plane.device)
+    return (~plane.isfinite()).sum()
+
+
+class PackedWeight(nn.Module):
+    """A weight [rows, columns] in packed form, where a layer has its parameter `weight`.
+
+    Args:
+        matrices: they lie one below the other. Adjacent ones of one form become one.
+        dtype: of activations.
+        kernels: the providers of the matrices' ops.
+    """
+
+    def __init__(self, matrices: Sequence[StoredMatrix], dtype: torch.dtype, kernels: Kernels) -> None:
+        super().__init__()
+        self.matrices = _merged(matrices)
+        self.dtype = dtype
+        self.shape = torch.Size((sum(m.shape[0] for m in self.matrices), self.matrices[0].shape[1]))
+        self._ops = [(FusedOp if m.op == "linear" else SelectedOp)(m.op, kernels) for m in self.matrices]
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b: x [..., columns], bias [rows], both of `dtype` -> [..., rows]."""
+        if len(self.matrices) == 1:
+            return _product(self._ops[0], self.matrices[0], x, bias)
+        sizes = [m.shape[0] for m in self.matrices]
+        biases: Sequence[torch.Tensor | None] = [None] * len(sizes) if bias is None else bias.split(sizes)
+        return torch.cat([_product(op, m, x, b) for op, m, b in zip(self._ops, self.matrices, biases)], -1)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """The rows that int64 [n] names, dequantised: [n, columns], of `dtype`."""
+        (matrix,) = self.matrices
+        return matrix.take_rows(index).dequantised(self.dtype)
+
+    def dequantised(self) -> torch.Tensor:
+        """[rows, columns], of `dtype`."""
+        return torch.cat([m.dequantised(self.dtype) for m in self.matrices])
+
+    @property
+    def planes(self) -> list[torch.Tensor]:
+        """The tensors of all matrices."""
+        return [plane for matrix in self.matrices for plane in matrix.planes.values()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(m.nbytes for m in self.matrices)
+
+    def numel(self) -> int:
+        """Weights, not stored elements."""
+        return self.shape.numel()
+
+
+Weight = torch.Tensor | PackedWeight
+"""What a layer has as its `weight`."""
+
+
+def product(linear: FusedOp, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b with either kind of weight. linear: the op for plain ones, where it pays; else PyTorch's."""
+    if isinstance(weight, PackedWeight):
+        return weight(x, bias)
+    return linear(x, weight, bias) if linear.takes(x, weight) else F.linear(x, weight, bias)
+
+
+def _product(op: SelectedOp, matrix: StoredMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if matrix.permutation is not None:
+        x = x.index_select(-1, matrix.permutation)
+    if isinstance(op, FusedOp):
+        (weight,) = matrix.operands()
+        return product(op, x, weight, bias)
+    return op(x, *matrix.operands(), bias)
+
+
+def _merged(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix]:
+    """With adjacent matrices of one form as one."""
+    whole = matrices[0].joined(matrices[1:]) if len(matrices) > 1 else matrices[0]
+    if whole is not None:
+        return [whole]
+    merged = [matrices[0]]
+    for matrix in matrices[1:]:
+        both = merged[-1].joined([matrix])
+        if both is None:
+            merged.append(matrix)
+        else:
+            merged[-1] = both
+    return merged
+
+
+def bytes_and_weights(module: nn.Module) -> tuple[int, int]:
+    """(bytes, weights) of all parameters and packed weights within a module; what is shared counts once."""
+    packed = [m for m in module.modules() if isinstance(m, PackedWeight)]
+    parameters = list(module.parameters())
+    return (
+        sum(p.nbytes for p in parameters) + sum(p.nbytes for p in packed),
+        sum(p.numel() for p in parameters) + sum(p.numel() for p in packed),
+    )

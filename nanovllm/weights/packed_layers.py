@@ -1,0 +1,217 @@
+"""From the tensors of a quantised checkpoint to the packed weights of layers, as they arrive from the files."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+import torch.nn as nn
+
+from nanovllm.kernels import Kernels
+from nanovllm.layers.linear import ShardedParameters
+from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, bytes_and_weights
+from nanovllm.layers.stored_matrices import FloatMatrix, GGUFMatrix
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.quantization.gguf_blocks import GGUFStorage
+from nanovllm.weights.quantization.online import Quantiser
+from nanovllm.weights.quantization.storage import StoredShard
+from nanovllm.weights.safetensors_files import WeightError
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[str, str, str]
+"""Where a checkpoint's tensor belongs: module, parameter, shard."""
+
+
+class ShardPlanes:
+    """Collects the tensors of each packed shard until it is whole.
+
+    Args:
+        model: may be on the meta device.
+        places: of the checkpoint's tensors.
+        shards: the packed ones, by module and shard.
+        quantiser: for layers whose weights are floats in the checkpoint; None: they stay so.
+
+    Attributes:
+        modules: the layers that get packed weights.
+        names: of the tensors whose dimensions are not those of the weight.
+        labels: how many shards are stored in each form.
+    """
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        places: Mapping[str, Place],
+        shards: Mapping[tuple[str, str], StoredShard],
+        quantiser: Quantiser | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.labels: Counter[str] = Counter()
+        self.dequantised_to_cut: list[str] = []
+        self._shards, self._quantiser, self._dtype, self._device = shards, quantiser, dtype, device
+        self._arrived: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+        self._wanted: dict[tuple[str, str], set[str]] = {key: set() for key in shards}
+        for module, parameter, shard in places.values():
+            if (module, shard) in shards and parameter in shards[module, shard].planes:
+                self._wanted[module, shard].add(parameter)
+        self.names = {
+            f"{stored.name}.{plane}"
+            for stored in shards.values()
+            if not isinstance(stored.storage, GGUFStorage)
+            for plane in stored.planes
+        }
+        self._quantised: set[str] = set()
+        if quantiser is not None:
+            self._quantised = {name for name, module in model.named_modules() if quantiser.takes(name, module)}
+        self.modules = {module for module, _ in shards} | self._quantised
+
+    def takes(self, place: Place) -> bool:
+        """Whether a tensor is a plane, or all, of a weight in a layer that gets packed weights."""
+        module, parameter, shard = place
+        if (module, shard) in self._shards:
+            return parameter in self._shards[module, shard].planes
+        return module in self.modules and parameter == "weight"
+
+    def add(self, name: str, place: Place, tensor: torch.Tensor) -> StoredMatrix | None:
+        """Take the part of a checkpoint's tensor that is at `place`; the shard's matrix if it is whole now.
+
+        Raises:
+            WeightError: the tensors of the shard contradict each other.
+        """
+        module, parameter, shard = place
+        key = module, shard
+        # Not the mapped file, of which a tensor on a CPU is a view.
+        tensor = tensor.clone() if self._device.type == "cpu" else tensor.to(self._device)
+        if key not in self._shards:
+            return self._of_floats(module, tensor)
+        planes = self._arrived.setdefault(key, {})
+        planes[parameter] = tensor
+        if set(planes) < self._wanted[key]:
+            return None
+        stored = self._shards[key]
+        del self._arrived[key]
+        try:
+            matrix, dequantised = stored.matrix(planes)
+        except ValueError as e:
+            raise WeightError(f"tensor '{stored.name}.{e}'; the checkpoint is damaged: download it again") from e
+        if dequantised:
+            self.dequantised_to_cut.append(stored.name)
+        self.labels["dequantised" if dequantised else stored.storage.label] += 1
+        return matrix if not isinstance(matrix, FloatMatrix) else FloatMatrix(matrix.weight.to(self._dtype))
+
+    def _of_floats(self, module: str, tensor: torch.Tensor) -> StoredMatrix:
+        weight = tensor.to(self._dtype)
+        if module not in self._quantised or self._quantiser is None:
+            return FloatMatrix(weight)
+        matrix, label = self._quantiser.quantised(module, weight)
+        self.labels[label] += 1
+        return matrix
+
+
+class PackedLayers:
+    """Gives layers their packed weights when all shards are there, and all other layers memory for plain ones.
+
+    Args:
+        model: its matrices are on the meta device, its other parameters on `device`.
+        planes: what is packed.
+        dtype: of activations.
+        keep: whether weights stay packed; if not they are expanded to `dtype`.
+    """
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        planes: ShardPlanes,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep: bool,
+    ) -> None:
+        self.device, self.names = device, planes.names
+        self._model, self._planes, self._kernels, self._dtype, self._keep = model, planes, kernels, dtype, keep
+        self._matrices: dict[str, dict[str, StoredMatrix]] = {name: {} for name in planes.modules}
+        self._not_finite: list[tuple[str, torch.Tensor]] = []
+        for name, module in model.named_modules():
+            if isinstance(module, ShardedParameters) and name not in planes.modules:
+                self._give_memory(name, module)
+
+    def _give_memory(self, name: str, module: ShardedParameters) -> None:
+        weight = getattr(module, "weight", None)
+        shared = name == "lm_head" and self._model.config.tie_word_embeddings
+        if isinstance(weight, nn.Parameter) and weight.is_meta and not shared:
+            self._set(name, nn.Parameter(torch.empty_like(weight, device=self.device), requires_grad=False))
+
+    def _set(self, name: str, weight: nn.Parameter | PackedWeight) -> None:
+        model = self._model
+        names = [name]
+        if name == "model.embed_tokens" and model.config.tie_word_embeddings and "lm_head" not in self._matrices:
+            names.append("lm_head")
+        for each in names:
+            module = model.get_submodule(each)
+            del module.weight  # a parameter's name takes no module
+            module.weight = weight
+
+    def takes(self, place: Place) -> bool:
+        """As of `ShardPlanes`."""
+        return self._planes.takes(place)
+
+    def add(self, name: str, place: Place, tensor: torch.Tensor) -> bool:
+        """Whether a checkpoint's tensor belongs to a packed weight; it is taken then."""
+        if not self._planes.takes(place):
+            return False
+        module_name, _, shard = place
+        matrix = self._planes.add(name, place, tensor)
+        if matrix is None:
+            return True
+        self._not_finite.append((name, matrix.not_finite()))
+        module = self._model.get_submodule(module_name)
+        assert isinstance(module, ShardedParameters)
+        shards = self._matrices[module_name]
+        shards[shard] = module.arranged(shard, matrix)
+        if len(shards) == len(module.shards):
+            matrices = [shards[each] for each in module.shards]
+            self._set(module_name, self._packed(matrices))
+            shards.clear()
+        return True
+
+    def _packed(self, matrices: list[StoredMatrix]) -> nn.Parameter | PackedWeight:
+        if not self._keep or all(isinstance(m, FloatMatrix) for m in matrices):
+            whole = torch.cat([m.dequantised(self._dtype) for m in matrices])
+            return nn.Parameter(whole, requires_grad=False)
+        in_planes = [m.as_planes() if isinstance(m, GGUFMatrix) else m for m in matrices]
+        return PackedWeight(in_planes, self._dtype, self._kernels)
+
+    def finish(self, checkpoint: Checkpoint) -> None:
+        """After the last tensor: check that all scales are finite, and log what the model takes.
+
+        Raises:
+            WeightError: a scale or a weight is NaN or infinite.
+        """
+        counts = torch.stack([count for _, count in self._not_finite]).tolist() if self._not_finite else []
+        for (name, _), count in zip(self._not_finite, counts):
+            if count:
+                raise WeightError(
+                    f"tensor {name!r}: its weight holds NaN or infinity in {count} places, among them maybe scales; the"
+                    " checkpoint is damaged: download it again"
+                )
+        log_form(self._planes, "" if self._keep else ", expanded to " + str(self._dtype).removeprefix("torch."))
+        if self._planes.labels and self._keep:
+            nbytes, weights = bytes_and_weights(self._model)
+            logger.info("weights take %.3f GB, %.2f bits each", nbytes / 1e9, 8 * nbytes / max(1, weights))
+
+
+def log_form(planes: ShardPlanes, what_then: str) -> None:
+    """Log how many matrices are stored in which form. what_then: what becomes of them."""
+    if planes.labels:
+        forms = "; ".join(f"{count} x {label}" for label, count in planes.labels.most_common())
+        logger.info("quantised matrices: %s%s", forms, what_then)
+    if planes.dequantised_to_cut:
+        logger.warning(
+            "%d matrices, the first %s, are stored in blocks that tensor_parallel_size=N would cut: their parts are"
+            " dequantised; another N may keep them packed",
+            len(planes.dequantised_to_cut), planes.dequantised_to_cut[0],
+        )  # fmt: skip

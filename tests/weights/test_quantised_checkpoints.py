@@ -1,0 +1,81 @@
+"""Quantised checkpoints: our weights are the numbers that the files stand for, and tokens follow from them."""
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.weights.checkpoint import locate
+from nanovllm.weights.loader import load_model
+from tests import tiny
+from tests.native import NATIVE
+from tests.weights.checkpoints import CPU, fused
+from tests.weights.quantised_files import FORMATS, write
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+OPTIONS = dict(
+    device="cpu", dtype="float32", skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=60,
+    max_model_len=64,
+)  # fmt: skip
+PACKED = dict(use_custom_kernels=False, fast_policy=FastPolicy(packed_weights=True))
+MODES = {
+    "C++": dict(),
+    "op by op": dict(use_custom_kernels=False),
+    "packed": PACKED,
+    "padded": PACKED | dict(fast_policy=FastPolicy(packed_weights=True, padding=True, prefill_graphs=True)),
+    "chunked": PACKED | dict(max_num_batched_tokens=11),
+}
+
+
+def loaded(directory, dtype=torch.float32, keep_packed=True):
+    with torch.inference_mode():
+        checkpoint = locate(EngineConfig(str(directory)))
+        return load_model(checkpoint, NATIVE, dtype, CPU, max_position=16, keep_packed=keep_packed)
+
+
+def weights(model):
+    """Every parameter, dequantised, by the name that it has in a model of floats."""
+    found = dict(model.named_parameters())
+    found |= {name: m.dequantised() for name, m in model.named_modules() if isinstance(m, PackedWeight)}
+    return found
+
+
+def packed_names(model):
+    return {name for name, module in model.named_modules() if isinstance(module, PackedWeight)}
+
+
+def prompts(vocab=199, lengths=(1, 7, 30, 16)):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def tokens(directory, **options):
+    llm = LLM(str(directory), **{**OPTIONS, **options})
+    return [c.token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False) for c in o.outputs]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_the_numbers_that_the_files_stand_for(tmp_path, name):
+    reference = write(tmp_path, FORMATS[name], attention_bias=True)
+    model = loaded(tmp_path)
+    found = weights(model)
+    for parameter in found:
+        assert torch.equal(found[parameter], fused(reference, parameter)), parameter
+    assert {"model.layers.0.self_attn.qkv_proj.weight", "model.layers.1.mlp.down_proj.weight"} <= packed_names(
+        model
+    ) or name == "fp8-block-f32"
+    expanded = loaded(tmp_path, keep_packed=False)
+    assert not packed_names(expanded)
+    assert all(torch.equal(weight, found[name]) for name, weight in expanded.named_parameters())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
+    reference = write(tmp_path, FORMATS[name], "llama" if name in ("awq", "mixed") else "qwen3")
+    want = [tiny.greedy(reference, prompt, GREEDY.max_tokens) for prompt in prompts()]
+    modes = MODES if name in ("fp8-block", "gptq-act-order", "mixed") else {"C++": {}, "packed": PACKED}
+    for mode, options in modes.items():
+        assert tokens(tmp_path, **options) == want, mode
