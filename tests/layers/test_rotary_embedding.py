@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, head_order, inverse_frequencies
 from nanovllm.model_config import ModelConfig, RopeConfig
 from tests.native import NATIVE
 
@@ -107,3 +107,35 @@ def test_the_table_is_float32_whatever_the_default_dtype():
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(table, RotaryEmbedding(RopeConfig(10000.0), 16, 100, NATIVE).cos_sin_cache)
+
+
+@pytest.mark.parametrize("head_dim, rotary_dim", [(16, 16), (16, 8), (16, 12), (20, 2), (128, 96)])
+def test_the_order_of_a_head_puts_pairs_half_a_head_apart(head_dim, rotary_dim):
+    order = head_order(head_dim, rotary_dim)
+    assert sorted(order) == list(range(head_dim))
+    pairs = set(zip(order[: head_dim // 2], order[head_dim // 2 :]))
+    assert {(i, i + rotary_dim // 2) for i in range(rotary_dim // 2)} <= pairs
+    assert rotary_dim < head_dim or order == list(range(head_dim))
+
+
+def test_what_is_not_rotated_stays_as_it_is():
+    q, k, positions = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.tensor([0, 3, 99, 7, 50])
+    nothing = RotaryEmbedding(None, 16, 100, NATIVE)
+    assert all(torch.equal(*pair) for pair in zip(nothing(positions, q, k), (q, k)))
+    part = RotaryEmbedding(RopeConfig(rotary_factor=0.5), 16, 100, NATIVE)
+    turned = part(positions, q, k)[0]
+    rotated = [0, 1, 2, 3, 8, 9, 10, 11]
+    still = [i for i in range(16) if i not in rotated]
+    assert torch.equal(turned[..., still], q[..., still])
+    expected = RotaryEmbedding(RopeConfig(), 8, 100, NATIVE)(positions, q[..., rotated], k[..., rotated])[0]
+    torch.testing.assert_close(turned[..., rotated], expected)
+
+
+@pytest.mark.parametrize("longest, name", [(64, "short_factor"), (65, "long_factor")])
+def test_long_rope_has_other_frequencies_beyond_the_context_of_training(longest, name):
+    factors = dict(short_factor=(1.0, 1.5), long_factor=(3.0, 7.0))
+    scaling = dict(factors, original_max_position_embeddings=64, factor=4.0)
+    rope = RopeConfig(100.0, "longrope", tuple(scaling.items()))
+    inv_freq, factor = inverse_frequencies(rope, 4, longest)
+    torch.testing.assert_close(inv_freq, torch.tensor([1.0, 0.1]) / torch.tensor(factors[name]))
+    assert factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))

@@ -13,6 +13,11 @@ MILLIONS = {
     "qwen3-0.6b": 596, "qwen3-1.7b": 1720, "qwen3-4b": 4022, "qwen3-8b": 8191, "qwen3-14b": 14768, "qwen3-32b": 32762,
     "llama2-7b": 6738, "llama3-8b": 8030, "llama3.1-8b": 8030, "llama3.2-1b": 1236, "llama3.2-3b": 3213,
     "smollm2-135m": 134.5, "smollm2-360m": 361.8, "smollm2-1.7b": 1711,
+    "smollm3-3b": 3075, "qwen2.5-0.5b": 494.0, "qwen2.5-1.5b": 1543.7, "qwen2.5-3b": 3085.9, "qwen2.5-7b": 7615.6,
+    "qwen2.5-14b": 14770, "qwen2.5-32b": 32764, "qwen2.5-72b": 72706, "mistral-7b": 7248, "mistral-7b-v0.1": 7242,
+    "mistral-nemo-12b": 12248, "mistral-small-24b": 23572, "phi-3-mini": 3821, "phi-4-mini": 3836, "phi-4": 14660,
+    "gemma-2-2b": 2614, "gemma-2-9b": 9242, "gemma-2-27b": 27227, "gemma-3-1b": 999.9, "gemma-3-4b": 3880,
+    "gemma-3-12b": 11766, "gemma-3-27b": 27009,
 }  # fmt: skip
 
 
