@@ -86,7 +86,7 @@ LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
         ("Phi3", dict(sliding_window=8, layer_types=["full_attention"] * 7), "expected only 'sliding_attention'"),
         ("Mistral", dict(sliding_window=-1), "sliding_window=-1: must be a positive integer"),
         ("Mistral", dict(sliding_window="8"), "sliding_window='8': must be a positive integer"),
-        ("Qwen2", QWEN | dict(use_sliding_window=True, max_window_layers="x"), "max_window_layers='x': must be an integer"),
+        ("Qwen2", QWEN | dict(use_sliding_window=True, max_window_layers="x"), "max_window_layers='x': must be"),
         ("Qwen2", QWEN | dict(layer_types=["sliding_attention"] * 7), "but use_sliding_window is not true"),
         ("Qwen2", QWEN | dict(layer_types=["full_attention"]), "has 1 entries, but num_hidden_layers=7"),
         ("Qwen2", QWEN | dict(layer_types=["chunked_attention"] * 7), "only a list of 'full_attention' and 'sli"),
