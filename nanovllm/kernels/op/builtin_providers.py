@@ -58,6 +58,7 @@ _triton(
     "gemm.small_products", ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear, ops.linear_add_rms_norm,
     ops.linear_silu_and_mul, num_tokens=True,
 )  # fmt: skip
+_triton("gemm.packed_products", ops.linear_fp8, ops.linear_gguf, ops.linear_int4, ops.linear_int8)
 _triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=interpretable_dot)
 _triton("attention.decode", ops.attention_decode_shared, ops.qk_norm_rope_attention_shared, accepts=interpretable_dot)
 _triton("attention.decode", ops.attention_decode, ops.qk_norm_rope_attention, accepts=interpretable_dot, takes_out=True)

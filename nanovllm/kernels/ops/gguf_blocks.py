@@ -1,24 +1,35 @@
-"""GGUF's packed weights: what a block of each type consists of, in which order a row has the parts, and its numbers.
+"""GGUF's packed weights: what a block of each type consists of, its numbers, and the form in which kernels read it.
 
 Formats: ggml-common.h of llama.cpp. A row of K weights is K / block_size blocks, one behind the other. A block is its
 fields, one behind the other. For example a block of Q8_0 is a float16 and 32 signed bytes, 34 bytes in all, so loads of
 16 bytes would not be aligned.
 
-`gguf_planes` reorders the bytes of a row without loss: the largest field of all blocks comes first, then the next
-field of all blocks, and so on. Each of these *planes* starts at a multiple of 16 bytes. The name of a type with
-"/planes" behind it, such as "Q4_K/planes", stands for this form.
+`gguf_planes` rewrites rows without loss, so that kernels on a GPU can read them: the quants of the row, and then each
+kind of scale and minimum. Each of these *planes* starts at a multiple of 32 bytes. The name of a type with "/planes"
+behind it, such as "Q4_K/planes", stands for this form:
+
+- q: the quants in the order of the columns. Those of 4 bits are packed as in `linear_int4`; those of 5, 6 and 8 bits
+  take a byte each. They are not negative: `zero` is taken from them.
+- sc, mn: scales and minima of the parts of a block of 256, a byte each.
+- d, m: float16 scale, and minimum or scale of the minima, of a block.
+
+A weight is d * sc * (q - zero), with sc = 1 where there is no such plane; plus m, or minus m * mn where there is mn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 PLANES = "/planes"
 """Follows a type's name where rows are planes."""
-ALIGNMENT = 16
+ALIGNMENT = 32
 """Bytes: the start of a plane, and the distance of rows, are multiples of it."""
+
+Fields = dict[str, torch.Tensor]
+"""uint8 [outputs, blocks, bytes] by name."""
 
 
 @dataclass(frozen=True)
@@ -28,45 +39,65 @@ class GGUFType:
     Attributes:
         type_id: its number in a file.
         block_size: weights of a block.
-        fields: (name, bytes) in the order of a stored block. d, m: float16 scale and minimum; dmin: float16 scale of
-            the minima; sc: scales (with Q4_K's and Q5_K's minima, 6 bits each; of Q6_K signed bytes); qs: quants or
-            their low four bits; qh: their high bits.
+        fields: (name, bytes) in the order of a stored block. d, m: as in planes; sc: scales, and the minima of Q4_K and
+            Q5_K, 6 bits each; qs: quants or their low four bits; qh: their high bits.
+        planes: {name: bytes of a block} in the order of the planes of a row.
+        zero: what is taken from a quant of the planes.
+        part: weights that share a scale.
     """
 
     name: str
     type_id: int
     block_size: int
     fields: tuple[tuple[str, int], ...]
+    planes: Mapping[str, int]
+    zero: int
+    part: int = 32
 
     @property
     def block_bytes(self) -> int:
         return sum(n for _, n in self.fields)
+
+    @property
+    def bits(self) -> int:
+        """Of a quant in the planes: 4 or 8."""
+        return 8 * self.planes["q"] // self.block_size
 
     def row_bytes(self, size: int) -> int:
         """Bytes of a stored row of `size` weights."""
         return size // self.block_size * self.block_bytes
 
     def plane_offsets(self, size: int) -> tuple[dict[str, int], int]:
-        """({field: where its plane starts}, bytes of a row) of a row of `size` weights in planes."""
+        """({plane: where it starts}, bytes of a row) of a row of `size` weights in planes."""
         offsets, end = {}, 0
-        for name, n in sorted(self.fields, key=lambda field: -field[1]):
+        for name, n in self.planes.items():
             offsets[name] = end
             end += -(-size // self.block_size * n // ALIGNMENT) * ALIGNMENT
         return offsets, end
 
+    def plane(self, weight: torch.Tensor, name: str, size: int) -> torch.Tensor:
+        """A plane of rows of `size` weights, uint8 [outputs, blocks, bytes of a block]: a view of weight."""
+        blocks, start = size // self.block_size, self.plane_offsets(size)[0][name]
+        width = self.planes[name]
+        return weight[:, start : start + blocks * width].unflatten(1, (blocks, width))
 
-_K_SCALES = (("d", 2), ("dmin", 2), ("sc", 12))
+
+_K_SCALES = (("d", 2), ("m", 2), ("sc", 12))
 GGUF_TYPES: dict[str, GGUFType] = {
     t.name: t
     for t in (
-        GGUFType("Q4_0", 2, 32, (("d", 2), ("qs", 16))),
-        GGUFType("Q4_1", 3, 32, (("d", 2), ("m", 2), ("qs", 16))),
-        GGUFType("Q5_0", 6, 32, (("d", 2), ("qh", 4), ("qs", 16))),
-        GGUFType("Q5_1", 7, 32, (("d", 2), ("m", 2), ("qh", 4), ("qs", 16))),
-        GGUFType("Q8_0", 8, 32, (("d", 2), ("qs", 32))),
-        GGUFType("Q4_K", 12, 256, (*_K_SCALES, ("qs", 128))),
-        GGUFType("Q5_K", 13, 256, (*_K_SCALES, ("qh", 32), ("qs", 128))),
-        GGUFType("Q6_K", 14, 256, (("qs", 128), ("qh", 64), ("sc", 16), ("d", 2))),
+        GGUFType("Q4_0", 2, 32, (("d", 2), ("qs", 16)), {"q": 16, "d": 2}, 8),
+        GGUFType("Q4_1", 3, 32, (("d", 2), ("m", 2), ("qs", 16)), {"q": 16, "d": 2, "m": 2}, 0),
+        GGUFType("Q5_0", 6, 32, (("d", 2), ("qh", 4), ("qs", 16)), {"q": 32, "d": 2}, 16),
+        GGUFType("Q5_1", 7, 32, (("d", 2), ("m", 2), ("qh", 4), ("qs", 16)), {"q": 32, "d": 2, "m": 2}, 0),
+        GGUFType("Q8_0", 8, 32, (("d", 2), ("qs", 32)), {"q": 32, "d": 2}, 128),
+        GGUFType("Q4_K", 12, 256, (*_K_SCALES, ("qs", 128)), {"q": 128, "sc": 8, "mn": 8, "d": 2, "m": 2}, 0),
+        GGUFType(
+            "Q5_K", 13, 256, (*_K_SCALES, ("qh", 32), ("qs", 128)), {"q": 256, "sc": 8, "mn": 8, "d": 2, "m": 2}, 0
+        ),
+        GGUFType(
+            "Q6_K", 14, 256, (("qs", 128), ("qh", 64), ("sc", 16), ("d", 2)), {"q": 256, "sc": 16, "d": 2}, 32, 16
+        ),
     )
 }
 """The types that `linear_gguf` takes, by name."""
@@ -101,8 +132,8 @@ def check_gguf(weight: torch.Tensor, kind: str, size: int) -> tuple[GGUFType, bo
 def gguf_planes(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str]:
     """Stored rows as planes: (uint8 [outputs, bytes of such a row], kind with "/planes").
 
-    Kernels on a GPU read this form with 16-byte loads. Nothing is lost, and only padding is added. Rows stay rows: they
-    can be cut or joined before or after. Columns must be cut before.
+    Nothing is lost. Rows stay rows: they can be cut or joined before or after. Columns must be cut before. Q5_0, Q5_1,
+    Q5_K and Q6_K grow to a byte a quant.
 
     Args:
         weight: uint8 [outputs, bytes of a stored row], on any device.
@@ -119,24 +150,12 @@ def gguf_planes(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, str]:
             f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
         )
     size = weight.shape[1] // of.block_bytes * of.block_size
-    offsets, total = of.plane_offsets(size)
-    out = weight.new_zeros(weight.shape[0], total)
-    for name, field in _fields(weight, of, False, size).items():
-        plane = field.flatten(1)
-        out[:, offsets[name] : offsets[name] + plane.shape[1]] = plane
+    out = weight.new_zeros(weight.shape[0], of.plane_offsets(size)[1])
+    for name, field in _unpacked(_fields(weight, of, size), of).items():
+        if name == "q" and of.bits == 4:
+            field = field[..., ::2] | field[..., 1::2] << 4
+        of.plane(out, name, size).copy_(field)
     return out, kind + PLANES
-
-
-def _fields(weight: torch.Tensor, of: GGUFType, planes: bool, size: int) -> dict[str, torch.Tensor]:
-    """{field: uint8 [outputs, blocks, bytes]}"""
-    blocks = size // of.block_size
-    if not planes:
-        parts = weight.reshape(weight.shape[0], blocks, of.block_bytes).split([n for _, n in of.fields], -1)
-        return dict(zip((name for name, _ in of.fields), parts))
-    offsets, _ = of.plane_offsets(size)
-    return {
-        name: weight[:, offsets[name] : offsets[name] + blocks * n].unflatten(1, (blocks, n)) for name, n in of.fields
-    }
 
 
 def dequantise_gguf(weight: torch.Tensor, kind: str, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -151,14 +170,49 @@ def dequantise_gguf(weight: torch.Tensor, kind: str, size: int, dtype: torch.dty
         ValueError: as `check_gguf`.
     """
     of, planes = check_gguf(weight, kind, size)
-    fields = _fields(weight, of, planes, size)
-    if of.name == "Q6_K":
-        w = _q6_k(fields, dtype)
-    elif of.block_size == 256:
-        w = _k_quants(fields, dtype)
+    if planes:
+        fields = {name: of.plane(weight, name, size) for name in of.planes}
+        if of.bits == 4:
+            fields["q"] = torch.stack((fields["q"] & 15, fields["q"] >> 4), -1).flatten(-2)
     else:
-        w = _plain(fields, of, dtype)
+        fields = _unpacked(_fields(weight, of, size), of)
+    d = _half(fields["d"], dtype)
+    if "sc" in fields:  # Q6_K's are signed
+        d = d * (fields["sc"].view(torch.int8) if of.part == 16 else fields["sc"]).to(dtype)
+    q = fields["q"].unflatten(-1, (-1, of.part)).to(dtype)
+    w = d[..., None] * (q - of.zero)
+    if "m" in fields:
+        m = _half(fields["m"], dtype)
+        w = w - (m * fields["mn"].to(dtype))[..., None] if "mn" in fields else w + m[..., None]
     return w.reshape(weight.shape[0], size)
+
+
+def _fields(weight: torch.Tensor, of: GGUFType, size: int) -> Fields:
+    """The fields of stored rows."""
+    parts = weight.reshape(weight.shape[0], size // of.block_size, of.block_bytes).split([n for _, n in of.fields], -1)
+    return dict(zip((name for name, _ in of.fields), parts))
+
+
+def _unpacked(fields: Fields, of: GGUFType) -> Fields:
+    """The fields of stored rows as those of planes, but with a byte for every quant."""
+    out: Fields = {name: fields[name] for name in ("d", "m") if name in fields}
+    qs = fields["qs"]
+    if of.name == "Q8_0":
+        q = qs ^ 128  # signed bytes, plus 128
+    elif of.name == "Q6_K":
+        out["sc"] = fields["sc"]
+        high = fields["qh"].unflatten(-1, (2, 1, 32)) >> _shifts(2, qs)  # of each half of 128 weights
+        q = _nibbles(qs, 64) | ((high & 3) << 4).flatten(-3)
+    elif of.block_size == 256:
+        out["sc"], out["mn"] = _k_scales(fields["sc"])
+        q = _nibbles(qs, 32)
+        if "qh" in fields:  # bit i of byte l: weight l of part i
+            q = q | ((fields["qh"][..., None, :] >> _shifts(1, qs) & 1) << 4).flatten(-2)
+    else:
+        q = _nibbles(qs, 16)
+        if "qh" in fields:  # 32 bits, the lowest first
+            q = q | ((fields["qh"][..., None] >> _shifts(1, qs)[:, 0] & 1) << 4).flatten(-2)
+    return {"q": q, **out}
 
 
 def _half(field: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -172,47 +226,14 @@ def _nibbles(qs: torch.Tensor, chunk: int) -> torch.Tensor:
     return torch.stack((chunks & 15, chunks >> 4), -2).flatten(-3)
 
 
-def _shifts(bits: int, qs: torch.Tensor) -> torch.Tensor:
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=qs.device)
+def _shifts(bits: int, like: torch.Tensor) -> torch.Tensor:
+    """0, bits, 2 * bits ... below 8: [8 / bits, 1]"""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)[:, None]
 
 
-def _plain(fields: dict[str, torch.Tensor], of: GGUFType, dtype: torch.dtype) -> torch.Tensor:
-    """Blocks of 32: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0."""
-    d, qs = _half(fields["d"], dtype), fields["qs"]
-    if of.name == "Q8_0":
-        return qs.view(torch.int8).to(dtype) * d
-    q = _nibbles(qs, 16)
-    if "qh" in fields:
-        qh = fields["qh"]
-        q = q | (((qh[..., None] >> _shifts(1, qh)) & 1) << 4).flatten(-2)
-    if "m" in fields:
-        return d * q.to(dtype) + _half(fields["m"], dtype)
-    return d * (q.to(dtype) - (16 if "qh" in fields else 8))
-
-
-def k_scales(sc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _k_scales(sc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """uint8 [..., 12] -> scales and minima of a block's eight parts of 32 weights, 6 bits each: two uint8 [..., 8]."""
     low, middle, high = sc.unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), -1)
     return scales, minima
-
-
-def _k_quants(fields: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Q4_K and Q5_K."""
-    scales, minima = k_scales(fields["sc"])
-    d = _half(fields["d"], dtype) * scales.to(dtype)
-    m = _half(fields["dmin"], dtype) * minima.to(dtype)
-    q = _nibbles(fields["qs"], 32)
-    if "qh" in fields:
-        qh = fields["qh"][..., None, :] >> _shifts(1, q)[:, None]  # bit i of byte l: weight l of part i
-        q = q | ((qh & 1) << 4).flatten(-2)
-    return d[..., None] * q.unflatten(-1, (8, 32)).to(dtype) - m[..., None]
-
-
-def _q6_k(fields: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    d = _half(fields["d"], dtype) * fields["sc"].view(torch.int8).to(dtype)
-    low = _nibbles(fields["qs"], 64)
-    high = fields["qh"].unflatten(-1, (2, 1, 32)) >> _shifts(2, low)[:, None]  # of each half of 128 weights
-    q = low | ((high & 3) << 4).flatten(-3)
-    return d[..., None] * (q.unflatten(-1, (16, 16)).to(dtype) - 32)

@@ -27,11 +27,11 @@ def _inputs(t, tokens, outputs, size, type_id=12, stored=0):
     blocks = t.integers(0, 256, outputs, size // of.block_size, of.block_bytes, dtype=torch.uint8)
     at = 0
     for name, n in of.fields:
-        if name in ("d", "m", "dmin"):
+        if name in ("d", "m"):
             number = t.uniform(outputs, size // of.block_size, 1, low=0.5, high=1.5, dtype=torch.float32)
             number = number * (size**-0.5 / _SPREAD[of.name])
-            # Minima as large as the mean of what they are taken from, and of the sign that makes them so.
-            number = number * {"d": 1.0, "m": -7.5 if of.name == "Q4_1" else -15.5, "dmin": 7.5}[name]
+            if name == "m":  # so that about as many weights are negative as positive
+                number = number * (7.5 if of.bits == 4 else 15.5) * (1 if "sc" in of.planes else -1)
             blocks[..., at : at + n] = number.to(torch.float16).view(torch.uint8)
         at += n
     weight, kind = blocks.flatten(1), of.name

@@ -1,0 +1,55 @@
+"""How the product with a packed weight is cut into programs, and for how many tokens. Both depend on shapes alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
+
+MAX_TOKENS = 256
+"""With more the weight is dequantised once, and the library multiplies: an estimate, which no GPU has confirmed."""
+MANY_TOKENS, MOST_TOKENS = 16, 64
+"""Of a program: beyond the first number it has four warps; the second is the largest. Before Hopper the largest is half
+of it, because there the tokens pass through registers."""
+LEAST_BLOCKS = 4
+"""Tiles of columns that a program has at least, where programs share columns."""
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """How a product is cut into programs."""
+
+    rows: int
+    """Of the weight, a program."""
+    warps: int
+    stages: int
+    """Tiles of columns that are read ahead, and the one that is multiplied."""
+    splits: int
+    """Programs that share the columns of the same rows."""
+
+
+def tokens_of_a_program(num_tokens: int, hopper: bool) -> int:
+    """The tokens for which a program is compiled: a power of two, at least 8. hopper: or a later GPU."""
+    return min(MOST_TOKENS if hopper else MOST_TOKENS // 2, max(8, next_power_of_2(num_tokens)))
+
+
+@functools.cache
+def plan_packed_product(
+    tokens: int, programs_of_tokens: int, num_rows: int, blocks: int, parts: bool, multiprocessors: int
+) -> PackedPlan:
+    """For a weight of `num_rows` rows with `blocks` tiles of columns.
+
+    Up to 16 tokens two warps multiply with the instruction that takes both operands from registers. Beyond, four warps
+    have the one of Hopper, which is twice as fast and takes the tokens from shared memory.
+
+    Args:
+        tokens: of a program, as `tokens_of_a_program` says.
+        programs_of_tokens: programs that share the tokens of the same rows.
+        parts: for `part_kernel`, which needs registers for scales.
+    """
+    rows, warps = (32 if parts else 64, 2) if tokens <= MANY_TOKENS else (64, 4)
+    programs = cdiv(num_rows, rows) * programs_of_tokens
+    # Two programs a multiprocessor have enough reads under way.
+    splits = max(1, min(2 * multiprocessors // max(1, programs), blocks // LEAST_BLOCKS))
+    return PackedPlan(rows, warps, 5 if tokens <= MANY_TOKENS else 4 if tokens <= 32 else 3, splits)

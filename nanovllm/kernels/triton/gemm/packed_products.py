@@ -1,0 +1,221 @@
+"""The ops `linear_fp8`, `linear_int4`, `linear_int8` and `linear_gguf`.
+
+Up to `MAX_TOKENS` tokens of 16 bits run one kernel that decodes the weight in registers (`packed_kernels`), and adds
+sums in a second one if programs share columns. Otherwise the weight is dequantised and the library multiplies. So are
+weights in rows of odd lengths, with groups of odd sizes, and GGUF's blocks as stored, which loads cannot read wide.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+
+from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf, dequantise_gguf
+from nanovllm.kernels.ops.linear_fp8 import block_shape
+from nanovllm.kernels.ops.linear_int4 import group_size
+from nanovllm.kernels.triton.early_start import are_constant, has_dependent_launch
+from nanovllm.kernels.triton.gemm.packed_dequantise import dequantised
+from nanovllm.kernels.triton.gemm.packed_kernels import group_kernel, part_kernel
+from nanovllm.kernels.triton.gemm.packed_plan import (
+    MANY_TOKENS,
+    MAX_TOKENS,
+    PackedPlan,
+    plan_packed_product,
+    tokens_of_a_program,
+)
+from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits
+from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, num_sms
+
+_ALL = 1 << 30
+"""Rows or words that share a scale, where all do."""
+GROUP_COLUMNS = 128
+"""Of a tile of `group_kernel`. Of `part_kernel` too, but of 4 bits and few tokens: `FEW_COLUMNS`."""
+FEW_COLUMNS = 256
+_SIXTEEN = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the kernels of few tokens have in common."""
+
+    x: torch.Tensor  # [num_tokens, words] of integers
+    weight: torch.Tensor  # int16 [num_rows, words]
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    num_tokens: int
+    tokens: int  # of a program
+    constant: bool  # the weight is a parameter, which no kernel writes
+
+
+def _few(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | None, constant: bool) -> _Call | None:
+    """The operands of a kernel of few tokens for weight uint8 [num_rows, bytes]; None: it does not take them."""
+    size, per = x.shape[-1], 16 // bits
+    if x.dtype not in _SIXTEEN or not size or size % 32 or weight.shape[0] < 1:
+        return None
+    num_tokens = x.numel() // size
+    if not 0 < num_tokens <= MAX_TOKENS:
+        return None
+    if weight.stride(1) != 1 or weight.stride(0) % 2 or weight.data_ptr() % 16 or weight.storage_offset() % 2:
+        return None
+    x, _, stride = matrix_of(x)
+    if stride % per or x.storage_offset() % per or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    tokens = tokens_of_a_program(num_tokens, not x.is_cuda or is_hopper_or_later(x.device))
+    words = x.reshape(num_tokens, size).view(torch.int64 if per == 4 else torch.int32)
+    return _Call(words, weight.view(torch.int16), adjacent(bias), x.dtype, num_tokens, tokens, constant)
+
+
+def _part_block(call: _Call, bits: int) -> int:
+    """Words of a tile of `part_kernel`: 128 bytes of a row, but of many tokens at most 128 columns."""
+    return (FEW_COLUMNS if bits == 4 and call.tokens <= MANY_TOKENS else GROUP_COLUMNS) * bits // 16
+
+
+def _launch(
+    kernel: Any, call: _Call, storage: str, block: int, bits: int, tensors: tuple[Any, ...], numbers: tuple[int, ...],
+    plan: PackedPlan | None = None, **constants: Any,
+) -> torch.Tensor:  # fmt: skip
+    """[num_tokens, num_rows]; block: words of a tile."""
+    x, weight, num_tokens = call.x, call.weight, call.num_tokens
+    num_rows, words = weight.shape[0], x.shape[1]
+    blocks, tokens = cdiv(words, block), call.tokens
+    if plan is None:
+        plan = plan_packed_product(
+            tokens, cdiv(num_tokens, tokens), num_rows, blocks, kernel is part_kernel, num_sms(x)
+        )
+    split_blocks = cdiv(blocks, min(plan.splits, blocks))
+    splits = cdiv(blocks, split_blocks)
+    y = torch.empty((num_tokens, num_rows), dtype=call.dtype, device=x.device)
+    target = torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device) if splits > 1 else y
+    pdl = has_dependent_launch(x.device)
+    kernel[cdiv(num_rows, plan.rows), splits, cdiv(num_tokens, tokens)](
+        x, weight, *tensors, call.bias, target, num_tokens, num_rows, words, split_blocks * block, x.stride(0),
+        weight.stride(0), *numbers, DTYPE=_SIXTEEN[call.dtype], BITS=bits, TOKENS=tokens, ROWS=plan.rows, BLOCK=block,
+        SPLIT=splits > 1, MASK=words % block != 0, STAGES=plan.stages, PDL=pdl, CONSTANT=call.constant,
+        num_warps=plan.warps, launch_pdl=pdl, **constants,
+    )  # fmt: skip
+    if splits > 1:
+        finish_splits(target, call.bias, y, "none", False, pdl)
+    return y
+
+
+@functools.cache
+def is_hopper_or_later(device: torch.device) -> bool:
+    """Whether the GPU has compute capability 9.0 or later."""
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _check(x: torch.Tensor, size: int, bias: torch.Tensor | None) -> None:
+    """Raise ValueError unless x has `size` columns and bias x's dtype. Layers do not check that."""
+    if x.shape[-1] != size:
+        raise ValueError(f"x: expected [..., {size}], as the weight has, not {list(x.shape)}")
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(f"bias: expected {x.dtype}, as x, not {bias.dtype}")
+
+
+def linear_fp8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None,
+    plan: PackedPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The op `linear_fp8`. plan: in place of the one that is made or was measured."""
+    outputs, size = weight.shape
+    _check(x, size, bias)
+    height, width = block_shape(weight, scale)
+    scale, codes = adjacent(scale), adjacent(weight).view(torch.uint8)
+    scale_rows = _ALL if scale.shape[0] == 1 else height
+    call = _few(x, codes, 8, bias, are_constant(weight))
+    if call is not None:
+        scale_words = _ALL if scale.shape[1] == 1 else width // 2
+        y = _launch(
+            group_kernel, call, "fp8", GROUP_COLUMNS // 2, 8, (scale, None), (scale.stride(0),), plan, FLOATS=True,
+            SCALE_ROWS=scale_rows, SCALE_WORDS=scale_words,
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], outputs)
+    columns = _ALL if scale.shape[1] == 1 else width
+    w = dequantised(codes, size, x.dtype, scale, bits=8, floats=True, d_rows=scale_rows, d_columns=columns)
+    return F.linear(x, w, bias)
+
+
+def linear_int4(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, plan: PackedPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The op `linear_int4`. plan: in place of the one that is made or was measured."""
+    return _affine(x, weight, scale, zero, bias, 4, plan)
+
+
+def linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, plan: PackedPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The op `linear_int8`. plan: in place of the one that is made or was measured."""
+    return _affine(x, weight, scale, zero, bias, 8, plan)
+
+
+def _affine(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bias: torch.Tensor | None,
+    bits: int, plan: PackedPlan | None,
+) -> torch.Tensor:  # fmt: skip
+    outputs, size, per = weight.shape[0], weight.shape[1] * 8 // bits, 16 // bits
+    _check(x, size, bias)
+    group = group_size(size, scale)
+    constant = are_constant(weight)
+    weight, scale = adjacent(weight), adjacent(scale)
+    if zero is not None and zero.stride() != scale.stride():
+        scale, zero = scale.contiguous(), zero.contiguous()  # kernels read both at the same places
+    call = _few(x, weight, bits, bias, constant)
+    if call is not None and (group % GROUP_COLUMNS == 0 or group == size):
+        y = _launch(
+            group_kernel, call, f"int{bits}", GROUP_COLUMNS // per, bits, (scale, zero), (scale.stride(0),), plan,
+            FLOATS=False, SCALE_ROWS=1, SCALE_WORDS=_ALL if group == size else group // per,
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], outputs)
+    if call is not None and group in (16, 32, 64):
+        strides = scale.stride(0), 0, scale.stride(0)
+        y = _launch(
+            part_kernel, call, f"int{bits}", _part_block(call, bits), bits, (scale, None, None, None, zero), strides,
+            plan, ZERO=2 ** (bits - 1), PART_WORDS=group // per, BLOCK_PARTS=1,
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], outputs)
+    z = 2 ** (bits - 1) if zero is None else zero
+    return F.linear(x, dequantised(weight, size, x.dtype, scale, bits=bits, zero=z, d_columns=group, part=group), bias)
+
+
+def linear_gguf(
+    x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None, plan: PackedPlan | None = None
+) -> torch.Tensor:
+    """The op `linear_gguf`. Blocks as stored are dequantised by the reference. plan: as of `linear_fp8`."""
+    size = x.shape[-1]
+    _check(x, size, bias)
+    of, planes = check_gguf(weight, kind, size)
+    constant, weight = are_constant(weight), adjacent(weight)
+    if not planes:
+        return F.linear(x, dequantise_gguf(weight, kind, size).to(x.dtype), bias)
+    codes = of.plane(weight, "q", size).flatten(1)
+    d, m = (_halves(of, weight, name, size) for name in ("d", "m"))
+    assert d is not None
+    sc, mn = (of.plane(weight, name, size).flatten(1) if name in of.planes else None for name in ("sc", "mn"))
+    if sc is not None and of.part == 16:  # Q6_K's are signed
+        sc = sc.view(torch.int8)
+    call = _few(x, codes, of.bits, bias, constant)
+    if call is not None:
+        per = 16 // of.bits
+        strides = d.stride(0), 0 if sc is None else sc.stride(0), 0
+        y = _launch(
+            part_kernel, call, kind, _part_block(call, of.bits), of.bits, (d, m, sc, mn, None), strides, plan,
+            ZERO=of.zero, PART_WORDS=of.part // per, BLOCK_PARTS=1 if sc is None else of.block_size // of.part,
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], weight.shape[0])
+    w = dequantised(
+        codes, size, x.dtype, d, bits=of.bits, zero=of.zero, d_columns=of.block_size, part=of.part, m=m, sc=sc, mn=mn
+    )
+    return F.linear(x, w, bias)
+
+
+def _halves(of: GGUFType, weight: torch.Tensor, name: str, size: int) -> torch.Tensor | None:
+    """A plane of float16 numbers, if rows have it: [outputs, blocks], a view."""
+    return of.plane(weight, name, size).flatten(1).view(torch.float16) if name in of.planes else None
