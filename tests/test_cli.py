@@ -54,6 +54,15 @@ def test_generate_and_chat(smollm2_path):
     assert done.returncode == 0 and "Paris" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "prompts", [["What is the capital of France?"], ["The capital of France is", "What is the capital of France?"]]
+)
+def test_an_empty_completion_is_explained(smollm2_path, prompts):
+    done = run_here("generate", *prompts, "--max-tokens", "4", "--temperature", "0")
+    assert done.returncode == 0 and "`nanovllm chat`" in done.stderr
+    assert "a completion is empty" not in run_here("generate", "The capital of France is", "--max-tokens", "4").stderr
+
+
 def test_what_a_user_can_mend_is_one_line(tmp_path):
     for args, said in [
         (("generate", "x", "--model", str(tmp_path)), "holds no config.json"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -173,14 +174,28 @@ def generate(
             outputs, end = getattr(interrupt, "outputs", []), " [cut short]"
         for output in outputs:
             print(f"\n> {output.prompt}\n{output['text']}{end}")
+        if not end and not all(output["text"] for output in outputs):
+            _say_that_it_is_empty()
         return
     print(f"\n> {prompts[0]}")
+    empty = True
     try:
         for piece in llm.stream(prompts[0], params):
             print(piece, end="", flush=True)
+            empty = empty and not piece
         print()
+        if empty:
+            _say_that_it_is_empty()
     except KeyboardInterrupt:
         print(" [cut short]")
+
+
+def _say_that_it_is_empty() -> None:
+    print(
+        "nanovllm: a completion is empty, since the model ended it at once. Chat models do so for a question without a"
+        " chat template; `nanovllm chat` and `nanovllm serve` use it.",
+        file=sys.stderr,
+    )
 
 
 app.command("serve", short_help="Serve a model to clients of OpenAI's and Anthropic's APIs.")(serve_command)
