@@ -33,7 +33,7 @@ ALLOWED = {
     "lab": {"kernels", "hardware"},
     "cli": {
         "chat", "engine", "llm", "async_llm", "serve", "models", "weights", "kernels", "hardware", "bench", "plan",
-        "fuse", "tune", "lab",
+        "fuse", "tune", "lab", "adapters",
     },
     "__main__": {"cli"},
     "__init__": {"llm", "async_llm"},

@@ -9,6 +9,7 @@ import typer
 from nanovllm.cli import kernels_common as common
 from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.kernels_bench import bench
+from nanovllm.cli.kernels_exchange import export_op, import_solutions
 from nanovllm.cli.kernels_show import show
 from nanovllm.cli.kernels_verify import verify
 from nanovllm.console import Column, Rows
@@ -135,6 +136,8 @@ def why(
 app.command(short_help="The declaration, the reference and the providers of an op.")(show)
 app.command(short_help="Compare every provider with the reference in float64.")(verify)
 app.command(short_help="Time the providers of an op.")(bench)
+app.command("export", short_help="Write an op and its kernels as FlashInfer-Bench's files.")(export_op)
+app.command("import", short_help="Verify and time kernels of FlashInfer-Bench's files.")(import_solutions)
 
 
 @app.command("table", hidden=True)

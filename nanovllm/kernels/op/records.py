@@ -41,6 +41,14 @@ class Records:
         else:
             self.flat = grouped.replace(parameters=[*required, *(p for p in own if p not in required), *of_records])
 
+    def type_of(self, parameter: str) -> type | None:
+        """The record that a parameter takes; None: the parameter is none of those that take one."""
+        return self._of.get(parameter)
+
+    def fields_of(self, parameter: str) -> list[str]:
+        """The names of the fields of a parameter that takes a record."""
+        return list(self._fields[parameter])
+
     def flatten(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by parameter name, with each record's fields in its place."""
         given: dict[str, Any] = {}

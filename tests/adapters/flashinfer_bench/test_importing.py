@@ -1,0 +1,175 @@
+"""Solutions become providers that are verified against their Definition."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nanovllm.adapters.flashinfer_bench import DocumentError, export_op, find, write_plugin
+from nanovllm.adapters.flashinfer_bench.plugin import declare, provider_name
+from nanovllm.kernels import all_ops, rms_norm
+from nanovllm.kernels.op.registry import temporary
+from nanovllm.kernels.testing.verify import verify_op
+from tests.adapters.flashinfer_bench.documents import (
+    DEFINITION,
+    IN_PLACE,
+    RIGHT,
+    WORKLOAD,
+    WRONG,
+    changed,
+    solution,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def ops_are_taken_back():
+    with temporary():
+        yield
+
+
+def verdicts(definition, one, workloads=()):
+    declared = declare(definition, [one], workloads)
+    return verify_op(declared, declared.providers[provider_name(one["name"], definition["name"])], CPU)
+
+
+def failures(found):
+    return [v.failure for v in found if v.failure]
+
+
+@pytest.mark.parametrize("code, returns", [(RIGHT, True), (IN_PLACE, False)])
+def test_a_right_solution(code, returns):
+    found = verdicts(DEFINITION, solution(code=code, returns=returns), [WORKLOAD])
+    taken = {v.case.shape for v in found if v.skipped is None}
+    assert not failures(found) and taken == {(1,), (3,), (17,), (5,)}
+    assert any("not contiguous" in (v.skipped or "") for v in found)
+
+
+def test_a_wrong_solution():
+    assert "times the tolerance" in failures(verdicts(DEFINITION, solution(code=WRONG)))[0]
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("raise OSError('no device')", "no device"),
+        ("run = 3", "main.py has no function 'run'"),
+        ("def run(x, y, factor):\n    return x, y", "gave 2 results; the outputs of scaled_add_h8 are output"),
+        ("def run(x, y, factor):\n    return (x * factor + y)[:, :4]", "has shape"),
+    ],
+)
+def test_solutions_that_fail(code, said):
+    assert said in failures(verdicts(DEFINITION, solution(code=code)))[0]
+
+
+def test_outputs_of_several_dtypes_are_compared_as_flashinfer_bench_does():
+    both = changed(DEFINITION, "outputs.total", {"shape": ["rows"], "dtype": "float32"})
+    both = changed(
+        both, "reference", "def run(x, y, factor):\n    z = x * factor + y\n    return z, z.float().sum(-1)\n"
+    )
+    right = "def run(x, y, factor):\n    z = x * factor + y\n    return z, z.double().sum(-1).float()\n"
+    assert not failures(verdicts(both, solution(code=right)))
+    other = changed(both, "name", "other")
+    wrong = solution("wrong", right.replace("sum(-1).", "sum(-1).mul(1.5)."))
+    assert "total: " in failures(verdicts(other, {**wrong, "definition": "other"}))[0]
+
+
+def test_sources_of_several_files():
+    one = solution(code="from .parts.sum import added\n\ndef run(x, y, factor):\n    return added(x * factor, y)\n")
+    one["sources"].append({"path": "parts/sum.py", "content": "def added(a, b):\n    return a + b\n"})
+    assert not failures(verdicts(DEFINITION, one))
+
+
+def test_nothing_of_a_document_runs_when_it_is_declared():
+    broken = changed(DEFINITION, "reference", "raise SystemExit(3)\n\ndef run(x, y, factor):\n    pass\n")
+    declare(broken, [solution(code="raise SystemExit(4)")])
+
+
+def test_hardware_that_is_not_there():
+    declared = declare(DEFINITION, [solution(target_hardware=["NVIDIA_H100"])])
+    assert declared.providers["right"].support(CPU) == "its target_hardware is NVIDIA_H100, this is a CPU"
+
+
+def test_integers_need_workloads():
+    ids = changed(DEFINITION, "inputs.ids", {"shape": ["rows"], "dtype": "int64"})
+    with pytest.raises(DocumentError, match="inputs.ids: random integers would be no valid input"):
+        declare(ids, [solution()])
+
+
+def test_a_solution_of_our_op_becomes_its_provider(tmp_path):
+    export_op(rms_norm, tmp_path, torch.float32, [(3, 64)], ["native"])
+    (one,) = find(tmp_path)
+    declared = declare(one.definition, one.solutions, one.workloads, str(tmp_path))
+    assert declared.name == "rms_norm_size64_float32"
+    x, weight = torch.randn(5, 64), torch.randn(64)
+    with rms_norm.use("solution_native"):
+        assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm.native(x, weight, 1e-6))
+        with pytest.raises(ValueError, match="is not a shape of the Definition"):
+            rms_norm(torch.randn(5, 32), torch.randn(32), 1e-6)
+        with pytest.raises(ValueError, match="is of float32"):
+            rms_norm(x.half(), weight.half(), 1e-6)
+
+
+@pytest.mark.parametrize("name, shape", [("qk_norm_rope", (3, 4, 2, 16)), ("attention_decode", (3, 5, 9, 4, 2, 16, 4))])
+def test_what_was_exported_is_imported(name, shape, tmp_path):
+    export_op(all_ops()[name], tmp_path, torch.float32, [shape], ["native"])
+    for one in find(tmp_path):
+        declared = declare(one.definition, one.solutions, one.workloads, str(tmp_path))
+        found = verify_op(declared, declared.providers["solution_native"], CPU)
+        assert not failures(found) and any(v.skipped is None for v in found)
+
+
+def write(folder, solutions, definition=DEFINITION):
+    for kind, documents in (("definitions", [definition]), ("solutions", solutions)):
+        for document in documents:
+            path = folder / kind / "elementwise" / f"{document['name']}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(document))
+    (folder / "workloads").mkdir(exist_ok=True)
+    (folder / "workloads" / "scaled_add_h8.jsonl").write_text(json.dumps(WORKLOAD) + "\n")
+    return folder
+
+
+def test_finding(tmp_path):
+    write(tmp_path, [solution(), solution("other", WRONG)])
+    (one,) = find(tmp_path)
+    assert [s["name"] for s in one.solutions] == ["other", "scaled_add_h8_right"] and len(one.workloads) == 1
+    (one,) = find(tmp_path / "solutions" / "elementwise" / "other.json")
+    assert [s["name"] for s in one.solutions] == ["other"] and one.dtype == "bfloat16"
+    (one,) = find(tmp_path, only=["other"])
+    assert [s["name"] for s in one.solutions] == ["other"]
+
+
+@pytest.mark.parametrize(
+    "solutions, options, said",
+    [
+        ([], {}, "no Solution is there"),
+        ([solution()], {"only": ["x"]}, "no Solution or Definition named x is there"),
+        ([solution(language="cuda")], {}, "spec.language: 'cuda' cannot be imported; python and triton can"),
+        ([{**solution(), "definition": "gone"}], {}, r"definition: 'gone' is not among the Definitions found \(scaled"),
+    ],
+)
+def test_what_cannot_be_found(solutions, options, said, tmp_path):
+    with pytest.raises(DocumentError, match=said):
+        find(write(tmp_path, solutions), **options)
+
+
+def test_a_path_that_is_not_there(tmp_path):
+    with pytest.raises(DocumentError, match="gone: no such file or directory"):
+        find(tmp_path / "gone")
+
+
+def test_the_plugin_is_a_file_of_its_own(tmp_path):
+    write_plugin(find(write(tmp_path, [solution()])), tmp_path / "plugin.py")
+    code = (
+        "import torch; from nanovllm.kernels import all_ops, load_plugins\n"
+        f"load_plugins([{str(tmp_path / 'plugin.py')!r}], must_load=True)\n"
+        "op = all_ops()['scaled_add_h8']; x = torch.ones(2, 8, dtype=torch.bfloat16)\n"
+        "with op.use('right'): print(op(x, x, 2.0).sum().item())\n"
+        "print(torch.ops.nanovllm.scaled_add_h8(x, x, 2.0).sum().item())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["48.0", "48.0"]
