@@ -1,0 +1,85 @@
+"""Quantised checkpoints split over two ranks: each reads its part of every tensor, and the tokens are those of one."""
+
+import random
+
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.distributed.group import SINGLE
+from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.layers.packed_weight import PackedWeight
+from tests import tiny
+from tests.distributed.spmd import Pool, engine
+from tests.weights.quantised_files import FORMATS, write
+
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+# With one KV head both ranks have a copy; with a head of 32 rows no rank has whole fp8 blocks of it.
+HEADS = {
+    "one kv head": dict(num_key_value_heads=1),
+    "two kv heads": dict(),
+    "three": dict(num_attention_heads=6, num_key_value_heads=2),
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+def served(group, directory, **arguments):
+    """(the tokens of a few requests, how many layers have packed weights)."""
+    options = dict(use_custom_kernels=False, fast_policy=FastPolicy(packed_weights=True)) | arguments
+    made = engine(group, directory, **options)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(96) for _ in range(n)] for n in (1, 17, 40, 5)]
+    requests = [made.add_request(prompt, PARAMS) for prompt in prompts]
+    while made.has_unfinished:
+        made.step()
+    packed = [m for m in made.runner.model.modules() if isinstance(m, PackedWeight)]
+    tokens = [seq.seq.output_token_ids for request in requests for seq in request.completions]
+    return tokens, len(packed)
+
+
+@pytest.mark.parametrize(
+    "name, heads",
+    [
+        ("fp8-block", "two kv heads"), ("fp8-tensor", "one kv head"), ("fp8-channel", "two kv heads"),
+        ("awq", "one kv head"), ("gptq", "two kv heads"), ("gptq-act-order", "two kv heads"),
+        ("gptq-asymmetric", "one kv head"), ("w4a16-asymmetric", "two kv heads"), ("w8a8", "three"),
+        ("mixed", "two kv heads"),
+    ],
+)  # fmt: skip
+def test_tokens_of_two_ranks(pool, tmp_path, name, heads):
+    reference = write(tmp_path, FORMATS[name], **HEADS[heads])
+    tokens, packed = served(SINGLE, tmp_path)
+    assert tokens[1] == tiny.greedy(reference, prompt_of(1), PARAMS.max_tokens)
+    got, packed_too = pool.run(2, served, tmp_path)
+    assert got == tokens
+    # What a part would cut is dequantised: the columns of down and output projections.
+    assert packed_too == packed or (name in ("fp8-block", "gptq-act-order") and packed_too >= packed - 4)
+
+
+def prompt_of(index):
+    rng = random.Random(7)
+    return [[rng.randrange(96) for _ in range(n)] for n in (1, 17, 40, 5)][index]
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_weights_that_are_quantised_while_they_are_loaded(pool, tmp_path, form):
+    heads = dict(num_attention_heads=8, num_key_value_heads=8, head_dim=32)
+    tiny.save(tmp_path, "qwen3", hidden_size=128, intermediate_size=512, **heads)
+    alone = served(SINGLE, tmp_path, quantization=form)
+    assert pool.run(2, served_quantised, tmp_path, form) == alone and alone[1] == 8
+
+
+def served_quantised(group, directory, form):
+    return served(group, directory, quantization=form)
+
+
+def test_blocks_of_a_gguf_file(pool, tmp_path):
+    gguf_files = pytest.importorskip("tests.weights.gguf_files")
+    path = gguf_files.tiny(tmp_path, "llama", "Q4_0")
+    alone = served(SINGLE, path)
+    assert pool.run(2, served, path) == alone and alone[1] == 9

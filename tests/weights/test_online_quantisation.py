@@ -1,0 +1,130 @@
+"""Weights that are quantised while they are loaded: how exact they are, and where they are taken."""
+
+import logging
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.config import EngineConfig
+from nanovllm.layers.stored_matrices import Fp8Matrix
+from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
+from nanovllm.weights.cpu_blocks import as_gguf
+from nanovllm.weights.gguf import dequantized
+from nanovllm.weights.quantization.online import group_size, to_fp8, to_int
+from tests import tiny
+from tests.weights.test_quantised_checkpoints import GREEDY, OPTIONS, PACKED, packed_names, prompts
+
+
+def drawn(rows, columns, dtype=torch.float32, seed=0):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype) * 0.05
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (200, 130), (1, 1), (37, 129)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_is_within_a_step_of_the_weight(shape, dtype):
+    weight = drawn(*shape, dtype)
+    matrix = to_fp8(weight)
+    assert matrix.shape == shape and matrix.scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    error = (matrix.dequantised() - weight.float()).abs()
+    scale = matrix.by_row().scale.repeat_interleave(128, 1)[:, : shape[1]]
+    # Three bits of mantissa: half a step is 1/16 of the value, or half of the least subnormal number.
+    assert (error <= (weight.float().abs() / 16).maximum(scale * 2**-10) * 1.001).all()
+    for i in range(0, shape[0], 128):  # each block uses the whole range
+        assert matrix.weight[i : i + 128, :128].float().abs().max() == 448
+
+
+def test_the_whole_range_and_zeros():
+    weight = torch.zeros(256, 256)
+    weight[:128, 128:], weight[128:, :128] = 3e38, 1e-42
+    matrix = to_fp8(weight)
+    assert matrix.not_finite() == 0 and (matrix.dequantised()[:128, 128:] - 3e38).abs().max() < 1e32
+    assert (matrix.dequantised()[128:, 128:] == 0).all()
+    for bits in (4, 8):
+        packed = to_int(weight.clamp(max=1e30), bits, 64)
+        assert packed.not_finite() == 0 and packed.scale.dtype == torch.float32
+        assert torch.allclose(packed.dequantised()[:128, 128:], torch.tensor(1e30), rtol=0.01)
+
+
+@pytest.mark.parametrize("bits, group", [(4, 128), (4, 32), (8, 128), (8, 16)])
+def test_no_scale_of_the_usual_rule_is_better(bits, group):
+    weight = drawn(48, 256, seed=bits)
+    matrix = to_int(weight, bits, group)
+    assert matrix.scale.dtype == torch.float16 and matrix.group_size == group and matrix.zero is None
+    groups = weight.unflatten(1, (-1, group))
+    top = 2 ** (bits - 1) - 1
+    scale = (groups.abs().amax(-1, keepdim=True) / top).half().float()
+    usual = (groups / scale).round().clamp(-top - 1, top) * scale
+    error = (matrix.dequantised().unflatten(1, (-1, group)) - groups).square().sum(-1)
+    assert (error <= (usual - groups).square().sum(-1) * 1.0001).all()
+    assert error.sum() < (usual - groups).square().sum() * (0.95 if bits == 4 else 1.0)
+
+
+def test_groups_follow_the_columns():
+    assert [group_size(n) for n in (256, 576, 96, 80, 81)] == [128, 64, 32, 16, None]
+    with pytest.raises(ValueError, match="81 columns cannot be in groups of 16"):
+        to_int(drawn(2, 81), 4, 16)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_of_the_cpu_kernels_hold_the_same_numbers(bits):
+    pytest.importorskip("gguf")
+    matrix = to_int(drawn(24, 256), bits, 64)
+    kind, blocks = as_gguf(matrix)
+    assert kind == {4: "Q4_0", 8: "Q8_0"}[bits]
+    assert torch.equal(dequantized(blocks, kind), matrix.dequantised())
+    assert as_gguf(to_int(drawn(24, 48), bits, 16)) is None
+    assert as_gguf(to_fp8(drawn(24, 48))) is None
+    assert isinstance(to_fp8(drawn(2, 2)), Fp8Matrix)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("floats")
+    tiny.save(path, "qwen3", hidden_size=128, intermediate_size=256, head_dim=32)
+    return path
+
+
+def tokens(llm):
+    return [c.token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False) for c in o.outputs]
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4", "int8"])
+def test_engines_serve_the_same_quantised_weights(directory, form, caplog):
+    """Packed, expanded, and by the C++ kernels: float32 has no rounding, so tokens are the same."""
+    with caplog.at_level(logging.INFO, "nanovllm.weights"):
+        packed = LLM(str(directory), quantization=form, **OPTIONS, **PACKED)
+    assert len(packed_names(packed.engine.runner.model)) == 8
+    said = " ".join(r.message for r in caplog.records)
+    assert f"quantised matrices: 14 x {form} in" in said and "bits each" in said
+    want = tokens(packed)
+    assert tokens(LLM(str(directory), quantization=form, use_custom_kernels=False, **OPTIONS)) == want
+    served = LLM(str(directory), quantization=form, **OPTIONS)
+    assert tokens(served) == want
+    model = served.engine.runner.model
+    if isinstance(model, PackedDecoderForCausalLM) and form != "fp8":
+        assert model.weights.layers[0].up.format == {"int4": "Q4_0", "int8": "Q8_0"}[form]
+    assert want != tokens(LLM(str(directory), **OPTIONS))
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_random_weights_take_the_argument(directory, form):
+    options = OPTIONS | dict(load_format="dummy", dtype="bfloat16")
+    llm = LLM(str(directory), quantization=form, **options, **PACKED)
+    model = llm.engine.runner.model
+    assert len(packed_names(model)) == 8
+    assert model.read_bytes_of_a_weight < 1.2  # the head is bfloat16
+    assert all(len(tokens) == GREEDY.max_tokens for tokens in tokens_of_one(llm))
+
+
+def tokens_of_one(llm):
+    return [c.token_ids for o in llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False) for c in o.outputs]
+
+
+def test_random_weights_of_a_quantised_checkpoint_are_of_the_nearest_form(tmp_path):
+    from tests.weights.quantised_files import FORMATS, write
+
+    write(tmp_path, FORMATS["mixed"])
+    llm = LLM(str(tmp_path), load_format="dummy", **OPTIONS, **PACKED)
+    assert {m.matrices[0].op for m in llm.engine.runner.model.modules() if hasattr(m, "matrices")} == {"linear_int4"}
+    assert EngineConfig(str(tmp_path)).quantization is None
