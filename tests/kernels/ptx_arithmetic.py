@@ -11,7 +11,7 @@ UNSIGNED = {1: U8, 2: U16, 4: U32, 8: U64}
 TYPES = {
     "b16": U16, "u16": U16, "s16": np.int16, "b32": U32, "u32": U32, "s32": np.int32, "f32": np.float32, "b64": U64,
     "u64": U64,
-    "s64": np.int64,
+    "s64": np.int64, "s8": np.int8, "u8": U8,
 }  # fmt: skip
 
 
@@ -227,7 +227,7 @@ class Arithmetic:
         elif source in HALVES:
             v = HALVES[source][0](self.value(args[1], U16))
         elif to in HALVES:
-            v = HALVES[to][1](self.value(args[1], np.float32))
+            v = HALVES[to][1](self.value(args[1], type_of(source)).astype(np.float32))
         else:
             x = self.value(args[1], type_of(source))
             if to != "f32" and x.dtype.kind == "f":

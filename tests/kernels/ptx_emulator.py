@@ -105,6 +105,7 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
 
     def __init__(self, first_thread, of_block):
         self.first_thread, self.at, self.steps, self.r, self.in_flight = first_thread, 0, 0, {}, []
+        self.groups = [[]]  # of copies by threads; the last is open
         self.arrived_at = None  # at the cluster's barrier: never, and -1: waited for
         self.behind = False  # the wait for the kernel before
         self.__dict__.update(of_block)
@@ -319,7 +320,7 @@ _METHODS = {
     "rcp"), Warp.calculate),
     **dict.fromkeys(("and", "or", "xor", "not", "shl", "shr", "shf", "lop3", "bfe", "popc"), Warp.bitwise),
     "prmt": Warp.permute,
-    **dict.fromkeys(("bar", "fence", "setmaxnreg", ""), Warp.nothing), "griddepcontrol": Warp.depend,
+    **dict.fromkeys(("bar", "fence", "setmaxnreg", "prefetch", ""), Warp.nothing), "griddepcontrol": Warp.depend,
     **dict.fromkeys(("ld", "st"), Warp.access),
     **dict.fromkeys(("mov", "cvta"), Warp.move),
     "setp": Warp.compare, "selp": Warp.select, "cvt": Warp.convert, "shfl": Warp.shuffle, "redux": Warp.reduce,

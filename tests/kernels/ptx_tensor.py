@@ -93,19 +93,20 @@ class Matrices:
             self.put(name, v, on)
 
     def _lines(self, descriptor, rows, kind, transposed=False):
-        """[rows, 16] of a matrix in shared memory, in lines of 128 bytes: 16 columns of each row, whose groups of eight
-        are as far apart as the descriptor says; transposed: 16 lines of 64 rows each."""
+        """[rows, 16] of a matrix in shared memory, in lines of 128 or 64 bytes: 16 columns of each row, whose groups of
+        eight are as far apart as the descriptor says; transposed, of 128 bytes: 16 lines of 64 rows each."""
         d = self.value(descriptor, U64)
         assert (d == d[0]).all()
         first, far, near, kind_of_swizzle = (int(d[0]) >> i & 0x3FFF for i in (0, 16, 32, 62))
-        assert kind_of_swizzle == 1, "not swizzled by 128 bytes"
+        assert kind_of_swizzle == 1 or (kind_of_swizzle == 2 and not transposed), "not swizzled by 128 bytes"
+        line = 128 // kind_of_swizzle
         columns = np.arange(16)
         if transposed:
             at = (rows // 64 * (far << 4) + rows % 64 * 2)[:, None] + columns % 8 * 128 + columns // 8 * (near << 4)
         else:
-            at = (rows // 8 * (near << 4) + rows % 8 * 128)[:, None] + columns * 2
+            at = (rows // 8 * (near << 4) + rows % 8 * line)[:, None] + columns * 2
         at += first << 4
-        at ^= (at >> 7 & 7) << 4
+        at ^= (at >> 7 & (line // 16 - 1)) << 4
         place = int(at.min()) & -1024, (int(at.max()) | 1023) + 1
         self.reads[place] = self.reads.get(place, 0) + 1
         self.in_flight = self.in_flight or [[]]
@@ -155,8 +156,43 @@ class Copies:
             assert not count or high <= first or low >= end, "a copy to where a product reads"
         self.smem[first:end] = 0xFF
 
+    def _copy_by_threads(self, p, args, on):
+        """Copies of each thread, in groups that it waits for: each lands at once, or when its group is waited for."""
+        if p[2] == "commit_group":
+            self.groups.append([])
+            return
+        if p[2].startswith("wait"):
+            left = int(args[0]) if p[2] == "wait_group" else 0
+            while len(self.groups) - 1 > left:
+                for land in self.groups.pop(0):
+                    land()
+            return
+        size, taken = int(args[2], 0), np.full(self.n, int(args[2], 0))
+        if len(args) > 3:
+            taken = self.value(args[3], np.int32)
+        into, source = self.address(args[0]), self.address(args[1])
+        assert (into[on] % size == 0).all() and (source[on & (taken > 0)] % size == 0).all(), "misaligned copy"
+        self._check(source[on & (taken > 0)], size, False)
+        data = np.zeros((self.n, size), U8)
+        for i in np.nonzero(on)[0]:
+            if taken[i]:
+                store, places = self._bytes(False, source[i : i + 1], int(taken[i]), np.ones(1, bool))
+                data[i, : taken[i]] = store[places[0]]
+            self._poison(int(into[i]), int(into[i]) + size)
+
+        def land():
+            for i in np.nonzero(on)[0]:
+                self.smem[int(into[i]) : int(into[i]) + size] = data[i]
+
+        if self.random.random() < 0.5:
+            land()
+        else:
+            self.groups[-1].append(land)
+
     def copy(self, p, args, on):
         """A box of a tensor; what lies outside of it is zero. In shared memory, lines of 128 or 64 bytes, swizzled."""
+        if p[1] == "async" and p[2] in ("ca", "cg", "commit_group", "wait_group", "wait_all"):
+            return self._copy_by_threads(p, args, on)
         if p[:4] != ["cp", "async", "bulk", "tensor"]:
             raise UnknownInstruction(".".join(p))
         for i in np.nonzero(on)[0]:

@@ -84,13 +84,13 @@ def fp8_to_float32(code):
 
 @triton.jit
 def offset_of(zero, BITS: tl.constexpr, dtype: tl.constexpr):
-    """What `decode` and `decode_scaled` take, for zero points (integers)."""
+    """What `decode_int` and `decode_scaled` take, for zero points of BITS bits (int32), by their bits."""
     if dtype == tl.float16:
-        return (-1024 - zero).to(tl.float32).to(dtype)
+        return (zero | 0xE400).to(tl.int16).to(dtype, bitcast=True)  # -1024 - zero
     elif BITS == 4:
-        return (-128 - zero).to(tl.float32).to(dtype)
+        return (zero | 0xC300).to(tl.int16).to(dtype, bitcast=True)  # -128 - zero
     else:
-        return (128 - zero).to(tl.float32).to(dtype)
+        return (8388736.0 - (zero | 0x4B000000).to(tl.float32, bitcast=True)).to(dtype)  # 128 - zero
 
 
 if INTERPRETED:
