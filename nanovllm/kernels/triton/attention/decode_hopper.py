@@ -55,8 +55,6 @@ def refused(call: DecodeCall) -> str | None:
     k_cache = kv.k_cache
     if call.queries != 1:
         return f"q: expected one query token a sequence, got {call.queries}"
-    if call.window is not None or call.soft_cap is not None:
-        return "window, soft_cap: expected none of them"
     if not call.fp8 and (kv.k_scale is not None or kv.v_scale is not None):
         return f"k_scale, v_scale: expected none of them but with a cache of {FP8}, not {k_cache.dtype}"
     reason = unsuited(call.num_seqs, call.group, call.head_dim, q.dtype, k_cache.dtype, kv.block_size)
@@ -99,7 +97,9 @@ def launch_hopper(
         return out
     num_kv_heads = kv.num_kv_heads
     plan = _plan(call, plan)
-    programs = plan.programs(num_seqs, kv.longest)
+    # Tiles of a window may be one more than its tokens fill.
+    longest = kv.longest if call.window is None else min(kv.longest, call.window + plan.tile)
+    programs = plan.programs(num_seqs, longest)
     kernel, _ = gluon_kernel("decode_hopper_kernel")
     k, v, angles = (q, q, q) if new is None else (new.k, new.v, new.cos_sin_cache)
     launch = kernel[num_kv_heads, programs]
@@ -150,6 +150,8 @@ def launch_hopper(
         V_SCALES=num_scales(kv.v_scale),
         RELEASE=num_seqs <= ATTENTION_TOKENS,
         CLUSTER=plan.cluster,
+        SOFT_CAP=call.soft_cap or 0.0,
+        WINDOW=call.window or 0,
         num_warps=plan.warps,
         launch_pdl=new is None or call.early,
     )

@@ -110,6 +110,8 @@ def decode_hopper_kernel(
     V_SCALES: gl.constexpr,
     RELEASE: gl.constexpr,  # the kernel after this one may start before this one ends
     CLUSTER: gl.constexpr,  # blocks of a cluster, within which partial results go from block to block; 0: no clusters
+    SOFT_CAP: gl.constexpr,  # 0: none
+    WINDOW: gl.constexpr,  # tokens that are attended to, the last one among them; 0: all
 ):
     """Grid [num_kv_heads, pieces], or [CLUSTER, num_kv_heads, pieces / CLUSTER].
 
@@ -145,20 +147,25 @@ def decode_hopper_kernel(
         program = gl.program_id(1)
         num_programs = gl.num_programs(1)
     seq, length, first_piece, piece, share = find_piece(
-        program, num_programs, lens_ptr, num_seqs, most_pieces, least, NEW, SEQS_PAD, TILE, EMPTY_LAST, CLUSTER
+        program, num_programs, lens_ptr, num_seqs, most_pieces, least, NEW, SEQS_PAD, TILE, EMPTY_LAST, CLUSTER, WINDOW
     )
     if CLUSTER:
         meet()  # by all programs, so that none ends with an arrival that it has not waited for
     if seq >= 0:
         end_token = gl.maximum(length - NEW, 0)  # of the cached tokens; also where a new one goes
-        tiles = gl.cdiv(end_token, TILE)
+        first_token = 0
+        first_tile = 0
+        if WINDOW > 0:
+            first_token = gl.maximum(length - WINDOW, 0)
+            first_tile = first_token // TILE
+        tiles = gl.cdiv(end_token, TILE) - first_tile
         pieces = gl.cdiv(gl.maximum(tiles, 1), share)
         index = piece - first_piece
         if index < pieces:
             row = gl.cast(seq, gl.int64)
             table_ptr += row * table_stride
-            begin = index * tiles // pieces
-            end = (index + 1) * tiles // pieces
+            begin = first_tile + index * tiles // pieces
+            end = first_tile + (index + 1) * tiles // pieces
             mine = (index == pieces - 1) & (length > 0)
             acquire()
             # All of them before the first request, which waits for its own.
@@ -210,7 +217,7 @@ def decode_hopper_kernel(
                     k_ptr + target, v_ptr + target, k_low, k_high, new_v, k_scale, v_scale, mine, HEAD_DIM, WARPS, FP8,
                     K_SCALES, V_SCALES,
                 )  # fmt: skip
-                score = score_token(q_low, q_high, k_low, k_high, scale, mine, HEAD_DIM, WARPS)
+                score = score_token(q_low, q_high, k_low, k_high, scale, mine, HEAD_DIM, WARPS, SOFT_CAP)
 
             acc = gl.zeros([WARPS, HEAD_DIM, 8], gl.float32, mma)
             m = gl.full([WARPS, 8], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
@@ -240,8 +247,8 @@ def decode_hopper_kernel(
                 )
                 tile_low, tile_high = key_operands(k, mma, FP8)
                 acc, m, total = attend_tile(
-                    low, high, tile_low, tile_high, v, tile * TILE, end_token, tile_scale, acc, m, total, mma, WARPS,
-                    FP8
+                    low, high, tile_low, tile_high, v, tile * TILE, first_token, end_token, tile_scale, acc, m, total,
+                    mma, WARPS, FP8, SOFT_CAP, WINDOW,
                 )  # fmt: skip
                 place += 1
                 if place == SLOTS:

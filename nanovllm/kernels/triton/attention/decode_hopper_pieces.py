@@ -27,6 +27,7 @@ def find_piece(
     TILE: gl.constexpr,
     EMPTY_LAST: gl.constexpr,
     CLUSTER: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):
     """-> (seq, its length, its first piece, this program's, tiles in a piece at most); seq is -1 for a program without
     a piece.
@@ -39,7 +40,7 @@ def find_piece(
     """
     if SEQS_PAD == 1:
         length = gl.load(lens_ptr, cache_modifier=".cg")
-        tiles = planned_tiles(length, 0, NEW, TILE, 0)
+        tiles = planned_tiles(length, 0, NEW, TILE, WINDOW)
         share = gl.cdiv(tiles, most_pieces)
         if CLUSTER:
             merged = gl.cdiv(tiles, CLUSTER)
@@ -61,7 +62,7 @@ def find_piece(
             lens = gl.convert_layout(lens, layout)
         else:
             lens = gl.load(lens_ptr + offs, mask=offs < num_seqs, other=0, cache_modifier=".cg")
-        tiles = gl.where(offs < num_seqs, planned_tiles(lens, 0, NEW, TILE, 0), 0)
+        tiles = gl.where(offs < num_seqs, planned_tiles(lens, 0, NEW, TILE, WINDOW), 0)
         share = gl.maximum(gl.cdiv(gl.sum(tiles, 0), most_pieces), least)
         pieces = gl.cdiv(tiles, share)
         # Those of the sequences that are cut come first, since they are the largest. Two sums at a time: of these, and

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from nanovllm.kernels.triton.attention.attend import soft_cap_scores
 from nanovllm.kernels.triton.attention.decode_hopper_fp8 import float16_values
 from nanovllm.kernels.triton.gluon_compat import reinterpret, tma_load
 
@@ -96,9 +97,17 @@ def request_tile(
 
 
 @gluon.jit
+def _in_window(tokens, first_token, end_token, WINDOW: gl.constexpr):
+    live = tokens < end_token
+    if WINDOW > 0:
+        live = live & (tokens >= first_token)
+    return live
+
+
+@gluon.jit
 def attend_tile(
-    q_low, q_high, k_low, k_high, v, first, end_token, scale, acc, m, total, mma: gl.constexpr, WARPS: gl.constexpr,
-    FP8: gl.constexpr,
+    q_low, q_high, k_low, k_high, v, first, first_token, end_token, scale, acc, m, total, mma: gl.constexpr,
+    WARPS: gl.constexpr, FP8: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """A tile, in registers, and a result (acc, m, total) -> the result with it.
 
@@ -107,6 +116,7 @@ def attend_tile(
             [WARPS, HEAD_DIM, 16].
             FP8: the operands of `decode_hopper_fp8`, and v as words, [WARPS, HEAD_DIM / 2, 16].
         first: the tile's first token. What tokens from end_token on have may be anything, also NaN.
+        first_token: with WINDOW, tokens before this one are not attended to.
         scale: of the scores, one or [1, 1, 8].
         acc: [WARPS, HEAD_DIM, 8]; m: [WARPS, 8]; total: [WARPS, 16, 8], each key's part of the sum, added up in the
             end.
@@ -116,8 +126,10 @@ def attend_tile(
     scores = (mma_v2(k_low, q_low, zeros) + mma_v2(k_high, q_high, zeros)) * scale
     warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma))), 1)
     row = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma))), 0)
-    live = gl.expand_dims(first + warp * 16 + row < end_token, 2)
-    scores = gl.where(live, scores, float("-inf"))
+    if SOFT_CAP > 0:
+        scores = soft_cap_scores(scores, SOFT_CAP)
+    live = _in_window(first + warp * 16 + row, first_token, end_token, WINDOW)
+    scores = gl.where(gl.expand_dims(live, 2), scores, float("-inf"))
     new_m = gl.maximum(m, gl.max(scores, 1))
     base = finite(new_m)
     p = gl.exp2(scores - base[:, None, :])
@@ -131,7 +143,7 @@ def attend_tile(
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, operand))), 1)
     column = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, operand))), 0)
-    live = first + warp * 16 + column < end_token
+    live = _in_window(first + warp * 16 + column, first_token, end_token, WINDOW)
     if FP8:
         v = float16_values(v, live)
     else:

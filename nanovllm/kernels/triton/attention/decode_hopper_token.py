@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from nanovllm.kernels.triton.attention.attend import soft_cap_scores
 from nanovllm.kernels.triton.attention.decode_hopper_fp8 import quantised
 from nanovllm.kernels.triton.attention.decode_hopper_tiles import finite
 from nanovllm.kernels.triton.attention.rotate import rotated_pair
@@ -128,11 +129,16 @@ def store_token(
 
 
 @gluon.jit
-def score_token(q_low, q_high, k_low, k_high, scale, mine, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):
+def score_token(
+    q_low, q_high, k_low, k_high, scale, mine, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr, SOFT_CAP: gl.constexpr
+):
     """The new token's scores [8], -inf if it is another program's."""
     scores = product(q_low.to(gl.float32), k_low.to(gl.float32))
     scores += product(q_high.to(gl.float32), k_high.to(gl.float32))
-    score = gl.where(mine, gl.sum(scores, 1) * scale, float("-inf"))
+    score = gl.sum(scores, 1) * scale
+    if SOFT_CAP > 0:
+        score = soft_cap_scores(score, SOFT_CAP)
+    score = gl.where(mine, score, float("-inf"))
     return gl.convert_layout(score, gl.SliceLayout(1, whole_layout(HEAD_DIM, WARPS)), assert_trivial=True)
 
 

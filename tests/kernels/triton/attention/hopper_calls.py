@@ -25,8 +25,9 @@ def angles(head_dim, device, dtype=torch.float32):
 
 
 def make(
-    lens, group, kv_heads, head_dim, block_size, dtype, norm=True, device="cuda", seed=0, spare=0, new=True, scales=None
-):
+    lens, group, kv_heads, head_dim, block_size, dtype, norm=True, device="cuda", seed=0, spare=0, new=True,
+    scales=None, window=None, soft_cap=None,
+):  # fmt: skip
     """Arguments of `qk_norm_rope_attention`, or unless `new` of `attention_decode`.
 
     Blocks are shuffled. NaN: slots without a token, those of the new tokens, blocks of no sequence. Table entries
@@ -69,6 +70,8 @@ def make(
         "context_lens": torch.tensor(lens, dtype=torch.int32, device=device), "max_context_len": max(*lens, 1) + spare,
         "scale": head_dim**-0.5, **cache_scales,
     }  # fmt: skip
+    given |= {} if window is None else {"window": window}
+    given |= {} if soft_cap is None else {"soft_cap": soft_cap}
     if new:
         given |= {"k": k, "v": v, "cos_sin_cache": angles(head_dim, device)}
         if norm:
@@ -144,7 +147,12 @@ def expected(given, after=None):
         else:
             keys, values = (cached_rows(x, slots).double() * s for x, s in zip(caches, scales))
         scores = torch.einsum("hgd,thd->hgt", queries.view(kv_heads, -1, head_dim), keys)
-        weights = torch.softmax(scores * given["scale"], -1)
+        scores = scores * given["scale"]
+        if "soft_cap" in given:
+            scores = given["soft_cap"] * (scores / given["soft_cap"]).tanh()
+        if "window" in given:
+            scores[..., : max(0, n - given["window"])] = float("-inf")
+        weights = torch.softmax(scores, -1)
         out[i] = torch.einsum("hgt,thd->hgd", weights, values).reshape(-1, head_dim)
     return out, new
 
@@ -182,7 +190,7 @@ def dims_apart(x):
 
 def compile_hopper_decode(
     plan, count, group=2, head_dim=128, block_size=256, dtype=torch.bfloat16, new=True, norm=True, release=True,
-    scales=None,
+    scales=None, window=None, soft_cap=None,
 ):  # fmt: skip
     """The decode kernel as it is launched for `count` sequences. scales: as for `make`."""
     kv_heads = 2
@@ -193,7 +201,7 @@ def compile_hopper_decode(
     kv = PagedKV(cache, cache, torch.zeros(count, 16, dtype=torch.int32), lens, 16 * block_size, *of_cache)
     weights = [torch.empty(head_dim, dtype=dtype) if norm else None for _ in range(2)]
     tokens = NewTokens(k, v, torch.empty(MAX_POSITION, head_dim), *weights, 1e-6) if new else None
-    call = DecodeCall.of(q, kv, 1.0, None, None, tokens)
+    call = DecodeCall.of(q, kv, 1.0, window, soft_cap, tokens)
     # Clusters have a launcher of their own, which cannot be recorded.
     alone = replace(plan, cluster=0)
     ((_, binary),) = compile_call(lambda: launch_hopper(call, alone), RELEASE=release, CLUSTER=plan.cluster)

@@ -45,7 +45,7 @@ def mixed(count, longest, seed=0):
     return [random.Random(seed + i).randint(1, longest) for i in range(count)]
 
 
-# name: (lens, group, kv_heads, head_dim, block_size, dtype, norm, plan[, scales of a float8 cache])
+# name: (lens, group, kv_heads, head_dim, block_size, dtype, norm, plan[, scales of a float8 cache[, options]])
 SHAPES = {
     **{f"group {g}": (EDGES + mixed(10, 700), g, h, 128, 256, BF16, True, None) for g, h in ((1, 8), (2, 8), (3, 3), (4,
     8), (7, 2), (8, 4))},
@@ -63,6 +63,11 @@ SHAPES = {
     "one of 4000 in a cluster of 8, group 4": ([4000], 4, 8, 128, 256, BF16, True, Plan(8, 1, chunk=8, cluster=8)),
     "dim 64, group 7, fp16, in clusters": ([500] * 8 + [90, 0], 7, 2, 64, 128, F16, False, Plan(20, 1, cluster=4)),
     "long beside short": ([4000] + [5] * 40, 2, 8, 128, 256, BF16, True, None),
+    **{f"window {n}": (EDGES + mixed(30, 900), 2, 8, 128, 256, BF16, True, None, None, dict(window=n))
+       for n in (1, 64, 100, 512)},
+    "soft cap": (EDGES, 4, 8, 128, 256, BF16, True, None, None, dict(soft_cap=0.5)),
+    "window and soft cap, float8": (EDGES, 4, 8, 128, 256, BF16, True, None, (1, 2), dict(window=100, soft_cap=0.5)),
+    "one of 4000, window": ([4000], 2, 8, 128, 256, BF16, True, None, None, dict(window=512)),
 }  # fmt: skip
 PLANS = [
     Plan(1), Plan(33, 999), Plan(200, 1), Plan(33, 2, slots=3, box=32), Plan(33, 1, slots=1, box=64), Plan(5, 3,
@@ -176,8 +181,8 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name, new, poison, launches):
-    *shape, plan, scales = SHAPES[name] if len(SHAPES[name]) == 9 else (*SHAPES[name], None)
-    check(make(*shape, new=new, scales=scales), plan)
+    *shape, plan, scales, options = *SHAPES[name], *(None, {})[len(SHAPES[name]) - 8 :]
+    check(make(*shape, new=new, scales=scales, **options), plan)
     assert launches == ["launch_hopper", "launch_decode", *["launch_hopper"] * 3]
 
 

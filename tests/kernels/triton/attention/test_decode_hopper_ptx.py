@@ -29,7 +29,7 @@ ERROR = {BF16: 1e-2, F16: 1.5e-3}
 
 def emulate(
     lens, plan, group=2, kv_heads=2, head_dim=128, block_size=256, dtype=BF16, norm=True, new=True, scales=None,
-    ptx=lambda ptx: ptx,
+    window=None, soft_cap=None, ptx=lambda ptx: ptx,
 ):  # fmt: skip
     """One launch: (arguments, memory, what runs a program or a cluster of them, (heads, programs of a head or
     clusters)).
@@ -37,8 +37,9 @@ def emulate(
     Args:
         ptx: changes the compiled code.
     """
-    given = make(lens, group, kv_heads, head_dim, block_size, dtype, norm, "cpu", new=new, scales=scales)
-    binary = compile_hopper_decode(plan, len(lens), group, head_dim, block_size, dtype, new, norm, scales=scales)
+    options = dict(scales=scales, window=window, soft_cap=soft_cap)
+    given = make(lens, group, kv_heads, head_dim, block_size, dtype, norm, "cpu", new=new, **options)
+    binary = compile_hopper_decode(plan, len(lens), group, head_dim, block_size, dtype, new, norm, **options)
     pieces = plan.programs(len(lens), max(*lens, 1))
     clusters = pieces // max(1, plan.cluster)
     num_slots, slot = given["k_cache"].shape[0] * block_size, kv_heads * head_dim
@@ -165,9 +166,35 @@ CASES = {
 }  # fmt: skip
 
 
+# Windows of one token and more, shorter than a tile and longer, that begin within a tile and at its edge.
+OPTIONS = {
+    **{f"window {n}": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4), kv_heads=1, window=n) for n in (1, 66)},
+    "window, clusters": dict(lens=[449], plan=Plan(8, chunk=2, cluster=8), kv_heads=1, window=200, new=False),
+    "window and soft cap, float8": dict(
+        lens=[300, 130], plan=Plan(4, slots=1), group=5, kv_heads=1, scales=(1, 2), window=97, soft_cap=0.5
+    ),
+    "soft cap": dict(lens=[130, 3], plan=Plan(3), kv_heads=1, soft_cap=0.3),
+}  # fmt: skip
+MORE_OPTIONS = {
+    **{f"window {n}": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4), kv_heads=1, window=n) for n in (2, 128)},
+    "window, cached": dict(lens=[300, 1, 0, 64, 130, 257], plan=Plan(5), kv_heads=2, window=70, new=False),
+    "window of one, cached": dict(lens=[300, 1, 64], plan=Plan(5, warps=2), kv_heads=1, window=1, new=False),
+    "window, one sequence": dict(lens=[449], plan=Plan(8, warps=2), kv_heads=1, window=100),
+    "soft cap, head_dim 64, fp16, cached": dict(
+        lens=[130, 65], plan=Plan(4, warps=2, slots=4, box=32), group=8, kv_heads=1, head_dim=64, block_size=64,
+        dtype=F16, new=False, soft_cap=0.5,
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiled_kernel(name):
     check(**CASES[name])
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_OPTIONS)])
+def test_windows_and_soft_caps(name):
+    check(**(OPTIONS | MORE_OPTIONS)[name])
 
 
 # Sequences with all pieces in a cluster, across two, of one piece, without tokens; programs without a piece.
