@@ -53,7 +53,9 @@ class Replacing:
                 self._mlp(module, mlp)
             elif is_embedding(module):
                 self._embedding(module)
-            elif any(p is not None and p.dim() == 3 for p in module._parameters.values()):
+            elif isinstance(module, nn.Embedding):
+                self._outcomes.left(module, "embedding", "it computes more than rows of a table")
+            elif sum(p is not None and p.dim() == 3 for p in module._parameters.values()) > 1:
                 self._outcomes.left(
                     module, "silu_and_mul", "products of several experts, for which there is no op here"
                 )

@@ -1,0 +1,235 @@
+"""`apply`: what it takes, what its report says, when modules run their own code, and that everything comes back."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from nanovllm.adapters.transformers import OPS, apply, undo
+from nanovllm.kernels import all_ops
+from tests.adapters.models import prompts, tiny
+from tests.providers import registered
+
+
+@pytest.fixture
+def model():
+    return tiny("Qwen3").requires_grad_(False)
+
+
+def logits(model, **given):
+    with torch.no_grad():
+        return model(**(given or prompts())).logits
+
+
+def counted(op):
+    """A provider of an op that counts its calls, and its count."""
+    calls = []
+
+    def provider(*args, **kwargs):
+        calls.append(args)
+        return all_ops()[op].native(*args, **kwargs)
+
+    return provider, calls
+
+
+@pytest.mark.parametrize("op", sorted(set(OPS) - {"gelu_and_mul", "rotary_embedding"}))
+def test_every_op_runs(op, model):
+    provider, calls = counted(op)
+    with registered(op, provider):
+        # What it needs around it: a fused product stands before an activation, a norm of heads before a rotation.
+        around = {"linear_silu_and_mul": "silu_and_mul", "qk_norm_rope": "rotary_embedding"}.get(op)
+        with apply(model, ops={op: "mine"} | ({around: "native"} if around else {})):
+            logits(model)
+    assert calls
+
+
+def test_a_report_names_modules_ops_and_providers(model):
+    report = apply(model, ops=OPS, exclude=["lm_head", "Qwen3MLP"])
+    rows = {(row.module, row.op): row for row in report.replaced}
+    assert rows["Qwen3RMSNorm", "rms_norm"].count == 9 and rows["Qwen3RMSNorm", "rms_norm"].provider == "native"
+    assert rows["Linear", "linear"].count == 2  # the output projections: others are packed or excluded
+    assert not any(row.module == "Qwen3MLP" for row in report.rows)
+    assert "Qwen3DecoderLayer" in str(report) and "add_rms_norm" in str(report)
+    report.undo()
+
+
+def test_on_a_cpu_only_what_is_asked_for_is_replaced(model, caplog):
+    if torch.cuda.is_available():
+        pytest.skip("the model could be on a GPU")
+    with apply(model) as report:
+        assert not report.replaced and "PyTorch reference" in report.left[0].why
+        assert "nothing was replaced" in str(report) and "nothing was replaced" in caplog.text
+    with apply(model, ops="rms_norm") as report:
+        assert [row.op for row in report.replaced] == ["rms_norm"]
+
+
+def state(model):
+    """Everything that `apply` may touch."""
+    attributes = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    for given in attributes.values():
+        for slot in ("_parameters", "_modules", "_buffers"):
+            given[slot] = dict(given[slot])
+    values = {name: p.clone() for name, p in model.named_parameters()}
+    return attributes, values, vars(model.config).copy()
+
+
+def test_undo_restores_the_model_bit_for_bit(model):
+    attributes, values, config = state(model)
+    apply(model, ops=OPS)
+    undo(model)
+    after, values_after, config_after = state(model)
+    assert after == attributes and config_after == config
+    assert all(torch.equal(values[name], values_after[name]) for name in values)
+    # Each parameter has memory of its own again, so that a checkpoint is no larger.
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    with pytest.raises(ValueError, match="was not applied"):
+        undo(model)
+
+
+def test_an_error_leaves_the_model_as_it_was(model):
+    expected, before = logits(model), state(model)[0]
+    with pytest.raises(ValueError, match="names 'nope', but the providers of 'linear' are"):
+        apply(model, ops={"rms_norm": "native", "linear": "nope"})
+    assert state(model)[0] == before and torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"ops": ["rmsnorm"]}, "unknown op 'rmsnorm'; did you mean 'rms_norm'"),
+        ({"ops": {"softmax": "native"}}, "unknown op 'softmax'.*ops of a transformers model are rms_norm"),
+        ({"exclude": ["lm_tail"]}, "no module and no class of modules 'lm_tail'"),
+    ],
+)
+def test_wrong_names(arguments, message, model):
+    with pytest.raises(ValueError, match=message):
+        apply(model, **arguments)
+    assert apply(model, ops=OPS).replaced  # nothing stayed behind
+
+
+def test_wrong_models(model, caplog):
+    with pytest.raises(TypeError, match="expected a torch.nn.Module"):
+        apply("Qwen/Qwen3-0.6B")
+    apply(model, ops=OPS)
+    with pytest.raises(ValueError, match="applied to it before; call undo"):
+        apply(model)
+    with pytest.raises(ValueError, match='on the device "meta"'), torch.device("meta"):
+        apply(nn.Linear(3, 3))
+    report = apply(nn.Sequential(nn.Conv1d(1, 1, 1), nn.LayerNorm(4)), ops=OPS)
+    assert not report.rows and "no module of the model computes anything" in str(report)
+    assert "nothing was replaced in Sequential" in caplog.text
+
+
+def test_training_runs_the_models_own_code():
+    """The same gradients, with no op called; the report says that it will be so."""
+    model = tiny("Qwen3")
+    own = copy.deepcopy(model)
+    provider, calls = counted("rms_norm")
+    with registered("rms_norm", provider):
+        report = apply(model, ops={**dict.fromkeys(OPS, "native"), "rms_norm": "mine"})
+        assert "Parameters require gradients" in str(report)
+        for one in (model, own):
+            one(**prompts(), labels=prompts()["input_ids"]).loss.backward()
+        assert not calls
+        model.train()
+        logits(model)
+        assert not calls
+        model.eval()
+        logits(model)
+        assert calls
+    for (name, got), wanted in zip(model.named_parameters(), own.parameters()):
+        torch.testing.assert_close(got.grad, wanted.grad, msg=name)
+
+
+def test_hidden_states_and_hooks_see_what_they_saw(model):
+    seen = []
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *given: seen.append(given[2]))
+    given = prompts()
+    with torch.no_grad():
+        expected = model(**given, output_hidden_states=True).hidden_states
+        with apply(model, ops=OPS):
+            got = model(**given, output_hidden_states=True).hidden_states
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=1e-5)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+def test_modules_are_recognised_by_what_they_compute(model):
+    class Odd(type(model.model.norm)):
+        """By its name and attributes a norm like the others, but it computes something else."""
+
+        def forward(self, hidden_states):
+            return super().forward(hidden_states) + 1
+
+    class Renamed(nn.Module):
+        """A norm whose names say nothing."""
+
+        def __init__(self, weight):
+            super().__init__()
+            self.weight, self.tiny = nn.Parameter(weight, requires_grad=False), 1e-5
+
+        def forward(self, x):
+            return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.tiny)
+
+    model.model.norm.__class__ = Odd
+    model.model.layers[0].input_layernorm = Renamed(torch.rand(32))
+    with apply(model, ops="rms_norm") as report:
+        assert {row.module: row.count for row in report.replaced} == {"Qwen3RMSNorm": 7, "Renamed": 1}
+
+
+def test_weights_that_are_moved_are_noticed(model):
+    """After `model.to(...)` packed weights are stale: the module's own code runs."""
+    with apply(model, ops=OPS):
+        model.double().float()
+        with torch.no_grad():
+            model.model.layers[0].mlp.gate_proj.weight.mul_(2)
+        got = logits(model)
+    torch.testing.assert_close(got, logits(model), rtol=0, atol=1e-4)
+
+
+def test_a_new_checkpoint_may_be_loaded(model):
+    other = tiny("Qwen3", seed=1)
+    with apply(model, ops=OPS):
+        model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(logits(model), logits(other), rtol=0, atol=1e-4)
+    assert torch.equal(logits(model), logits(other))
+
+
+def test_a_patched_model_can_be_saved(model, tmp_path):
+    expected = logits(model)
+    with apply(model, ops=OPS):
+        model.save_pretrained(tmp_path)
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path)), expected)
+
+
+def test_device_map():
+    """accelerate wraps the forward of modules; the ops are put within."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny("Llama").requires_grad_(False)
+    expected = logits(model)
+    parts = {"": "cpu"}
+    accelerate.dispatch_model(model, parts, force_hooks=True)
+    provider, calls = counted("rms_norm")
+    with registered("rms_norm", provider), apply(model, ops={**dict.fromkeys(OPS, "native"), "rms_norm": "mine"}):
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-4)
+        assert calls
+    assert torch.equal(logits(model), expected)
+
+
+def test_offloaded_weights_are_left(model, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    expected = logits(model)
+    accelerate.disk_offload(model.model.layers[1], str(tmp_path), execution_device="cpu")
+    with apply(model, ops=OPS) as report:
+        assert any("offloaded" in row.why for row in report.left)
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def logs(caplog):
+    caplog.set_level(logging.WARNING, logger="nanovllm")
