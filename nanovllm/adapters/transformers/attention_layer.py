@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.adapters.transformers.angles import Angles
-from nanovllm.adapters.transformers.attention import NAME, RECORD
+from nanovllm.adapters.transformers.attention import NAME, RECORD, register_attention
 from nanovllm.adapters.transformers.norms import NormKind, Norms
 from nanovllm.adapters.transformers.packed import Packed
 from nanovllm.adapters.transformers.probe import is_linear, random, run, same, stand_in
@@ -110,6 +110,7 @@ def recognise_attention(module: nn.Module, norms: Norms) -> AttentionKind | str 
 
 def _probed(module: Any, kind: AttentionKind) -> AttentionKind | str:
     """Its own forward against that of the ops' references, on three tokens, up to the attention function."""
+    register_attention()
     weight = kind.layers(module)[0].weight
     config = copy.copy(module.config)
     config._attn_implementation_internal = NAME

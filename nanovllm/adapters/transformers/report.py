@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.adapters.transformers.selected import NOT_WANTED
+
 if TYPE_CHECKING:
     from nanovllm.adapters.transformers.patches import Patches
 
@@ -96,7 +98,8 @@ class Outcomes:
         self._counts[type(module).__name__, op, provider, why] += 1
 
     def left(self, module: Any, op: str, why: str) -> None:
-        self.replaced(module, op, "", why)
+        if why != NOT_WANTED:
+            self.replaced(module, op, "", why)
 
     def rows(self) -> list[Row]:
         return [Row(module, op, provider, n, why) for (module, op, provider, why), n in self._counts.items()]

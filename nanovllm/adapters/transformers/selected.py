@@ -18,6 +18,10 @@ OPS = (
 """The ops that `apply` puts into a model."""
 
 
+NOT_WANTED = "not among `ops`"
+"""Why an op is left that the user did not ask for. Reports are silent on it."""
+
+
 @dataclass(frozen=True)
 class Call:
     """An op with the provider that was selected for it.
@@ -75,7 +79,7 @@ class Selection:
             ValueError: a provider that the user named is unknown, or not available.
         """
         if op not in self.wanted:
-            return "not among `ops`"
+            return NOT_WANTED
         kernels = self._kernels.get(device)
         if kernels is None:
             priority = {op: providers for op, providers in self.wanted.items() if providers}

@@ -32,7 +32,12 @@ def test_logits(model, padding):
     expected = logits(model, given)
     with apply(model, ops=OPS) as report:
         got = logits(model, given)
-    assert {row.op for row in report.replaced} >= {"rms_norm", "add_rms_norm", "linear", "attention_dense"}
+    used = {row.op for row in report.replaced}
+    assert used >= {"rms_norm", "add_rms_norm", "linear", "attention_dense"} and used & {
+        "qk_norm_rope",
+        "rotary_embedding",
+    }
+    assert used & {"silu_and_mul", "gelu_and_mul"}
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[torch.float32])
     assert torch.equal(logits(model, given), expected)  # bit for bit
 

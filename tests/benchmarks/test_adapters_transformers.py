@@ -1,0 +1,32 @@
+"""The measurement of the adapter of transformers runs, and its rows say what they should."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.adapters_transformers import made, main, side_of
+
+
+def test_rows(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    arguments = [
+        "--models", "tiny", "--batches", "2", "--prompt-len", "5", "--output-len", "3", "--prefill", "2x6",
+        "--rounds", "1", "--no-compile", "--no-parts", "--device", "cpu", "--sides", "plain,nanovllm",
+        "--ops", "rms_norm=native", "--json", str(file),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    rows = json.loads(file.read_text())
+    assert [(row["work"], row["side"]) for row in rows] == [
+        (work, side) for work in ("generate 2 x 5 -> 3", "prefill 2 x 6") for side in ("plain", "nanovllm")
+    ]
+    assert all(row["difference"] < 1e-4 and row["share"] is None for row in rows)
+    assert "| tiny | prefill 2 x 6 | no | nanovllm |" in capsys.readouterr().out
+
+
+def test_a_side_is_taken_back():
+    model = made("tiny", "cpu")
+    with side_of(model, "only qk_norm_rope", None):
+        assert "forward" in model.model.layers[0].self_attn.__dict__
+    assert not any("forward" in module.__dict__ for module in model.modules())
