@@ -1,5 +1,6 @@
 """Small GGUF files for tests, written with the `gguf` package."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -66,11 +67,13 @@ def write(
     path: Path,
     arch: str,
     tensors: dict[str, np.ndarray],
-    quant: str = "F32",
+    quant: str | Callable[[str], str] = "F32",
     blocks: dict[str, np.ndarray] | None = None,
     **extra: object,
 ) -> Path:
     """A GGUF file of `tensors`; matrices are stored as `quant`, in `blocks` if those are given.
+
+    quant: the type of all matrices, or from a tensor's name to its type.
 
     extra: metadata under the architecture's prefix. The value's type decides how it is stored; None removes a key.
     """
@@ -93,7 +96,8 @@ def write(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in tensors.items():
-        kind = Q[quant] if tensor.ndim == 2 and quant != "F32" else None
+        of_this = quant if isinstance(quant, str) else quant(name)
+        kind = Q[of_this] if tensor.ndim == 2 and of_this != "F32" else None
         if kind is None:
             writer.add_tensor(name, tensor)
         else:
@@ -107,15 +111,18 @@ def tiny(path: Path, arch: str = "llama", quant: str = "F32", **extra: object) -
     return write(path / "tiny.gguf", arch, to_gguf(arch, hf_weights(arch)), quant, **extra)
 
 
-def write_random_blocks(path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str) -> Path:
+def write_random_blocks(
+    path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str | Callable[[str], str]
+) -> Path:
     """As `write`, with blocks of random bits and small scales, for a format that the package cannot quantise to."""
-    kind = Q[quant]
-    width, size = gguf.GGML_QUANT_SIZES[kind]
-    halves = {"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}[quant]
+    places = {"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q8_0": (0,)}
     rng = np.random.default_rng(1)
     blocks: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2:
+            of_this = quant if isinstance(quant, str) else quant(name)
+            width, size = gguf.GGML_QUANT_SIZES[Q[of_this]]
+            halves = places[of_this]
             raw = rng.integers(0, 256, (tensor.shape[0], tensor.shape[1] // width, size), dtype=np.uint8)
             for at in halves:
                 scales = rng.uniform(0.001, 0.02, raw.shape[:2]).astype(np.float16)
