@@ -71,6 +71,13 @@ class StoredMatrix(ABC):
     def take_rows(self, index: torch.Tensor) -> StoredMatrix:
         """The rows that int64 [n] names."""
 
+    def rows(self, start: int, length: int) -> StoredMatrix:
+        """Adjacent rows."""
+        if (start, length) == (0, self.shape[0]):
+            return self
+        device = next(iter(self.planes.values())).device
+        return self.take_rows(torch.arange(start, start + length, device=device))
+
     @abstractmethod
     def padded(self, rows: int) -> StoredMatrix:
         """With rows of zeros behind it, `rows` in all."""

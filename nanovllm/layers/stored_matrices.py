@@ -87,6 +87,14 @@ class Fp8Matrix(StoredMatrix):
         scale = self.by_row().scale[index]
         return Fp8Matrix(self.weight.view(torch.uint8)[index].view(torch.float8_e4m3fn), scale)
 
+    def rows(self, start: int, length: int) -> StoredMatrix:
+        height, _ = block_shape(self.weight, self.scale)
+        ends_in_block = (start + length) % BLOCK and start + length < self.shape[0]
+        if height != BLOCK or self.scale.shape[0] == 1 or start % BLOCK or ends_in_block:
+            return super().rows(start, length)
+        scale = self.scale[start // BLOCK : -(-(start + length) // BLOCK)]
+        return Fp8Matrix(self.weight[start : start + length], scale)
+
     def padded(self, rows: int) -> Fp8Matrix:
         weight = _padded(self.weight.view(torch.uint8), rows).view(torch.float8_e4m3fn)
         return Fp8Matrix(weight, _padded(self.by_row().scale, rows))

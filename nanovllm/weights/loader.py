@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.embed_head import LMHead
-from nanovllm.layers.linear import Part, ShardedParameters
+from nanovllm.layers.linear import ShardedParameters
 from nanovllm.layers.packed_weight import PackedWeight, weights_without_memory
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
@@ -25,14 +24,12 @@ from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.dummy import fill_random
 from nanovllm.weights.packed_layers import PackedLayers, Place, ShardPlanes
 from nanovllm.weights.packed_loader import load_packed, pack_model
+from nanovllm.weights.places import Shards, find_places, parts_of
 from nanovllm.weights.quantization.online import Quantiser
 from nanovllm.weights.quantization.resolve import packed_blocks, packed_modules, stored_shards
-from nanovllm.weights.quantization.storage import Plane, Storage, StoredShard
+from nanovllm.weights.quantization.storage import Storage
 from nanovllm.weights.safetensors_files import TensorHeader, WeightError
 from nanovllm.weights.source_layout import SourceLayout
-
-Shards = Mapping[tuple[str, str], StoredShard]
-"""Packed shards by module and shard."""
 
 
 def load_model(
@@ -79,14 +76,17 @@ def load_model(
     assert checkpoint.path is not None
     files = gguf if checkpoint.format == "gguf" else safetensors_files
     layout = SourceLayout(checkpoint.config, checkpoint.format)
-    headers = layout.headers(files.read_headers(checkpoint.path))
+    raw = files.read_headers(checkpoint.path)
+    storages = packed_modules(checkpoint.quantization, raw) if checkpoint.quantization else {}
+    headers = layout.headers(
+        raw, {h.name for h in raw if h.name.rpartition(".")[0] in storages and h.name[-5:] != ".bias"}
+    )
+    if files is gguf:  # in its blocks rows lie one behind the other, as the layout wants them
+        storages = packed_blocks(headers)
+    _check_not_twice(checkpoint, storages)
     _check_layers(checkpoint, headers)
     meta = build("meta")
-    shards = stored_shards(meta, _storages(checkpoint, headers))
-    if layout.reorders_heads and shards and files is not gguf:
-        raise WeightError(
-            f"{checkpoint.path}: a quantised checkpoint whose heads rotate in part is not supported; take a GGUF file"
-        )
+    shards = stored_shards(meta, storages, None if files is gguf else layout.head_order)
     places = find_places(meta, headers, shards)
     if packed:
         planes = ShardPlanes(meta, places, shards, quantiser, dtype, device)
@@ -97,7 +97,7 @@ def load_model(
     parts = parts_of(model, places, shards)
     stored_parts = layout.stored_parts(parts)
     if files is gguf:
-        whole = {name + ".weight" for name in packed_blocks(gguf.read_headers(checkpoint.path))}
+        whole = {name + ".weight" for name in packed_blocks(raw)}
         stored = gguf.iter_tensors(checkpoint.path, stored_parts, whole)
     else:
         stored = files.iter_tensors(checkpoint.path, stored_parts)
@@ -106,19 +106,14 @@ def load_model(
     return model.eval()
 
 
-def _storages(checkpoint: Checkpoint, headers: Sequence[TensorHeader]) -> dict[str, Storage]:
-    """How the checkpoint's packed matrices are stored, by module."""
-    if checkpoint.format == "gguf":
-        found = packed_blocks(headers)
-    else:
-        found = packed_modules(checkpoint.quantization, headers) if checkpoint.quantization else {}
-    if found and checkpoint.online:
-        label = next(iter(found.values())).label
+def _check_not_twice(checkpoint: Checkpoint, storages: Mapping[str, Storage]) -> None:
+    """Refuse to quantise what is quantised."""
+    if storages and checkpoint.online:
+        label = next(iter(storages.values())).label
         raise ValueError(
             f"quantization={checkpoint.online!r}: {checkpoint.path} is quantised already ({label}); leave the argument"
             " out"
         )
-    return found
 
 
 def _check_layers(checkpoint: Checkpoint, headers: Sequence[TensorHeader]) -> None:
@@ -140,103 +135,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def find_places(
-    model: DecoderForCausalLM, headers: Sequence[TensorHeader], packed: Shards = MappingProxyType({})
-) -> dict[str, Place]:
-    """Where each of a checkpoint's tensors belongs in the model's fused, split parameters, by the tensor's name.
-
-    Args:
-        model: may be on the meta device, without memory.
-        headers: of all tensors in the checkpoint.
-        packed: the shards of which it has other tensors than a `weight`.
-
-    Raises:
-        WeightError: a tensor is missing, unexpected, of the wrong shape or dtype, or doubled; the message names it.
-    """
-    modules = {name: m for name, m in model.named_modules() if isinstance(m, ShardedParameters)}
-    missing = {
-        (module_name, parameter, shard)
-        for module_name, module in modules.items()
-        for shard in module.shards
-        for parameter in _expected(module, packed.get((module_name, shard)))
-    }
-    tied = model.config.tie_word_embeddings
-    if tied:
-        missing.discard(("lm_head", "weight", ""))
-    places: dict[str, Place] = {}
-    for header in headers:
-        if header.name.endswith("rotary_emb.inv_freq"):
-            continue  # a buffer that old Llama checkpoints carry; it is computed
-        module_name, _, parameter = header.name.rpartition(".")
-        parent, _, leaf = module_name.rpartition(".")
-        fused, shard = model.FUSED.get(leaf, (leaf, ""))
-        module_name = f"{parent}.{fused}" if parent else fused
-        module = modules.get(module_name)
-        place = module_name, parameter, shard
-        planes = packed[module_name, shard].planes if (module_name, shard) in packed else {}
-        if header.name in places:
-            raise WeightError(f"tensor {header.name!r} occurs twice in the checkpoint")
-        if parameter in planes:
-            _check_plane(header, planes[parameter], packed[module_name, shard])
-            if planes[parameter].read:
-                places[header.name] = place
-            missing.discard(place)
-            continue
-        if module is None or module._parameters.get(parameter) is None or shard not in module.shards:
-            raise WeightError(f"unexpected tensor {header.name!r}: this {model.config.architecture} has no such weight")
-        expected = module.source_shape(parameter, shard)
-        if header.shape != expected:
-            raise WeightError(f"tensor {header.name!r} has shape {list(header.shape)}, expected {list(expected)}")
-        if not header.is_float:
-            raise WeightError(
-                f"tensor {header.name!r} has dtype {header.dtype}, expected a floating-point one;"
-                " a quantised checkpoint needs a quantization_config in config.json"
-            )
-        places[header.name] = place
-        missing.discard(place)
-    if missing:
-        names = sorted(_checkpoint_name(model, *place) for place in missing)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise WeightError(f"the checkpoint lacks {', '.join(names[:3])}{more}")
-    return places
-
-
-def _expected(module: ShardedParameters, packed: StoredShard | None) -> list[str]:
-    """The last parts of the names of the tensors that a checkpoint must have for a module."""
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    if packed is None:
-        return names
-    return [n for n in names if n != "weight"] + [n for n, plane in packed.planes.items() if plane.required]
-
-
-def _check_plane(header: TensorHeader, plane: Plane, packed: StoredShard) -> None:
-    """A WeightError unless the tensor can be that part of a packed matrix."""
-    what = f"tensor {header.name!r} of a matrix [{packed.rows}, {packed.columns}] stored as {packed.storage.label}"
-    if header.shape not in plane.shapes:
-        expected = " or ".join(str(list(shape)) for shape in plane.shapes)
-        raise WeightError(f"{what} has shape {list(header.shape)}, expected {expected}")
-    if header.dtype not in plane.dtypes:
-        raise WeightError(f"{what} has dtype {header.dtype}, expected {' or '.join(plane.dtypes)}")
-
-
-def parts_of(
-    model: DecoderForCausalLM, places: Mapping[str, Place], packed: Shards = MappingProxyType({})
-) -> dict[str, Part]:
-    """What this rank reads of a checkpoint's tensors; tensors that are not in it are read whole."""
-    parts: dict[str, Part] = {}
-    for shard_of in packed.values():
-        parts |= {f"{shard_of.name}.{plane}": part for plane, part in shard_of.plane_parts()}
-    for name, (module_name, parameter, shard) in places.items():
-        if (module_name, shard) in packed and parameter in packed[module_name, shard].planes:
-            continue
-        module = model.get_submodule(module_name)
-        assert isinstance(module, ShardedParameters)
-        part = module.part(parameter, shard)
-        if part is not None and part.length < module.source_shape(parameter, shard)[part.dim]:
-            parts[name] = part
-    return parts
 
 
 def copy_weights(
@@ -300,9 +198,3 @@ def _holds(module: LMHead, tensor: torch.Tensor) -> bool:
         return torch.equal(tensor.to(weight.dtype), weight.dequantised().to(tensor.device))
     parts = zip(tensor.split(8192), weight[: len(tensor)].split(8192))
     return all(torch.equal(part.to(weight), weight) for part, weight in parts)
-
-
-def _checkpoint_name(model: DecoderForCausalLM, module_name: str, parameter: str, shard: str) -> str:
-    parent, _, leaf = module_name.rpartition(".")
-    original = {value: key for key, value in model.FUSED.items()}.get((leaf, shard), leaf)
-    return ".".join(part for part in (parent, original, parameter) if part)

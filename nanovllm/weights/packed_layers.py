@@ -53,11 +53,15 @@ class ShardPlanes:
         self.labels: Counter[str] = Counter()
         self.dequantised_to_cut: list[str] = []
         self._shards, self._quantiser, self._dtype, self._device = shards, quantiser, dtype, device
-        self._arrived: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-        self._wanted: dict[tuple[str, str], set[str]] = {key: set() for key in shards}
-        for module, parameter, shard in places.values():
-            if (module, shard) in shards and parameter in shards[module, shard].planes:
-                self._wanted[module, shard].add(parameter)
+        self._arrived: dict[str, dict[str, torch.Tensor]] = {}
+        self._stored: dict[str, list[tuple[str, str]]] = {}
+        for key, stored in shards.items():
+            self._stored.setdefault(stored.name, []).append(key)
+        self._wanted: dict[str, set[str]] = {name: set() for name in self._stored}
+        for name in places:
+            stored_name, _, plane = name.rpartition(".")
+            if stored_name in self._wanted and plane in shards[self._stored[stored_name][0]].planes:
+                self._wanted[stored_name].add(plane)
         self.names = {
             f"{stored.name}.{plane}"
             for stored in shards.values()
@@ -76,24 +80,29 @@ class ShardPlanes:
             return parameter in self._shards[module, shard].planes
         return module in self.modules and parameter == "weight"
 
-    def add(self, name: str, place: Place, tensor: torch.Tensor) -> StoredMatrix | None:
-        """Take the part of a checkpoint's tensor that is at `place`; the shard's matrix if it is whole now.
+    def add(self, name: str, place: Place, tensor: torch.Tensor) -> list[tuple[str, str, StoredMatrix]]:
+        """Take the part of a checkpoint's tensor that is at `place`.
+
+        Returns:
+            (module, shard, matrix) of each shard that is whole now.
 
         Raises:
-            WeightError: the tensors of the shard contradict each other.
+            WeightError: the tensors of a shard contradict each other.
         """
         module, parameter, shard = place
-        key = module, shard
         # Not the mapped file, of which a tensor on a CPU is a view.
         tensor = tensor.clone() if self._device.type == "cpu" else tensor.to(self._device)
-        if key not in self._shards:
-            return self._of_floats(module, tensor)
-        planes = self._arrived.setdefault(key, {})
+        if (module, shard) not in self._shards:
+            return [(module, shard, self._of_floats(module, tensor))]
+        stored_name = self._shards[module, shard].name
+        planes = self._arrived.setdefault(stored_name, {})
         planes[parameter] = tensor
-        if set(planes) < self._wanted[key]:
-            return None
-        stored = self._shards[key]
-        del self._arrived[key]
+        if set(planes) < self._wanted[stored_name]:
+            return []
+        del self._arrived[stored_name]
+        return [(*key, self._matrix(self._shards[key], planes)) for key in self._stored[stored_name]]
+
+    def _matrix(self, stored: StoredShard, planes: Mapping[str, torch.Tensor]) -> StoredMatrix:
         try:
             matrix, dequantised = stored.matrix(planes)
         except ValueError as e:
@@ -163,19 +172,16 @@ class PackedLayers:
         """Whether a checkpoint's tensor belongs to a packed weight; it is taken then."""
         if not self._planes.takes(place):
             return False
-        module_name, _, shard = place
-        matrix = self._planes.add(name, place, tensor)
-        if matrix is None:
-            return True
-        self._not_finite.append((name, matrix.not_finite()))
-        module = self._model.get_submodule(module_name)
-        assert isinstance(module, ShardedParameters)
-        shards = self._matrices[module_name]
-        shards[shard] = module.arranged(shard, matrix)
-        if len(shards) == len(module.shards):
-            matrices = [shards[each] for each in module.shards]
-            self._set(module_name, self._packed(matrices))
-            shards.clear()
+        for module_name, shard, matrix in self._planes.add(name, place, tensor):
+            self._not_finite.append((name, matrix.not_finite()))
+            module = self._model.get_submodule(module_name)
+            assert isinstance(module, ShardedParameters)
+            shards = self._matrices[module_name]
+            shards[shard] = module.arranged(shard, matrix)
+            if len(shards) == len(module.shards):
+                matrices = [shards[each] for each in module.shards]
+                self._set(module_name, self._packed(matrices))
+                shards.clear()
         return True
 
     def _packed(self, matrices: list[StoredMatrix]) -> nn.Parameter | PackedWeight:

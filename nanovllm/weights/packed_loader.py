@@ -80,14 +80,11 @@ def _with_blocks(
         if format or not planes.takes(place):
             yield name, place, format, tensor
             continue
-        matrix = planes.add(name, place, tensor)
-        if matrix is None:
-            continue
-        module, _, shard = place
-        if matrix.not_finite():
-            raise WeightError(f"tensor {name!r}: its weight or scales hold NaN or infinity; download it again")
-        blocks = as_gguf(matrix)
-        yield name, (module, "weight", shard), *(blocks or ("", matrix.dequantised()))
+        for module, shard, matrix in planes.add(name, place, tensor):
+            if matrix.not_finite():
+                raise WeightError(f"tensor {name!r}: its weight or scales hold NaN or infinity; download it again")
+            blocks = as_gguf(matrix)
+            yield name, (module, "weight", shard), *(blocks or ("", matrix.dequantised()))
 
 
 def pack_model(model: DecoderForCausalLM, kernels: Kernels, max_position: int) -> PackedDecoderForCausalLM:

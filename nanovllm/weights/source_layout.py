@@ -21,6 +21,9 @@ class SourceLayout:
 
     Args:
         format: of the checkpoint; a GGUF file stores the weights of norms whole.
+
+    Attributes:
+        head_order: the order of rows within each head of queries and keys, head_dim indices; None: as they are stored.
     """
 
     def __init__(self, config: ModelConfig, format: str) -> None:
@@ -36,18 +39,20 @@ class SourceLayout:
         part = {dim for dim in rotated if dim < c.head_dim}
         if part and len(rotated) > 1:
             raise WeightError("config.json: layers that rotate different parts of their heads are not supported")
-        self.reorders_heads = bool(part)
-        self._head_order = head_order(c.head_dim, *part) if part else None
+        self.head_order = head_order(c.head_dim, *part) if part else None
 
-    def headers(self, headers: Sequence[TensorHeader]) -> list[TensorHeader]:
+    def headers(self, headers: Sequence[TensorHeader], as_stored: Container[str] = ()) -> list[TensorHeader]:
         """The headers of the model's tensors.
+
+        Args:
+            as_stored: names of tensors that are left alone.
 
         Raises:
             WeightError: a fused tensor that has another number of rows than its parts together.
         """
         made = []
         for header in headers:
-            pieces = self._pieces(header.name)
+            pieces = [] if header.name in as_stored else self._pieces(header.name)
             expected = sum(rows for _, rows in pieces)
             if pieces and (not header.shape or header.shape[0] != expected):
                 of = ", ".join(f"{rows} of {name.split('.')[-2]}" for name, rows in pieces)
@@ -100,7 +105,7 @@ class SourceLayout:
         leaf = name.split(".")[-2] if name.count(".") else name
         if self._norm_offset and leaf.endswith("norm"):
             return tensor.float() + self._norm_offset
-        if self._head_order is not None and leaf in ("q_proj", "k_proj"):
-            heads = tensor.unflatten(0, (-1, len(self._head_order)))
-            return heads[:, self._head_order].flatten(0, 1)
+        if self.head_order is not None and leaf in ("q_proj", "k_proj"):
+            heads = tensor.unflatten(0, (-1, len(self.head_order)))
+            return heads[:, self.head_order].flatten(0, 1)
         return tensor

@@ -83,3 +83,11 @@ def test_blocks_of_a_gguf_file(pool, tmp_path):
     path = gguf_files.tiny(tmp_path, "llama", "Q4_0")
     alone = served(SINGLE, path)
     assert pool.run(2, served, path) == alone and alone[1] == 9
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-block"])
+def test_a_tensor_of_several_shards_is_cut_for_each_rank(pool, tmp_path, name):
+    reference = write(tmp_path, FORMATS[name], "phi3", num_key_value_heads=1, partial_rotary_factor=0.5)
+    tokens, _ = served(SINGLE, tmp_path)
+    assert tokens[1] == tiny.greedy(reference, prompt_of(1), PARAMS.max_tokens)
+    assert pool.run(2, served, tmp_path)[0] == tokens

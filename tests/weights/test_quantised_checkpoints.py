@@ -10,9 +10,10 @@ from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.loader import load_model
+from nanovllm.weights.safetensors_files import WeightError
 from tests import tiny
 from tests.native import NATIVE
-from tests.weights.checkpoints import CPU, fused
+from tests.weights.checkpoints import CPU, edit, fused
 from tests.weights.quantised_files import FORMATS, write
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -79,3 +80,29 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
     modes = MODES if name in ("fp8-block", "gptq-act-order", "mixed") else {"C++": {}, "packed": PACKED}
     for mode, options in modes.items():
         assert tokens(tmp_path, **options) == want, mode
+
+
+@pytest.mark.parametrize(
+    "name, architecture, overrides",
+    [
+        *((name, "phi3", dict(partial_rotary_factor=0.5)) for name in ("fp8-block", "fp8-tensor", "awq")),
+        *((name, "phi3", dict(num_key_value_heads=1)) for name in ("gptq-act-order", "w4a16-asymmetric", "w8a8")),
+        ("gptq-asymmetric", "qwen2", dict()),
+        ("awq", "gemma3", dict(tie_word_embeddings=True)),
+        ("fp8-channel", "smollm3", dict()),
+    ],
+)  # fmt: skip
+def test_architectures(tmp_path, name, architecture, overrides):
+    """Some store several shards in one tensor, and some rotate heads in part, for which rows are reordered."""
+    reference = write(tmp_path, FORMATS[name], architecture, **overrides)
+    want = [tiny.greedy(reference, prompt, GREEDY.max_tokens) for prompt in prompts()]
+    assert tokens(tmp_path, **PACKED) == want
+    assert tokens(tmp_path) == want
+    assert len(packed_names(loaded(tmp_path))) == 8
+
+
+def test_a_plane_of_several_shards_that_is_missing(tmp_path):
+    write(tmp_path, FORMATS["awq"], "phi3", num_hidden_layers=1)
+    edit(tmp_path, lambda t: t.pop("model.layers.0.self_attn.qkv_proj.scales"))
+    with pytest.raises(WeightError, match="lacks model.layers.0.self_attn.qkv_proj.scales$"):
+        loaded(tmp_path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES
-from nanovllm.layers.linear import ShardedParameters
+from nanovllm.layers.linear import Part, ShardedParameters
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.weights.quantization.fp8 import Fp8Storage
 from nanovllm.weights.quantization.gguf_blocks import GGUFStorage
@@ -54,12 +54,15 @@ def _named_as_stored(storage: Storage, leaves: Mapping[str, TensorHeader]) -> St
     return storage
 
 
-def stored_shards(model: DecoderForCausalLM, storages: Mapping[str, Storage]) -> dict[tuple[str, str], StoredShard]:
+def stored_shards(
+    model: DecoderForCausalLM, storages: Mapping[str, Storage], head_order: Sequence[int] | None = None
+) -> dict[tuple[str, str], StoredShard]:
     """The packed shards of a model's layers, by module and shard.
 
     Args:
         model: may be on the meta device.
         storages: by module of the checkpoint. Modules that the model does not have are passed over.
+        head_order: as of `StoredShard`, for queries and keys.
 
     Raises:
         WeightError: a matrix cannot be stored so.
@@ -70,13 +73,25 @@ def stored_shards(model: DecoderForCausalLM, storages: Mapping[str, Storage]) ->
         if not isinstance(module, ShardedParameters) or getattr(module, "weight", None) is None:
             continue
         parent, _, leaf = module_name.rpartition(".")
-        for shard in module.shards:
-            name = ".".join(part for part in (parent, original.get((leaf, shard), leaf)) if part)
-            storage = storages.get(name)
-            shape = module.source_shape("weight", shard)
+        names = {shard: original.get((leaf, shard), leaf) for shard in module.shards}
+        shapes = {shard: module.source_shape("weight", shard) for shard in module.shards}
+        first: dict[str, int] = {}
+        for shard, name in names.items():
+            # Of a module that a checkpoint stores as one with others.
+            stored = next((fused for fused, pieces in model.SPLIT.items() if name in pieces), name)
+            shared = ".".join(part for part in (parent, stored) if part) in storages and stored != name
+            full_name = ".".join(part for part in (parent, stored if shared else name) if part)
+            storage, shape, part = storages.get(full_name), shapes[shard], module.part("weight", shard)
             if storage is None or len(shape) != 2:
                 continue
-            if problem := storage.problem(*shape):
-                raise WeightError(f"{name!r} cannot be {storage.label}: {problem}; correct the configuration")
-            shards[module_name, shard] = StoredShard(name, storage, *shape, module.part("weight", shard))
+            rows = shape[0]
+            if shared:
+                rows = sum(shapes[each][0] for each in module.shards)
+                start, length = (0, shape[0]) if part is None else part[1:]
+                part = Part(0, first.get(full_name, 0) + start, length)
+                first[full_name] = first.get(full_name, 0) + shape[0]
+            if problem := storage.problem(rows, shape[1]):
+                raise WeightError(f"{full_name!r} cannot be {storage.label}: {problem}; correct the configuration")
+            order = head_order if name in ("q_proj", "k_proj") else None
+            shards[module_name, shard] = StoredShard(full_name, storage, rows, shape[1], part, shared, order)
     return shards

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -107,8 +107,7 @@ class Storage(ABC):
         if part.length == cover.length:
             return matrix, False
         if part.dim == 0:
-            index = torch.arange(start, start + part.length, device=next(iter(planes.values())).device)
-            return matrix.take_rows(index), False
+            return matrix.rows(start, part.length), False
         cut = matrix.columns(start, part.length)
         if cut is not None:
             return cut, False
@@ -121,8 +120,10 @@ class StoredShard:
 
     Attributes:
         name: of its module in the checkpoint.
-        rows, columns: of the whole matrix.
+        rows, columns: of the stored matrix.
         part: what this rank holds of it; None: all.
+        shared: the matrix holds other shards too, and is read whole.
+        head_order: the order of rows within each head of the model, head_dim indices; None: as they are stored.
     """
 
     name: str
@@ -130,6 +131,8 @@ class StoredShard:
     rows: int
     columns: int
     part: Part | None
+    shared: bool = False
+    head_order: Sequence[int] | None = None
 
     @cached_property
     def planes(self) -> dict[str, Plane]:
@@ -137,7 +140,7 @@ class StoredShard:
 
     def plane_parts(self) -> Iterator[tuple[str, Part]]:
         """(plane, what is read of it) for planes that are not read whole."""
-        cover = self.storage.cover(self.part, self.rows, self.columns)
+        cover = None if self.shared else self.storage.cover(self.part, self.rows, self.columns)
         for name, plane in self.planes.items():
             part = self.storage.plane_part(plane, cover)
             if part is not None:
@@ -145,4 +148,14 @@ class StoredShard:
 
     def matrix(self, planes: Mapping[str, torch.Tensor]) -> tuple[StoredMatrix, bool]:
         """As `Storage.part`."""
-        return self.storage.part(planes, self.part, self.rows, self.columns)
+        if self.shared:
+            assert self.part is not None
+            matrix, cut = self.storage.matrix(planes, self.rows, self.columns), False
+            matrix = matrix.rows(self.part.start, self.part.length)
+        else:
+            matrix, cut = self.storage.part(planes, self.part, self.rows, self.columns)
+        if self.head_order is not None:
+            order = torch.tensor(self.head_order, device=next(iter(planes.values())).device)
+            heads = torch.arange(0, matrix.shape[0], len(order), device=order.device)
+            matrix = matrix.take_rows((heads[:, None] + order).flatten())
+        return matrix, cut
