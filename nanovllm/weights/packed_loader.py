@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.cpu.library import FORMATS, PackedMatrix
+from nanovllm.kernels.cpu.library import GGUF_FORMATS, PackedMatrix
 from nanovllm.kernels.ops.decoder_step import DecoderLayerWeights, DecoderWeights
 from nanovllm.layers.linear import ColumnParallelLinear, ShardedParameters
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -153,7 +153,7 @@ def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, torch.Tensor]]:
 def _packed(name: str, format: str, tensor: torch.Tensor, dtype: torch.dtype, activations: str) -> PackedMatrix:
     if tensor.dtype != torch.uint8:
         matrix = PackedMatrix.of(tensor.to(dtype))
-    elif format in FORMATS:
+    elif format in GGUF_FORMATS:
         block, size = gguf.block_size(format)
         matrix = PackedMatrix(format, tensor, tensor.shape[1] // size * block, activations)
     else:

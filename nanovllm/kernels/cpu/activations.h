@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "maths.h"
-#include "tiles.h"
+#include "all_tiles.h"
 
 namespace nanovllm {
 

@@ -1,4 +1,4 @@
-// How files store the rows of weights: plain floats, and the blocks of GGUF.
+// How rows of weights come to the kernels: plain floats, the blocks of GGUF, and blocks that library.py makes.
 // Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and the Python package gguf.
 #pragma once
 
@@ -61,11 +61,25 @@ inline void scale_and_min(const uint8_t* packed, int j, float& scale, float& min
     }
 }
 
-enum Format : int32_t { f32, bf16, f16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k };
+// A scale and a minimum in float32, and integers from 0 to 15: of each 32 columns, byte b has column b in its low half
+// and column b + 16 in its high half, as in Q4_1. A weight is scale * integer + minimum.
+template <int COLUMNS>
+struct Int4 {
+    static constexpr int BLOCK = COLUMNS, BYTES = 8 + COLUMNS / 2;
+};
+
+// A scale in float32, and 8-bit floats: 4 bits of exponent, 3 of fraction, no infinity; 0x7f and 0xff are NaN.
+// Source: "FP8 formats for deep learning", https://arxiv.org/abs/2209.05433
+struct E4M3 {
+    static constexpr int BLOCK = 128, BYTES = 4 + 128;
+};
+
+enum Format : int32_t { f32, bf16, f16, q8_0, q4_0, q4_1, q5_0, q5_1, q4_k, q5_k, q6_k, int4_32, int4_128, e4m3 };
+constexpr int32_t LAST_FORMAT = e4m3;
 
 template <typename F>
 inline int64_t row_bytes(int64_t columns) {
-    return columns / F::BLOCK * F::BYTES;
+    return (columns + F::BLOCK - 1) / F::BLOCK * F::BYTES;
 }
 
 }  // namespace nanovllm

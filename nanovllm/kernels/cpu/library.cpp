@@ -28,11 +28,11 @@ void products(Threads& threads, std::initializer_list<Product> all, const Tokens
 // Group g of a tile as floats [32][16 rows].
 template <typename T>
 inline void expand(const uint8_t* tile, int64_t g, Floats* to) {
-    if constexpr (is_plain<T>) {
-        for (int k = 0; k < GROUP; k++) to[k] = T::column(tile + g * T::BYTES, k);
+    const uint8_t* block = tile + g / T::GROUPS * T::BYTES;
+    const int j = (int)(g % T::GROUPS);
+    if constexpr (T::IS_FLOATS) {
+        for (int k = 0; k < GROUP; k++) to[k] = T::column(block, j, k);
     } else {
-        const uint8_t* block = tile + g / T::GROUPS * T::BYTES;
-        const int j = (int)(g % T::GROUPS);
         Codes codes[VECTORS];
         T::codes(block, j, codes);
         for (int k = 0; k < GROUP; k++) {
@@ -81,10 +81,10 @@ int32_t nanovllm_is_finite(Threads* threads, const Weight* w) {
             const uint8_t* block = w->data + i * tile_bytes<T>(w->columns);
             Floats zeros{};  // times zero: NaN for what is not finite
             for (int64_t b = 0; b < blocks_of<T>(w->columns); b++, block += T::BYTES) {
-                if constexpr (is_plain<T>) {
-                    for (int k = 0; k < GROUP; k++) zeros += T::column(block, k) * 0.0f;
-                } else {
-                    for (int j = 0; j < T::GROUPS; j++)
+                for (int j = 0; j < T::GROUPS; j++) {
+                    if constexpr (T::IS_FLOATS)
+                        for (int k = 0; k < GROUP; k++) zeros += T::column(block, j, k) * 0.0f;
+                    else
                         zeros += (T::scale(block, j, 0) + T::scale(block, j, T::SCALES - 1) + T::minimum(block, j)) * 0.0f;
                 }
             }

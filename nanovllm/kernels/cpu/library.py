@@ -12,13 +12,18 @@ from functools import cache
 import torch
 
 from nanovllm.kernels.cpu.build import load_library
+from nanovllm.kernels.cpu.checkpoint_blocks import fp8_blocks, int4_blocks
 from nanovllm.kernels.ops.checks import check_sampling
 from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderWeights
 from nanovllm.kernels.ops.sample import check_sample
 
-FORMATS = ("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-"""Storage formats by the names that GGUF gives them. Their places are the values of `Format` in formats.h."""
+GGUF_FORMATS = ("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+"""Storage formats by the names that GGUF gives them."""
+FORMATS = (*GGUF_FORMATS, "INT4_32", "INT4_128", "E4M3")
+"""All storage formats. Their places are the values of `Format` in formats.h."""
 PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+_FLOATS = ("F32", "BF16", "F16", "E4M3")
 
 PARTS = {"float32": 3, "int8": 1}
 """What quantised weights are multiplied with -> 8-bit parts of each activation; 24 bits are as exact as float32."""
@@ -119,7 +124,8 @@ class PackedMatrix:
 
     Args:
         format: one of `FORMATS`.
-        blocks: the rows as the file has them: uint8 [rows, bytes of a row], or a plain tensor [rows, columns].
+        blocks: the rows as the file has them, or as `formats.h` describes them: uint8 [rows, bytes of a row], or a
+            plain tensor [rows, columns].
         columns: needed for uint8 blocks.
         activations: what quantised weights are multiplied with: a key of `PARTS`. Plain ones take float32.
     """
@@ -132,13 +138,28 @@ class PackedMatrix:
         self.tiles = torch.empty(lib.nanovllm_packed_bytes(index, self.rows, columns), dtype=torch.uint8)
         lib.nanovllm_pack(threads(), index, self.rows, columns, blocks.data_ptr(), self.tiles.data_ptr())
         self.struct = _Weight(
-            self.tiles.data_ptr(), self.rows, columns, index, 0 if format in PLAIN.values() else PARTS[activations]
+            self.tiles.data_ptr(), self.rows, columns, index, 0 if format in _FLOATS else PARTS[activations]
         )  # fmt: skip
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> PackedMatrix:
         """A float32, bfloat16 or float16 tensor [rows, columns], packed."""
         return cls(PLAIN[weight.dtype], weight, weight.shape[1])
+
+    @classmethod
+    def of_int4(
+        cls, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, activations: str = "float32"
+    ) -> PackedMatrix:
+        """Integers of 4 bits in groups of columns, as `int4_blocks` takes them: 4.5 bits a weight, or 6.
+
+        Groups of a multiple of 128 columns take 4.5 bits, others of a multiple of 32 take 6.
+        """
+        return cls(*int4_blocks(weight, scale, zero), activations)
+
+    @classmethod
+    def of_fp8(cls, weight: torch.Tensor, scale: torch.Tensor) -> PackedMatrix:
+        """8-bit floats (e4m3), as `fp8_blocks` takes them. Products are of float32 activations."""
+        return cls(*fp8_blocks(weight, scale))
 
     def is_finite(self) -> bool:
         """Whether every weight is finite."""

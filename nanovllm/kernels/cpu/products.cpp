@@ -74,7 +74,7 @@ inline void quantised_tile(const Weight& w, int64_t tile, const Tokens& x, const
     if (x.count - m == 3) tile_times<T, P, 3>(w, tile, x, m, out);
 }
 
-// ---- Plain weights
+// ---- Weights that are floats
 
 constexpr int FEW = 8;         // tokens that one pass over the weights takes
 constexpr int FEW_PASSES = 2;  // passes up to which reading the weights anew is cheaper than the panels of `many`
@@ -92,13 +92,15 @@ inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, c
     const int64_t blocks = blocks_of<T>(w.columns), bytes = blocks * T::BYTES;
     const float* values = x.values + token * x.stride;
     Floats acc[R][M][2] = {};
-    for (int64_t b = 0; b < blocks; b++) {
-        const float* at = values + b * GROUP;
+    for (int64_t g = 0; g < blocks * T::GROUPS; g++) {
+        const float* at = values + g * GROUP;
+        const int64_t block = g / T::GROUPS;
+        const int j = (int)(g % T::GROUPS);
 #pragma GCC unroll 2
         for (int i = 0; i < LANES; i++) {
             for (int r = 0; r < R; r++) {
-                const uint8_t* from = w.data + (tile + r) * bytes + b * T::BYTES;
-                const Floats low = T::column(from, i), high = T::column(from, i + LANES);
+                const uint8_t* from = w.data + (tile + r) * bytes + block * T::BYTES;
+                const Floats low = T::column(from, j, i), high = T::column(from, j, i + LANES);
                 for (int m = 0; m < M; m++) {
                     acc[r][m][0] += low * at[m * x.stride + i];
                     acc[r][m][1] += high * at[m * x.stride + i + LANES];
@@ -161,12 +163,13 @@ inline void many(const Weight& w, int64_t first, const Tokens& x, const Output& 
     alignas(64) thread_local float panel[PANEL_GROUPS * GROUP * PANEL_ROWS];
     thread_local std::vector<float> sums;
     sums.assign((size_t)x.count * PANEL_ROWS, 0.0f);
-    for (int64_t g0 = 0; g0 < blocks; g0 += PANEL_GROUPS) {
-        const int64_t some = std::min<int64_t>(PANEL_GROUPS, blocks - g0);
+    for (int64_t g0 = 0; g0 < blocks * T::GROUPS; g0 += PANEL_GROUPS) {
+        const int64_t some = std::min<int64_t>(PANEL_GROUPS, blocks * T::GROUPS - g0);
         for (int r = 0; r < tiles; r++)
             for (int64_t g = 0; g < some; g++) {
-                const uint8_t* from = w.data + (first + r) * bytes + (g0 + g) * T::BYTES;
-                for (int i = 0; i < GROUP; i++) store(panel + (g * GROUP + i) * PANEL_ROWS + r * TILE, T::column(from, i));
+                const uint8_t* from = w.data + (first + r) * bytes + (g0 + g) / T::GROUPS * T::BYTES;
+                const int j = (int)((g0 + g) % T::GROUPS);
+                for (int i = 0; i < GROUP; i++) store(panel + (g * GROUP + i) * PANEL_ROWS + r * TILE, T::column(from, j, i));
             }
         const float* values = x.values + g0 * GROUP;
         int64_t m = 0;
@@ -188,7 +191,7 @@ void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens
     const Output& out = product.out;
     with_tile<NANOVLLM_PARTS, PART>(w.format, [&](auto format) {
         using T = decltype(format);
-        if constexpr (!is_plain<T>) {
+        if constexpr (!T::IS_FLOATS) {
             for (int64_t tile = begin; tile < end; tile++) {
                 if (w.parts == 1) quantised_tile<T, 1>(w, tile, x, out);
                 else quantised_tile<T, EXACT_PARTS>(w, tile, x, out);

@@ -251,4 +251,15 @@ inline Floats floats_of_f16(const uint16_t* from) {
 #endif
 }
 
+// ---- 8-bit floats
+
+// Sign, 4 bits of exponent and 3 of fraction, divided by 256: as 16-bit floats their exponents are smaller by 8. What is
+// NaN as an 8-bit float becomes a number.
+inline Floats floats_of_e4m3(const uint8_t* from) {
+    typedef int16_t Signed __attribute__((vector_size(32)));
+    const Signed wide = (Signed)(__builtin_convertvector(load<Bytes>(from), Halves) << 8);
+    const Halves halves = (Halves)(wide >> 1) & 0xbf80;  // the sign stays, and its copy goes
+    return floats_of_f16((const uint16_t*)&halves);
+}
+
 }  // namespace nanovllm

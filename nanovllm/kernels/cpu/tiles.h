@@ -14,12 +14,16 @@ constexpr int TILE = LANES;  // rows
 
 // The interface of a quantised tile format, for groups j = 0 to GROUPS - 1 of a super-block at `from`:
 //   Source    the row format that it is made of
-//   GROUPS    groups of 32 columns in a super-block;  BYTES  of a super-block
+//   GROUPS    groups of 32 columns in a super-block;  BYTES  of a super-block;  IS_FLOATS  false
 //   TOP       the largest code;  CENTRE  the code of zero;  SCALES  of a group: 1, or 2 of 16 columns each
 //   MINIMUM   whether weights have a minimum
 //   pack      writes a super-block from 16 pointers to the rows' blocks
 //   codes(from, j, to)     to[v]: columns 4 v to 4 v + 3 of 16 rows
 //   scale(from, j, h), minimum(from, j)   16 rows; h: which of SCALES. A weight is scale * (code - CENTRE) + minimum.
+
+// That of a tile format of floats: Source, GROUPS, BYTES, pack, and
+//   IS_FLOATS  true
+//   column(from, j, k)     16 rows of column k of group j
 
 inline Floats halves_at(const uint8_t* from) { return floats_of_f16((const uint16_t*)from); }
 
@@ -34,18 +38,14 @@ struct PlainTile {
             for (int r = 0; r < TILE; r++)
                 std::memcpy(to + (k * TILE + r) * S::BYTES, rows[r] + k * S::BYTES, S::BYTES);
     }
-    static Floats column(const uint8_t* from, int k) {
+    static constexpr bool IS_FLOATS = true;
+    static Floats column(const uint8_t* from, int, int k) {
         from += k * TILE * S::BYTES;
         if constexpr (std::is_same_v<S, F32>) return load<Floats>(from);
         else if constexpr (std::is_same_v<S, BF16>) return floats_of_bf16((const uint16_t*)from);
         else return floats_of_f16((const uint16_t*)from);
     }
 };
-
-template <typename T>
-constexpr bool is_plain = false;
-template <typename S>
-constexpr bool is_plain<PlainTile<S>> = true;
 
 // Four bits of each code: byte [i][row][b] has column 4 i + b in its low half and that + 16 in its high half, as each
 // row's block has.
@@ -82,6 +82,7 @@ inline void pack_halves(const uint8_t* const* rows, int at, uint8_t* to) {
 // Signed bytes become codes from 0 to 255, unless the processor multiplies signed bytes.
 struct Q8_0Tile {
     using Source = Q8_0;
+    static constexpr bool IS_FLOATS = false;
     static constexpr int GROUPS = 1, BYTES = TILE * Source::BYTES;
     static constexpr int TOP = 255, CENTRE = SIGNED_CODES ? 0 : 128, SCALES = 1;
     static constexpr bool MINIMUM = false;
@@ -101,6 +102,7 @@ struct Q8_0Tile {
 template <typename S, bool HAS_MINIMUM, bool FIFTH>
 struct SmallTile {
     using Source = S;
+    static constexpr bool IS_FLOATS = false;
     static constexpr int GROUPS = 1, BYTES = TILE * S::BYTES;
     static constexpr int TOP = FIFTH ? 31 : 15, CENTRE = HAS_MINIMUM ? 0 : (TOP + 1) / 2, SCALES = 1;
     static constexpr bool MINIMUM = HAS_MINIMUM;
@@ -128,6 +130,7 @@ struct SmallTile {
 template <typename S, bool FIFTH>
 struct LargeTile {
     using Source = S;
+    static constexpr bool IS_FLOATS = false;
     static constexpr int GROUPS = 8, GROUP_BYTES = TILE * (2 + (FIFTH ? 4 : 0) + 16), HEAD = TILE * 4;
     static constexpr int BYTES = HEAD + GROUPS * GROUP_BYTES;
     static constexpr int TOP = FIFTH ? 31 : 15, CENTRE = 0, SCALES = 1;
@@ -174,6 +177,7 @@ struct LargeTile {
 // 2 i and 2 i + 1 of the first vector, those of vector i + 4 in the second.
 struct Q6_KTile {
     using Source = Q6_K;
+    static constexpr bool IS_FLOATS = false;
     static constexpr int GROUPS = 8, GROUP_BYTES = TILE * (2 + 16 + 8), HEAD = TILE * 2;
     static constexpr int BYTES = HEAD + GROUPS * GROUP_BYTES;
     static constexpr int TOP = 63, CENTRE = 32, SCALES = 2;
@@ -223,62 +227,5 @@ using Q5_0Tile = SmallTile<Q5_0, false, true>;
 using Q5_1Tile = SmallTile<Q5_1, true, true>;
 using Q4_KTile = LargeTile<Q4_K, false>;
 using Q5_KTile = LargeTile<Q5_K, true>;
-
-// Calls fn with an object of the format's tile type, if the format's number leaves the remainder PART.
-template <int PARTS = 1, int PART = 0, typename Fn>
-inline void with_tile(int32_t format, Fn&& fn) {
-    auto call = [&](auto number, auto tile) {
-        if constexpr (decltype(number)::value % PARTS == PART) fn(tile);
-    };
-    switch (format) {
-        case f32: return call(std::integral_constant<int, f32>{}, PlainTile<F32>{});
-        case bf16: return call(std::integral_constant<int, bf16>{}, PlainTile<BF16>{});
-        case f16: return call(std::integral_constant<int, f16>{}, PlainTile<F16>{});
-        case q8_0: return call(std::integral_constant<int, q8_0>{}, Q8_0Tile{});
-        case q4_0: return call(std::integral_constant<int, q4_0>{}, Q4_0Tile{});
-        case q4_1: return call(std::integral_constant<int, q4_1>{}, Q4_1Tile{});
-        case q5_0: return call(std::integral_constant<int, q5_0>{}, Q5_0Tile{});
-        case q5_1: return call(std::integral_constant<int, q5_1>{}, Q5_1Tile{});
-        case q4_k: return call(std::integral_constant<int, q4_k>{}, Q4_KTile{});
-        case q5_k: return call(std::integral_constant<int, q5_k>{}, Q5_KTile{});
-        case q6_k: return call(std::integral_constant<int, q6_k>{}, Q6_KTile{});
-    }
-}
-
-inline int64_t tiles_of(int64_t rows) { return (rows + TILE - 1) / TILE; }
-
-template <typename T>
-inline int64_t blocks_of(int64_t columns) {
-    constexpr int width = GROUP * T::GROUPS;
-    return (columns + width - 1) / width;
-}
-
-template <typename T>
-inline int64_t tile_bytes(int64_t columns) {
-    return blocks_of<T>(columns) * T::BYTES;
-}
-
-// Rows of a weight to tiles. Missing rows and columns become zeros.
-template <typename T>
-inline void pack_tile(const uint8_t* rows, int64_t first, int64_t num_rows, int64_t columns, uint8_t* to) {
-    using S = typename T::Source;
-    constexpr int per_block = S::BLOCK == 1 ? GROUP * S::BYTES : S::BYTES * (GROUP * T::GROUPS / S::BLOCK);
-    const int64_t bytes = row_bytes<S>(columns);
-    for (int64_t b = 0; b < blocks_of<T>(columns); b++) {
-        alignas(64) uint8_t zeros[per_block] = {};
-        alignas(64) uint8_t rest[TILE][per_block];
-        const uint8_t* from[TILE];
-        for (int r = 0; r < TILE; r++) {
-            const int64_t at = b * per_block;
-            from[r] = first + r < num_rows ? rows + (first + r) * bytes + at : zeros;
-            if (first + r < num_rows && at + per_block > bytes) {
-                std::memset(rest[r], 0, per_block);
-                std::memcpy(rest[r], from[r], bytes - at);
-                from[r] = rest[r];
-            }
-        }
-        T::pack(from, to + b * T::BYTES);
-    }
-}
 
 }  // namespace nanovllm

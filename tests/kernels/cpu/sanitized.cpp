@@ -26,12 +26,12 @@ static std::vector<uint8_t> packed(Threads* threads, int32_t format, int64_t row
 }
 
 static void products_of_every_format(Threads* threads) {
-    for (int32_t format = f32; format <= q6_k; format++)
+    for (int32_t format = f32; format <= LAST_FORMAT; format++)
         for (int32_t parts : {1, EXACT_PARTS})
             for (int64_t rows : {1, 16, 37})
-                for (int64_t columns : {256, 768}) {
+                for (int64_t columns : {256, 768, format <= f16 || format == e4m3 ? 77 : 256}) {
                     const std::vector<uint8_t> data = packed(threads, format, rows, columns);
-                    const Weight w{data.data(), rows, columns, format, format <= f16 ? 0 : parts};
+                    const Weight w{data.data(), rows, columns, format, format <= f16 || format == e4m3 ? 0 : parts};
                     nanovllm_is_finite(threads, &w);
                     const std::vector<int64_t> ids = {rows - 1, 0};
                     std::vector<float> out(2 * columns);

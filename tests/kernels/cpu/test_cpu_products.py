@@ -12,7 +12,9 @@ if (reason := cpu_support(torch.device("cpu"))) is not None:
     pytest.skip(reason, allow_module_level=True)
 gguf = pytest.importorskip("gguf")
 
-from nanovllm.kernels.cpu.library import FORMATS, PLAIN, PackedMatrix
+from nanovllm.kernels.cpu.library import FORMATS, GGUF_FORMATS, PLAIN, PackedMatrix
+from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
+from nanovllm.kernels.ops.linear_int4 import dequantise_affine, pack_int4
 from nanovllm.weights.gguf import block_size
 
 # Where a block of each quantised format holds its halves.
@@ -27,6 +29,21 @@ def random_matrix(format, rows, columns, seed=0, activations="float32"):
     if format in DTYPES:
         weight = torch.from_numpy(rng.standard_normal((rows, columns), np.float32)).to(DTYPES[format])
         return PackedMatrix.of(weight), weight.float()
+    if format == "E4M3":
+        values = torch.from_numpy(rng.integers(0, 127, (rows, columns), dtype=np.uint8))
+        values |= torch.from_numpy(rng.integers(0, 2, (rows, columns), dtype=np.uint8)) << 7
+        scale = torch.from_numpy(rng.standard_normal((-(-rows // 128), -(-columns // 128)), np.float32))
+        values = values.view(torch.float8_e4m3fn)
+        return PackedMatrix.of_fp8(values, scale), dequantise_fp8(values, scale)
+    if format.startswith("INT4"):
+        groups = columns // (64 if format == "INT4_32" else 128)
+        values, zero = (
+            torch.from_numpy(rng.integers(0, 16, (rows, n), dtype=np.uint8)) for n in (columns, groups)
+        )  # fmt: skip
+        scale = torch.from_numpy(rng.standard_normal((rows, groups), np.float32))
+        packed = PackedMatrix.of_int4(pack_int4(values), scale, zero, activations)
+        assert packed.format == format
+        return packed, dequantise_affine(values, scale, zero)
     width, size = block_size(format)
     blocks = rng.integers(0, 256, (rows, columns // width, size), dtype=np.uint8)
     for at in HALVES[format]:
@@ -53,7 +70,7 @@ def test_products_are_those_of_the_dequantised_weights(format, rows, columns, co
     assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
 
 
-@pytest.mark.parametrize("format", sorted(HALVES))
+@pytest.mark.parametrize("format", [*sorted(HALVES), "INT4_32", "INT4_128"])
 def test_int8_activations_round_to_a_127th_of_their_group(format):
     packed, weight = random_matrix(format, 37, 512, activations="int8")
     x = torch.randn(9, 512)
@@ -99,7 +116,7 @@ def test_rows_are_the_dequantised_ones(format):
     assert packed.take(ids[:0]).shape == (0, 512)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", GGUF_FORMATS)
 def test_a_packed_matrix_is_about_as_large_as_in_the_file(format):
     width, size = (1, DTYPES[format].itemsize) if format in DTYPES else block_size(format)
     packed, _ = random_matrix(format, 64, 1024)
@@ -107,7 +124,7 @@ def test_a_packed_matrix_is_about_as_large_as_in_the_file(format):
     assert 1 <= packed.nbytes / (64 * 1024 // width * size) < 1.05
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", GGUF_FORMATS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_found(format, value):
     packed, weight = random_matrix(format, 20, 512)
