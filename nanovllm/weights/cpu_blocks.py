@@ -1,11 +1,12 @@
-"""Packed weights in the blocks of GGUF, for the C++ kernels of a CPU, where these hold the same numbers."""
+"""Packed weights in formats of the C++ kernels of a CPU that hold the same numbers."""
 
 from __future__ import annotations
 
 import torch
 
+from nanovllm.kernels.cpu.library import GGUF_FORMATS, PackedMatrix
 from nanovllm.layers.packed_weight import StoredMatrix
-from nanovllm.layers.stored_matrices import GGUFMatrix, IntMatrix
+from nanovllm.layers.stored_matrices import Fp8Matrix, GGUFMatrix, IntMatrix
 
 _BLOCK = 32
 
@@ -30,3 +31,20 @@ def as_gguf(matrix: StoredMatrix) -> tuple[str, torch.Tensor] | None:
         # Half a block behind the other, not column by column.
         return "Q4_0", torch.cat((d, q[..., :16] | q[..., 16:] << 4), -1).flatten(1)
     return "Q8_0", torch.cat((d, q ^ 128), -1).flatten(1)
+
+
+def packed_matrix(matrix: StoredMatrix, activations: str) -> PackedMatrix | None:
+    """The matrix with exactly its numbers, stored in about as many bits; None: no format has them.
+
+    Args:
+        activations: as in `PackedMatrix`.
+    """
+    blocks = as_gguf(matrix)
+    if blocks is not None and blocks[0] in GGUF_FORMATS:
+        return PackedMatrix(*blocks, matrix.shape[1], activations)
+    if isinstance(matrix, Fp8Matrix):
+        return PackedMatrix.of_fp8(matrix.weight, matrix.scale)
+    if isinstance(matrix, IntMatrix) and matrix.bits == 4 and matrix.permutation is None:
+        if matrix.group_size % _BLOCK == 0:
+            return PackedMatrix.of_int4(matrix.weight, matrix.scale, matrix.zero, activations)
+    return None

@@ -18,7 +18,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from nanovllm.weights import gguf, safetensors_files
 from nanovllm.weights.checkpoint import Checkpoint
-from nanovllm.weights.cpu_blocks import as_gguf
+from nanovllm.weights.cpu_blocks import packed_matrix
 from nanovllm.weights.packed_layers import Place, ShardPlanes, log_form
 from nanovllm.weights.safetensors_files import WeightError
 from nanovllm.weights.source_layout import SourceLayout
@@ -46,8 +46,8 @@ def load_packed(
 ) -> PackedDecoderForCausalLM:
     """The checkpoint's model with packed weights.
 
-    Blocks of a GGUF file stay as they are. Other quantised matrices become blocks of Q4_0 or Q8_0 if these hold the
-    same numbers (`as_gguf`), and else plain ones.
+    Blocks of a GGUF file stay as they are. Other quantised matrices stay packed if a format of the C++ kernels holds
+    the same numbers (`packed_matrix`), and else become plain ones.
 
     Args:
         dtype: plain matrices are stored in it.
@@ -64,14 +64,18 @@ def load_packed(
         for stored_name, format, stored_tensor in _stored(checkpoint)
         for name, tensor in layout.tensors([(stored_name, stored_tensor)], as_stored=planes.names)
     )
-    model = _pack(checkpoint.config, _with_blocks(tensors, places, planes), kernels, dtype, max_position, activations)
+    stored = _with_matrices(tensors, places, planes, activations)
+    model = _pack(checkpoint.config, stored, kernels, dtype, max_position, activations)
     log_form(planes, "")
     return model
 
 
-def _with_blocks(
-    tensors: Iterable[tuple[str, str, torch.Tensor]], places: Mapping[str, Place], planes: ShardPlanes
-) -> Iterator[tuple[str, Place, str, torch.Tensor]]:
+def _with_matrices(
+    tensors: Iterable[tuple[str, str, torch.Tensor]],
+    places: Mapping[str, Place],
+    planes: ShardPlanes,
+    activations: str,
+) -> Iterator[tuple[str, Place, str, torch.Tensor | PackedMatrix]]:
     """(name, place, format, tensor) of every weight, for the tensors of a checkpoint as `_stored` yields them."""
     for name, format, tensor in tensors:
         place = places.get(name)
@@ -83,8 +87,8 @@ def _with_blocks(
         for module, shard, matrix in planes.add(name, place, tensor):
             if matrix.not_finite():
                 raise WeightError(f"tensor {name!r}: its weight or scales hold NaN or infinity; download it again")
-            blocks = as_gguf(matrix)
-            yield name, (module, "weight", shard), *(blocks or ("", matrix.dequantised()))
+            packed = packed_matrix(matrix, activations)
+            yield name, (module, "weight", shard), "", matrix.dequantised() if packed is None else packed
 
 
 def pack_model(model: DecoderForCausalLM, kernels: Kernels, max_position: int) -> PackedDecoderForCausalLM:
@@ -105,17 +109,21 @@ def pack_model(model: DecoderForCausalLM, kernels: Kernels, max_position: int) -
 
 def _pack(
     config: ModelConfig,
-    stored: Iterable[tuple[str, Place, str, torch.Tensor]],
+    stored: Iterable[tuple[str, Place, str, torch.Tensor | PackedMatrix]],
     kernels: Kernels,
     dtype: torch.dtype,
     max_position: int,
     activations: str = "float32",
 ) -> PackedDecoderForCausalLM:
-    """stored: (name, place, format, tensor) of every weight."""
+    """stored: (name, place, format, tensor) of every weight, which may be packed already."""
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_hidden_layers)]
     rest: dict[str, Any] = {}
     for name, (module, parameter, shard), format, tensor in stored:
-        weight = _packed(name, format, tensor, dtype, activations) if tensor.dim() == 2 else _vector(name, tensor)
+        weight: PackedMatrix | torch.Tensor
+        if isinstance(tensor, PackedMatrix) or tensor.dim() == 2:
+            weight = _packed(name, format, tensor, dtype, activations)
+        else:
+            weight = _vector(name, tensor)
         if module.startswith("model.layers."):
             index, _, inner = module.removeprefix("model.layers.").partition(".")
             layers[int(index)][_NAMES[inner, shard] + ("_bias" if parameter == "bias" else "")] = weight
@@ -150,8 +158,12 @@ def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield name, "", tensor
 
 
-def _packed(name: str, format: str, tensor: torch.Tensor, dtype: torch.dtype, activations: str) -> PackedMatrix:
-    if tensor.dtype != torch.uint8:
+def _packed(
+    name: str, format: str, tensor: torch.Tensor | PackedMatrix, dtype: torch.dtype, activations: str
+) -> PackedMatrix:
+    if isinstance(tensor, PackedMatrix):
+        matrix = tensor
+    elif tensor.dtype != torch.uint8:
         matrix = PackedMatrix.of(tensor.to(dtype))
     elif format in GGUF_FORMATS:
         block, size = gguf.block_size(format)

@@ -8,6 +8,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.loader import load_model
 from nanovllm.weights.safetensors_files import WeightError
@@ -106,3 +107,20 @@ def test_a_plane_of_several_shards_that_is_missing(tmp_path):
     edit(tmp_path, lambda t: t.pop("model.layers.0.self_attn.qkv_proj.scales"))
     with pytest.raises(WeightError, match="lacks model.layers.0.self_attn.qkv_proj.scales$"):
         loaded(tmp_path)
+
+
+# A format that holds all numbers of the checkpoint; F32: they are expanded.
+CPU_FORMATS = {
+    "fp8-block": "E4M3", "fp8-tensor": "E4M3", "fp8-channel": "E4M3", "awq": "INT4_32", "gptq": "Q4_0",
+    "gptq-asymmetric": "INT4_32", "gptq-act-order": "F32", "gptq-8": "Q8_0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CPU_FORMATS)
+def test_the_cpp_kernels_keep_weights_packed(tmp_path, name):
+    write(tmp_path, FORMATS[name])
+    model = LLM(str(tmp_path), **OPTIONS).engine.runner.model
+    if not isinstance(model, PackedDecoderForCausalLM):
+        pytest.skip("the C++ kernels cannot run here")
+    assert model.weights.layers[0].down.format == CPU_FORMATS[name]
+    assert model.embedding.format == "F32"
