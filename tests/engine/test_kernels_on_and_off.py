@@ -12,14 +12,21 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 from nanovllm import LLM, SamplingParams
 from tests import tiny
+from tests.models.variants import VARIANTS
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_greedy_tokens(architecture, tmp_path):
-    tiny.save(tmp_path, architecture=architecture)
+MODELS = {"qwen3": ("qwen3", {}), "llama": ("llama", {})} | {
+    name: VARIANTS[name] for name in ("qwen2-windows", "smollm3-windows", "phi3-partial", "gemma2", "gemma3")
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens(name, tmp_path):
+    architecture, entries = MODELS[name]
+    tiny.save(tmp_path, architecture, **entries)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, 199, (n,), generator=generator).tolist() for n in (1, 14, 30)]
     prompts[1][:] = prompts[2][:14]  # of the same block, until the answers part them
