@@ -70,7 +70,7 @@ def tune(
     if show_list:
         others = {"--shape": shape, "--preset": preset, "--dry-run": dry_run, "--resume": resume, "--out": out}
         if given := [name for name, value in others.items() if value]:
-            raise ValueError(f"--list, {', '.join(given)}: expected one of them; a list takes an op at most, and --gpu")
+            raise ValueError(f"--list, {', '.join(given)}: expected one of them; --list goes with an op and --gpu only")
         show_configurations(op, device, gpu, wide, json_file)
         return
     requests = _requests(op, shape, preset)

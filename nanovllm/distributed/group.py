@@ -32,7 +32,7 @@ class Group:
     def divide(self, total: int, what: str) -> int:
         """This rank's share of `total`; a ValueError naming `what` if it does not divide."""
         if total % self.size:
-            raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={self.size}")
+            raise ValueError(f"{total} {what} cannot be divided by tensor_parallel_size={self.size}")
         return total // self.size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

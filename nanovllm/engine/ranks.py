@@ -323,7 +323,7 @@ def check_split(model: ModelConfig, size: int) -> None:
     found = problem(size)
     if found is not None:
         possible = ", ".join(str(n) for n in _SIZES if problem(n) is None)
-        raise ValueError(f"{found}; for this model it may be {possible}")
+        raise ValueError(f"{found}; sizes that this model allows: {possible}")
 
 
 @contextmanager

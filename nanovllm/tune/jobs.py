@@ -164,7 +164,7 @@ def jobs(
 
 def _need_triton() -> None:
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("Triton is not installed, whose kernels are tuned; pip install triton (Linux)")
+        raise ValueError("tuning needs Triton, which is not installed; pip install triton (Linux)")
     import triton
 
     if triton.knobs.runtime.interpret:

@@ -96,7 +96,7 @@ class GGUFFile:
             key = cursor.string(f"metadata key {index}")
             (value_type,) = cursor.unpack("I", f"the type of {key!r}")
             if key in self.metadata:
-                raise self.error(f"metadata key {key!r} stands there twice")
+                raise self.error(f"metadata key {key!r} occurs twice")
             self.metadata[key] = cursor.value(value_type, f"metadata {key!r}")
         entries = [self._tensor_entry(cursor, index) for index in range(num_tensors)]
         alignment = self.field("general.alignment", int, 32)
@@ -117,7 +117,7 @@ class GGUFFile:
 
     def _add_tensor(self, name: str, type_id: int, shape: tuple[int, ...], offset: int, file_size: int) -> None:
         if name in self.tensors:
-            raise self.error(f"tensor {name!r} stands there twice")
+            raise self.error(f"tensor {name!r} occurs twice")
         if type_id not in TENSOR_TYPES:
             supported = ", ".join(entry[0] for entry in TENSOR_TYPES.values())
             raise self.error(

@@ -70,7 +70,7 @@ def _tensors(path: Path) -> Iterator[tuple[Any, TensorHeader]]:
         except SafetensorError as e:
             raise WeightError(f"{file} is corrupt or truncated ({e}); download it again") from e
         except OSError as e:
-            raise WeightError(f"{file} cannot be read ({e}); is it a file, and is it yours to read?") from e
+            raise WeightError(f"{file} cannot be read ({e}); check that it is a file that you may read") from e
 
 
 def _dtype(code: str) -> tuple[str, bool]:

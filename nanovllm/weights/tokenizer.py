@@ -85,7 +85,7 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerBase | BareTokenizer, whe
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template]:
         if text is not None and not isinstance(text, str):
-            raise ValueError(f"{where} is {text!r:.60}, which is no str; correct it or remove it")
+            raise ValueError(f"{where} is {text!r:.60}, which is no text; correct it or remove it")
         if text:
             check_template(text, where)
 

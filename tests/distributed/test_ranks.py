@@ -94,7 +94,7 @@ def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (dict(size=3), "q heads=4 does not divide by tensor_parallel_size=3; for this model it may be 1, 2, 4"),
+        (dict(size=3), "4 q heads cannot be divided by tensor_parallel_size=3; sizes that this model allows: 1, 2, 4"),
         (dict(device="cpu:0"), "device='cpu:0' with tensor_parallel_size=2: each rank has a device of its own"),
     ],
 )

@@ -231,7 +231,7 @@ def test_the_name_of_the_method_is_taken(copy):
 def test_a_method_of_a_checkpoint_that_is_not_quantised(tmp_path):
     tiny.save(tmp_path, "qwen3", num_hidden_layers=1)
     with pytest.raises(
-        ValueError, match="quantization='awq': .* is not quantised so; leave the argument out, or pass fp8"
+        ValueError, match="quantization='awq': .* is not quantised in that way; leave the argument out, or pass fp8"
     ):
         locate(EngineConfig(str(tmp_path), quantization="awq"))
     with pytest.raises(ValueError, match="quantization='int3': must be one of fp8, int4, int8"):
