@@ -86,8 +86,8 @@ def _online(asked: str | None, quantization: Quantization | None, path: Path) ->
         raise ValueError(f"quantization={asked!r}: {path} is quantised already ({quantization.method}); {remedy}")
     if asked not in ONLINE:
         raise ValueError(
-            f"quantization={asked!r}: {path} is not quantised in that way; leave the argument out, or pass {' or '.join(ONLINE)}"
-            " to quantise it while it is loaded"
+            f"quantization={asked!r}: {path} is not quantised in that way; leave the argument out, or pass "
+            f"{' or '.join(ONLINE)} to quantise it while it is loaded"
         )
     return asked
 
