@@ -64,6 +64,11 @@ def builtin_plan(
         from nanovllm.kernels.triton.gemm.small_product_plan import plan_small_product
 
         return plan_small_product(k["tokens"], k["outputs"], k["size"], k["gated"], k["dtype"])
+    if tunable is tunables.PACKED_PRODUCT:
+        from nanovllm.kernels.triton.gemm.packed_plan import plan_packed_product
+
+        shape = k["tokens"], k["outputs"], k["size"], k["bits"], k["parts"]
+        return plan_packed_product(*shape, device.sms, device.capability >= 90)
     if tunable in (tunables.ATTENTION_DECODE, tunables.ATTENTION_DECODE_HOPPER):
         from nanovllm.kernels.triton.attention.decode_hopper_plan import plan_hopper_decode
         from nanovllm.kernels.triton.attention.decode_plan import plan_decode

@@ -198,6 +198,24 @@ def _hopper_product(k: Any, gpu: DeviceModel) -> Spaces:
     }, rules  # fmt: skip
 
 
+def _packed_product(k: Any, gpu: DeviceModel) -> Spaces:
+    from nanovllm.kernels.triton.gemm.packed_plan import columns_of_a_tile, tokens_of_a_program
+
+    tokens = tokens_of_a_program(k.tokens, gpu.capability >= 90)
+    columns = columns_of_a_tile(tokens, k.bits, k.parts)
+    tiles = cdiv(k.size, columns)
+    yield "PackedPlan", {
+        "rows": powers(16, 128), "warps": powers(1, 8), "stages": range(2, 8), "splits": (1, 2, 3, 4, 6, 8, 12, 16),
+    }, {
+        "more stages than tiles to fill them": lambda p: p.stages > 1 + cdiv(tiles, p.splits),
+        "more splits than tiles": lambda p: p.splits > tiles,
+        **_splits(lambda p: cdiv(k.outputs, p.rows) * cdiv(k.tokens, tokens), gpu),
+        # A thread also has its weights of a tile, as packed and as decoded, and the tokens.
+        **_registers(lambda p: p.rows * (tokens + columns * (k.bits + 16) // 32), 128),
+        **_shared(lambda p: p.stages * (p.rows * columns * k.bits // 8 + 2 * tokens * columns) + _BARRIERS, gpu),
+    }  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
@@ -270,6 +288,7 @@ _SPACES: Mapping[str, Callable[[Any, Any], Spaces]] = {
     "product": _product,
     "small_product": _small_product,
     "hopper_product": _hopper_product,
+    "packed_product": _packed_product,
     "attention_decode": _attention_decode,
     "attention_decode_hopper": _attention_decode_hopper,
     "attention_prefill": _attention_prefill,

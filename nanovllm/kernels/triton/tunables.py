@@ -227,6 +227,31 @@ def hopper_product_key(
     return hopper_product_tokens(tokens, 256), outputs, size, dtype, gated, split
 
 
+def packed_tokens(tokens: int) -> int:
+    """Numbers of tokens that share a plan: 8, 16, 32, 64 and multiples of 64."""
+    return _cdiv(tokens, 64) * 64 if tokens > 64 else max(8, bucket(tokens))
+
+
+def _refuse_packed(plan: Any, key: Key) -> str | None:
+    if key["dtype"] not in (torch.bfloat16, torch.float16):
+        return "dtype: only products of 16-bit numbers"
+    if plan.rows < 16 or plan.rows < 8 * plan.warps:
+        return "rows: tensor cores take 16, and no two warps have the same"
+    return None
+
+
+PACKED_PRODUCT = Tunable(
+    "packed_product",
+    {"tokens": int, "outputs": int, "size": int, "dtype": torch.dtype, "storage": str, "bits": int, "parts": bool},
+    (f"{_GEMM}.packed_plan:PackedPlan",),
+    tuple(f"{_GEMM}.{n}" for n in (
+        "packed_kernels:group_kernel", "packed_kernels:part_kernel", "stream_kernel:add_splits"
+    )),
+    _refuse_packed,
+    batch=("tokens",), rounded={"tokens": packed_tokens},
+)  # fmt: skip
+"""storage: "fp8", "int4", "int8", or a type of GGUF. parts: whether scales are of fewer columns than a tile has."""
+
 # --------------------------------------------------------------------------------------- attention
 
 
@@ -308,7 +333,7 @@ ALL: Mapping[str, Tunable] = {
     for t in (
         RMS_NORM, ADD_RMS_NORM, LAYER_NORM, SOFTMAX, ACTIVATE_AND_MUL, ACTIVATION, ADD_ACTIVATION, MUL_ADD, EMBEDDING,
         ROTARY,
-        ROTARY_STORE, PRODUCT, SMALL_PRODUCT, HOPPER_PRODUCT, ATTENTION_DECODE, ATTENTION_DECODE_HOPPER,
+        ROTARY_STORE, PRODUCT, SMALL_PRODUCT, HOPPER_PRODUCT, PACKED_PRODUCT, ATTENTION_DECODE, ATTENTION_DECODE_HOPPER,
         ATTENTION_PREFILL,
         ATTENTION_PREFILL_HOPPER,
     )

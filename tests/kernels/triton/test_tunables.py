@@ -187,6 +187,12 @@ def _kept():
     return tensors((20, 1024), (96, 1024))
 
 
+def packed(name, *words):
+    """A product with a packed weight [96, 1024] of words on a row."""
+    scale = torch.ones(96, words[1], dtype=torch.float16)
+    return op(name)(*tensors((3, 1024)), torch.zeros(96, words[0], dtype=torch.uint8), scale)
+
+
 def op(name):
     return all_ops()[name].providers["triton"].fn
 
@@ -246,6 +252,10 @@ CALLS = [
     (tunables.HOPPER_PRODUCT, lambda: hopper_product(split=True), {"splits": 3, "chunks": 1, "slots": 6, "rounds": 1,
     "block": 256},
      {"CHUNKS": 1, "SLOTS": 6, "ROUNDS": 1, "SPLITS": 3}),
+    (tunables.PACKED_PRODUCT, lambda: packed("linear_int4", 512, 8), {"rows": 16, "warps": 1, "stages": 2, "splits": 4},
+     {"ROWS": 16, "STAGES": 2, "SPLIT": True, "split_words": 64, "num_warps": 1}),
+    (tunables.PACKED_PRODUCT, lambda: packed("linear_int8", 1024, 32), {"rows": 16, "warps": 1, "stages": 2,
+    "splits": 1}, {"ROWS": 16, "STAGES": 2, "SPLIT": False, "split_words": 512, "num_warps": 1}),
     (tunables.ATTENTION_DECODE, attention, {"pieces": 5, "tile": 16, "warps": 8, "stages": 5, "merge_registers": 2,
     "early": False, "least": 2},
      {"PIECES": 5, "TILE": 16, "STAGES": 5, "num_warps": 8, "num_stages": 5}),

@@ -34,22 +34,28 @@ def tokens_of_a_program(num_tokens: int, hopper: bool) -> int:
     return min(MOST_TOKENS if hopper else MOST_TOKENS // 2, max(8, next_power_of_2(num_tokens)))
 
 
+def columns_of_a_tile(tokens: int, bits: int, parts: bool) -> int:
+    """Of a program of `tokens` tokens: 128, or of parts of 4-bit weights and few tokens 256, 128 bytes of a row."""
+    return 256 if parts and bits == 4 and tokens <= MANY_TOKENS else 128
+
+
 @functools.cache
 def plan_packed_product(
-    tokens: int, programs_of_tokens: int, num_rows: int, blocks: int, parts: bool, multiprocessors: int
+    num_tokens: int, num_rows: int, size: int, bits: int, parts: bool, multiprocessors: int, hopper: bool
 ) -> PackedPlan:
-    """For a weight of `num_rows` rows with `blocks` tiles of columns.
+    """For x [num_tokens, size] and a weight of `num_rows` rows.
 
     Up to 16 tokens two warps multiply with the instruction that takes both operands from registers. Beyond, four warps
     have the one of Hopper, which is twice as fast and takes the tokens from shared memory.
 
     Args:
-        tokens: of a program, as `tokens_of_a_program` says.
-        programs_of_tokens: programs that share the tokens of the same rows.
         parts: for `part_kernel`, which needs registers for scales.
+        hopper: or a later GPU.
     """
+    tokens = tokens_of_a_program(num_tokens, hopper)
+    blocks = cdiv(size, columns_of_a_tile(tokens, bits, parts))
     rows, warps = (32 if parts else 64, 2) if tokens <= MANY_TOKENS else (64, 4)
-    programs = cdiv(num_rows, rows) * programs_of_tokens
+    programs = cdiv(num_rows, rows) * cdiv(num_tokens, tokens)
     # Two programs a multiprocessor have enough reads under way.
     splits = max(1, min(2 * multiprocessors // max(1, programs), blocks // LEAST_BLOCKS))
     return PackedPlan(rows, warps, 5 if tokens <= MANY_TOKENS else 4 if tokens <= 32 else 3, splits)

@@ -18,13 +18,14 @@ import triton.language as tl
 from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf, dequantise_gguf
 from nanovllm.kernels.ops.linear_fp8 import block_shape
 from nanovllm.kernels.ops.linear_int4 import group_size
+from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import are_constant, has_dependent_launch
 from nanovllm.kernels.triton.gemm.packed_dequantise import dequantised
 from nanovllm.kernels.triton.gemm.packed_kernels import group_kernel, part_kernel
 from nanovllm.kernels.triton.gemm.packed_plan import (
-    MANY_TOKENS,
     MAX_TOKENS,
     PackedPlan,
+    columns_of_a_tile,
     plan_packed_product,
     tokens_of_a_program,
 )
@@ -34,8 +35,7 @@ from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, 
 _ALL = 1 << 30
 """Rows or words that share a scale, where all do."""
 GROUP_COLUMNS = 128
-"""Of a tile of `group_kernel`. Of `part_kernel` too, but of 4 bits and few tokens: `FEW_COLUMNS`."""
-FEW_COLUMNS = 256
+"""Of a tile of `group_kernel`, to all of which a scale belongs."""
 _SIXTEEN = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -65,28 +65,26 @@ def _few(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | 
     x, _, stride = matrix_of(x)
     if stride % per or x.storage_offset() % per or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    tokens = tokens_of_a_program(num_tokens, not x.is_cuda or is_hopper_or_later(x.device))
+    tokens = tokens_of_a_program(num_tokens, tokens_from_shared(x.device))
     words = x.reshape(num_tokens, size).view(torch.int64 if per == 4 else torch.int32)
     return _Call(words, weight.view(torch.int16), adjacent(bias), x.dtype, num_tokens, tokens, constant)
 
 
-def _part_block(call: _Call, bits: int) -> int:
-    """Words of a tile of `part_kernel`: 128 bytes of a row, but of many tokens at most 128 columns."""
-    return (FEW_COLUMNS if bits == 4 and call.tokens <= MANY_TOKENS else GROUP_COLUMNS) * bits // 16
-
-
 def _launch(
-    kernel: Any, call: _Call, storage: str, block: int, bits: int, tensors: tuple[Any, ...], numbers: tuple[int, ...],
+    kernel: Any, call: _Call, storage: str, bits: int, tensors: tuple[Any, ...], numbers: tuple[int, ...],
     plan: PackedPlan | None = None, **constants: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """[num_tokens, num_rows]; block: words of a tile."""
-    x, weight, num_tokens = call.x, call.weight, call.num_tokens
-    num_rows, words = weight.shape[0], x.shape[1]
-    blocks, tokens = cdiv(words, block), call.tokens
+    """[num_tokens, num_rows]"""
+    x, weight, num_tokens, tokens = call.x, call.weight, call.num_tokens, call.tokens
+    num_rows, words, parts = weight.shape[0], x.shape[1], kernel is part_kernel
     if plan is None:
-        plan = plan_packed_product(
-            tokens, cdiv(num_tokens, tokens), num_rows, blocks, kernel is part_kernel, num_sms(x)
+        size, rounded = words * 16 // bits, tunables.packed_tokens(num_tokens)
+        key = rounded, num_rows, size, call.dtype, storage, bits, parts
+        plan = tunables.PACKED_PRODUCT.find(x.device, *key) or plan_packed_product(
+            rounded, num_rows, size, bits, parts, num_sms(x), tokens_from_shared(x.device)
         )
+    block = columns_of_a_tile(tokens, bits, parts) * bits // 16
+    blocks = cdiv(words, block)
     split_blocks = cdiv(blocks, min(plan.splits, blocks))
     splits = cdiv(blocks, split_blocks)
     y = torch.empty((num_tokens, num_rows), dtype=call.dtype, device=x.device)
@@ -104,9 +102,9 @@ def _launch(
 
 
 @functools.cache
-def is_hopper_or_later(device: torch.device) -> bool:
-    """Whether the GPU has compute capability 9.0 or later."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
+def tokens_from_shared(device: torch.device) -> bool:
+    """Whether tensor cores take tokens from shared memory: from compute capability 9.0 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _check(x: torch.Tensor, size: int, bias: torch.Tensor | None) -> None:
@@ -131,7 +129,7 @@ def linear_fp8(
     if call is not None:
         scale_words = _ALL if scale.shape[1] == 1 else width // 2
         y = _launch(
-            group_kernel, call, "fp8", GROUP_COLUMNS // 2, 8, (scale, None), (scale.stride(0),), plan, FLOATS=True,
+            group_kernel, call, "fp8", 8, (scale, None), (scale.stride(0),), plan, FLOATS=True,
             SCALE_ROWS=scale_rows, SCALE_WORDS=scale_words,
         )  # fmt: skip
         return y.view(*x.shape[:-1], outputs)
@@ -170,14 +168,14 @@ def _affine(
     call = _few(x, weight, bits, bias, constant)
     if call is not None and (group % GROUP_COLUMNS == 0 or group == size):
         y = _launch(
-            group_kernel, call, f"int{bits}", GROUP_COLUMNS // per, bits, (scale, zero), (scale.stride(0),), plan,
+            group_kernel, call, f"int{bits}", bits, (scale, zero), (scale.stride(0),), plan,
             FLOATS=False, SCALE_ROWS=1, SCALE_WORDS=_ALL if group == size else group // per,
         )  # fmt: skip
         return y.view(*x.shape[:-1], outputs)
     if call is not None and group in (16, 32, 64):
         strides = scale.stride(0), 0, scale.stride(0)
         y = _launch(
-            part_kernel, call, f"int{bits}", _part_block(call, bits), bits, (scale, None, None, None, zero), strides,
+            part_kernel, call, f"int{bits}", bits, (scale, None, None, None, zero), strides,
             plan, ZERO=2 ** (bits - 1), PART_WORDS=group // per, BLOCK_PARTS=1,
         )  # fmt: skip
         return y.view(*x.shape[:-1], outputs)
@@ -206,7 +204,7 @@ def linear_gguf(
         per = 16 // of.bits
         strides = d.stride(0), 0 if sc is None else sc.stride(0), 0
         y = _launch(
-            part_kernel, call, kind, _part_block(call, of.bits), of.bits, (d, m, sc, mn, None), strides, plan,
+            part_kernel, call, of.name, of.bits, (d, m, sc, mn, None), strides, plan,
             ZERO=of.zero, PART_WORDS=of.part // per, BLOCK_PARTS=1 if sc is None else of.block_size // of.part,
         )  # fmt: skip
         return y.view(*x.shape[:-1], weight.shape[0])

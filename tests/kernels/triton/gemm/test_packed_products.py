@@ -147,9 +147,9 @@ def test_plans(splits, rows, warps, launched):
 
 def test_plans_keep_the_gpu_reading():
     for outputs in (1024, 4096, 6144, 24576):
-        plan = plan_packed_product(8, 1, outputs, 32, False, 132)
+        plan = plan_packed_product(8, outputs, 4096, 4, False, 132, True)
         assert -(-outputs // plan.rows) * plan.splits >= 128 or plan.splits == 8
-    assert plan_packed_product(8, 1, 4096, 4, False, 132).splits == 1
+    assert plan_packed_product(8, 4096, 512, 4, False, 132, True).splits == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
