@@ -314,7 +314,7 @@ class LLM:
 
 
 def _drop(method: str, others: dict[str, Any]) -> None:
-    """Refuse the arguments that a method does not have, but for those of vLLM that have no effect."""
+    """Refuse unknown arguments of a method; those of vLLM that have no effect are dropped."""
     drop_foreign(method, others, CALL_ARGUMENTS)
     reject_unknown(method, others, list(inspect.signature(getattr(LLM, method)).parameters)[1:-1])
 

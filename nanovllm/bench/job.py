@@ -16,7 +16,7 @@ Emit = Callable[[str, Any], object]
 """Sends (kind, content) to the process that started the job.
 
 Kinds: "rates"; "loading" an engine; "started" a workload; "row"; "failed", a row with an error that the engine did not
-foresee, of which what the process printed may say more; "ops"; "profile".
+foresee (the output of the process may say more); "ops"; "profile".
 """
 
 

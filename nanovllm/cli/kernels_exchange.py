@@ -24,7 +24,7 @@ def export_op(
     provider: common.Providers = None,
     dtype: common.Dtype = "bfloat16",
     shape: common.Shapes = None,
-    author: Annotated[str, typer.Option(help="Whose name the Solutions have.")] = "nanovllm",
+    author: Annotated[str, typer.Option(help="The author's name in the Solutions.")] = "nanovllm",
     kernel_plugin: common.Plugins = None,
 ) -> None:
     """Write an op as FlashInfer-Bench's Definitions with their workloads, and its providers as Solutions.
@@ -64,7 +64,7 @@ def import_solutions(
     """Read Solutions of FlashInfer-Bench as a plugin, compare them with their Definition, and time them.
 
     Each Definition becomes an op, each of its Solutions in Python or Triton a provider of it. Their code runs in
-    processes of their own, with a time limit. It is not confined: import what you would run. Fails if a Solution is
+    processes of their own, with a time limit. It is not confined: import only code that you would run. Fails if a Solution is
     wrong.
     """
     from nanovllm.adapters.flashinfer_bench import find, write_plugin

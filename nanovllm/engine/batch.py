@@ -56,7 +56,7 @@ class Batch:
 
     @classmethod
     def of_parts(cls, parts: Sequence[ScheduledSequence], block_size: int) -> Batch:
-        """The batch of some parts of a step, of which those of a single token come first."""
+        """The batch of some parts of a step. Parts of a single token must come first."""
         num_decodes = sum(part.num_tokens == 1 for part in parts)
         tokens = np.empty((3, sum(part.num_tokens for part in parts)), np.int64)
         max_blocks = max(-(-(p.start + p.num_tokens) // block_size) for p in parts)

@@ -202,7 +202,7 @@ class FusionCostModel:
         """Seconds to move the bytes: at bandwidth, or as fast as what is in flight allows; and filling and draining.
 
         Args:
-            threads: how many there are, of which not all need be resident at once.
+            threads: of the whole kernel; not all of them need be resident at once.
         """
         d = self.device
         seconds = (traffic.memory + traffic.written) / d.bandwidth + traffic.cached / d.l2_bandwidth
@@ -287,9 +287,9 @@ def _is_broadcast(k: GraphKernel, r: Read, domain: tuple[int, ...]) -> bool:
 
 
 def _most_alive(kernels: Iterable[GraphKernel]) -> int:
-    """The most results of the size of a row that are needed at once, if kernels run in program order.
+    """The largest number of row-sized results that are needed at the same time, if kernels run in program order.
 
-    A result is alive from its computation to its last use among them; what comes from outside is loaded at its use.
+    A result is needed from its computation to its last use. A value from outside the group is loaded when it is used.
     """
     kernels = list(kernels)
     largest = max(1, *(math.prod(k.domain) for k in kernels), 1)

@@ -39,7 +39,7 @@ class KernelGroup:
 
     @cached_property
     def reads(self) -> list[Read]:
-        """What comes from outside."""
+        """The reads of values that no kernel of the group computes."""
         return [r for k in self.kernels for r in k.reads if r.base not in self.members]
 
     @cached_property
@@ -104,8 +104,8 @@ class Decision:
     """A merge that was made, or one that was not, and why.
 
     Attributes:
-        producer, consumer: kernels, one of each of the two groups, of which the second reads the first's result; or two
-            that read the same value.
+        producer, consumer: a kernel of each of the two groups; the consumer reads the producer's result, or both read
+            the same value.
         gain: seconds.
         both: the merged group, if it would be legal.
     """

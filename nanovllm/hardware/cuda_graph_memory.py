@@ -6,10 +6,10 @@ import torch
 
 
 class GraphMemory:
-    """Memory that CUDA graphs share, of which no two run at the same time.
+    """Memory that several CUDA graphs share. No two of these graphs may run at the same time.
 
     Attributes:
-        handle: what PyTorch knows it by.
+        handle: PyTorch's handle of the memory pool.
     """
 
     def __init__(self) -> None:

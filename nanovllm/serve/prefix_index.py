@@ -12,9 +12,9 @@ _BLOCKS = 64
 
 
 class PrefixIndex:
-    """Chooses a replica for each prompt: one that has had the longest part of it, unless that one is much busier.
+    """Chooses a replica for each prompt: the one that has seen the longest part of it, unless it is much busier.
 
-    A text is cut into blocks of 256 characters, of which the first 64 count. Each block is known by a hash of the text
+    A text is cut into blocks of 256 characters; the first 64 blocks count. Each block is known by a hash of the text
     up to its end, so equal beginnings share blocks. The index keeps the replicas that each block was sent to.
 
     Args:
@@ -28,7 +28,7 @@ class PrefixIndex:
         self._replicas: OrderedDict[int, set[str]] = OrderedDict()
 
     def choose(self, text: str | None, loads: Mapping[str, float]) -> str:
-        """The replica for a prompt, of which the index takes note.
+        """The replica for a prompt. The index records the choice.
 
         Args:
             text: None: only the loads count.
@@ -74,7 +74,7 @@ def _blocks(text: str) -> Iterator[int]:
 
 
 def prompt_text(body: bytes) -> str | None:
-    """What comes first in the prompt of a request of this server's routes; None: it has no prompt, or is no JSON."""
+    """The beginning of the prompt in a request's body; None if the body has no prompt or is not JSON."""
     try:
         request = json.loads(body)
     except ValueError:

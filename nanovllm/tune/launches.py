@@ -23,7 +23,7 @@ class RecordedLaunch:
 
 @contextmanager
 def recorded(compile: bool = False) -> Iterator[list[RecordedLaunch]]:
-    """Within the block no kernel runs: each launch is noted. Results of such calls are uninitialised memory.
+    """Within the block no kernel runs; launches are recorded instead. Results of calls are uninitialised memory.
 
     Args:
         compile: also compile each launch for the GPU that is here, as its first run would.

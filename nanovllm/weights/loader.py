@@ -143,7 +143,7 @@ def copy_weights(
     weights: Iterable[tuple[str, torch.Tensor]],
     packed: PackedLayers,
 ) -> None:
-    """Copy a checkpoint's tensors, of which each is the part that `parts_of` names, to their places.
+    """Copy a checkpoint's tensors to their places. Each tensor is the part that `parts_of` names.
 
     Raises:
         WeightError: a tensor is not finite, or a stored LM head differs from the embedding that it is tied to.

@@ -108,12 +108,12 @@ class Piggyback:
     # ------------------------------------------------------------------------------------------------ how many tokens
 
     def pace(self, ends: Sequence[int], horizon: int | None, prompts: Iterable[tuple[int, int]], most: int) -> Pace:
-        """What a step takes of prompts, of which there is at least one.
+        """How many tokens of prompts a step computes. There must be at least one prompt.
 
         Args:
-            ends: of each sequence that decodes, the steps until it has all tokens that it may have.
-            horizon: the steps until the last offline sequence that decodes has all its tokens; None if none of them
-                decodes: then the first prompt counts.
+            ends: for each sequence that decodes, the number of steps until it reaches its longest output.
+            horizon: the number of steps until the last offline sequence that decodes has all its tokens; None if no
+                offline sequence decodes: then the first prompt decides.
             prompts: as `Prompt`, in the order in which they are computed.
             most: tokens of prompts at full speed.
         """
@@ -127,7 +127,7 @@ class Piggyback:
         for total in totals:
             if rest_in_time(0, total):
                 return Pace(piggybacked=self.room(self.padded_rows(len(ends)), total))
-        # The more go at once, the fewer are piggybacked: what these take from the others' room is less.
+        # The more prompts are computed at full speed, the fewer are left to piggyback.
         first = bisect_left(range(len(left)), True, lo=1, key=rest_in_time)
         tokens = sum(prompt.tokens for prompt in left[:first])
         return Pace(at_once=min(max(tokens, self.sizes.min_tokens_at_once), most))

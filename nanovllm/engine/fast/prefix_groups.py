@@ -59,8 +59,8 @@ def find_groups(tables: np.ndarray, limits: np.ndarray, most: int = MAX_GROUPS) 
 
 
 def _best(common: list[int]) -> list[tuple[int, int, int]]:
-    """(start, end, blocks) of the best groups of sorted tables, of which each two neighbours have `common` leading
-    blocks.
+    """(start, end, blocks) of the best groups of sorted tables; `common` has the number of leading blocks that each
+    table shares with the next.
 
     The runs of tables with a prefix in common are a tree: the runs inside of one have a longer prefix in common. What
     saves most inside of a run is the run itself, or the best of those inside of it together.

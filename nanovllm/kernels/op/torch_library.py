@@ -24,7 +24,7 @@ _LIBRARIES: dict[str, torch.library.Library] = {}
 
 
 def register(declared: Op) -> None:
-    """Define `torch.ops.nanovllm.<name>`: functional but for the arguments that the op is declared to write to.
+    """Define `torch.ops.nanovllm.<name>`: functional, except for the arguments that the op is declared to write to.
 
     Results are contiguous, whatever the provider. The schema follows from the reference's annotations. The fields of a
     record are arguments of their own (`records.py`).

@@ -197,7 +197,7 @@ class _Processes:
         yield (op, provider, index), Verdict(self.of_op[op][index], failure=end.text)
 
     def _not_run(self, worker: _Worker) -> Iterator[tuple[Task, Verdict]]:
-        """What is left of providers that are given up."""
+        """The verdicts on the remaining cases of providers that are given up."""
         for op, provider, index in [task for task in worker.left if task[:2] in self._given_up]:
             worker.left.remove((op, provider, index))
             skipped = self._given_up[op, provider]

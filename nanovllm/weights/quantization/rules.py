@@ -1,4 +1,4 @@
-"""Which module of a checkpoint is stored how: rules over names of modules, of which the first that matches decides."""
+"""How each module of a checkpoint is stored: rules over the names of modules. The first rule that matches decides."""
 
 from __future__ import annotations
 
