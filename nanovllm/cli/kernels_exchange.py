@@ -64,8 +64,8 @@ def import_solutions(
     """Read Solutions of FlashInfer-Bench as a plugin, compare them with their Definition, and time them.
 
     Each Definition becomes an op, each of its Solutions in Python or Triton a provider of it. Their code runs in
-    processes of their own, with a time limit. It is not confined: import only code that you would run. Fails if a Solution is
-    wrong.
+    processes of their own, with a time limit. It is not confined: import only code that you would run. Fails if a
+    Solution is wrong.
     """
     from nanovllm.adapters.flashinfer_bench import find, write_plugin
 

@@ -83,8 +83,8 @@ class Agreement:
     """How well predictions and measurements agree.
 
     Attributes:
-        rank: Spearman's correlation of the predicted with the measured gains of groups of several kernels; None if there
-            are fewer than three such groups.
+        rank: Spearman's correlation of the predicted with the measured gains of groups of several kernels; None if
+            there are fewer than three such groups.
         unfused_error, fused_error: the median of |predicted - measured| / measured; for fused times, of groups of
             several kernels only.
     """

@@ -46,8 +46,12 @@ class CompletionLogprobs:
         self._offset = offset
 
     def of(self, rows: Sequence[Row | None], token_texts: Sequence[str]) -> dict[str, Any]:
-        """The log-probabilities as OpenAI's `logprobs`. rows: None for a prompt's first token, which has none. token_texts:
-        the texts of the same tokens."""
+        """The log-probabilities as OpenAI's `logprobs`.
+
+        Args:
+            rows: None for a prompt's first token, which has no log-probability.
+            token_texts: the texts of the same tokens.
+        """
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
