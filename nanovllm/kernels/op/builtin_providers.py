@@ -60,6 +60,8 @@ _triton(
 )  # fmt: skip
 _triton("gemm.packed_products", ops.linear_fp8, ops.linear_gguf, ops.linear_int4, ops.linear_int8)
 _triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=interpretable_dot)
+_triton("moe.experts", ops.moe_experts)
+_triton("moe.route", ops.moe_route)
 _triton("attention.decode", ops.attention_decode_shared, ops.qk_norm_rope_attention_shared, accepts=interpretable_dot)
 _triton("attention.decode", ops.attention_decode, ops.qk_norm_rope_attention, accepts=interpretable_dot, takes_out=True)
 _triton("attention.dense", extra.attention_dense, accepts=interpretable_dot)

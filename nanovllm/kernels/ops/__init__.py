@@ -13,6 +13,8 @@ from nanovllm.kernels.ops.linear_fp8 import linear_fp8
 from nanovllm.kernels.ops.linear_gguf import linear_gguf
 from nanovllm.kernels.ops.linear_int4 import linear_int4, linear_int8
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
+from nanovllm.kernels.ops.moe_experts import moe_experts
+from nanovllm.kernels.ops.moe_route import moe_route
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV, SharedPrefixes
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
@@ -46,6 +48,8 @@ __all__ = [
     "linear_int4",
     "linear_int8",
     "linear_silu_and_mul",
+    "moe_experts",
+    "moe_route",
     "qk_norm_rope",
     "qk_norm_rope_attention",
     "qk_norm_rope_attention_shared",

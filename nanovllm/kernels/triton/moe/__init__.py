@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, sorting of (token, expert) pairs, and the products of experts."""

@@ -1,0 +1,82 @@
+"""The op `moe_experts`: two kernels for few tokens; else pairs are sorted by expert, and each expert is read once.
+
+The intermediate values of the second way are those of all pairs, in the order of their experts. No value is added to
+memory: a token's experts are summed in the order of its choices.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels.triton.early_start import has_dependent_launch
+from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, next_power_of_2
+from nanovllm.kernels.triton.moe.kernels import block_kernel, pair_down_kernel, pair_gate_up_kernel, sum_kernel
+from nanovllm.kernels.triton.moe.plan import BlockPlan, PairPlan, plan_blocks, plan_pairs
+from nanovllm.kernels.triton.moe.sort import SortedPairs, sort_pairs
+
+_SUM_BLOCK = 512
+
+
+def moe_experts(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
+    """The op `moe_experts`."""
+    num_tokens, top_k = experts.shape
+    num_experts, hidden, intermediate = down.shape
+    if not num_tokens:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, _, _ = matrix_of(x)
+    weights, experts = weights.contiguous(), experts.contiguous()
+    gate_up, down = adjacent(gate_up), adjacent(down)
+    pairs = plan_pairs(num_tokens, top_k, num_experts, intermediate, hidden, x.element_size())
+    if pairs is not None:
+        return _by_pair(x, gate_up, down, weights, experts, pairs)
+    plan = plan_blocks(experts.numel(), num_experts, x.element_size())
+    in_order = sort_pairs(experts, num_experts, plan.tokens)
+    inner = _by_block(x, gate_up, in_order, top_k, True, plan)
+    outputs = _by_block(inner, down, in_order, top_k, False, plan)
+    y = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    block, pdl = min(_SUM_BLOCK, next_power_of_2(hidden)), has_dependent_launch(x.device)
+    sum_kernel[(cdiv(hidden, block), num_tokens)](
+        outputs, weights, y, hidden, top_k, block, pdl, num_warps=max(1, block // 256), launch_pdl=pdl
+    )
+    return y
+
+
+def _by_pair(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor,
+    plan: PairPlan,
+) -> torch.Tensor:  # fmt: skip
+    num_tokens, top_k = experts.shape
+    num_experts, hidden, intermediate = down.shape
+    inner = torch.empty((experts.numel(), intermediate), dtype=x.dtype, device=x.device)
+    y = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    lane, pdl = 16 // x.element_size(), has_dependent_launch(x.device)
+    pair_gate_up_kernel[(cdiv(intermediate, plan.rows), experts.numel())](
+        x, gate_up, experts, inner, intermediate, num_experts, x.stride(0), gate_up.stride(0), gate_up.stride(1),
+        top_k, hidden, plan.rows, plan.block, lane, pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    pair_down_kernel[(cdiv(hidden, plan.down_rows), num_tokens)](
+        inner, down, weights, experts, y, hidden, num_experts, down.stride(0), down.stride(1),
+        top_k, next_power_of_2(top_k), intermediate, plan.down_rows, plan.down_block, lane, pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return y
+
+
+def _by_block(
+    x: torch.Tensor, weight: torch.Tensor, pairs: SortedPairs, top_k: int, gated: bool, plan: BlockPlan
+) -> torch.Tensor:
+    """The product of each pair with its expert's weight: [pairs, outputs], as in `block_kernel`."""
+    num_rows, size = weight.shape[1] // (2 if gated else 1), weight.shape[2]
+    y = torch.empty((len(pairs.order), num_rows), dtype=x.dtype, device=x.device)
+    units, max_blocks = plan.rows // (2 if gated else 1), pairs.blocks.shape[1]
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    pdl = has_dependent_launch(x.device)
+    block_kernel[(cdiv(num_rows, units), max_blocks)](
+        x, weight, pairs.order, pairs.blocks, max_blocks, y, num_rows, size, x.stride(0), weight.stride(0),
+        weight.stride(1), top_k, gated, plan.tokens, plan.rows, plan.block_k, num_rows % units != 0,
+        size % plan.block_k != 0, plan.stages, precision, pdl,
+        num_warps=plan.warps, num_stages=plan.stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,162 @@
+"""The products of experts: for few (token, expert) pairs, and for blocks of pairs that have one expert."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.triton.device_math import gated_product, to_dtype
+from nanovllm.kernels.triton.gemm.tiles import multiply_tile, weight_rows
+
+# ---------------------------------------------------------------------------------------------------------- few pairs
+
+
+@triton.jit
+def pair_gate_up_kernel(
+    x,  # [tokens, SIZE], rows `stride_x` apart
+    weight,  # [num_experts, 2 * num_rows, SIZE], gate then up
+    experts,  # [tokens * TOP_K]
+    y,  # [tokens * TOP_K, num_rows]
+    num_rows, num_experts, stride_x, stride_expert, stride_row,
+    TOP_K: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # of the gate, and of the up projection
+    BLOCK: tl.constexpr, LANE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [pieces of num_rows, pairs]: y = silu(gate x) * up x. All weights of a program are on their way at once."""
+    dtype: tl.constexpr = y.dtype.element_ty
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = tl.program_id(1).to(tl.int64)
+    expert = tl.load(experts + pair + tl.zeros([1, 1], tl.int32))
+    r = tl.arange(0, 2 * ROWS)[:, None]
+    unit = tl.program_id(0) * ROWS + r % ROWS
+    live = (unit < num_rows) & (expert >= 0) & (expert < num_experts)
+    line = weight + expert.to(tl.int64) * stride_expert + (unit + r // ROWS * num_rows).to(tl.int64) * stride_row
+    col = tl.arange(0, BLOCK)[None, :]
+    tiles = ()
+    for start in tl.static_range(0, SIZE, BLOCK):
+        if start + BLOCK <= SIZE:
+            tiles = tiles + (tl.load(line + (start + col), live, other=0.0),)
+        else:
+            tiles = tiles + (tl.load(line + (start + col), live & (start + col < SIZE), other=0.0),)
+    x += pair // TOP_K * stride_x
+    sums = tl.zeros([2 * ROWS, BLOCK // LANE], tl.float32)
+    for i in tl.static_range(len(tiles)):
+        at = i * BLOCK + col
+        # A lane adds its elements of a row; the lanes are added once, at the end.
+        product = tiles[i].to(tl.float32) * tl.load(x + at, at < SIZE, other=0.0).to(tl.float32)
+        sums += tl.sum(tl.reshape(product, [2 * ROWS, BLOCK // LANE, LANE]), 2)
+    gate, up = tl.split(tl.permute(tl.reshape(tl.sum(sums, 1), [2, ROWS]), [1, 0]))
+    out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(y + pair * num_rows + out, to_dtype(gated_product(gate, up, "silu", dtype), dtype), out < num_rows)
+
+
+@triton.jit
+def pair_down_kernel(
+    x,  # [tokens, TOP_K, SIZE]
+    weight,  # [num_experts, num_rows, SIZE]
+    weights,  # [tokens, TOP_K] float32
+    experts,  # [tokens, TOP_K]
+    y,  # [tokens, num_rows]
+    num_rows, num_experts, stride_expert, stride_row,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LANE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [pieces of num_rows, tokens]: the weighted sum of a token's experts, in one order. SLOTS: a power of two."""
+    dtype: tl.constexpr = y.dtype.element_ty
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(1).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    expert = tl.load(experts + token * TOP_K + slot, slot < TOP_K, other=-1)
+    exists = (expert >= 0) & (expert < num_experts)
+    share = tl.load(weights + token * TOP_K + slot, exists, other=0.0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)[None, None, :]
+    line = weight + (
+        (expert.to(tl.int64) * stride_expert)[:, None, None] + (row.to(tl.int64) * stride_row)[None, :, None]
+    )
+    live = exists[:, None, None] & (row < num_rows)[None, :, None]
+    tiles = ()
+    for start in tl.static_range(0, SIZE, BLOCK):
+        if start + BLOCK <= SIZE:
+            tiles = tiles + (tl.load(line + (start + col), live, other=0.0),)
+        else:
+            tiles = tiles + (tl.load(line + (start + col), live & (start + col < SIZE), other=0.0),)
+    x += (token * TOP_K + slot[:, None, None]) * SIZE
+    sums = tl.zeros([SLOTS, ROWS, BLOCK // LANE], tl.float32)
+    for i in tl.static_range(len(tiles)):
+        at = i * BLOCK + col
+        v = tl.load(x + at, exists[:, None, None] & (at < SIZE), other=0.0)
+        product = tiles[i].to(tl.float32) * v.to(tl.float32)
+        sums += tl.sum(tl.reshape(product, [SLOTS, ROWS, BLOCK // LANE, LANE]), 3)
+    total = tl.sum(tl.sum(sums, 2) * share[:, None], 0)
+    tl.store(y + token * num_rows + row, to_dtype(total, dtype), row < num_rows)
+
+
+# ------------------------------------------------------------------------------------------------------ blocks of pairs
+
+
+# Not specialised on the number of blocks: that would compile the kernel again in the middle of serving.
+@triton.jit(do_not_specialize=["max_blocks"])
+def block_kernel(
+    x,  # rows `stride_x` apart: GATED: [tokens, size]; else [pairs, size] in the order of `order`
+    weight,  # [num_experts, num_rows (GATED: 2 * num_rows), size]
+    order, blocks, max_blocks,  # `SortedPairs`
+    y,  # [pairs, num_rows]: GATED: in the order of `order`; else by pair
+    num_rows, size, stride_x, stride_expert, stride_row,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASK_ROWS: tl.constexpr, MASK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [pieces of num_rows, blocks]: y = x W^T with the weight of the block's expert; GATED: silu(gate) * up.
+
+    The weight is the left operand, and the pairs of a block are the columns of the right one: a tensor core takes as
+    few as 8 of these.
+    """
+    dtype: tl.constexpr = y.dtype.element_ty
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = tl.program_id(1)
+    expert = tl.load(blocks + block)
+    if expert < 0:
+        return
+    place = tl.load(blocks + max_blocks + block) + tl.arange(0, TOKENS)
+    live = place < tl.load(blocks + 2 * max_blocks + block)
+    pair = tl.load(order + place, live, other=0)
+    UNITS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    first = tl.program_id(0) * UNITS
+    row, row_live = weight_rows(first, num_rows, ROWS, GATED)
+    w_rows = weight + (expert.to(tl.int64) * stride_expert + row.to(tl.int64) * stride_row)
+    x_rows = x + (pair // TOP_K if GATED else place).to(tl.int64) * stride_x
+    acc = multiply_tile(
+        w_rows, row_live, x_rows, live, 0, size, 1, 1, BLOCK_K, MASK_ROWS, True, MASK_K, STAGES, PRECISION
+    )
+    acc = tl.trans(acc)
+    col = first + tl.arange(0, UNITS)
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, [TOKENS, UNITS, 2]))
+        acc = gated_product(gate, up, "silu", dtype)
+    target = y + (place if GATED else pair).to(tl.int64)[:, None] * num_rows + col[None, :]
+    tl.store(target, to_dtype(acc, dtype), live[:, None] & (col < num_rows)[None, :])
+
+
+@triton.jit
+def sum_kernel(
+    x,  # [tokens, TOP_K, size]
+    weights,  # [tokens, TOP_K] float32
+    y,  # [tokens, size]
+    size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [pieces of size, tokens]: the weighted sum of each token's experts, in the order of its choices."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(1).to(tl.int64)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        v = tl.load(x + (token * TOP_K + j) * size + col, col < size, other=0.0)
+        total += v.to(tl.float32) * tl.load(weights + token * TOP_K + j)
+    tl.store(y + token * size + col, to_dtype(total, y.dtype.element_ty), col < size)
