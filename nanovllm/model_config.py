@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.config import DTYPES
 from nanovllm.model_entries import Entries, fail, is_number, short
+from nanovllm.model_experts import MoeConfig, read_moe, sparse_layers
 from nanovllm.model_families import Family, family_of, rotated_layers
 from nanovllm.model_rope import RopeConfig, check_head, read_rope, read_two_ropes
 
@@ -15,6 +16,10 @@ __all__ = ["LayerConfig", "ModelConfig", "RopeConfig"]
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Name in a config.json -> name in `ModelConfig.activation`."""
+
+
+MAX_LAYERS = 10_000
+"""A larger number is a damaged file: each layer has a record."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class LayerConfig:
     """A token attends to the last `window` tokens up to itself; None: to all tokens up to itself."""
     rope: int | None = 0
     """Which of `ModelConfig.ropes` rotates queries and keys; None: they are not rotated."""
+    sparse: bool = False
+    """Whether it has the experts of `ModelConfig.moe` in place of one MLP."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class ModelConfig:
     """The checkpoint's dtype, or None if it does not say."""
     eos_token_ids: tuple[int, ...]
     use_custom_kernels: bool | None
+    moe: MoeConfig | None
+    """The experts of layers that have some; None: no layer has."""
     raw: Mapping[str, Any]
     """The whole config.json, for what a single model needs beyond the fields above."""
 
@@ -103,6 +112,8 @@ class ModelConfig:
         _refuse_unsupported(c)
         ropes = _ropes(c, family, head_dim)
         num_layers = count("num_hidden_layers")
+        if num_layers > MAX_LAYERS:
+            fail("num_hidden_layers", num_layers, f": must be at most {MAX_LAYERS}")
         bias = flag("attention_bias") and family.attention_bias
         return cls(
             architecture=architecture,
@@ -127,6 +138,7 @@ class ModelConfig:
             dtype=_dtype(c),
             eos_token_ids=_end_tokens(c.get("eos_token_id")),
             use_custom_kernels=entries.optional_flag("use_custom_kernels"),
+            moe=read_moe(entries) if family.moe else None,
             raw=dict(c),
             **_scales(entries, family, head_dim),
         )
@@ -154,6 +166,10 @@ def _ropes(c: Mapping[str, Any], family: Family, head_dim: int) -> tuple[RopeCon
 def _layers(entries: Entries, family: Family, architecture: str, num_layers: int) -> tuple[LayerConfig, ...]:
     """The layers; one record stands for all layers that are alike."""
     windows = family.windows(entries, num_layers)
+    if family.moe:
+        return tuple(
+            LayerConfig(*layer) for layer in zip(windows, [0] * num_layers, sparse_layers(entries, num_layers))
+        )
     if family.local_rope_theta is not None:
         return tuple(LayerConfig(window, 0 if window is None else 1) for window in windows)
     if architecture.startswith("SmolLM3"):

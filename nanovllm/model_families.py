@@ -44,6 +44,8 @@ class Family:
     """The base frequency of layers with a window, where these have a rotation of their own; None: they have not."""
     gemma: bool = False
     """Whether embeddings are scaled, and the scale of queries and soft caps are entries."""
+    moe: bool = False
+    """Whether layers may have experts."""
     soft_caps: tuple[float | None, float | None] = (None, None)
     """Of attention scores and of logits, where the entries are missing."""
 
@@ -108,6 +110,12 @@ def _upper_layers(entries: Entries, num_layers: int) -> Windows:
     return [window if window is not None and i >= first else None for i in range(num_layers)]
 
 
+def _every_layer(entries: Entries, num_layers: int) -> Windows:
+    """Qwen3-MoE: all layers have the window, if use_sliding_window is true. transformers reads no layer_types."""
+    window = entries.optional_count("sliding_window", 4096) if entries.flag("use_sliding_window") else None
+    return [window] * num_layers
+
+
 def _unrotated_layers(entries: Entries, num_layers: int) -> Windows:
     """SmolLM3: the layers without rotation have the window, if use_sliding_window is true."""
     window = entries.optional_count("sliding_window", None) if entries.flag("use_sliding_window") else None
@@ -148,6 +156,7 @@ _GEMMA2 = Family(
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": replace(_QWEN3, windows=_every_layer, num_kv_heads=4, head_dim=None, moe=True),
     "Qwen2ForCausalLM": replace(_QWEN3, head_dim=None, qkv_bias=True, attention_bias=False),
     "MistralForCausalLM": Family(
         _one_window(4096), num_kv_heads=8, max_position_embeddings=131072, attention_bias=False

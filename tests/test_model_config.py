@@ -263,3 +263,9 @@ def test_the_original_length_is_that_of_transformers_wherever_it_stands(inside, 
     ours = dict(ModelConfig.from_dict(QWEN3 | entries).rope.scaling)
     name = "original_max_position_embeddings"
     assert ours[name] == theirs.rope_parameters[name] == (beside or inside or 256)
+
+
+@pytest.mark.parametrize("layers", [10_001, 2**31 - 1])
+def test_more_layers_than_any_model_has(layers):
+    with pytest.raises(ValueError, match=f"num_hidden_layers={layers}: must be at most 10000"):
+        ModelConfig.from_dict(QWEN3 | dict(num_hidden_layers=layers))

@@ -59,6 +59,8 @@ class ModelRunner:
         reason = refusal(checkpoint.config, kernels, self.dtype, limits.cache_dtype, group.size)
         if reason and config.cpu_activations != "float32":
             raise ValueError(f"cpu_activations={config.cpu_activations!r}: needs packed weights, but {reason}")
+        if reason and kernels.providers["decoder_step"] != "native":
+            logger.info("the layers run op by op: %s", reason)
         timer = StartTimer()
         with torch.inference_mode(), on_device(device), garbage_collected_at_the_end() if on_gpu else nullcontext():
             self.model = load_model(

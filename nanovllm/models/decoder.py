@@ -229,6 +229,19 @@ class DecoderForCausalLM(nn.Module):
         read = [bytes_and_weights(module) for module in (self.model.layers, self.lm_head)]
         return sum(nbytes for nbytes, _ in read) / sum(weights for _, weights in read)
 
+    def place_of(self, name: str) -> tuple[str, str, str]:
+        """(module, parameter, shard) of a checkpoint's tensor, whether this model has such a place or not."""
+        module, _, parameter = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        fused, shard = self.FUSED.get(leaf, (leaf, ""))
+        return f"{parent}.{fused}" if parent else fused, parameter, shard
+
+    def source_name(self, module: str, parameter: str, shard: str) -> str:
+        """The name of the checkpoint's tensor at a place, for messages."""
+        parent, _, leaf = module.rpartition(".")
+        original = {value: key for key, value in self.FUSED.items()}.get((leaf, shard), leaf)
+        return ".".join(part for part in (parent, original, parameter) if part)
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -14,6 +14,14 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
     )  # fmt: skip
 
 
+def _qwen3_moe(hidden: int, layers: int, heads: int, kv_heads: int, experts: int, intermediate: int) -> dict[str, Any]:
+    return _qwen3(hidden, 3 * hidden, layers, heads, tied=False) | dict(
+        architectures=["Qwen3MoeForCausalLM"], num_key_value_heads=kv_heads, num_experts=experts,
+        num_experts_per_tok=8, moe_intermediate_size=intermediate, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )  # fmt: skip
+
+
 def _llama(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, theta: float, max_len: int,
     scaling_factor: float | None = None, **entries: Any,
@@ -87,6 +95,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, tied=False),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 4, 128, 768),
     "llama2-7b": _llama(32000, 4096, 11008, 32, 32, 32, 1e4, 4096, dtype="float16"),
     "llama3-8b": _llama(128256, 4096, 14336, 32, 32, 8, 5e5, 8192),
     "llama3.1-8b": _llama(128256, 4096, 14336, 32, 32, 8, 5e5, 131072, scaling_factor=8.0),

@@ -40,6 +40,8 @@ def refusal(
 def _unlike_llama(config: ModelConfig) -> str | None:
     """What the op does not compute: it runs a pre-norm decoder with one rotation and full attention."""
     cls = model_class(config.architecture)
+    if config.moe is not None:
+        return f"{config.architecture}: the op decoder_step has no experts"
     if cls.layer_class is not DecoderLayer:
         return f"{config.architecture}: the layers have another form"
     if any(layer != LayerConfig() for layer in config.layers):

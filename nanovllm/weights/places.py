@@ -43,12 +43,8 @@ def find_places(
     for header in headers:
         if header.name.endswith("rotary_emb.inv_freq"):
             continue  # a buffer that old Llama checkpoints carry; it is computed
-        module_name, _, parameter = header.name.rpartition(".")
-        parent, _, leaf = module_name.rpartition(".")
-        fused, shard = model.FUSED.get(leaf, (leaf, ""))
-        module_name = f"{parent}.{fused}" if parent else fused
+        place = module_name, parameter, shard = model.place_of(header.name)
         module = modules.get(module_name)
-        place = module_name, parameter, shard
         if header.name in places:
             raise WeightError(f"tensor {header.name!r} occurs twice in the checkpoint")
         if header.name in of_planes:
@@ -126,6 +122,4 @@ def parts_of(
 def _checkpoint_name(model: DecoderForCausalLM, packed: Shards, module_name: str, parameter: str, shard: str) -> str:
     if (module_name, shard) in packed and parameter in packed[module_name, shard].planes:
         return f"{packed[module_name, shard].name}.{parameter}"
-    parent, _, leaf = module_name.rpartition(".")
-    original = {value: key for key, value in model.FUSED.items()}.get((leaf, shard), leaf)
-    return ".".join(part for part in (parent, original, parameter) if part)
+    return model.source_name(module_name, parameter, shard)

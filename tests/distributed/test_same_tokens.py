@@ -15,6 +15,7 @@ MODELS = {
     "kv2": ("qwen3", dict(num_attention_heads=8, num_key_value_heads=2)),
     "kv3-tied": ("llama", dict(num_attention_heads=12, num_key_value_heads=3, head_dim=8, tie_word_embeddings=True)),
     "bias": ("llama", dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True, vocab_size=197)),
+    "moe": ("qwen3_moe", dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True)),
     "three": ("llama", dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, head_dim=8,
                             intermediate_size=81)),
     "qwen2": ("qwen2", dict(num_key_value_heads=1)),
@@ -85,10 +86,10 @@ def served(group, directory, arguments):
 @pytest.mark.parametrize(
     "name, size",
     [
-        ("kv1-tied", 4), ("kv2", 4), ("kv3-tied", 2), ("bias", 2), ("phi3", 2), ("gemma3", 2),
+        ("kv1-tied", 4), ("kv2", 4), ("kv3-tied", 2), ("bias", 2), ("phi3", 2), ("gemma3", 2), ("moe", 2),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [
             ("kv1-tied", 2), ("kv2", 2), ("kv3-tied", 4), ("bias", 4), ("qwen2", 2), ("smollm3", 2), ("gemma2", 2),
-            ("phi3", 4),
+            ("phi3", 4), ("moe", 4),
         ]),
     ],
 )  # fmt: skip

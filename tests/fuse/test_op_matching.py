@@ -14,9 +14,13 @@ from nanovllm.fuse.op_matching import find, patterns
 from nanovllm.kernels import Tensors, all_ops
 
 # The references of these depend on values, or the op declares no inputs; they stay ops of their own in a graph.
-UNTRACED = {name for name, op in all_ops().items() if "attention" in name or name == "sample" or op.inputs is None}
-# Their patterns draw random numbers or depend on the shape, and are not found again at another one.
-BY_SHAPE = {"layernorm_residual_dropout_gelu"}
+UNTRACED = {
+    name
+    for name, op in all_ops().items()
+    if "attention" in name or name in ("sample", "moe_experts") or op.inputs is None
+}
+# Their patterns draw random numbers, or depend on the shape or a count, and are not found again at another one.
+BY_SHAPE = {"layernorm_residual_dropout_gelu", "moe_route"}
 X, R, W = torch.randn(5, 16), torch.randn(5, 16), torch.randn(16)
 
 

@@ -11,6 +11,7 @@ from tests.native import NATIVE
 # Millions of parameters, as the model cards give them; tied embeddings count once.
 MILLIONS = {
     "qwen3-0.6b": 596, "qwen3-1.7b": 1720, "qwen3-4b": 4022, "qwen3-8b": 8191, "qwen3-14b": 14768, "qwen3-32b": 32762,
+    "qwen3-30b-a3b": 30532,
     "llama2-7b": 6738, "llama3-8b": 8030, "llama3.1-8b": 8030, "llama3.2-1b": 1236, "llama3.2-3b": 3213,
     "smollm2-135m": 134.5, "smollm2-360m": 361.8, "smollm2-1.7b": 1711,
     "smollm3-3b": 3075, "qwen2.5-0.5b": 494.0, "qwen2.5-1.5b": 1543.7, "qwen2.5-3b": 3085.9, "qwen2.5-7b": 7615.6,

@@ -66,7 +66,10 @@ def _cost(x, gate_up, down, weights, experts):
 def moe_experts(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
-    """The sum over j of weights[t, j] * mlp_e(x[t]) with e = experts[t, j], mlp_e(x) = (silu(x G_e^T) * (x U_e^T)) D_e^T.
+    """The weighted sum of the gated MLPs of the experts that each token was routed to.
+
+    For token t it is the sum over j of weights[t, j] * mlp(x[t]), with the weights G, U and D of expert experts[t, j]:
+    mlp(x) = (silu(x G^T) * (x U^T)) D^T.
 
     Args:
         x: [tokens, hidden], any float dtype.

@@ -61,12 +61,13 @@ def _compare(got, arguments, dtype):
     ),
 )
 def moe_route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top_k experts of each token, and their softmax weights (Shazeer et al., "Outrageously large neural networks",
-    2017).
+    """The top_k experts of each token, and their softmax weights.
+
+    Source: Shazeer et al., "Outrageously large neural networks", 2017.
 
     Args:
-        logits: [tokens, num_experts], any float dtype. NaN counts as the smallest number, and an infinity as the largest
-            or smallest, so that results are always finite and experts always exist.
+        logits: [tokens, num_experts], any float dtype. NaN and -inf count as the smallest finite number, inf as
+            the largest one, so that weights are always finite and experts always exist.
         top_k: experts of a token, from 1 to num_experts.
         renormalise: divide the weights of a token by their sum (`norm_topk_prob` of a config.json).
 

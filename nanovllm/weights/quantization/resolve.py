@@ -68,15 +68,14 @@ def stored_shards(
         WeightError: a matrix cannot be stored so.
     """
     shards: dict[tuple[str, str], StoredShard] = {}
-    original = {place: name for name, place in model.FUSED.items()}
     for module_name, module in model.named_modules():
         if not isinstance(module, ShardedParameters) or getattr(module, "weight", None) is None:
             continue
-        parent, _, leaf = module_name.rpartition(".")
-        names = {shard: original.get((leaf, shard), leaf) for shard in module.shards}
+        names = {s: model.source_name(module_name, "weight", s).removesuffix(".weight") for s in module.shards}
         shapes = {shard: module.source_shape("weight", shard) for shard in module.shards}
         first: dict[str, int] = {}
-        for shard, name in names.items():
+        for shard, source in names.items():
+            parent, _, name = source.rpartition(".")
             # Of a module that a checkpoint stores as one with others.
             stored = next((fused for fused, pieces in model.SPLIT.items() if name in pieces), name)
             shared = ".".join(part for part in (parent, stored) if part) in storages and stored != name
