@@ -116,8 +116,9 @@ def qk_norm_rope_attention_shared(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """`qk_norm_rope_attention`, told which sequences have the same leading blocks. The new tokens are not among the
-    shared ones.
+    """`qk_norm_rope_attention`, told which sequences have the same leading blocks.
+
+    The new tokens are not among the shared ones.
 
     Args:
         shared: which sequences share how many blocks.
