@@ -1,4 +1,4 @@
-"""GGUF checkpoints of the Llama and Qwen3 architectures, in Hugging Face's names and layout.
+"""GGUF checkpoints of the architectures in `gguf_families`, in Hugging Face's names and layout.
 
 `gguf_file` reads the container; block dequantisation is the `gguf` package's, imported when a file needs it.
 """
@@ -15,28 +15,16 @@ import numpy as np
 import torch
 
 from nanovllm.layers.linear import Part
+from nanovllm.weights.gguf_families import FAMILIES
 from nanovllm.weights.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, TensorInfo, open_gguf
 from nanovllm.weights.safetensors_files import NO_PARTS, TensorHeader
 
-__all__ = ["ARCHITECTURES", "GGUFError", "iter_tensors", "read_config", "read_headers"]
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+__all__ = ["GGUFError", "iter_tensors", "read_config", "read_headers"]
 
 _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GLOBAL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_QWEN3_LAYER_TENSORS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _ROPE_FREQS = "rope_freqs.weight"
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 _Dequantize = Callable[[np.ndarray, str], np.ndarray]
 
@@ -60,7 +48,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if num_heads <= 0:
         raise file.error(f"{arch}.attention.head_count is {num_heads}")
     head_dim = value("attention.key_length", hidden_size // num_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    family = FAMILIES[arch]
+    for key in ("attention.value_length", *(() if family.partial else ("rope.dimension_count",))):
         if value(key, head_dim) != head_dim:
             raise file.error(f"{arch}.{key} is {value(key)}, unlike the head size {head_dim}", "it is not supported")
     if value("expert_count", 0):
@@ -68,7 +57,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if "token_embd.weight" not in file.tensors:
         raise file.error("tensor 'token_embd.weight' is missing")
     config = {
-        "architectures": [ARCHITECTURES[arch]],
+        "architectures": [family.architecture],
         "model_type": arch,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
@@ -78,7 +67,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         "num_key_value_heads": value("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "rms_norm_eps": value("attention.layer_norm_rms_epsilon", kind=float),
-        "rope_theta": value("rope.freq_base", 10000.0, float),
+        "rope_theta": value("rope.freq_base", family.rope_theta, float),
         "max_position_embeddings": value("context_length"),
         # The embedding's rows, not llama.vocab_size: files padded after training disagree, and the rows are what is
         # there.
@@ -89,7 +78,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         "bos_token_id": file.field("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _eos_token_id(file),
     }
-    scaling = _rope_scaling(file, head_dim)
+    config |= family.entries(value, config)
+    scaling = _long_rope(file) if family.partial else _rope_scaling(file, head_dim)
     if scaling:
         config["rope_scaling"] = scaling
     return config
@@ -143,7 +133,11 @@ def iter_tensors(
                 tensor = _read_tensor(data, info, dequantize)
             else:
                 tensor = _read_part(data, info, dequantize, part)
-            heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(name.split(".")[-2]) if arch == "llama" else None
+            heads = (
+                {"attn_q": num_heads, "attn_k": num_kv_heads}.get(name.split(".")[-2])
+                if FAMILIES[arch].permuted
+                else None
+            )
             if heads is not None:
                 if part is not None:
                     heads = heads * part.length // info.shape[0]  # a part has whole heads
@@ -179,10 +173,10 @@ def dequantized(blocks: torch.Tensor, format: str) -> torch.Tensor:
 
 def _architecture(file: GGUFFile) -> str:
     arch = file.field("general.architecture", str)
-    if arch not in ARCHITECTURES:
+    if arch not in FAMILIES:
         raise file.error(
             f"general.architecture is {arch!r}, which is not supported",
-            f"supported: {', '.join(sorted(ARCHITECTURES))}",
+            f"supported: {', '.join(sorted(FAMILIES))}",
         )
     parts = file.field("split.count", int, 1)
     if parts > 1:
@@ -243,26 +237,48 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
         return scaling
     if scaling:
         raise file.error(f"has both the tensor {_ROPE_FREQS!r} and rope scaling {kind!r}", "only one is supported")
-    if info.type != "F32" or info.shape != (head_dim // 2,):
-        raise file.error(f"tensor {_ROPE_FREQS!r} is {info.type} {list(info.shape)}, not F32 [{head_dim // 2}]")
+    return {"rope_type": "freq_factors", "factors": _frequencies(file, _ROPE_FREQS, head_dim // 2)}
+
+
+def _long_rope(file: GGUFFile) -> dict[str, Any] | None:
+    """LongRoPE, whose two sets of factors Phi-3 files have as tensors; None without these."""
+    if _LONG_FACTORS not in file.tensors:
+        return None
+    if _SHORT_FACTORS not in file.tensors:
+        raise file.error(f"tensor {_SHORT_FACTORS!r} is missing beside {_LONG_FACTORS!r}")
+    count = file.tensors[_LONG_FACTORS].shape[0]
+    scaling = {
+        "rope_type": "longrope",
+        "long_factor": _frequencies(file, _LONG_FACTORS, count),
+        "short_factor": _frequencies(file, _SHORT_FACTORS, count),
+    }
+    attention_factor = _number(file, "rope.scaling.attn_factor", 0.0, float)
+    return scaling | ({"attention_factor": attention_factor} if attention_factor else {})
+
+
+def _frequencies(file: GGUFFile, name: str, count: int) -> list[float]:
+    """A tensor with a factor for each frequency."""
+    info = file.tensors[name]
+    if info.type != "F32" or info.shape != (count,):
+        raise file.error(f"tensor {name!r} is {info.type} {list(info.shape)}, not F32 [{count}]")
     factors = _read_tensor(_map(file), info, None).tolist()
     if not all(math.isfinite(factor) and factor > 0 for factor in factors):
-        raise file.error(f"tensor {_ROPE_FREQS!r} holds a factor that is not positive and finite")
-    return {"rope_type": "freq_factors", "factors": factors}
+        raise file.error(f"tensor {name!r} holds a factor that is not positive and finite")
+    return factors
 
 
 def _hf_names(file: GGUFFile, arch: str) -> dict[str, str]:
     """The Hugging Face name of every tensor that is a weight."""
     num_layers = _number(file, "block_count")
-    return {name: _hf_name(file, arch, num_layers, name) for name in file.tensors if name != _ROPE_FREQS}
+    no_weights = (_ROPE_FREQS, _LONG_FACTORS, _SHORT_FACTORS)
+    return {name: _hf_name(file, arch, num_layers, name) for name in file.tensors if name not in no_weights}
 
 
 def _hf_name(file: GGUFFile, arch: str, num_layers: int, name: str) -> str:
     stem, _, kind = name.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     if match and int(match[1]) < num_layers:
-        modules = _LAYER_TENSORS | (_QWEN3_LAYER_TENSORS if arch == "qwen3" else {})
-        module = modules.get(match[2])
+        module = FAMILIES[arch].layer_tensors.get(match[2])
         may_have_bias = module is not None and module.endswith("_proj")
         prefix = f"model.layers.{int(match[1])}."
     else:
