@@ -5,8 +5,8 @@ clever, could avoid moving it, and a flop only if the model's function needs it.
 
 - Weights are read once a step, and a sequence of n output tokens needs n steps, since each token depends on the one
 before.
-- A decode step reads the keys and values of every earlier token once; a prefix that requests share, once a step for
-all.
+- A decode step reads the keys and values of every earlier token once, or in a layer with a window of those in it; a
+  prefix that requests share, once a step for all.
 - Every token whose successor is computed has its keys and values written once. Activations may stay on the chip.
 - Arithmetic is that of the matrix products and of causal attention; a prefix that is shared is computed once. Of a
   token that nothing is sampled from, the last layer computes keys and values alone.
@@ -27,7 +27,8 @@ from nanovllm.model_config import ModelConfig
 class ModelShape:
     """A decoder's sizes as they matter for an account. Bytes are per element of weights and of the KV cache.
 
-    Qwen3 and Llama: projections q, k, v and o; gate, up and down; two norms a layer, and for Qwen3 two over head_dim.
+    A layer has projections q, k, v and o; gate, up and down; two norms, or four in Gemma; and with `qk_norm` two over
+    head_dim.
     """
 
     hidden: int
@@ -43,14 +44,20 @@ class ModelShape:
     mlp_bias: bool
     weight_bytes: float
     kv_bytes: int
+    output_bias: bool = False
+    """Of the projection o."""
+    norms: int = 2
+    windows: tuple[int | None, ...] = ()
+    """The window of each layer, None for full attention; empty: no layer has one."""
 
     @classmethod
     def of(cls, config: ModelConfig, weight_bytes: int, kv_bytes: int | None = None) -> ModelShape:
         c = config
         return cls(
             c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_kv_heads, c.head_dim,
-            c.vocab_size, c.tie_word_embeddings, c.architecture.startswith("Qwen3"), c.attention_bias, c.mlp_bias,
-            weight_bytes, weight_bytes if kv_bytes is None else kv_bytes,
+            c.vocab_size, c.tie_word_embeddings, c.architecture.startswith(("Qwen3", "Gemma3")), c.attention_bias,
+            c.mlp_bias, weight_bytes, weight_bytes if kv_bytes is None else kv_bytes, c.attention_output_bias,
+            4 if c.architecture.startswith("Gemma") else 2, tuple(layer.window for layer in c.layers),
         )  # fmt: skip
 
     @property
@@ -63,10 +70,9 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Elements of one layer: matrices, norms, biases."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
-        biases = (q + 2 * kv + self.hidden) * self.attention_bias + (
-            2 * self.intermediate + self.hidden
-        ) * self.mlp_bias
+        norms = self.norms * self.hidden + 2 * self.head_dim * self.qk_norm
+        biases = (q + 2 * kv) * self.attention_bias + self.hidden * self.output_bias
+        biases += (2 * self.intermediate + self.hidden) * self.mlp_bias
         return self.matrix_parameters + norms + biases
 
     @property
@@ -83,7 +89,31 @@ class ModelShape:
     @property
     def token_kv_bytes(self) -> int:
         """Keys and values of one token, over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+        return self.layers * self._layer_kv_bytes
+
+    @property
+    def unwindowed_kv_bytes(self) -> int:
+        """Keys and values of one token, over the layers without a window."""
+        return self._layer_windows.count(None) * self._layer_kv_bytes
+
+    @property
+    def _layer_kv_bytes(self) -> int:
+        return 2 * self.kv_heads * self.head_dim * self.kv_bytes
+
+    @property
+    def _layer_windows(self) -> tuple[int | None, ...]:
+        return self.windows or (None,) * self.layers
+
+    def read_bytes(self, num_tokens: int, before: int) -> int:
+        """Keys and values of earlier tokens that `num_tokens` decode steps read. The first token follows `before` ones.
+
+        A step reads those within the window.
+        """
+        reads = (
+            count * _attended(num_tokens, before - 1, None if window is None else window - 1)
+            for window, count in Counter(self._layer_windows).items()
+        )
+        return sum(reads) * self._layer_kv_bytes
 
     def run_flops(self, num_tokens: int, before: int = 0, wanted: int | None = None) -> int:
         """Flops of a run of tokens through the layers, each attending to the `before` ones, those of the run and
@@ -96,20 +126,27 @@ class ModelShape:
         """
         wanted = num_tokens if wanted is None else wanted
         key_and_value = 2 * self.hidden * self.kv_heads * self.head_dim
+        *others, last = self._layer_windows
         return (
-            (self.layers - 1) * self._layer_flops(num_tokens, before)
-            + self._layer_flops(wanted, before + num_tokens - wanted)
+            sum(count * self._layer_flops(num_tokens, before, window) for window, count in Counter(others).items())
+            + self._layer_flops(wanted, before + num_tokens - wanted, last)
             + 2 * key_and_value * (num_tokens - wanted)
         )
 
-    def _layer_flops(self, num_tokens: int, before: int) -> int:
-        contexts = num_tokens * before + num_tokens * (num_tokens + 1) // 2
+    def _layer_flops(self, num_tokens: int, before: int, window: int | None) -> int:
+        contexts = _attended(num_tokens, before, window)
         return 2 * self.matrix_parameters * num_tokens + 4 * self.heads * self.head_dim * contexts
 
     @property
     def head_flops(self) -> int:
         """Flops of the head for one sampled token."""
         return 2 * self.vocab * self.hidden
+
+
+def _attended(num_tokens: int, before: int, window: int | None) -> int:
+    """The sum of before + 1, before + 2, ... for `num_tokens` tokens, each number at most `window`."""
+    below = num_tokens if window is None else min(max(window - before, 0), num_tokens)
+    return below * before + below * (below + 1) // 2 + (num_tokens - below) * (window or 0)
 
 
 def request_work(model: ModelShape, num_prompt: int, num_output: int, num_shared: int = 0) -> Work:
@@ -121,9 +158,9 @@ def request_work(model: ModelShape, num_prompt: int, num_output: int, num_shared
     """
     own = num_prompt - num_shared
     steps = num_output - 1  # decode steps; the prefill gives the first token
-    reads = steps * own + steps * (steps - 1) // 2  # token own + j is computed against the own + j before it
     flops = model.run_flops(own + steps, num_shared, num_output) + num_output * model.head_flops
-    return Work((reads + own + steps) * model.token_kv_bytes, flops)
+    # Step j reads the own + j tokens before it. Of a shared prefix, a window may leave nothing to be read.
+    return Work(model.read_bytes(steps, own) + (own + steps) * model.token_kv_bytes, flops)
 
 
 def workload_work(model: ModelShape, items: Sequence[Item], shared_prefix: int = 0) -> Work:
@@ -136,8 +173,7 @@ def workload_work(model: ModelShape, items: Sequence[Item], shared_prefix: int =
         one = request_work(model, num_prompt, num_output, shared_prefix)
         total += Work(count * one.bytes, count * one.flops)
     if shared_prefix:
-        kv = model.token_kv_bytes * shared_prefix
-        total += Work(
-            steps * kv, model.run_flops(shared_prefix, wanted=0)
-        )  # written once, read in every step but the first
+        # Written once, and read in every step but the first, in layers without a window.
+        written, read = model.token_kv_bytes, model.unwindowed_kv_bytes
+        total += Work((written + (steps - 1) * read) * shared_prefix, model.run_flops(shared_prefix, wanted=0))
     return total

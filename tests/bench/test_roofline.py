@@ -1,5 +1,7 @@
 """The account of what a load must do, against numbers worked out by hand and by counting one by one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,24 @@ def test_a_request_by_hand():
     assert whole == Work(3 * SMALL.step_bytes + 2 * work.bytes, 2 * work.flops)
 
 
+@pytest.mark.parametrize("windows", [(None, 3), (3, None), (1, 1), (2, 50)])
+def test_windows_counted_one_by_one(windows):
+    """Each token attends to itself and at most window - 1 tokens before it, which a decode step reads."""
+    shape = replace(SMALL, windows=windows)
+    seen = [[min(t + 1, window or t + 1) for t in range(9)] for window in windows]
+    keys_and_values = 2 * SMALL.hidden * 2 * SMALL.kv_heads * SMALL.head_dim
+    flops = 3 * SMALL.head_flops
+    for t in range(8):  # six tokens of a prompt, and two of three that are written
+        flops += 2 * SMALL.matrix_parameters + 4 * 2 * 3 * seen[0][t]
+        flops += 2 * SMALL.matrix_parameters + 4 * 2 * 3 * seen[1][t] if t >= 5 else keys_and_values
+    reads = sum(row[t] - 1 for row in seen for t in (6, 7))
+    assert request_work(shape, 6, 3) == Work(reads * 12 + 8 * 24, flops)
+    alike = request_work(replace(SMALL, windows=(50, 50)), 6, 3)
+    assert alike == request_work(SMALL, 6, 3)
+    shared = [Item([0] * 6, 3), Item([0] * 6, 3)]
+    assert workload_work(shape, shared, 4).bytes <= workload_work(SMALL, shared, 4).bytes
+
+
 def test_a_prompt_alone_reads_no_cache():
     assert request_work(SMALL, 7, 1).bytes == 7 * 24
 
@@ -70,9 +90,12 @@ def test_a_workload_counted_one_by_one(shared):
     assert workload_work(SMALL, items, shared) == expected
 
 
-@pytest.mark.parametrize("architecture, tied, bias", [("qwen3", False, False), ("llama", True, True)])
+@pytest.mark.parametrize(
+    "architecture, tied, bias",
+    [("qwen3", False, False), ("llama", True, True), *((name, False, False) for name in ("qwen2", "gemma2", "gemma3"))],
+)
 def test_sizes_are_those_of_the_real_model(architecture, tied, bias):
-    made = tiny.model(architecture, tie_word_embeddings=tied, attention_bias=bias)
+    made = tiny.model(architecture, tie_word_embeddings=tied, **({"attention_bias": True} if bias else {}))
     config = ModelConfig.from_dict({**made.config.to_dict(), "architectures": [type(made).__name__]})
     shape = ModelShape.of(config, weight_bytes=4)
     assert shape.parameters == sum(p.numel() for p in made.parameters())
