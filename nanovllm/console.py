@@ -25,7 +25,7 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
     FileNotFoundError, and RuntimeErrors of this package.
 
     Args:
-        name: of the program, for messages.
+        name: the name of the program, for messages.
         main: returns the exit code; None: 0.
     """
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # Triton's default is what is wanted

@@ -53,11 +53,11 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     tie_word_embeddings: bool
     attention_bias: bool
-    """Of the projections of queries, keys and values."""
+    """Whether the projections of queries, keys and values have a bias."""
     attention_output_bias: bool
     mlp_bias: bool
     activation: str
-    """Of the MLP: "silu", "gelu" or "gelu_tanh"."""
+    """The activation of the MLP: "silu", "gelu" or "gelu_tanh"."""
     attention_scale: float
     """Multiplies q @ k."""
     attention_soft_cap: float | None

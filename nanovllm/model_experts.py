@@ -14,7 +14,7 @@ class MoeConfig:
     Attributes:
         num_experts: experts of a layer.
         top_k: experts of a token.
-        intermediate_size: of an expert.
+        intermediate_size: the intermediate size of an expert.
         renormalise: the weights of a token's experts are divided by their sum.
     """
 

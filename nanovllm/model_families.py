@@ -47,7 +47,7 @@ class Family:
     moe: bool = False
     """Whether layers may have experts."""
     soft_caps: tuple[float | None, float | None] = (None, None)
-    """Of attention scores and of logits, where the entries are missing."""
+    """The soft caps of attention scores and of logits, if config.json has no entries for them."""
 
 
 def _layer_types(entries: Entries, num_layers: int) -> list[str] | None:

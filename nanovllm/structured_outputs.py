@@ -15,7 +15,7 @@ JSON_STYLE: Mapping[str, Any] = {
 }  # fmt: skip
 """llguidance's options of a schema. As models write JSON: a space after each separator, and no other white space."""
 MAX_CHARACTERS = 2**18
-"""Of a schema, a regular expression, a grammar, or all choices together."""
+"""Most characters of a schema, a regular expression, a grammar, or all choices together."""
 
 
 @rejects_unknown(called="structured_outputs", foreign=STRUCTURED_OUTPUT_ARGUMENTS)

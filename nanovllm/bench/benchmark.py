@@ -32,8 +32,8 @@ class Benchmark:
     """One run of the benchmark.
 
     Args:
-        args: of `bench.py`; `preset_config` is set if a preset was named.
-        root: of the checkout, for its commit.
+        args: the args of `bench.py`; `preset_config` is set if a preset was named.
+        root: the root of the checkout, for its commit.
     """
 
     def __init__(self, args: argparse.Namespace, launch: Launch, root: Path) -> None:

@@ -25,7 +25,7 @@ def make_profile(
     """Profile a job's first workload and write what was found to `folder`; returns lines on what was written.
 
     Args:
-        record: of the timed runs; its rates, last measured just before, are the limits.
+        record: the record of the timed runs; its rates, last measured just before, are the limits.
         other: is told what else the passes say.
 
     Raises:

@@ -217,7 +217,7 @@ def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[Row] =
     """One page with everything inside it: no script, no request.
 
     Args:
-        figures: of `profile_figures.figures`.
+        figures: the figures of `profile_figures.figures`.
     """
     title = f"{profile.model} on {profile.about['device']}: {profile.workload}"
     drawn = {name: svg(figure) for name, figure in figures.items()} | {"flame": _flame(profile.flame)}

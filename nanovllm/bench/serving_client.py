@@ -22,7 +22,7 @@ class Target:
     """Where requests go.
 
     Attributes:
-        url: of the server, with or without /v1.
+        url: the url of the server, with or without /v1.
         endpoint: "completions" or "chat".
         model: its name in requests.
         api_key: sent as Bearer, if there is one.

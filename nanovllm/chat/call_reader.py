@@ -22,7 +22,7 @@ class CallReader:
     even if what follows is no JSON.
 
     Args:
-        index: of the call.
+        index: the index of the call.
         needs_arguments: an object without arguments is no call; else its arguments are `{}`.
         end_tag: ends the call also inside of a string that has a raw line break, which no JSON string has.
 
@@ -41,7 +41,7 @@ class CallReader:
         self._broken_end = "\n" + end_tag if end_tag else ""
         self._deltas: list[Delta] = []
         self._pieces: list[str] = []
-        """Of the arguments, to be given out after `_deltas`."""
+        """Pieces of the arguments, to be given out after `_deltas`."""
         self._state: Callable[[str, int], int] = self._object
         self._then: Callable[[str], Callable[[str, int], int] | None] = self._key_read
         self._key = ""

@@ -26,7 +26,7 @@ class CallDelta:
     """A tool call begins. Its `ArgumentsDelta`s follow."""
 
     index: int
-    """Which call of the answer, from 0."""
+    """The number of the call in the answer, from 0."""
     name: str
 
 

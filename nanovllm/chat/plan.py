@@ -28,7 +28,7 @@ class AnswerPlan:
 
     @classmethod
     def of(cls, tools: ToolPlan, prompt: str, chat_template: str | None) -> AnswerPlan:
-        """Of a prompt, as the chat template rendered it."""
+        """The plan for a prompt, as the chat template rendered it."""
         if opens_reasoning(prompt):
             return cls(tools, "open")
         return cls(tools, "optional" if may_reason(prompt, chat_template) else None)

@@ -39,7 +39,7 @@ class ToolPlan:
     def of(
         cls, tools: Any, tool_choice: Any = None, chat_template: str | None = None, parallel: bool = True
     ) -> ToolPlan:
-        """Of a request's fields.
+        """The plan that a request's fields ask for.
 
         Args:
             tools: a list of OpenAI's descriptions of functions, or None.

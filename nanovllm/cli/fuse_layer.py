@@ -89,7 +89,7 @@ def decoder_layer(
 
     Args:
         name: a preset of `nanovllm.models.model_presets`.
-        tokens: of the batch.
+        tokens: the tokens of the batch.
         context: tokens that each sequence has in the cache at the end, the new ones among them.
         decode: `tokens` sequences of one new token; False: one prompt of `tokens`.
         device: "meta" for shapes without memory; elsewhere weights and activations are random.

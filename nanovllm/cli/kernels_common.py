@@ -53,7 +53,7 @@ def matching(ops: dict[str, Op], name: str | None) -> list[Op]:
 
 
 def with_provider(ops: list[Op], providers: list[str] | None) -> list[Op]:
-    """Those of the ops that have one of the providers; a ValueError if none has a provider of one of these names."""
+    """The ops that have one of the providers; a ValueError if no op has a provider of that name."""
     known = sorted({name for declared in ops for name in declared.providers})
     for name in providers or ():
         if name not in known:

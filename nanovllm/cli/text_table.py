@@ -12,7 +12,7 @@ def print_table(
     """Print a table.
 
     Args:
-        headings: of the columns; a line feed divides one into lines.
+        headings: the headings of the columns; a line feed divides one into lines.
         text: the headings of the columns whose cells may go on in the next line. The others are numbers.
         title: printed above the table.
         footer: one cell for each column, or nothing.

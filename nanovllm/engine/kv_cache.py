@@ -57,7 +57,7 @@ def allocate(
 ) -> list[LayerCache]:
     """Zeroed caches of `num_blocks` blocks and the padding block, whose number is `num_blocks`.
 
-    num_kv_heads: of this rank; None: all.
+    num_kv_heads: the KV heads of this rank; None: all.
     """
     shape = (num_blocks + 1, block_size, num_kv_heads or config.num_kv_heads, config.head_dim)
     return [LayerCache(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_hidden_layers)]

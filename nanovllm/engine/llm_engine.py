@@ -47,7 +47,7 @@ class LLMEngine:
 
     Args:
         make_runner: for tests: what makes the ModelRunner.
-        ranks: of a rank from 1 on. None: this is rank 0, which starts the others.
+        ranks: given to a rank above 0. None: this is rank 0, which starts the others.
     """
 
     def __init__(

@@ -159,7 +159,7 @@ class ModelRunner:
     ) -> tuple[list[PromptLogprobs], torch.Tensor]:
         """(log-probabilities of prompts, logits of the rows that sample).
 
-        logits: of all wanted rows, if they are there.
+        logits: the logits of all wanted rows, if they are there.
         """
         logits_of: LogitsOf
         if logits is None:

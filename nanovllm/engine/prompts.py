@@ -25,7 +25,7 @@ class PromptReader:
 
     Args:
         tokenizer: a transformers tokenizer, or None for an engine that serves token ids only.
-        vocab_size: of the model; a token id is less.
+        vocab_size: the number of token ids of the model.
         max_model_len: most tokens of a prompt and its output. An output has at least one token.
     """
 

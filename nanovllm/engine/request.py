@@ -89,7 +89,7 @@ class Request:
 
     Args:
         request_id: unique in the engine; sequence ids follow from it.
-        seed: of the first completion's draws; the others count up from it.
+        seed: the seed of the first completion's draws; the others count up from it.
         decoder: None: the request has no text.
         incremental: keep the text current while tokens come, for streaming.
         logit_rules: the bias and the bad words of `params`.

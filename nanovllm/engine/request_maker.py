@@ -24,7 +24,7 @@ class RequestMaker:
         vocab_size: the size of the model's vocabulary.
         max_model_len: most tokens of a prompt and its output.
         max_logprobs: most log-probabilities of a token; negative: any number.
-        seed: of the seeds for requests that bring none; None: from the system.
+        seed: the seed from which requests without a seed get theirs; None: from the system.
         constraints: makes the constraints of sequences. None: they are only checked, since another maker's requests
             are computed.
     """

@@ -238,7 +238,7 @@ class Sampler:
 
         Args:
             logits: [R, V], any float dtype; not modified.
-            meta: of the same R rows; no seq_slot twice.
+            meta: the sampling metadata of the same R rows; no seq_slot twice.
             last_tokens: [max_num_seqs or more] int64, the token last sampled in each seq_slot. It is needed where a
                 change of a logit depends on a token that the host does not know.
             constrained: the rows with a constraint; see `MaskBuilder.build` for what this waits for.

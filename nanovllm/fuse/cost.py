@@ -202,7 +202,7 @@ class FusionCostModel:
         """Seconds to move the bytes: at bandwidth, or as fast as what is in flight allows; and filling and draining.
 
         Args:
-            threads: of the whole kernel; not all of them need be resident at once.
+            threads: the threads of the whole kernel; not all of them need be resident at once.
         """
         d = self.device
         seconds = (traffic.memory + traffic.written) / d.bandwidth + traffic.cached / d.l2_bandwidth

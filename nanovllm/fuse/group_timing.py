@@ -129,7 +129,7 @@ def measure(
     Args:
         args, kwargs: arguments of the module with values, on the device to measure.
         ways: some of "unfused", "compile" and "ours".
-        backend: of torch.compile.
+        backend: the backend of torch.compile.
         iters: timed calls on a CPU, replays of the graph on CUDA.
         progress: is told the number and name of each group before it is timed.
 

@@ -66,7 +66,7 @@ class LoopNest:
     Attributes:
         variables: from the outermost.
         bounds: (low, high) of each, high excluded.
-        accesses: of the body, in the order in which they happen.
+        accesses: the accesses of the body, in the order in which they happen.
         lines: the statements of the body, with the sizes as numbers.
     """
 

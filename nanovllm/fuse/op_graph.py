@@ -26,10 +26,10 @@ _OVERWRITES = ("index_put_", "copy_", "fill_", "zero_")
 
 @dataclass(frozen=True)
 class Read:
-    """That a kernel reads a value.
+    """One value that a kernel reads.
 
     Attributes:
-        value: the fx node that it names, perhaps a view.
+        value: the fx node that the kernel names, perhaps a view.
         base: the fx node that computed it: another kernel, or an input of the graph.
         num_bytes: how much of it this kernel reads; of a table, the rows that it takes.
         table: it is read through an index, so it must lie in memory as a whole.

@@ -94,8 +94,8 @@ class DeviceModel:
 
     @property
     def vector_flops(self) -> float:
-        """Of the ordinary units: 128 lanes a multiprocessor (64 on compute capability 8.0), a multiply-add each a
-        cycle.
+        """FLOPs per second of the ordinary units: 128 lanes a multiprocessor (64 on compute capability 8.0), each with
+        one multiply-add per cycle.
         """
         return 2 * self.lanes * self.clock * self.sms
 

@@ -212,9 +212,9 @@ def _measure_cuda(device: torch.device, name: str, dtypes: tuple[str, ...]) -> R
 
 
 def _bandwidths(device: torch.device, cache_bytes: int) -> tuple[float, float, float]:
-    """Of reading and of copying in device memory, and of the L2 cache: 0 without Triton.
+    """Bytes per second of reading and of copying in device memory, and of the L2 cache: 0 without Triton.
 
-    A function of its own, so that its tensors end.
+    A function of its own, so that its tensors are freed at its end.
     """
     free = torch.cuda.mem_get_info(device)[0]
     num_bytes = min(4 * 2**30, free // 4) // 4096 * 4096
@@ -238,7 +238,7 @@ def _bandwidths(device: torch.device, cache_bytes: int) -> tuple[float, float, f
 
 
 def _latencies(device: torch.device, cache_bytes: int) -> tuple[float, float]:
-    """Of device memory and of the L2 cache; zeros without Triton."""
+    """Seconds of latency of device memory and of the L2 cache; zeros without Triton."""
     try:
         from nanovllm.hardware.probe_kernels import chase_seconds
     except ImportError:

@@ -56,7 +56,7 @@ def op_floor(
         cache_bytes: what the L2 cache holds. The kernel before may have left that much of the operands there, and that
             much of the results may stay there until after the kernel has ended. 0: everything passes the memory.
         cache_bandwidth: bytes a second between the cache and the multiprocessors, which every byte passes.
-        cold_bytes: of the bytes, those that are known to come from memory: weights and the KV cache.
+        cold_bytes: how many of the bytes are known to come from memory: weights and the KV cache.
     """
     memory = max(cold_bytes, work.bytes - cache_bytes) / bandwidth
     if cache_bytes and cache_bandwidth:

@@ -26,7 +26,7 @@ class Provenance:
 
     Attributes:
         date: in UTC, to the minute.
-        commit: of the checkout; "unknown" outside of one.
+        commit: the commit of the checkout; "unknown" outside of one.
         dirty: whether tracked files other than results differ from the commit.
         versions: see `versions`.
     """

@@ -45,7 +45,7 @@ def check(
     """Compare a way with the reference on every shape.
 
     Args:
-        seed: of the random inputs; each shape gets others.
+        seed: the seed of the random inputs; each shape gets others.
         limit: leave out larger dims.
     """
     if way.call is None:

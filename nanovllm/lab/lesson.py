@@ -91,7 +91,7 @@ class Lesson:
         """Call the launcher of the compiled <name>.cu.
 
         Args:
-            stream: of CUDA; None: the default one.
+            stream: the CUDA stream; None: the default one.
 
         Raises:
             RuntimeError: CUDA refused the launch.

@@ -100,9 +100,9 @@ def run(
     Args:
         dtype: one of the lesson's; None: its first, on a CPU float32.
         sizes: dims to time, 1 to 32768.
-        names: of the ways; None: all.
+        names: the names of the ways; None: all.
         gpu: compile PTX for it, such as "h100"; None: the GPU that is here, else an H100.
-        seed: of the random inputs; None: another one each time.
+        seed: the seed of the random inputs; None: another one each time.
         refresh: measure the limits of the device again.
         tell: is called with what is being done, since a run may take a minute.
 

@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of the matrix products: one forward, two backward; the first layer has one less, without input gradient."""
+        """FLOPs of the matrix products: one forward, two backward; the first layer needs no gradient of its input."""
         return self.steps * (3 * self.layers - 1) * 2 * self.batch * self.dim**2
 
 
@@ -59,9 +59,9 @@ class Point:
     """One shape of a sweep.
 
     Attributes:
-        seconds: of the median run, from the first launch until the device is idle; host time included.
+        seconds: the seconds of the median run, from the first launch until the device is idle; host time included.
         ratio, flops_ratio: seconds and flops over those of the first point of the sweep.
-        share: of the measured rate of matrix products.
+        share: the share of the measured rate of matrix products.
         ran: the kernels of one run, with `profile`.
         reason: why there is no time.
     """
@@ -114,7 +114,7 @@ def run_sweeps(
 
     Args:
         dtype: by default bfloat16 on a GPU, float32 on a CPU.
-        names: of `SWEEPS`; None: all.
+        names: the names of `SWEEPS`; None: all.
         factors: what the number is multiplied by, ascending.
         profile: also record the kernels of the first and the last point of each sweep.
         budget: seconds of timed runs for one point, by the type of the device.

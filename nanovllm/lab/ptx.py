@@ -69,7 +69,7 @@ class Reading:
         counts, examples: other instructions of interest by name: how often, and the first of them.
         registers: 32-bit, a thread. spilled: bytes a thread. shared: static bytes a block.
         dynamic_shared: further bytes of shared memory that the launch asks for.
-        threads: of a block.
+        threads: the number of threads of a block.
     """
 
     kernel: str
@@ -104,7 +104,7 @@ def read(kernel: str, body: str, report: str, threads: int, dynamic_shared: int 
 
     Args:
         report: what `ptxas -v` printed, of this kernel or of several.
-        threads: of a block.
+        threads: the number of threads of a block.
         dynamic_shared: bytes of shared memory that the launch asks for.
 
     Raises:

@@ -45,7 +45,7 @@ class WayRow:
         bytes: what the way moves through device memory. counted: from PyTorch's operations, each of which reads and
             writes all of its tensors; else the least that any kernel must move.
         limit: the least seconds that the device allows.
-        error: of sampled rows, over what is allowed.
+        error: the largest error of sampled rows, divided by what is allowed.
         ran: the kernels of one call.
     """
 

@@ -104,7 +104,7 @@ class SparseMLP(nn.Module):
     """The weighted sum of the experts that the router picks for each token, where a dense layer has its MLP.
 
     Args:
-        intermediate_size: of an expert.
+        intermediate_size: the intermediate size of an expert.
         top_k: experts of a token.
         renormalise: divide the weights of a token's experts by their sum.
     """

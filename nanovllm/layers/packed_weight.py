@@ -120,7 +120,7 @@ class PackedWeight(nn.Module):
 
     Args:
         matrices: they lie one below the other. Adjacent ones of one form become one.
-        dtype: of activations.
+        dtype: the dtype of activations.
         kernels: the providers of the matrices' ops.
     """
 

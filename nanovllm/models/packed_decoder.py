@@ -22,7 +22,7 @@ def refusal(
     """Why a model's layers cannot run as one op here; None: they can.
 
     Args:
-        dtype: of the model.
+        dtype: the dtype of the model.
         num_ranks: processes that share the model.
     """
     if num_ranks > 1:

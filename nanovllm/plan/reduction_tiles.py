@@ -132,7 +132,7 @@ def shared_bytes(tile: ReductionTile, problem: ReductionProblem) -> int:
 
 
 def most_registers(tile: ReductionTile, device: DeviceModel) -> int:
-    """That a thread can have, for the block to fit at all."""
+    """The most registers that a thread can have if the block is to fit at all."""
     return min(device.registers_per_thread, device.registers_per_sm // (32 * tile.warps))
 
 

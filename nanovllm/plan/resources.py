@@ -60,7 +60,7 @@ class Plan:
         parts: seconds by limit: "compute", "memory", "L2", "latency", "shared memory", "conversion", "blocks"
             (starting them). They overlap; the largest binds.
         fixed: seconds that nothing overlaps: the launch, the first load, the last store.
-        flops: of the problem, no padding. bytes: through device memory.
+        flops: the flops of the problem, no padding. bytes: through device memory.
         in_flight: bytes that a multiprocessor has requested at a time, and needed: those that cover the latency
             (Little's law); 0 where stages do that.
         limit: the binding one; "launch" if the fixed part is larger.

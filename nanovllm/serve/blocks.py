@@ -28,7 +28,7 @@ class Blocks:
     """Sorts an answer's deltas into blocks. One block is open at a time.
 
     Args:
-        parser: of the answer; None: all of it is text.
+        parser: the parser of the answer; None: all of it is text.
     """
 
     def __init__(self, parser: AnswerParser | None) -> None:

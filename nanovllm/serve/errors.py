@@ -16,7 +16,7 @@ class ApiError(Exception):
     """What a client is told. The message must not hold paths or other facts of the machine.
 
     Args:
-        status: of HTTP.
+        status: the HTTP status.
         param: the request's field that is wrong.
         code: a word for programs, such as "model_not_found".
         retry_after: seconds after which the client may try again.

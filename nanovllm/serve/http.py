@@ -31,7 +31,7 @@ class Exchange:
 
     Attributes:
         request_id: the client's X-Request-Id if it is a harmless one, else `default_id`.
-        status: of the answer, once it has begun.
+        status: the status of the answer, once it has begun.
         body_size: bytes of the body, once it was read.
     """
 

@@ -20,7 +20,7 @@ class PrefixIndex:
     Args:
         slack: a replica with a match is passed over if it has more open requests than the least busy one by more than
             this number.
-        max_blocks: of the index; the blocks that were not used for the longest time are forgotten.
+        max_blocks: the most blocks that the index keeps; those not used for the longest time are forgotten.
     """
 
     def __init__(self, slack: float = 32, max_blocks: int = 200_000) -> None:

@@ -12,7 +12,7 @@ class Tracing:
     """Writes spans. The attributes have vLLM's names, which are OpenTelemetry's for generative AI where there is one.
 
     Args:
-        endpoint: of a collector that takes OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.
+        endpoint: the endpoint of a collector that takes OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.
         model: the model's name.
         exporter: for tests: what gets the spans, in place of the collector.
 

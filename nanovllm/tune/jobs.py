@@ -74,7 +74,7 @@ class TuningJob:
 
     Attributes:
         tunable, key: where the plan is looked up.
-        shapes: of the op's inputs; all have this key.
+        shapes: the shapes of the op's inputs; all have this key.
         variant: further keyword arguments of the op.
         builtin: the plan that the kernel chooses by itself.
     """

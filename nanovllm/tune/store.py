@@ -27,7 +27,7 @@ def entry(job: TuningJob, outcome: Outcome, left_out: Mapping[str, int], about: 
     Args:
         outcome: the result of a search that found a winner.
         left_out: reason -> how many plans were not tried for it.
-        about: of the run: device, date, commit.
+        about: facts about the run: device, date, commit.
     """
     tunable, nothing = job.tunable, (None, None)
     (best, seconds), (second, second_seconds) = (*outcome.ranking.items(), nothing)[:2]

@@ -28,7 +28,7 @@ class Checkpoint:
     format: str
     """"safetensors", "gguf" or "dummy"."""
     header: GGUFFile | None = field(default=None, repr=False, compare=False)
-    """Of a .gguf file. Parsing takes 0.05 s or more: it is kept for the stages of a start."""
+    """The header of a .gguf file. Parsing it takes 0.05 s or more, so it is kept for the stages of a start."""
     quantization: Quantization | None = None
     """How the files are quantised, as config.json says it."""
     online: str | None = None

@@ -31,13 +31,13 @@ class ShardPlanes:
 
     Args:
         model: may be on the meta device.
-        places: of the checkpoint's tensors.
+        places: the places of the checkpoint's tensors.
         shards: the packed ones, by module and shard.
         quantiser: for layers whose weights are floats in the checkpoint; None: they stay so.
 
     Attributes:
         modules: the layers that get packed weights.
-        names: of the tensors whose dimensions are not those of the weight.
+        names: the names of the tensors whose dimensions are not those of the weight.
         labels: how many shards are stored in each form.
     """
 
@@ -127,7 +127,7 @@ class PackedLayers:
     Args:
         model: its matrices are on the meta device, its other parameters on `device`.
         planes: what is packed.
-        dtype: of activations.
+        dtype: the dtype of activations.
         keep: whether weights stay packed; if not they are expanded to `dtype`.
     """
 

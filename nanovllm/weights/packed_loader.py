@@ -51,8 +51,8 @@ def load_packed(
 
     Args:
         dtype: plain matrices are stored in it.
-        places: of the checkpoint's tensors, from `find_places`.
-        planes: of quantised matrices.
+        places: the places of the checkpoint's tensors, from `find_places`.
+        planes: the planes of quantised matrices.
         activations: what quantised matrices are multiplied with, as in `PackedMatrix`.
 
     Raises:

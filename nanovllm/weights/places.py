@@ -22,7 +22,7 @@ def find_places(
 
     Args:
         model: may be on the meta device, without memory.
-        headers: of all tensors in the checkpoint.
+        headers: the headers of all tensors in the checkpoint.
         packed: the shards of which it has other tensors than a `weight`.
 
     Raises:

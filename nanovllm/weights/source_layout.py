@@ -20,7 +20,7 @@ class SourceLayout:
     """The layout of a checkpoint's tensors.
 
     Args:
-        format: of the checkpoint; a GGUF file stores the weights of norms whole.
+        format: the format of the checkpoint; a GGUF file stores the weights of norms whole.
 
     Attributes:
         head_order: the order of rows within each head of queries and keys, head_dim indices; None: as they are stored.

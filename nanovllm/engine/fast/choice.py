@@ -35,7 +35,7 @@ def enabled_paths(
     for.
 
     Args:
-        layer_bytes: of a layer's weights.
+        layer_bytes: bytes of a layer's weights.
         prefix_caching: whether sequences may share blocks.
     """
     on_gpu = device.type == "cuda"

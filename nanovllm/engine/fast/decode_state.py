@@ -41,7 +41,7 @@ class DecodeState:
     """The rows and their mirror on the host.
 
     Args:
-        paged: of whose sequences the rows are. There are as many rows as sequences may run.
+        paged: the model whose sequences the rows belong to. There are as many rows as sequences may run.
         advance: what moves rows on; `advance_rows` or a kernel with its arguments.
         prefixes: keeps count of the sequences that share leading blocks; None: nothing asks for it.
         ring: what `advance` leaves the tokens in for the host; None: the host copies them.

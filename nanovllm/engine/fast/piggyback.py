@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
     """A sequence that has no token yet.
 
     Attributes:
-        tokens: of its prompt that are still to be computed.
+        tokens: the tokens of its prompt that are still to be computed.
         output: tokens that it may have after them.
     """
 

@@ -36,7 +36,7 @@ def prefill_buckets(
     """The sizes that a scheduler with these limits needs, in order.
 
     Args:
-        sizes: of a step in tokens, ascending.
+        sizes: the sizes of a step in tokens, ascending.
         num_seqs: bounds on a step's sequences.
         full: whether steps of `max_num_batched_tokens` have a bucket too, if `sizes` end below.
     """

@@ -90,7 +90,7 @@ class PrefixGroups:
     Args:
         token_bytes: that a token takes in the cache of a layer.
         min_rows: batches of fewer sequences have no groups.
-        min_saved_bytes: of a layer's cache that a step has to save, for the groups to be worthwhile.
+        min_saved_bytes: bytes of a layer's cache that groups must save in a step to be used.
     """
 
     def __init__(self, paged: PagedModel, token_bytes: int, min_rows: int, min_saved_bytes: int) -> None:

@@ -63,7 +63,7 @@ def compiler() -> str:
 
 
 def flags() -> tuple[str, ...]:
-    """Of the compiler. $NANOVLLM_CPU_ARCH is a processor's name to compile for, such as "x86-64-v3": AVX2 alone."""
+    """The compiler's flags. $NANOVLLM_CPU_ARCH names the processor to compile for, such as "x86-64-v3": AVX2 alone."""
     return (*FLAGS, f"-march={os.environ.get('NANOVLLM_CPU_ARCH') or 'native'}")
 
 

@@ -117,7 +117,7 @@ def variant(device: torch.device) -> Variant | None:
 
 
 def _made_for(device: torch.device) -> list[Variant]:
-    """Those that are installed and made for a device."""
+    """The variants that are installed and made for a device."""
     if device.type != "cuda":
         return []
     major = torch.cuda.get_device_capability(device)[0]

@@ -80,7 +80,7 @@ def layernorm_residual_dropout_gelu(
 
     Args:
         x, residual: [..., size], any float dtype; weight, bias: [size], same dtype.
-        eps: of the norm, as in `layer_norm`.
+        eps: the eps of the norm, as in `layer_norm`.
         p: in [0, 1].
         seed: an integer; its low 64 bits count.
         approximate: "none" or "tanh", as in `fused_add_gelu`.

@@ -83,7 +83,7 @@ def add_rms_norm_linear(
     Args:
         x: [..., size]; residual: the same, or None: x is the residual stream itself.
         norm_weight: [size]; weight: [outputs, size]; bias: [outputs] or None; one dtype.
-        eps: of the norm, as in `rms_norm`.
+        eps: the eps of the norm, as in `rms_norm`.
 
     Returns:
         (y [..., outputs], new residual [..., size]), same dtype. Rounded as the ops that it is made of round: the sum,
@@ -115,7 +115,7 @@ def add_rms_norm_gate_up(
     Args:
         x: [..., size]; residual: the same, or None: x is the residual stream itself.
         norm_weight: [size]; weight: [2 * outputs, size], first the gate's rows, then the up projection's; one dtype.
-        eps: of the norm, as in `rms_norm`.
+        eps: the eps of the norm, as in `rms_norm`.
 
     Returns:
         ([..., outputs], new residual [..., size]), same dtype. Rounded as the ops that it is made of round, so gate, up

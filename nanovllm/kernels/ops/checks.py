@@ -103,7 +103,7 @@ def check_decode(
 ) -> None:
     """ValueError, naming the argument, for shapes that no provider of an op of one query token a sequence can take.
 
-    new: of an op that gets the queries as they are projected, one new key and value for each.
+    new: for an op that gets the queries as they are projected, with one new key and value for each.
     """
     check_attention(q, kv, scale, window, soft_cap)
     if q.shape[0] != kv.num_seqs:

@@ -60,7 +60,7 @@ class GGUFType:
 
     @property
     def bits(self) -> int:
-        """Of a quant in the planes: 4 or 8."""
+        """Bits of one quantised value in the planes: 4 or 8."""
         return 8 * self.planes["q"] // self.block_size
 
     def row_bytes(self, size: int) -> int:

@@ -58,7 +58,7 @@ def linear_add_rms_norm(
     Args:
         x: [..., size]; weight: [outputs, size]; bias: [outputs] or None; one dtype.
         residual: [..., outputs]; norm_weight: [outputs], same dtype.
-        eps: of the norm, as in `rms_norm`.
+        eps: the eps of the norm, as in `rms_norm`.
 
     Returns:
         (y [..., outputs], new residual [..., outputs]), same dtype. Rounded as the ops that it is made of round: the

@@ -39,7 +39,7 @@ def qk_norm_rope(
         positions: [num_tokens] int64.
         q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim].
         q_weight, k_weight: [head_dim], the dtype of q and k.
-        eps: of the norms, as in `rms_norm`.
+        eps: the eps of the norms, as in `rms_norm`.
         cos_sin_cache: [max_position, head_dim] float32, as in `rotary_embedding`.
 
     Returns:

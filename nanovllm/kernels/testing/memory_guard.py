@@ -111,7 +111,7 @@ class MemoryGuard(TorchDispatchMode):
 
         Args:
             of: the dtype that `check` names.
-            dtype: of the result; by default `of`.
+            dtype: the dtype of the result; by default `of`.
         """
         dtype = dtype or of
         if device.type == "cpu" and sys.platform == "linux":

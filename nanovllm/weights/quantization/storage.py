@@ -119,7 +119,7 @@ class StoredShard:
     """A shard of a layer that a checkpoint stores in a packed form.
 
     Attributes:
-        name: of its module in the checkpoint.
+        name: the name of its module in the checkpoint.
         rows, columns: of the stored matrix.
         part: what this rank holds of it; None: all.
         shared: the matrix holds other shards too, and is read whole.
