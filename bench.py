@@ -63,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--seed", type=int, default=0)
     how = p.add_argument_group("the engine")
     how.add_argument("--engine", default="nanovllm", help=f"any of {','.join(ENGINES)}")
+    how.add_argument(
+        "--vllm-plugin", action="store_true", help="measure vLLM a second time, with nanovllm's kernels in it"
+    )
     how.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
     how.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')
     how.add_argument(

@@ -146,7 +146,10 @@ class Benchmark:
         """The jobs, one after the other; the later ones may depend on what the earlier ones found."""
         for engine in self.engines:
             if engine != "nanovllm":
-                yield from self._sized(self._job(engine, "", command_line.peer_options(self.args)))
+                given = command_line.peer_options(self.args)
+                yield from self._sized(self._job(engine, "", given))
+                if engine == "vllm" and self.args.vllm_plugin:
+                    yield from self._sized(self._job(engine, "plugin", {**given, "vllm_plugin": True}))
                 continue
             given = command_line.engine_options(self.args)
             yield from self._sized(self._job(engine, self.variant, given))

@@ -38,6 +38,8 @@ def check(args: argparse.Namespace) -> list[str]:
     for engine in engines:
         if engine not in ENGINES:
             raise ValueError(f"--engine {engine!r}: expected any of {', '.join(ENGINES)}")
+    if args.vllm_plugin and "vllm" not in engines:
+        raise ValueError("--vllm-plugin: vLLM is not among the engines; add vllm to --engine")
     if args.limit is not None and not args.limit > 0:
         raise ValueError(f"--limit {args.limit:g}: expected seconds, above 0; leave it out for no limit")
     if args.repeat < 1 or args.rounds < 1 or args.warmup < 0:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.engines.common import model_directory, run_open_loop
+from nanovllm.bench.engines.common import EngineError, model_directory, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
@@ -30,6 +30,8 @@ _OPTIONS = (
 
 class VllmEngine:
     def __init__(self, job: Job) -> None:
+        self._plugin = bool(job.options.get("vllm_plugin"))
+        os.environ["NANOVLLM_VLLM"] = "1" if self._plugin else "0"  # what `nanovllm.adapters.vllm` reads
         self._folder = tempfile.TemporaryDirectory()
         options = {name: job.options[name] for name in _OPTIONS if job.options.get(name) is not None}
         self._llm = vllm.LLM(
@@ -37,6 +39,8 @@ class VllmEngine:
             load_format="dummy" if job.config is not None else "auto", dtype=job.options.get("dtype") or "auto",
             max_model_len=job.max_model_len, seed=job.seed, disable_log_stats=False, **options,
         )  # fmt: skip
+        if self._plugin:
+            check_plugin(self._llm.llm_engine.vllm_config)
         config = self._llm.llm_engine.model_config
         self._dtype = str(config.dtype).removeprefix("torch.")
         self.config = ModelConfig.from_dict(config.hf_config.to_dict())
@@ -44,7 +48,8 @@ class VllmEngine:
         self._job = job
 
     def about(self) -> dict[str, Any]:
-        return {"version": vllm.__version__, "device": torch.cuda.get_device_name(), "dtype": self._dtype}
+        about = {"version": vllm.__version__, "device": torch.cuda.get_device_name(), "dtype": self._dtype}
+        return {**about, "plugin": "nanovllm"} if self._plugin else about
 
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):
@@ -77,6 +82,14 @@ class VllmEngine:
     def close(self) -> None:
         del self._llm
         self._folder.cleanup()
+
+
+def check_plugin(config: Any) -> None:
+    """An EngineError unless vLLM's configuration has the plugin's kernels first."""
+    if config.kernel_config.ir_op_priority.rms_norm[:1] != ["nanovllm"]:
+        raise EngineError(
+            "the plugin serves nothing; is nanovllm installed beside vLLM (pip install -e .)? --verbose shows vLLM's log"
+        )
 
 
 def _sampling_params(job: Job, item: Item) -> Any:

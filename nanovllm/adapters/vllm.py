@@ -1,0 +1,317 @@
+"""A plugin of vLLM that puts kernels of this package in the place of vLLM's own.
+
+vLLM finds it by the entry point `vllm.general_plugins` and calls `register` in each of its processes. It does nothing
+unless it is asked to:
+
+    NANOVLLM_VLLM=1 vllm serve MODEL
+    NANOVLLM_VLLM=rms_norm,silu_and_mul vllm serve MODEL          # these ops only
+    vllm serve MODEL --additional-config '{"nanovllm": {"ops": ["rms_norm"]}}'
+
+The interfaces are those of vLLM 0.24. Norms are implementations of vLLM's IR ops. They come first in the priorities
+that the platform has by default; `--kernel-config` goes before these. The gated activation and the rotation are
+out-of-tree versions of vLLM's layers; `-silu_and_mul` and `-rotary_embedding` in `custom_ops` switch them off.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+logger = logging.getLogger("vllm.plugins.nanovllm")  # a child of vLLM's logger, so that it is shown
+
+VARIABLE = "NANOVLLM_VLLM"
+OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding")
+CONFIG_KEY = "nanovllm"
+_PROVIDER = "nanovllm"
+_IR_OPS = {"rms_norm": "rms_norm", "add_rms_norm": "fused_add_rms_norm"}
+"""Our op -> vLLM's."""
+_HOOKED = "_nanovllm_replaced"
+_OFF, _ON = ("", "0", "false", "off"), ("1", "true", "on", "all")
+
+
+def register() -> None:
+    """What vLLM calls. It may be called several times, and raises nothing: vLLM starts without it then."""
+    try:
+        said = os.environ.get(VARIABLE, "")
+        ops = ops_asked_for(said, VARIABLE)
+        if said and not ops:
+            return  # switched off, whatever the configuration says
+        reason = unsupported()
+        if reason is not None:
+            if ops:
+                logger.warning("%s is set, but nanovllm serves nothing: %s", VARIABLE, reason)
+            return
+        if ops:
+            serve(ops)
+        else:
+            _ask_the_config_later()
+    except Exception as e:  # whatever another version of vLLM raises
+        logger.warning("nanovllm serves nothing: %s: %s", type(e).__name__, e)
+
+
+def ops_asked_for(value: Any, who: str) -> tuple[str, ...]:
+    """The ops that a value names: "1" or True for all, a list or names with commas between them.
+
+    Raises:
+        ValueError: it names something else.
+    """
+    if isinstance(value, dict):
+        return ops_asked_for(value.get("ops", True), f"{who}.ops")
+    if isinstance(value, str) and value.lower() in (*_OFF, *_ON):
+        value = value.lower() in _ON
+    if isinstance(value, bool) or value is None:
+        return OPS if value else ()
+    names = [n.strip() for n in value.split(",")] if isinstance(value, str) else value
+    wrong = names if not isinstance(names, list) else [n for n in names if n not in OPS]
+    if wrong:
+        raise ValueError(f"{who}={json.dumps(value)}: expected 0, 1, or any of {', '.join(OPS)}")
+    return tuple(op for op in OPS if op in names)
+
+
+def unsupported() -> str | None:
+    """Why no kernel can run in this vLLM; None: they can. Does not start CUDA, which would forbid vLLM to fork."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return "its kernels need an NVIDIA GPU, and vLLM found none"
+    if not current_platform.has_device_capability(80):
+        return f"its kernels need compute capability 8.0, this GPU has {current_platform.get_device_capability()}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install triton"
+    return None
+
+
+def serve(ops: Sequence[str] = OPS) -> list[str]:
+    """Register kernels for these ops; the names of those that this vLLM takes.
+
+    An op whose interface is another one in this version of vLLM is left out, with a warning.
+    """
+    served = []
+    for op in ops:
+        try:
+            _SERVE[op]()
+            served.append(op)
+        except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as e:
+            logger.warning("nanovllm does not serve %s in this vLLM: %s: %s", op, type(e).__name__, e)
+    if ours := [_IR_OPS[op] for op in served if op in _IR_OPS]:
+        _prefer(ours)
+    if served:
+        logger.info("nanovllm serves %s", ", ".join(served))
+    return served
+
+
+def take_back() -> None:
+    """Undo `serve` and `register` in this process, for what vLLM makes afterwards."""
+    from vllm.ir.op import IrOp
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    for op in _IR_OPS.values():
+        if op in IrOp.registry:
+            IrOp.registry[op].impls.pop(_PROVIDER, None)
+    for name, layer in list(op_registry_oot.items()):
+        if layer.__module__ == __name__:
+            del op_registry_oot[name]
+    _unhook()
+
+
+def _serve_rms_norm() -> None:
+    import torch
+    from torch import Tensor
+    from vllm import ir
+
+    import nanovllm.kernels  # noqa: F401  registers torch.ops.nanovllm
+
+    op = ir.ops.rms_norm
+    if _PROVIDER in op.impls:
+        return
+
+    def takes(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
+        return _plain_norm(x, weight, variance_size)
+
+    # The annotations must be objects: vLLM infers a schema from them.
+    def rms_norm(x, weight, epsilon, variance_size=None):  # type: ignore[no-untyped-def]
+        return torch.ops.nanovllm.rms_norm(x, weight, epsilon)
+
+    optional = {"weight": Tensor | None, "epsilon": float, "variance_size": int | None}
+    rms_norm.__annotations__ = {"x": Tensor, **optional, "return": Tensor}
+    op.register_impl(_PROVIDER, supports_args=takes)(rms_norm)
+
+
+def _serve_add_rms_norm() -> None:
+    import torch
+    from torch import Tensor
+    from vllm import ir
+
+    import nanovllm.kernels  # noqa: F401  registers torch.ops.nanovllm
+
+    op = ir.ops.fused_add_rms_norm
+    if _PROVIDER in op.impls:
+        return
+
+    def takes(x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
+        return _plain_norm(x, weight, variance_size) and x.dtype == x_residual.dtype
+
+    def fused_add_rms_norm(x, x_residual, weight, epsilon, variance_size=None):  # type: ignore[no-untyped-def]
+        return torch.ops.nanovllm.add_rms_norm(x, x_residual, weight, epsilon)
+
+    optional = {"weight": Tensor | None, "epsilon": float, "variance_size": int | None}
+    annotations = {"x": Tensor, "x_residual": Tensor, **optional, "return": tuple[Tensor, Tensor]}
+    fused_add_rms_norm.__annotations__ = annotations
+    op.register_impl(_PROVIDER, supports_args=takes)(fused_add_rms_norm)
+
+
+def _plain_norm(x: Any, weight: Any, variance_size: int | None) -> bool:
+    import torch
+
+    floats = (torch.float16, torch.bfloat16, torch.float32)
+    return variance_size is None and weight is not None and x.dtype in floats and weight.dtype == x.dtype
+
+
+def _serve_silu_and_mul() -> None:
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    import nanovllm.kernels  # noqa: F401  registers torch.ops.nanovllm
+
+    def forward_cuda(self: Any, x: Any) -> Any:
+        import torch
+
+        return torch.ops.nanovllm.silu_and_mul(x)
+
+    _replace_layer(SiluAndMul, {"forward_cuda": forward_cuda})
+
+
+def _serve_rotary_embedding() -> None:
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+    from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
+
+    import nanovllm.kernels  # noqa: F401  registers torch.ops.nanovllm
+
+    for layer in (RotaryEmbedding, Llama3RotaryEmbedding, YaRNScalingRotaryEmbedding):
+        _replace_layer(layer, {"__init__": _with_wide_cache(layer), "forward_cuda": _rotated(layer)})
+
+
+def _with_wide_cache(layer: Any) -> Callable[..., None]:
+    """A constructor that keeps the table of cosines and sines in float32 too, as our op wants it.
+
+    Its values are those of vLLM's table, which are rounded to the model's dtype.
+    """
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        layer.__init__(self, *args, **kwargs)
+        whole = self.is_neox_style and self.rotary_dim == self.head_size and hasattr(self, "cos_sin_cache")
+        wide = self.cos_sin_cache.float() if whole else None
+        self.register_buffer("cos_sin_cache_float32", wide, persistent=False)
+
+    return init
+
+
+def _rotated(layer: Any) -> Callable[..., Any]:
+    def forward_cuda(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        import torch
+
+        if self.cos_sin_cache_float32 is None or key is None or positions.dim() != 1 or query.dtype != key.dtype:
+            return layer.forward_cuda(self, positions, query, key)
+        q, k = query.view(*positions.shape, -1, self.head_size), key.view(*positions.shape, -1, self.head_size)
+        q, k = torch.ops.nanovllm.rotary_embedding(positions, q, k, self.cos_sin_cache_float32)
+        return q.view(query.shape), k.view(key.shape)
+
+    return forward_cuda
+
+
+def _replace_layer(layer: Any, methods: dict[str, Any]) -> None:
+    """Let vLLM make our version of a layer in the place of its own."""
+    from vllm.config import get_cached_compilation_config
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    name = layer.name  # the one of `custom_ops`, which the registration below replaces
+    known = op_registry_oot.get(layer.__name__)
+    if known is not None:
+        if known.__module__ == __name__:
+            return
+        raise ValueError(f"{layer.__name__} is replaced already, by {known.__module__}")
+
+    def enabled(cls: Any) -> bool:
+        # With Inductor vLLM switches off all layers of this kind by default, and compiles their PyTorch code.
+        return f"-{name}" not in get_cached_compilation_config().custom_ops
+
+    ours = type(
+        f"Nanovllm{layer.__name__}", (layer,), {**methods, "enabled": classmethod(enabled), "__module__": __name__}
+    )
+    layer.register_oot(ours)
+    ours.name = name  # type: ignore[attr-defined]
+
+
+def _prefer(ir_ops: Sequence[str]) -> None:
+    """Put our implementations first in the platform's default priorities."""
+
+    def preferred(priority: Any, vllm_config: Any) -> Any:
+        for op in ir_ops:
+            order = getattr(priority, op)
+            if _PROVIDER not in order:
+                setattr(priority, op, [_PROVIDER, *order])
+        return priority
+
+    _hook(preferred)
+
+
+def _ask_the_config_later() -> None:
+    """When vLLM makes a configuration, look for our part of `additional_config`."""
+
+    def asked(priority: Any, vllm_config: Any) -> Any:
+        config = vllm_config.additional_config
+        value = config.get(CONFIG_KEY) if isinstance(config, dict) else None
+        ops = ops_asked_for(value, f"additional_config: {CONFIG_KEY}")
+        if not ops:
+            return priority
+        # vLLM's other processes start with this environment, and load the plugin before they have the configuration.
+        os.environ[VARIABLE] = ",".join(ops)
+        _unhook()
+        serve(ops)
+        from vllm.platforms import current_platform
+
+        return current_platform.get_default_ir_op_priority(vllm_config)
+
+    _hook(asked)
+
+
+def _hook(change: Callable[[Any, Any], Any]) -> None:
+    """Let a function change what the platform says are the default priorities; one function at a time."""
+    from vllm.platforms import current_platform
+
+    _unhook()
+    platform = type(current_platform)
+    before = platform.__dict__.get("get_default_ir_op_priority")
+    original = platform.get_default_ir_op_priority
+
+    def get_default_ir_op_priority(cls: Any, vllm_config: Any) -> Any:
+        return change(original(vllm_config), vllm_config)
+
+    setattr(get_default_ir_op_priority, _HOOKED, before)
+    platform.get_default_ir_op_priority = classmethod(get_default_ir_op_priority)
+
+
+def _unhook() -> None:
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    hooked = getattr(platform.__dict__.get("get_default_ir_op_priority"), "__func__", None)
+    if not hasattr(hooked, _HOOKED):
+        return
+    before = getattr(hooked, _HOOKED)
+    if before is None:
+        del platform.get_default_ir_op_priority
+    else:
+        platform.get_default_ir_op_priority = before
+
+
+_SERVE: dict[str, Callable[[], None]] = {
+    "rms_norm": _serve_rms_norm,
+    "add_rms_norm": _serve_add_rms_norm,
+    "silu_and_mul": _serve_silu_and_mul,
+    "rotary_embedding": _serve_rotary_embedding,
+}

@@ -1,0 +1,163 @@
+"""vLLM's plugin on stand-ins of vLLM's interfaces; test_vllm_real.py runs it in vLLM itself where that is installed."""
+
+import logging
+import os
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanovllm.adapters import vllm as plugin
+from tests.adapters import vllm_stand_in
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    tomllib = None
+
+
+@pytest.fixture
+def platform(monkeypatch):
+    monkeypatch.setenv(plugin.VARIABLE, "")
+    return vllm_stand_in.install(monkeypatch)
+
+
+def priority(platform, **additional_config):
+    config = SimpleNamespace(additional_config=additional_config)
+    found = platform.get_default_ir_op_priority(config)
+    return found.rms_norm, found.fused_add_rms_norm
+
+
+def replaced():
+    return set(vllm_stand_in.CustomOp.registry)
+
+
+LAYERS = {"SiluAndMul", "RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding"}
+
+
+def test_it_does_nothing_unless_it_is_asked(platform):
+    plugin.register()
+    assert priority(platform) == (["native"], ["native"]) and not replaced()
+    assert set(vllm_stand_in.IrOp.registry["rms_norm"].impls) == {"native"}
+
+
+def test_the_environment_asks(platform, monkeypatch, caplog):
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    with caplog.at_level(logging.INFO, "vllm.plugins.nanovllm"):
+        plugin.register()
+        plugin.register()  # vLLM may call it again
+    assert "nanovllm serves rms_norm, add_rms_norm, silu_and_mul, rotary_embedding" in caplog.text
+    assert priority(platform) == (["nanovllm", "native"],) * 2 and replaced() == LAYERS
+
+
+def test_some_ops(platform, monkeypatch):
+    monkeypatch.setenv(plugin.VARIABLE, "rms_norm")
+    plugin.register()
+    assert priority(platform) == (["nanovllm", "native"], ["native"]) and not replaced()
+
+
+def test_the_configuration_asks(platform, monkeypatch):
+    plugin.register()
+    assert priority(platform, nanovllm={"ops": ["silu_and_mul", "add_rms_norm"]}) == (
+        ["native"],
+        ["nanovllm", "native"],
+    )
+    assert replaced() == {"SiluAndMul"}
+    # Processes that vLLM starts from here have it from the environment.
+    assert os.environ[plugin.VARIABLE] == "add_rms_norm,silu_and_mul"
+
+
+def test_switched_off_in_the_environment_is_off(platform, monkeypatch):
+    monkeypatch.setenv(plugin.VARIABLE, "0")
+    plugin.register()
+    assert priority(platform, nanovllm=True) == (["native"], ["native"])
+
+
+def test_taken_back(platform, monkeypatch):
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    plugin.register()
+    plugin.take_back()
+    assert priority(platform) == (["native"], ["native"]) and not replaced()
+    assert all(set(op.impls) == {"native"} for op in vllm_stand_in.IrOp.registry.values())
+    plugin.register()
+    assert priority(platform) == (["nanovllm", "native"],) * 2 and replaced() == LAYERS
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [({"gpu": False}, "its kernels need an NVIDIA GPU, and vLLM found none"), ({"capability": 75}, "this GPU has 7.5")],
+)
+def test_where_it_cannot_run_it_says_why(platform, monkeypatch, caplog, changes, said):
+    for name, value in changes.items():
+        monkeypatch.setattr(platform, name, value, raising=False)
+    plugin.register()
+    assert not caplog.text  # not asked
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    plugin.register()
+    assert said in caplog.text and priority(platform) == (["native"], ["native"]) and not replaced()
+
+
+def test_a_wrong_name_is_said_and_harms_nothing(platform, monkeypatch, caplog):
+    monkeypatch.setenv(plugin.VARIABLE, "rms_norm,softmax")
+    plugin.register()
+    assert "expected 0, 1, or any of rms_norm, add_rms_norm" in caplog.text and not replaced()
+    with pytest.raises(ValueError, match="additional_config: nanovllm.ops=3: expected 0, 1, or any of"):
+        plugin.ops_asked_for({"ops": 3}, "additional_config: nanovllm")
+
+
+def test_another_version_of_vllm_loses_the_op_only(platform, monkeypatch, caplog):
+    monkeypatch.delattr(sys.modules["vllm.model_executor.layers.activation"], "SiluAndMul")
+    assert plugin.serve() == ["rms_norm", "add_rms_norm", "rotary_embedding"]
+    assert "does not serve silu_and_mul in this vLLM: ImportError" in caplog.text
+
+
+def test_a_layer_that_somebody_else_replaced_stays(platform, caplog):
+    class Theirs(vllm_stand_in.SiluAndMul):
+        pass
+
+    vllm_stand_in.SiluAndMul.register_oot(Theirs)
+    assert "silu_and_mul" not in plugin.serve()
+    assert vllm_stand_in.CustomOp.registry["SiluAndMul"] is Theirs and "is replaced already" in caplog.text
+
+
+def test_norms_compute_what_vllms_do(platform):
+    plugin.serve()
+    x, residual, weight = torch.randn(3, 32), torch.randn(3, 32), torch.randn(32)
+    for name, arguments in (("rms_norm", (x,)), ("fused_add_rms_norm", (x, residual))):
+        impls = vllm_stand_in.IrOp.registry[name].impls
+        got, wanted = (impls[p].impl_fn(*arguments, weight, 1e-6) for p in ("nanovllm", "native"))
+        torch.testing.assert_close(got, wanted)
+        takes = impls["nanovllm"].supports_args
+        assert takes(*arguments, weight, 1e-6) and not takes(*arguments, None, 1e-6)
+        assert not takes(*arguments, weight, 1e-6, 16) and not takes(*arguments, weight.half(), 1e-6)
+
+
+def test_layers_compute_what_vllms_do(platform):
+    plugin.serve()
+    layer, x = vllm_stand_in.SiluAndMul(), torch.randn(3, 32)
+    assert type(layer).__module__ == plugin.__name__ and isinstance(layer, vllm_stand_in.SiluAndMul)
+    torch.testing.assert_close(layer(x), layer.forward_native(x))
+    rope = vllm_stand_in.Llama3RotaryEmbedding(16, 16, 64, 10000.0, True, torch.bfloat16)
+    positions, q, k = torch.tensor([0, 5, 63]), torch.randn(3, 64).bfloat16(), torch.randn(3, 32).bfloat16()
+    for got, wanted in zip(rope(positions, q, k), rope.forward_native(positions, q, k)):
+        torch.testing.assert_close(got, wanted)
+    assert rope(positions, q) == "vLLM's kernel"  # no keys
+    assert vllm_stand_in.RotaryEmbedding(16, 8, 64, 1e4, True, torch.float32)(positions, q, k) == "vLLM's kernel"
+
+
+def test_custom_ops_switch_a_layer_off(platform):
+    plugin.serve()
+    vllm_stand_in.CustomOp.custom_ops = ["none", "-silu_and_mul"]
+    layer = vllm_stand_in.SiluAndMul()
+    assert layer._forward_method == layer.forward_native
+    assert not layer.enabled() and vllm_stand_in.RotaryEmbedding(8, 8, 4, 1e4, True, torch.float32).enabled()
+
+
+@pytest.mark.skipif(tomllib is None, reason="needs Python 3.11 to read pyproject.toml")
+def test_the_entry_point():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    value = project["entry-points"]["vllm.general_plugins"]["nanovllm"]
+    assert EntryPoint("nanovllm", value, "vllm.general_plugins").load() is plugin.register

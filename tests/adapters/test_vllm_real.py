@@ -1,0 +1,114 @@
+"""The plugin in vLLM itself, as far as a CPU goes: its configuration, IR ops, layers and their lowering."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("NANOVLLM_TEST_VLLM") != "1":
+    pytest.skip("NANOVLLM_TEST_VLLM=1 runs it, where vLLM is installed", allow_module_level=True)
+platforms = pytest.importorskip("vllm.platforms")
+from vllm import ir
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms.interface import PlatformEnum, UnspecifiedPlatform
+
+from nanovllm.adapters import vllm as plugin
+
+ALL = {"ops": list(plugin.OPS)}
+
+
+class Cuda(UnspecifiedPlatform):
+    """Says that it is CUDA; its tensors are on the CPU."""
+
+    _enum = PlatformEnum.CUDA
+    device_type = device_name = "cuda"
+    has_device_capability = classmethod(lambda cls, least, device_id=0: True)
+    check_and_update_config = import_kernels = import_ir_kernels = classmethod(lambda cls, *args: None)
+
+
+@pytest.fixture(autouse=True)
+def platform(monkeypatch):
+    monkeypatch.setattr(platforms, "_current_platform", Cuda())
+    monkeypatch.setenv(plugin.VARIABLE, "")
+    library = None
+    if not hasattr(torch.ops._C, "silu_and_mul"):  # without vLLM's compiled extension
+        library = torch.library.Library("_C", "FRAGMENT")
+        library.define("silu_and_mul(Tensor! out, Tensor x) -> ()")
+    yield
+    plugin.take_back()
+    if library is not None:
+        library._destroy()
+
+
+def priorities(config):
+    return config.kernel_config.ir_op_priority.rms_norm, config.kernel_config.ir_op_priority.fused_add_rms_norm
+
+
+def test_the_configuration_asks_and_users_priorities_go_first():
+    plugin.register()
+    assert priorities(VllmConfig()) == (["native"], ["native"])
+    config = VllmConfig(additional_config={"nanovllm": ALL})
+    assert priorities(config) == (["nanovllm", "native"],) * 2
+    assert config.compute_hash() != VllmConfig(additional_config={"nanovllm": {"ops": []}}).compute_hash()
+
+
+def test_layers_of_vllm_run_our_kernels_and_lower_to_them():
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
+
+    plugin.register()
+    config = VllmConfig(additional_config={"nanovllm": ALL})
+    graphs = []
+    with set_current_vllm_config(config), torch.no_grad(), config.kernel_config.ir_op_priority.set_priority():
+        gate, norm = SiluAndMul(), RMSNorm(32)
+        rope = RotaryEmbedding(16, 16, 64, 10000.0, True, torch.float32)
+
+        def layers(x, positions, q, k):
+            y = gate(x)  # vLLM's own passes take the form of `norm(x, residual)` that works in place
+            both = ir.ops.fused_add_rms_norm(norm(y), y, norm.weight.data, 1e-6)
+            return (*both, *rope(positions, q, k))
+
+        x, positions = torch.randn(3, 64), torch.tensor([1, 7, 63])
+        q, k = torch.randn(3, 64), torch.randn(3, 32)
+        y = gate.forward_native(x)
+        native = {name: op.impls["native"].impl_fn for name, op in ir.op.IrOp.registry.items()}
+        first = native["rms_norm"](y, norm.weight, 1e-6)
+        wanted = (*native["fused_add_rms_norm"](first, y, norm.weight, 1e-6), *rope.forward_native(positions, q, k))
+        for got, right in zip(norm(first.clone(), y.clone()), wanted):
+            torch.testing.assert_close(got, right)
+        lowering = VllmIRLoweringPass(config)
+
+        def lowered(graph, _):
+            lowering(graph.graph)
+            graph.recompile()
+            graphs.append(graph.graph)
+            return graph.forward
+
+        def backend(graph, inputs):
+            return aot_module_simplified(graph, inputs, fw_compiler=lowered)
+
+        torch._dynamo.reset()
+        for function in (layers, torch.compile(layers, backend=backend, fullgraph=True)):
+            for got, right in zip(function(x, positions, q.clone(), k.clone()), wanted):
+                torch.testing.assert_close(got, right)
+    targets = [str(node.target) for node in graphs[0].nodes if node.op == "call_function"]
+    for op in ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding"):
+        assert f"nanovllm.{op}.default" in targets, targets
+
+
+class NoGpu(UnspecifiedPlatform):
+    device_type = device_name = "cpu"
+    check_and_update_config = classmethod(lambda cls, config: None)
+
+
+def test_without_a_gpu_it_says_why(monkeypatch):
+    said = []
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(platforms, "_current_platform", NoGpu())
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    plugin.register()
+    assert said == ["NANOVLLM_VLLM is set, but nanovllm serves nothing: " + plugin.unsupported()]
+    assert priorities(VllmConfig()) == (["native"], ["native"])
