@@ -1,5 +1,8 @@
 """What the engines' adapters say of a run: the times between tokens, and a short warm-up."""
 
+import asyncio
+import importlib.util
+import os
 import sys
 from types import SimpleNamespace
 
@@ -71,3 +74,124 @@ def test_times_between_tokens_of_vllm(monkeypatch, told, complete):
     repeat = Repeat.of(run, 2, 0, 0)
     assert repeat.itl_p50 == pytest.approx(0.2) and (repeat.itl_p99 is not None) == complete
     assert manager is None or manager.record is recorded
+
+
+def test_vllm_with_the_plugin_is_a_row_of_its_own(tmp_path):
+    import bench
+    from nanovllm.bench import benchmark, command_line
+
+    def jobs(*arguments):
+        common = ["--preset", "qwen3-0.6b", "--no-profile", "--device", "cpu", "--engine", "vllm", "--workload", "bs1"]
+        args, given = bench.parser().parse_args([*common, *arguments]), []
+        args.preset_config = {}
+        benchmark.Benchmark(args, lambda job, emit: given.append(job), tmp_path).run()
+        return [(j.engine, j.variant, j.options.get("vllm_plugin")) for j in given if j.task == "measure"]
+
+    assert jobs() == [("vllm", "", None)]
+    assert jobs("--vllm-plugin") == [("vllm", "", None), ("vllm", "plugin", True)]
+    args = bench.parser().parse_args(["--preset", "qwen3-0.6b", "--vllm-plugin"])
+    with pytest.raises(ValueError, match="--vllm-plugin: vLLM is not among the engines"):
+        command_line.check(args)
+
+
+@pytest.mark.parametrize("plugin, priority", [(True, "nanovllm"), (True, "native"), (False, "native")])
+def test_vllm_starts_with_the_plugin_or_without(plugin, priority, monkeypatch, tmp_path):
+    from nanovllm.bench.engines.common import EngineError
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    monkeypatch.setenv("NANOVLLM_VLLM", "")
+    config = SimpleNamespace(dtype="torch.bfloat16", hf_config=SimpleNamespace(to_dict=lambda: tiny_config()))
+    order = SimpleNamespace(ir_op_priority=SimpleNamespace(rms_norm=[priority, "native"]))
+    engine = SimpleNamespace(model_config=config, vllm_config=SimpleNamespace(kernel_config=order))
+    stand_in = SimpleNamespace(__version__="0.24.0", LLM=lambda **_: SimpleNamespace(llm_engine=engine))
+    monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    monkeypatch.delitem(sys.modules, "nanovllm.bench.engines.vllm", raising=False)
+    from nanovllm.bench.engines.vllm import VllmEngine
+
+    monkeypatch.delitem(sys.modules, "nanovllm.bench.engines.vllm")
+    job = Job("vllm", "", str(tmp_path), (), options={"vllm_plugin": plugin})
+    if plugin and priority == "native":
+        with pytest.raises(EngineError, match="the plugin serves nothing; is nanovllm installed beside vLLM"):
+            VllmEngine(job)
+    else:
+        VllmEngine(job)
+    assert os.environ["NANOVLLM_VLLM"] == str(int(plugin))
+
+
+def tiny_config():
+    from nanovllm.models.model_presets import PRESETS
+
+    return PRESETS["qwen3-0.6b"]
+
+
+class StandInSglang:
+    """`sglang.Engine`, as far as it is used: every token is 7, and `asked` is what it was given."""
+
+    def __init__(self, **options):
+        self.asked, self.loop, self.is_open = [options], asyncio.new_event_loop(), True
+        hf_config = SimpleNamespace(to_dict=tiny_config)
+        model_config = SimpleNamespace(dtype="torch.bfloat16", hf_config=hf_config)
+        self.tokenizer_manager = SimpleNamespace(model_config=model_config)
+
+    def generate(self, input_ids, sampling_params):
+        self.asked.append((input_ids, sampling_params))
+        counts = [params["max_new_tokens"] for params in sampling_params]
+        told = [{"completion_tokens": n, "e2e_latency": 0.5, "decode_throughput": 10.0} for n in counts]
+        return [{"output_ids": [7] * n, "meta_info": meta} for n, meta in zip(counts, told)]
+
+    async def async_generate(self, input_ids, sampling_params, stream):
+        async def chunks():
+            for n in range(1, sampling_params["max_new_tokens"] + 1):
+                await asyncio.sleep(0)
+                yield {"output_ids": [7] * n, "meta_info": {"completion_tokens": n}}
+
+        return chunks()
+
+    def shutdown(self):
+        self.is_open = False
+        self.loop.close()
+
+
+@pytest.fixture
+def sglang_engine(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.15", Engine=StandInSglang))
+    monkeypatch.delitem(sys.modules, "nanovllm.bench.engines.sglang", raising=False)
+    from nanovllm.bench.engines.sglang import start
+
+    monkeypatch.delitem(sys.modules, "nanovllm.bench.engines.sglang")
+    options = {"max_num_seqs": 8, "enforce_eager": True, "kv_cache_dtype": "fp8", "dtype": "bfloat16"}
+    engine = start(Job("sglang", "", str(tmp_path), (), options=options, temperature=0.0, max_model_len=128))
+    yield engine
+    engine.close()
+    assert not engine._engine.is_open
+
+
+def test_sglang_gets_our_options_under_its_names(sglang_engine):
+    given = sglang_engine._engine.asked[0]
+    assert given["max_running_requests"] == 8 and given["disable_cuda_graph"] is True
+    assert given["kv_cache_dtype"] == "fp8_e4m3" and given["context_length"] == 128
+    assert given["skip_tokenizer_init"] is True and given["load_format"] == "auto" and "tp_size" not in given
+
+
+def test_sglang_serves_a_closed_and_an_open_loop(sglang_engine):
+    items = Workload("x", 3, 5, (2, 4)).draw(0, 50)
+    run = sglang_engine.run(items)
+    prompts, params = sglang_engine._engine.asked[-1]
+    assert prompts == [list(i.prompt) for i in items]
+    assert all(p == {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": i.num_output, "ignore_eos": True}
+               for p, i in zip(params, items))  # fmt: skip
+    assert [r.num_output for r in run.requests] == [i.num_output for i in items] and run.seconds > 0
+    assert all(r.first_token == pytest.approx(0.5 - (r.num_output - 1) / 10) for r in run.requests)
+    arriving = Workload("y", 3, 5, (2, 4), rate=500.0).draw(0, 50)
+    run = sglang_engine.run(arriving)
+    for request, item in zip(run.requests, arriving):
+        assert request.num_output == item.num_output == len(request.gaps) + 1
+        assert 0 <= request.first_token <= request.total
+
+
+def test_an_engine_that_is_not_installed():
+    from nanovllm.bench.engines import EngineError, start
+
+    if importlib.util.find_spec("sglang") is None:
+        with pytest.raises(EngineError, match="sglang is not installed; pip install sglang"):
+            start(Job("sglang", "", "", ()), None)

@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.bench.engines.common import Engine, EngineError
 from nanovllm.bench.job import Job
 
-ENGINES = ("nanovllm", "transformers", "vllm", "llama.cpp", "openvino")
+ENGINES = ("nanovllm", "transformers", "vllm", "sglang", "llama.cpp", "openvino")
 _PACKAGES = {"llama.cpp": ("llama_cpp", "llama-cpp-python"), "openvino": ("openvino_genai", "openvino-genai")}
 """engine -> (the module that it needs, what pip calls that)"""
 

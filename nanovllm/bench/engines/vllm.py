@@ -88,7 +88,7 @@ def check_plugin(config: Any) -> None:
     """An EngineError unless vLLM's configuration has the plugin's kernels first."""
     if config.kernel_config.ir_op_priority.rms_norm[:1] != ["nanovllm"]:
         raise EngineError(
-            "the plugin serves nothing; is nanovllm installed beside vLLM (pip install -e .)? --verbose shows vLLM's log"
+            "the plugin serves nothing; is nanovllm installed beside vLLM (pip install -e .)? --verbose shows its log"
         )
 
 
