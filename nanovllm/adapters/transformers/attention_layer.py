@@ -46,7 +46,7 @@ class AttentionKind:
     constants: dict[str, Any]
 
     def layers(self, module: nn.Module) -> list[nn.Linear]:
-        return [module.get_submodule(name) for name in self.projections]  # type: ignore[misc]
+        return [module._modules[name] for name in self.projections]  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -147,18 +147,21 @@ def _probed(module: Any, kind: AttentionKind) -> AttentionKind | str:
 
 
 def attention_forward(
-    module: Any, kind: AttentionKind, packed: Packed, calls: AttentionCalls, original: Callable[..., Any]
+    code: Any, kind: AttentionKind, packed: Packed, calls: AttentionCalls, original: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A forward of the module by the ops, up to the attention function that the model's config names."""
-    code: Any = sys.modules[type(module).__module__]
-    first = kind.layers(module)[0]
+    """A forward of the module by the ops, up to the attention function that the model's config names.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    Args:
+        code: the Python module that defines the class.
+    """
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(kind.parameters, args)), **kwargs}
         x = given["hidden_states"]
         angles = given.get("position_embeddings")
-        if angles is None or x.dtype != first.weight.dtype or differentiated(module, x) or not packed.current():
-            return original(*args, **kwargs)
+        unsuited = x.dtype != packed.weight.dtype or differentiated(module, x)
+        if angles is None or unsuited or not packed.current(kind.layers(module)):
+            return original(module, *args, **kwargs)
         rest = {k: v for k, v in given.items() if k not in _TAKEN and k not in _CACHES}
         q, k, v = calls(kind, module, packed(x), *angles)
         cache = given.get(kind.cache, given.get("past_key_values"))

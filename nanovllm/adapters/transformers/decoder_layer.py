@@ -95,31 +95,29 @@ def _expected(kind: LayerKind, factors: dict[str, float], x: torch.Tensor) -> to
     return x + of(kind.after_mlp, of(kind.mlp, of(kind.second, x)))
 
 
-def layer_forward(
-    module: nn.Module, kind: LayerKind, norm: NormKind, call: Call, original: Callable[..., Any]
-) -> Callable[..., Any]:
+def layer_forward(kind: LayerKind, norm: NormKind, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
     """A forward of the layer in which the first sum and the norm after it are the op `add_rms_norm`."""
-    part = module._modules
-    second: Any = part[kind.second]
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        part: dict[str, Any] = module._modules
+        second = part[kind.second]
         given = {**dict(zip(("hidden_states", *kind.defaults), args)), **kwargs}
         x = given.pop("hidden_states")
         # Hooks on the norm that is fused would not run.
         hooked = second._forward_hooks or second._forward_pre_hooks
         if hooked or differentiated(module, x) or x.dtype != second.weight.dtype or x.device != second.weight.device:
-            return original(*args, **kwargs)
+            return original(module, *args, **kwargs)
         for name, default in kind.defaults.items():
             if name not in given and default is not inspect.Parameter.empty:
                 given[name] = default
         residual = x
-        x = part[kind.attention](hidden_states=part[kind.first](x), **given)[0]  # type: ignore[misc]
+        x = part[kind.attention](hidden_states=part[kind.first](x), **given)[0]
         if kind.after_attention is not None:
-            x = part[kind.after_attention](x)  # type: ignore[misc]
+            x = part[kind.after_attention](x)
         x, residual = call(x, residual, norm.weight(second.weight), norm.eps)
-        x = part[kind.mlp](x)  # type: ignore[misc]
+        x = part[kind.mlp](x)
         if kind.after_mlp is not None:
-            x = part[kind.after_mlp](x)  # type: ignore[misc]
+            x = part[kind.after_mlp](x)
         return residual + x
 
     return forward

@@ -11,19 +11,17 @@ from torch import nn
 from nanovllm.adapters.transformers.selected import Call, differentiated
 
 
-def linear_forward(
-    module: nn.Linear, call: Call, counts: Container[int] | None, original: Callable[..., Any]
-) -> Callable[..., Any]:
+def linear_forward(call: Call, counts: Container[int] | None, original: Callable[..., Any]) -> Callable[..., Any]:
     """A forward of the module by the op `linear`, for the numbers of tokens in `counts`; else by its own code."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
-            return original(*args, **kwargs)
+            return original(module, *args, **kwargs)
         x, weight = args[0], module.weight
         if counts is not None and x.numel() // x.shape[-1] not in counts:
-            return original(x)
+            return original(module, x)
         if x.dtype != weight.dtype or differentiated(module, x):
-            return original(x)
+            return original(module, x)
         return call(x, weight, module.bias)
 
     return forward
@@ -34,12 +32,12 @@ def is_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None
 
 
-def embedding_forward(module: nn.Embedding, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
+def embedding_forward(call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
     """A forward of the module by the op `embedding`."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or args[0].dtype != torch.int64 or differentiated(module):
-            return original(*args, **kwargs)
+            return original(module, *args, **kwargs)
         ids, weight = args[0], module.weight
         return call(ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])
 

@@ -33,7 +33,7 @@ class MLPKind:
 
     def linears(self, module: nn.Module) -> list[nn.Linear]:
         """The layers that make gate and up."""
-        return [module.get_submodule(name) for name in self.gate_up]  # type: ignore[misc]
+        return [module._modules[name] for name in self.gate_up]  # type: ignore[misc]
 
 
 @dataclass
@@ -91,20 +91,17 @@ class MLPCalls:
     counts: Container[int] | None = None
 
 
-def mlp_forward(
-    module: nn.Module, kind: MLPKind, packed: Packed, calls: MLPCalls, original: Callable[..., Any]
-) -> Callable[..., Any]:
+def mlp_forward(kind: MLPKind, packed: Packed, calls: MLPCalls, original: Callable[..., Any]) -> Callable[..., Any]:
     """A forward of the module by the ops."""
-    down = module.get_submodule(kind.down)
     approximate = () if kind.activation == "silu" else ("tanh" if kind.activation == "gelu_tanh" else "none",)
-    first = kind.linears(module)[0]
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
-            return original(*args, **kwargs)
-        x, weight = args[0], first.weight
-        if x.dtype != weight.dtype or differentiated(module, x) or not packed.current():
-            return original(x)
+            return original(module, *args, **kwargs)
+        x, layers, down = args[0], kind.linears(module), module._modules[kind.down]
+        unsuited = x.dtype != packed.weight.dtype or differentiated(module, x) or not packed.current(layers)
+        if unsuited or down is None:
+            return original(module, x)
         small = calls.small
         if small is not None and (calls.counts is None or x.numel() // x.shape[-1] in calls.counts):
             return down(small(x, packed.weight))

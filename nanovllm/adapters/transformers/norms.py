@@ -76,13 +76,13 @@ def unsuited_norm(module: nn.Module) -> str | None:
     return plain_parameter(module._parameters["weight"])
 
 
-def norm_forward(module: nn.Module, kind: NormKind, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
+def norm_forward(kind: NormKind, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
     """A forward of the module by the op."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weight: Any = module.weight
         if len(args) != 1 or kwargs or args[0].dtype != weight.dtype or differentiated(module, args[0]):
-            return original(*args, **kwargs)
+            return original(module, *args, **kwargs)
         return kind(call, args[0], weight)
 
     return forward

@@ -26,14 +26,11 @@ class Packed:
 
     def __init__(self, layers: Sequence[nn.Linear], patches: Patches) -> None:
         self.sizes = [layer.out_features for layer in layers]
-        self._parameters: list[Any] = [layer.weight for layer in layers]
-        self.weight = _joined([*self._parameters], patches)
-        self.bias: nn.Parameter | None = None
-        biases: list[Any] = [layer.bias for layer in layers]
-        if all(bias is not None for bias in biases):
-            self._parameters += biases
-            self.bias = _joined(biases, patches)
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        weights: list[Any] = [layer.weight for layer in layers]
+        self.weight = patches.join(weights)
+        biases: list[Any] = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = patches.join(biases) if biases else None
+        self._addresses = [layer.weight.data_ptr() for layer in layers]
 
     @staticmethod
     def refused(layers: Sequence[nn.Linear]) -> str | None:
@@ -53,26 +50,12 @@ class Packed:
             return "only some of its projections have a bias"
         return None
 
-    def current(self) -> bool:
-        """Whether the layers still have the weights that were packed; not after `model.to(...)`."""
+    def current(self, layers: Sequence[nn.Linear]) -> bool:
+        """Whether these are the layers, with the weights that were packed: not after `model.to(...)`, nor in a copy."""
         if torch.compiler.is_compiling():
             return True  # addresses cannot be traced
-        return all(p.data_ptr() == address for p, address in zip(self._parameters, self._addresses))
+        return all(layer.weight.data_ptr() == address for layer, address in zip(layers, self._addresses))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of all layers side by side."""
         return F.linear(x, self.weight, self.bias)
-
-
-def _joined(parameters: Sequence[nn.Parameter], patches: Patches) -> nn.Parameter:
-    joined = nn.Parameter(torch.cat([p.data for p in parameters]), requires_grad=False)
-    for parameter, part in zip(parameters, joined.data.split([len(p) for p in parameters])):
-        parameter.data = part
-
-    def apart() -> None:
-        for parameter in parameters:
-            if parameter.data.untyped_storage().data_ptr() == joined.untyped_storage().data_ptr():
-                parameter.data = parameter.data.clone()
-
-    patches.on_undo(apart)
-    return joined

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,67 +14,82 @@ ATTRIBUTE = "_nanovllm_patches"
 _SLOTS = ("forward", "_old_forward")
 
 
-class Patches:
-    """The changes to one model."""
+@dataclass
+class _Attribute:
+    """An attribute of an object, and what it was before."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._steps: list[Callable[[], None]] = []
-        model.__dict__[ATTRIBUTE] = self
+    owner: Any
+    name: str
+    new: Any
+    had: bool
+    old: Any
+
+    def undo(self) -> None:
+        # accelerate moves a forward from one of these attributes to the other when its hooks are added or removed.
+        for name in _SLOTS if self.name in _SLOTS else (self.name,):
+            if self.name not in _SLOTS or self.owner.__dict__.get(name) == self.new:
+                if self.had:
+                    self.owner.__dict__[name] = self.old
+                else:
+                    self.owner.__dict__.pop(name, None)
+
+
+@dataclass
+class _Joined:
+    """Parameters that were made views of one tensor."""
+
+    parameters: list[torch.nn.Parameter]
+    joined: torch.Tensor
+
+    def undo(self) -> None:
+        for parameter in self.parameters:
+            if parameter.data.untyped_storage().data_ptr() == self.joined.untyped_storage().data_ptr():
+                parameter.data = parameter.data.clone()
+
+
+@dataclass
+class Patches:
+    """The changes to one model. They are records, so that a deep copy of the model has its own, of its own parts."""
+
+    model: torch.nn.Module
+    changes: list[_Attribute | _Joined] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model.__dict__[ATTRIBUTE] = self
 
     def undo(self) -> None:
         """Take everything back. A second call does nothing."""
-        while self._steps:
-            self._steps.pop()()
-        if self._model.__dict__.get(ATTRIBUTE) is self:
-            del self._model.__dict__[ATTRIBUTE]
-
-    def on_undo(self, step: Callable[[], None]) -> None:
-        """Run `step` when the model is restored."""
-        self._steps.append(step)
+        while self.changes:
+            self.changes.pop().undo()
+        if self.model.__dict__.get(ATTRIBUTE) is self:
+            del self.model.__dict__[ATTRIBUTE]
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object, which it may or may not have had."""
-        had, old = name in owner.__dict__, owner.__dict__.get(name)
+        self.changes.append(_Attribute(owner, name, value, name in owner.__dict__, owner.__dict__.get(name)))
         owner.__dict__[name] = value
 
-        def restore() -> None:
-            if had:
-                owner.__dict__[name] = old
-            else:
-                owner.__dict__.pop(name, None)
-
-        self.on_undo(restore)
-
     def set_forward(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        """Give one module another forward.
+        """Give one module another forward: a function of the module and its arguments.
 
-        accelerate (`device_map`) wraps a module's forward and keeps the one within as `_old_forward`. That one is
-        replaced, so that its hooks still move tensors. They may be removed while the patch is there.
+        It is bound to the module like a method, so that a deep copy of the module calls it with the copy. accelerate
+        (`device_map`) wraps a module's forward and keeps the one within as `_old_forward`. That one is replaced, so
+        that its hooks still move tensors.
         """
-        slot = forward_slot(module)
-        had, old = slot in module.__dict__, module.__dict__.get(slot)
-        module.__dict__[slot] = forward
+        self.set_attribute(module, forward_slot(module), MethodType(forward, module))
 
-        def restore() -> None:
-            for name in _SLOTS:
-                if module.__dict__.get(name) is forward:
-                    if had:
-                        module.__dict__[name] = old
-                    else:
-                        del module.__dict__[name]
-
-        self.on_undo(restore)
+    def join(self, parameters: Sequence[torch.nn.Parameter]) -> torch.nn.Parameter:
+        """Make parameters views of one new tensor, one after the other along their first dimension; that tensor."""
+        joined = torch.nn.Parameter(torch.cat([p.data for p in parameters]), requires_grad=False)
+        self.changes.append(_Joined(list(parameters), joined))
+        for parameter, part in zip(parameters, joined.data.split([len(p) for p in parameters])):
+            parameter.data = part
+        return joined
 
 
 def forward_slot(module: torch.nn.Module) -> str:
     """The attribute that holds a module's own forward."""
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
-
-
-def own_forward(module: torch.nn.Module) -> Callable[..., Any]:
-    """The forward that a patch falls back to: the module's own, without hooks of accelerate."""
-    return module.__dict__.get(forward_slot(module)) or type(module).forward.__get__(module)
 
 
 def foreign_forward(module: torch.nn.Module) -> str | None:

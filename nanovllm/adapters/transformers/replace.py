@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from nanovllm.adapters.transformers.linear import embedding_forward, is_embeddin
 from nanovllm.adapters.transformers.mlp import MLPCalls, MLPKind, MLPs, mlp_forward
 from nanovllm.adapters.transformers.norms import Norms, norm_forward, unsuited_norm
 from nanovllm.adapters.transformers.packed import Packed
-from nanovllm.adapters.transformers.patches import Patches, foreign_forward, own_forward
+from nanovllm.adapters.transformers.patches import Patches, foreign_forward
 from nanovllm.adapters.transformers.probe import is_linear, plain_parameter
 from nanovllm.adapters.transformers.report import Outcomes
 from nanovllm.adapters.transformers.selected import Call, Selection
@@ -92,7 +93,7 @@ class Replacing:
         if isinstance(call, str) or kind is None:
             return self._outcomes.left(module, "rms_norm", str(call))
         why = "of x and 1 + weight in float32" if not kind.fuses(module.weight.dtype) else ""
-        self._put(module, "rms_norm", call, norm_forward(module, kind, call, own_forward(module)), why)
+        self._put(module, "rms_norm", call, norm_forward(kind, call, type(module).forward), why)
 
     def _mlp(self, module: nn.Module, kind: MLPKind) -> None:
         layers = kind.linears(module)
@@ -107,9 +108,7 @@ class Replacing:
             counts = self._selection.token_counts("linear_silu_and_mul", packed.weight)
             calls = MLPCalls(call, small, counts)
             self._outcomes.replaced(module, small.name, small.provider, "for few tokens" if counts is not None else "")
-        self._put(
-            module, op, call, mlp_forward(module, kind, packed, calls, own_forward(module)), "one product for both"
-        )
+        self._put(module, op, call, mlp_forward(kind, packed, calls, type(module).forward), "one product for both")
 
     def _rope(self, module: Any, kind: AttentionKind | str) -> None:
         op = "rotary_embedding"
@@ -131,7 +130,8 @@ class Replacing:
         if isinstance(call, str):
             return self._outcomes.left(module, op, call)
         calls = AttentionCalls(call, fused if isinstance(fused, Call) else None, self._angles)
-        forward = attention_forward(module, kind, Packed(layers, self._patches), calls, own_forward(module))
+        code = sys.modules[type(module).__module__]
+        forward = attention_forward(code, kind, Packed(layers, self._patches), calls, type(module).forward)
         used = fused if isinstance(fused, Call) else call
         self._put(module, used.name, used, forward, "one product for queries, keys and values")
 
@@ -139,7 +139,7 @@ class Replacing:
         call = foreign_forward(module) or plain_parameter(module.weight) or self._call("embedding", module.weight)
         if isinstance(call, str):
             return self._outcomes.left(module, "embedding", call)
-        self._put(module, "embedding", call, embedding_forward(module, call, own_forward(module)))
+        self._put(module, "embedding", call, embedding_forward(call, type(module).forward))
 
     def _linear(self, module: Any) -> None:
         call = foreign_forward(module) or plain_parameter(module.weight) or self._call("linear", module.weight)
@@ -151,7 +151,7 @@ class Replacing:
                 module, "linear", "with this weight the library's product is faster for any number of tokens"
             )
         why = "for few tokens" if counts is not None else ""
-        self._put(module, "linear", call, linear_forward(module, call, counts, own_forward(module)), why)
+        self._put(module, "linear", call, linear_forward(call, counts, type(module).forward), why)
 
     def _layer(self, module: nn.Module) -> None:
         kind = recognise_layer(module, self._norms)
@@ -165,4 +165,4 @@ class Replacing:
         call = reason or self._call("add_rms_norm", second.weight)
         if isinstance(call, str) or norm is None:
             return self._outcomes.left(module, "add_rms_norm", str(call))
-        self._put(module, "add_rms_norm", call, layer_forward(module, kind, norm, call, own_forward(module)))
+        self._put(module, "add_rms_norm", call, layer_forward(kind, norm, call, type(module).forward))

@@ -192,6 +192,18 @@ def test_weights_that_are_moved_are_noticed(model):
     torch.testing.assert_close(got, logits(model), rtol=0, atol=1e-4)
 
 
+def test_a_deep_copy_has_weights_of_its_own(model):
+    expected = logits(model)
+    apply(model, ops=OPS)
+    other = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.zero_()
+    torch.testing.assert_close(logits(other), expected, rtol=0, atol=1e-4)
+    undo(other)
+    assert torch.equal(logits(other), expected) and not any("forward" in m.__dict__ for m in other.modules())
+    assert "forward" in model.model.norm.__dict__ and not logits(model).any()
+
+
 def test_a_new_checkpoint_may_be_loaded(model):
     other = tiny("Qwen3", seed=1)
     with apply(model, ops=OPS):
