@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from nanovllm.adapters.transformers.attention import NAME, register_attention
@@ -121,7 +120,9 @@ def _attention_function(model: nn.Module, replacing: Replacing, patches: Patches
         return
     configs: dict[int, Any] = {id(module.config): module.config for module, _ in served}
     owners = [m for m in model.modules() if isinstance(m, PreTrainedModel) and id(m.config) in configs]
-    reason = next((r for r in map(_fixed, owners) if r), None) if owners else "no submodel of transformers contains it"
+    reason = None if owners else "no submodel of transformers contains it"
+    for owner in owners:
+        reason = reason or _fixed(owner, replacing.caps_scores)
     if reason is None:
         register_attention()
         for config in configs.values():
@@ -134,15 +135,14 @@ def _attention_function(model: nn.Module, replacing: Replacing, patches: Patches
             outcomes.left(module, "attention_dense", reason)
 
 
-def _fixed(model: Any) -> str | None:
-    """Why the attention function of a model cannot be chosen; None: it can."""
+def _fixed(model: Any, caps_scores: bool) -> str | None:
+    """Why the attention function of a model is not to be chosen; None: it is.
+
+    Args:
+        caps_scores: whether scores have a soft cap, for which transformers has "eager" alone.
+    """
     if not model._can_set_attn_implementation():
         return "the model has its attention function built in"
-    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager"):
+    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager" if caps_scores else "sdpa"):
         return f'attn_implementation="{model.config._attn_implementation}" was chosen'
     return None
-
-
-def all_devices(model: nn.Module) -> set[torch.device]:
-    """The devices that hold parameters of a model."""
-    return {parameter.device for parameter in model.parameters()}

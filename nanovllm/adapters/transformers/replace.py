@@ -38,11 +38,13 @@ class Replacing:
         self._norms, self._mlps, self._angles = Norms(), MLPs(), Angles()
         self._rotary: dict[int, str | None] = {}
         self._attention: list[nn.Module] = []
+        self.caps_scores = False
 
     def modules(self) -> None:
         """Replace what can be replaced. Attention modules are recognised before anything within them is changed."""
         modules = [m for m in self._model.modules() if m not in self._excluded]
         attention = {m: recognise_attention(m, self._norms) for m in modules if "layer_idx" in m.__dict__}
+        self.caps_scores = any(isinstance(k, AttentionKind) and "softcap" in k.constants for k in attention.values())
         self._attention = [m for m, kind in attention.items() if kind is not None]
         for module, kind in attention.items():
             if kind is not None:

@@ -111,6 +111,17 @@ def test_wrong_names(arguments, message, model):
     assert apply(model, ops=OPS).replaced  # nothing stayed behind
 
 
+def test_an_attention_function_that_was_chosen_stays(model):
+    """As "eager", which gives the weights of attention."""
+    model.set_attn_implementation("eager")
+    with apply(model, ops=OPS) as report:
+        assert [row.why for row in report.left if row.op == "attention_dense"] == [
+            'attn_implementation="eager" was chosen'
+        ]
+        with torch.no_grad():
+            assert len(model(**prompts(), output_attentions=True).attentions) == 2
+
+
 def test_wrong_models(model, caplog):
     with pytest.raises(TypeError, match="expected a torch.nn.Module"):
         apply("Qwen/Qwen3-0.6B")
