@@ -1,0 +1,77 @@
+"""What quantised weights cost in accuracy: `python -m tests.quantised_accuracy` (SmolLM2-135M-Instruct, on a CPU, two
+minutes).
+
+The text is the one of `tests.fp8_accuracy`, and so are the measures. The reference are the weights of the model's
+published Q4_1 file in float32; they are quantised as `LLM(quantization=...)` does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from nanovllm.config import EngineConfig
+from nanovllm.kernels import resolve_kernels
+from nanovllm.weights import gguf
+from nanovllm.weights.checkpoint import locate
+from nanovllm.weights.demo_model import demo_model_path
+from nanovllm.weights.loader import load_model
+from nanovllm.weights.tokenizer import load_tokenizer
+from tests.fp8_accuracy import NUM_TOKENS, TEXT, logits_of
+
+FORMS = ("fp8", "int8", "int4")
+
+
+def expand(path: Path, directory: Path) -> Path:
+    """A GGUF file's weights in float32, as a checkpoint of safetensors."""
+    save_file({name: t.float().contiguous() for name, t in gguf.iter_tensors(path)}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(gguf.read_config(path)))
+    return directory
+
+
+@torch.inference_mode()
+def logits(path: Path, tokens: torch.Tensor, form: str | None = None, keep_packed: bool = False) -> torch.Tensor:
+    """[len(tokens), vocab_size] in float32."""
+    checkpoint, device = locate(EngineConfig(str(path), quantization=form)), torch.device("cpu")
+    kernels = resolve_kernels(device, False)
+    model = load_model(checkpoint, kernels, torch.float32, device, len(tokens), keep_packed=keep_packed)
+    return logits_of(model, checkpoint.config, tokens, torch.float32)
+
+
+def perplexity(of: torch.Tensor, tokens: torch.Tensor) -> float:
+    return torch.nn.functional.cross_entropy(of[:-1], tokens[1:]).exp().item()
+
+
+def measure(path: Path, text: str, num_tokens: int) -> dict[str, tuple[float, float, float]]:
+    """form -> (perplexity, relative error of the logits, share of positions with the same most likely token)."""
+    tokens = torch.tensor(load_tokenizer(str(path))(text)["input_ids"][:num_tokens])
+    with tempfile.TemporaryDirectory() as folder:
+        floats = expand(path, Path(folder))
+        found = {"float32": logits(floats, tokens)} | {form: logits(floats, tokens, form) for form in FORMS}
+    found["Q4_1 blocks"] = logits(path, tokens, keep_packed=True)
+    exact = found["float32"]
+    spread = (exact - exact.mean(-1, keepdim=True)).norm()
+    return {
+        form: (
+            perplexity(of, tokens),
+            ((of - exact).norm() / spread).item(),
+            (of.argmax(-1) == exact.argmax(-1)).float().mean().item(),
+        )
+        for form, of in found.items()
+    }
+
+
+def main() -> None:
+    print(f"| weights | perplexity of {NUM_TOKENS} tokens | relative error of the logits | same most likely token |")
+    print("|---|---|---|---|")
+    for form, (ppl, error, same) in measure(demo_model_path(), TEXT.read_text(encoding="utf-8"), NUM_TOKENS).items():
+        print(f"| {form} | {ppl:.3f} | {error:.4f} | {100 * same:.1f} % |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
