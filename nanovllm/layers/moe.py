@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
 from nanovllm.layers.group_sum import GroupSum
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Part, ShardedParameters
+from nanovllm.layers.packed_weight import Weight, product
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
 
@@ -25,11 +25,10 @@ class Router(ShardedParameters):
     def __init__(self, hidden_size: int, num_experts: int, kernels: Kernels) -> None:
         super().__init__()
         self._linear = FusedOp("linear", kernels)
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+        self.weight: Weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        linear = self._linear if self._linear.takes(x, self.weight) else F.linear
-        return linear(x, self.weight)
+        return product(self._linear, x, self.weight)
 
 
 class StackedGateUp(ShardedParameters):

@@ -157,6 +157,10 @@ class PackedWeight(nn.Module):
     def nbytes(self) -> int:
         return sum(m.nbytes for m in self.matrices)
 
+    def dim(self) -> int:
+        """2: as of a tensor."""
+        return 2
+
     def numel(self) -> int:
         """Weights, not stored elements."""
         return self.shape.numel()

@@ -176,6 +176,10 @@ class PackedLayers:
             self._not_finite.append((name, matrix.not_finite()))
             module = self._model.get_submodule(module_name)
             assert isinstance(module, ShardedParameters)
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, torch.Tensor) and weight.dim() == 3:  # stacked experts, whose op reads floats
+                module.load_shard("weight", shard, matrix.dequantised(self._dtype))
+                continue
             shards = self._matrices[module_name]
             shards[shard] = module.arranged(shard, matrix)
             if len(shards) == len(module.shards):

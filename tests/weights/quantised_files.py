@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests import tiny
 
@@ -35,8 +35,8 @@ class Format:
 def write(directory: Path, form: Format, architecture: str = "qwen3", **overrides: Any) -> Any:
     """Write such a checkpoint to `directory`, and return transformers' model with the weights that it stands for."""
     made = tiny.save(directory, architecture, **{**SHAPE, **form.shape, **overrides})
-    tensors, reference = {}, made.state_dict()
-    for i, (name, weight) in enumerate(made.state_dict().items()):
+    tensors, reference = {}, load_file(directory / "model.safetensors")
+    for i, (name, weight) in enumerate(list(reference.items())):
         module, _, leaf = name.rpartition(".")
         packed = "layers." in name and leaf == "weight" and weight.dim() == 2
         if not packed or any(part in module for part in form.keeps):
@@ -44,13 +44,13 @@ def write(directory: Path, form: Format, architecture: str = "qwen3", **override
             continue
         planes, stands_for = form.pack(weight.clone(), i)
         tensors |= {f"{module}.{plane}": tensor.contiguous() for plane, tensor in planes.items()}
-        reference[name].copy_(stands_for)
-    if made.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
+        reference[name] = stands_for
+    save_file(reference, directory / "model.safetensors")
+    stands_for_all = type(made).from_pretrained(directory, dtype=torch.float32).requires_grad_(False)
     save_file(tensors, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text()) | {"quantization_config": form.config}
     (directory / "config.json").write_text(json.dumps(config))
-    return made
+    return stands_for_all
 
 
 def fp8(block: tuple[int, int], scale_name: str, dtype: torch.dtype = torch.float32, flat: bool = False, **more: Any):

@@ -17,6 +17,7 @@ from tests.native import NATIVE
 from tests.weights.checkpoints import CPU, edit, fused
 from tests.weights.quantised_files import FORMATS, write
 
+MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 OPTIONS = dict(
     device="cpu", dtype="float32", skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=60,
@@ -91,6 +92,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
         ("gptq-asymmetric", "qwen2", dict()),
         ("awq", "gemma3", dict(tie_word_embeddings=True)),
         ("fp8-channel", "smollm3", dict()),
+        ("fp8-block", "qwen3_moe", MOE),
+        ("awq", "qwen3_moe", MOE),
     ],
 )  # fmt: skip
 def test_architectures(tmp_path, name, architecture, overrides):
@@ -99,7 +102,8 @@ def test_architectures(tmp_path, name, architecture, overrides):
     want = [tiny.greedy(reference, prompt, GREEDY.max_tokens) for prompt in prompts()]
     assert tokens(tmp_path, **PACKED) == want
     assert tokens(tmp_path) == want
-    assert len(packed_names(loaded(tmp_path))) == 8
+    # Of a mixture of experts the router is packed and the experts are expanded.
+    assert len(packed_names(loaded(tmp_path))) == (6 if architecture == "qwen3_moe" else 8)
 
 
 def test_a_plane_of_several_shards_that_is_missing(tmp_path):
