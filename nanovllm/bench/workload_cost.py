@@ -5,6 +5,9 @@ clever, could avoid moving it, and a flop only if the model's function needs it.
 
 - Weights are read once a step, and a sequence of n output tokens needs n steps, since each token depends on the one
 before.
+- Of a mixture of experts a step reads the experts that its tokens go to. Their number is the expected one if every
+  token goes to any experts with equal probability: E (1 - (1 - k / E)^n) of E experts for n tokens that have k each.
+  This is no bound: tokens that go to the same experts read less.
 - A decode step reads the keys and values of every earlier token once, or in a layer with a window of those in it; a
   prefix that requests share, once a step for all.
 - Every token whose successor is computed has its keys and values written once. Activations may stay on the chip.
@@ -21,14 +24,15 @@ from dataclasses import dataclass
 from nanovllm.bench.workloads import Item
 from nanovllm.hardware.roofline import Work
 from nanovllm.model_config import ModelConfig
+from nanovllm.model_experts import MoeConfig
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder's sizes as they matter for an account. Bytes are per element of weights and of the KV cache.
 
-    A layer has projections q, k, v and o; gate, up and down; two norms, or four in Gemma; and with `qk_norm` two over
-    head_dim.
+    A layer has projections q, k, v and o; gate, up and down, or those of each expert and a router; two norms, or four
+    in Gemma; and with `qk_norm` two over head_dim.
     """
 
     hidden: int
@@ -49,6 +53,9 @@ class ModelShape:
     norms: int = 2
     windows: tuple[int | None, ...] = ()
     """The window of each layer, None for full attention; empty: no layer has one."""
+    moe: MoeConfig | None = None
+    sparse: tuple[bool, ...] = ()
+    """Of each layer, whether it has experts; empty: no layer has."""
 
     @classmethod
     def of(cls, config: ModelConfig, weight_bytes: int, kv_bytes: int | None = None) -> ModelShape:
@@ -58,17 +65,35 @@ class ModelShape:
             c.vocab_size, c.tie_word_embeddings, c.architecture.startswith(("Qwen3", "Gemma3")), c.attention_bias,
             c.mlp_bias, weight_bytes, weight_bytes if kv_bytes is None else kv_bytes, c.attention_output_bias,
             4 if c.architecture.startswith("Gemma") else 2, tuple(layer.window for layer in c.layers),
+            c.moe, tuple(layer.sparse for layer in c.layers),
         )  # fmt: skip
 
     @property
     def matrix_parameters(self) -> int:
-        """Elements of one layer's matrices."""
+        """Elements of the matrices of a layer without experts."""
+        return self._attention_parameters + 3 * self.hidden * self.intermediate
+
+    @property
+    def _attention_parameters(self) -> int:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (2 * q + 2 * kv) + 3 * self.hidden * self.intermediate
+        return self.hidden * (2 * q + 2 * kv)
+
+    def _token_parameters(self, sparse: bool) -> int:
+        """Elements of a layer's matrices that one token is multiplied with."""
+        if self.moe is None or not sparse:
+            return self.matrix_parameters
+        return (
+            self._attention_parameters + self.hidden * self.moe.num_experts + self.moe.top_k * self._expert_parameters
+        )
+
+    @property
+    def _expert_parameters(self) -> int:
+        """Elements of one expert."""
+        return 0 if self.moe is None else 3 * self.hidden * self.moe.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """Elements of one layer: matrices, norms, biases."""
+        """Elements of one layer without experts: matrices, norms, biases."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         norms = self.norms * self.hidden + 2 * self.head_dim * self.qk_norm
         biases = (q + 2 * kv) * self.attention_bias + self.hidden * self.output_bias
@@ -78,13 +103,35 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Elements of the whole model, the embedding counted once if it is also the head."""
-        return self.layers * self.layer_parameters + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+        experts = 0 if self.moe is None else sum(self.sparse) * self.moe.num_experts * self._expert_parameters
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self._parameters_beside_experts + experts + self.hidden + embeddings
+
+    @property
+    def _parameters_beside_experts(self) -> int:
+        """Elements of all layers, experts left out; routers belong to these."""
+        of_layers = self.layers * self.layer_parameters
+        if self.moe is None:
+            return of_layers
+        return of_layers + sum(self.sparse) * self.hidden * (self.moe.num_experts - 3 * self.intermediate)
 
     @property
     def step_bytes(self) -> int:
-        """Weights that every step reads: the layers, the last norm and the head; of the embedding, rows only."""
-        elements = self.layers * self.layer_parameters + self.hidden + self.vocab * self.hidden
+        """Weights that every step reads: the layers, the last norm and the head; of the embedding, rows only.
+
+        Experts are left out: see `expert_bytes`.
+        """
+        elements = self._parameters_beside_experts + self.hidden + self.vocab * self.hidden
         return round(self.weight_bytes * elements)
+
+    def expert_bytes(self, num_tokens: int, wanted: int) -> int:
+        """Expected weights of experts that a step of `num_tokens` tokens reads, of `wanted` in the last layer."""
+        if self.moe is None:
+            return 0
+        e, k = self.moe.num_experts, self.moe.top_k
+        *others, last = self.sparse
+        distinct = [e * (1 - (1 - k / e) ** n) for n in (num_tokens, wanted)]
+        return round(self.weight_bytes * self._expert_parameters * (sum(others) * distinct[0] + last * distinct[1]))
 
     @property
     def token_kv_bytes(self) -> int:
@@ -103,6 +150,11 @@ class ModelShape:
     @property
     def _layer_windows(self) -> tuple[int | None, ...]:
         return self.windows or (None,) * self.layers
+
+    @property
+    def _layer_kinds(self) -> list[tuple[int | None, bool]]:
+        """(window, whether it has experts) of each layer."""
+        return list(zip(self._layer_windows, self.sparse or (False,) * self.layers))
 
     def read_bytes(self, num_tokens: int, before: int) -> int:
         """Keys and values of earlier tokens that `num_tokens` decode steps read. The first token follows `before` ones.
@@ -126,16 +178,16 @@ class ModelShape:
         """
         wanted = num_tokens if wanted is None else wanted
         key_and_value = 2 * self.hidden * self.kv_heads * self.head_dim
-        *others, last = self._layer_windows
+        *others, last = self._layer_kinds
         return (
-            sum(count * self._layer_flops(num_tokens, before, window) for window, count in Counter(others).items())
-            + self._layer_flops(wanted, before + num_tokens - wanted, last)
+            sum(count * self._layer_flops(num_tokens, before, *kind) for kind, count in Counter(others).items())
+            + self._layer_flops(wanted, before + num_tokens - wanted, *last)
             + 2 * key_and_value * (num_tokens - wanted)
         )
 
-    def _layer_flops(self, num_tokens: int, before: int, window: int | None) -> int:
+    def _layer_flops(self, num_tokens: int, before: int, window: int | None, sparse: bool) -> int:
         contexts = _attended(num_tokens, before, window)
-        return 2 * self.matrix_parameters * num_tokens + 4 * self.heads * self.head_dim * contexts
+        return 2 * self._token_parameters(sparse) * num_tokens + 4 * self.heads * self.head_dim * contexts
 
     @property
     def head_flops(self) -> int:
@@ -166,7 +218,11 @@ def request_work(model: ModelShape, num_prompt: int, num_output: int, num_shared
 def workload_work(model: ModelShape, items: Sequence[Item], shared_prefix: int = 0) -> Work:
     """What all the requests of a draw must do together."""
     steps = max(item.num_output for item in items)
-    total = Work(steps * model.step_bytes)
+    prompts = sum(len(item.prompt) - shared_prefix for item in items) + shared_prefix
+    experts = model.expert_bytes(prompts, len(items))
+    for n in (sum(item.num_output > step for item in items) for step in range(1, steps)) if experts else ():
+        experts += model.expert_bytes(n, n)
+    total = Work(steps * model.step_bytes + experts)
     # Requests of equal lengths cost the same.
     kinds = Counter((len(item.prompt), item.num_output) for item in items)
     for (num_prompt, num_output), count in kinds.items():

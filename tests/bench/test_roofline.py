@@ -12,6 +12,7 @@ from nanovllm.bench.workloads import Item
 from nanovllm.hardware.roofline import Work, op_floor, share_of_limit
 from nanovllm.kernels.op.selection import decorated_kernels
 from nanovllm.model_config import ModelConfig
+from nanovllm.model_experts import MoeConfig
 from tests import tiny
 
 # By hand: q 2 x 3, k and v 1 x 3: 4 x (2 x 6 + 2 x 3) = 72; gate, up, down: 3 x 4 x 6 = 72; norms 4 + 4 + 3 + 3.
@@ -58,6 +59,23 @@ def test_windows_counted_one_by_one(windows):
     assert alike == request_work(SMALL, 6, 3)
     shared = [Item([0] * 6, 3), Item([0] * 6, 3)]
     assert workload_work(shape, shared, 4).bytes <= workload_work(SMALL, shared, 4).bytes
+
+
+def test_experts_by_hand():
+    """Two experts of four are a token's, in the first layer of two: 3 x 4 x 5 elements each, and a router of 4 x 4."""
+    model = replace(SMALL, moe=MoeConfig(4, 2, 5, True), sparse=(True, False))
+    assert model.parameters == SMALL.parameters + 4 * 60 + 16 - 72
+    assert model.step_bytes == SMALL.step_bytes + 2 * (16 - 72)
+    # One token reads 2 experts, two read 4 x (1 - 1 / 4) on average, very many read all.
+    assert [model.expert_bytes(n, 1) for n in (0, 1, 2, 100)] == [0, 2 * 60 * 2, 2 * 60 * 3, 2 * 60 * 4]
+    last = replace(model, sparse=(False, True))
+    assert last.expert_bytes(100, 1) == last.expert_bytes(1, 1) == 2 * 60 * 2
+    # Of every token a router of 16 and 2 experts, in place of 72.
+    assert model.run_flops(5) == SMALL.run_flops(5) + 2 * 5 * (16 + 120 - 72)
+    # Steps of 6, 2 and 1 tokens.
+    items = [Item([1, 2, 3], 3), Item([1, 2, 3], 2)]
+    plain = sum(request_work(model, 3, n).bytes for n in (3, 2)) + 3 * model.step_bytes
+    assert workload_work(model, items).bytes == plain + sum(model.expert_bytes(n, n) for n in (6, 2, 1))
 
 
 def test_a_prompt_alone_reads_no_cache():
@@ -108,6 +126,10 @@ def test_published_sizes():
     shape = ModelShape.of(ModelConfig.from_dict(preset("qwen3-0.6b")), 2)
     assert shape.token_kv_bytes == 114_688
     assert shape.parameters == 596_049_920  # as the model's card has it
+    shape = ModelShape.of(ModelConfig.from_dict(preset("qwen3-30b-a3b")), 2)
+    assert shape.parameters == 30_532_122_624
+    # One token reads the 3.3 billion parameters that the card calls active, without the embedding.
+    assert shape.step_bytes + shape.expert_bytes(1, 1) == 2 * (3_353_032_704 - 151_936 * 2048)
 
 
 def test_the_matrix_products_of_a_real_run_are_those_of_the_account(tmp_path):
