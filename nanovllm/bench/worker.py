@@ -151,6 +151,10 @@ def measure_workload(
         raise EngineError(stopped(limit))
 
 
+_BYTES = {"fp8": 1 + 4 / 128**2, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
+"""Bytes of a weight that is quantised while it is loaded."""
+
+
 def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
     name = full_dtype(str(job.options.get("kv_cache_dtype") or "auto"))
     kv_bytes = 1 if name.startswith("fp8") else None
@@ -159,6 +163,10 @@ def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
     shape, path = ModelShape.of(config, getattr(torch, dtype).itemsize, kv_bytes), Path(job.model)
     if path.suffix == ".gguf" and torch_device(job).type == "cpu":  # engines read its blocks as they are
         shape = dataclasses.replace(shape, weight_bytes=path.stat().st_size / shape.parameters)
+    if form := job.options.get("quantization"):  # all but the head
+        body, head = shape.layers * shape.layer_parameters, shape.vocab * shape.hidden
+        read = _BYTES[form] * body + shape.weight_bytes * head
+        shape = dataclasses.replace(shape, weight_bytes=read / (body + head))
     return shape
 
 

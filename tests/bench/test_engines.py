@@ -195,3 +195,23 @@ def test_an_engine_that_is_not_installed():
     if importlib.util.find_spec("sglang") is None:
         with pytest.raises(EngineError, match="sglang is not installed; pip install sglang"):
             start(Job("sglang", "", "", ()), None)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+def test_peers_get_a_configuration_of_the_same_form(tmp_path, form):
+    """For random weights; a model with weights would be quantised in another way."""
+    import json
+
+    from nanovllm.bench.engines.common import EngineError, model_directory
+    from nanovllm.config import EngineConfig
+    from nanovllm.models.model_presets import preset
+    from nanovllm.weights.checkpoint import locate
+
+    workload = Workload("one", 1, 1, 2)
+    job = Job("vllm", "", "qwen3-0.6b", (workload,), preset("qwen3-0.6b"), {"quantization": form})
+    directory = model_directory(job, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    storage = locate(EngineConfig(directory)).quantization.storage_of("model.layers.0.mlp.up_proj")
+    assert storage.label.startswith(form) and "128" in storage.label
+    with pytest.raises(EngineError, match="vllm quantises a model in another way; pass a quantised checkpoint"):
+        model_directory(Job("vllm", "", str(tmp_path), (workload,), options={"quantization": form}), tmp_path)

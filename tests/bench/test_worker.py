@@ -103,6 +103,15 @@ def test_bytes_of_the_cache_by_its_dtype(name, expected):
     assert worker.model_shape(job, CONFIG, "bfloat16").token_kv_bytes == 2 * 2 * 4 * expected
 
 
+def test_bytes_of_weights_that_are_quantised_while_they_are_loaded():
+    """The layers' matrices are; the head is not."""
+    plain = worker.model_shape(JOB, CONFIG, "bfloat16")
+    layers, head = CONFIG.num_hidden_layers * plain.layer_parameters, 9 * 8
+    for form, bits in {"fp8": 8.002, "int8": 8.125, "int4": 4.125}.items():
+        shape = worker.model_shape(dataclasses.replace(JOB, options={"quantization": form}), CONFIG, "bfloat16")
+        assert shape.step_bytes == pytest.approx(layers * bits / 8 + head * 2, rel=0.02)
+
+
 def test_rates_are_a_job_that_loads_nothing():
     def no_engine(*_, **__):
         pytest.fail("no engine is needed")

@@ -51,13 +51,39 @@ def cpu_threads() -> int:
     return int(os.environ.get("NANOVLLM_CPU_THREADS", 0)) or len(os.sched_getaffinity(0))
 
 
+_INT = {"type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
+_QUANTIZATION: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    **{
+        f"int{bits}": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, **_INT}}},
+        }
+        for bits in (4, 8)
+    },
+}  # fmt: skip
+"""What a checkpoint's config.json says that is stored as `LLM(quantization=...)` stores weights."""
+
+
 def model_directory(job: Job, folder: Path) -> str:
-    """What a peer loads: the model's path, or for a preset a folder with nothing but its config.json."""
+    """What a peer loads: the model's path, or for a preset a folder with nothing but its config.json.
+
+    Raises:
+        EngineError: a model with weights is to be quantised while it is loaded, which engines do differently.
+    """
+    form = job.options.get("quantization")
     if job.config is None:
+        if form:
+            raise EngineError(
+                f"{job.engine} quantises a model in another way; pass a quantised checkpoint as --model, or a --preset"
+            )
         return job.model
     kinds = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
     config = {"model_type": kinds[job.config["architectures"][0]], "hidden_act": "silu", **job.config}
     config["dtype"] = job.options.get("dtype") or config.get("dtype", "bfloat16")
+    if form:
+        config["quantization_config"] = _QUANTIZATION[form]
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
