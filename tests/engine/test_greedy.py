@@ -1,5 +1,4 @@
-"""Tiny random Qwen3, Qwen3-MoE and Llama models: our greedy tokens equal transformers', whatever the engine does to the
-batch.
+"""Tiny random Qwen3 and Llama models: our greedy tokens equal transformers', whatever the engine does to the batch.
 
 Runs on the GPU, with CUDA graphs and without, where there is one; else on the CPU.
 """
@@ -43,17 +42,6 @@ MODELS = {
     ),
     "llama-gqa4": ("llama", dict(num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=517)),
     "llama-rope3": ("llama", dict(num_attention_heads=4, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE)),
-    "moe": ("qwen3_moe", dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)),
-    "moe-some-layers": (
-        "qwen3_moe",
-        dict(
-            num_experts=5,
-            num_experts_per_tok=2,
-            moe_intermediate_size=40,
-            norm_topk_prob=False,
-            decoder_sparse_step=2,
-        ),
-    ),
     "llama-bias": ("llama", dict(num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True)),
 }
 

@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 MODELS = {"qwen3": ("qwen3", {}), "llama": ("llama", {})} | {
-    name: VARIANTS[name] for name in ("qwen2-windows", "smollm3-windows", "phi3-partial", "gemma2", "gemma3")
+    name: VARIANTS[name] for name in ("qwen2-windows", "smollm3-windows", "phi3-partial", "gemma2", "gemma3", "experts")
 }
 
 

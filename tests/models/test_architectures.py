@@ -26,7 +26,7 @@ MODES = {
     "grouped": dict(),
     "piggybacked": dict(max_num_batched_tokens=64, fast_policy=FastPolicy(**PIGGYBACK)),
 }
-IN_EVERY_MODE = ("smollm3-windows", "phi3-partial", "gemma2", "gemma3")
+IN_EVERY_MODE = ("smollm3-windows", "phi3-partial", "gemma2", "gemma3", "experts-some-layers")
 
 
 def prompts():

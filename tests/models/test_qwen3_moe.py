@@ -1,4 +1,4 @@
-"""Qwen3-MoE: its config.json, its checkpoints, and its tokens in every way that an engine runs steps."""
+"""Qwen3-MoE: its config.json and its checkpoints. `test_architectures.py` compares its tokens in every mode."""
 
 import logging
 
@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
 from nanovllm.model_config import ModelConfig
 from nanovllm.model_experts import MoeConfig
 from nanovllm.models.model_presets import preset
 from nanovllm.models.registry import model_class
 from tests import tiny
 from tests.engine import small_engine
-from tests.engine.fast.replayed import BACKEND, lengths_on_the_device
 from tests.native import NATIVE
 from tests.weights.checkpoints import configure, edit, load, refused
 
@@ -140,39 +138,9 @@ def test_logits_equal_transformers(tmp_path):
         assert ours == pytest.approx(float(expected[position, token]), abs=1e-4)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("moe")
-    reference = tiny.save(directory, "qwen3_moe", norm_topk_prob=True, **EXPERTS)
-    prompts = [[token % 199 for token in prompt] for prompt in small_engine.random_prompts([1, 17, 40, 70])]
-    return directory, prompts, [tiny.greedy(reference, prompt, 12) for prompt in prompts]
-
-
-POLICIES = {
-    "plain": FastPolicy.off(),
-    "captured": FastPolicy(graph_backend=BACKEND),
-    "padded": FastPolicy(padding=True, prefill_graphs=True),
-    "piggybacked": FastPolicy(
-        piggyback_prefill=True, piggyback=PiggybackSizes((32, 48), min_tokens=4, min_tokens_at_once=64)
-    ),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_greedy_tokens_of_fast_paths(model, policy):
-    directory, prompts, expected = model
-    with lengths_on_the_device() as on_the_device:
-        chosen = dict(kernel_priority=on_the_device) if policy == "captured" and BACKEND else {}
-        llm = small_engine.make(directory, fast_policy=POLICIES[policy], max_num_batched_tokens=64, **chosen)
-        got = small_engine.generate(llm, prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    assert [completions[0] for completions in got] == expected
-    if policy == "captured":
-        assert llm.engine.runner.fast.enabled.decode_graphs
-
-
-def test_layers_run_op_by_op_on_a_cpu(model, caplog):
+def test_layers_run_op_by_op_on_a_cpu(checkpoint, caplog):
     with caplog.at_level(logging.INFO):
-        llm = LLM(model[0], device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=4, max_model_len=32)
+        llm = LLM(checkpoint, device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=4, max_model_len=32)
     assert type(llm.engine.runner.model).__name__ == "Qwen3MoeForCausalLM"
     if llm.kernels.providers["decoder_step"] != "native":
         assert "Qwen3MoeForCausalLM: the op decoder_step has no experts" in caplog.text

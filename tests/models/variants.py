@@ -23,6 +23,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         dict(use_sliding_window=True, sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
     ),
+    "experts": (
+        "qwen3_moe", dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True),
+    ),
+    "experts-some-layers": (
+        "qwen3_moe",
+        dict(num_hidden_layers=3, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40, mlp_only_layers=[1],
+             use_sliding_window=True, sliding_window=9),
+    ),
+    "experts-every-second-layer": (
+        "qwen3_moe",
+        dict(num_experts=4, num_experts_per_tok=4, moe_intermediate_size=16, decoder_sparse_step=2),
+    ),
     "mistral": ("mistral", dict(sliding_window=None)),
     "mistral-window": ("mistral", dict(sliding_window=7, num_attention_heads=6, num_key_value_heads=2)),
     "smollm3": ("smollm3", dict(num_hidden_layers=3, no_rope_layer_interval=2, tie_word_embeddings=True)),
