@@ -36,11 +36,13 @@ def prepare(device: str, plugins: list[str] | None) -> tuple[torch.device, dict[
     """(the device, the ops by name, what the plugins' providers have as their origin).
 
     Raises:
-        ValueError: a plugin cannot be loaded.
+        ValueError: a plugin cannot be loaded, or ends the process that loads it.
     """
     from nanovllm.engine.devices import select_device
     from nanovllm.kernels import all_ops, load_plugins
+    from nanovllm.kernels.testing.plugin_check import reject_crashing
 
+    reject_crashing(plugins or ())
     where = select_device(device)
     origins = load_plugins(plugins or (), must_load=True)
     return where, dict(sorted(all_ops().items())), origins
