@@ -65,10 +65,10 @@ def builtin_plan(
 
         return plan_small_product(k["tokens"], k["outputs"], k["size"], k["gated"], k["dtype"])
     if tunable is tunables.PACKED_PRODUCT:
-        from nanovllm.kernels.triton.gemm.packed_plan import plan_packed_product
+        from nanovllm.kernels.triton.gemm.packed_plan import has_shared_operands, plan_packed_product
 
         shape = k["tokens"], k["outputs"], k["size"], k["bits"], k["parts"]
-        return plan_packed_product(*shape, device.sms, device.capability >= 90)
+        return plan_packed_product(*shape, device.sms, has_shared_operands(device.capability // 10))
     if tunable in (tunables.ATTENTION_DECODE, tunables.ATTENTION_DECODE_HOPPER):
         from nanovllm.kernels.triton.attention.decode_hopper_plan import plan_hopper_decode
         from nanovllm.kernels.triton.attention.decode_plan import plan_decode

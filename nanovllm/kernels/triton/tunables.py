@@ -228,8 +228,8 @@ def hopper_product_key(
 
 
 def packed_tokens(tokens: int) -> int:
-    """Numbers of tokens that share a plan: 8, 16, 32, 64 and multiples of 64."""
-    return _cdiv(tokens, 64) * 64 if tokens > 64 else max(8, bucket(tokens))
+    """Numbers of tokens that share a plan: 8, 16, 32, 64 and multiples of 128."""
+    return _cdiv(tokens, 128) * 128 if tokens > 64 else max(8, bucket(tokens))
 
 
 def _refuse_packed(plan: Any, key: Key) -> str | None:

@@ -38,21 +38,19 @@ def store_outputs(acc, bias, y, rows, num_rows, tokens, num_tokens, SPLIT: tl.co
 
 
 @triton.jit
-def start_early(weight, rows, row_live, begin, end, stride, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def start_early(weight, rows, row_live, begin, end, stride, WORDS: tl.constexpr):
     """Bring the first WORDS words of rows into the L2 cache, let the next kernel start, wait for the one in front.
 
-    Weights never change, so they are read while the kernel in front still runs.
+    The cache is coherent: if the kernel in front still writes what was fetched, it writes it there.
     """
     gdc_launch_dependents()
-    if WORDS > 0:
-        LINES: tl.constexpr = triton.cdiv(WORDS, 64)  # of 128 bytes
-        at = begin + tl.arange(0, triton.next_power_of_2(LINES)) * 64
-        at = tl.minimum(at, end - 1)
-        pointers = weight + tl.where(row_live, rows, 0).to(tl.int64)[:, None] * stride + at[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+    LINES: tl.constexpr = triton.cdiv(WORDS, 64)  # of 128 bytes
+    at = tl.minimum(begin + tl.arange(0, triton.next_power_of_2(LINES)) * 64, end - 1)
+    pointers = weight + tl.where(row_live, rows, 0).to(tl.int64)[:, None] * stride + at[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
     gdc_wait()
 
 
@@ -73,7 +71,6 @@ def group_kernel(
     SCALE_WORDS: tl.constexpr,  # words of a row that share a scale: a multiple of BLOCK, or all
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
-    CONSTANT: tl.constexpr,  # the weight is a parameter, which no kernel writes
 ):  # fmt: skip
     """Grid [tiles of ROWS rows, splits of split_words words, blocks of TOKENS]; BLOCK: words of a tile."""
     PER: tl.constexpr = 16 // BITS
@@ -88,7 +85,7 @@ def group_kernel(
     begin = tl.program_id(1) * split_words
     end = tl.minimum(begin + split_words, words)
     if PDL:
-        start_early(weight, rows, row_live, begin, end, weight_stride, ROWS, BLOCK * (STAGES - 1) if CONSTANT else 0)
+        start_early(weight, rows, row_live, begin, end, weight_stride, BLOCK * (STAGES - 1))
     if zero is None:
         offset = tl.broadcast_to(offset_of(tl.full([ROWS, 1], 2 ** (BITS - 1), tl.int32), BITS, DTYPE), [ROWS, BLOCK])
     # Scales are loaded a tile ahead.
@@ -156,7 +153,7 @@ def part_kernel(
     PART_WORDS: tl.constexpr,  # words of a part, a divisor of BLOCK
     BLOCK_PARTS: tl.constexpr,  # one of this and the parts of a tile divides the other
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, CONSTANT: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `group_kernel`, for scales and minima of parts of a few columns."""
     PER: tl.constexpr = 16 // BITS
@@ -173,7 +170,7 @@ def part_kernel(
     end = tl.minimum(begin + split_words, words)
     EXACT: tl.constexpr = tl.float32 if DTYPE == tl.float16 else DTYPE
     if PDL:
-        start_early(weight, rows, row_live, begin, end, weight_stride, ROWS, BLOCK * (STAGES - 1) if CONSTANT else 0)
+        start_early(weight, rows, row_live, begin, end, weight_stride, BLOCK * (STAGES - 1))
     parts = tl.cdiv(end, PART_WORDS)
     blocks = tl.cdiv(parts, BLOCK_PARTS)
     # What belongs to parts is loaded a tile ahead.

@@ -9,9 +9,10 @@ from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
 
 MAX_TOKENS = 256
 """With more the weight is dequantised once, and the library multiplies: an estimate, which no GPU has confirmed."""
-MANY_TOKENS, MOST_TOKENS = 16, 64
-"""Of a program: beyond the first number it has four warps; the second is the largest. Before Hopper the largest is half
-of it, because there the tokens pass through registers."""
+MANY_TOKENS = 16
+"""With more a program has four warps or more."""
+MOST_TOKENS, MOST_TOKENS_BEFORE_HOPPER = 128, 32
+"""Of a program. Before Hopper the tokens pass through registers."""
 LEAST_BLOCKS = 4
 """Tiles of columns that a program has at least, where programs share columns."""
 
@@ -29,9 +30,16 @@ class PackedPlan:
     """Programs that share the columns of the same rows."""
 
 
-def tokens_of_a_program(num_tokens: int, hopper: bool) -> int:
-    """The tokens for which a program is compiled: a power of two, at least 8. hopper: or a later GPU."""
-    return min(MOST_TOKENS if hopper else MOST_TOKENS // 2, max(8, next_power_of_2(num_tokens)))
+def has_shared_operands(major: int) -> bool:
+    """Whether tensor cores of this compute capability take tokens from shared memory: those of data-center GPUs from
+    Hopper on, which have room for many there.
+    """
+    return major in (9, 10)
+
+
+def tokens_of_a_program(num_tokens: int, shared: bool) -> int:
+    """The tokens for which a program is compiled: a power of two, at least 8. shared: as `has_shared_operands`."""
+    return min(MOST_TOKENS if shared else MOST_TOKENS_BEFORE_HOPPER, max(8, next_power_of_2(num_tokens)))
 
 
 def columns_of_a_tile(tokens: int, bits: int, parts: bool) -> int:
@@ -41,21 +49,24 @@ def columns_of_a_tile(tokens: int, bits: int, parts: bool) -> int:
 
 @functools.cache
 def plan_packed_product(
-    num_tokens: int, num_rows: int, size: int, bits: int, parts: bool, multiprocessors: int, hopper: bool
+    num_tokens: int, num_rows: int, size: int, bits: int, parts: bool, multiprocessors: int, shared: bool
 ) -> PackedPlan:
     """For x [num_tokens, size] and a weight of `num_rows` rows.
 
-    Up to 16 tokens two warps multiply with the instruction that takes both operands from registers. Beyond, four warps
-    have the one of Hopper, which is twice as fast and takes the tokens from shared memory.
+    Up to 16 tokens two warps multiply with the instruction that takes both operands from registers. Beyond, groups of
+    four warps have the one of Hopper, which is twice as fast and takes the tokens from shared memory.
 
     Args:
         parts: for `part_kernel`, which needs registers for scales.
-        hopper: or a later GPU.
+        shared: as `has_shared_operands`.
     """
-    tokens = tokens_of_a_program(num_tokens, hopper)
+    tokens = tokens_of_a_program(num_tokens, shared)
     blocks = cdiv(size, columns_of_a_tile(tokens, bits, parts))
-    rows, warps = (32 if parts else 64, 2) if tokens <= MANY_TOKENS else (64, 4)
+    if tokens <= MANY_TOKENS:
+        rows, warps, stages = 32 if parts else 64, 2, 5
+    else:
+        rows, warps, stages = (64, 4, 4 if tokens <= 32 else 3) if tokens < MOST_TOKENS else (128, 8, 3)
     programs = cdiv(num_rows, rows) * cdiv(num_tokens, tokens)
     # Two programs a multiprocessor have enough reads under way.
     splits = max(1, min(2 * multiprocessors // max(1, programs), blocks // LEAST_BLOCKS))
-    return PackedPlan(rows, warps, 5 if tokens <= MANY_TOKENS else 4 if tokens <= 32 else 3, splits)
+    return PackedPlan(rows, warps, stages, splits)

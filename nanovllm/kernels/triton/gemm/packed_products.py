@@ -19,13 +19,14 @@ from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf, dequantise_gg
 from nanovllm.kernels.ops.linear_fp8 import block_shape
 from nanovllm.kernels.ops.linear_int4 import group_size
 from nanovllm.kernels.triton import tunables
-from nanovllm.kernels.triton.early_start import are_constant, has_dependent_launch
+from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm.packed_dequantise import dequantised
 from nanovllm.kernels.triton.gemm.packed_kernels import group_kernel, part_kernel
 from nanovllm.kernels.triton.gemm.packed_plan import (
     MAX_TOKENS,
     PackedPlan,
     columns_of_a_tile,
+    has_shared_operands,
     plan_packed_product,
     tokens_of_a_program,
 )
@@ -49,10 +50,9 @@ class _Call:
     dtype: torch.dtype
     num_tokens: int
     tokens: int  # of a program
-    constant: bool  # the weight is a parameter, which no kernel writes
 
 
-def _few(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | None, constant: bool) -> _Call | None:
+def _few(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | None) -> _Call | None:
     """The operands of a kernel of few tokens for weight uint8 [num_rows, bytes]; None: it does not take them."""
     size, per = x.shape[-1], 16 // bits
     if x.dtype not in _SIXTEEN or not size or size % 32 or weight.shape[0] < 1:
@@ -65,9 +65,9 @@ def _few(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | 
     x, _, stride = matrix_of(x)
     if stride % per or x.storage_offset() % per or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    tokens = tokens_of_a_program(num_tokens, tokens_from_shared(x.device))
+    tokens = tokens_of_a_program(num_tokens, _shared_operands(x.device))
     words = x.reshape(num_tokens, size).view(torch.int64 if per == 4 else torch.int32)
-    return _Call(words, weight.view(torch.int16), adjacent(bias), x.dtype, num_tokens, tokens, constant)
+    return _Call(words, weight.view(torch.int16), adjacent(bias), x.dtype, num_tokens, tokens)
 
 
 def _launch(
@@ -81,7 +81,7 @@ def _launch(
         size, rounded = words * 16 // bits, tunables.packed_tokens(num_tokens)
         key = rounded, num_rows, size, call.dtype, storage, bits, parts
         plan = tunables.PACKED_PRODUCT.find(x.device, *key) or plan_packed_product(
-            rounded, num_rows, size, bits, parts, num_sms(x), tokens_from_shared(x.device)
+            rounded, num_rows, size, bits, parts, num_sms(x), _shared_operands(x.device)
         )
     block = columns_of_a_tile(tokens, bits, parts) * bits // 16
     blocks = cdiv(words, block)
@@ -93,7 +93,7 @@ def _launch(
     kernel[cdiv(num_rows, plan.rows), splits, cdiv(num_tokens, tokens)](
         x, weight, *tensors, call.bias, target, num_tokens, num_rows, words, split_blocks * block, x.stride(0),
         weight.stride(0), *numbers, DTYPE=_SIXTEEN[call.dtype], BITS=bits, TOKENS=tokens, ROWS=plan.rows, BLOCK=block,
-        SPLIT=splits > 1, MASK=words % block != 0, STAGES=plan.stages, PDL=pdl, CONSTANT=call.constant,
+        SPLIT=splits > 1, MASK=words % block != 0, STAGES=plan.stages, PDL=pdl,
         num_warps=plan.warps, launch_pdl=pdl, **constants,
     )  # fmt: skip
     if splits > 1:
@@ -102,9 +102,8 @@ def _launch(
 
 
 @functools.cache
-def tokens_from_shared(device: torch.device) -> bool:
-    """Whether tensor cores take tokens from shared memory: from compute capability 9.0 on."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+def _shared_operands(device: torch.device) -> bool:
+    return device.type != "cuda" or has_shared_operands(torch.cuda.get_device_capability(device)[0])
 
 
 def _check(x: torch.Tensor, size: int, bias: torch.Tensor | None) -> None:
@@ -125,7 +124,7 @@ def linear_fp8(
     height, width = block_shape(weight, scale)
     scale, codes = adjacent(scale), adjacent(weight).view(torch.uint8)
     scale_rows = _ALL if scale.shape[0] == 1 else height
-    call = _few(x, codes, 8, bias, are_constant(weight))
+    call = _few(x, codes, 8, bias)
     if call is not None:
         scale_words = _ALL if scale.shape[1] == 1 else width // 2
         y = _launch(
@@ -161,11 +160,10 @@ def _affine(
     outputs, size, per = weight.shape[0], weight.shape[1] * 8 // bits, 16 // bits
     _check(x, size, bias)
     group = group_size(size, scale)
-    constant = are_constant(weight)
     weight, scale = adjacent(weight), adjacent(scale)
     if zero is not None and zero.stride() != scale.stride():
         scale, zero = scale.contiguous(), zero.contiguous()  # kernels read both at the same places
-    call = _few(x, weight, bits, bias, constant)
+    call = _few(x, weight, bits, bias)
     if call is not None and (group % GROUP_COLUMNS == 0 or group == size):
         y = _launch(
             group_kernel, call, f"int{bits}", bits, (scale, zero), (scale.stride(0),), plan,
@@ -190,7 +188,7 @@ def linear_gguf(
     size = x.shape[-1]
     _check(x, size, bias)
     of, planes = check_gguf(weight, kind, size)
-    constant, weight = are_constant(weight), adjacent(weight)
+    weight = adjacent(weight)
     if not planes:
         return F.linear(x, dequantise_gguf(weight, kind, size).to(x.dtype), bias)
     codes = of.plane(weight, "q", size).flatten(1)
@@ -199,7 +197,7 @@ def linear_gguf(
     sc, mn = (of.plane(weight, name, size).flatten(1) if name in of.planes else None for name in ("sc", "mn"))
     if sc is not None and of.part == 16:  # Q6_K's are signed
         sc = sc.view(torch.int8)
-    call = _few(x, codes, of.bits, bias, constant)
+    call = _few(x, codes, of.bits, bias)
     if call is not None:
         per = 16 // of.bits
         strides = d.stride(0), 0 if sc is None else sc.stride(0), 0

@@ -40,13 +40,13 @@ def cases(tokens, dtype):
 
 def check(capability, tokens, dtype, tmp_path, monkeypatch, chosen=None):
     monkeypatch.setattr(
-        packed_products, "tokens_of_a_program", lambda n, hopper: tokens_of_a_program(n, capability >= 90)
+        packed_products, "tokens_of_a_program", lambda n, shared: tokens_of_a_program(n, capability >= 90)
     )
     seen = 0
     for name, kernel, args, options in launches_of([c for c in cases(tokens, dtype) if chosen in (None, c[0])]):
         if kernel.__name__ == "add_splits":
             continue
-        named = dict(zip(kernel.arg_names, args)) | {"PDL": capability >= 90, "CONSTANT": True}
+        named = dict(zip(kernel.arg_names, args)) | {"PDL": capability >= 90}
         binary = compiled(kernel, tuple(named.values()), {"num_warps": options["num_warps"]}, capability)
         registers, stack, local = resources(binary, tmp_path)
         assert local == 0 and stack == 0, f"{name}: {registers} registers, {stack} stack, {local} local"
@@ -78,8 +78,9 @@ def test_compiles_for_hopper_without_spills_and_copies_16_bytes(tmp_path, monkey
         (80, 32, torch.bfloat16),
         (90, 16, torch.bfloat16),
         (90, 64, torch.bfloat16),
+        (90, 128, torch.bfloat16),
         (90, 8, torch.float16),
-        (100, 64, torch.bfloat16),
+        (100, 128, torch.bfloat16),
     ],
 )
 def test_compiles_without_spills_and_copies_16_bytes(capability, tokens, dtype, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def emulated(call, y_dtype):
     results = []
     ((_, kernel, args, options),) = launches_of([("", lambda: results.append(call()))])
     (y,) = results
-    named = dict(zip(kernel.arg_names, args)) | {"PDL": True, "CONSTANT": True}
+    named = dict(zip(kernel.arg_names, args)) | {"PDL": True}
     binary = compiled(kernel, tuple(named.values()), {"num_warps": options["num_warps"]}, 90)
     memory, placed, parameters = Memory(), {}, []
     for parameter, value in zip(kernel.params, named.values()):
