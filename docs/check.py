@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {"README.md": 100, "docs/kernels.md": 300, "docs/attention.md": 250, "docs/adapters.md": 200}
 """Of a page; of others in docs/, `DEFAULT_LINES`."""
 DEFAULT_LINES = 150
-TOTAL_LINES = 3050
+TOTAL_LINES = 3000
 """Of all pages in docs/ but the log and the course."""
 MOST_WORDS = 40
 """Of a sentence."""
