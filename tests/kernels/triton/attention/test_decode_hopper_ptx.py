@@ -168,18 +168,18 @@ CASES = {
 
 # Windows of one token and more, shorter than a tile and longer, that begin within a tile and at its edge.
 OPTIONS = {
-    **{f"window {n}": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4), kv_heads=1, window=n) for n in (1, 66)},
-    "window, clusters": dict(lens=[449], plan=Plan(8, chunk=2, cluster=8), kv_heads=1, window=200, new=False),
+    "window 66": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4), kv_heads=1, window=66),
     "window and soft cap, float8": dict(
-        lens=[300, 130], plan=Plan(4, slots=1), group=5, kv_heads=1, scales=(1, 2), window=97, soft_cap=0.5
+        lens=[130], plan=Plan(4, slots=1), group=5, kv_heads=1, scales=(1, 2), window=97, soft_cap=0.5
     ),
-    "soft cap": dict(lens=[130, 3], plan=Plan(3), kv_heads=1, soft_cap=0.3),
 }  # fmt: skip
 MORE_OPTIONS = {
-    **{f"window {n}": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4), kv_heads=1, window=n) for n in (2, 128)},
+    **{f"window {n}": dict(lens=[300, 1, 0, 65, 130], plan=Plan(4), kv_heads=1, window=n) for n in (1, 2, 128)},
+    "window, clusters": dict(lens=[449], plan=Plan(8, chunk=2, cluster=8), kv_heads=1, window=200, new=False),
     "window, cached": dict(lens=[300, 1, 0, 64, 130, 257], plan=Plan(5), kv_heads=2, window=70, new=False),
     "window of one, cached": dict(lens=[300, 1, 64], plan=Plan(5, warps=2), kv_heads=1, window=1, new=False),
     "window, one sequence": dict(lens=[449], plan=Plan(8, warps=2), kv_heads=1, window=100),
+    "soft cap": dict(lens=[130, 3], plan=Plan(3), kv_heads=1, soft_cap=0.3),
     "soft cap, head_dim 64, fp16, cached": dict(
         lens=[130, 65], plan=Plan(4, warps=2, slots=4, box=32), group=8, kv_heads=1, head_dim=64, block_size=64,
         dtype=F16, new=False, soft_cap=0.5,
