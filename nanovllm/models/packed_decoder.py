@@ -11,7 +11,7 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.cpu.library import PLAIN, PackedMatrix
 from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderLayerWeights, DecoderWeights
 from nanovllm.layers.attention import AttentionMetadata, LayerCache
-from nanovllm.model_config import LayerConfig, ModelConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, Rows
 from nanovllm.models.registry import model_class
 
@@ -38,14 +38,14 @@ def refusal(
 
 
 def _unlike_llama(config: ModelConfig) -> str | None:
-    """What the op does not compute: it runs a pre-norm decoder with one rotation and full attention."""
+    """What the op does not compute: it runs a pre-norm decoder with one rotary table."""
     cls = model_class(config.architecture)
     if config.moe is not None:
         return f"{config.architecture}: the op decoder_step has no experts"
     if cls.layer_class is not DecoderLayer:
         return f"{config.architecture}: the layers have another form"
-    if any(layer != LayerConfig() for layer in config.layers):
-        return "layers with a window, or without rotary embedding: the op has neither"
+    if len(config.ropes) > 1:
+        return "layers that differ in their rotary tables: the op has one"
     if config.activation != "silu":
         return f"activation={config.activation!r}: the op has 'silu' alone"
     scales = config.attention_soft_cap, config.logit_soft_cap, config.embedding_scale, config.attention_scale

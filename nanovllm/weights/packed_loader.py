@@ -141,7 +141,11 @@ def _pack(
     with torch.device("cpu"):
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_position, kernels)
     weights = DecoderWeights(
-        [DecoderLayerWeights(**fields) for fields in layers], rest["model.norm"], rotary.cos_sin_cache,
+        [
+            DecoderLayerWeights(**fields, window=layer.window, rotated=layer.rope is not None)
+            for fields, layer in zip(layers, config.layers)
+        ],
+        rest["model.norm"], rotary.cos_sin_cache,
         config.rms_norm_eps,
     )  # fmt: skip
     packed = PackedDecoderForCausalLM(config, weights, embedding, head, kernels)

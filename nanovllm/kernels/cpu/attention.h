@@ -174,14 +174,18 @@ inline void gather(const Cache& cache, const Run& run, int64_t kv_head, Gathered
     });
 }
 
-// TOKENS tokens of one query head over gathered keys and values. The first attends to tokens 0 to `first_last`.
+// The first token that one with `context` tokens up to itself attends to.
+inline int64_t first_seen(int64_t context, int64_t window) { return window ? std::max<int64_t>(context - window, 0) : 0; }
+
+// TOKENS tokens of one query head over gathered keys and values. The first attends to tokens up to `first_last`.
 template <int TOKENS>
 inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_last, const float* q, int64_t q_stride,
-                            float scale, float* out, int64_t out_stride) {
+                            float scale, int64_t window, float* out, int64_t out_stride) {
+    const int64_t begin = first_seen(first_last + 1, window);
     const int64_t tiles = (first_last + TOKENS - 1) / LANES + 1, padded = tiles * LANES;
     thread_local std::vector<float> scores;
     scores.resize((size_t)padded * TOKENS);
-    for (int64_t t = 0; t < tiles; t++) {
+    for (int64_t t = begin / LANES; t < tiles; t++) {
         const float* keys = from.keys.data() + t * dim * LANES;
         Floats dot[TOKENS] = {};
         for (int64_t d = 0; d < dim; d++) {
@@ -193,6 +197,7 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
     float inverse[TOKENS];
     for (int m = 0; m < TOKENS; m++) {
         const int64_t count = first_last + m + 1;
+        for (int64_t i = 0; i < first_seen(count, window); i++) scores[m * padded + i] = -INFINITY;
         float total;
         exponentials(scores.data() + m * padded, count, total);
         inverse[m] = 1.0f / total;
@@ -200,7 +205,7 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
     }
     for (int64_t i = 0; i < dim; i += LANES) {
         Floats acc[TOKENS] = {};
-        for (int64_t position = 0; position < first_last + TOKENS; position++) {
+        for (int64_t position = begin; position < first_last + TOKENS; position++) {
             const Floats value = load<Floats>(from.values.data() + position * dim + i);
             for (int m = 0; m < TOKENS; m++) acc[m] += value * scores[m * padded + position];
         }
@@ -223,6 +228,7 @@ struct Heads {
     int64_t q_stride;
     float* out;
     int64_t out_stride;
+    int64_t window = 0;  // tokens that a token attends to, itself among them; 0: all
 };
 
 // Runs of few tokens: a task for each token, key head and piece of the context.
@@ -231,15 +237,16 @@ inline void attend_short_runs(Threads& threads, const Cache& cache, const std::v
     const int64_t dim = cache.head_dim, per_kv = heads.count / cache.kv_heads;
     struct Token {
         const Run* run;
-        int64_t row, context, pieces, first_piece;
+        int64_t row, begin, context, pieces, first_piece;
     };
     std::vector<Token> tokens;
     std::vector<std::pair<int64_t, int64_t>> pieces;  // (token, piece)
     for (const Run* run : runs)
         for (int64_t i = 0; i < run->count; i++) {
-            const int64_t context = run->context - run->count + i + 1, count = (context + PIECE - 1) / PIECE;
+            const int64_t context = run->context - run->count + i + 1, begin = first_seen(context, heads.window);
+            const int64_t count = (context - begin + PIECE - 1) / PIECE;
             for (int64_t piece = 0; piece < count; piece++) pieces.push_back({(int64_t)tokens.size(), piece});
-            tokens.push_back({run, run->first + i, context, count, (int64_t)pieces.size() - count});
+            tokens.push_back({run, run->first + i, begin, context, count, (int64_t)pieces.size() - count});
         }
     std::vector<Partial> partials(pieces.size() * heads.count);
     std::vector<float> outs(partials.size() * dim);
@@ -250,8 +257,9 @@ inline void attend_short_runs(Threads& threads, const Cache& cache, const std::v
         const Token& token = tokens[index];
         const float* q = heads.q + token.row * heads.q_stride + kv_head * per_kv * dim;
         Partial* results = partials.data() + task / cache.kv_heads * heads.count + kv_head * per_kv;
-        attend_heads<F>(cache, *token.run, piece * PIECE, std::min(token.context, (piece + 1) * PIECE), kv_head, per_kv, q,
-                        heads.scale, results);
+        const int64_t begin = token.begin + piece * PIECE;
+        attend_heads<F>(cache, *token.run, begin, std::min(token.context, begin + PIECE), kv_head, per_kv, q, heads.scale,
+                        results);
     });
     for (const Token& token : tokens)
         for (int64_t h = 0; h < heads.count; h++)
@@ -284,10 +292,11 @@ inline void attend_long_runs(Threads& threads, const Cache& cache, const std::ve
         const float* q = heads.q + token * heads.q_stride + task.head * dim;
         float* to = heads.out + token * heads.out_stride + task.head * dim;
         if (task.count == QUERY_TOKENS)
-            return attend_gathered<QUERY_TOKENS>(from, dim, last, q, heads.q_stride, heads.scale, to, heads.out_stride);
+            return attend_gathered<QUERY_TOKENS>(from, dim, last, q, heads.q_stride, heads.scale, heads.window, to,
+                                                heads.out_stride);
         for (int64_t m = 0; m < task.count; m++)
             attend_gathered<1>(from, dim, last + m, q + m * heads.q_stride, heads.q_stride, heads.scale,
-                               to + m * heads.out_stride, heads.out_stride);
+                               heads.window, to + m * heads.out_stride, heads.out_stride);
     });
 }
 

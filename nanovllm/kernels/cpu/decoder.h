@@ -12,6 +12,8 @@ struct Layer {
     const float *q_norm, *k_norm;                       // [head_dim], or null
     const float *q_bias, *k_bias, *v_bias, *o_bias;     // or null
     const float *gate_bias, *up_bias, *down_bias;       // or null
+    int64_t window;      // tokens that a token attends to, itself among them; 0: all
+    int64_t unrotated;   // 1: queries and keys are not rotated
 };
 
 struct Model {
@@ -99,7 +101,8 @@ class Step {
                             {layer.v, {v_.data(), kv_size_, kv_size_, layer.v_bias, false}}}, normed_->tokens(count_));
         each_token(threads_, count_, [&](int64_t t) { rotate_and_store(layer, cache, t); });
         const float scale = 1.0f / std::sqrt((float)model_.head_dim);
-        attention(threads_, cache, runs_, {model_.heads, scale, q_.data(), q_size_, attended_->row(0), attended_->stride()});
+        attention(threads_, cache, runs_,
+                  {model_.heads, scale, q_.data(), q_size_, attended_->row(0), attended_->stride(), layer.window});
         if (is_last && batch_.num_rows >= 0) keep_wanted();
         each_token(threads_, count_, [&](int64_t t) { attended_->finish(t); });
         products(threads_, {{layer.o, {x_, model_.hidden, layer.o.rows, layer.o_bias, true}}}, attended_->tokens(count_));
@@ -139,7 +142,7 @@ class Step {
         auto rotate_all = [&](float* heads, int64_t count, const float* weight) {
             for (float* head = heads; head < heads + count * dim; head += dim) {
                 if (weight) rms_norm(head, weight, dim, model_.eps, head);
-                rotate(head, angles, dim);
+                if (!layer.unrotated) rotate(head, angles, dim);
             }
         };
         rotate_all(q_.data() + t * q_size_, model_.heads, layer.q_norm);

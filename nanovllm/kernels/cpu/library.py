@@ -41,7 +41,12 @@ _VECTORS = (
 
 
 class _Layer(Structure):
-    _fields_ = [(name, _Weight) for name in _MATRICES] + [(name, c_void_p) for name in _VECTORS]
+    _fields_ = [
+        *((name, _Weight) for name in _MATRICES),
+        *((name, c_void_p) for name in _VECTORS),
+        ("window", c_int64),
+        ("unrotated", c_int64),
+    ]
 
 
 class _Model(Structure):
@@ -199,6 +204,7 @@ class _Structures:
             for name in _VECTORS:
                 vector = getattr(layer, name)
                 setattr(struct, name, None if vector is None else _float32(vector).data_ptr())
+            struct.window, struct.unrotated = layer.window or 0, not layer.rotated
         parts = {getattr(layer, name).struct.parts for layer in weights.layers for name in _MATRICES} - {0}
         if len(parts) > 1:
             raise ValueError("decoder_step: the quantised matrices differ in what activations they take")

@@ -49,11 +49,15 @@ class DecoderLayerWeights:
     gate_bias: torch.Tensor | None = None
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    window: int | None = None
+    """A token attends to the last `window` tokens up to itself; None: to all of them."""
+    rotated: bool = True
+    """Whether queries and keys are rotated."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderWeights:
-    """The weights of a pre-norm decoder as Llama and Qwen3 have it, embedding and LM head apart."""
+    """The weights of a pre-norm decoder with one rotary table, embedding and LM head apart."""
 
     layers: Sequence[DecoderLayerWeights]
     final_norm: torch.Tensor
@@ -122,9 +126,10 @@ def decoder_step(
         )
         q = q if layer.q_norm is None else rms_norm.native(q, layer.q_norm, weights.eps)
         k = k if layer.k_norm is None else rms_norm.native(k, layer.k_norm, weights.eps)
-        q, k = rotary_embedding.native(b.positions, q, k, weights.cos_sin_cache)
+        if layer.rotated:
+            q, k = rotary_embedding.native(b.positions, q, k, weights.cos_sin_cache)
         store_kvcache.native(k, v, k_cache, v_cache, b.slot_mapping)
-        x = x + _plus(layer.o.product(_attend(q, k_cache, v_cache, b).flatten(1)), layer.o_bias)
+        x = x + _plus(layer.o.product(_attend(q, k_cache, v_cache, b, layer.window).flatten(1)), layer.o_bias)
         normed = rms_norm.native(x, layer.post_norm, weights.eps)
         gate, up = _plus(layer.gate.product(normed), layer.gate_bias), _plus(layer.up.product(normed), layer.up_bias)
         x = x + _plus(layer.down.product(silu_and_mul.native(torch.cat((gate, up), -1))), layer.down_bias)
@@ -136,12 +141,16 @@ def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else x + bias
 
 
-def _attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, b: DecoderBatch) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, b: DecoderBatch, window: int | None
+) -> torch.Tensor:
     longest = int(b.context_lens.max()) if len(b.context_lens) else 0
     kv = PagedKV(k_cache, v_cache, b.block_table, b.context_lens, longest)
     n, scale = b.num_decodes, q.shape[-1] ** -0.5
-    parts = [attention_decode.native(q[:n], kv.rows(slice(n)), scale)] if n else []
+    parts = [attention_decode.native(q[:n], kv.rows(slice(n)), scale, window)] if n else []
     if b.cu_seqlens_q is not None:
         longest_run = int(b.cu_seqlens_q.diff().max())
-        parts.append(attention_prefill.native(q[n:], kv.rows(slice(n, None)), b.cu_seqlens_q, longest_run, scale))
+        parts.append(
+            attention_prefill.native(q[n:], kv.rows(slice(n, None)), b.cu_seqlens_q, longest_run, scale, window)
+        )
     return torch.cat(parts)

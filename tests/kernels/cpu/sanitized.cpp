@@ -70,6 +70,7 @@ static void steps(Threads* threads) {
         for (size_t i = 0; i < table.size(); i++) table[i] = (int32_t)(i % blocks);
         const std::vector<int64_t> rows(50, 37);
         for (int64_t num_rows : {-1, 0, 2, 50}) {
+            layer.window = num_rows == 2 ? 19 : 0;
             const Batch batch{38, 4, 2, 20, num_rows, positions.data(), slots.data(), table.data(), contexts.data(), starts.data(), rows.data()};
             std::vector<float> x = floats(38 * hidden), out((num_rows < 0 ? 38 : num_rows) * hidden);
             nanovllm_decoder_step(threads, &model, 1, &batch, &ks, &vs, block_size, format, x.data(), out.data());

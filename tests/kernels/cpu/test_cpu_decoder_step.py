@@ -98,6 +98,17 @@ def test_hidden_states_and_caches_are_those_of_the_reference(batch, norms, biase
     compare(random_weights(norms=norms, biases=biases), *random_batch(*batch))
 
 
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("window", [1, 7, 16, 70, 300])
+def test_windows_and_layers_without_rotation(batch, window):
+    changes = [dict(window=window), dict(rotated=False), dict(window=3, rotated=False)]
+    weights = tuple(
+        replace(w, layers=[replace(layer, **change) for layer, change in zip(w.layers, changes)])
+        for w in random_weights(layers=3)
+    )
+    compare(weights, *random_batch(*batch))
+
+
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (5, 1), (8, 2), (9, 3)])
 @pytest.mark.parametrize("dim", [16, 64, 128])
 def test_every_grouping_of_heads(heads, kv_heads, dim):
