@@ -65,7 +65,7 @@ def compared(function, arguments, fused, **tolerance):
         torch.testing.assert_close(mine, right, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_each_pattern_is_replaced(dtype):
     """All in one graph, since compiling takes its time."""
     cases = [case for op in CASES.values() for case in op]
@@ -140,6 +140,7 @@ def test_a_value_that_is_kept_is_not_fused_away():
     assert fused.report().replaced == {}
 
 
+@pytest.mark.slow
 def test_gradients_are_right():
     weight = torch.rand(16, requires_grad=True)
     x = torch.randn(3, 16, requires_grad=True)
