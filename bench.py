@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", type=full_dtype, choices=("bfloat16", "float16", "float32"), help="default: the model's"
     )
     model.add_argument("--quantization", choices=ONLINE_QUANTIZATION, help="quantise weights while they are loaded")
+    model.add_argument("--lm-head-quantization", choices=("fp8", "int8"), help="the same of the LM head")
     model.add_argument("--kv-cache-dtype", type=full_dtype, help="default: as --dtype")
     model.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")
     load = p.add_argument_group("the load")

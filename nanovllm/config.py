@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.fast.policy import FastPolicy
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-ONLINE_QUANTIZATION = ("fp8", "int4", "int8")
+ONLINE_QUANTIZATION = ("fp8", "int4", "int8", "q4_k_m")
 """How weights can be quantised while they are loaded."""
 QUANTIZATION = (
     *ONLINE_QUANTIZATION, "gguf", "fbgemm_fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors",
@@ -51,8 +51,10 @@ class EngineConfig:
     "auto": the checkpoint's; a quantised GGUF's is bfloat16 on a GPU, float32 on a CPU.
     """
     quantization: str | None = None
-    """Quantise a floating-point checkpoint while it is loaded: "fp8", "int4" or "int8" (docs/models.md). Quantised
-    checkpoints need no argument; their own method's name is taken too, and another one is an error."""
+    """Quantise a floating-point checkpoint while it is loaded: "fp8", "int4", "int8" or "q4_k_m" (docs/models.md).
+    Quantised checkpoints need no argument; their own method's name is taken too, and another one is an error."""
+    lm_head_quantization: str | None = None
+    """Quantise the LM head while it is loaded, if the checkpoint has it in floats: "fp8" or "int8"."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
     max_model_len: int = 4096
@@ -174,6 +176,9 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dtype": _one_of(*DTYPES),
     "quantization": (
         _or_none(_one_of(*QUANTIZATION)[0]), f"must be one of {', '.join(QUANTIZATION)}, or None",
+    ),
+    "lm_head_quantization": (
+        _or_none(_one_of("fp8", "int8")[0]), "must be fp8 or int8, or None for what the checkpoint has",
     ),
     "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
     "cpu_activations": _one_of("float32", "int8"),

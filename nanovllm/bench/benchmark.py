@@ -45,6 +45,8 @@ class Benchmark:
         self.label = args.preset or Path(args.model).name
         if args.quantization:
             self.label += f", {args.quantization} weights"
+        if args.lm_head_quantization:
+            self.label += f", {args.lm_head_quantization} head"
         if args.kv_cache_dtype not in (None, "auto"):
             self.label += f", {args.kv_cache_dtype} cache"  # results of their own, with tables and history
         self.variant = "native" if args.use_custom_kernels is False else "custom"

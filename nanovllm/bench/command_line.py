@@ -16,7 +16,7 @@ from nanovllm.kernels.op.priority import check_priority, parse_priority
 
 _PEERS_HAVE = (
     "dtype", "kv_cache_dtype", "device", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
-    "tensor_parallel_size", "quantization",
+    "tensor_parallel_size", "quantization", "lm_head_quantization",
 )  # fmt: skip
 _THREE_WAYS = ("capture_prefill", "ride_prompts", "use_custom_kernels")
 """Arguments of nanovllm alone that are on, off, or None: the engine decides."""

@@ -151,8 +151,8 @@ def measure_workload(
         raise EngineError(stopped(limit))
 
 
-_BYTES = {"fp8": 1 + 4 / 128**2, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
-"""Bytes of a weight that is quantised while it is loaded."""
+_BYTES = {"fp8": 1 + 4 / 128**2, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128, "q6_k": 210 / 256, "q4_k_m": 0.6}
+"""Bytes of a weight that is quantised while it is loaded; q4_k_m about, as its mixture depends on the shape."""
 
 
 def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
@@ -165,7 +165,8 @@ def model_shape(job: Job, config: Any, dtype: str) -> ModelShape:
         shape = dataclasses.replace(shape, weight_bytes=path.stat().st_size / shape.parameters)
     if form := job.options.get("quantization"):  # all but the head
         body, head = shape.layers * shape.layer_parameters, shape.vocab * shape.hidden
-        read = _BYTES[form] * body + shape.weight_bytes * head
+        of_head = _BYTES.get(job.options.get("lm_head_quantization") or ("q6_k" if form == "q4_k_m" else ""), 0.0)
+        read = _BYTES[form] * body + (of_head or shape.weight_bytes) * head
         shape = dataclasses.replace(shape, weight_bytes=read / (body + head))
     return shape
 

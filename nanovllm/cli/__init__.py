@@ -59,7 +59,7 @@ _KernelPlugins = Annotated[
 ]
 
 _Quantization = Annotated[
-    str | None, typer.Option(help="fp8, int8 or int4: quantise a floating-point model while it is loaded.")
+    str | None, typer.Option(help="fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
 ]
 _TensorParallelSize = Annotated[int, typer.Option(help="GPUs of this machine that share the model.")]
 

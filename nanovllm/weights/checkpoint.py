@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ class Checkpoint:
     quantization: Quantization | None = None
     """How the files are quantised, as config.json says it."""
     online: str | None = None
-    """How weights are quantised while they are loaded: "fp8", "int4" or "int8"; None: they are not."""
+    """How weights are quantised while they are loaded: one of `ONLINE_QUANTIZATION`; None: they are not."""
+    online_head: str | None = None
+    """The same of the LM head, if it has a form of its own: "fp8" or "int8"."""
 
 
 def locate(config: EngineConfig) -> Checkpoint:
@@ -41,6 +43,10 @@ def locate(config: EngineConfig) -> Checkpoint:
     Raises:
         ValueError, FileNotFoundError: nothing is there, or something is missing or unsupported; the message says what.
     """
+    return replace(_locate(config), online_head=config.lm_head_quantization)
+
+
+def _locate(config: EngineConfig) -> Checkpoint:
     path = Path(config.model).expanduser()
     dummy = config.load_format == "dummy"
     if path.suffix == ".gguf" or path.is_file():

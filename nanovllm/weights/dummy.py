@@ -15,13 +15,11 @@ def fill_random(model: DecoderForCausalLM, seed: int, packed: PackedLayers) -> N
     They are drawn tensor by tensor of a checkpoint, so that the ranks of a group of any size hold parts of one model.
     """
     generator = torch.Generator(packed.device).manual_seed(seed)
-    filled: set[int] = set()
+    tied = model.config.tie_word_embeddings  # the head is the embedding
     for module_name, module in model.named_modules():
-        if not isinstance(module, ShardedParameters):
+        if not isinstance(module, ShardedParameters) or (module_name == "lm_head" and tied):
             continue
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in filled:  # a head that is tied to the embedding
-                continue
             if parameter.dim() == 1:
                 parameter.fill_(0 if name == "bias" else 1)
                 continue
@@ -33,4 +31,3 @@ def fill_random(model: DecoderForCausalLM, seed: int, packed: PackedLayers) -> N
                 part_of = drawn if part is None else part.of(drawn)
                 if not packed.add("", place, part_of):
                     module.load_shard(name, shard, part_of)
-            filled.add(id(getattr(module, name)))

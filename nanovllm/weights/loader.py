@@ -63,8 +63,8 @@ def load_model(
 
     def layers(model: DecoderForCausalLM, places: Mapping[str, Place], shards: Shards) -> PackedLayers:
         planes = ShardPlanes(model, places, shards, quantiser, dtype, device)
-        keep = device.type == "cuda" if keep_packed is None else keep_packed
-        return PackedLayers(model, planes, kernels, dtype, device, keep)
+        keep = device.type == "cuda" or packed is not None if keep_packed is None else keep_packed
+        return PackedLayers(model, planes, kernels, dtype, device, keep, in_planes=packed is None)
 
     if checkpoint.format == "dummy":
         with weights_without_memory():
@@ -72,7 +72,7 @@ def load_model(
         packed_layers = layers(model, {}, {})
         fill_random(model, seed, packed_layers)
         packed_layers.finish(checkpoint)
-        return pack_model(model, kernels, max_position) if packed else model.eval()
+        return pack_model(model, kernels, max_position, packed) if packed else model.eval()
     assert checkpoint.path is not None
     files = gguf if checkpoint.format == "gguf" else safetensors_files
     layout = SourceLayout(checkpoint.config, checkpoint.format)
@@ -108,6 +108,12 @@ def load_model(
 
 def _check_not_twice(checkpoint: Checkpoint, storages: Mapping[str, Storage]) -> None:
     """Refuse to quantise what is quantised."""
+    head = storages.get("model.embed_tokens" if checkpoint.config.tie_word_embeddings else "lm_head")
+    if checkpoint.online_head and head is not None:
+        raise ValueError(
+            f"lm_head_quantization={checkpoint.online_head!r}: the LM head of {checkpoint.path} is quantised already"
+            f" ({head.label}); leave the argument out"
+        )
     if storages and checkpoint.online:
         label = next(iter(storages.values())).label
         raise ValueError(

@@ -68,6 +68,7 @@ class ShardPlanes:
             if not isinstance(stored.storage, GGUFStorage)
             for plane in stored.planes
         }
+        self._tied = model.config.tie_word_embeddings
         self._quantised: set[str] = set()
         if quantiser is not None:
             self._quantised = {name for name, module in model.named_modules() if quantiser.takes(name, module)}
@@ -93,7 +94,7 @@ class ShardPlanes:
         # Not the mapped file, of which a tensor on a CPU is a view.
         tensor = tensor.clone() if self._device.type == "cpu" else tensor.to(self._device)
         if (module, shard) not in self._shards:
-            return [(module, shard, self._of_floats(module, tensor))]
+            return [(module, shard, self._of_floats(module, shard, tensor))]
         stored_name = self._shards[module, shard].name
         planes = self._arrived.setdefault(stored_name, {})
         planes[parameter] = tensor
@@ -112,13 +113,25 @@ class ShardPlanes:
         self.labels["dequantised" if dequantised else stored.storage.label] += 1
         return matrix if not isinstance(matrix, FloatMatrix) else FloatMatrix(matrix.weight.to(self._dtype))
 
-    def _of_floats(self, module: str, tensor: torch.Tensor) -> StoredMatrix:
+    def _of_floats(self, module: str, shard: str, tensor: torch.Tensor) -> StoredMatrix:
         weight = tensor.to(self._dtype)
         if module not in self._quantised or self._quantiser is None:
             return FloatMatrix(weight)
-        matrix, label = self._quantiser.quantised(module, weight)
-        self.labels[label] += 1
+        matrix, label = self._quantiser.quantised(module, shard, weight)
+        if label is not None:
+            self.labels[label if module != "lm_head" else f"{label} (LM head)"] += 1
         return matrix
+
+    @property
+    def makes_head(self) -> bool:
+        """Whether the LM head is tied to the embedding, and quantised otherwise."""
+        return self._tied and "lm_head" in self._quantised
+
+    def head_of(self, embedding: torch.Tensor) -> StoredMatrix | None:
+        """A quantised LM head, from the embedding that it is tied to; None: the head is the embedding itself."""
+        if not self.makes_head:
+            return None
+        return self._of_floats("lm_head", "", embedding)
 
 
 class PackedLayers:
@@ -129,6 +142,7 @@ class PackedLayers:
         planes: what is packed.
         dtype: the dtype of activations.
         keep: whether weights stay packed; if not they are expanded to `dtype`.
+        in_planes: whether the bytes of GGUF's blocks are put in the order that kernels of a GPU read.
     """
 
     def __init__(
@@ -139,9 +153,11 @@ class PackedLayers:
         dtype: torch.dtype,
         device: torch.device,
         keep: bool,
+        in_planes: bool = True,
     ) -> None:
         self.device, self.names = device, planes.names
         self._model, self._planes, self._kernels, self._dtype, self._keep = model, planes, kernels, dtype, keep
+        self._in_planes = in_planes
         self._matrices: dict[str, dict[str, StoredMatrix]] = {name: {} for name in planes.modules}
         self._not_finite: list[tuple[str, torch.Tensor]] = []
         for name, module in model.named_modules():
@@ -170,6 +186,10 @@ class PackedLayers:
 
     def add(self, name: str, place: Place, tensor: torch.Tensor) -> bool:
         """Whether a checkpoint's tensor belongs to a packed weight; it is taken then."""
+        if place[0] == "model.embed_tokens" and self._planes.makes_head:
+            head = self._planes.head_of(tensor.to(self.device))
+            assert head is not None
+            self._set("lm_head", self._packed([self._model.lm_head.arranged("", head)]))
         if not self._planes.takes(place):
             return False
         for module_name, shard, matrix in self._planes.add(name, place, tensor):
@@ -192,8 +212,9 @@ class PackedLayers:
         if not self._keep or all(isinstance(m, FloatMatrix) for m in matrices):
             whole = torch.cat([m.dequantised(self._dtype) for m in matrices])
             return nn.Parameter(whole, requires_grad=False)
-        in_planes = [m.as_planes() if isinstance(m, GGUFMatrix) else m for m in matrices]
-        return PackedWeight(in_planes, self._dtype, self._kernels)
+        if self._in_planes:
+            matrices = [m.as_planes() if isinstance(m, GGUFMatrix) else m for m in matrices]
+        return PackedWeight(matrices, self._dtype, self._kernels)
 
     def finish(self, checkpoint: Checkpoint) -> None:
         """After the last tensor: check that all scales are finite, and log what the model takes.

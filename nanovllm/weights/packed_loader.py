@@ -12,6 +12,7 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.cpu.library import GGUF_FORMATS, PackedMatrix
 from nanovllm.kernels.ops.decoder_step import DecoderLayerWeights, DecoderWeights
 from nanovllm.layers.linear import ColumnParallelLinear, ShardedParameters
+from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -65,7 +66,7 @@ def load_packed(
         for name, tensor in layout.tensors([(stored_name, stored_tensor)], as_stored=planes.names)
     )
     stored = _with_matrices(tensors, places, planes, activations)
-    model = _pack(checkpoint.config, stored, kernels, dtype, max_position, activations)
+    model = _pack(checkpoint.config, stored, kernels, dtype, max_position, activations, planes.makes_head)
     log_form(planes, "")
     return model
 
@@ -81,30 +82,51 @@ def _with_matrices(
         place = places.get(name)
         if place is None:
             continue
-        if format or not planes.takes(place):
+        if place[0] == "model.embed_tokens" and planes.makes_head:
+            head = planes.head_of(tensor)
+            assert head is not None
+            yield "lm_head.weight", ("lm_head", "weight", ""), "", _matrix(head, activations)
+        if (format and tensor.dtype == torch.uint8) or not planes.takes(place):
             yield name, place, format, tensor
             continue
         for module, shard, matrix in planes.add(name, place, tensor):
             if matrix.not_finite():
                 raise WeightError(f"tensor {name!r}: its weight or scales hold NaN or infinity; download it again")
-            packed = packed_matrix(matrix, activations)
-            yield name, (module, "weight", shard), "", matrix.dequantised() if packed is None else packed
+            yield name, (module, "weight", shard), "", _matrix(matrix, activations)
 
 
-def pack_model(model: DecoderForCausalLM, kernels: Kernels, max_position: int) -> PackedDecoderForCausalLM:
+def _matrix(matrix: StoredMatrix, activations: str) -> torch.Tensor | PackedMatrix:
+    """The matrix packed for the C++ kernels, or float32 if no format of theirs has its numbers."""
+    packed = packed_matrix(matrix, activations)
+    return matrix.dequantised() if packed is None else packed
+
+
+def pack_model(
+    model: DecoderForCausalLM, kernels: Kernels, max_position: int, activations: str = "float32"
+) -> PackedDecoderForCausalLM:
     """A model in memory, with packed weights."""
 
-    def parts() -> Iterator[tuple[str, Place, str, torch.Tensor]]:
+    def parts() -> Iterator[tuple[str, Place, str, torch.Tensor | PackedMatrix]]:
         for name, module in model.named_modules():
             if not isinstance(module, ShardedParameters):
                 continue
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, PackedWeight) and not (name == "lm_head" and weight is embedding):
+                start = 0
+                for shard in module.shards:
+                    size = module.sizes[shard] if isinstance(module, ColumnParallelLinear) else weight.shape[0]
+                    matrix = _matrix(weight.part(start, size), activations)
+                    yield f"{name}.weight", (name, "weight", shard), "", matrix
+                    start += size
             for parameter, value in module.named_parameters(recurse=False):
                 sizes = [module.sizes[s] for s in module.shards] if isinstance(module, ColumnParallelLinear) else None
                 pieces = value.split(sizes) if sizes else [value]
                 for shard, piece in zip(module.shards, pieces):
                     yield f"{name}.{parameter}", (name, parameter, shard), "", piece
 
-    return _pack(model.config, parts(), kernels, model.dtype, max_position)
+    embedding = model.model.embed_tokens.weight
+    own_head = model.lm_head.weight is not embedding
+    return _pack(model.config, parts(), kernels, model.dtype, max_position, activations, own_head)
 
 
 def _pack(
@@ -114,8 +136,14 @@ def _pack(
     dtype: torch.dtype,
     max_position: int,
     activations: str = "float32",
+    own_head: bool = False,
 ) -> PackedDecoderForCausalLM:
-    """stored: (name, place, format, tensor) of every weight, which may be packed already."""
+    """The model of these weights.
+
+    Args:
+        stored: (name, place, format, tensor) of every weight, which may be packed already.
+        own_head: the LM head may differ from the embedding that it is tied to.
+    """
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_hidden_layers)]
     rest: dict[str, Any] = {}
     for name, (module, parameter, shard), format, tensor in stored:
@@ -131,7 +159,7 @@ def _pack(
             rest[module] = weight
     embedding = rest["model.embed_tokens"]
     head = rest.get("lm_head", embedding)
-    if config.tie_word_embeddings and head is not embedding:
+    if config.tie_word_embeddings and head is not embedding and not own_head:
         if head.format != embedding.format or not torch.equal(head.tiles, embedding.tiles):
             raise WeightError(
                 "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json says"

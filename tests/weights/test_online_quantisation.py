@@ -11,6 +11,7 @@ from nanovllm.layers.stored_matrices import Fp8Matrix
 from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from nanovllm.weights.cpu_blocks import as_gguf
 from nanovllm.weights.gguf import dequantized
+from nanovllm.weights.quantization.k_quants import to_k_quants
 from nanovllm.weights.quantization.online import group_size, to_fp8, to_int
 from tests import tiny
 from tests.weights.test_quantised_checkpoints import GREEDY, OPTIONS, PACKED, packed_names, prompts
@@ -128,3 +129,76 @@ def test_random_weights_of_a_quantised_checkpoint_are_of_the_nearest_form(tmp_pa
     llm = LLM(str(tmp_path), load_format="dummy", **OPTIONS, **PACKED)
     assert {m.matrices[0].op for m in llm.engine.runner.model.modules() if hasattr(m, "matrices")} == {"linear_int4"}
     assert EngineConfig(str(tmp_path)).quantization is None
+
+
+@pytest.mark.parametrize("kind, most", [("Q4_K", 0.078), ("Q6_K", 0.02)])
+def test_k_quants_are_what_the_gguf_package_reads(kind, most):
+    pytest.importorskip("gguf")
+    for seed, offset in ((0, 0.0), (1, 0.05)):
+        weight = drawn(24, 512, seed=seed) + offset
+        weight[3, :256], weight[4] = 0, weight[4] * 1000
+        matrix = to_k_quants(weight, kind)
+        assert matrix.shape == (24, 512) and matrix.not_finite() == 0
+        assert torch.equal(dequantized(matrix.weight, kind), matrix.dequantised())
+        assert (matrix.dequantised() - weight).norm(dim=1).div(weight.norm(dim=1)).max() < most * 1.1
+        assert (matrix.dequantised()[3, :256] == 0).all()
+    with pytest.raises(ValueError, match="96 columns cannot be in blocks of 256"):
+        to_k_quants(drawn(2, 96), kind)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_mixture_of_q4_k_m(tmp_path, tied):
+    """By the layers of 16 that llama.cpp gives more bits: 0, 1, 4, 7, 10, 13, 14, 15."""
+    layers = dict(num_hidden_layers=16, head_dim=64, tie_word_embeddings=tied)
+    tiny.save(tmp_path, "llama", hidden_size=256, intermediate_size=256, **layers)
+    packed = LLM(str(tmp_path), quantization="q4_k_m", **OPTIONS, **PACKED)
+    model = packed.engine.runner.model
+    more = [i for i, layer in enumerate(model.model.layers) if "Q6_K" in layer.mlp.down_proj.weight.matrices[0].kind]
+    values = [i for i, layer in enumerate(model.model.layers) if len(layer.self_attn.qkv_proj.weight.matrices) == 2]
+    assert more == values == [0, 1, 4, 7, 10, 13, 14, 15]
+    assert model.lm_head.weight.matrices[0].kind == "Q6_K/planes"
+    assert model.model.embed_tokens.weight.matrices[0].kind == ("Q6_K/planes" if tied else "Q4_K/planes")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert tokens(packed) == tokens(LLM(str(tmp_path), quantization="q4_k_m", **OPTIONS))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("form, head", [(None, "fp8"), ("int4", "int8"), ("q4_k_m", "fp8")])
+def test_a_quantised_head(tmp_path, tied, form, head):
+    tiny.save(tmp_path, "qwen3", hidden_size=256, intermediate_size=256, tie_word_embeddings=tied, head_dim=64)
+    arguments = dict(quantization=form, lm_head_quantization=head)
+    packed = LLM(str(tmp_path), **arguments, **OPTIONS, **PACKED)
+    model = packed.engine.runner.model
+    assert model.lm_head.weight.matrices[0].op == f"linear_{head}"
+    embedding = model.model.embed_tokens.weight
+    assert embedding is not model.lm_head.weight and hasattr(embedding, "matrices") == (form == "q4_k_m")
+    want = tokens(packed)
+    assert want == tokens(LLM(str(tmp_path), **arguments, **OPTIONS))  # by the C++ kernels
+    assert want == tokens(LLM(str(tmp_path), use_custom_kernels=False, **arguments, **OPTIONS))
+    dummy = dict(load_format="dummy", **arguments, **OPTIONS)
+    assert tokens(LLM(str(tmp_path), **dummy)) == tokens(LLM(str(tmp_path), **dummy, **PACKED))
+
+
+def test_a_head_that_is_quantised_already(tmp_path):
+    gguf_files = pytest.importorskip("tests.weights.gguf_files")
+    path = gguf_files.tiny(tmp_path, "llama", "Q8_0")
+    with pytest.raises(
+        ValueError, match="lm_head_quantization='fp8': the LM head of .* is quantised already .GGUF Q8_0"
+    ):
+        LLM(str(path), lm_head_quantization="fp8", **OPTIONS)
+    with pytest.raises(ValueError, match="lm_head_quantization='int4': must be fp8 or int8"):
+        EngineConfig(str(path), lm_head_quantization="int4")
+
+
+def test_a_gguf_file_of_floats_is_quantised(tmp_path):
+    gguf_files = pytest.importorskip("tests.weights.gguf_files")
+    path = gguf_files.tiny(tmp_path, "llama", "F16")
+    packed = LLM(str(path), quantization="int8", **OPTIONS, **PACKED)
+    assert len(packed_names(packed.engine.runner.model)) == 8
+    served = LLM(str(path), quantization="int8", **OPTIONS)
+    model = served.engine.runner.model
+    if isinstance(model, PackedDecoderForCausalLM):
+        assert model.weights.layers[0].up.format == "Q8_0"
+    asked = [[1, 5, 9, 3]]
+    got = [[c.token_ids for c in llm.generate(asked, GREEDY, use_tqdm=False)[0].outputs] for llm in (packed, served)]
+    assert got[0] == got[1]

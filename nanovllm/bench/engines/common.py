@@ -82,7 +82,11 @@ def model_directory(job: Job, folder: Path) -> str:
     kinds = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
     config = {"model_type": kinds[job.config["architectures"][0]], "hidden_act": "silu", **job.config}
     config["dtype"] = job.options.get("dtype") or config.get("dtype", "bfloat16")
+    if job.options.get("lm_head_quantization"):
+        raise EngineError(f"{job.engine} has no --lm-head-quantization; leave one of them out")
     if form:
+        if form not in _QUANTIZATION:
+            raise EngineError(f"{job.engine} has no quantization={form!r}; choose one of {', '.join(_QUANTIZATION)}")
         config["quantization_config"] = _QUANTIZATION[form]
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)

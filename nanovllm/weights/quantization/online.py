@@ -1,18 +1,21 @@
 """Quantisation of floating-point weights while they are loaded.
 
 fp8 has scales for blocks of 128 x 128, as Qwen and DeepSeek publish it: the same kernels serve both, and a layer that
-is split over ranks has the blocks of the whole one. int4 and int8 have symmetric groups of up to 128 columns.
+is split over ranks has the blocks of the whole one. int4 and int8 have symmetric groups of up to 128 columns. q4_k_m is
+GGUF's mixture of Q4_K and Q6_K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from nanovllm.kernels.ops.linear_fp8 import BLOCK
+from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.packed_weight import StoredMatrix
 from nanovllm.layers.stored_matrices import FloatMatrix, Fp8Matrix, IntMatrix
@@ -20,6 +23,7 @@ from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.quantization.bits import in_storage
 from nanovllm.weights.quantization.fp8 import Fp8Storage
 from nanovllm.weights.quantization.integers import IntStorage
+from nanovllm.weights.quantization.k_quants import more_bits, to_k_quants
 
 GROUP_SIZE = 128
 _FP8_MAX = 448.0
@@ -73,47 +77,83 @@ def to_int(weight: torch.Tensor, bits: int, group: int) -> IntMatrix:
     return IntMatrix(in_storage(stored, bits), scale.squeeze(-1).to(dtype), None, bits)
 
 
+FormOf = Callable[[str, str], str | None]
+"""From a layer's name, such as "model.layers.0.mlp.down_proj", and one of its shards to a form: "fp8", "int4", "int8",
+"Q4_K" or "Q6_K"; None: the shard stays as it is."""
+
+
 class Quantiser:
-    """Quantises the linear layers of a model's decoder layers; the embedding and the LM head stay as they are.
+    """Quantises linear layers, and where `form_of` names them the embedding and the LM head."""
 
-    Args:
-        form_of: from the name of a layer ("model.layers.0.mlp.down_proj") to "fp8", "int4", "int8" or None.
-    """
-
-    def __init__(self, form_of: Callable[[str], str | None]) -> None:
+    def __init__(self, form_of: FormOf) -> None:
         self._form_of = form_of
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Quantiser | None:
         """What the arguments ask for; for random weights of a quantised checkpoint's shape the form nearest to its."""
-        if checkpoint.online is not None:
-            return cls(lambda _: checkpoint.online)
-        quantization = checkpoint.quantization
-        if checkpoint.format != "dummy" or quantization is None:
-            return None
+        form_of = _form_of(checkpoint)
+        head = checkpoint.online_head
+        if head is None:
+            return None if form_of is None else cls(form_of)
 
-        def nearest(module: str) -> str | None:
-            # Rules name a checkpoint's modules, of which a layer may join several.
-            of_first = module.replace("qkv_proj", "q_proj").replace("gate_up_proj", "gate_proj")
-            storage = quantization.storage_of(of_first)
-            if isinstance(storage, IntStorage):
-                return f"int{storage.bits}"
-            return "fp8" if isinstance(storage, Fp8Storage) else None
+        def with_head(module: str, shard: str) -> str | None:
+            if module == "lm_head":
+                return head
+            return None if form_of is None else form_of(module, shard)
 
-        return cls(nearest)
+        return cls(with_head)
 
     def takes(self, name: str, module: nn.Module) -> bool:
-        """Whether the layer's weights are quantised."""
-        linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-        return linear and ".layers." in f".{name}" and self._form_of(name) is not None
+        """Whether some of the layer's weights are quantised."""
+        kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+        return isinstance(module, kinds) and any(self._form_of(name, shard) for shard in module.shards)
 
-    def quantised(self, name: str, weight: torch.Tensor) -> tuple[StoredMatrix, str]:
-        """(a layer's weight [rows, columns] in its form, what that form is)."""
-        form = self._form_of(name)
+    def quantised(self, name: str, shard: str, weight: torch.Tensor) -> tuple[StoredMatrix, str | None]:
+        """(a layer's weight [rows, columns] in its form, what that form is; None: it is not quantised)."""
+        form = self._form_of(name, shard)
+        if form is None:
+            return FloatMatrix(weight), None
         if form == "fp8":
             return to_fp8(weight), "fp8 in blocks of 128 x 128"
+        if form in ("Q4_K", "Q6_K"):
+            if weight.shape[1] % 256 == 0:
+                return to_k_quants(weight, form), f"GGUF {form}"
+            form = "int8"
         group = group_size(weight.shape[1])
         if group is None:
             return FloatMatrix(weight), f"not quantised, since no group of 16 or more divides {weight.shape[1]} columns"
-        assert form in ("int4", "int8")
         return to_int(weight, int(form[3:]), group), f"{form} in groups of {group}"
+
+
+def _form_of(checkpoint: Checkpoint) -> FormOf | None:
+    """The forms of all layers but the head, if that has one of its own."""
+    online, quantization = checkpoint.online, checkpoint.quantization
+    if online == "q4_k_m":
+        return partial(_medium, checkpoint.config.num_hidden_layers, checkpoint.config.tie_word_embeddings)
+    if online is not None:
+        return lambda module, _: online if ".layers." in module else None
+    if checkpoint.format != "dummy" or quantization is None:
+        return None
+
+    def nearest(module: str, _: str) -> str | None:
+        # Rules name a checkpoint's modules, of which a layer may join several.
+        of_first = module.replace("qkv_proj", "q_proj").replace("gate_up_proj", "gate_proj")
+        storage = quantization.storage_of(of_first) if ".layers." in module else None
+        if isinstance(storage, IntStorage):
+            return f"int{storage.bits}"
+        return "fp8" if isinstance(storage, Fp8Storage) else None
+
+    return nearest
+
+
+def _medium(num_layers: int, tied: bool, module: str, shard: str) -> str | None:
+    """The mixture of Q4_K_M: Q6_K for the head and for some layers' values and down projections."""
+    if module == "lm_head":
+        return None if tied else "Q6_K"
+    if module == "model.embed_tokens":
+        return "Q6_K" if tied else "Q4_K"
+    of_layer = module.partition(".layers.")[2]
+    if not of_layer:
+        return None
+    large = shard == "v" or module.endswith("down_proj")
+    return "Q6_K" if large and more_bits(int(of_layer.partition(".")[0]), num_layers) else "Q4_K"
