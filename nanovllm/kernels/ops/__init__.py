@@ -10,6 +10,7 @@ from nanovllm.kernels.ops.embedding import embedding
 from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
 from nanovllm.kernels.ops.linear_fp8 import linear_fp8
+from nanovllm.kernels.ops.linear_fp8_dynamic import linear_fp8_dynamic
 from nanovllm.kernels.ops.linear_gguf import linear_gguf
 from nanovllm.kernels.ops.linear_int4 import linear_int4, linear_int8
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
@@ -44,6 +45,7 @@ __all__ = [
     "linear",
     "linear_add_rms_norm",
     "linear_fp8",
+    "linear_fp8_dynamic",
     "linear_gguf",
     "linear_int4",
     "linear_int8",

@@ -42,8 +42,8 @@ def dequantise_fp8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     return weight.to(dtype) * scale
 
 
-def _inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
-    """scale_rows, scale_columns: of a block; 0: all."""
+def make_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
+    """For `Inputs`. scale_rows, scale_columns: of a block; 0: all."""
     # Standard deviation 64, so that the largest numbers, 448, occur.
     weight = t.normal(outputs, size, dtype=torch.float32, scale=64.0).clamp_(-448, 448).to(torch.float8_e4m3fn)
     shape = [-(-n // block) if block else 1 for n, block in ((outputs, scale_rows), (size, scale_columns))]
@@ -55,7 +55,7 @@ def _inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
     }
 
 
-def _needs(numbers):
+def needs(numbers):
     if numbers["size"] < 1:
         return f"SIZE of at least 1, not {numbers['size']}"
     if numbers["scale_rows"] not in (0, 1, BLOCK) or numbers["scale_columns"] not in (0, BLOCK):
@@ -63,7 +63,7 @@ def _needs(numbers):
     return None
 
 
-def _cost(x, weight, scale, bias=None):
+def cost(x, weight, scale, bias=None):
     rows = x.numel() // max(1, x.shape[-1])
     moved = nbytes(x, weight, scale, bias) + rows * weight.shape[0] * x.element_size()
     return Cost(moved, 2 * rows * weight.numel())
@@ -77,8 +77,8 @@ def _cost(x, weight, scale, bias=None):
         "bias": "[outputs]",
     },
     inputs=Inputs(
-        _inputs,
-        needs=_needs,
+        make_inputs,
+        needs=needs,
         small=[
             (1, 1, 1), (1, 37, 1008, 1, 0), (2, 9, 33, 0, 0), (5, 136, 640), (0, 8, 16), (9, 48, 64, 0, 128),
             (17, 130, 272), (33, 64, 256, 1, 128),
@@ -91,7 +91,7 @@ def _cost(x, weight, scale, bias=None):
         large=[(2048, 1024, 3072), (8192, 4096, 4096)],
         scales=(1.0, 50.0),
     ),
-    cost=_cost,
+    cost=cost,
 )  # fmt: skip
 def linear_fp8(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None

@@ -16,7 +16,9 @@ NOT_IN_INPUTS = {
     "add_rms_norm_linear": {"bias": "outputs"},
     "linear_add_rms_norm": {"bias": "outputs"},
     "linear_bias_act": {"bias": "n"},
-    **dict.fromkeys(("linear_fp8", "linear_int4", "linear_int8", "linear_gguf"), {"bias": "outputs"}),
+    **dict.fromkeys(
+        ("linear_fp8", "linear_fp8_dynamic", "linear_int4", "linear_int8", "linear_gguf"), {"bias": "outputs"}
+    ),
     "store_kvcache": {"k_scale": "num_kv_heads"},
     "attention_decode": {"k_scale": "num_kv_heads", "v_scale": "num_kv_heads"},
 }

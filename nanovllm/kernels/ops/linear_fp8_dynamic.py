@@ -1,0 +1,112 @@
+"""A linear layer of 8-bit floats whose activations are rounded to 8 bits as well, as its checkpoint was made for."""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.op.declaration import Inputs
+from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, cost, dequantise_fp8, make_inputs, needs
+
+LARGEST = 448.0
+"""Of float8_e4m3fn."""
+LEAST = 1e-30
+"""What the largest of a group counts as at least, so that groups of zeros have a scale."""
+
+
+def quantise_fp8(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., size] as (float8_e4m3fn [..., size], float32 scales [..., size / columns]), about code * scale.
+
+    A scale is the largest magnitude of `columns` adjacent numbers over 448. Computed in float32, rounded to nearest.
+    """
+    groups = x.float().unflatten(-1, (-1, columns))
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(LEAST) / LARGEST
+    codes = (groups / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return codes.flatten(-2), scale.squeeze(-1)
+
+
+MOST_COLUMNS = 32768
+"""A kernel quantises a row as one tile."""
+MULTIPLE = 16
+"""Of tokens, outputs and columns, as the library multiplies them."""
+
+
+def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
+    """Columns of x that share a scale: as many as in the weight.
+
+    Raises:
+        ValueError: the weight has scales for blocks of columns that do not divide the columns.
+    """
+    if scale.shape[1] == 1:
+        return size
+    if size % BLOCK:
+        raise ValueError(f"x: expected a multiple of {BLOCK} columns, since scales are of {BLOCK}, not {size}")
+    return BLOCK
+
+
+@op(
+    arguments={
+        "x": "[..., size]",
+        "weight": "float8_e4m3fn[outputs, size]",
+        "scale": "float32[scale_rows, scale_columns]",
+        "bias": "[outputs]",
+    },
+    inputs=Inputs(
+        make_inputs,
+        needs=needs,
+        small=[(1, 16, 128), (1, 37, 96, 1, 0), (2, 9, 33, 0, 0), (5, 136, 640), (0, 8, 128), (17, 130, 256, 1, 0)],
+        # Chunks of prompts: for fewer tokens reading the weight is the cost, and activations can stay as they are.
+        large=[(512, 4096, 4096), (2048, 1024, 3072), (8192, 4096, 4096), (8192, 4096, 4096, 1, 0)],
+        scales=(1.0, 50.0),
+    ),
+    cost=cost,
+)  # fmt: skip
+def linear_fp8_dynamic(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear_fp8` of x rounded to 8-bit floats: with a scale for each row and, like the weight, 128 or all columns.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 technical report", 2024, 3.3 (blocks); vLLM's dynamic activation scheme (rows).
+
+    Args:
+        x: [..., size].
+        weight: float8_e4m3fn [outputs, size].
+        scale: float32, as for `linear_fp8`. With scales of 128 columns, size is a multiple of 128.
+        bias: [outputs], of x's dtype, or None.
+
+    Returns:
+        [..., outputs], x's dtype, rounded once from products of 8-bit floats that are summed in float32.
+
+    Raises:
+        ValueError: the shape of scale fits no blocks that `linear_fp8` knows, or size is no multiple of 128.
+    """
+    block_shape(weight, scale)
+    columns = columns_of_a_scale(x.shape[-1], scale)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    codes, scales = quantise_fp8(x, columns)
+    rounded = (codes.to(wide).unflatten(-1, (-1, columns)) * scales.to(wide)[..., None]).flatten(-2)
+    y = F.linear(rounded, dequantise_fp8(weight, scale, wide))
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+def refused(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+    """Why the provider `triton`, for which the library multiplies, does not take a call; None: it does."""
+    outputs, size = weight.shape
+    if size > MOST_COLUMNS:
+        return f"rows of {size} elements; it takes at most {MOST_COLUMNS}"
+    if not x.is_cuda:
+        return None  # the interpreter quantises, and the reference multiplies
+    capability = torch.cuda.get_device_capability(x.device)
+    if x.dtype != torch.bfloat16:
+        return f"x of {x.dtype}; the library gives bfloat16"
+    if outputs % MULTIPLE or size % MULTIPLE or not weight.is_contiguous() or x.numel() == 0:
+        return (
+            f"a weight {list(weight.shape)}; the library takes contiguous ones of multiples of {MULTIPLE}, and a token"
+        )
+    if scale.shape[1] == 1:
+        by_row = scale.shape[0] in (1, outputs)
+        return None if by_row and capability >= (9, 0) else "scales of rows need compute capability 9.0"
+    if capability != (9, 0):
+        return f"scales of blocks of columns need compute capability 9.0, not {capability[0]}.{capability[1]}"
+    if scale.shape[0] != -(-outputs // BLOCK) or outputs % BLOCK or size % (4 * BLOCK) or not scale.is_contiguous():
+        return f"a weight {list(weight.shape)} with scales {list(scale.shape)}; the library takes whole blocks"
+    return None

@@ -1,0 +1,90 @@
+"""The op `linear_fp8_dynamic`: a kernel quantises activations, and the library multiplies on fp8 tensor cores."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.ops import linear_fp8_dynamic as op
+from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, dequantise_fp8
+from nanovllm.kernels.ops.linear_fp8_dynamic import LARGEST, LEAST, MULTIPLE, columns_of_a_scale, refused
+from nanovllm.kernels.triton.launch_arguments import cdiv, matrix_of, next_power_of_2, warps_for
+from nanovllm.kernels.triton.rows.move_rows import to_fp8
+
+
+@triton.jit
+def quantise_kernel(
+    x,  # [num_tokens, size], rows x_stride apart
+    codes,  # uint8 [tokens, size]
+    scales,  # float32 [tokens, groups], column by column; ROWS: [tokens]
+    num_tokens, x_stride, scale_stride,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Grid [tokens]; those from num_tokens on are zeros. GROUPS, GROUP: powers of two that hold a row."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    live = at < SIZE
+    v = tl.load(x + token * x_stride + at, at < tl.where(token < num_tokens, SIZE, 0), other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(v), 1)
+    if ROWS:
+        largest = tl.broadcast_to(tl.max(largest, 0)[None], [GROUPS])
+    scale = tl.div_rn(tl.maximum(largest, LEAST), tl.full([GROUPS], LARGEST, tl.float32))
+    code = to_fp8(tl.div_rn(v, tl.broadcast_to(scale[:, None], [GROUPS, GROUP])))
+    tl.store(codes + token * SIZE + at, code, live)
+    if ROWS:
+        tl.store(scales + token + group, scale, group == 0)
+    else:
+        tl.store(scales + token + group.to(tl.int64) * scale_stride, scale, group * GROUP < SIZE)
+
+
+def quantised(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [num_tokens, size] as (float8_e4m3fn [tokens, size], float32 scales [tokens, size / columns]).
+
+    tokens: num_tokens rounded up to a multiple of 16; the further ones are zeros. Scales lie column by column.
+
+    Args:
+        columns: that share a scale: 128, or all, at most 32,768.
+    """
+    x, num_tokens, stride = matrix_of(x)
+    size, tokens = x.shape[-1], cdiv(num_tokens, MULTIPLE) * MULTIPLE
+    codes = torch.empty((tokens, size), dtype=torch.uint8, device=x.device)
+    scales = torch.empty((cdiv(size, columns), tokens), dtype=torch.float32, device=x.device).t()
+    group = min(BLOCK, next_power_of_2(size))
+    groups = next_power_of_2(cdiv(size, group))
+    if tokens:
+        quantise_kernel[(tokens,)](
+            x, codes, scales, num_tokens, stride, scales.stride(1), size, groups, group, columns == size, LEAST,
+            LARGEST, num_warps=warps_for(groups * group, 16, 8),
+        )  # fmt: skip
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def scales_of_weight(scale: torch.Tensor, outputs: int) -> torch.Tensor:
+    """The scales of a weight as the library reads them: of blocks [columns / 128, outputs / 128], else [1, outputs]."""
+    return scale.t() if scale.shape[1] > 1 else scale.expand(outputs, 1).reshape(1, outputs).contiguous()
+
+
+def linear_fp8_dynamic(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The op `linear_fp8_dynamic`, by the reference where the library refuses the arguments."""
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x: expected [..., {weight.shape[1]}], as the weight has, not {list(x.shape)}")
+    block_shape(weight, scale)
+    outputs, size = weight.shape
+    columns = columns_of_a_scale(size, scale)
+    if refused(x, weight, scale, bias) is not None:
+        return op.native(x, weight, scale, bias)
+    codes, scales = quantised(x, columns)
+    num_tokens = x.numel() // size if size else 0
+    if x.is_cuda:
+        y = torch._scaled_mm(codes, weight.t(), scales, scales_of_weight(scale, outputs), out_dtype=x.dtype)
+        y = y[:num_tokens] if bias is None else y[:num_tokens] + bias
+        return y.view(*x.shape[:-1], outputs)
+    rounded = codes[:num_tokens].float().unflatten(-1, (-1, columns)) * scales[:num_tokens, :, None]
+    y = F.linear(rounded.flatten(-2), dequantise_fp8(weight, scale))
+    return (y if bias is None else y + bias.float()).to(x.dtype).view(*x.shape[:-1], outputs)

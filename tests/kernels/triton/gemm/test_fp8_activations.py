@@ -1,0 +1,86 @@
+"""`linear_fp8_dynamic`: what its reference rounds, and that the kernel rounds to the same codes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+
+from nanovllm.kernels.ops import linear_fp8, linear_fp8_dynamic
+from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
+from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
+from nanovllm.kernels.triton.gemm import fp8_activations
+from tests.kernels.triton.common import DEVICE, randn, strided
+
+pytestmark = pytest.mark.triton
+FP8 = torch.float8_e4m3fn
+
+
+def weights(outputs, size, rows, columns):
+    weight = (64 * randn(outputs, size, dtype=torch.float32, seed=1)).clamp(-448, 448).to(FP8)
+    shape = [-(-n // block) if block else 1 for n, block in ((outputs, rows), (size, columns))]
+    return weight, (randn(*shape, dtype=torch.float32, seed=2).abs() + 0.1) * size**-0.5 / 64
+
+
+@pytest.mark.parametrize("size, columns", [(256, 128), (640, 128), (256, 256), (96, 96), (33, 33), (1280, 1280)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_and_scales_are_those_of_the_reference(size, columns, dtype, poison):
+    x = strided(randn(5, size, dtype=dtype, scale=3.0))
+    x[1] = 0  # a row of zeros
+    x[2] *= 1e-20
+    x[3, 7] = 3e4  # beside which others are subnormal in 8 bits, or vanish
+    codes, scales = fp8_activations.quantised(x, columns)
+    want, want_scales = quantise_fp8(x, columns)
+    assert codes.shape == (16, size) and scales.shape == (16, size // columns)
+    assert torch.equal(codes[:5].view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scales[:5], want_scales) and not codes[5:].float().any()
+    assert scales.stride() == (1, 16)  # column by column, as the library reads them
+    assert float(codes.float().abs().max()) == 448
+
+
+def test_an_integer_times_its_scale_is_kept():
+    x = torch.tensor([[448.0, -3, 0, 0.25] * 32], device=DEVICE)
+    codes, scales = quantise_fp8(x, 128)
+    assert torch.equal(codes.float(), x) and scales.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("outputs, size, rows, columns", [(136, 640, 128, 128), (16, 96, 1, 0), (9, 33, 0, 0)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_product(outputs, size, rows, columns, biased, poison):
+    weight, scale = weights(outputs, size, rows, columns)
+    x, bias = randn(3, 2, size, dtype=torch.bfloat16), randn(outputs, dtype=torch.bfloat16) if biased else None
+    got = fp8_activations.linear_fp8_dynamic(x, weight, scale, bias)
+    codes, scales = quantise_fp8(x, columns or size)
+    rounded = codes.double().unflatten(-1, (-1, columns or size)) * scales.double()[..., None]
+    want = F.linear(rounded.flatten(-2), dequantise_fp8(weight, scale, torch.float64))
+    want = want if bias is None else want + bias.double()
+    torch.testing.assert_close(got.double(), want, rtol=8e-3, atol=8e-3)
+    # Rounding x to 3 bits after the first costs a few per cent of a typical result.
+    exact = linear_fp8.native(x.double(), weight, scale, None if bias is None else bias.double())
+    error = (want - exact).norm() / exact.norm()
+    assert 0.005 < error < 0.04
+
+
+def test_wrong_shapes_are_errors():
+    weight, scale = weights(256, 200, 128, 128)
+    with pytest.raises(ValueError, match="x: expected a multiple of 128 columns, since scales are of 128, not 200"):
+        linear_fp8_dynamic(randn(2, 200, dtype=torch.float32), weight, scale)
+    with pytest.raises(ValueError, match=r"x: expected \[..., 200\], as the weight has, not \[2, 128\]"):
+        fp8_activations.linear_fp8_dynamic(randn(2, 128, dtype=torch.float32), weight, scale)
+    with pytest.raises(ValueError, match="scale: expected"):
+        linear_fp8_dynamic(randn(2, 200, dtype=torch.float32), weight, scale[:, :1].repeat(3, 1))
+
+
+@pytest.mark.parametrize("rows, columns", [(0, 0), (1, 0), (128, 128)])
+def test_pytorch_takes_the_operands(rows, columns):
+    """By its own checks of shapes: what runs on a GPU, on tensors without values."""
+    size, outputs = 1024, 256
+    codes, scales = fp8_activations.quantised(randn(17, size, dtype=torch.bfloat16), columns or size)
+    weight, scale = weights(outputs, size, rows, columns)
+    of_weight = fp8_activations.scales_of_weight(scale, outputs)
+    operands = (t.to("meta") for t in (codes, weight.t(), scales, of_weight))
+    assert torch._scaled_mm(*operands, out_dtype=torch.bfloat16).shape == (32, outputs)
+    if columns:
+        assert of_weight.stride() == (1, size // 128) and scales.stride() == (1, 32)
+    else:
+        assert of_weight.is_contiguous() and scales.is_contiguous()
