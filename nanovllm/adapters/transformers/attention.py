@@ -98,8 +98,19 @@ def _plan_of(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, T
             f"attention_mask: this plan of nanovllm is for {mask.shape[0]} sequences and {width} numbers each, not for "
             f"{batch} sequences, {queries} queries and {length} keys"
         )
-    plan = mask[:, 0, 0]
-    return plan[:, :queries], None if width == queries else plan[:, queries:]
+    split = _split.__wrapped__ if torch.compiler.is_compiling() or _capturing(mask) else _split
+    return split(mask, queries)
+
+
+@functools.lru_cache(maxsize=4)  # every layer of a model has the same plan; tensors are compared by identity
+def _split(plan: Tensor, queries: int) -> tuple[Tensor, Tensor | None]:
+    visible, tokens = plan[:, 0, 0, :queries].contiguous(), plan[:, 0, 0, queries:].contiguous()
+    return visible, tokens if tokens.shape[1] else None
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which may be replayed with other values in the plan."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _unsuited(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> str | None:

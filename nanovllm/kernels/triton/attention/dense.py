@@ -9,6 +9,8 @@ its products.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -63,10 +65,28 @@ def _in_place(k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor, tokens: torc
     def view(x: torch.Tensor) -> torch.Tensor:
         return x.as_strided((num_blocks, size, num_kv_heads, head_dim), (size * slot, slot, k.stride(1), 1))
 
-    starts = torch.arange(0, batch * first, first, dtype=torch.int32, device=k.device)[:, None]
-    if tokens is None:
-        tokens = torch.arange(length // size, dtype=torch.int32, device=k.device)
-    return PagedKV(view(k), view(v), starts + tokens, lens, length)
+    return PagedKV(view(k), view(v), _table(batch, first, length // size, k.device, tokens), lens, length)
+
+
+def _table(batch: int, first: int, count: int, device: torch.device, tokens: torch.Tensor | None) -> torch.Tensor:
+    """The blocks of each sequence: `first` apart from one to the next, and `count`, or those named by `tokens`."""
+    # What is made during a capture belongs to the graph, and has no values before the graph is replayed.
+    made = _starts_and_table if device.type == "cuda" and _capturing() else _kept_starts_and_table
+    starts, table = made(batch, first, count, device)
+    return table if tokens is None else starts + tokens
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _starts_and_table(batch: int, first: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    starts = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * first
+    return starts, starts + torch.arange(count, dtype=torch.int32, device=device)
+
+
+_kept_starts_and_table = functools.lru_cache(maxsize=8)(_starts_and_table)
+"""The layers of a model ask for the same table, one after the other."""
 
 
 def _in_blocks(k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> PagedKV:
