@@ -75,7 +75,7 @@ DECODE = [
     ("fp8", 128, 2, 1, 90, True, None), ("fp32", 128, 2, 1, 90, True, None), ("bf16", 128, 2, 1, 80, True, None),
     ("bf16", 128, 2, 4, 90, False, None), ("bf16", 128, 8, 8, 90, False, 300), ("bf16", 80, 9, 3, 90, False, 300),
     ("bf16", 256, 4, 8, 90, False, 300), ("fp32", 128, 4, 8, 90, False, 300), ("fp32", 256, 4, 8, 90, False, None),
-    ("fp8", 256, 2, 4, 90, False, None),
+    ("fp8", 256, 2, 4, 90, False, None), ("bf16", 256, 4, 1, 90, True, 512),
     *((dtype, 128, 4, 8, capability, False, 300) for dtype in ("bf16", "fp8") for capability in (80, 90, 100)),
 ]  # fmt: skip
 
@@ -189,6 +189,7 @@ def test_prefill_compiles_without_spills(dtype, dim, group, capability, options,
         (128, 7, 256, {"soft_cap": 20.0}),
         (256, 4, 256, {}),
         (128, 1, 16, {"window": 1000, "soft_cap": 50.0}),
+        (256, 2, 256, {"window": 4096, "soft_cap": 50.0}),
     ],
 )
 def test_hopper_prefill_compiles_without_spills(dim, group, block_size, options, tmp_path):

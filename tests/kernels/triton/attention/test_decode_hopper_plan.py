@@ -248,6 +248,11 @@ COMPILED = {
     "dtype": F16}),
     "8 warps, cluster of 2": (Plan(33, 1, 8, 1, 32, cluster=2), 8, {}),
     "float8 cached 64": (plan_hopper_decode(64, 8, 128, 132, 1), 64, {"scales": (0, 0), "new": False}),
+    "window": (plan_hopper_decode(8, 8, 128, 132), 8, {"window": 4096}),
+    "window and soft cap, cached": (plan_hopper_decode(64, 8, 128, 132, new=False), 64,
+    {"window": 4096, "soft_cap": 50.0, "new": False}),
+    "window and soft cap, float8": (plan_hopper_decode(32, 8, 128, 132, 1), 32,
+    {"window": 4096, "soft_cap": 50.0, "scales": (1, 2)}),
 }  # fmt: skip
 
 
