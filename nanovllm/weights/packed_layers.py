@@ -68,6 +68,8 @@ class ShardPlanes:
             if not isinstance(stored.storage, GGUFStorage)
             for plane in stored.planes
         }
+        packed = {module for module, _ in shards}
+        self._without_bias = {name for name in packed if getattr(model.get_submodule(name), "bias", None) is None}
         self._tied = model.config.tie_word_embeddings
         self._quantised: set[str] = set()
         if quantiser is not None:
@@ -78,8 +80,12 @@ class ShardPlanes:
         """Whether a tensor is a plane, or all, of a weight in a layer that gets packed weights."""
         module, parameter, shard = place
         if (module, shard) in self._shards:
-            return parameter in self._shards[module, shard].planes
+            return parameter in self._shards[module, shard].planes or self._is_zero_bias(place)
         return module in self.modules and parameter == "weight"
+
+    def _is_zero_bias(self, place: Place) -> bool:
+        """Whether it is the bias of a layer that has none: some libraries write zeros there."""
+        return place[1] == "bias" and place[0] in self._without_bias
 
     def add(self, name: str, place: Place, tensor: torch.Tensor) -> list[tuple[str, str, StoredMatrix]]:
         """Take the part of a checkpoint's tensor that is at `place`.
@@ -91,6 +97,10 @@ class ShardPlanes:
             WeightError: the tensors of a shard contradict each other.
         """
         module, parameter, shard = place
+        if self._is_zero_bias(place):
+            if tensor.any():
+                raise WeightError(f"tensor {name!r} is not zero, but config.json says that this layer has no bias")
+            return []
         # Not the mapped file, of which a tensor on a CPU is a view.
         tensor = tensor.clone() if self._device.type == "cpu" else tensor.to(self._device)
         if (module, shard) not in self._shards:

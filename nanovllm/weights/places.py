@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -10,6 +11,8 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.weights.packed_layers import Place
 from nanovllm.weights.quantization.storage import StoredShard
 from nanovllm.weights.safetensors_files import TensorHeader, WeightError
+
+_CACHE_SCALE = re.compile(r"\.([qkv]|prob)_scale$|_proj\.([kv]|output)_scale$")
 
 Shards = Mapping[tuple[str, str], StoredShard]
 """Packed shards by module and shard."""
@@ -43,6 +46,8 @@ def find_places(
     for header in headers:
         if header.name.endswith("rotary_emb.inv_freq"):
             continue  # a buffer that old Llama checkpoints carry; it is computed
+        if packed and _CACHE_SCALE.search(header.name):
+            continue  # of a quantised KV cache; ours has no scales
         place = module_name, parameter, shard = model.place_of(header.name)
         module = modules.get(module_name)
         if header.name in places:
@@ -53,6 +58,10 @@ def find_places(
             if packed[module_name, shard].planes[parameter].read:
                 places[header.name] = of_planes[header.name][0]
             missing -= set(of_planes[header.name])
+            continue
+        has_bias = module is not None and module._parameters.get("bias") is not None
+        if parameter == "bias" and (module_name, shard) in packed and not has_bias:
+            places[header.name] = place  # some libraries write zeros, which is checked when they are read
             continue
         if module is None or module._parameters.get(parameter) is None or shard not in module.shards:
             raise WeightError(f"unexpected tensor {header.name!r}: this {model.config.architecture} has no such weight")
@@ -113,6 +122,8 @@ def parts_of(
             continue
         module = model.get_submodule(module_name)
         assert isinstance(module, ShardedParameters)
+        if getattr(module, parameter) is None:  # zeros where a layer has no bias
+            continue
         part = module.part(parameter, shard)
         if part is not None and part.length < module.source_shape(parameter, shard)[part.dim]:
             parts[name] = part

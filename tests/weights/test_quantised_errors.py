@@ -236,3 +236,19 @@ def test_a_method_of_a_checkpoint_that_is_not_quantised(tmp_path):
         locate(EngineConfig(str(tmp_path), quantization="awq"))
     with pytest.raises(ValueError, match="quantization='int3': must be one of fp8, int4, int8"):
         EngineConfig(str(tmp_path), quantization="int3")
+
+
+def test_zeros_where_a_layer_has_no_bias(copy):
+    """AutoGPTQ writes them for every layer."""
+    directory = copy("gptq")
+    edit(directory, lambda t: t.update({UP + "bias": torch.zeros(256)}))
+    assert "model.layers.0.mlp.gate_up_proj.weight" in packed_names(loaded(directory))
+    edit(directory, lambda t: t.update({UP + "bias": torch.ones(256)}))
+    refused(directory, repr(UP + "bias"), "is not zero, but config.json says that this layer has no bias")
+
+
+def test_scales_of_a_quantised_cache_are_passed_over(copy):
+    directory = copy("fp8-tensor")
+    scales = [f"model.layers.0.self_attn.{name}" for name in ("k_scale", "v_scale", "k_proj.output_scale")]
+    edit(directory, lambda t: t.update({name: torch.ones(1) for name in scales}))
+    loaded(directory)

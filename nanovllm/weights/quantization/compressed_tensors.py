@@ -67,9 +67,9 @@ def _storage(group: Section, config: Section) -> Storage | None:
         weights.fail("strategy", strategy, f"'tensor', 'channel' or 'group' for integers, in format {format!r}")
     actorder = weights.get("actorder")
     actorder = str(actorder).lower() if actorder not in (False, None) else None
-    if actorder not in (None, "weight", "group", "static", "true"):
-        weights.fail("actorder", actorder, "null, 'weight', 'static' or 'group'")
-    by_group = actorder in ("group", "true") and bool(group_size)
+    if actorder not in (None, "weight", "static", "group", "dynamic", "true"):
+        weights.fail("actorder", actorder, "null, 'weight' or 'group'")
+    by_group = actorder in ("group", "dynamic", "true") and bool(group_size)
     if format == "pack-quantized":
         return PackedIntStorage(bits, group_size, symmetric, by_group, strategy == "tensor")
     if by_group:
