@@ -41,6 +41,15 @@ class RopeConfig:
         scaling = dict(self.scaling)
         return int(min(scaling["factor"] * scaling["original_max_position_embeddings"], MAX_COUNT))
 
+    def is_long(self, max_position: int) -> bool:
+        """Whether LongRoPE's frequencies for long contexts are taken if positions below `max_position` are served."""
+        return self.scaling_type == "longrope" and max_position > self.original_length
+
+    @property
+    def original_length(self) -> int:
+        """The context of the original training, for types that say it; else 0."""
+        return int(dict(self.scaling).get("original_max_position_embeddings", 0))
+
     def rotary_dim(self, head_dim: int) -> int:
         """How many elements of a head are rotated."""
         return int(head_dim * self.rotary_factor)

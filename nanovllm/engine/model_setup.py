@@ -71,10 +71,18 @@ class StepLimits:
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> StepLimits:
         """The limits that the arguments ask for, within those of the model. dtype: the model's."""
+        longest = _bounded_len(config.max_model_len, model.max_position_embeddings, "the model's limit")
+        if model.rope.is_long(longest):
+            original = model.rope.original_length
+            logger.info(
+                "LongRoPE: max_model_len=%d is beyond the %d tokens of the original training, so all sequences have the"
+                " frequencies for long contexts; max_model_len=%d has those for short ones",
+                longest, original, original,
+            )  # fmt: skip
         return cls(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
-            max_model_len=_bounded_len(config.max_model_len, model.max_position_embeddings, "the model's limit"),
+            max_model_len=longest,
             block_size=config.kvcache_block_size,
             cache_dtype=kv_cache.cache_dtype(config.kv_cache_dtype, dtype),
         )

@@ -1,6 +1,7 @@
 """Rotary position embedding: the table of angles, with the scalings that extend a model's context."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -33,7 +34,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int = 0) 
             inv_freq, p["factor"], p["low_freq_factor"], p["high_freq_factor"], p["original_max_position_embeddings"]
         ), 1.0
     if rope.scaling_type == "longrope":
-        return _longrope(rope.theta, head_dim, max_position, p)
+        return _longrope(rope.theta, head_dim, p["long_factor" if rope.is_long(max_position) else "short_factor"], p)
     if rope.scaling_type == "yarn":
         return _yarn(inv_freq, rope.theta, head_dim, p)
     return inv_freq, 1.0
@@ -49,17 +50,16 @@ def _llama3(inv_freq: torch.Tensor, factor: float, low: float, high: float, orig
     return torch.where(between, smooth, scaled)
 
 
-def _longrope(theta: float, head_dim: int, max_position: int, p: dict) -> tuple[torch.Tensor, float]:
-    original_len, factor, attention_factor = (
-        p["original_max_position_embeddings"],
+def _longrope(theta: float, head_dim: int, divisors: Sequence[float], p: dict) -> tuple[torch.Tensor, float]:
+    factor, attention_factor, original_len = (
         p["factor"],
         p.get("attention_factor"),
+        p["original_max_position_embeddings"],
     )
-    divisors = torch.tensor(p["long_factor" if max_position > original_len else "short_factor"], dtype=torch.float32)
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_len)) if factor > 1 else 1.0
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / (divisors * theta**exponents), attention_factor
+    return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * theta**exponents), attention_factor
 
 
 def _yarn(inv_freq: torch.Tensor, theta: float, head_dim: int, p: dict) -> tuple[torch.Tensor, float]:

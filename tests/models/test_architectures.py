@@ -103,6 +103,14 @@ def test_modes(name, mode, made):
         assert len(engine.runner.fast.decoder.graphs) > 0
 
 
+@pytest.mark.parametrize("name, told", [("phi3-long", True), ("phi3-short", False), ("phi3-window", False)])
+def test_which_frequencies_of_long_rope_are_used_is_said(name, told, made, caplog):
+    with caplog.at_level("INFO", "nanovllm"):
+        check(name, "plain", made)
+    said = f"LongRoPE: max_model_len=64 is beyond the {LONG_FROM} tokens of the original training"
+    assert (said in caplog.text) is told
+
+
 def test_layers_of_every_kind_are_run_before_a_capture(made):
     """A kernel for a window is another than one for full attention."""
     for name, kinds in ("smollm3-windows", 2), ("gemma3", 3), ("qwen2-windows", 2), ("mistral-window", 2):
