@@ -55,6 +55,21 @@ def test_the_configuration_asks_and_users_priorities_go_first():
     assert config.compute_hash() != VllmConfig(additional_config={"nanovllm": {"ops": []}}).compute_hash()
 
 
+def test_vllm_loads_it_by_the_entry_point(monkeypatch, tmp_path):
+    from vllm import plugins
+
+    (tmp_path / "stand_in-1.dist-info").mkdir()
+    (tmp_path / "stand_in-1.dist-info" / "METADATA").write_text("Name: stand-in\nVersion: 1\n")
+    text = "[vllm.general_plugins]\nnanovllm = nanovllm.adapters.vllm:register\n"
+    (tmp_path / "stand_in-1.dist-info" / "entry_points.txt").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(plugins.envs, "VLLM_PLUGINS", ["nanovllm"], raising=False)
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    monkeypatch.setenv(plugin.VARIABLE, "rms_norm")
+    plugins.load_general_plugins()
+    assert priorities(VllmConfig()) == (["nanovllm", "native"], ["native"])
+
+
 def test_layers_of_vllm_run_our_kernels_and_lower_to_them():
     from torch._functorch.aot_autograd import aot_module_simplified
     from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass

@@ -80,7 +80,7 @@ def signature(op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[str, An
     assert op.inputs is not None
     for i, number in enumerate(op.inputs.dimensions[: len(shape)]):
         if i == 0 or number in _LOAD:
-            larger = (*shape[:i], shape[i] + 1, *shape[i + 1 :])
+            larger = (*shape[:i], 2 * shape[i] + 1, *shape[i + 1 :])
             if op.inputs.wrong_with(larger) is None:
                 other = _at(op, larger, dtype, variant)[0]
                 varying |= {name for name, size in sizes.items() if other.get(name, size) != size}
