@@ -95,7 +95,7 @@ inline void attend_piece(const Cache& cache, const Run& run, int64_t begin, int6
             for (int64_t i = 0; i < dim; i += LANES)
                 for (int n = 0; n < 4; n++) {
                     const Floats key = sixteen<F>(keys, std::min(t + n, count - 1) * size + i);
-                    for (int h = 0; h < QUERIES; h++) dot[h][n] += key * load<Floats>(q + h * dim + i);
+                    for (int h = 0; h < QUERIES; h++) add_product(dot[h][n], key, load<Floats>(q + h * dim + i));
                 }
             for (int h = 0; h < QUERIES; h++) {
                 float four[4];
@@ -115,7 +115,7 @@ inline void attend_piece(const Cache& cache, const Run& run, int64_t begin, int6
                 for (int64_t t = 0; t < count; t++)
                     for (int i = 0; i < width; i++) {
                         const Floats value = sixteen<F>(values, t * size + i * LANES);
-                        for (int h = 0; h < QUERIES; h++) acc[h][i] += value * scores[h][position - begin + t];
+                        for (int h = 0; h < QUERIES; h++) add_product(acc[h][i], value, scores[h][position - begin + t]);
                     }
             });
         };
@@ -190,7 +190,7 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
         Floats dot[TOKENS] = {};
         for (int64_t d = 0; d < dim; d++) {
             const Floats key = load<Floats>(keys + d * LANES);
-            for (int m = 0; m < TOKENS; m++) dot[m] += key * q[m * q_stride + d];
+            for (int m = 0; m < TOKENS; m++) add_product(dot[m], key, q[m * q_stride + d]);
         }
         for (int m = 0; m < TOKENS; m++) store(scores.data() + m * padded + t * LANES, dot[m] * scale);
     }
@@ -207,7 +207,7 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
         Floats acc[TOKENS] = {};
         for (int64_t position = begin; position < first_last + TOKENS; position++) {
             const Floats value = load<Floats>(from.values.data() + position * dim + i);
-            for (int m = 0; m < TOKENS; m++) acc[m] += value * scores[m * padded + position];
+            for (int m = 0; m < TOKENS; m++) add_product(acc[m], value, scores[m * padded + position]);
         }
         for (int m = 0; m < TOKENS; m++) store(out + m * out_stride + i, acc[m] * inverse[m]);
     }

@@ -2,7 +2,7 @@
 // Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and the Python package gguf.
 #pragma once
 
-#include "simd.h"
+#include "small_floats.h"
 
 namespace nanovllm {
 

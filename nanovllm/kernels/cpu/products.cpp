@@ -27,12 +27,12 @@ inline void group_times(const uint8_t* block, int j, const Codes* codes, const F
             for (int p = 0; p < P; p++) {
                 const auto& of = x[m * stride].sums;
                 const int32_t sum = HALVES == 2 ? of[h][p] : of[0][p] + of[1][p];
-                sums[h][m][p] = Ints{} - (T::CENTRE ? sum * T::CENTRE : 0);
+                fill(sums[h][m][p], T::CENTRE ? -sum * T::CENTRE : 0);
             }
     dots<T::TOP, HALVES, M, P>(codes, x, stride, sums);
     for (int m = 0; m < M; m++) {
-        for (int h = 0; h < HALVES; h++) acc[m] += joined<P>(sums[h][m]) * (scales[h] * x[m * stride].step);
-        if (T::MINIMUM) acc[m] += T::minimum(block, j) * x[m * stride].sum;
+        for (int h = 0; h < HALVES; h++) add_product(acc[m], joined<P>(sums[h][m]), scales[h] * x[m * stride].step);
+        if (T::MINIMUM) add_product(acc[m], T::minimum(block, j), x[m * stride].sum);
     }
 }
 
@@ -102,8 +102,8 @@ inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, c
                 const uint8_t* from = w.data + (tile + r) * bytes + block * T::BYTES;
                 const Floats low = T::column(from, j, i), high = T::column(from, j, i + LANES);
                 for (int m = 0; m < M; m++) {
-                    acc[r][m][0] += low * at[m * x.stride + i];
-                    acc[r][m][1] += high * at[m * x.stride + i + LANES];
+                    add_product(acc[r][m][0], low, at[m * x.stride + i]);
+                    add_product(acc[r][m][1], high, at[m * x.stride + i + LANES]);
                 }
             }
         }
@@ -145,8 +145,8 @@ inline void panel_times(const float* panel, int64_t columns, const float* x, int
         const Floats low = load<Floats>(panel + k * PANEL_ROWS), high = load<Floats>(panel + k * PANEL_ROWS + LANES);
         for (int m = 0; m < COUNT; m++) {
             const float value = x[m * stride + k];
-            acc[m][0] += low * value;
-            acc[m][1] += high * value;
+            add_product(acc[m][0], low, value);
+            add_product(acc[m][1], high, value);
         }
     }
     for (int m = 0; m < COUNT; m++) {

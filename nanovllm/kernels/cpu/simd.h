@@ -38,10 +38,51 @@ inline void store(Element* to, const Vector& vector) {
 
 inline Floats broadcast(float value) { return Floats{} + value; }
 
-inline Floats to_floats(Bytes values) { return __builtin_convertvector(__builtin_convertvector(values, Ints), Floats); }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+typedef float Register __attribute__((vector_size(32), may_alias));
+constexpr int REGISTERS = 2;  // of floats
+#else
+typedef Floats Register;
+constexpr int REGISTERS = 1;
+#endif
+
+// to += a * b, register by register: GCC copies longer vectors in pieces of 8 and 16 bytes, which makes the next load of
+// a register wait.
+inline void add_product(Floats& to, const Floats& a, const Floats& b) {
+    for (int i = 0; i < REGISTERS; i++) ((Register*)&to)[i] += ((const Register*)&a)[i] * ((const Register*)&b)[i];
+}
+
+inline void add_product(Floats& to, const Floats& a, float b) {
+    for (int i = 0; i < REGISTERS; i++) ((Register*)&to)[i] += ((const Register*)&a)[i] * b;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline Floats joined(__m256 low, __m256 high) {
+    Floats values;
+    _mm256_storeu_ps((float*)&values, low);
+    _mm256_storeu_ps((float*)&values + 8, high);
+    return values;
+}
+#endif
+
+// GCC widens bytes of long vectors one by one.
+inline Floats to_floats(Bytes values) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)values));
+#elif defined(__AVX2__)
+    const __m128i low = (__m128i)values, high = _mm_unpackhi_epi64(low, low);
+    return joined(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(high)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(values, Ints), Floats);
+#endif
+}
+
 inline Floats to_floats(SignedBytes values) {
-#if defined(__AVX512F__)  // GCC widens signed bytes one by one
+#if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)values));
+#elif defined(__AVX2__)
+    const __m128i low = (__m128i)values, high = _mm_unpackhi_epi64(low, low);
+    return joined(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)));
 #else
     return __builtin_convertvector(__builtin_convertvector(values, Ints), Floats);
 #endif
@@ -109,6 +150,14 @@ inline int32_t maximum(const Ints& values) {
 
 inline int32_t minimum(const Ints& values) { return -maximum(-values); }
 
+inline void fill(Ints& to, int32_t value) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    for (int i = 0; i < 2; i++) _mm256_storeu_si256((__m256i*)&to + i, _mm256_set1_epi32(value));
+#else
+    to = Ints{} + value;
+#endif
+}
+
 inline Floats to_floats(const Ints& values) { return __builtin_convertvector(values, Floats); }
 
 // The lowest byte of each.
@@ -142,124 +191,56 @@ constexpr int REGISTER = 16;
 #endif
 typedef uint16_t CodePairs __attribute__((vector_size(REGISTER)));
 
-// fn of the codes in each register, two to an element: GCC makes scalars of integer vectors that are longer than a
-// register. A shift moves bits across to the neighbouring code: mask them before or after.
+// to = fn of the codes at `from`, register by register, with two codes to an element. GCC makes scalars of integer vectors
+// that are longer than a register, and copies them in pieces. A shift moves bits across to the neighbouring code: mask
+// them before or after.
 template <typename Fn>
-inline Codes by_register(const Codes& codes, Fn&& fn) {
-    Codes result;
+inline void by_register(const void* from, Codes& to, Fn&& fn) {
     for (int i = 0; i < (int)sizeof(Codes); i += REGISTER) {
         CodePairs pairs;
-        std::memcpy(&pairs, (const uint8_t*)&codes + i, REGISTER);
+        std::memcpy(&pairs, (const uint8_t*)from + i, REGISTER);
         pairs = fn(pairs);
-        std::memcpy((uint8_t*)&result + i, &pairs, REGISTER);
+        std::memcpy((uint8_t*)&to + i, &pairs, REGISTER);
     }
-    return result;
 }
 
-inline Codes either(const Codes& a, const Codes& b) {
-    Codes result;
+// to |= fn of the codes at `from`.
+template <typename Fn>
+inline void add_by_register(const void* from, Codes& to, Fn&& fn) {
     for (int i = 0; i < (int)sizeof(Codes); i += REGISTER) {
-        CodePairs x, y;
-        std::memcpy(&x, (const uint8_t*)&a + i, REGISTER);
-        std::memcpy(&y, (const uint8_t*)&b + i, REGISTER);
-        x |= y;
-        std::memcpy((uint8_t*)&result + i, &x, REGISTER);
+        CodePairs pairs, sum;
+        std::memcpy(&pairs, (const uint8_t*)from + i, REGISTER);
+        std::memcpy(&sum, (const uint8_t*)&to + i, REGISTER);
+        sum |= fn(pairs);
+        std::memcpy((uint8_t*)&to + i, &sum, REGISTER);
     }
-    return result;
 }
 
-// Adds 16 to the codes whose bit is set.
-inline Codes with_fifth_bits(const Codes& codes, uint64_t bits) {
+// Adds 16 to the codes, below 16, whose bit is set.
+inline void add_fifth_bits(Codes& codes, uint64_t bits) {
 #if defined(__AVX512BW__)
     const __m512i values = (__m512i)codes;
-    return (Codes)_mm512_mask_add_epi8(values, bits, values, _mm512_set1_epi8(16));
+    codes = (Codes)_mm512_mask_add_epi8(values, bits, values, _mm512_set1_epi8(16));
+#elif defined(__AVX2__)
+    const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i mask = _mm256_set1_epi64x((long long)0x8040201008040201), sixteen = _mm256_set1_epi8(16);
+    for (int i = 0; i < 2; i++) {
+        const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)(bits >> 32 * i)), spread);
+        const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, mask), mask);
+        __m256i* values = (__m256i*)&codes + i;
+        _mm256_storeu_si256(values, _mm256_or_si256(_mm256_loadu_si256(values), _mm256_and_si256(is_set, sixteen)));
+    }
 #else
     const Bytes mask = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-    Codes result;
     for (int i = 0; i < 4; i++, bits >>= 16) {
         const uint8_t a = (uint8_t)bits, b = (uint8_t)(bits >> 8);
         const Bytes spread = {a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
-        const Bytes sixteen = (Bytes)((spread & mask) == mask) & 16;
-        std::memcpy((uint8_t*)&result + 16 * i, &sixteen, 16);
+        Bytes values;
+        std::memcpy(&values, (const uint8_t*)&codes + 16 * i, 16);
+        values |= (Bytes)((spread & mask) == mask) & 16;
+        std::memcpy((uint8_t*)&codes + 16 * i, &values, 16);
     }
-    return either(result, codes);
 #endif
-}
-
-// ---- 16-bit floats
-
-inline float float_of_bf16(uint16_t bits) {
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    std::memcpy(&value, &wide, 4);
-    return value;
-}
-
-inline uint16_t bf16_of_float(float value) {  // to nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 0x40);
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-#if defined(__x86_64__) && !defined(__F16C__)
-typedef _Float16 StoredHalf;  // GCC 12, Clang 15
-#elif !defined(__F16C__)
-typedef __fp16 StoredHalf;
-#endif
-
-inline float float_of_f16(uint16_t bits) {
-#if defined(__F16C__)
-    return _cvtsh_ss(bits);
-#else
-    StoredHalf value;
-    std::memcpy(&value, &bits, 2);
-    return (float)value;
-#endif
-}
-
-inline uint16_t f16_of_float(float value) {
-#if defined(__F16C__)
-    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
-#else
-    StoredHalf half = (StoredHalf)value;
-    uint16_t bits;
-    std::memcpy(&bits, &half, 2);
-    return bits;
-#endif
-}
-
-inline Floats floats_of_bf16(const uint16_t* from) {
-    typedef uint32_t Wide __attribute__((vector_size(64)));
-    return (Floats)(__builtin_convertvector(load<Halves>(from), Wide) << 16);
-}
-
-inline Floats floats_of_f16(const uint16_t* from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
-    __m256 low = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
-    __m256 high = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 8)));
-    Floats values;
-    std::memcpy(&values, &low, 32);
-    std::memcpy((char*)&values + 32, &high, 32);
-    return values;
-#else
-    Floats values;
-    for (int i = 0; i < LANES; i++) values[i] = float_of_f16(from[i]);
-    return values;
-#endif
-}
-
-// ---- 8-bit floats
-
-// Sign, 4 bits of exponent and 3 of fraction, divided by 256: as 16-bit floats their exponents are smaller by 8. What is
-// NaN as an 8-bit float becomes a number.
-inline Floats floats_of_e4m3(const uint8_t* from) {
-    typedef int16_t Signed __attribute__((vector_size(32)));
-    const Signed wide = (Signed)(__builtin_convertvector(load<Bytes>(from), Halves) << 8);
-    const Halves halves = (Halves)(wide >> 1) & 0xbf80;  // the sign stays, and its copy goes
-    return floats_of_f16((const uint16_t*)&halves);
 }
 
 }  // namespace nanovllm

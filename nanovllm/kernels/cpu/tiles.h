@@ -56,9 +56,9 @@ inline void pack_nibbles(const uint8_t* const* rows, int at, uint8_t* to) {
 
 inline void nibbles(const uint8_t* from, Codes* to) {
     for (int i = 0; i < 4; i++) {
-        const Codes both = load<Codes>(from + i * sizeof(Codes));
-        to[i] = by_register(both, [](CodePairs v) { return v & 0x0f0f; });
-        to[i + 4] = by_register(both, [](CodePairs v) { return (v >> 4) & 0x0f0f; });
+        const uint8_t* both = from + i * sizeof(Codes);
+        by_register(both, to[i], [](CodePairs v) { return v & 0x0f0f; });
+        by_register(both, to[i + 4], [](CodePairs v) { return (v >> 4) & 0x0f0f; });
     }
 }
 
@@ -72,7 +72,7 @@ inline void pack_fifth_bits(const uint32_t* bits, uint8_t* to) {  // bits[row]: 
 }
 
 inline void add_fifth_bits(const uint8_t* from, Codes* to) {
-    for (int v = 0; v < VECTORS; v++) to[v] = with_fifth_bits(to[v], field<uint64_t>(from + 8 * v));
+    for (int v = 0; v < VECTORS; v++) add_fifth_bits(to[v], field<uint64_t>(from + 8 * v));
 }
 
 inline void pack_halves(const uint8_t* const* rows, int at, uint8_t* to) {
@@ -94,7 +94,7 @@ struct Q8_0Tile {
     static Floats scale(const uint8_t* from, int, int) { return halves_at(from); }
     static Floats minimum(const uint8_t*, int) { return Floats{}; }
     static void codes(const uint8_t* from, int, Codes* to) {
-        for (int v = 0; v < VECTORS; v++) to[v] = load<Codes>(from + 32 + v * sizeof(Codes));
+        for (int v = 0; v < VECTORS; v++) by_register(from + 32 + v * sizeof(Codes), to[v], [](CodePairs v) { return v; });
     }
 };
 
@@ -211,8 +211,8 @@ struct Q6_KTile {
         const uint8_t* group = group_at(from, j);
         nibbles(group + NIBBLES_AT, to);
         for (int h = 0; h < 2; h++) {
-            const Codes upper = load<Codes>(group + UPPER_AT + h * sizeof(Codes));
-            auto add = [&](int v, auto&& bits) { to[4 * h + v] = either(to[4 * h + v], by_register(upper, bits)); };
+            const uint8_t* upper = group + UPPER_AT + h * sizeof(Codes);
+            auto add = [&](int v, auto&& bits) { add_by_register(upper, to[4 * h + v], bits); };
             add(0, [](CodePairs v) { return (v << 4) & 0x3030; });
             add(1, [](CodePairs v) { return (v << 2) & 0x3030; });
             add(2, [](CodePairs v) { return v & 0x3030; });
