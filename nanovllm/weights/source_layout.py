@@ -30,6 +30,7 @@ class SourceLayout:
         cls = model_class(config.architecture)
         c = config
         self._split = cls.SPLIT
+        self._fused = {name for names in cls.SPLIT.values() for name in names}
         self._rows = {
             "q_proj": c.num_attention_heads * c.head_dim, "k_proj": c.num_kv_heads * c.head_dim,
             "v_proj": c.num_kv_heads * c.head_dim, "gate_proj": c.intermediate_size, "up_proj": c.intermediate_size,
@@ -63,9 +64,8 @@ class SourceLayout:
         return made
 
     def stored_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """The parts of tensors that are stored as they are; fused ones are read whole, and then cut."""
-        fused = {name for names in self._split.values() for name in names}
-        return {name: part for name, part in parts.items() if name.split(".")[-2] not in fused}
+        """The parts of tensors that are stored as they are; those that may be fused are read whole, and then cut."""
+        return {name: part for name, part in parts.items() if _leaf(name) not in self._fused}
 
     def tensors(
         self,
@@ -84,16 +84,12 @@ class SourceLayout:
             if name in as_stored:
                 yield name, tensor
                 continue
-            first = 0
-            for piece_name, rows in self._pieces(name):
-                piece = tensor[first : first + rows]
-                yield (
-                    piece_name,
-                    self._finished(piece_name, parts[piece_name].of(piece) if piece_name in parts else piece),
-                )
-                first += rows
-            if not first:
-                yield name, self._finished(name, tensor)
+            pieces = self._pieces(name)
+            whole = tensor.split([rows for _, rows in pieces]) if pieces else [tensor]
+            for piece_name, piece in zip([piece for piece, _ in pieces] or [name], whole):
+                if piece_name in parts and _leaf(piece_name) in self._fused:
+                    piece = parts[piece_name].of(piece)
+                yield piece_name, self._finished(piece_name, piece)
 
     def _pieces(self, name: str) -> list[tuple[str, int]]:
         """(name, rows) of the tensors that are fused in this one; none, if it is not fused."""
@@ -102,10 +98,15 @@ class SourceLayout:
 
     def _finished(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a part of it that has whole heads, in the model's order and completed."""
-        leaf = name.split(".")[-2] if name.count(".") else name
+        leaf = _leaf(name)
         if self._norm_offset and leaf.endswith("norm"):
             return tensor.float() + self._norm_offset
         if self.head_order is not None and leaf in ("q_proj", "k_proj"):
             heads = tensor.unflatten(0, (-1, len(self.head_order)))
             return heads[:, self.head_order].flatten(0, 1)
         return tensor
+
+
+def _leaf(name: str) -> str:
+    """The module that a tensor's name ends with, apart from the parameter: "q_proj" of "....q_proj.weight"."""
+    return name.split(".")[-2] if name.count(".") else name
