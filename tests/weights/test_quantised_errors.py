@@ -163,6 +163,7 @@ def test_modules_that_are_not_quantised_need_no_rule(copy):
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
             "checkpoint_format='marlin' is not supported",
         ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "pack_dtype": "int16"}, "pack_dtype='int16' is not"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": "yes"}, "desc_act='yes' is not supported"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:[": {"bits": 8}}},

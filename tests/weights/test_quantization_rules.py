@@ -70,6 +70,14 @@ def test_groups_and_targets_of_compressed_tensors():
     assert "int4" in parse(**config).storage_of(UP).label
 
 
+@pytest.mark.parametrize(
+    "group_size, label", [(64, "in groups of 64"), (-1, "one scale a row"), (None, "one scale a row")]
+)
+def test_the_strategy_follows_from_the_size_of_groups(group_size, label):
+    found = parse(**compressed("pack-quantized", num_bits=4, group_size=group_size)).storage_of(UP)
+    assert label in found.label and found.one_scale == (group_size is None)
+
+
 def test_dense_checkpoints_of_compressed_tensors_are_floats():
     config = compressed("dense", num_bits=4, strategy="channel")
     assert parse(**config).storage_of(UP) is None

@@ -55,7 +55,9 @@ def _storage(group: Section, config: Section) -> Storage | None:
     if weights.get("dynamic"):
         weights.fail("dynamic", weights.get("dynamic"), "false")
     symmetric = weights.flag("symmetric", True)
-    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
+    given = weights.get("group_size")  # from which the strategy follows where it is not named
+    default = "tensor" if given is None else "channel" if given == -1 else "group"
+    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"), default)
     group_size = weights.group_size("group_size") if strategy == "group" else 0
     if kind == "float":
         weights.one_of("num_bits", (8,))

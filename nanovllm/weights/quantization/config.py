@@ -90,6 +90,8 @@ def _gptq(section: Section) -> Quantization:
     if form not in ("gptq", "gptq_v2") or section.get("is_marlin_format"):
         section.fail("checkpoint_format", "marlin" if section.get("is_marlin_format") else form, "'gptq' or 'gptq_v2'")
 
+    section.one_of("pack_dtype", ("int32", "torch.int32"), "int32")
+
     def storage(of: Section) -> GptqStorage:
         merged = Section({**section.entries, **of.entries}, of.where)
         bits = merged.one_of("bits", (4, 8))
