@@ -186,7 +186,12 @@ class Row:
 
     @property
     def limit(self) -> float | None:
-        """The share of the limit, of 1: of bandwidth or matmul rate, whichever binds."""
+        """The share of the limit, of 1: of bandwidth or matmul rate, whichever binds.
+
+        With quantised weights on a CPU it is that of bandwidth: the rate of products of bytes is not known.
+        """
+        if self.about.get("quantised"):
+            return self.mbu
         return None if self.mbu is None or self.mfu is None else max(self.mbu, self.mfu)
 
     def to_json(self) -> dict[str, Any]:

@@ -49,11 +49,11 @@ def add_shares(row: Row, rates: Rates | None) -> None:
     """Fill in a row's shares of the limit: the medians over its repeats.
 
     An open loop has none, since its time is that of its arrivals. Without a measured rate of the row's dtype it has
-    no MFU.
+    no MFU. Nor has it with quantised weights on a CPU, whose products may multiply bytes: no rate of these is measured.
     """
     if rates is None or row.error is not None or row.open_loop or not row.repeats:
         return
-    matmul = rates.matmul.get(row.about.get("dtype", ""))
+    matmul = None if row.about.get("quantised") else rates.matmul.get(row.about.get("dtype", ""))
     shares = [
         share_of_limit(Work(r.bytes, r.flops), r.seconds, rates.bandwidth, matmul or float("inf")) for r in row.repeats
     ]

@@ -131,6 +131,8 @@ def measure_workload(
     read = getattr(engine, "bytes_of_a_weight", None)
     if read is not None:
         model = dataclasses.replace(model, weight_bytes=read)
+    if torch_device(job).type == "cpu" and model.weight_bytes < 0.9 * getattr(torch, row.about["dtype"]).itemsize:
+        row.about["quantised"] = True
     warm_up = getattr(engine, "warm_up", engine.run)
     for i in range(job.warmup):
         row.warmup_seconds.append(warm_up(workload.draw(_WARMUP_SEED + job.seed + i, model.vocab)).seconds)

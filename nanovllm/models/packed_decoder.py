@@ -106,6 +106,12 @@ class PackedDecoderForCausalLM(DecoderForCausalLM):
         return sum(m.nbytes for m in (*matrices, *{self.embedding, self._head}))  # these are one if they are tied
 
     @property
+    def read_bytes_of_a_weight(self) -> float:
+        """As of `DecoderForCausalLM`."""
+        read = [m for layer in self.weights.layers for m in _matrices(layer)] + [self._head]
+        return sum(m.nbytes for m in read) / sum(m.rows * m.columns for m in read)
+
+    @property
     def layer_sizes(self) -> tuple[int, int]:
         """As of `DecoderForCausalLM`."""
         layers = self.weights.layers

@@ -51,6 +51,14 @@ def test_shares_by_hand():
     assert record(row(10.0, error="x")).rows[0].limit is None
 
 
+def test_quantised_weights_on_a_cpu_have_no_share_of_the_rate_of_float_products():
+    quantised = row(1e-3)  # 1000 times too many flops would be 100 % of something else
+    quantised.repeats = [dataclasses.replace(r, flops=10**9) for r in quantised.repeats]
+    quantised.about["quantised"] = True
+    r = record(quantised).rows[0]
+    assert r.mfu is None and r.limit == r.mbu is not None
+
+
 def test_what_is_kept_comes_back(tmp_path):
     kept = record(
         row(10.0), row(5.0, variant="native"), row(7.0, workload="bs8"), row(1.0, engine="vllm", error="not installed")

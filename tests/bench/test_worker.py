@@ -6,12 +6,15 @@ import importlib.util
 import pytest
 import torch
 
+from nanovllm import LLM
 from nanovllm.bench import worker
 from nanovllm.bench.engines.common import EngineError
+from nanovllm.bench.engines.nanovllm import NanovllmEngine
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.launcher import in_process, measure_rows
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware.measured_rates import Rates
+from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.model_config import ModelConfig
 
 ONE, TWO, THREE = (Workload(name, 1, 1, 2) for name in ("one", "two", "three"))
@@ -146,3 +149,32 @@ def test_an_engine_that_is_not_installed():
     rows = []
     measure_rows(in_process(None), dataclasses.replace(JOB, engine="vllm", variant=""), rows.append, lambda k, c: None)
     assert {r.error for r in rows} == {"vllm is not installed; pip install vllm"}
+
+
+@pytest.mark.parametrize("read, quantised", [(None, None), (4.0, None), (4.05, None), (0.6, True), (1.0, True)])
+def test_weights_count_as_many_bytes_as_are_read(read, quantised):
+    engine = FakeEngine()
+    engine.bytes_of_a_weight = read
+    plain, (row,) = FakeEngine(), rows_of(engine, job=dataclasses.replace(JOB, workloads=(THREE,)))
+    (usual,) = rows_of(plain, job=dataclasses.replace(JOB, workloads=(THREE,)))
+    assert row.about.get("quantised") is quantised
+    shape = worker.model_shape(JOB, CONFIG, "float32")
+    steps = 2
+    more = steps * (dataclasses.replace(shape, weight_bytes=read or 4).step_bytes - shape.step_bytes)
+    assert row.repeats[0].bytes == usual.repeats[0].bytes + more
+
+
+@pytest.mark.parametrize("quant, nbytes", [("Q8_0", 34 / 32), ("Q4_1", 20 / 32), ("F16", 4)])
+def test_packed_weights_on_a_cpu_count_their_packed_bytes(tmp_path, monkeypatch, quant, nbytes):
+    monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)
+    pytest.importorskip("gguf")
+    if (reason := cpu_support(torch.device("cpu"))) is not None:
+        pytest.skip(reason)
+    from tests.weights import gguf_files
+
+    weights = gguf_files.to_gguf("llama", gguf_files.hf_weights("llama", True))
+    path = gguf_files.write(tmp_path / "m.gguf", "llama", weights, quant)
+    job = dataclasses.replace(
+        JOB, model=str(path), max_model_len=64, options={"device": "cpu", "num_kvcache_blocks": 8, "dtype": "float32"}
+    )
+    assert NanovllmEngine(job, LLM).bytes_of_a_weight == pytest.approx(nbytes)

@@ -15,6 +15,9 @@ from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.sampling_params import SamplingParams
 
+_PACKED = ("PackedWeight", "PackedDecoderForCausalLM")
+"""Modules whose weights may take other bytes than those of the dtype."""
+
 
 class NanovllmEngine:
     """Requests that arrive at once go through `LLM.generate`; later ones through the engine's steps."""
@@ -41,7 +44,7 @@ class NanovllmEngine:
     def bytes_of_a_weight(self) -> float | None:
         """The mean over the weights that each step reads; None: it is that of the dtype, or of the file."""
         model = self.llm.engine.runner.model
-        packed = any(type(module).__name__ == "PackedWeight" for module in model.modules())
+        packed = any(type(module).__name__ in _PACKED for module in model.modules())
         return model.read_bytes_of_a_weight if packed else None
 
     def run(self, items: Sequence[Item]) -> Run:
