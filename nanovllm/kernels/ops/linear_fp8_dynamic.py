@@ -54,8 +54,9 @@ def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
         make_inputs,
         needs=needs,
         small=[(1, 16, 128), (1, 37, 96, 1, 0), (2, 9, 33, 0, 0), (5, 136, 640), (0, 8, 128), (17, 130, 256, 1, 0)],
-        # Chunks of prompts: for fewer tokens reading the weight is the cost, and activations can stay as they are.
-        large=[(512, 4096, 4096), (2048, 1024, 3072), (8192, 4096, 4096), (8192, 4096, 4096, 1, 0)],
+        # Prompts. For fewer tokens reading the weight is the cost, and activations can stay as they are.
+        decode=[(512, 4096, 4096), (1024, 1024, 3072)],
+        large=[(2048, 1024, 3072), (8192, 4096, 4096), (8192, 4096, 4096, 1, 0)],
         scales=(1.0, 50.0),
     ),
     cost=cost,

@@ -46,7 +46,11 @@ def test_its_inputs_fit_its_signature_and_its_patterns(declared):
                 assert cost.bytes > 0
             again = Case(shape, torch.float32, variant, strided=True).arguments(declared, CPU)
             for name, value in arguments.items():
-                assert not isinstance(value, torch.Tensor) or torch.equal(value.nan_to_num(), again[name].nan_to_num())
+                assert not isinstance(value, torch.Tensor) or torch.equal(without_nan(value), without_nan(again[name]))
+
+
+def without_nan(x):
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x.nan_to_num()
 
 
 def test_strided_tensors_have_gaps_that_show():
