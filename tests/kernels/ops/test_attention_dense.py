@@ -76,6 +76,24 @@ def test_keys_and_values_of_other_strides():
         torch.testing.assert_close(attention_dense(q, k, v, visible, 0.25), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("length", [9, 64])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (0, 2, 1, 3)], ids=str)
+def test_memory_in_any_order(order, length):
+    """Dimensions in other orders, and a sequence that is every sequence."""
+    pytest.importorskip("triton")
+    shape = [2, 2, length, 16]
+    back = [order.index(i) for i in range(4)]
+    k, v = (torch.randn(*(shape[i] for i in order), device=DEVICE).permute(back) for _ in range(2))
+    q, visible = torch.randn(2, 2, 1, 16, device=DEVICE), torch.tensor([[5], [length]], device=DEVICE).int()
+    for keys, values in ((k, v), (k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1))):
+        results = []
+        for provider in ("native", "triton"):
+            with attention_dense.use(provider):
+                results.append(attention_dense(q, keys, values, visible, 0.25))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -9,8 +9,6 @@ its products.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
@@ -59,7 +57,8 @@ def _in_place(k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor, tokens: torc
     batch, num_kv_heads, length, head_dim = k.shape
     slot = k.stride(2)
     size = BLOCK if tokens is None and length % BLOCK == 0 else 1
-    first = k.stride(0) // slot // size  # blocks from one sequence to the next
+    # Blocks from one sequence to the next. The stride of a single sequence may be any number.
+    first = k.stride(0) // slot // size if batch > 1 else length // size
     num_blocks = (batch - 1) * first + length // size
 
     def view(x: torch.Tensor) -> torch.Tensor:
@@ -70,23 +69,10 @@ def _in_place(k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor, tokens: torc
 
 def _table(batch: int, first: int, count: int, device: torch.device, tokens: torch.Tensor | None) -> torch.Tensor:
     """The blocks of each sequence: `first` apart from one to the next, and `count`, or those named by `tokens`."""
-    # What is made during a capture belongs to the graph, and has no values before the graph is replayed.
-    made = _starts_and_table if device.type == "cuda" and _capturing() else _kept_starts_and_table
-    starts, table = made(batch, first, count, device)
-    return table if tokens is None else starts + tokens
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
-
-
-def _starts_and_table(batch: int, first: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * first
-    return starts, starts + torch.arange(count, dtype=torch.int32, device=device)
-
-
-_kept_starts_and_table = functools.lru_cache(maxsize=8)(_starts_and_table)
-"""The layers of a model ask for the same table, one after the other."""
+    if tokens is not None:
+        return tokens + torch.arange(0, batch * first, first, dtype=torch.int32, device=device)[:, None]
+    # One launch. A table that is kept would be in the memory pool of a CUDA graph.
+    return torch.arange(batch * first, dtype=torch.int32, device=device).view(batch, first)[:, :count]
 
 
 def _in_blocks(k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> PagedKV:
@@ -104,8 +90,10 @@ def _alike(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     same = all(a == b for size, a, b in zip(k.shape, k.stride(), v.stride()) if size > 1)
     if not same or k.stride(3) != 1 or slot < 1:
         return _packed(k), _packed(v)
+    between = k.stride(0)
     # A multiple of a block, too, where blocks are used: there the length is.
-    if batch > 1 and (k.stride(0) % slot or (k.shape[2] % BLOCK == 0 and k.stride(0) // slot % BLOCK)):
+    whole = between % slot == 0 and (k.shape[2] % BLOCK != 0 or between // slot % BLOCK == 0)
+    if batch > 1 and not (whole and between >= k.shape[2] * slot):
         return _packed(k), _packed(v)
     return k, v
 
