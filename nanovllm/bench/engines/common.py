@@ -79,7 +79,11 @@ def model_directory(job: Job, folder: Path) -> str:
                 f"{job.engine} quantises a model in another way; pass a quantised checkpoint as --model, or a --preset"
             )
         return job.model
-    kinds = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+    kinds = {
+        "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "Qwen2ForCausalLM": "qwen2",
+        "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "SmolLM3ForCausalLM": "smollm3",
+        "Phi3ForCausalLM": "phi3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text",
+    }  # fmt: skip
     config = {"model_type": kinds[job.config["architectures"][0]], "hidden_act": "silu", **job.config}
     config["dtype"] = job.options.get("dtype") or config.get("dtype", "bfloat16")
     if job.options.get("lm_head_quantization"):
