@@ -11,12 +11,14 @@ import torch.nn as nn
 
 from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.ops.linear_fp8 import BLOCK, dequantise_fp8
 from nanovllm.layers.group_sum import GroupSum
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Part, ShardedParameters
-from nanovllm.layers.packed_weight import Weight, product
+from nanovllm.layers.packed_weight import StoredMatrix, Weight, new_weight, product
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
+from nanovllm.layers.stored_matrices import Fp8Matrix
 
 
 class Router(ShardedParameters):
@@ -31,72 +33,123 @@ class Router(ShardedParameters):
         return product(self._linear, x, self.weight)
 
 
-class StackedGateUp(ShardedParameters):
+class StackedMatrices(ShardedParameters):
+    """A matrix of each expert: weight [num_experts, rows, columns].
+
+    Attributes:
+        scale: None; or where the weight is stored in 8-bit floats, float32 [num_experts, rows / 128, columns / 128],
+            rounded up: a scale for each block of 128 x 128.
+    """
+
+    def __init__(self, num_experts: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = new_weight(num_experts, rows, columns)
+        self.scale: nn.Parameter | None = None
+
+    def place(self, stacked: torch.Tensor, shard: str) -> torch.Tensor:
+        """Where a shard belongs in the weight, or in its scales."""
+        return stacked[int(shard)]
+
+    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self.scale is not None:
+            raise ValueError(f"expert {shard} is not stored in 8-bit floats, but others of its layer are")
+        return self.place(self.weight.data, shard).copy_(tensor)
+
+    def load_packed(self, shard: str, matrix: StoredMatrix) -> bool:
+        """Keep a matrix in 8-bit floats, if it is stored in blocks that the op `moe_experts_fp8` takes."""
+        num_experts, rows, columns = self.weight.shape
+        if not isinstance(matrix, Fp8Matrix) or not self._in_blocks(matrix):
+            return False
+        if self.scale is None:
+            device, shape = matrix.scale.device, (num_experts, -(-rows // BLOCK), -(-columns // BLOCK))
+            weight = torch.empty(self.weight.shape, dtype=torch.float8_e4m3fn, device=device)
+            self.weight = nn.Parameter(weight, requires_grad=False)
+            self.scale = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device), requires_grad=False)
+        self.place(self.weight.data.view(torch.uint8), shard).copy_(matrix.weight.view(torch.uint8))
+        self.place(self.scale.data, shard).copy_(matrix.scale)
+        return True
+
+    def _in_blocks(self, matrix: Fp8Matrix) -> bool:
+        rows, columns = matrix.shape
+        return tuple(matrix.scale.shape) == (-(-rows // BLOCK), -(-columns // BLOCK))
+
+    def floats(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, dequantised."""
+        if self.scale is None:
+            return self.weight
+        return torch.stack([dequantise_fp8(w, s) for w, s in zip(self.weight, self.scale)]).to(dtype)
+
+
+class StackedGateUp(StackedMatrices):
     """The gate and up projections of all experts: weight [num_experts, 2 * intermediate_size / ranks, hidden_size].
 
     Shard "3.up" is the up projection of expert 3.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.group = current_group()
+        self._full, group = intermediate_size, current_group()
+        self._size = group.divide(intermediate_size, "intermediate features of an expert")
+        self._start = group.rank * self._size
+        super().__init__(num_experts, 2 * self._size, hidden_size)
         self.shards = tuple(f"{expert}.{half}" for expert in range(num_experts) for half in ("gate", "up"))
-        self._full = intermediate_size
-        self._size = self.group.divide(intermediate_size, "intermediate features of an expert")
-        self.weight = nn.Parameter(torch.empty(num_experts, 2 * self._size, hidden_size), requires_grad=False)
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self._full, self.weight.shape[2])
 
     def part(self, name: str, shard: str) -> Part | None:
-        return Part(0, self.group.rank * self._size, self._size)
+        return Part(0, self._start, self._size)
 
-    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
+    def place(self, stacked: torch.Tensor, shard: str) -> torch.Tensor:
         expert, _, half = shard.partition(".")
-        start = 0 if half == "gate" else self._size
-        return self.weight.data[int(expert), start : start + self._size].copy_(tensor)
+        return stacked[int(expert)].chunk(2)[half == "up"]
+
+    def _in_blocks(self, matrix: Fp8Matrix) -> bool:
+        return self._size % BLOCK == 0 and super()._in_blocks(matrix)
 
 
-class StackedDown(ShardedParameters):
+class StackedDown(StackedMatrices):
     """The down projections of all experts: weight [num_experts, hidden_size, intermediate_size / ranks].
 
     Shard "3" is that of expert 3.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.group = current_group()
+        self._full, group = intermediate_size, current_group()
+        self._size = group.divide(intermediate_size, "intermediate features of an expert")
+        self._start = group.rank * self._size
+        super().__init__(num_experts, hidden_size, self._size)
         self.shards = tuple(map(str, range(num_experts)))
-        self._full = intermediate_size
-        size = self.group.divide(intermediate_size, "intermediate features of an expert")
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, size), requires_grad=False)
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
         return (self.weight.shape[1], self._full)
 
     def part(self, name: str, shard: str) -> Part | None:
-        size = self.weight.shape[2]
-        return Part(1, self.group.rank * size, size)
+        return Part(1, self._start, self._size)
 
-    def load_shard(self, name: str, shard: str, tensor: torch.Tensor) -> torch.Tensor:
-        return self.weight.data[int(shard)].copy_(tensor)
+    def _in_blocks(self, matrix: Fp8Matrix) -> bool:
+        return self._size % BLOCK == 0 and super()._in_blocks(matrix)
 
 
 class Experts(nn.Module):
-    """The stacked weights; see the op `moe_experts`."""
+    """The stacked weights; see the ops `moe_experts` and `moe_experts_fp8`."""
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, kernels: Kernels) -> None:
         super().__init__()
         self.gate_up_proj = StackedGateUp(num_experts, hidden_size, intermediate_size)
         self.down_proj = StackedDown(num_experts, hidden_size, intermediate_size)
-        self._moe_experts = kernels.moe_experts
+        self._moe_experts, self._moe_experts_fp8 = kernels.moe_experts, kernels.moe_experts_fp8
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size], weights float32 and experts int32 [num_tokens, top_k] -> the shape of x.
 
         Of a group it is this rank's term of the sum.
         """
-        return self._moe_experts(x, self.gate_up_proj.weight, self.down_proj.weight, weights, experts)
+        first, second = self.gate_up_proj, self.down_proj
+        if first.scale is not None and second.scale is not None:
+            return self._moe_experts_fp8(
+                x, first.weight, first.scale, second.weight, second.scale, weights, experts
+            )  # fmt: skip
+        return self._moe_experts(x, first.floats(x.dtype), second.floats(x.dtype), weights, experts)
 
 
 class SparseMLP(nn.Module):

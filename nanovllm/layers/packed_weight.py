@@ -32,10 +32,10 @@ def weights_without_memory() -> Iterator[None]:
         _WITHOUT_MEMORY.reset(token)
 
 
-def new_weight(rows: int, columns: int) -> nn.Parameter:
-    """A matrix for a layer, without values."""
+def new_weight(*shape: int) -> nn.Parameter:
+    """A matrix for a layer, or several of one shape, without values."""
     device = "meta" if _WITHOUT_MEMORY.get() else None
-    return nn.Parameter(torch.empty(rows, columns, device=device), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, device=device), requires_grad=False)
 
 
 class StoredMatrix(ABC):

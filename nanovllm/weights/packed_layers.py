@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.linear import ShardedParameters
+from nanovllm.layers.moe import StackedMatrices
 from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, bytes_and_weights
 from nanovllm.layers.stored_matrices import FloatMatrix, GGUFMatrix
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -206,9 +207,10 @@ class PackedLayers:
             self._not_finite.append((name, matrix.not_finite()))
             module = self._model.get_submodule(module_name)
             assert isinstance(module, ShardedParameters)
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, torch.Tensor) and weight.dim() == 3:  # stacked experts, whose op reads floats
-                module.load_shard("weight", shard, matrix.dequantised(self._dtype))
+            if isinstance(module, StackedMatrices):
+                if not (self._keep and module.load_packed(shard, matrix)):
+                    self._give_memory(module_name, module)
+                    module.load_shard("weight", shard, matrix.dequantised(self._dtype))
                 continue
             shards = self._matrices[module_name]
             shards[shard] = module.arranged(shard, matrix)

@@ -102,8 +102,15 @@ def test_architectures(tmp_path, name, architecture, overrides):
     want = [tiny.greedy(reference, prompt, GREEDY.max_tokens) for prompt in prompts()]
     assert tokens(tmp_path, **PACKED) == want
     assert tokens(tmp_path) == want
-    # Of a mixture of experts the router is packed and the experts are expanded.
-    assert len(packed_names(loaded(tmp_path))) == (6 if architecture == "qwen3_moe" else 8)
+    # Of a mixture of experts the router is packed. The experts are expanded, or stay in 8-bit floats.
+    model = loaded(tmp_path)
+    assert len(packed_names(model)) == (6 if architecture == "qwen3_moe" else 8)
+    stacked = {
+        parameter.dtype for name, parameter in model.named_parameters() if name.endswith("experts.down_proj.weight")
+    }
+    assert stacked == (
+        set() if architecture != "qwen3_moe" else {torch.float8_e4m3fn if "fp8" in name else torch.float32}
+    )
 
 
 def test_a_plane_of_several_shards_that_is_missing(tmp_path):

@@ -15,6 +15,7 @@ from nanovllm.kernels.ops.linear_gguf import linear_gguf
 from nanovllm.kernels.ops.linear_int4 import linear_int4, linear_int8
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
 from nanovllm.kernels.ops.moe_experts import moe_experts
+from nanovllm.kernels.ops.moe_experts_fp8 import moe_experts_fp8
 from nanovllm.kernels.ops.moe_route import moe_route
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV, SharedPrefixes
@@ -51,6 +52,7 @@ __all__ = [
     "linear_int8",
     "linear_silu_and_mul",
     "moe_experts",
+    "moe_experts_fp8",
     "moe_route",
     "qk_norm_rope",
     "qk_norm_rope_attention",

@@ -1,5 +1,7 @@
 """The experts of a mixture of experts: for each token the gated MLPs that it was routed to, and their weighted sum."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -9,23 +11,29 @@ from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.checks import values_checked
 
 
-def _inputs(t, tokens, experts, top_k, intermediate, hidden, skewed=0):
-    """skewed: all tokens go to the last experts, in one order."""
+def routed(t, tokens, experts, top_k, skewed=0):
+    """(weights, experts) [tokens, top_k]. skewed: all tokens go to the last experts, in one order."""
     # Different experts for each token: the places of its largest random numbers.
     chosen = torch.arange(experts - top_k, experts, device=t.device).expand(tokens, top_k)
     if not skewed:
         chosen = t.uniform(tokens, experts, dtype=torch.float32).topk(top_k, dim=-1).indices
     weights = t.uniform(tokens, top_k, low=0.1, dtype=torch.float32)
+    return weights / weights.sum(-1, keepdim=True), chosen.int()
+
+
+def _inputs(t, tokens, experts, top_k, intermediate, hidden, skewed=0):
+    weights, chosen = routed(t, tokens, experts, top_k, skewed)
     return {
         "x": t.normal(tokens, hidden),
         "gate_up": t.parameter(experts, 2 * intermediate, hidden, scale=hidden**-0.5),
         "down": t.parameter(experts, hidden, intermediate, scale=intermediate**-0.5),
-        "weights": weights / weights.sum(-1, keepdim=True),
-        "experts": chosen.int(),
+        "weights": weights,
+        "experts": chosen,
     }
 
 
-def _needs(numbers):
+def expert_needs(numbers):
+    """For `Inputs.needs`."""
     if not 1 <= numbers["top_k"] <= numbers["experts"]:
         return f"TOP_K from 1 to {numbers['experts']}, not {numbers['top_k']}"
     return at_least_one("experts", "intermediate", "hidden")(numbers)
@@ -46,7 +54,7 @@ def _cost(x, gate_up, down, weights, experts):
     },
     inputs=Inputs(
         _inputs,
-        needs=_needs,
+        needs=expert_needs,
         # One token, one expert, no token, experts without a token, sizes that fill no tile, all tokens to one expert.
         small=[
             (1, 4, 2, 24, 48), (5, 6, 3, 33, 70), (0, 4, 2, 16, 32), (3, 1, 1, 40, 64), (2, 32, 2, 48, 136),
@@ -87,13 +95,29 @@ def moe_experts(
     """
     if values_checked(experts.device):
         check_experts(experts, gate_up.shape[0])
+    return sum_of_experts(x, weights, experts, gate_up.shape[0], lambda e: (gate_up[e], down[e]))
+
+
+def sum_of_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    num_experts: int,
+    matrices: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """The reference, one expert after the other.
+
+    Args:
+        matrices: an expert -> its (gate_up [2 * intermediate, hidden], down [hidden, intermediate]).
+    """
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    for e in range(gate_up.shape[0]):
+    for e in range(num_experts):
         mine = experts == e
         # On a GPU every expert computes all tokens: which are its own is known to the device alone, where a CUDA graph
         # may have to hold this call.
         rows = mine.any(1).nonzero()[:, 0] if x.device.type == "cpu" else torch.arange(len(x), device=x.device)
-        y = F.linear(silu_and_mul.native(F.linear(x[rows], gate_up[e])), down[e])
+        gate_up, down = matrices(e)
+        y = F.linear(silu_and_mul.native(F.linear(x[rows], gate_up)), down)
         weight = (weights * mine).sum(1)[rows, None]
         total[rows] += torch.where(mine.any(1)[rows, None], y * weight, 0)
     return total.to(x.dtype)

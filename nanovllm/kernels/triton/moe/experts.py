@@ -15,6 +15,8 @@ from nanovllm.kernels.triton.moe.plan import BlockPlan, PairPlan, plan_blocks, p
 from nanovllm.kernels.triton.moe.sort import SortedPairs, sort_pairs
 
 _SUM_BLOCK = 512
+Scaled = tuple[torch.Tensor, "torch.Tensor | None"]
+"""(weight, its scales or None)"""
 
 
 def moe_experts(
@@ -30,34 +32,47 @@ def moe_experts(
     gate_up, down = adjacent(gate_up), adjacent(down)
     pairs = plan_pairs(num_tokens, top_k, num_experts, intermediate, hidden, x.element_size())
     if pairs is not None:
-        return _by_pair(x, gate_up, down, weights, experts, pairs)
+        return by_pair(x, (gate_up, None), (down, None), weights, experts, pairs)
     plan = plan_blocks(experts.numel(), num_experts, x.element_size())
     in_order = sort_pairs(experts, num_experts, plan.tokens)
     inner = _by_block(x, gate_up, in_order, top_k, True, plan)
     outputs = _by_block(inner, down, in_order, top_k, False, plan)
-    y = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
-    block, pdl = min(_SUM_BLOCK, next_power_of_2(hidden)), has_dependent_launch(x.device)
+    return weighted_sum(outputs, weights)
+
+
+def _strides(scale: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if scale is None else (scale.stride(0), scale.stride(1))
+
+
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """outputs [num_tokens * top_k, hidden], weights [num_tokens, top_k] -> [num_tokens, hidden]."""
+    (num_tokens, top_k), hidden = weights.shape, outputs.shape[1]
+    y = torch.empty((num_tokens, hidden), dtype=outputs.dtype, device=outputs.device)
+    block, pdl = min(_SUM_BLOCK, next_power_of_2(hidden)), has_dependent_launch(outputs.device)
     sum_kernel[(cdiv(hidden, block), num_tokens)](
         outputs, weights, y, hidden, top_k, block, pdl, num_warps=max(1, block // 256), launch_pdl=pdl
     )
     return y
 
 
-def _by_pair(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor,
-    plan: PairPlan,
-) -> torch.Tensor:  # fmt: skip
+def by_pair(
+    x: torch.Tensor, of_gate_up: Scaled, of_down: Scaled, weights: torch.Tensor, experts: torch.Tensor, plan: PairPlan
+) -> torch.Tensor:
+    """Each pair reads its expert, in two kernels. Weights with scales are 8-bit floats, as int8."""
+    (gate_up, gate_up_scale), (down, down_scale) = of_gate_up, of_down
     num_tokens, top_k = experts.shape
     num_experts, hidden, intermediate = down.shape
     inner = torch.empty((experts.numel(), intermediate), dtype=x.dtype, device=x.device)
     y = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
-    lane, pdl = 16 // x.element_size(), has_dependent_launch(x.device)
+    lane, pdl = 16 // gate_up.element_size(), has_dependent_launch(x.device)
     pair_gate_up_kernel[(cdiv(intermediate, plan.rows), experts.numel())](
-        x, gate_up, experts, inner, intermediate, num_experts, x.stride(0), gate_up.stride(0), gate_up.stride(1),
-        top_k, hidden, plan.rows, plan.block, lane, pdl, num_warps=4, launch_pdl=pdl,
+        x, gate_up, gate_up_scale, experts, inner, intermediate, num_experts, x.stride(0), gate_up.stride(0),
+        gate_up.stride(1), *_strides(gate_up_scale), top_k, hidden, plan.rows, plan.block, lane, pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     pair_down_kernel[(cdiv(hidden, plan.down_rows), num_tokens)](
-        inner, down, weights, experts, y, hidden, num_experts, down.stride(0), down.stride(1),
+        inner, down, down_scale, weights, experts, y, hidden, num_experts, down.stride(0), down.stride(1),
+        *_strides(down_scale),
         top_k, next_power_of_2(top_k), intermediate, plan.down_rows, plan.down_block, lane, pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

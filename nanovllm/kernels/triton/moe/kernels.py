@@ -5,18 +5,35 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.triton.device_math import gated_product, to_dtype
+from nanovllm.kernels.triton.gemm.packed_decode import fp8_to_float32
 from nanovllm.kernels.triton.gemm.tiles import multiply_tile, weight_rows
 
 # ---------------------------------------------------------------------------------------------------------- few pairs
 
 
 @triton.jit
+def numbers(tile, scale):
+    """Weights in float32; with scales they are e4m3, as int8, and without their scales."""
+    if scale is None:
+        return tile.to(tl.float32)
+    else:
+        return fp8_to_float32(tile.to(tl.int32))
+
+
+@triton.jit
+def load_scales(scale, row, column, live, stride, SIZE: tl.constexpr):
+    """The scales of elements of a weight with SIZE columns: one for each block of 128 x 128."""
+    return tl.load(scale + (row // 128 * stride + column // 128), live & (column < SIZE), other=0.0)
+
+
+@triton.jit
 def pair_gate_up_kernel(
     x,  # [tokens, SIZE], rows `stride_x` apart
     weight,  # [num_experts, 2 * num_rows, SIZE], gate then up
+    scale,  # of `load_scales`; None: the weight is no 8-bit one
     experts,  # [tokens * TOP_K]
     y,  # [tokens * TOP_K, num_rows]
-    num_rows, num_experts, stride_x, stride_expert, stride_row,
+    num_rows, num_experts, stride_x, stride_expert, stride_row, scale_expert, scale_row,
     TOP_K: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # of the gate, and of the up projection
     BLOCK: tl.constexpr, LANE: tl.constexpr, PDL: tl.constexpr,
@@ -31,7 +48,9 @@ def pair_gate_up_kernel(
     r = tl.arange(0, 2 * ROWS)[:, None]
     unit = tl.program_id(0) * ROWS + r % ROWS
     live = (unit < num_rows) & (expert >= 0) & (expert < num_experts)
-    line = weight + expert.to(tl.int64) * stride_expert + (unit + r // ROWS * num_rows).to(tl.int64) * stride_row
+    row = unit + r // ROWS * num_rows
+    line = weight + expert.to(tl.int64) * stride_expert + row.to(tl.int64) * stride_row
+    lane = tl.arange(0, BLOCK // LANE)[None, :] * LANE
     col = tl.arange(0, BLOCK)[None, :]
     tiles = ()
     for start in tl.static_range(0, SIZE, BLOCK):
@@ -44,8 +63,11 @@ def pair_gate_up_kernel(
     for i in tl.static_range(len(tiles)):
         at = i * BLOCK + col
         # A lane adds its elements of a row; the lanes are added once, at the end.
-        product = tiles[i].to(tl.float32) * tl.load(x + at, at < SIZE, other=0.0).to(tl.float32)
-        sums += tl.sum(tl.reshape(product, [2 * ROWS, BLOCK // LANE, LANE]), 2)
+        product = numbers(tiles[i], scale) * tl.load(x + at, at < SIZE, other=0.0).to(tl.float32)
+        of_lanes = tl.sum(tl.reshape(product, [2 * ROWS, BLOCK // LANE, LANE]), 2)
+        if scale is not None:
+            of_lanes *= load_scales(scale + expert * scale_expert, row, i * BLOCK + lane, live, scale_row, SIZE)
+        sums += of_lanes
     gate, up = tl.split(tl.permute(tl.reshape(tl.sum(sums, 1), [2, ROWS]), [1, 0]))
     out = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(y + pair * num_rows + out, to_dtype(gated_product(gate, up, "silu", dtype), dtype), out < num_rows)
@@ -55,10 +77,11 @@ def pair_gate_up_kernel(
 def pair_down_kernel(
     x,  # [tokens, TOP_K, SIZE]
     weight,  # [num_experts, num_rows, SIZE]
+    scale,  # as in `pair_gate_up_kernel`
     weights,  # [tokens, TOP_K] float32
     experts,  # [tokens, TOP_K]
     y,  # [tokens, num_rows]
-    num_rows, num_experts, stride_expert, stride_row,
+    num_rows, num_experts, stride_expert, stride_row, scale_expert, scale_row,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LANE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -89,8 +112,13 @@ def pair_down_kernel(
     for i in tl.static_range(len(tiles)):
         at = i * BLOCK + col
         v = tl.load(x + at, exists[:, None, None] & (at < SIZE), other=0.0)
-        product = tiles[i].to(tl.float32) * v.to(tl.float32)
-        sums += tl.sum(tl.reshape(product, [SLOTS, ROWS, BLOCK // LANE, LANE]), 3)
+        product = numbers(tiles[i], scale) * v.to(tl.float32)
+        of_lanes = tl.sum(tl.reshape(product, [SLOTS, ROWS, BLOCK // LANE, LANE]), 3)
+        if scale is not None:
+            of_expert = scale + (expert * scale_expert)[:, None, None]
+            at = i * BLOCK + tl.arange(0, BLOCK // LANE)[None, None, :] * LANE
+            of_lanes *= load_scales(of_expert, row[None, :, None], at, live, scale_row, SIZE)
+        sums += of_lanes
     total = tl.sum(tl.sum(sums, 2) * share[:, None], 0)
     tl.store(y + token * num_rows + row, to_dtype(total, dtype), row < num_rows)
 

@@ -51,13 +51,14 @@ def plan_pairs(
     lane = 16 // itemsize
     elements = _WARPS * _LANES * _REGISTERS * 4 // itemsize  # of all the tiles of a program
     # The warps of the first kernel share a row, those of the second have rows and experts of their own.
-    block = min(_WARPS * _LANES * lane, max(lane, next_power_of_2(hidden)))
+    block = min(_WARPS * _LANES * lane, 1024, max(lane, next_power_of_2(hidden)))
     down_block = min(_LANES * lane, max(lane, next_power_of_2(intermediate)))
     rows = elements // (2 * cdiv(hidden, block) * block)
     down_rows = elements // (next_power_of_2(top_k) * cdiv(intermediate, down_block) * down_block)
     if not rows or not down_rows:
         return None
-    return PairPlan(_power(rows, 8), block, _power(down_rows, 8), down_block)
+    most = 8 if itemsize > 1 else 4  # more 8-bit weights in a tile would not fit the registers as float32
+    return PairPlan(_power(rows, most), block, _power(down_rows, most), down_block)
 
 
 def _power(n: int, most: int) -> int:
@@ -75,3 +76,10 @@ def plan_blocks(num_pairs: int, num_experts: int, itemsize: int) -> BlockPlan:
     if tokens == 64:
         return BlockPlan(64, 128, 64, 4, 4)
     return BlockPlan(128, 128, 64, 8, 3)
+
+
+@cache
+def plan_fp8_blocks(num_pairs: int, num_experts: int) -> BlockPlan:
+    """As `plan_blocks`, for weights that are decoded in registers: tiles of 128 columns."""
+    tokens = min(64, max(16, next_power_of_2(cdiv(3 * num_pairs, 2 * num_experts))))
+    return BlockPlan(tokens, 64, 128, 4, 4 if tokens < 64 else 3)
