@@ -58,7 +58,9 @@ class StackedMatrices(ShardedParameters):
     def load_packed(self, shard: str, matrix: StoredMatrix) -> bool:
         """Keep a matrix in 8-bit floats, if it is stored in blocks that the op `moe_experts_fp8` takes."""
         num_experts, rows, columns = self.weight.shape
-        if not isinstance(matrix, Fp8Matrix) or not self._in_blocks(matrix):
+        if not isinstance(matrix, Fp8Matrix) or not self.takes_fp8:
+            return False
+        if tuple(matrix.scale.shape) != tuple(-(-n // BLOCK) for n in matrix.shape):
             return False
         if self.scale is None:
             device, shape = matrix.scale.device, (num_experts, -(-rows // BLOCK), -(-columns // BLOCK))
@@ -69,9 +71,10 @@ class StackedMatrices(ShardedParameters):
         self.place(self.scale.data, shard).copy_(matrix.scale)
         return True
 
-    def _in_blocks(self, matrix: Fp8Matrix) -> bool:
-        rows, columns = matrix.shape
-        return tuple(matrix.scale.shape) == (-(-rows // BLOCK), -(-columns // BLOCK))
+    @property
+    def takes_fp8(self) -> bool:
+        """Whether blocks of 128 x 128 do not cross from the gate to the up projection, nor from rank to rank."""
+        raise NotImplementedError
 
     def floats(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, dequantised."""
@@ -103,8 +106,9 @@ class StackedGateUp(StackedMatrices):
         expert, _, half = shard.partition(".")
         return stacked[int(expert)].chunk(2)[half == "up"]
 
-    def _in_blocks(self, matrix: Fp8Matrix) -> bool:
-        return self._size % BLOCK == 0 and super()._in_blocks(matrix)
+    @property
+    def takes_fp8(self) -> bool:
+        return self._size % BLOCK == 0
 
 
 class StackedDown(StackedMatrices):
@@ -126,8 +130,9 @@ class StackedDown(StackedMatrices):
     def part(self, name: str, shard: str) -> Part | None:
         return Part(1, self._start, self._size)
 
-    def _in_blocks(self, matrix: Fp8Matrix) -> bool:
-        return self._size % BLOCK == 0 and super()._in_blocks(matrix)
+    @property
+    def takes_fp8(self) -> bool:
+        return self._size % BLOCK == 0
 
 
 class Experts(nn.Module):

@@ -6,14 +6,19 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import Group, split_over
+from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.model_config import ModelConfig
 from nanovllm.model_experts import MoeConfig
 from nanovllm.models.model_presets import preset
 from nanovllm.models.registry import model_class
+from nanovllm.weights.checkpoint import locate
+from nanovllm.weights.loader import load_model
 from tests import tiny
 from tests.engine import small_engine
 from tests.native import NATIVE
-from tests.weights.checkpoints import configure, edit, load, refused
+from tests.weights.checkpoints import CPU, configure, edit, load, refused
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 BASE = dict(architectures=["Qwen3MoeForCausalLM"], vocab_size=100, hidden_size=64, intermediate_size=128,
@@ -144,3 +149,63 @@ def test_layers_run_op_by_op_on_a_cpu(checkpoint, caplog):
     assert type(llm.engine.runner.model).__name__ == "Qwen3MoeForCausalLM"
     if llm.kernels.providers["decoder_step"] != "native":
         assert "Qwen3MoeForCausalLM: the op decoder_step has no experts" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------ 8-bit floats
+
+FP8 = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, hidden_size=96, norm_topk_prob=True)
+
+
+def quantised(directory, keep_packed, dtype=torch.float32, **arguments):
+    checkpoint = locate(EngineConfig(str(directory), quantization="fp8", **arguments))
+    with torch.inference_mode():
+        return load_model(checkpoint, NATIVE, dtype, CPU, max_position=16, keep_packed=keep_packed)
+
+
+def test_experts_that_are_quantised_while_loading_stay_in_8_bit_floats(tmp_path):
+    reference = tiny.save(tmp_path, "qwen3_moe", **FP8).state_dict()
+    packed, expanded = (dict(quantised(tmp_path, keep).named_modules()) for keep in (True, False))
+    for which in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.{which}"
+        ours, floats, exact = packed[name], expanded[name].weight, reference[name]
+        assert ours.weight.dtype == torch.float8_e4m3fn and ours.weight.shape == exact.shape == floats.shape
+        assert torch.equal(ours.floats(torch.float32), floats)
+        assert 0 < (floats - exact).norm() / exact.norm() < 0.04
+
+
+def test_experts_of_a_rank_are_those_of_the_whole(tmp_path):
+    tiny.save(tmp_path, "qwen3_moe", **FP8)
+    name = "model.layers.0.mlp.experts"
+    whole = quantised(tmp_path, True).get_submodule(name)
+    parts = []
+    for rank in range(2):
+        with split_over(Group(rank, 2)):
+            parts.append(quantised(tmp_path, True).get_submodule(name))
+    gate, up = whole.gate_up_proj.floats(torch.float32).chunk(2, 1)
+    for part, half_gate, half_up, down in zip(
+        parts, gate.chunk(2, 1), up.chunk(2, 1), whole.down_proj.floats(torch.float32).chunk(2, 2)
+    ):
+        assert torch.equal(part.gate_up_proj.floats(torch.float32), torch.cat([half_gate, half_up], 1))
+        assert torch.equal(part.down_proj.floats(torch.float32), down)
+
+
+def test_sizes_that_are_no_blocks_are_expanded(checkpoint):
+    model = quantised(checkpoint, True)
+    assert model.get_submodule("model.layers.0.mlp.experts.down_proj").weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_tokens_with_experts_in_8_bit_floats_are_those_of_the_same_numbers(tmp_path, load_format):
+    tiny.save(tmp_path, "qwen3_moe", **FP8)
+    prompts = [[token % 199 for token in prompt] for prompt in small_engine.random_prompts([1, 17, 40])]
+    told = []
+    for packed in (True, False):
+        llm = small_engine.make(
+            tmp_path, device="cpu", quantization="fp8", load_format=load_format, use_custom_kernels=False,
+            fast_policy=FastPolicy(packed_weights=packed),
+        )  # fmt: skip
+        experts = llm.engine.runner.model.get_submodule("model.layers.0.mlp.experts.down_proj")
+        assert (experts.scale is not None) == packed
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        told.append(small_engine.generate(llm, prompts, params))
+    assert told[0] == told[1]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from nanovllm.kernels.ops.linear_fp8 import BLOCK
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.moe import StackedMatrices
 from nanovllm.layers.packed_weight import StoredMatrix
 from nanovllm.layers.stored_matrices import FloatMatrix, Fp8Matrix, IntMatrix
 from nanovllm.weights.checkpoint import Checkpoint
@@ -105,6 +106,8 @@ class Quantiser:
 
     def takes(self, name: str, module: nn.Module) -> bool:
         """Whether some of the layer's weights are quantised."""
+        if isinstance(module, StackedMatrices):  # experts, whose op for packed weights reads 8-bit floats
+            return module.takes_fp8 and all(self._form_of(name, shard) == "fp8" for shard in module.shards)
         kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
         return isinstance(module, kinds) and any(self._form_of(name, shard) for shard in module.shards)
 
