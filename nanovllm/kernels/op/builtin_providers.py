@@ -32,13 +32,6 @@ def _float32_logits(logits: Any, *args: Any, **kwargs: Any) -> str | None:
     return None if str(logits.dtype) == "torch.float32" else f"logits of {logits.dtype}; it takes float32"
 
 
-def _takes_fp8_experts(x: Any, *args: Any, **kwargs: Any) -> str | None:
-    """Accept what the kernels read in words of two numbers."""
-    if x.element_size() != 2:
-        return f"x of {x.dtype}; it takes bfloat16 and float16"
-    return f"hidden={x.shape[1]}; it takes a multiple of 32" if x.shape[1] % 32 else None
-
-
 def _triton(module: str, *declared: Op, accepts: Any = None, num_tokens: bool = False, **capabilities: Any) -> None:
     """Register nanovllm.kernels.triton.<module>:<op's name>; num_tokens: the module has num_tokens_<op's name>, too."""
     module = f"nanovllm.kernels.triton.{module}"
@@ -71,7 +64,7 @@ _triton("gemm.fp8_activations", ops.linear_fp8_dynamic, accepts=library_refuses)
 _triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=interpretable_dot)
 _triton("moe.experts", ops.moe_experts)
 _triton("moe.route", ops.moe_route)
-_triton("moe.fp8_experts", ops.moe_experts_fp8, accepts=_takes_fp8_experts)
+_triton("moe.fp8_experts", ops.moe_experts_fp8)
 _triton("attention.decode", ops.attention_decode_shared, ops.qk_norm_rope_attention_shared, accepts=interpretable_dot)
 _triton("attention.decode", ops.attention_decode, ops.qk_norm_rope_attention, accepts=interpretable_dot, takes_out=True)
 _triton("attention.dense", extra.attention_dense, accepts=interpretable_dot)

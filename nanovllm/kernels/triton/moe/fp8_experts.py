@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.op.registry import all_ops
 from nanovllm.kernels.ops.moe_experts_fp8 import check_scales
 from nanovllm.kernels.triton.device_math import gated_product, to_dtype
 from nanovllm.kernels.triton.early_start import has_dependent_launch
@@ -17,6 +18,7 @@ from nanovllm.kernels.triton.moe.experts import by_pair, weighted_sum
 from nanovllm.kernels.triton.moe.plan import BlockPlan, plan_fp8_blocks, plan_pairs
 from nanovllm.kernels.triton.moe.sort import SortedPairs, sort_pairs
 
+reference = all_ops()["moe_experts_fp8"].native
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -77,12 +79,14 @@ def moe_experts_fp8(
     x: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor, down: torch.Tensor, down_scale: torch.Tensor,
     weights: torch.Tensor, experts: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """The op `moe_experts_fp8`."""
+    """The op `moe_experts_fp8`. float32, and rows that loads cannot read wide, are left to the reference."""
     check_scales(gate_up, gate_up_scale, down, down_scale)
     num_tokens, top_k = experts.shape
     num_experts, hidden, intermediate = down.shape
     if not num_tokens:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dtype not in _DTYPES or hidden % 32:
+        return reference(x, gate_up, gate_up_scale, down, down_scale, weights, experts)
     x, _, stride = matrix_of(x)
     if stride % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)

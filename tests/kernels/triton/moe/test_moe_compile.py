@@ -10,6 +10,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
 from nanovllm.kernels.triton.moe.experts import moe_experts
+from nanovllm.kernels.triton.moe.fp8_experts import moe_experts_fp8
 from nanovllm.kernels.triton.moe.route import moe_route
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
 from tests.kernels.triton.compiled import compiled, launches_of, parameter, resources, tensors, wide
@@ -31,6 +32,18 @@ def cases(dtype):
     yield "route", lambda: moe_route(t(8, EXPERTS), TOP_K, True)
 
 
+def fp8_cases(dtype):
+    """The same with experts in 8-bit floats."""
+    for tokens, intermediate in ((1, 768), (2, 384), (8, 768), (300, 768), (8192, 768)):
+        planes = []
+        for rows, columns in ((2 * intermediate, HIDDEN), (HIDDEN, intermediate)):
+            weight = torch.empty(EXPERTS, rows, columns, dtype=torch.float8_e4m3fn)
+            planes += [parameter(weight), parameter(torch.empty(EXPERTS, rows // 128, columns // 128))]
+        routed = torch.empty(tokens, TOP_K), torch.empty(tokens, TOP_K, dtype=torch.int32)
+        arguments = torch.empty(tokens, HIDDEN, dtype=dtype), *planes, *routed
+        yield f"{tokens} tokens, {intermediate}, fp8", lambda arguments=arguments: moe_experts_fp8(*arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, capability",
@@ -39,10 +52,11 @@ def cases(dtype):
 )
 def test_no_spills_and_wide_loads(dtype, capability, tmp_path):
     seen, kernels = set(), set()
-    for name, kernel, args, options in launches_of(cases(dtype)):
+    for name, kernel, args, options in launches_of([*cases(dtype), *(fp8_cases(dtype) if dtype.itemsize == 2 else ())]):
         named = dict(zip(kernel.arg_names, args)) | {"PDL": capability >= 90}
         options = {k: v for k, v in options.items() if k != "launch_pdl"}
-        key = kernel.__name__, *(v for n, v in named.items() if n.isupper()), *options.values()
+        constants = (v for n, v in named.items() if n.isupper())
+        key = kernel.__name__, named.get("scale") is None, *constants, *options.values()
         if key in seen:
             continue
         seen.add(key)
@@ -57,15 +71,16 @@ def test_no_spills_and_wide_loads(dtype, capability, tmp_path):
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), what
         assert ".atom" not in ptx.replace("atom.shared", "").replace("red.shared", ""), f"{what}: sums to memory"
         copies = re.findall(r"cp\.async\.cg\.shared\.global[^,]*,[^,]*, 0x10", ptx)
-        if kernel.__name__ == "block_kernel":
+        if kernel.__name__.endswith("block_kernel"):
             assert copies and ("wgmma" in ptx) == (capability == 90 and dtype != torch.float32), what
             if "wgmma" in ptx:
                 assert touched_in_flight(machine_code(binary)) == [], what
         elif kernel.__name__.startswith("pair_"):
             # 16-byte loads of the weights that a thread has
             rows = named["ROWS"] * (named["SLOTS"] if "SLOTS" in named else 2)
-            assert wide(ptx, "ld") >= rows * named["SIZE"] * dtype.itemsize // (16 * 32 * options["num_warps"]), what
+            itemsize = dtype.itemsize if named["scale"] is None else 1
+            assert wide(ptx, "ld") >= rows * named["SIZE"] * itemsize // (16 * 32 * options["num_warps"]), what
     assert kernels == {
         "pair_gate_up_kernel", "pair_down_kernel", "count_kernel", "sort_kernel", "block_kernel", "sum_kernel",
-        "route_kernel",
+        "route_kernel", *(["fp8_block_kernel"] if dtype.itemsize == 2 else ()),
     }  # fmt: skip
