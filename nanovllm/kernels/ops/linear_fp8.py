@@ -100,7 +100,7 @@ def linear_fp8(
 
     Args:
         x: [..., size]. It is not quantised.
-        weight: float8_e4m3fn [outputs, size].
+        weight: float8_e4m3fn [outputs, size]. A kernel may take the codes of NaN for 480 and -480.
         scale: float32 [rows of scales, columns of scales]. The scales are of equal blocks of the weight: the whole
             weight, a row, 128 rows, or all rows; and all columns or 128 columns (`block_shape`).
         bias: [outputs], of x's dtype, or None.
