@@ -116,6 +116,9 @@ def read_two_ropes(c: Mapping[str, Any], defaults: RopeDefaults, local_theta: fl
         one, other = (_rope_of(rest | {"rope_scaling": block}, "rope_scaling", defaults) for block in (scaling, full))
         if one != other:
             _contradict(scaling, full)
+    if any((block or {}).get("truncate") is False for block in (full, local, scaling) if isinstance(block, Mapping)):
+        # transformers has this entry of a YaRN block, and does not apply it where there are two.
+        fail("truncate", False, " is not supported where layers have rotations of their own; remove it")
     of_full = rest | {"rope_parameters": full or scaling, "rope_theta": c.get("rope_theta")}
     of_local = rest | {"rope_parameters": local, "rope_theta": c.get("rope_local_base_freq", local_theta)}
     return _rope_of(of_full, "rope_parameters", defaults), _rope_of(of_local, "rope_parameters", defaults)

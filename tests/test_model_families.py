@@ -102,6 +102,11 @@ LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
         ("Gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported"),
         ("Gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         ("Gemma3", dict(rope_parameters=dict(rope_type="default")), "rope_parameters=.*must be an object with 'fu"),
+        (
+            "Gemma3",
+            dict(rope_scaling=dict(rope_type="yarn", factor=4.0, truncate=False)),
+            "truncate=False is not supported where layers have rotations of their own",
+        ),
         ("Gemma3", dict(rope_parameters=[1]), r"rope_parameters=\[1\]: must be an object"),
         (
             "Gemma3",
