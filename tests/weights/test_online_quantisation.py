@@ -202,3 +202,13 @@ def test_a_gguf_file_of_floats_is_quantised(tmp_path):
     asked = [[1, 5, 9, 3]]
     got = [[c.token_ids for c in llm.generate(asked, GREEDY, use_tqdm=False)[0].outputs] for llm in (packed, served)]
     assert got[0] == got[1]
+
+
+def test_large_matrices_are_quantised_a_part_at_a_time(monkeypatch):
+    from nanovllm.weights.quantization import online
+
+    weight = drawn(400, 256)
+    whole = to_fp8(weight), to_int(weight, 4, 64)
+    monkeypatch.setattr(online, "WEIGHTS_AT_ONCE", 128 * 256)
+    for one, parts in zip(whole, (to_fp8(weight), to_int(weight, 4, 64))):
+        assert all(torch.equal(a, b) for a, b in zip(one.planes.values(), parts.planes.values()))

@@ -28,12 +28,27 @@ from nanovllm.weights.quantization.k_quants import more_bits, to_k_quants
 
 GROUP_SIZE = 128
 _FP8_MAX = 448.0
+WEIGHTS_AT_ONCE = 2**25
+"""Weights that are quantised together, which takes some ten times their memory in float32."""
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Shares of the full range that int4 tries: a smaller scale clips the largest weights, and rounds the others less."""
 
 
 def to_fp8(weight: torch.Tensor) -> Fp8Matrix:
     """weight [rows, columns], any float dtype, in blocks of 128 x 128, each scaled so that its largest value is 448."""
+    parts = [_to_fp8(part) for part in weight.split(_rows_at_once(weight))]
+    return Fp8Matrix(
+        torch.cat([part.weight.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
+        torch.cat([part.scale for part in parts]),
+    )
+
+
+def _rows_at_once(weight: torch.Tensor) -> int:
+    """Rows that are quantised together, a multiple of 128."""
+    return max(1, WEIGHTS_AT_ONCE // max(1, weight.shape[1]) // BLOCK) * BLOCK
+
+
+def _to_fp8(weight: torch.Tensor) -> Fp8Matrix:
     rows, columns = weight.shape
     padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [block rows, 128, block columns, 128]
@@ -58,12 +73,19 @@ def to_int(weight: torch.Tensor, bits: int, group: int) -> IntMatrix:
     """
     if weight.shape[1] % group:
         raise ValueError(f"{weight.shape[1]} columns cannot be in groups of {group}")
+    dtype = torch.float16 if bool((weight.abs() < 2**15).all()) else torch.float32
+    parts = [_to_int(part, bits, group, dtype) for part in weight.split(_rows_at_once(weight))]
+    whole = parts[0].joined(parts[1:]) if len(parts) > 1 else parts[0]
+    assert whole is not None
+    return whole
+
+
+def _to_int(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> IntMatrix:
     groups = weight.float().unflatten(1, (-1, group))
     middle = 1 << bits - 1
     largest = groups.abs().amax(-1, keepdim=True)
     # A scale may be negative, so that the value of largest magnitude is the lowest integer, of which there is one more.
     signed = torch.where(groups.amax(-1, keepdim=True) >= largest, -largest, largest)
-    dtype = torch.float16 if bool((largest < 2**15).all()) else torch.float32
     best = torch.full_like(largest, torch.inf)
     scale, values = torch.zeros_like(largest), torch.zeros_like(groups)
     for full in (largest / (middle - 1), signed / middle):
