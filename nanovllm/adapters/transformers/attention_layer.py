@@ -104,6 +104,8 @@ def recognise_attention(module: nn.Module, norms: Norms) -> AttentionKind | str 
         norm = norms.kind(pair[0])
         if norm is None or norms.kind(pair[1]) != norm or any(len(one.weight) != head_dim for one in pair):
             return "the norms of its queries and keys are not RMS norms of a head"
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return "its weights are elsewhere (offloaded)"
     kind = AttentionKind(projections, head_dim, sizes, norm, cache, parameters, {})
     return _probed(module, kind)
 

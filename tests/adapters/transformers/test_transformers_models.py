@@ -42,7 +42,8 @@ def test_logits(model, padding):
     assert torch.equal(logits(model, given), expected)  # bit for bit
 
 
-def test_greedy_tokens(model):
+@pytest.mark.slow
+def test_greedy_tokens_of_every_architecture(model):
     """More tokens than the windows are wide, so that caches of sliding windows roll over."""
     given = prompts("left")
     expected = generate(model, given)
@@ -50,15 +51,20 @@ def test_greedy_tokens(model):
         assert torch.equal(generate(model, given), expected)
 
 
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+GENERATED = [("Qwen3", {}), ("Gemma3", STATIC), ("Mistral", {"num_beams": 2})]
+MORE = [("Gemma3", {}), ("Gemma3", {"num_beams": 2}), ("Qwen3", STATIC), ("Qwen3", {"num_beams": 2})]
+
+
 @pytest.mark.parametrize(
-    "options", [{"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}], ids=str
+    "architecture, options", GENERATED + [pytest.param(*one, marks=pytest.mark.slow) for one in MORE], ids=str
 )
-@pytest.mark.parametrize("architecture", ["Qwen3", "Gemma3"])
-def test_static_caches_and_beams(architecture, options):
+def test_greedy_tokens(architecture, options):
     model = tiny(architecture).requires_grad_(False)
-    expected = generate(model, prompts(), **options)
+    given = prompts("left")
+    expected = generate(model, given, **options)
     with apply(model, ops=OPS):
-        assert torch.equal(generate(model, prompts(), **options), expected)
+        assert torch.equal(generate(model, given, **options), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -86,8 +92,15 @@ def steps(model, chunks, mask, cache):
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("architecture", ["Llama", "Gemma3"])
+@pytest.mark.parametrize(
+    "architecture, kind",
+    [
+        ("Llama", "dynamic"),
+        ("Gemma3", "static"),
+        pytest.param("Llama", "static", marks=pytest.mark.slow),
+        pytest.param("Gemma3", "dynamic", marks=pytest.mark.slow),
+    ],
+)
 def test_chunks_of_a_prompt_and_of_a_draft(architecture, kind, padding):
     """With padding on the right, the chunks after the prompt stand behind slots that nobody sees."""
     from transformers import DynamicCache, StaticCache
