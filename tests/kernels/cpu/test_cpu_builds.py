@@ -43,8 +43,9 @@ def test_every_kind_of_processor_gives_the_same(arch):
     flags = Path("/proc/cpuinfo").read_text()
     if arch == "alderlake" and " avx_vnni " not in flags:
         pytest.skip("this processor has no AVX-VNNI")
+    files = (HERE / f"test_cpu_{name}.py" for name in ("products", "checkpoint_formats", "sample"))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", HERE / "test_cpu_products.py", HERE / "test_cpu_sample.py"],
+        [sys.executable, "-m", "pytest", "-q", "-x", *files],
         env=os.environ | {"NANOVLLM_CPU_ARCH": arch}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
