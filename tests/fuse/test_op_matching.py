@@ -17,7 +17,7 @@ from nanovllm.kernels import Tensors, all_ops
 UNTRACED = {
     name
     for name, op in all_ops().items()
-    if "attention" in name or name in ("sample", "moe_experts") or op.inputs is None
+    if "attention" in name or name in ("sample", "moe_experts", "moe_experts_fp8") or op.inputs is None
 }
 # Their patterns draw random numbers, or depend on the shape or a count, and are not found again at another one.
 BY_SHAPE = {"layernorm_residual_dropout_gelu", "moe_route"}

@@ -46,7 +46,8 @@ def _experts_of(experts, pair, num_pairs, num_experts):
     return tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
 
 
-@triton.jit
+# Neither kernel is specialised on counts of tokens: that would compile it again in the middle of serving.
+@triton.jit(do_not_specialize=["num_pairs", "steps"])
 def count_kernel(
     experts, counts, num_pairs, num_experts, steps, STEP: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr
 ):
@@ -62,7 +63,7 @@ def count_kernel(
     tl.store(counts + program * BINS + tl.arange(0, BINS), total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "steps", "max_blocks"])
 def sort_kernel(
     experts,  # [num_pairs] int32
     counts,  # [programs, BINS] of `count_kernel`; not read if ONE
