@@ -35,6 +35,8 @@ def tiny(architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     if architecture == "Phi3":
         given.pop("head_dim")
     config = getattr(transformers, config_name)(**given)
+    if "attn_logit_softcapping" in given:  # "sdpa", the default of some versions, leaves out the soft cap
+        config._attn_implementation = "eager"
     model = getattr(transformers, model_name)(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

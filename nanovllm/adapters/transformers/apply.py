@@ -143,6 +143,9 @@ def _fixed(model: Any, caps_scores: bool) -> str | None:
     """
     if not model._can_set_attn_implementation():
         return "the model has its attention function built in"
-    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager" if caps_scores else "sdpa"):
-        return f'attn_implementation="{model.config._attn_implementation}" was chosen'
+    chosen = getattr(model.config, "_attn_implementation", None)
+    if caps_scores and chosen == "sdpa":
+        return 'its "sdpa" leaves out the soft cap of scores; set_attn_implementation("nanovllm") would change results'
+    if chosen != ("eager" if caps_scores else "sdpa"):
+        return f'attn_implementation="{chosen}" was chosen'
     return None

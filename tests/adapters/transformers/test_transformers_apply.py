@@ -122,6 +122,14 @@ def test_an_attention_function_that_was_chosen_stays(model):
             assert len(model(**prompts(), output_attentions=True).attentions) == 2
 
 
+def test_a_soft_cap_that_sdpa_leaves_out_is_not_put_back():
+    model = tiny("Gemma2").requires_grad_(False)
+    model.config._attn_implementation_internal = "sdpa"
+    with apply(model, ops=OPS) as report:
+        (why,) = {row.why for row in report.left if row.op == "attention_dense"}
+    assert "leaves out the soft cap" in why and model.config._attn_implementation == "sdpa"
+
+
 def test_wrong_models(model, caplog):
     with pytest.raises(TypeError, match="expected a torch.nn.Module"):
         apply("Qwen/Qwen3-0.6B")
