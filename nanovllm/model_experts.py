@@ -30,6 +30,9 @@ def read_moe(entries: Entries) -> MoeConfig:
     Raises:
         ValueError: an entry is out of range; the message names it.
     """
+    activation = entries.get("hidden_act", "silu")
+    if activation != "silu":
+        fail("hidden_act", activation, " is not supported for experts; only 'silu' is")
     # transformers 5 writes num_local_experts, 4 wrote num_experts.
     name = "num_experts" if entries.config.get("num_experts") is not None else "num_local_experts"
     num_experts, top_k = entries.count(name, 128), entries.count("num_experts_per_tok", 8)

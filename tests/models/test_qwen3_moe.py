@@ -64,6 +64,7 @@ def test_which_layers_have_experts():
         (dict(moe_intermediate_size="768"), "moe_intermediate_size='768': must be a positive integer"),
         (dict(mlp_only_layers=[4]), r"mlp_only_layers=\[4\]: must be a list of layers, from 0 to 3"),
         (dict(mlp_only_layers=7), "mlp_only_layers=7: must be a list of layers"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported for experts; only 'silu' is"),
         (dict(norm_topk_prob=1), "norm_topk_prob=1: must be true or false"),
         (dict(decoder_sparse_step=0), "decoder_sparse_step=0: must be a positive integer"),
     ],

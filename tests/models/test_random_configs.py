@@ -38,6 +38,7 @@ def rope(rng: random.Random) -> dict:
 KINDS = {
     "Qwen3": "qwen3", "Llama": "llama", "Qwen2": "qwen2", "Mistral": "mistral", "SmolLM3": "smollm3", "Phi3": "phi3",
     "Gemma2": "gemma2", "Gemma3": "gemma3_text",
+    "Qwen3Moe": "qwen3_moe",
 }  # fmt: skip
 
 
@@ -54,6 +55,12 @@ def draw(rng: random.Random, kind: str) -> dict:
     )  # fmt: skip
     if kind == "Phi3":
         config["hidden_size"] = kv_heads * group * head_dim
+    if kind == "Qwen3Moe":
+        config["hidden_size"] = kv_heads * group * 16  # transformers multiplies rows of whole 16 bytes
+        experts = rng.choice([3, 8])
+        config |= {rng.choice(["num_experts", "num_local_experts"]): experts, "num_experts_per_tok": rng.choice([1, 3])}
+        config |= dict(moe_intermediate_size=rng.choice([16, 36]), norm_topk_prob=rng.random() < 0.5)
+        config |= rng.choice([{}, dict(decoder_sparse_step=2), dict(mlp_only_layers=[0]), dict(mlp_only_layers=None)])
     sometimes = dict(
         attention_bias=True, rms_norm_eps=0.1, hidden_act="gelu", use_sliding_window=rng.random() < 0.5,
         layer_types=[rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)], max_window_layers=0,
@@ -91,14 +98,27 @@ def randomize(model, seed: int) -> None:
             parameter.normal_(0, 1 / max(48, parameter.shape[1]) ** 0.5, generator=generator)
 
 
+def as_stored(weights):
+    """(name, tensor) of a model's weights; experts, which transformers stacks, one by one as in a checkpoint."""
+    for name, tensor in weights.items():
+        parent, _, leaf = name.rpartition(".")
+        if not parent.endswith(".experts"):
+            yield name, tensor
+            continue
+        names = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+        for i, expert in enumerate(tensor):
+            yield from zip((f"{parent}.{i}.{which}.weight" for which in names), expert.chunk(len(names)))
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(7))
 def test_a_config_is_served_as_transformers_does_or_refused(tmp_path, seed):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     rng, served = random.Random(seed), 0
     for i in range(NUM_CONFIGS):
-        kind = rng.choice(["Qwen3", "Llama"]) if seed < 3 else rng.choice(list(KINDS))
+        kinds = ["Qwen3", "Llama"] if seed < 3 else ["Qwen3Moe"] if seed == 6 else list(KINDS)
+        kind = rng.choice(kinds)
         config = draw(rng, kind)
         prompt_len, longest = rng.choice([10, 60, 200]), {}
         if "longrope" in str(config):  # the longest sequence that is served decides on the frequencies
@@ -110,7 +130,7 @@ def test_a_config_is_served_as_transformers_does_or_refused(tmp_path, seed):
         except Exception:  # it has many types for what it refuses
             continue
         randomize(theirs, i)
-        weights = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+        weights = {name: tensor.clone() for name, tensor in as_stored(theirs.state_dict())}
         if config["tie_word_embeddings"]:
             del weights["lm_head.weight"]
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
