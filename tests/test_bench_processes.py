@@ -27,7 +27,7 @@ def model(tmp_path_factory):
     "arguments, said",
     [
         (("--workload", "bs9"), "did you mean 'bs8'"),
-        (("--engine", "sglang"), "--engine 'sglang': expected any of nanovllm, transformers, vllm"),
+        (("--engine", "tgi"), "--engine 'tgi': expected any of nanovllm, transformers, vllm"),
         (("--num-requests", "3"), "needs --num-requests, --input-len, --output-len"),
         (("--repeat", "0"), "--repeat and --rounds are at least 1"),
         (("--compare", "--no-use-custom-kernels"), "leave out --use-custom-kernels"),

@@ -63,6 +63,12 @@ class BareTokenizer:
         """The template, which a user may have changed in transformers' tokenizer."""
         return self._chat_template if self._whole is None else self._whole.chat_template  # type: ignore[return-value]
 
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        self._chat_template = template
+        if self._whole is not None:
+            self._whole.chat_template = template
+
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
         """The tokens that are found in a text as they are, by id."""

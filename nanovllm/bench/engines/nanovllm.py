@@ -45,7 +45,9 @@ class NanovllmEngine:
         """The mean over the weights that each step reads; None: it is that of the dtype, or of the file."""
         model = self.llm.engine.runner.model
         packed = any(type(module).__name__ in _PACKED for module in model.modules())
-        return model.read_bytes_of_a_weight if packed else None
+        read = model.read_bytes_of_a_weight if packed else None
+        # What is not quantised is counted as peers' weights are: without the rows that fill tiles up.
+        return None if read is None or read >= getattr(torch, self.about()["dtype"]).itemsize else read
 
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):

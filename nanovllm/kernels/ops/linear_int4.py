@@ -56,12 +56,13 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 def _affine(t, tokens, outputs, size, group, bits):
     """Weights that keep the variance of what they are applied to, as trained ones about do."""
     columns = size * bits // 8
+    scale_dtype = torch.float32 if t.dtype == torch.float64 else t.dtype  # checkpoints have no scales of 64 bits
     spread = (2**bits) * 12**-0.5  # of numbers that are uniform in a range of this length
     scale = t.uniform(outputs, size // group, low=0.5, high=1.5) * (size**-0.5 / spread)
     return {
         "x": t.normal(tokens, size),
         "weight": torch.nn.Parameter(t.integers(0, 256, outputs, columns, dtype=torch.uint8), requires_grad=False),
-        "scale": torch.nn.Parameter(scale.to(t.dtype), requires_grad=False),
+        "scale": torch.nn.Parameter(scale.to(scale_dtype), requires_grad=False),
         "zero": torch.nn.Parameter(
             t.integers(0, 2**bits, outputs, size // group, dtype=torch.uint8), requires_grad=False
         ),

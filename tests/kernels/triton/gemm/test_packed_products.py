@@ -9,7 +9,7 @@ from nanovllm.kernels.ops import linear_fp8, linear_gguf, linear_int4, linear_in
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, gguf_planes
 from nanovllm.kernels.triton.gemm import packed_products
 from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS, PackedPlan, plan_packed_product
-from tests.kernels.triton.common import DEVICE, GPU, randn, strided
+from tests.kernels.triton.common import DEVICE, randn, strided
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("poison")]
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -237,7 +237,7 @@ def test_a_wrong_size_or_dtype_is_an_error():
         packed_products.linear_gguf(x, weight, "Q2_K")
 
 
-@pytest.mark.skipif(not GPU, reason="needs a GPU's sizes")
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 32, 64, 200])
 def test_real_sizes(tokens):
     x = randn(tokens, 4096, dtype=torch.bfloat16)
